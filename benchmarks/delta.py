@@ -2,7 +2,7 @@
 
 flash-linear-attention knows packed documents (cu_seqlens) and no trees: its rows of `branches` are
 every branch of the case's forest alone, which for documents is the forest itself. Queries and keys
-come normalised to both, so that neither side's own normalisation is in the figures. `chunks` says
+come normalized to both, so that neither side's own normalization is in the figures. `chunks` says
 whether a forward of the Hopper kernels finds the row's chunks ("found") or is handed them
 ("given"), as by a model, which finds them once for all layers.
 """

@@ -2,12 +2,12 @@
 
 python benchmarks/distillation.py --out benchmarks/results/distillation_h200.json
 
-Random weights, rows of 4,096 tokens of which all but the first train, generalised Jensen-Shannon
+Random weights, rows of 4,096 tokens of which all but the first train, generalized Jensen-Shannon
 divergence over the whole vocabulary with beta 0.5, AdamW with clipping. Student: float32 masters,
 bfloat16 compute; teacher: bfloat16. Each side runs in a process of its own, so that neither holds
 memory of the other, and one that fails leaves the other's line standing.
 
-jaxtrain    the training code as it runs (core/step.py, tasks/distillation.py): forward pass of the
+jaxtrain    the training code as it runs (core/step.py, methods/distillation/method.py): forward pass of the
             teacher, and the loss in chunks that never hold all logits
 trl         transformers' model, autocast, sdpa; the loss in the form of TRL's GKDTrainer, from all
             logits of a row of both models
@@ -46,22 +46,22 @@ def run_jaxtrain(options) -> dict:
     from step_work import MODELS
 
     from jaxtrain.config import OptimConfig
-    from jaxtrain.core.assemble import Parts
-    from jaxtrain.core.optim import build_optimizer, build_schedule
+    from jaxtrain.core.bundle import ModelBundle
+    from jaxtrain.core.optimizer import build_optimizer, build_schedule
     from jaxtrain.core.roles import Role, Roles
     from jaxtrain.core.step import init_state, make_step
     from jaxtrain.core.task import POLICY
-    from jaxtrain.data.pack import Fields, build_batch, lay_out, stack_batches
-    from jaxtrain.data.tree import chain
-    from jaxtrain.losses.distillation import COMPONENT, Distillation
+    from jaxtrain.data.packing.pack import Fields, build_batch, lay_out, stack_batches
+    from jaxtrain.data.packing.tree import chain
+    from jaxtrain.distributed.feed import feed
+    from jaxtrain.distributed.mesh import make_mesh
+    from jaxtrain.methods.distillation.loss import COMPONENT, Distillation
+    from jaxtrain.methods.distillation.method import TEACHER, distil
     from jaxtrain.models import build
-    from jaxtrain.parallel.feed import feed
-    from jaxtrain.parallel.mesh import make_mesh
-    from jaxtrain.tasks.distillation import TEACHER, distil
 
     mesh = make_mesh(jax.devices()[:1])
 
-    def parts_of(name: str, param_dtype: str) -> Parts:
+    def parts_of(name: str, param_dtype: str) -> ModelBundle:
         how = {
             "param_dtype": param_dtype,
             "dtype": "bfloat16",
@@ -70,7 +70,9 @@ def run_jaxtrain(options) -> dict:
             "attention_impl": "auto",
         }
         architecture = build.config_from_hf(MODELS[name])
-        return Parts(tokenizer=None, architecture=architecture, mesh=mesh, folder=None, options=how)
+        return ModelBundle(
+            tokenizer=None, architecture=architecture, mesh=mesh, folder=None, options=how
+        )
 
     student, teacher = parts_of(options.student, "float32"), parts_of(options.teacher, "bfloat16")
     fields = Fields((COMPONENT,))
@@ -197,7 +199,7 @@ def run_torch(options, chunked: bool) -> dict:
 
 
 def torch_divergence(ours, theirs, beta: float):
-    """Sum over tokens of the generalised Jensen-Shannon divergence, from logits."""
+    """Sum over tokens of the generalized Jensen-Shannon divergence, from logits."""
     import torch
     import torch.nn.functional as F
 

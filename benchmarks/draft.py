@@ -147,17 +147,17 @@ def run_jaxtrain(options, kind: str, tell) -> None:
     import jax
 
     from jaxtrain.config.load import validate_config
-    from jaxtrain.core.optim import build_optimizer, build_schedule
+    from jaxtrain.core.optimizer import build_optimizer, build_schedule
     from jaxtrain.core.roles import Roles
     from jaxtrain.core.step import init_state, make_step
     from jaxtrain.core.task import Round
-    from jaxtrain.data.anchors import ANCHOR
-    from jaxtrain.data.pack import build_batch, lay_out, stack_batches
-    from jaxtrain.data.tree import chain
+    from jaxtrain.data.packing.pack import build_batch, lay_out, stack_batches
+    from jaxtrain.data.packing.tree import chain
+    from jaxtrain.distributed.feed import feed
     from jaxtrain.layers import linear
-    from jaxtrain.losses.target_states import read_target
-    from jaxtrain.parallel.feed import feed
-    from jaxtrain.tasks import make_task
+    from jaxtrain.methods.drafts.anchors import ANCHOR
+    from jaxtrain.methods.drafts.target_states import read_target
+    from jaxtrain.methods.registry import make_task
 
     if options.apart:
         linear.MANY = 2**30
@@ -168,7 +168,7 @@ def run_jaxtrain(options, kind: str, tell) -> None:
         mesh = task.mesh
         with jax.set_mesh(mesh):
             trained, frozen, copies = roles.open(0)
-            say("weights drawn")
+            log("weights drawn")
             optimizer = build_optimizer(config.optim, build_schedule(config.optim, 1000), trained)
             state = init_state(trained, optimizer, copies)
             del trained
@@ -199,7 +199,7 @@ def run_jaxtrain(options, kind: str, tell) -> None:
                 began = time.perf_counter()
                 compiled = step.lower(state, placed, frozen).compile()
                 compile_s = time.perf_counter() - began
-                say(f"{kind} {length}: step compiled in {compile_s:.0f} s")
+                log(f"{kind} {length}: step compiled in {compile_s:.0f} s")
                 losses = []
                 for _ in range(options.warm_up):
                     state, output = compiled(state, placed, frozen)
@@ -271,7 +271,7 @@ def run_torch(options, kind: str, tell) -> None:
         else:
             draft = draft_peers.Eagle3(raw, count, KEPT[options.size])
             step = draft_peers.Eagle3Step(target, draft, work, how)
-    say("weights drawn")
+    log("weights drawn")
     rows = {}
     for length in options.lengths or size["lengths"]:
         rng = np.random.default_rng(1)
@@ -297,7 +297,7 @@ def run_torch(options, kind: str, tell) -> None:
         )
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """A line of progress."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
@@ -307,7 +307,7 @@ def wait(options, kind: str, side: str) -> None:
     if options.gate is None:
         return
     (options.gate / f"{kind}-{side}.ready").touch()
-    say(f"{kind}, {side}: ready")
+    log(f"{kind}, {side}: ready")
     while not (options.gate / f"{kind}-{side}.go").exists():
         time.sleep(0.2)
 
@@ -395,7 +395,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         for kind in options.kinds.split(","):
             for side in options.sides.split(","):
-                say(f"{kind}, {side}")
+                log(f"{kind}, {side}")
                 rows = Path(place) / f"{kind}-{side}.jsonl"
                 failed = run_apart(__file__, ["--child", kind, side, str(rows)], options.seconds)
                 lines = rows.read_text().splitlines() if rows.exists() else []

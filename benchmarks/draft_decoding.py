@@ -19,18 +19,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-from draft_pair import DRAFTS, SHAPES, SUFFIX, architecture, compute_dtype, make_config, say
+from draft_pair import DRAFTS, SHAPES, SUFFIX, architecture, compute_dtype, log, make_config
 
 from jaxtrain.config.load import validate_config
-from jaxtrain.data.template import end_of_turn_ids, load_tokenizer, prompt_tokens
+from jaxtrain.data.chat.template import end_of_turn_ids, load_tokenizer, prompt_tokens
+from jaxtrain.distributed.mesh import make_mesh
+from jaxtrain.generation.engine import Sampling
+from jaxtrain.generation.local.requests import Request
+from jaxtrain.generation.local.sampler import LocalSampler
+from jaxtrain.generation.local.slots import unstack
+from jaxtrain.generation.local.speculation import DraftedModel
+from jaxtrain.methods.registry import make_task
 from jaxtrain.models import build
-from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.rollout.local.requests import Request
-from jaxtrain.rollout.local.sampler import LocalSampler
-from jaxtrain.rollout.local.slots import unstack
-from jaxtrain.rollout.local.speculation import Drafted
-from jaxtrain.rollout.types import Sampling
-from jaxtrain.tasks import make_task
 
 KINDS = ("plain", *DRAFTS)
 LEAST, MOST = 97, 128
@@ -91,7 +91,7 @@ class Decoder:
     def load_all(self, folders: dict[str, Path]) -> dict:
         """Models by kind."""
         target = self.load(folders["target"])
-        return {"plain": target} | {k: Drafted(target, self.load(folders[k])) for k in DRAFTS}
+        return {"plain": target} | {k: DraftedModel(target, self.load(folders[k])) for k in DRAFTS}
 
     def answer(self, kind: str, model, prompts: list[list[int]]) -> tuple[float, list[Request]]:
         """(seconds, requests) of prompts that begin at once, a row each."""
@@ -125,7 +125,7 @@ class Decoder:
         with ThreadPoolExecutor(len(KINDS)) as pool:
             list(pool.map(lambda k: self.answer(k, models[k], self.waves(rows)[0]), KINDS))
         self.warmed.append(rows)
-        say(f"rows {rows}: compiled in {time.perf_counter() - began:.0f} s")
+        log(f"rows {rows}: compiled in {time.perf_counter() - began:.0f} s")
 
     def answer_questions(self) -> None:
         """The target's own answers to training questions, into answers.jsonl."""
@@ -138,7 +138,7 @@ class Decoder:
                 text = self.tokenizer.decode(one.tokens, skip_special_tokens=True).strip()
                 if one.finish_reason == "stop" and text:
                     out.append(json.dumps({"question": question, "answer": text}))
-        say(f"{len(out)} of {len(found)} answers ended")
+        log(f"{len(out)} of {len(found)} answers ended")
         if len(out) > rows:
             (self.args.work / "answers.jsonl").write_text("\n".join(out) + "\n")
 
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     args = parser.parse_args()
     decoder, work = Decoder(args), args.work
-    say(f"{len(decoder.test)} test prompts")
+    log(f"{len(decoder.test)} test prompts")
     decoder.write_random(work / "random")
     models = decoder.load_all({name: work / "random" / name for name in ("target", *DRAFTS)})
     todo, answered = list(ROWS[args.size]), False
@@ -220,7 +220,7 @@ def main() -> None:
     report = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": []}
     for rows in decoder.warmed:
         report["rows"].append(decoder.time_rows(models, rows))
-        say(describe(report["rows"][-1]))
+        log(describe(report["rows"][-1]))
         (work / "decoding.json").write_text(json.dumps(report, indent=1) + "\n")
 
 

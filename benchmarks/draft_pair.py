@@ -142,7 +142,7 @@ def make_config(args, stage: str) -> dict:
     return table
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """A line of progress."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
@@ -167,7 +167,7 @@ class Child:
             start_new_session=True,
             env=environment,
         )
-        say(f"{name}: started")
+        log(f"{name}: started")
 
     @property
     def runs(self) -> bool:
@@ -185,7 +185,7 @@ class Child:
             time.sleep(0.3)
         good = done() or self.process.poll() == 0
         how = "done" if good else "out of time" if self.runs else f"exit {self.process.poll()}"
-        say(f"{self.name}: {how} after {time.monotonic() - self.began:.0f} s")
+        log(f"{self.name}: {how} after {time.monotonic() - self.began:.0f} s")
         return good
 
 

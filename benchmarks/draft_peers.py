@@ -7,7 +7,7 @@ keys. The target runs in bfloat16 without gradients, by SDPA, up to the last lay
 blocks, the draft's, and losses over whole logits are compiled by torch.compile. The draft
 multiplies in bfloat16, with float32 masters under fused AdamW and clipping.
 
-The same loss as this project's on the same weights and anchors (tests/train/test_benchmarks.py).
+The same loss as this project's on the same weights and anchors (tests/methods/test_benchmarks.py).
 """
 
 import dataclasses

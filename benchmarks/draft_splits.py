@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from draft import SIZES, say, write_config
+from draft import SIZES, log, write_config
 from preference import describe_hardware, run_limited
 
 WARM_UP, STEPS = 4, 12
@@ -105,7 +105,7 @@ def main() -> None:
         for split in options.splits:
             row = run_split(options, split, Path(place))
             report["rows"].append(row)
-            say(describe(row))
+            log(describe(row))
             if options.out:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")

@@ -78,7 +78,7 @@ def write_config(args: argparse.Namespace, folder: Path, name: str) -> Path:
     return path
 
 
-def summarise(name: str, lines: list[dict]) -> dict:
+def summarize(name: str, lines: list[dict]) -> dict:
     """One row of the table."""
     rounds = lines[WARM_UP - 1 :]
     times = [line["time"] for line in rounds]
@@ -120,7 +120,7 @@ def main() -> None:
             config = write_config(args, Path(folder), name)
             out = Path(folder) / name.replace(" ", "_")
             out.mkdir()
-            row = summarise(name, run_mode(config, "sync", 0, out, []))
+            row = summarize(name, run_mode(config, "sync", 0, out, []))
             found.append(row)
             if len(found) == 1:
                 print("  ".join(f"{key:>12}" for key in row))

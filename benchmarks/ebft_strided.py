@@ -87,15 +87,15 @@ def run_jaxtrain(options) -> dict:
     import jax
 
     from jaxtrain.config.load import validate_config
-    from jaxtrain.core.optim import build_optimizer, build_schedule
-    from jaxtrain.core.roles import Held, Roles
+    from jaxtrain.core.optimizer import build_optimizer, build_schedule
+    from jaxtrain.core.roles import ModelSnapshot, Roles
     from jaxtrain.core.scorer import Scorer
     from jaxtrain.core.step import init_state, make_step
     from jaxtrain.core.task import Round
-    from jaxtrain.data.pack import build_batch, lay_out, stack_batches
-    from jaxtrain.data.tree import chain
-    from jaxtrain.parallel.feed import feed
-    from jaxtrain.tasks import make_task
+    from jaxtrain.data.packing.pack import build_batch, lay_out, stack_batches
+    from jaxtrain.data.packing.tree import chain
+    from jaxtrain.distributed.feed import feed
+    from jaxtrain.methods.registry import make_task
 
     with tempfile.TemporaryDirectory() as place:
         config = validate_config(write_config(options, Path(place)), "ebft_strided.py")
@@ -110,7 +110,7 @@ def run_jaxtrain(options) -> dict:
             make_step(roles.build, task.loss, task.coef, optimizer, config.optim.max_grad_norm),
             donate_argnums=0,
         )
-        held = lambda: Held(roles, {**frozen, **state.copies, **state.params}, 0)  # noqa: E731
+        held = lambda: ModelSnapshot(roles, {**frozen, **state.copies, **state.params}, 0)  # noqa: E731
         scorer = Scorer(held)
         fields = task.data.fields
         ones = {name: np.ones(SIZES[options.size]["length"]) for name in fields.components}
@@ -126,7 +126,7 @@ def run_jaxtrain(options) -> dict:
         began = time.perf_counter()
         first = jax.device_get(run(0))
         compile_s = time.perf_counter() - began
-        say(f"jaxtrain: first step in {compile_s:.0f} s")
+        log(f"jaxtrain: first step in {compile_s:.0f} s")
         for number in range(1, options.warm_up):
             jax.block_until_ready(run(number))
         ends, output = [], run(options.warm_up)
@@ -169,7 +169,7 @@ def run_torch(options, kept: bool) -> dict:
     return strided_peers.measure(step, documents, kept, options.warm_up, options.steps)
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """A line of progress."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
@@ -231,7 +231,7 @@ def main() -> None:
     report: dict = {"command": command, "rows": []}
     with tempfile.TemporaryDirectory() as place:
         for side in options.sides.split(","):
-            say(side)
+            log(side)
             path = Path(place) / f"{side}.json"
             failed = run_apart(__file__, ["--child", side, str(path)], options.seconds)
             row = {"by": side, "failed": failed} if failed else json.loads(path.read_text())

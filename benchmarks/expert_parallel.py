@@ -28,15 +28,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from pod import Case
 
+from jaxtrain.core.losses.balance import NoteCollector
+from jaxtrain.core.losses.nll import nll_loss
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.layers.expert_transport import Transport
-from jaxtrain.losses.balance import Watched
-from jaxtrain.losses.nll import nll_loss
-from jaxtrain.parallel.mesh import make_mesh
 
 
 def loss(model, batch):
     """nll_loss with what its experts note among the metrics."""
-    watched = Watched(model)
+    watched = NoteCollector(model)
     sums, metrics = nll_loss(watched, batch)
     (noted,) = watched.noted
     total_LE = noted["expert_load"].sum(1)

@@ -1,7 +1,7 @@
 """QLoRA of a mixture of experts in PyTorch, beside experts_peers.py: all matrices of the blocks in
-NF4 with double quantisation, LoRA on them, nothing but torch and transformers.
+NF4 with double quantization, LoRA on them, nothing but torch and transformers.
 
-A tensor is quantised as bitsandbytes does it, flat, so gate and up of all experts of a layer have
+A tensor is quantized as bitsandbytes does it, flat, so gate and up of all experts of a layer have
 one offset (adapter.quantize "nf4_fused" of jaxtrain). It is unpacked where it multiplies, by one
 fused kernel of torch.compile on a GPU, in the forward pass and again where a checkpointed block is
 computed anew; then grouped_mm. LoRA's own products are grouped, too, instead of added to unpacked
@@ -20,7 +20,7 @@ LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-CHUNK = 2**24  # weights that are quantised at once
+CHUNK = 2**24  # weights that are quantized at once
 STD = 0.02
 
 
@@ -34,7 +34,7 @@ def make_tables(device) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(LEVELS, device=device), torch.tensor(sorted(found), device=device)
 
 
-def quantise(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of a tensor, flat: codes, two a byte; largest magnitudes of blocks in 8 bits, their scales
     and mean; the tables of both."""
     levels, dynamic = make_tables(weight.device)
@@ -64,7 +64,7 @@ def quantise(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def unpack(nibbles, absmax, scales, offset, levels, dynamic, dtype):
-    """[blocks, BLOCK] of what `quantise` made."""
+    """[blocks, BLOCK] of what `quantize` made."""
     group = torch.arange(len(absmax), device=absmax.device) // OUTER
     size = dynamic[absmax.int()] * scales[group] + offset
     codes = torch.stack([nibbles >> 4, nibbles & 15], -1).view(-1, BLOCK)
@@ -80,7 +80,7 @@ class Packed(nn.Module):
     def __init__(self, weight: torch.Tensor):
         super().__init__()
         self.shape = weight.shape
-        for name, value in quantise(weight.detach()).items():
+        for name, value in quantize(weight.detach()).items():
             self.register_buffer(name, value)
 
     def forward(self, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ PyTorch's (experts_peers.py) in turn; rows are written as they come.
 step s       median; tok/s: tokens a second. Cases are cut to `layers` where that is given
 peak GiB     jaxtrain: the compiler's sum of arguments and temporaries; PyTorch: allocator's peak
              in the timed steps
-process GiB  jaxtrain: the allocator's peak from the start, so with drawing and quantising weights
+process GiB  jaxtrain: the allocator's peak from the start, so with drawing and quantizing weights
 """
 
 import argparse
@@ -32,7 +32,7 @@ class Case:
     """One way to run a step."""
 
     by: str
-    """jaxtrain | torch | torch eager (without torch.compile) | unpack (a layer's dequantisation)"""
+    """jaxtrain | torch | torch eager (without torch.compile) | unpack (a layer's dequantization)"""
     model: str
     work: str
     rows: int
@@ -133,7 +133,7 @@ def run_unpack(case: Case) -> dict:
     raw, storage = MODELS[case.model], STORAGES[case.quantize]
     shape = (raw["num_experts"], raw["hidden_size"], raw["moe_intermediate_size"])
     parts = {name: jnp.ones(part.shape, part.dtype) for name, part in storage.shapes(shape).items()}
-    unpack = jax.jit(lambda parts: storage.dequantise(parts, jnp.bfloat16))
+    unpack = jax.jit(lambda parts: storage.dequantize(parts, jnp.bfloat16))
     found = jax_ms(unpack, parts)
     moved = sum(part.nbytes for part in parts.values()) + 2 * np.prod(shape)
     seconds = found["ms"] / 1e3

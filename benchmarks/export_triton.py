@@ -1,9 +1,9 @@
 """Triton attention for machines whose own Triton is too old: compiled elsewhere, timed there.
 
-python benchmarks/export_triton.py --to artefacts --target 80 --case tree8k    # any machine
-python benchmarks/export_triton.py --run artefacts --out out.json              # the GPU's
+python benchmarks/export_triton.py --to artifacts --target 80 --case tree8k    # any machine
+python benchmarks/export_triton.py --run artifacts --out out.json              # the GPU's
 
-The first needs jax-triton but no GPU: an artefact is a `jax.export` of forward and backward for one
+The first needs jax-triton but no GPU: an artifact is a `jax.export` of forward and backward for one
 compute capability (x 10), the kernels' PTX in it. The second needs jax alone, of the same minor
 version, and prints times and the largest errors against the chunked XLA backend in float32.
 """
@@ -94,8 +94,8 @@ def run_case(case, paths: list[Path], report) -> None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--to", type=Path, help="folder to write artefacts to")
-    place.add_argument("--run", type=Path, help="folder of artefacts to time")
+    place.add_argument("--to", type=Path, help="folder to write artifacts to")
+    place.add_argument("--run", type=Path, help="folder of artifacts to time")
     parser.add_argument("--target", type=int, nargs="+", default=[80], help="80, 89, 90, 100, 120")
     parser.add_argument("--case", default="tree8k_h16_8_d128", help="part of case names")
     parser.add_argument("--out", type=Path)

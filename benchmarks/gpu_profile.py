@@ -69,7 +69,7 @@ def classify(event: dict, sources: dict[str, str]) -> tuple[str, str]:
     return f"fusions, {inside}", source
 
 
-def summarise(folder: Path, steps: int, longest: int) -> str:
+def summarize(folder: Path, steps: int, longest: int) -> str:
     """The table."""
     events, sources = read_events(folder), read_sources(folder)
     kinds: collections.Counter = collections.Counter()
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps in the trace")
     parser.add_argument("--longest", type=int, default=60)
     options = parser.parse_args()
-    print(summarise(options.folder, options.steps, options.longest))
+    print(summarize(options.folder, options.steps, options.longest))
 
 
 if __name__ == "__main__":

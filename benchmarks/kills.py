@@ -23,9 +23,9 @@ import jax
 import numpy as np
 from report import Report
 
-from jaxtrain.run.checkpoint import load_checkpoint
-from jaxtrain.run.checkpoint_folder import find_good_step
-from jaxtrain.run.manifest import read_manifest
+from jaxtrain.runs.checkpoint import load_checkpoint
+from jaxtrain.runs.checkpoint_folder import find_good_step
+from jaxtrain.runs.manifest import read_manifest
 
 REPO = Path(__file__).parents[1]
 STEPS = 16

@@ -28,10 +28,10 @@ from train_step import Program, Setting
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import OptimConfig
-from jaxtrain.data.pack import build_batch, lay_out, stack_batches
-from jaxtrain.data.tree import build_tree
+from jaxtrain.data.packing.pack import build_batch, lay_out, stack_batches
+from jaxtrain.data.packing.tree import build_tree
+from jaxtrain.distributed.feed import feed
 from jaxtrain.models import build
-from jaxtrain.parallel.feed import feed
 
 RUNS = {
     "kernels": {"impl": "auto"},

@@ -77,9 +77,9 @@ def main() -> None:
         return serve(options.servers)
 
     from jaxtrain.config.vllm import VllmConfig
-    from jaxtrain.rollout.types import Sampling
-    from jaxtrain.rollout.vllm.engine import VllmEngine
-    from jaxtrain.rollout.vllm.servers import Servers
+    from jaxtrain.generation.engine import Sampling
+    from jaxtrain.generation.vllm.engine import VllmEngine
+    from jaxtrain.generation.vllm.servers import Servers
 
     command = [sys.executable, __file__, "--serve", "--servers", str(options.servers)]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

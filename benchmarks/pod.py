@@ -4,7 +4,7 @@ python benchmarks/pod.py --cases 0.6b llama-8b 128k --out benchmarks/results/pod
 
 Random weights and tokens; a row is one document, so attention sees the whole causal half. Every
 program is compiled first, side by side, on shapes alone; then each runs WARM_UP + TIMED steps. The
-step is that of `jaxtrain.train.loop` without the data pipeline: forward, backward, clipping, AdamW.
+step is that of `jaxtrain.core.loop` without the data pipeline: forward, backward, clipping, AdamW.
 
 step s    median over TIMED steps, each waited for
 tok/s/GPU tokens of the step / step s / GPUs
@@ -35,16 +35,16 @@ from step_work import MODELS
 from jaxtrain.adapters.attach import split_trained
 from jaxtrain.batch import Batch
 from jaxtrain.config import AdapterConfig, OptimConfig
-from jaxtrain.core.assemble import Parts, abstract_params, make_adapter, open_params
+from jaxtrain.core.bundle import ModelBundle, abstract_params, make_adapter, open_params
+from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.metrics import count_work, model_flops, peak_flops
-from jaxtrain.core.optim import build_optimizer, build_schedule
+from jaxtrain.core.optimizer import build_optimizer, build_schedule
 from jaxtrain.core.step import abstract_state, init_state, make_step
+from jaxtrain.core.step_metrics import count_matmul_params
+from jaxtrain.distributed.feed import feed, row_shards
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.layers.expert_transport import Transport
-from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
-from jaxtrain.parallel.feed import feed, row_shards
-from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.train.step_metrics import count_matmul_params
 
 WARM_UP, TIMED = 2, 5
 OPTIM = OptimConfig(learning_rate=1e-5)
@@ -125,7 +125,7 @@ class Program:
         options = {"param_dtype": case.param_dtype, "dtype": "bfloat16", "remat": case.remat}
         options |= {"transport": case.transport, "scan_layers": case.scan}
         adapter = make_adapter(AdapterConfig(**(case.adapter or {})), self.architecture)
-        self.parts = Parts(None, self.architecture, self.mesh, None, options, adapter)
+        self.parts = ModelBundle(None, self.architecture, self.mesh, None, options, adapter)
         self.batch = one_document(case.rows * row_shards(self.mesh), case.tokens, raw["vocab_size"])
         with jax.set_mesh(self.mesh):
             self.shapes, self.rebuild = abstract_params(self.parts)

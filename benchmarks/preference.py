@@ -1,4 +1,4 @@
-"""Preference optimisation and reward models on one GPU: this project and TRL, on the same pairs.
+"""Preference optimization and reward models on one GPU: this project and TRL, on the same pairs.
 
 python benchmarks/preference.py --out benchmarks/results/preference_h200
 python benchmarks/preference.py --size tiny --budget 900        # on a CPU, to see that it works

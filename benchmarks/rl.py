@@ -87,7 +87,7 @@ def run_mode(config: Path, mode: str, devices: int, folder: Path, words: list[st
     return [line for line in lines if "loss" in line]
 
 
-def summarise(mode: str, lines: list[dict], minibatches: int) -> dict:
+def summarize(mode: str, lines: list[dict], minibatches: int) -> dict:
     """One row of the table."""
     # A round's numbers stand in one of its lines.
     rounds = [line for line in lines if "num_sampled_tokens" in line][WARM_UP - 1 :]
@@ -139,7 +139,7 @@ def main() -> None:
         for mode in args.modes:
             start = time.perf_counter()
             lines = run_mode(config, mode, args.devices, Path(folder), args.words)
-            rows.append(summarise(mode, lines, args.minibatches))
+            rows.append(summarize(mode, lines, args.minibatches))
             values = {k: v if isinstance(v, str) else round(v, 3) for k, v in rows[-1].items()}
             took = time.perf_counter() - start
             print("  ".join(f"{k} {v}" for k, v in values.items()), f"({took:.0f} s)", flush=True)

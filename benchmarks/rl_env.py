@@ -2,7 +2,8 @@
 
 import random
 
-from jaxtrain.rollout.types import Engine, Env, Episode, Sampling
+from jaxtrain.generation.engine import Engine, Sampling
+from jaxtrain.generation.episodes import Env, Episode
 
 
 class Lengths(Env):

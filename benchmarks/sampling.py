@@ -23,15 +23,15 @@ import jax
 import numpy as np
 from step_work import MODELS
 
-from jaxtrain.core.assemble import Parts
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.distributed.mesh import make_mesh
+from jaxtrain.generation.engine import Sampling
+from jaxtrain.generation.local.sampler import LocalSampler
+from jaxtrain.generation.local.slots import CHUNK
+from jaxtrain.generation.local.weights import Copier
 from jaxtrain.layers.attention import store_cache
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
-from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.rollout.local.sampler import LocalSampler
-from jaxtrain.rollout.local.slots import CHUNK
-from jaxtrain.rollout.local.weights import Copier
-from jaxtrain.rollout.types import Sampling
 
 BYTES_PER_SECOND = 4.8e12
 
@@ -45,7 +45,7 @@ def open_model(name: str, weights: str, cache: str, stacked: bool, mesh: jax.sha
         store_cache(model, cache)
         return model
     params, rebuild = split_model(model)
-    copy = Copier(Parts(None, config, mesh, None, options), mesh, weights, cache)
+    copy = Copier(ModelBundle(None, config, mesh, None, options), mesh, weights, cache)
     return copy.build(copy(params), rebuild)
 
 

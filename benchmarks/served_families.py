@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from make_models_table import CLOSE, SERVED, tiny_configs
 
-from jaxtrain.data.template import load_tokenizer
+from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.models import build
 
 VOCAB, NEW = 512, 12

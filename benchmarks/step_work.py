@@ -12,8 +12,8 @@ import numpy as np
 from jaxtrain_kernels.testing import agent_tree, documents
 
 from jaxtrain.batch import Batch
-from jaxtrain.data.pack import build_batch, fit_rows, lay_out, stack_batches
-from jaxtrain.data.tree import Tree, build_tree, chain, split_branches
+from jaxtrain.data.packing.pack import build_batch, fit_rows, lay_out, stack_batches
+from jaxtrain.data.packing.tree import Tree, build_tree, chain, split_branches
 
 
 def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool, **other) -> dict:

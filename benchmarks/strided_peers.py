@@ -5,7 +5,7 @@ all second ones, ... ; FlexAttention under block masks that are made once; torch
 head and draws; fused AdamW with float32 masters. The draws are made by whole forward passes, one a
 token ("torch", as Axolotl does), or by keys and values kept of the documents ("torch kept", which
 it does not). Rewards, advantages and loss are this project's on the same tokens
-(tests/train/test_train_strided_benchmark.py).
+(tests/methods/test_methods_strided_benchmark.py).
 """
 
 import dataclasses

@@ -78,7 +78,7 @@ class Inputs:
             arrays[n].astype(jnp.bfloat16) for n in ("q", "k", "v", "d_out")
         )
         self.case, self.T, self.H = case, self.q.shape[1], case.head_dim
-        own = blocks.normalise(Context(arrays["until"], arrays.get("since")))
+        own = blocks.normalize(Context(arrays["until"], arrays.get("since")))
         arranged, arrangement = jax.jit(lambda c: blocks.arrange(c, self.T, None))(own)
         self.contexts = {False: own, True: arranged}
         self.arrangement = arrangement

@@ -42,15 +42,21 @@ from step_work import MODELS, WORKS
 from jaxtrain.adapters.attach import split_trained
 from jaxtrain.batch import Batch
 from jaxtrain.config import AdapterConfig, ModelConfig, OptimConfig
-from jaxtrain.core.assemble import Parts, abstract_params, make_adapter, make_product, open_params
+from jaxtrain.core.bundle import (
+    ModelBundle,
+    abstract_params,
+    make_adapter,
+    make_product,
+    open_params,
+)
+from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.metrics import count_work, model_flops, peak_flops
-from jaxtrain.core.optim import build_optimizer, build_schedule
+from jaxtrain.core.optimizer import build_optimizer, build_schedule
 from jaxtrain.core.step import init_state, make_step
-from jaxtrain.losses.nll import nll_loss
+from jaxtrain.core.step_metrics import count_matmul_params
+from jaxtrain.distributed.feed import feed, row_shards
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.models import build
-from jaxtrain.parallel.feed import feed, row_shards
-from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.train.step_metrics import count_matmul_params
 
 WARM_UP, TIMED = 3, 10
 ATTENTION_ONLY = ("cudnn",)
@@ -121,7 +127,7 @@ class Program:
         if setting.lora:
             how = {"target": setting.target, "quantize": setting.quantize}
             adapter = AdapterConfig(kind="lora", rank=setting.lora, **how)
-        self.parts = Parts(
+        self.parts = ModelBundle(
             tokenizer=None,
             architecture=self.architecture,
             mesh=self.mesh,

@@ -40,15 +40,15 @@ from jaxtrain_kernels.testing import agent_tree
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import OptimConfig
-from jaxtrain.core.optim import build_optimizer, build_schedule
+from jaxtrain.core.losses.nll import nll_loss
+from jaxtrain.core.optimizer import build_optimizer, build_schedule
 from jaxtrain.core.step import State, init_state, make_step
-from jaxtrain.data.pack import build_batch, fit_rows, lay_out, stack_batches
-from jaxtrain.data.tree import Tree, build_tree, chain, split_branches
-from jaxtrain.data.turns import TrainedParts, build_current_rl, make_turns
-from jaxtrain.losses.nll import nll_loss
+from jaxtrain.data.packing.pack import build_batch, fit_rows, lay_out, stack_batches
+from jaxtrain.data.packing.tree import Tree, build_tree, chain, split_branches
+from jaxtrain.distributed.mesh import make_mesh
+from jaxtrain.methods.trees.turns import TrainedParts, build_current_rl, make_turns
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
-from jaxtrain.parallel.mesh import make_mesh
 
 MODES = ("tree", "per_branch", "grouped", "current_rl")
 WARM_UP, TIMED = 3, 10

@@ -4,7 +4,7 @@
     python benchmarks/weight_hosts.py --gib 1 --streams 1 4          one host, over so many each
     python benchmarks/weight_hosts.py --gib 0.125 --relay 0 1 2 8 --rate 100   12 hosts, by fan_out
 
-The trainer's side is the run's own (`rollout/vllm/staging.py`), a worker is a process with the real
+The trainer's side is the run's own (`generation/weight_sync/staging.py`), a worker is a process with the real
 receiving code of `jaxtrain_vllm`; hosts are names. Nothing is loaded into a model. Each case is a
 whole version and a delta of 1.5 % of the items, once with workers that read the memory of the first
 one of their host, and once with each sent its own copy, as by a trainer that knows no hosts.
@@ -54,10 +54,10 @@ def pace(rate: float) -> None:
 
 def work(port: int, token: str, server: str, rate: float) -> None:
     """A worker: connects, and answers until the trainer hangs up."""
-    from jaxtrain_vllm.shelf import WeightShelf, connect
+    from jaxtrain_vllm.shelf import WeightReceiver, connect
 
     pace(rate)
-    shelf = WeightShelf()
+    shelf = WeightReceiver()
     info = {"host": "127.0.0.1", "port": port, "token": token, "server": server}
     link = connect(info, 0, {}, shelf.begin(token))
     answer = shelf.answer
@@ -81,10 +81,10 @@ def measure(
     rate: float = 0.0,
 ) -> list[tuple[str, float, float]]:
     """(kind, GiB that the trainer sent, seconds) of a whole version and of a delta."""
-    from jaxtrain.rollout.vllm.control import Deadline
-    from jaxtrain.rollout.vllm.image import Image
-    from jaxtrain.rollout.vllm.staging import Edition, Staging
-    from jaxtrain.rollout.vllm.weight_links import WeightLinks
+    from jaxtrain.generation.vllm.control import Deadline
+    from jaxtrain.generation.weight_sync.image import Image
+    from jaxtrain.generation.weight_sync.staging import Staging, WeightVersion
+    from jaxtrain.generation.weight_sync.weight_links import WeightLinks
     from jaxtrain_vllm import wire
 
     shapes = {f"layer{i}": (16, 2**20) for i in range(max(1, round(gib * 2**30 / 2**25)))}
@@ -121,7 +121,10 @@ def measure(
                     changes[name] = wire.Changes(where, tensor.bits[where], tensor.bits.size)
             checksum = wire.checksum(image.tensors)
             image.segment.seal(version, checksum)
-            last, newest = newest, Edition(version, image.tensors, checksum, changes, version - 1)
+            last, newest = (
+                newest,
+                WeightVersion(version, image.tensors, checksum, changes, version - 1),
+            )
             staging.history.add(last, newest)
             staging.relays.begin(version, len(sizes))
             counted.clear()

@@ -3,7 +3,7 @@
     python benchmarks/weight_sync.py --shape 8b --servers 1 4 --load        a GPU with 80 GB or more
     python benchmarks/weight_sync.py --shape tiny --plain                   a CPU, to try it
 
-The trainer's side is the run's own (`rollout/vllm/publish_weights.py`) with random float32 weights
+The trainer's side is the run's own (`generation/weight_sync/publish_weights.py`) with random float32 weights
 made on the device. A server is a process with the real receiving code of `jaxtrain_vllm` behind the
 routes that the publisher calls, but without vLLM; --load has it copy what it committed to the GPU,
 as vLLM would (its repacking is not in that). --transport tcp: as for a server on another host, over
@@ -131,7 +131,7 @@ def digest(body):
         part = room[: tensor.nbytes]
         part.copy_(tensor.view(-1).view(torch.uint8))
         bits = part.numpy().view(wire.BITS[tensor.itemsize])
-        found[name] = wire.checksum({name: wire.Tensor(tuple(tensor.shape), "bfloat16", bits)})
+        found[name] = wire.checksum({name: wire.WireTensor(tuple(tensor.shape), "bfloat16", bits)})
     return found
 
 
@@ -143,26 +143,26 @@ def find_device():
 
 def open_shelf(transport):
     """What receives, by one transport."""
-    from jaxtrain_vllm.segment import Segment
-    from jaxtrain_vllm.shelf import WeightShelf
+    from jaxtrain_vllm.segment import SharedMemorySegment
+    from jaxtrain_vllm.shelf import WeightReceiver
 
     if transport == "device":
-        from jaxtrain_vllm.lent import LentMemory, open_lent
+        from jaxtrain_vllm.lent import CudaIpcMemory, open_lent
 
         opened = open_lent(find_device())
-        return WeightShelf(opened or (lambda told: LentMemory(told, "cpu", stand_in())))
+        return WeightReceiver(opened or (lambda told: CudaIpcMemory(told, "cpu", stand_in())))
     if transport == "tcp":
 
         def attach(described):
             raise OSError("another host")
 
-        Segment.attach = attach
-    return WeightShelf()
+        SharedMemorySegment.attach = attach
+    return WeightReceiver()
 
 
 def stand_in():
     """For the driver, where there is none."""
-    sys.path.append(str(ROOT / "tests" / "rollout"))
+    sys.path.append(str(ROOT / "tests" / "generation"))
     from host_cuda import HostCuda
 
     return HostCuda()
@@ -188,9 +188,9 @@ def serve(options):
     """A server, until its input ends."""
     Receiver.shelf = open_shelf(options.transport)
     if options.load:
-        from jaxtrain_vllm.pinned import Pinned
+        from jaxtrain_vllm.pinned import PinnedArray
 
-        Receiver.device = Pinned()
+        Receiver.device = PinnedArray()
         if find_device() == "cuda":
             import torch
 
@@ -270,9 +270,9 @@ def measure(started, options, model, params):
 
     from jaxtrain.config import SamplingConfig
     from jaxtrain.config.vllm import VllmConfig
-    from jaxtrain.rollout.vllm.device_layout import Kept, list_pieces
-    from jaxtrain.rollout.vllm.publish_weights import WeightPublisher
-    from jaxtrain.rollout.vllm.servers import Servers
+    from jaxtrain.generation.vllm.servers import Servers
+    from jaxtrain.generation.weight_sync.device_layout import PublishedCopy, list_pieces
+    from jaxtrain.generation.weight_sync.publish_weights import WeightPublisher
 
     entries, _, named = model
     count = len(started)
@@ -281,7 +281,7 @@ def measure(started, options, model, params):
     servers = Servers(config, SamplingConfig(), lambda line: print("!", line, flush=True))
     servers.open()
 
-    kept = Kept() if options.base == "device" else None
+    kept = PublishedCopy() if options.base == "device" else None
 
     def write(params):
         return list_pieces(params, entries, "bfloat16", kept)
@@ -344,8 +344,8 @@ def open_device(named, entries):
     """The trainer's image of the weights in GPU memory."""
     import jax
 
-    from jaxtrain.rollout.vllm.device_image import DeviceImage
-    from jaxtrain.rollout.vllm.device_layout import list_rows
+    from jaxtrain.generation.weight_sync.device_image import DeviceImage
+    from jaxtrain.generation.weight_sync.device_layout import list_rows
     from jaxtrain_vllm.cuda import Cuda
 
     def rows(params, homes):
@@ -361,9 +361,9 @@ def verify(urls, entries, params):
 
     import numpy as np
 
-    from jaxtrain.rollout.vllm.control import call
-    from jaxtrain.rollout.vllm.device_layout import list_pieces
-    from jaxtrain.rollout.vllm.image import look_ahead
+    from jaxtrain.generation.vllm.control import call
+    from jaxtrain.generation.weight_sync.device_layout import list_pieces
+    from jaxtrain.generation.weight_sync.image import look_ahead
     from jaxtrain_vllm import wire
 
     start = time.perf_counter()
@@ -378,7 +378,7 @@ def verify(urls, entries, params):
             bits.reshape(piece.shape)[piece.index] = array.view(bits.dtype)
             filled += array.size
             if filled == size:
-                tensor = wire.Tensor(piece.shape, "bfloat16", bits)
+                tensor = wire.WireTensor(piece.shape, "bfloat16", bits)
                 wanted[piece.name], filled = wire.checksum({piece.name: tensor}), 0
         found = [done.result() for done in held]
     differ = [name for name in wanted for held in found if held.get(name) != wanted[name]]
@@ -391,7 +391,7 @@ def compare_with_plain(publisher, entries, named, params):
     """Seconds of the plain way, on the host in one thread; AssertionError for other bits."""
     import numpy as np
 
-    from jaxtrain.rollout.vllm.publish_weights import collect
+    from jaxtrain.generation.weight_sync.publish_weights import collect
     from jaxtrain_vllm import wire
 
     start = time.perf_counter()

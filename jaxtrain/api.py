@@ -22,27 +22,27 @@ import numpy as np
 from jaxtrain.batch import Batch
 from jaxtrain.config import SamplingConfig
 from jaxtrain.config.load import validate
+from jaxtrain.core.reopen import open_trained
 from jaxtrain.core.scorer import make_logp, make_scores
-from jaxtrain.data.branches import Branch, list_branches
-from jaxtrain.data.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
-from jaxtrain.data.template import encode, end_of_turn_ids
-from jaxtrain.data.tree import chain
+from jaxtrain.data.chat.template import encode, end_of_turn_ids
+from jaxtrain.data.packing.branches import TreeBranch, list_branches
+from jaxtrain.data.packing.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
+from jaxtrain.data.packing.tree import chain
+from jaxtrain.distributed.feed import feed, row_shards
 from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Completion
+from jaxtrain.generation.local.drafts import open_draft
+from jaxtrain.generation.local.requests import Requests
+from jaxtrain.generation.local.sampler import LocalSampler
+from jaxtrain.generation.local.speculation import DraftedModel
 from jaxtrain.models.build import to_host
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.models.scores import ScoreHead
-from jaxtrain.parallel.feed import feed, row_shards
-from jaxtrain.rollout.local.drafts import open_draft
-from jaxtrain.rollout.local.requests import Requests
-from jaxtrain.rollout.local.sampler import LocalSampler
-from jaxtrain.rollout.local.speculation import Drafted
-from jaxtrain.rollout.types import Completion
-from jaxtrain.train.trained import open_trained
 
-__all__ = ["Branch", "Completion", "Model", "Text", "list_branches", "logits", "logprobs"]
+__all__ = ["TreeBranch", "Completion", "Model", "Text", "list_branches", "logits", "logprobs"]
 
 Text = str | Sequence[int] | np.ndarray
-"""A string, which is tokenised as it stands (no chat template, no token added at its ends), or the
+"""A string, which is tokenized as it stands (no chat template, no token added at its ends), or the
 ids themselves."""
 LEAST_ROW, ROW = 128, 2048
 """Tokens of the shortest row, and of rows that short texts share."""
@@ -160,7 +160,7 @@ class Model:
         if draft is not None:
             self.require_next_token()
             parts = self.held.roles.parts
-            model = Drafted(model, open_draft(draft, parts, self.mesh, "the draft"))
+            model = DraftedModel(model, open_draft(draft, parts, self.mesh, "the draft"))
         make: Callable[..., Requests] = self.open_sampler or LocalSampler
         return make(
             model,

@@ -1,6 +1,6 @@
 """The exceptions that end a run with a message instead of a traceback."""
 
-from jaxtrain.shown import printable, shorten
+from jaxtrain.text_safety import escape_control_chars, shorten
 
 
 class UserError(ValueError):
@@ -12,7 +12,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: object = ""):
-        super().__init__(shorten(printable(str(message))))
+        super().__init__(shorten(escape_control_chars(str(message))))
 
 
 class RunStopped(Exception):
@@ -22,7 +22,7 @@ class RunStopped(Exception):
     """
 
     def __init__(self, message: object = ""):
-        super().__init__(shorten(printable(str(message))))
+        super().__init__(shorten(escape_control_chars(str(message))))
 
 
 class Interrupted(Exception):

@@ -11,9 +11,9 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import jaxtrain
-from jaxtrain.commands import VERBS
+from jaxtrain.cli import VERBS
 from jaxtrain.errors import RunStopped, UserError
-from jaxtrain.shown import printable, show
+from jaxtrain.text_safety import escape_control_chars, show
 
 
 def main(argv: list[str]) -> int:
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     verb, rest = "train", argv
     if argv and not argv[0].startswith("-") and "=" not in argv[0]:
         verb, rest = argv[0], argv[1:]
-    places = {"train": "jaxtrain.commands.train:run_train"}
+    places = {"train": "jaxtrain.cli.train:run_train"}
     places |= {name: verb.function for name, verb in VERBS.items()}
     try:
         if argv == ["--version"]:
@@ -61,7 +61,10 @@ def tell_version() -> int:
 
 def show_bug(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """A traceback, whose words may be a stranger's."""
-    print(printable("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr)
+    print(
+        escape_control_chars("".join(traceback.format_exception(kind, error, trace))),
+        file=sys.stderr,
+    )
 
 
 def entry() -> None:

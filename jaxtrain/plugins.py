@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxtrain.errors import UserError
-from jaxtrain.shown import printable
+from jaxtrain.text_safety import escape_control_chars
 
 GROUPS = {
     "tasks": "task.kind",
@@ -157,7 +157,7 @@ def describe(error: BaseException) -> str:
 
 def trace(error: BaseException, size: int = 1500) -> str:
     """The last `size` characters of an error's traceback, for a log."""
-    text = printable("".join(traceback.format_exception(error)).rstrip())
+    text = escape_control_chars("".join(traceback.format_exception(error)).rstrip())
     return text if len(text) <= size else f"...{text[-size:]}"
 
 

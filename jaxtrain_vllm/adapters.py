@@ -34,7 +34,7 @@ Answer = tuple[int, dict[str, Any]]
 """(HTTP status, JSON)."""
 
 
-class Refused(Exception):
+class AdapterRefused(Exception):
     """What was sent is no adapter. status: of the answer."""
 
     def __init__(self, status: int, why: str):
@@ -63,14 +63,14 @@ class AdapterStore:
         """The answer to one request. files: the header of that name."""
         try:
             if NAME.fullmatch(name) is None:
-                raise Refused(400, f"{name[:200]!r} is no name of an adapter")
+                raise AdapterRefused(400, f"{name[:200]!r} is no name of an adapter")
             if method == "DELETE":
                 await asyncio.to_thread(shutil.rmtree, self.folder / name, ignore_errors=True)
                 return 200, {}
             if method != "PUT":
-                raise Refused(405, "PUT or DELETE")
+                raise AdapterRefused(405, "PUT or DELETE")
             return 200, {"path": str(await self._take(name, read_files(files), body))}
-        except Refused as refused:
+        except AdapterRefused as refused:
             return refused.status, {"error": str(refused)}
         except OSError as error:
             return 507, {"error": f"it cannot be written: {error.strerror or error}"}
@@ -79,7 +79,7 @@ class AdapterStore:
         self, name: str, files: dict[str, tuple[int, int]], body: AsyncIterator[bytes]
     ) -> Path:
         if sum(size for size, _ in files.values()) > self.most_bytes:
-            raise Refused(413, f"more than {self.most_bytes} bytes")
+            raise AdapterRefused(413, f"more than {self.most_bytes} bytes")
         part = Path(tempfile.mkdtemp(prefix=".part-", dir=self.folder))
         try:
             rest = b""
@@ -89,14 +89,16 @@ class AdapterStore:
                     while heard < size:
                         piece = rest or await anext(body, b"")
                         if not piece:
-                            raise Refused(400, f"{file} is cut off after {heard} of {size} bytes")
+                            raise AdapterRefused(
+                                400, f"{file} is cut off after {heard} of {size} bytes"
+                            )
                         piece, rest = piece[: size - heard], piece[size - heard :]
                         found, heard = zlib.crc32(piece, found), heard + len(piece)
                         await asyncio.to_thread(stream.write, piece)
                 if found != crc:
-                    raise Refused(400, f"{file} is not what was sent: another checksum")
+                    raise AdapterRefused(400, f"{file} is not what was sent: another checksum")
             if rest or await anext(body, b""):
-                raise Refused(400, "more bytes than files")
+                raise AdapterRefused(400, "more bytes than files")
             await asyncio.to_thread(self._put, part, self.folder / name)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -117,10 +119,10 @@ def read_files(text: str | None) -> dict[str, tuple[int, int]]:
         found = json.loads(text or "")
         files = {name: (size, crc) for name, (size, crc) in found.items()}
     except (ValueError, TypeError, AttributeError):
-        raise Refused(400, f"no {FILES_HEADER} such as {{NAME: [bytes, crc32]}}") from None
+        raise AdapterRefused(400, f"no {FILES_HEADER} such as {{NAME: [bytes, crc32]}}") from None
     numbers = [number for pair in files.values() for number in pair]
     if any(type(number) is not int or number < 0 for number in numbers):
-        raise Refused(400, f"{FILES_HEADER}: sizes and checksums are whole numbers")
+        raise AdapterRefused(400, f"{FILES_HEADER}: sizes and checksums are whole numbers")
     if set(files) != set(FILES):
-        raise Refused(400, f"{FILES_HEADER}: an adapter is {' and '.join(FILES)}")
+        raise AdapterRefused(400, f"{FILES_HEADER}: an adapter is {' and '.join(FILES)}")
     return files

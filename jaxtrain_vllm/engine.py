@@ -9,7 +9,7 @@
 
 Requests wait only while the model is loaded, not while bytes travel. Until the commit begins the
 model holds the old version, whatever goes wrong. Tensors go through vLLM's own checkpoint loader,
-so fused, sharded and quantised layers come out as from a file.
+so fused, sharded and quantized layers come out as from a file.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from vllm.model_executor.model_loader.reload import (
 
 from jaxtrain_vllm import wire
 from jaxtrain_vllm.lent import open_lent
-from jaxtrain_vllm.names import Names, describe, read_shapes
-from jaxtrain_vllm.pinned import Pinned, to_torch
-from jaxtrain_vllm.shelf import WeightShelf, connect
+from jaxtrain_vllm.names import ServedNames, describe, read_shapes
+from jaxtrain_vllm.pinned import PinnedArray, to_torch
+from jaxtrain_vllm.shelf import WeightReceiver, connect
 
 logger = init_logger("vllm.jaxtrain")
 MAPPED = ("substr", "prefix", "suffix")
-"""What of a WeightsMapper are the fields of `Names`."""
+"""What of a WeightsMapper are the fields of `ServedNames`."""
 CLOSE_SECONDS = 10.0
 
 
@@ -69,7 +69,7 @@ class TrainerLinkEngine(WeightTransferEngine[LinkInfo, CommitInfo]):
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
-        self.shelf, self.pinned = WeightShelf(open_lent(device)), Pinned()
+        self.shelf, self.pinned = WeightReceiver(open_lent(device)), PinnedArray()
         self.connection: socket.socket | None = None
         self.listener: threading.Thread | None = None
         self.wanted: CommitInfo | None = None
@@ -157,5 +157,5 @@ def describe_model(model: torch.nn.Module, model_config) -> dict[str, list[int] 
         getattr(model, "packed_modules_mapping", None) or {},
         read_shapes(model_config.model),
         bool(getattr(model_config.hf_config, "tie_word_embeddings", False)),
-        Names(*(getattr(mapper, f"orig_to_new_{part}", None) or {} for part in MAPPED)),
+        ServedNames(*(getattr(mapper, f"orig_to_new_{part}", None) or {} for part in MAPPED)),
     )

@@ -25,21 +25,21 @@ TELL_SECONDS = 60.0
 """At most one line on strangers in that time."""
 
 
-class Waiting:
+class PendingConnection:
     """A connection that has not shown the token yet."""
 
     def __init__(self, connection: socket.socket, address: str, token: bytes):
         self.connection, self.address = connection, address
-        self.visitor = handshake.Visitor(token)
+        self.visitor = handshake.HandshakeListener(token)
         self.read = b""
         self.deadline = time.monotonic() + handshake.SECONDS
 
 
-class Gate:
+class AuthenticatedListener:
     """Owns the listening sockets and a thread; `close` ends both.
 
     admit(connection): called in the gate's thread with each blocking socket that is one of us; it
-    must not wait for anything. say: takes the line on strangers; standard error by default.
+    must not wait for anything. log: takes the line on strangers; standard error by default.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class Gate:
         listeners: Sequence[socket.socket],
         token: bytes,
         admit: Callable[[socket.socket], None],
-        say: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
     ):
         self.name, self.listeners, self.token, self.admit = name, list(listeners), token, admit
-        self.say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+        self.log = log or (lambda text: print(text, file=sys.stderr, flush=True))
         self.port = self.listeners[0].getsockname()[1]
         self.refused = 0
         """Connections hung up on so far."""
         self._told, self._told_at = 0, -TELL_SECONDS
-        self._waiting: dict[socket.socket, Waiting] = {}
+        self._waiting: dict[socket.socket, PendingConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._closed = False
@@ -105,10 +105,10 @@ class Gate:
         if len(self._waiting) >= MAX_WAITING:
             self._refuse(next(iter(self._waiting.values())), "too many at once")
         connection.setblocking(False)
-        self._waiting[connection] = Waiting(connection, str(address[0]), self.token)
+        self._waiting[connection] = PendingConnection(connection, str(address[0]), self.token)
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, waiting: Waiting) -> None:
+    def _hear(self, waiting: PendingConnection) -> None:
         try:
             more = waiting.connection.recv(waiting.visitor.wanted - len(waiting.read))
             if not more:
@@ -118,7 +118,7 @@ class Gate:
             if not waiting.read.startswith(handshake.MAGIC[: len(waiting.read)]) and (
                 waiting.visitor.wanted == handshake.GREETING_BYTES
             ):
-                raise handshake.NotWelcome("no greeting of this protocol")
+                raise handshake.HandshakeRefused("no greeting of this protocol")
             if len(waiting.read) < waiting.visitor.wanted:
                 return
             reply = waiting.visitor.hear(waiting.read)
@@ -129,7 +129,7 @@ class Gate:
                 return
         except BlockingIOError:
             return
-        except handshake.NotWelcome as error:
+        except handshake.HandshakeRefused as error:
             self._refuse(waiting, str(error))
             return
         except OSError:
@@ -145,11 +145,11 @@ class Gate:
         except (OSError, RuntimeError):  # gone already; or no thread, or no loop, left for it
             waiting.connection.close()
 
-    def _forget(self, waiting: Waiting) -> None:
+    def _forget(self, waiting: PendingConnection) -> None:
         del self._waiting[waiting.connection]
         self._selector.unregister(waiting.connection)
 
-    def _refuse(self, waiting: Waiting, why: str) -> None:
+    def _refuse(self, waiting: PendingConnection, why: str) -> None:
         self._forget(waiting)
         try:
             waiting.connection.recv(2**16)  # with bytes unread the end would be a reset
@@ -161,7 +161,7 @@ class Gate:
         if now - self._told_at >= TELL_SECONDS:
             count, self._told, self._told_at = self.refused - self._told, self.refused, now
             others = f" ({count - 1} before it)" if count > 1 else ""
-            self.say(
+            self.log(
                 f"{self.name}, port {self.port}: hung up on a connection from {waiting.address}"
                 f"{others} that did not show this run's token: {why}"
             )

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from jaxtrain_vllm.adapters import FILES_HEADER, ROUTE, AdapterStore
-from jaxtrain_vllm.leave import VARIABLE, Leaving
+from jaxtrain_vllm.leave import VARIABLE, ShutdownState
 
-MIDDLEWARE = "jaxtrain_vllm.guard.Guard"
+MIDDLEWARE = "jaxtrain_vllm.guard.RequestGuard"
 KEY_VARIABLE = "VLLM_API_KEY"
 OPEN = ("/health", "/ping", "/metrics")
 MAX_BODY_BYTES = 64 * 2**20
@@ -32,18 +32,18 @@ class TooLarge(Exception):
     """A body beyond MAX_BODY_BYTES."""
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware; without a key in the environment it only bounds bodies."""
 
     def __init__(
         self,
         app: Callable[..., Awaitable[None]],
         key: str | None = None,
-        leaving: Leaving | None = None,
+        leaving: ShutdownState | None = None,
         adapters: AdapterStore | None = None,
     ):
         self.app, self.key = app, os.environ.get(KEY_VARIABLE) if key is None else key
-        self.leaving = leaving or Leaving(float(os.environ.get(VARIABLE, "0")))
+        self.leaving = leaving or ShutdownState(float(os.environ.get(VARIABLE, "0")))
         self.adapters = adapters or AdapterStore()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:

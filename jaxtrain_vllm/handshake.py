@@ -25,11 +25,11 @@ SECONDS = 10.0
 """How long a whole handshake may take."""
 
 
-class NotWelcome(OSError):
+class HandshakeRefused(OSError):
     """The other side does not know the token, or speaks another protocol."""
 
 
-class Visitor:
+class HandshakeListener:
     """The listener's half for one connection, as bytes in and out."""
 
     def __init__(self, token: bytes):
@@ -44,23 +44,23 @@ class Visitor:
     def hear(self, message: bytes) -> bytes | None:
         """What to answer to the next message, of `wanted` bytes; None: they are one of us.
 
-        Raises NotWelcome.
+        Raises HandshakeRefused.
         """
         if self._expected is None:
             if not message.startswith(MAGIC):
-                raise NotWelcome("no greeting of this protocol")
+                raise HandshakeRefused("no greeting of this protocol")
             nonces = message[len(MAGIC) :] + secrets.token_bytes(NONCE_BYTES)
             self._expected = _prove(self._token, b"visitor", nonces)
             return nonces[NONCE_BYTES:] + _prove(self._token, b"listener", nonces)
         if not hmac.compare_digest(message, self._expected):
-            raise NotWelcome("another token")
+            raise HandshakeRefused("another token")
         return None
 
 
 def introduce(connection: socket.socket, token: bytes, seconds: float = SECONDS) -> None:
     """The visitor's half, over a connected socket, within `seconds`; its time-out is left at None.
 
-    Raises NotWelcome where the listener hangs up or does not know the token itself.
+    Raises HandshakeRefused where the listener hangs up or does not know the token itself.
     """
     deadline = time.monotonic() + seconds
     own = secrets.token_bytes(NONCE_BYTES)
@@ -72,19 +72,19 @@ def introduce(connection: socket.socket, token: bytes, seconds: float = SECONDS)
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
             more = connection.recv(REPLY_BYTES - len(reply))
             if not more:
-                raise NotWelcome("the listener hung up on the greeting")
+                raise HandshakeRefused("the listener hung up on the greeting")
             reply += more
         nonces = own + reply[:NONCE_BYTES]
         if not hmac.compare_digest(reply[NONCE_BYTES:], _prove(token, b"listener", nonces)):
-            raise NotWelcome("the listener has another token")
+            raise HandshakeRefused("the listener has another token")
         connection.sendall(_prove(token, b"visitor", nonces))
         connection.settimeout(None)
     except TimeoutError:
-        raise NotWelcome(f"no answer to the greeting within {seconds:g} s") from None
-    except NotWelcome:
+        raise HandshakeRefused(f"no answer to the greeting within {seconds:g} s") from None
+    except HandshakeRefused:
         raise
     except OSError as error:
-        raise NotWelcome(f"the listener hung up on the greeting: {error}") from None
+        raise HandshakeRefused(f"the listener hung up on the greeting: {error}") from None
 
 
 def _prove(token: bytes, who: bytes, nonces: bytes) -> bytes:

@@ -23,7 +23,7 @@ def end_process() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-class Leaving:
+class ShutdownState:
     """What a server knows of its own end. Used by its event loop."""
 
     def __init__(self, seconds: float, end: Callable[[], None] = end_process):

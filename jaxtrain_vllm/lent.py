@@ -1,6 +1,6 @@
 """The trainer's GPU memory as a worker of the same host reads it, and whether it is the right one.
 
-The owner's side is `jaxtrain/rollout/vllm/device_image.py`. Nothing here keeps memory of others: a
+The owner's side is `jaxtrain/generation/weight_sync/device_image.py`. Nothing here keeps memory of others: a
 tensor is copied out before anybody works with it.
 """
 
@@ -12,13 +12,13 @@ import torch
 
 from jaxtrain_vllm import wire
 from jaxtrain_vllm.cuda import Cuda, CudaError
-from jaxtrain_vllm.segment import Segment
+from jaxtrain_vllm.segment import SharedMemorySegment
 
 CHUNK_BYTES = 2**26
 """What is copied and added up at once: all the memory that checking takes."""
 
 
-class LentMemory:
+class CudaIpcMemory:
     """Memory of another process, opened by what its owner told (`described`)."""
 
     def __init__(self, described: Any, device: Any, cuda: Any):
@@ -32,7 +32,7 @@ class LentMemory:
         self._index = self.device.index or 0
         if self.device.type == "cuda" and self.device.index is None:
             self._index = torch.cuda.current_device()
-        self._state = Segment.attach(described.get("state"))
+        self._state = SharedMemorySegment.attach(described.get("state"))
         self._blocks: list[tuple[int, int]] = []
         # One for good: torch keeps the memory that was used on each stream for that stream.
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -50,8 +50,8 @@ class LentMemory:
         """(version, checksum) of what it holds; (-1, 0) while it is being written."""
         return self._state.state()
 
-    def read(self, described: list[dict[str, Any]]) -> dict[str, wire.Tensor]:
-        """Tensors as a message describes them; their bits are `LentBits`."""
+    def read(self, described: list[dict[str, Any]]) -> dict[str, wire.WireTensor]:
+        """Tensors as a message describes them; their bits are `CudaIpcTensor`."""
         found = {}
         for item in described:
             shape, dtype, size = wire.measure(item)
@@ -61,8 +61,8 @@ class LentMemory:
             place, room = self._blocks[block]
             if type(start) is not int or not 0 <= start <= room - size:
                 raise wire.WireError(f"{item['name']} reaches out of its block")
-            bits: Any = LentBits(self, place + start)
-            found[item["name"]] = wire.Tensor(shape, dtype, bits)
+            bits: Any = CudaIpcTensor(self, place + start)
+            found[item["name"]] = wire.WireTensor(shape, dtype, bits)
         return found
 
     def checksum(self, tensors: wire.Tensors) -> int:
@@ -129,10 +129,10 @@ class LentMemory:
         return total
 
 
-class LentBits:
+class CudaIpcTensor:
     """The bits of one tensor there, in place of an array of them."""
 
-    def __init__(self, memory: LentMemory, place: int):
+    def __init__(self, memory: CudaIpcMemory, place: int):
         self.memory, self.place = memory, place
 
     def to_torch(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -143,8 +143,8 @@ class LentBits:
         return target
 
 
-def open_lent(device: Any) -> Callable[[Any], LentMemory] | None:
+def open_lent(device: Any) -> Callable[[Any], CudaIpcMemory] | None:
     """What opens lent memory for a worker that computes on `device`; None without a GPU."""
     if torch.device(device).type != "cuda":
         return None
-    return lambda described: LentMemory(described, device, Cuda())
+    return lambda described: CudaIpcMemory(described, device, Cuda())

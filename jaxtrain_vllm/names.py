@@ -17,7 +17,7 @@ Renaming = Mapping[str, str | None]
 "visual."}; None: what has it is left out."""
 
 
-class Names(NamedTuple):
+class ServedNames(NamedTuple):
     """What a served model calls tensors of the files: vLLM's WeightsMapper, in its order."""
 
     parts: Renaming = {}
@@ -25,7 +25,7 @@ class Names(NamedTuple):
     suffixes: Renaming = {}
 
 
-AS_STORED = Names()
+AS_STORED = ServedNames()
 
 
 def describe(
@@ -33,7 +33,7 @@ def describe(
     fused: Mapping[str, Sequence[str]],
     stored: Shapes,
     tied: bool,
-    renamed: Names = AS_STORED,
+    renamed: ServedNames = AS_STORED,
 ) -> dict[str, list[int] | None]:
     """{name: shape, None where it is not known} of all tensors.
 
@@ -70,7 +70,7 @@ def _experts(module: str, stored: Shapes) -> list[str]:
     return found
 
 
-def _served(name: str, renamed: Names) -> str | None:
+def _served(name: str, renamed: ServedNames) -> str | None:
     """A file's name in the served model; None where it has no such tensor."""
     for theirs, ours in renamed.parts.items():
         if theirs in name:

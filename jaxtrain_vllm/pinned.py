@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from jaxtrain_vllm.lent import LentBits
+from jaxtrain_vllm.lent import CudaIpcTensor
 
 READ_ONLY = 8  # cudaHostRegisterReadOnly: the memory is mapped so
 
 
-class Pinned:
+class PinnedArray:
     """One registered array at a time; without a GPU, or where it is refused, none."""
 
     def __init__(self):
@@ -43,9 +43,9 @@ class Pinned:
 def to_torch(bits: Any, shape: tuple[int, ...], dtype: str, device: Any) -> torch.Tensor:
     """A tensor of these bits on a device; on the CPU a copy where they may not be written.
 
-    bits: an array, or `lent.LentBits` of that device.
+    bits: an array, or `lent.CudaIpcTensor` of that device.
     """
-    if isinstance(bits, LentBits):
+    if isinstance(bits, CudaIpcTensor):
         return bits.to_torch(shape, dtype)
     if torch.device(device).type == "cpu" and not bits.flags.writeable:
         bits = bits.copy()

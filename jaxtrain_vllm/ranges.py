@@ -34,7 +34,7 @@ def name_payload(version: int, checksum: int, base: int | None) -> str:
     return f"{version}/{checksum:08x}/{'full' if base is None else base}"
 
 
-class Offers:
+class PayloadOffers:
     """Payloads that are there to be fetched, by name. Used from several threads."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ def cut(parts: Sequence[memoryview], start: int, stop: int) -> Iterator[np.ndarr
         start, stop = start - len(part), stop - len(part)
 
 
-class Fetch:
+class PayloadFetch:
     """One payload on its way here; `stop` ends it from another thread."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ PAGE = 4096
 PLACE = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
 
 
-class Segment:
+class SharedMemorySegment:
     """A piece of such memory: `room` is a flat array of its bytes, read-only where attached."""
 
     def __init__(self, memory: Any, described: dict[str, Any] | None, nonce: bytes):
@@ -37,7 +37,7 @@ class Segment:
         self.room = whole[PAGE:]
 
     @classmethod
-    def create(cls, size: int) -> "Segment":
+    def create(cls, size: int) -> "SharedMemorySegment":
         """Room for `size` bytes; `described` tells others where, None where nobody can be told."""
         nonce = secrets.token_bytes(16)
         if not hasattr(os, "memfd_create"):
@@ -53,7 +53,7 @@ class Segment:
         return found
 
     @classmethod
-    def attach(cls, described: Any) -> "Segment":
+    def attach(cls, described: Any) -> "SharedMemorySegment":
         """Another process's segment, to be read; OSError or ValueError where there is none."""
         if not isinstance(described, dict):
             raise ValueError(f"a segment is described by a table, not {described!r:.80}")

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain_vllm import handshake, ranges, wire
-from jaxtrain_vllm.gate import Gate, open_listeners
-from jaxtrain_vllm.segment import Segment
+from jaxtrain_vllm.gate import AuthenticatedListener, open_listeners
+from jaxtrain_vllm.segment import SharedMemorySegment
 
 CONNECT_SECONDS = 30
 ERROR_CHARACTERS = 500
@@ -24,30 +24,30 @@ NO_PAYLOAD = (OSError, KeyError, TypeError, ValueError, MemoryError)
 
 
 @dataclasses.dataclass
-class Staged:
+class StagedVersion:
     """A version that has arrived and was checked, but is not served."""
 
     version: int
     checksum: int
-    tensors: dict[str, wire.Tensor]
+    tensors: dict[str, wire.WireTensor]
     undo: dict[str, wire.Changes]
     """Of a delta: what takes it out of the kept tensors again."""
     memory: Any = None
     """Another process's, in which the tensors lie: a Segment or a `lent.LentMemory`."""
 
 
-class WeightShelf:
+class WeightReceiver:
     """The versions of one worker. The trainer's link is answered from a thread of its own."""
 
     def __init__(self, open_lent: Callable[[Any], Any] | None = None):
         """open_lent: opens GPU memory of the trainer's; None where this worker cannot."""
         self.open_lent = open_lent
-        self.tensors: dict[str, wire.Tensor] = {}
+        self.tensors: dict[str, wire.WireTensor] = {}
         """What is served, as it came: the base of the next delta. Empty before the first, and
         while what replaces all of it arrives."""
         self.version, self.checksum = -1, 0
-        self.staged: Staged | None = None
-        self._own: Segment | None = None
+        self.staged: StagedVersion | None = None
+        self._own: SharedMemorySegment | None = None
         """Where whole tensors arrive; other workers of this host may read them there."""
         self._arrived: memoryview | None = None
         self._attached: dict[str, Any] = {}
@@ -55,10 +55,10 @@ class WeightShelf:
         self._link: socket.socket | None = None
         self._token = ""
         """Of the trainer that the link is to, or was."""
-        self._fetch: ranges.Fetch | None = None
-        self._offers = ranges.Offers()
+        self._fetch: ranges.PayloadFetch | None = None
+        self._offers = ranges.PayloadOffers()
         """What other hosts may have from here."""
-        self._gate: Gate | None = None
+        self._gate: AuthenticatedListener | None = None
         self._lock = threading.Lock()
 
     def begin(self, token: str) -> list[int] | None:
@@ -170,7 +170,7 @@ class WeightShelf:
         host, port = told.get("place") or link.getpeername()[:2]
         name = ranges.name_payload(header["version"], header["checksum"], header.get("base"))
         room = self._make_room(header, size) or np.empty(size, np.uint8).data
-        self._fetch = fetch = ranges.Fetch()
+        self._fetch = fetch = ranges.PayloadFetch()
         token = self._token.encode()
         fetch.run((host, port), token, name, room, streams=streams, seconds=seconds)
         return room
@@ -187,7 +187,9 @@ class WeightShelf:
             host, token = self._link.getsockname()[0], self._token.encode()
             if self._gate is None:
                 listeners = open_listeners([host], 0)
-                self._gate = Gate("weights for others", listeners, token, self._offers.admit)
+                self._gate = AuthenticatedListener(
+                    "weights for others", listeners, token, self._offers.admit
+                )
         except OSError:
             return {}  # then the trainer sends it to them
         return {"place": [host, self._gate.port]}
@@ -207,7 +209,7 @@ class WeightShelf:
             self._close_lent()
             self.tensors, self.version, self.checksum = {}, -1, 0
             if self._own is None or self._own.room.nbytes != size:
-                self._own = Segment.create(size)
+                self._own = SharedMemorySegment.create(size)
             self._own.begin()
             self._arrived = self._own.room.data
             return self._arrived
@@ -226,22 +228,22 @@ class WeightShelf:
         version, wanted = header["version"], header["checksum"]
         if header["kind"] == "shared":
             # Not copied, so that there is nothing to check but that it is the right memory.
-            segment = self._attach(header["segment"], Segment.attach)
+            segment = self._attach(header["segment"], SharedMemorySegment.attach)
             tensors = wire.unpack_full(header["tensors"], segment.room.data, copy=False)
-            self.staged = Staged(version, wanted, tensors, {}, segment)
+            self.staged = StagedVersion(version, wanted, tensors, {}, segment)
             return self._check_memory(self.staged)
         if header["kind"] == "lent":
             if self.open_lent is None:
                 raise wire.WireError("this server does not run on an NVIDIA GPU")
             memory = self._attach(header["memory"], self.open_lent)
             tensors = memory.read(header["tensors"])
-            self.staged = Staged(version, wanted, tensors, {}, memory)
+            self.staged = StagedVersion(version, wanted, tensors, {}, memory)
             self._check_memory(self.staged)
             return self._check_sum(memory.checksum(tensors), wanted)
         if header["kind"] == "full":
             own = payload is self._arrived
             tensors = wire.unpack_full(header["tensors"], payload, copy=not own)
-            self.staged = Staged(version, wanted, tensors, {})
+            self.staged = StagedVersion(version, wanted, tensors, {})
         else:
             if header["base"] != self.version or not self.tensors:
                 raise wire.WireError(
@@ -252,7 +254,7 @@ class WeightShelf:
             changes = wire.unpack_delta(header["tensors"], payload, self.tensors)
             if self._own is not None:
                 self._own.begin()
-            self.staged = Staged(version, wanted, self.tensors, {})
+            self.staged = StagedVersion(version, wanted, self.tensors, {})
             undone = wire.in_threads(
                 lambda item: wire.apply_changes(self.tensors[item[0]].bits, item[1]),
                 changes.items(),
@@ -276,7 +278,7 @@ class WeightShelf:
             self._attached = {key: found}
         return self._attached[key]
 
-    def _check_memory(self, staged: Staged) -> None:
+    def _check_memory(self, staged: StagedVersion) -> None:
         if staged.memory is None:
             return
         found = staged.memory.state()
@@ -326,7 +328,7 @@ def connect(
 ) -> socket.socket:
     """A link to the trainer, introduced. info: its host and port, the token and the server's name.
 
-    held: {name: shape or None} of what is served. serves: what `WeightShelf.begin` said. ValueError
+    held: {name: shape or None} of what is served. serves: what `WeightReceiver.begin` said. ValueError
     when the trainer cannot be reached, or is not the one that knows the token.
     """
     place = f"{info['host']}:{info['port']}"

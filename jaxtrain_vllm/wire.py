@@ -52,7 +52,7 @@ class WireError(Exception):
     """The other side sent something that is no message of this protocol, or hung up."""
 
 
-class Tensor(NamedTuple):
+class WireTensor(NamedTuple):
     """The raw bits of a tensor."""
 
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class Tensor(NamedTuple):
     """Unsigned, flat, as wide as an item."""
 
 
-Tensors = Mapping[str, Tensor]
+Tensors = Mapping[str, WireTensor]
 
 
 class Changes(NamedTuple):
@@ -143,7 +143,7 @@ def combine_sums(tensors: Tensors, sums: Mapping[str, int]) -> int:
     return crc
 
 
-def add_up(tensor: Tensor) -> int:
+def add_up(tensor: WireTensor) -> int:
     """The sum of a tensor on the host, for `combine_sums`; all rows fit into 64 bits, or wrap."""
     signed = tensor.bits.view(f"<i{tensor.bits.itemsize}")
     rows = signed.reshape(tensor.shape[0] if tensor.shape else 1, -1).sum(1, dtype=np.int64)
@@ -188,13 +188,13 @@ def pack_delta(changes: Mapping[str, Changes]) -> tuple[list[dict[str, Any]], li
 
 def unpack_full(
     described: list[dict[str, Any]], payload: memoryview, *, copy: bool = True
-) -> dict[str, Tensor]:
+) -> dict[str, WireTensor]:
     """The whole tensors of a message, copied out of it or left where they lie."""
     found, start = {}, 0
     for item in described:
         shape, dtype, _ = measure(item)
         bits = _take(payload, start, math.prod(shape), BITS[ITEM_BYTES[dtype]])
-        found[item["name"]] = Tensor(shape, dtype, bits.copy() if copy else bits)
+        found[item["name"]] = WireTensor(shape, dtype, bits.copy() if copy else bits)
         start += bits.nbytes
     _check_end(start, payload)
     return found

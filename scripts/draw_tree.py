@@ -15,8 +15,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from jaxtrain.data.pack import Packed, lay_out
-from jaxtrain.data.tree import Tree, build_tree
+from jaxtrain.data.packing.pack import PackedTree, lay_out
+from jaxtrain.data.packing.tree import Tree, build_tree
 
 OUTPUT = Path("docs/images/tree_mask.png")
 
@@ -47,7 +47,7 @@ def color_of(role: str) -> tuple[float, float, float]:
     return tuple(1 - (1 - part) * (1 - shade) for part in to_rgb(COLORS[role.split()[0]]))
 
 
-def draw_nodes(axes, tree: Tree, packed: Packed) -> None:
+def draw_nodes(axes, tree: Tree, packed: PackedTree) -> None:
     """Boxes with role, slots of the row, and weight; an edge from each parent."""
     width, height = 0.78, 0.62
     k = tree.num_branches
@@ -83,8 +83,8 @@ def draw_nodes(axes, tree: Tree, packed: Packed) -> None:
     axes.axis("off")
 
 
-def draw_mask(axes, tree: Tree, packed: Packed) -> None:
-    """Who sees whom, a cell coloured by the key's node; `until` as the foot of each column."""
+def draw_mask(axes, tree: Tree, packed: PackedTree) -> None:
+    """Who sees whom, a cell colored by the key's node; `until` as the foot of each column."""
     n = len(packed.tokens)
     roles = [tree.nodes[i].role for i in packed.node]
     row = np.arange(n)

@@ -16,7 +16,7 @@ def render_pages() -> dict[str, str]:
     """{name in docs/: text}."""
     from migration_pages import render_migration
 
-    from jaxtrain.commands.reference import render_commands
+    from jaxtrain.cli.reference import render_commands
     from jaxtrain.config.docs import render_markdown
     from jaxtrain.config.schema import render_schema
 

@@ -21,13 +21,13 @@ from step_work import MODELS  # noqa: E402
 
 from jaxtrain.adapters.attach import split_trained  # noqa: E402
 from jaxtrain.config import AdapterConfig  # noqa: E402
-from jaxtrain.core.assemble import Parts, abstract_params, make_adapter  # noqa: E402
+from jaxtrain.core.bundle import ModelBundle, abstract_params, make_adapter  # noqa: E402
+from jaxtrain.distributed.mesh import AXES, make_mesh  # noqa: E402
 from jaxtrain.models import build  # noqa: E402
-from jaxtrain.parallel.mesh import AXES, make_mesh  # noqa: E402
-from jaxtrain.scale.devices import DEVICES  # noqa: E402
-from jaxtrain.scale.estimate import Estimate, Rows, Sizes, estimate  # noqa: E402
-from jaxtrain.scale.search import Wanted, find_meshes, name_mesh  # noqa: E402
-from jaxtrain.scale.work import Work, read_work  # noqa: E402
+from jaxtrain.runs.estimate.devices import DEVICES  # noqa: E402
+from jaxtrain.runs.estimate.estimate import Estimate, Sizes, StepRows, estimate  # noqa: E402
+from jaxtrain.runs.estimate.search import SearchTarget, find_meshes, name_mesh  # noqa: E402
+from jaxtrain.runs.estimate.work import StepWork, read_work  # noqa: E402
 
 PAGE = ROOT / "docs" / "scale.md"
 RESULTS = ("pod_h200", "expert_parallel_h200")
@@ -54,7 +54,7 @@ PLANS = (
 @functools.cache
 def describe(
     model: str, layers: int, adapter: str, param_dtype: str, remat: str, slots: float = 8.0
-) -> Work:
+) -> StepWork:
     raw = dict(SHAPES[model])
     raw["num_hidden_layers"] = layers or raw["num_hidden_layers"]
     raw["max_position_embeddings"] = 2**17
@@ -63,7 +63,7 @@ def describe(
     architecture = build.config_from_hf(raw)
     spec = make_adapter(AdapterConfig(**json.loads(adapter)), architecture)
     options = {"param_dtype": param_dtype, "dtype": "bfloat16", "remat": remat}
-    parts = Parts(None, architecture, make_mesh(jax.devices()[:1]), None, options, spec)
+    parts = ModelBundle(None, architecture, make_mesh(jax.devices()[:1]), None, options, spec)
     with jax.set_mesh(parts.mesh):
         shapes, rebuild = abstract_params(parts)
         trained, _ = split_trained(shapes, spec)
@@ -89,7 +89,7 @@ def measured() -> Iterator[tuple[dict, Estimate]]:
                     row["remat"],
                 )
                 mesh = Sizes({axis: row["mesh"].get(axis, 1) for axis in AXES})
-                rows = Rows(row["tokens"], row["rows"])
+                rows = StepRows(row["tokens"], row["rows"])
                 yield row, estimate(work, mesh, rows, DEVICES["h200"])
 
 
@@ -134,7 +134,7 @@ def compare_unfitted() -> list[str]:
         # Moments are what the trained weights are: float32 of adapters, bfloat16 of the rest.
         name = row["model"], row["layers"], json.dumps(adapter), "bfloat16", row["remat"]
         work = describe(*name, 8.0 if adapter else 4.0)
-        rows = Rows(row["tokens"] // row["rows"], row["rows"])
+        rows = StepRows(row["tokens"] // row["rows"], row["rows"])
         found = estimate(work, Sizes(dict.fromkeys(AXES, 1)), rows, DEVICES["h200"])
         time, memory = found.seconds / row["step_s"] - 1, found.memory / row["peak_gib"] - 1
         lines.append(
@@ -154,7 +154,7 @@ def plan(device: str) -> list[str]:
         cells = []
         for model, tokens, rows in PLANS:
             work = describe(model, 0, "{}", "float32", "save_attention")
-            found = find_meshes(work, Wanted(tokens, rows, None), DEVICES[device], count)
+            found = find_meshes(work, SearchTarget(tokens, rows, None), DEVICES[device], count)
             if not found:
                 cells.append("does not fit")
                 continue

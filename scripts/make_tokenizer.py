@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxtrain.data.calculator import TOOLS, CalculatorRows
+from jaxtrain.data.sources.calculator import TOOLS, CalculatorRows
 
 FOLDER = Path(__file__).parents[1] / "jaxtrain" / "assets" / "tokenizer"
 VOCAB_SIZE = 512

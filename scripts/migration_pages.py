@@ -89,8 +89,8 @@ lr = 2e-4""",
 
 def render_migration() -> dict[str, str]:
     """{name in docs/: text}."""
+    from jaxtrain.cli.convert import convert
     from jaxtrain.convert import SYSTEMS
-    from jaxtrain.verbs.convert import convert
 
     pages = {}
     for system, (name, file, language, theirs) in EXAMPLES.items():

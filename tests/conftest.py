@@ -28,7 +28,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 # Most programs of a test take less than the second from which jax keeps them by itself.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
-# Tokenised data, too.
+# Tokenized data, too.
 if "JAXTRAIN_TEST_CACHE" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxtrain-tests-cache-")
     os.environ["JAXTRAIN_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.main import main
-from jaxtrain.shown import UNSEEN
+from jaxtrain.text_safety import UNSEEN
 
 
 def run_verb(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

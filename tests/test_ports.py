@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config.vllm import VllmConfig
-from jaxtrain.parallel.relay import Sender
-from jaxtrain.rollout.vllm.weight_links import WeightLinks
+from jaxtrain.distributed.relay import Sender
+from jaxtrain.generation.weight_sync.weight_links import WeightLinks
 from jaxtrain_vllm.gate import LOOPBACK
-from jaxtrain_vllm.guard import MAX_BODY_BYTES, MIDDLEWARE, Guard
+from jaxtrain_vllm.guard import MAX_BODY_BYTES, MIDDLEWARE, RequestGuard
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("jaxtrain/**/*.py"), *ROOT.glob("jaxtrain_vllm/**/*.py")])
 
 UNPICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
 PICKLES_ALLOWED = {
-    "jaxtrain/rewards/score.py": "the name of an error alone",
-    "jaxtrain/rewards/pool.py": "a socket pair to a worker that this process has started",
-    "jaxtrain/rewards/worker.py": "its other end",
-    "jaxtrain/data/selection.py": "a pool of processes that this process starts",
+    "jaxtrain/environments/rewards/score.py": "the name of an error alone",
+    "jaxtrain/environments/rewards/pool.py": "a socket pair to a worker that this process has started",
+    "jaxtrain/environments/rewards/worker.py": "its other end",
+    "jaxtrain/methods/trees/selection.py": "a pool of processes that this process starts",
 }
 LISTENS = re.compile(
     r"create_server|\.listen\(\d*\)|\.bind\(|TCPSite|SockSite|UnixSite|start_server|serve_forever"
@@ -30,15 +30,15 @@ LISTENS = re.compile(
 )
 LISTENS_ALLOWED = {
     "jaxtrain_vllm/gate.py": "whoever does not show the token is not heard",
-    "jaxtrain/parallel/hub.py": "behind a gate; looks for a free port",
-    "jaxtrain/parallel/relay.py": "behind a gate",
-    "jaxtrain/rollout/vllm/weight_links.py": "behind a gate",
-    "jaxtrain/rollout/vllm/launch.py": "looks for free ports",
-    "jaxtrain/envs/policy_server.py": "a token on every route",
-    "jaxtrain/envs/gym_config.py": "looks for a free port",
-    "jaxtrain/envs/chat.py": "binds the arguments of a function",
-    "jaxtrain/config/made.py": "binds the arguments of a function",
-    "jaxtrain/doctor/collect.py": "looks whether it can listen, and closes at once",
+    "jaxtrain/distributed/hub.py": "behind a gate; looks for a free port",
+    "jaxtrain/distributed/relay.py": "behind a gate",
+    "jaxtrain/generation/weight_sync/weight_links.py": "behind a gate",
+    "jaxtrain/generation/vllm/launch.py": "looks for free ports",
+    "jaxtrain/environments/policy_server.py": "a token on every route",
+    "jaxtrain/environments/gym_config.py": "looks for a free port",
+    "jaxtrain/environments/chat.py": "binds the arguments of a function",
+    "jaxtrain/config/construct.py": "binds the arguments of a function",
+    "jaxtrain/runs/doctor/collect.py": "looks whether it can listen, and closes at once",
 }
 
 
@@ -110,7 +110,7 @@ def ask(guard, path, *parts, kind="http", **headers):
 
 
 def test_a_server_with_a_key_asks_for_it_at_every_route(monkeypatch):
-    guard, key = Guard(app, "secret"), "Bearer secret"
+    guard, key = RequestGuard(app, "secret"), "Bearer secret"
     for path in ("/pause", "/inference/v1/generate", "/init_weight_transfer_engine", "/v1/models"):
         assert ask(guard, path, b"abc", authorization=key) == (200, b"3")
         for wrong in ("Bearer other", "secret", "", "Bearer secret2"):
@@ -120,15 +120,15 @@ def test_a_server_with_a_key_asks_for_it_at_every_route(monkeypatch):
     assert ask(guard, "/health/../pause", b"")[0] == 401
     assert ask(guard, "/v1/realtime", kind="websocket")[0] == 1008
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    assert ask(Guard(app), "/pause", b"")[0] == 200
+    assert ask(RequestGuard(app), "/pause", b"")[0] == 200
     module, _, name = MIDDLEWARE.rpartition(".")
-    assert (module, name) == (Guard.__module__, Guard.__name__)
+    assert (module, name) == (RequestGuard.__module__, RequestGuard.__name__)
 
 
 @pytest.mark.parametrize("told", [True, False])
 def test_bodies_are_bounded_whether_told_or_not(told):
     part = bytes(MAX_BODY_BYTES // 2)
     length = {"content_length": str(3 * len(part))} if told else {}
-    assert ask(Guard(app, ""), "/v1/models", part, part, part, **length)[0] == 413
-    assert ask(Guard(app, ""), "/v1/models", part, part)[0] == 200
-    assert ask(Guard(app, ""), "/v1/models", b"", content_length="-1")[0] == 413
+    assert ask(RequestGuard(app, ""), "/v1/models", part, part, part, **length)[0] == 413
+    assert ask(RequestGuard(app, ""), "/v1/models", part, part)[0] == 200
+    assert ask(RequestGuard(app, ""), "/v1/models", b"", content_length="-1")[0] == 413

@@ -27,7 +27,7 @@ fsdp = -1
 EVEN_TOKENS = f"""
 [env]
 kind = "python"
-path = "{Path(__file__).parent / "train" / "rl_toy_env.py"}:EvenTokens"
+path = "{Path(__file__).parent / "methods" / "rl_toy_env.py"}:EvenTokens"
 
 [sampling]
 temperature = 1.0

@@ -7,7 +7,7 @@ python examples/nemo_gym/make_rows.py test 128 > test.jsonl
 import json
 import sys
 
-from jaxtrain.data.calculator import SYSTEM, TOOLS, CalculatorRows
+from jaxtrain.data.sources.calculator import SYSTEM, TOOLS, CalculatorRows
 
 (function,) = [tool["function"] for tool in TOOLS]
 

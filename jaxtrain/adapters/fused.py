@@ -1,9 +1,9 @@
-"""NF4 over whole tensors, as bitsandbytes quantises what transformers 5 has in memory.
+"""NF4 over whole tensors, as bitsandbytes quantizes what transformers 5 has in memory.
 
 bitsandbytes cuts a tensor, flat, into blocks of 64, and the magnitudes of all its blocks have one
 mean and groups of 256. transformers has gate and up of all experts of a layer in one tensor
 [E, 2 F, D], down in another [E, D, F], whatever the folder is like, and there a base differs from
-one whose every matrix is quantised by itself: in the mean of each, and, where a matrix has no
+one whose every matrix is quantized by itself: in the mean of each, and, where a matrix has no
 multiple of 256 blocks, in what belongs to a group. Axolotl trains beside such tensors
 (quantize_moe_experts).
 
@@ -21,7 +21,16 @@ from jaxtrain.adapters.nf4 import TensorPart, find_absmax, restore_absmax
 from jaxtrain.adapters.peft_experts import find_wrapped, innermost
 from jaxtrain.adapters.spec import find_linears
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Fetch, Op, Rows, Split, Stack, Tensor, Transpose, whole
+from jaxtrain.huggingface.ops import (
+    Fetch,
+    PermutedRows,
+    SplitRows,
+    StackedOps,
+    TensorOp,
+    TensorRef,
+    Transpose,
+    whole,
+)
 from jaxtrain.models.build import family
 from jaxtrain.models.decoder_config import DecoderConfig
 
@@ -51,7 +60,7 @@ def find_tensors(config: DecoderConfig) -> dict[str, TensorPart]:
             found[path] = TensorPart(one.parameters[0], runs, one.total, one.num_experts)
         elif path.split(".")[-2] == "experts":
             raise UserError(f'{_refused(config, path)}; set it to "nf4"')
-        elif not isinstance(leaf, Tensor):
+        elif not isinstance(leaf, TensorRef):
             part = _find_rows(leaf, outputs) if _is_turned(op) else None
             if part is None:
                 raise UserError(f'{_refused(config, path)}; set it to "nf4"')
@@ -63,16 +72,16 @@ def _refused(config: DecoderConfig, path: str) -> str:
     return f'adapter.quantize "{NAME}" has no form for {path} of {config.architecture}'
 
 
-def _is_turned(op: Op) -> bool:
+def _is_turned(op: TensorOp) -> bool:
     """Whether tensors have the outputs of a kernel before its inputs."""
-    return _is_turned(op.ops[0]) if isinstance(op, Stack) else isinstance(op, Transpose)
+    return _is_turned(op.ops[0]) if isinstance(op, StackedOps) else isinstance(op, Transpose)
 
 
-def _find_rows(leaf: Op, outputs: int) -> TensorPart | None:
+def _find_rows(leaf: TensorOp, outputs: int) -> TensorPart | None:
     """The outputs of a matrix among the rows of its tensor."""
-    if isinstance(leaf, Split) and leaf.axis == 0:
+    if isinstance(leaf, SplitRows) and leaf.axis == 0:
         return TensorPart(leaf.name, ((leaf.start, outputs),), leaf.total)
-    if not isinstance(leaf, Rows) or leaf.axis != 0:
+    if not isinstance(leaf, PermutedRows) or leaf.axis != 0:
         return None
     runs: list[tuple[int, int]] = []
     for start, size in leaf.runs:
@@ -91,7 +100,7 @@ class TensorScales:
         shapes = {path: linear.shape for path, linear in find_linears(config).items()}
         ops = {entry.param: entry.op for entry in family(config).names(config)}
 
-        def read(path: str, op: Op, expert: int) -> np.ndarray:
+        def read(path: str, op: TensorOp, expert: int) -> np.ndarray:
             shape = shapes[path][1:]
             if len(shape) == 2:
                 kernel = op.read(fetch, whole(shape))

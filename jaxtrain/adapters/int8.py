@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.distributed.sharding import gathered
 from jaxtrain.layers.linear import Place
-from jaxtrain.parallel.rules import gathered
 
 
 class Int8(nnx.Module):
@@ -62,7 +62,7 @@ class PackedInt8:
         return self.codes.shape
 
     def unpack(self, dtype: jnp.dtype) -> jax.Array:
-        return dequantise_int8({"codes": self.codes, "scales": self.scales}, dtype)
+        return dequantize_int8({"codes": self.codes, "scales": self.scales}, dtype)
 
     def specs(self, names: Sequence[str | None], place: Place) -> "PackedInt8":
         return PackedInt8(
@@ -78,7 +78,7 @@ def int8_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def quantise_int8(kernel: jax.Array) -> dict[str, jax.Array]:
+def quantize_int8(kernel: jax.Array) -> dict[str, jax.Array]:
     """One kernel [in, out] in parts; the largest magnitude of a column becomes 127."""
     wide = kernel.astype(jnp.float32)
     scales = jnp.abs(wide).max(0) / 127
@@ -86,6 +86,6 @@ def quantise_int8(kernel: jax.Array) -> dict[str, jax.Array]:
     return {"codes": codes.astype(jnp.int8), "scales": scales}
 
 
-def dequantise_int8(parts: dict[str, jax.Array], dtype: jnp.dtype) -> jax.Array:
+def dequantize_int8(parts: dict[str, jax.Array], dtype: jnp.dtype) -> jax.Array:
     """The kernel [..., in, out] of its parts, cast to `dtype`."""
     return (parts["codes"].astype(jnp.float32) * parts["scales"][..., None, :]).astype(dtype)

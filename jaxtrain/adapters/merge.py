@@ -24,12 +24,12 @@ from jaxtrain.adapters.peft_folder import BELOW, PREFIX, ROWS, SUFFIX, PeftFolde
 from jaxtrain.adapters.spec import LoRASpec, find_linears
 from jaxtrain.adapters.storage import find_stored, round_trip, store_kernels
 from jaxtrain.errors import UserError
-from jaxtrain.hf.copy import copy_folder, is_float
-from jaxtrain.hf.files import check_inside, read_object, spell
-from jaxtrain.hf.generation import NAME as GENERATION
-from jaxtrain.hf.ops import Op, Stack, Transpose, whole
-from jaxtrain.hf.packed import open_folder
-from jaxtrain.hf.safetensors import CODES, MAX_SHARD_BYTES, Folder
+from jaxtrain.huggingface.copy import copy_folder, is_float
+from jaxtrain.huggingface.files import check_inside, read_object, spell
+from jaxtrain.huggingface.generation import NAME as GENERATION
+from jaxtrain.huggingface.ops import StackedOps, TensorOp, Transpose, whole
+from jaxtrain.huggingface.packed import open_folder
+from jaxtrain.huggingface.safetensors import CODES, MAX_SHARD_BYTES, SafetensorsFolder
 from jaxtrain.models import build
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.parameters import split_model
@@ -126,12 +126,12 @@ def fetch(peft: PeftFolder, name: str, index: Any = ()) -> np.ndarray:
     return peft.files.fetch(name, index or whole(peft.files.tensors[name].shape))
 
 
-class Matrix(NamedTuple):
+class MatrixLocation(NamedTuple):
     """A matrix of a parameter, in a tensor of a folder."""
 
     path: str
     """Of the Linear."""
-    op: Op
+    op: TensorOp
     shape: tuple[int, ...]
     """What `op` makes: of all experts where they are one tensor."""
     layer: int
@@ -139,23 +139,23 @@ class Matrix(NamedTuple):
 
 
 class RoundTrip:
-    """Tensors of a folder as a quantised run had them: each of its kernels by itself, also where
+    """Tensors of a folder as a quantized run had them: each of its kernels by itself, also where
     several are one tensor, or with the others of its tensor in memory (nf4_fused)."""
 
-    def __init__(self, config: DecoderConfig, kind: str, files: Folder):
+    def __init__(self, config: DecoderConfig, kind: str, files: SafetensorsFolder):
         self.kind = kind
         tensors = find_tensors(config) if kind == FUSED else {}
         self.scales = TensorScales(config, tensors, files.fetch) if tensors else None
         shapes, _ = split_model(build.abstract(config))
         stored, _ = split_model(store_kernels(build.abstract(config), kind, tensors))
-        self.matrices: dict[str, list[Matrix]] = {}
+        self.matrices: dict[str, list[MatrixLocation]] = {}
         ops = {entry.param: entry.op for entry in build.family(config).names(config)}
         for kernel in find_stored(stored, kind):
             path = kernel.removesuffix(".kernel")
             for place, op, shape in _matrices(ops[kernel], shapes[kernel].shape):
                 layer, expert = (*place, None, None)[:2]
                 for name in op.shapes(shape):
-                    one = Matrix(path, op, shape, layer or 0, expert)
+                    one = MatrixLocation(path, op, shape, layer or 0, expert)
                     self.matrices.setdefault(name, []).append(one)
 
     def __call__(self, name: str, array: np.ndarray, index: int | None) -> np.ndarray:
@@ -181,10 +181,10 @@ class RoundTrip:
 
 
 def _matrices(
-    op: Op, shape: tuple[int, ...], place: tuple[int, ...] = ()
-) -> Iterator[tuple[tuple[int, ...], Op, tuple[int, ...]]]:
+    op: TensorOp, shape: tuple[int, ...], place: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], TensorOp, tuple[int, ...]]]:
     """(indices, op, shape) of what a parameter stacks."""
-    if not isinstance(op, Stack):
+    if not isinstance(op, StackedOps):
         yield place, op, shape
         return
     for index, one in enumerate(op.ops):
@@ -252,7 +252,7 @@ def end_with(file: Path, eos: int) -> None:
 
 
 def find_grown(
-    files: Folder, peft: PeftFolder, corrections: Mapping[str, Any]
+    files: SafetensorsFolder, peft: PeftFolder, corrections: Mapping[str, Any]
 ) -> dict[str, tuple[int, int]]:
     """{table of the base: its shape with the adapter's tokens}; UserError where another table keeps
     fewer rows."""
@@ -287,7 +287,7 @@ def copy_tokenizer(adapter: Path, output: Path) -> None:
 
 
 def find_corrections(
-    files: Folder, peft: PeftFolder, config: DecoderConfig | None = None
+    files: SafetensorsFolder, peft: PeftFolder, config: DecoderConfig | None = None
 ) -> dict[str, Correction | RowCorrection | ExpertCorrection]:
     """{tensor of the base: what the adapter does to it}; UserError where they do not fit. config:
     the base's, needed where the adapter has pairs for all experts of a layer."""
@@ -343,7 +343,7 @@ def find_corrections(
 
 
 def find_expert_corrections(
-    files: Folder, peft: PeftFolder, config: DecoderConfig, problems: list[str]
+    files: SafetensorsFolder, peft: PeftFolder, config: DecoderConfig, problems: list[str]
 ) -> dict[str, ExpertCorrection]:
     """What pairs for all experts of a layer do to the tensors that hold these; what does not fit
     goes to `problems`."""
@@ -381,7 +381,9 @@ def find_expert_corrections(
     return found
 
 
-def fits(files: Folder, name: str, shape: tuple[int, ...], problems: list[str], told: str) -> bool:
+def fits(
+    files: SafetensorsFolder, name: str, shape: tuple[int, ...], problems: list[str], told: str
+) -> bool:
     """Whether the base has such a tensor of floats; else a sentence goes to `problems`."""
     stored = files.tensors.get(name)
     if stored is None:

@@ -20,20 +20,20 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf import packed
-from jaxtrain.hf.ops import Interleaved, Op, Stack, Tensor
-from jaxtrain.hf.packed import PackedFolder
-from jaxtrain.hf.safetensors import Folder
+from jaxtrain.huggingface import packed
+from jaxtrain.huggingface.ops import Interleaved, StackedOps, TensorOp, TensorRef
+from jaxtrain.huggingface.packed import PackedFolder
+from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.layers.linear import Place
 from jaxtrain.models.parameters import Shapes
 
 BLOCK = 32
 DOWN, UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
-"""Middles between neighbours that round to the lower and to the upper one: to even codes."""
+"""Middles between neighbors that round to the lower and to the upper one: to even codes."""
 BIAS, MANTISSA = 127, 23  # of float32
 
 
-class MXFP4(nnx.Module):
+class MXFP4Kernel(nnx.Module):
     """A kernel [..., in, out] of experts; shapes or arrays as `mxfp4_shapes` names them."""
 
     def __init__(self, parts: dict, axes: tuple[str | None, ...]):
@@ -59,7 +59,7 @@ class PackedMXFP4:
         return experts, 2 * half, num_out
 
     def unpack(self, dtype: jnp.dtype) -> jax.Array:
-        return dequantise_mxfp4({"blocks": self.blocks, "scales": self.scales}, dtype)
+        return dequantize_mxfp4({"blocks": self.blocks, "scales": self.scales}, dtype)
 
     def specs(self, names: Sequence[str | None], place: Place) -> "PackedMXFP4":
         found = [place(names, x.shape) for x in (self.blocks, self.scales)]
@@ -80,17 +80,19 @@ def mxfp4_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def read_mxfp4(files: Folder, op: Op, shapes: Shapes) -> dict[str, jax.Array] | None:
+def read_mxfp4(
+    files: SafetensorsFolder, op: TensorOp, shapes: Shapes
+) -> dict[str, jax.Array] | None:
     """The parts of stacked kernels as a folder holds them, with the shapes and shardings of
     `shapes`; None where it holds them in another way."""
-    if not isinstance(op, Stack) or not isinstance(files, PackedFolder):
+    if not isinstance(op, StackedOps) or not isinstance(files, PackedFolder):
         return None
     layers = []
     for layer in op.ops:
-        if not isinstance(layer, Tensor | Interleaved):
+        if not isinstance(layer, TensorRef | Interleaved):
             return None
         stored = files.packed.get(layer.name)
-        if not isinstance(stored, packed.MXFP4):
+        if not isinstance(stored, packed.MXFP4Tensor):
             return None
         rows = (
             slice(layer.start, None, layer.step) if isinstance(layer, Interleaved) else slice(None)
@@ -116,7 +118,7 @@ def read_mxfp4(files: Folder, op: Op, shapes: Shapes) -> dict[str, jax.Array] | 
     }
 
 
-def quantise_mxfp4(kernel: jax.Array) -> dict[str, jax.Array]:
+def quantize_mxfp4(kernel: jax.Array) -> dict[str, jax.Array]:
     """One kernel [in, out] in parts. A block's power of two is that of its largest magnitude, which
     then lies from 4 to 8, and counts as 6 above that."""
     num_in, num_out = kernel.shape
@@ -136,7 +138,7 @@ def quantise_mxfp4(kernel: jax.Array) -> dict[str, jax.Array]:
     }
 
 
-def dequantise_mxfp4(parts: dict[str, jax.Array], dtype: jnp.dtype) -> jax.Array:
+def dequantize_mxfp4(parts: dict[str, jax.Array], dtype: jnp.dtype) -> jax.Array:
     """The kernel [..., in, out] of its parts in `dtype`, exact in bfloat16 and wider."""
     blocks, scales = parts["blocks"], parts["scales"]
     *lead, half, num_out = blocks.shape

@@ -1,4 +1,4 @@
-"""NF4 storage with double quantisation (QLoRA: Dettmers et al. 2023, arXiv:2305.14314).
+"""NF4 storage with double quantization (QLoRA: Dettmers et al. 2023, arXiv:2305.14314).
 
 A weight [out, in] is cut into blocks of 64 along its rows; each value becomes one of 16 levels
 times its block's largest magnitude. Those magnitudes, less their mean, are stored in 8 bits by
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtrain.distributed.sharding import gathered, mesh_axes
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Place
-from jaxtrain.parallel.rules import gathered, mesh_axes
 
 LEVELS = np.array(
     [
@@ -66,7 +66,7 @@ MIDDLES = (DYNAMIC[:-1] + DYNAMIC[1:]) / 2
 
 @dataclasses.dataclass(frozen=True)
 class TensorPart:
-    """Where the matrices of a layer's kernel, `num` of [in, out], lie in a tensor that is quantised
+    """Where the matrices of a layer's kernel, `num` of [in, out], lie in a tensor that is quantized
     as one: [num, total, in], whose rows are outputs."""
 
     tensor: str
@@ -91,7 +91,7 @@ class TensorPart:
         return (np.arange(self.num) * self.total + self.rows.min()) * blocks
 
     def is_even(self, blocks: int) -> bool:
-        """Whether the scales of each matrix begin with it, as if it were quantised by itself."""
+        """Whether the scales of each matrix begin with it, as if it were quantized by itself."""
         return len(self.runs) == 1 and not (self.firsts(blocks) % OUTER).any()
 
     def num_scales(self, blocks: int) -> int:
@@ -128,7 +128,7 @@ class NF4(nnx.Module):
         group = None if group is None else group[0]
 
         def product(x: jax.Array, parts: dict[str, jax.Array]) -> jax.Array:
-            return x @ dequantise_nf4(parts, x.dtype, group)
+            return x @ dequantize_nf4(parts, x.dtype, group)
 
         return jax.checkpoint(product)(x, {name: gathered(getattr(self, name)) for name in PARTS})
 
@@ -168,7 +168,7 @@ class PackedNF4:
 
     def unpack(self, dtype: jnp.dtype) -> jax.Array:
         parts = {name: getattr(self, name) for name in PARTS}
-        return dequantise_nf4(parts, dtype, self.group)
+        return dequantize_nf4(parts, dtype, self.group)
 
     def specs(self, names: Sequence[str | None], place: Place) -> "PackedNF4":
         experts, num_in, num_out = names
@@ -211,10 +211,10 @@ def nf4_shapes(
     }
 
 
-def quantise_nf4(kernel: jax.Array) -> dict[str, jax.Array]:
+def quantize_nf4(kernel: jax.Array) -> dict[str, jax.Array]:
     """One kernel [in, out] in parts. A value on a threshold goes down; a block of zeros stays."""
-    nibbles, absmax = _quantise_blocks(kernel)
-    codes, scales, offset = quantise_absmax(absmax.reshape(-1))
+    nibbles, absmax = _quantize_blocks(kernel)
+    codes, scales, offset = quantize_absmax(absmax.reshape(-1))
     return {
         "nibbles": nibbles,
         "absmax": codes.reshape(absmax.shape),
@@ -223,7 +223,7 @@ def quantise_nf4(kernel: jax.Array) -> dict[str, jax.Array]:
     }
 
 
-def quantise_together(
+def quantize_together(
     kernels: Sequence[jax.Array], parts: Sequence[TensorPart]
 ) -> list[dict[str, jax.Array]]:
     """What each of the kernels [num, in, out], or [in, out], is stored as that together are one
@@ -231,12 +231,12 @@ def quantise_together(
     num, total = parts[0].num, parts[0].total
     found = []
     for kernel in kernels:
-        found.append(jax.lax.map(_quantise_blocks, kernel.reshape(num, *kernel.shape[-2:])))
+        found.append(jax.lax.map(_quantize_blocks, kernel.reshape(num, *kernel.shape[-2:])))
     blocks = found[0][1].shape[-1]
     absmax = jnp.zeros((num, total, blocks), jnp.float32)
     for (_, own), part in zip(found, parts, strict=True):
         absmax = absmax.at[:, part.rows].set(own)
-    codes, scales, offset = quantise_absmax(absmax.reshape(-1))
+    codes, scales, offset = quantize_absmax(absmax.reshape(-1))
     codes, stored = codes.reshape(absmax.shape), []
     for (nibbles, _), part, kernel in zip(found, parts, kernels, strict=True):
         index = part.firsts(blocks)[:, None] // OUTER + np.arange(part.num_scales(blocks))
@@ -251,7 +251,7 @@ def quantise_together(
     return stored
 
 
-def _quantise_blocks(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _quantize_blocks(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(nibbles, largest magnitude of each block, float32 [out, blocks]) of a kernel [in, out]."""
     num_in, num_out = kernel.shape
     blocks = kernel.T.astype(jnp.float32).reshape(num_out, num_in // BLOCK, BLOCK)
@@ -263,27 +263,27 @@ def _quantise_blocks(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
     return codes[..., 0] << 4 | codes[..., 1], absmax  # the first value in the high half
 
 
-def quantise_absmax(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def quantize_absmax(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(codes uint8, scales float32, offset) of the magnitudes of blocks, OUTER after each other
     with one scale."""
     offset = absmax.mean()
-    centred = absmax - offset
-    outer = jnp.pad(centred, (0, -centred.size % OUTER)).reshape(-1, OUTER)
+    centered = absmax - offset
+    outer = jnp.pad(centered, (0, -centered.size % OUTER)).reshape(-1, OUTER)
     scales = jnp.abs(outer).max(-1)
     unit = outer / jnp.where(scales > 0, scales, 1.0)[:, None]
     nearest = jnp.searchsorted(jnp.asarray(MIDDLES), unit).astype(jnp.uint8)
-    return nearest.reshape(-1)[: centred.size], scales, offset
+    return nearest.reshape(-1)[: centered.size], scales, offset
 
 
 @jax.jit
 def restore_absmax(absmax: jax.Array) -> jax.Array:
     """The magnitudes of all blocks of a tensor, in their order, as its storage gives them back."""
-    codes, scales, offset = quantise_absmax(absmax.reshape(-1))
+    codes, scales, offset = quantize_absmax(absmax.reshape(-1))
     found = jnp.asarray(DYNAMIC)[codes] * jnp.repeat(scales, OUTER)[: codes.size] + offset
     return found.reshape(absmax.shape)
 
 
-def dequantise_nf4(
+def dequantize_nf4(
     parts: dict[str, jax.Array], dtype: jnp.dtype, group: jax.Array | None = None
 ) -> jax.Array:
     """The kernel [..., in, out] of its parts, summed in float32, cast to `dtype`.
@@ -316,11 +316,11 @@ def _unpack(nibbles: jax.Array, absmax: jax.Array, dtype: jnp.dtype) -> jax.Arra
 @jax.jit
 def find_absmax(kernel: jax.Array) -> jax.Array:
     """float32 [out, blocks]: the largest magnitude of each block of a kernel [in, out]."""
-    return _quantise_blocks(kernel)[1]
+    return _quantize_blocks(kernel)[1]
 
 
 @jax.jit
 def round_trip_beside(kernel: jax.Array, absmax: jax.Array) -> jax.Array:
     """float32 [in, out] as storage gives a kernel back whose blocks are multiplied with `absmax`
     [out, blocks]: those of the tensor that it is a part of."""
-    return _unpack(_quantise_blocks(kernel)[0], absmax, jnp.float32)
+    return _unpack(_quantize_blocks(kernel)[0], absmax, jnp.float32)

@@ -26,7 +26,7 @@ import numpy as np
 from jaxtrain.adapters.peft_experts import (
     ExpertsA,
     ExpertsB,
-    Wrapped,
+    WrappedExperts,
     find_targets,
     find_wrapped,
     innermost,
@@ -42,19 +42,28 @@ from jaxtrain.adapters.peft_folder import (
     open_peft,
 )
 from jaxtrain.adapters.spec import Adapter, Linears, find_linears
+from jaxtrain.distributed.mesh import is_main_process, sync_processes
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import spell
-from jaxtrain.hf.ops import Block, Entry, Op, Rows, Split, Stack, Tensor, Transpose
-from jaxtrain.hf.safetensors import write_folder
+from jaxtrain.huggingface.files import spell
+from jaxtrain.huggingface.ops import (
+    MatrixBlock,
+    ParameterEntry,
+    PermutedRows,
+    SplitRows,
+    StackedOps,
+    TensorOp,
+    TensorRef,
+    Transpose,
+)
+from jaxtrain.huggingface.safetensors import write_folder
 from jaxtrain.models.build import family, read_entry, to_host
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.finite import FiniteCheck
 from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Shapes
-from jaxtrain.parallel.mesh import is_main_process, sync_processes
 
 
-class Place(NamedTuple):
+class PairSelection(NamedTuple):
     """Which of the pairs that are one there."""
 
     index: int
@@ -64,7 +73,7 @@ class Place(NamedTuple):
 
 def adapter_entries(
     config: DecoderConfig, adapter: Adapter, *, reading: PeftFolder | None = None
-) -> list[Entry]:
+) -> list[ParameterEntry]:
     """Every trained parameter and the tensors of a PEFT folder that it is made of. reading: that
     folder, which has the ranks of `adapter`; None: one that is to be written."""
     base = {entry.param: entry.op for entry in family(config).names(config)}
@@ -74,33 +83,33 @@ def adapter_entries(
     for path, slot in adapter.slots.items():
         kernel, experts = base[f"{path}.kernel"], wrapped.get(path)
         if experts is not None and experts.target in targets:
-            place = places.get(path) or Place(0, 1, slot.rank)
+            place = places.get(path) or PairSelection(0, 1, slot.rank)
             start, ranks = place.index * place.rank, place.count * place.rank
             for part in ("a", "b"):
                 op = pair_op(experts, part, targets, start, ranks)
-                entries.append(Entry(f"{path}.adapter.{part}", op))
+                entries.append(ParameterEntry(f"{path}.adapter.{part}", op))
             continue
-        if ".experts." in path and not isinstance(getattr(kernel, "ops", [None])[0], Stack):
+        if ".experts." in path and not isinstance(getattr(kernel, "ops", [None])[0], StackedOps):
             raise _without_form(innermost(kernel))
         for name in SUFFIX if slot.dora else ("a", "b"):
             op = _adapted(kernel, name, places.get(path))
-            entries.append(Entry(f"{path}.adapter.{name}", op))
+            entries.append(ParameterEntry(f"{path}.adapter.{name}", op))
     for path in adapter.rows:
         table = base[f"{path}.embedding"]
-        assert isinstance(table, Tensor), f"{path} is not one tensor"
+        assert isinstance(table, TensorRef), f"{path} is not one tensor"
         name = f"{PREFIX}{table.name.removesuffix('weight')}{ROWS}"
-        entries.append(Entry(f"{path}.adapter.rows", Tensor(name)))
+        entries.append(ParameterEntry(f"{path}.adapter.rows", TensorRef(name)))
     for path in adapter.full:
         tensor = base[path]
-        assert isinstance(tensor, Tensor), f"{path} is not one tensor"
-        entries.append(Entry(path, Tensor(PREFIX + tensor.name)))
+        assert isinstance(tensor, TensorRef), f"{path} is not one tensor"
+        entries.append(ParameterEntry(path, TensorRef(PREFIX + tensor.name)))
     if config.tie_word_embeddings and "embed.embedding" in adapter.full:
         # PEFT unties a table that it saves; with both copies it computes what the tied model does.
-        entries.append(Entry("embed.embedding", Tensor(f"{PREFIX}lm_head.weight")))
+        entries.append(ParameterEntry("embed.embedding", TensorRef(f"{PREFIX}lm_head.weight")))
     return entries
 
 
-def find_joint(config: DecoderConfig, adapter: Adapter) -> dict[str, Place]:
+def find_joint(config: DecoderConfig, adapter: Adapter) -> dict[str, PairSelection]:
     """Of the adapted Linears that are but rows of a tensor: their places in the tensor's one pair.
     UserError where there is no such pair."""
     groups: dict[str, list[str]] = collections.defaultdict(list)
@@ -110,7 +119,7 @@ def find_joint(config: DecoderConfig, adapter: Adapter) -> dict[str, Place]:
             groups[experts.parameters[0]].append(path)
     for entry in family(config).names(config):
         path, op = entry.param.removesuffix(".kernel"), innermost(entry.op)
-        if path in adapter.slots and isinstance(op, Rows) and _count(op) < op.total:
+        if path in adapter.slots and isinstance(op, PermutedRows) and _count(op) < op.total:
             groups[op.name].append(path)
             rows[path] = op
     for name, paths in groups.items():
@@ -125,13 +134,13 @@ def find_joint(config: DecoderConfig, adapter: Adapter) -> dict[str, Place]:
                 + (", and adapter.target all parts of it, as DoRA needs" if some else "")
             )
     return {
-        path: Place(index, len(paths), adapter.slots[path].rank)
+        path: PairSelection(index, len(paths), adapter.slots[path].rank)
         for paths in groups.values()
         for index, path in enumerate(paths)
     }
 
 
-def wrapped_slots(config: DecoderConfig, adapter: Adapter) -> dict[str, Wrapped]:
+def wrapped_slots(config: DecoderConfig, adapter: Adapter) -> dict[str, WrappedExperts]:
     """The adapted matrices of experts by path."""
     if not any(".experts." in path for path in adapter.slots):
         return {}
@@ -139,14 +148,16 @@ def wrapped_slots(config: DecoderConfig, adapter: Adapter) -> dict[str, Wrapped]
     return {path: one for path, one in found.items() if path in adapter.slots}
 
 
-def targets_of(wrapped: Mapping[str, Wrapped]) -> set[str]:
+def targets_of(wrapped: Mapping[str, WrappedExperts]) -> set[str]:
     """target_parameters of a folder to be written: where the base has a tensor for each expert,
     each expert has a pair of its own instead."""
     return {one.target for one in wrapped.values() if not one.alone}
 
 
-def pair_op(experts: Wrapped, part: str, targets: set[str], start: int, ranks: int) -> Op:
-    """One factor of a matrix of experts in the pairs of its layers; see `Place`."""
+def pair_op(
+    experts: WrappedExperts, part: str, targets: set[str], start: int, ranks: int
+) -> TensorOp:
+    """One factor of a matrix of experts in the pairs of its layers; see `PairSelection`."""
     count, ops = experts.num_experts, []
     for layer in range(len(experts.parameters)):
         name = f"{PREFIX}{experts.module(layer, targets)}.{SUFFIX[part]}"
@@ -155,10 +166,10 @@ def pair_op(experts: Wrapped, part: str, targets: set[str], start: int, ranks: i
         else:
             rows = (experts.start, experts.step, experts.total)
             ops.append(ExpertsB(name, start, ranks, count, *rows))
-    return Stack(tuple(ops))
+    return StackedOps(tuple(ops))
 
 
-def _count(op: Rows) -> int:
+def _count(op: PermutedRows) -> int:
     return sum(size for _, size in op.runs)
 
 
@@ -221,7 +232,7 @@ def table_modules(config: DecoderConfig) -> dict[str, str]:
     return {
         path: op.name.removesuffix(".weight")
         for path, op in found.items()
-        if isinstance(op, Tensor)
+        if isinstance(op, TensorRef)
     }
 
 
@@ -396,7 +407,7 @@ def module_names(linears: Linears) -> list[str]:
 
 def find_pairs(
     peft: PeftFolder, config: DecoderConfig, linears: Linears
-) -> tuple[dict[str, Wrapped], set[str], set[str]]:
+) -> tuple[dict[str, WrappedExperts], set[str], set[str]]:
     """(the matrices of experts that target_parameters names, by path; their targets; modules with
     pairs that belong to none of them). UserError for a name that is no parameter of experts."""
     if not peft.targets:
@@ -433,8 +444,8 @@ def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Par
             if stored is None or stored.shape != shape:
                 found = "missing" if stored is None else stored.shape
                 raise UserError(f"{file}: {name} is {found}, this model needs {shape}")
-        value = read_entry(files, Entry(param, op), like, like.sharding)
-        check.add(Entry(param, op), value)
+        value = read_entry(files, ParameterEntry(param, op), like, like.sharding)
+        check.add(ParameterEntry(param, op), value)
         if param in params and not np.array_equal(to_host(params[param]), to_host(value)):
             raise UserError(f"{file}: embedding and head differ, but the model ties them")
         params[param] = value
@@ -442,25 +453,25 @@ def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Par
     return params
 
 
-def _adapted(op: Op, name: str, place: Place | None) -> Op:
+def _adapted(op: TensorOp, name: str, place: PairSelection | None) -> TensorOp:
     """The op of a kernel turned to one part of its adapter."""
     match op:
-        case Stack():
-            return Stack(tuple(_adapted(one, name, place) for one in op.ops))
+        case StackedOps():
+            return StackedOps(tuple(_adapted(one, name, place) for one in op.ops))
         case Transpose():
             inner = _adapted(op.op, name, place)
             return inner if name == "magnitude" else Transpose(inner)
-        case Tensor():
-            return Tensor(_peft_name(op.name, name))
-        case Rows():
+        case TensorRef():
+            return TensorRef(_peft_name(op.name, name))
+        case PermutedRows():
             renamed = _peft_name(op.name, name)
             if place is not None and name != "magnitude":
                 start, all_ranks = place.index * place.rank, place.count * place.rank
                 if name == "a":
-                    return Split(renamed, 0, start, all_ranks)
-                return Block(renamed, op.runs, op.total, start, all_ranks)
+                    return SplitRows(renamed, 0, start, all_ranks)
+                return MatrixBlock(renamed, op.runs, op.total, start, all_ranks)
             # The factor a knows no rows.
-            return Tensor(renamed) if name == "a" else dataclasses.replace(op, name=renamed)
+            return TensorRef(renamed) if name == "a" else dataclasses.replace(op, name=renamed)
     raise _without_form(op)
 
 

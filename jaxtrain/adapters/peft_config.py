@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import describe, read_object, shorten, spell
+from jaxtrain.huggingface.files import describe, read_object, shorten, spell
 
 MAX_RANK = 2**16
 MAX_ENTRIES = 10_000

@@ -21,7 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtrain.adapters.spec import Linears
-from jaxtrain.hf.ops import Op, Piece, Split, Stack, Tensor, Transpose, whole
+from jaxtrain.huggingface.ops import (
+    SplitPiece,
+    SplitRows,
+    StackedOps,
+    TensorOp,
+    TensorRef,
+    Transpose,
+    whole,
+)
 from jaxtrain.models.build import family
 from jaxtrain.models.decoder_config import DecoderConfig
 
@@ -34,7 +42,7 @@ RUNTIME = (
 ONE_OF_MANY = re.compile(r"(.*\.experts)\.\d+\.[^.]+\.weight")
 
 
-class Wrapped(NamedTuple):
+class WrappedExperts(NamedTuple):
     """One of our matrices of experts, [E, in, out], as a part of a parameter there."""
 
     parameters: tuple[str, ...]
@@ -68,18 +76,18 @@ def generic(parameter: str) -> str:
     return re.sub(r"^.*?\blayers\.\d+\.", "", parameter)
 
 
-def find_wrapped(config: DecoderConfig, linears: Linears) -> dict[str, Wrapped]:
+def find_wrapped(config: DecoderConfig, linears: Linears) -> dict[str, WrappedExperts]:
     """By path, all matrices of experts of an architecture."""
     entries = {entry.param: entry.op for entry in family(config).names(config)}
     found = {}
     for path, linear in linears.items():
         owner, _, part = path.rpartition(".")
         op = entries[f"{path}.kernel"]
-        if not owner.endswith(".experts") or not isinstance(op, Stack):
+        if not owner.endswith(".experts") or not isinstance(op, StackedOps):
             continue
         _, num_experts, _, outputs = linear.shape
         gated = f"{owner}.gate" in linears
-        if isinstance(op.ops[0], Stack):
+        if isinstance(op.ops[0], StackedOps):
             leaves = [innermost(layer) for layer in op.ops]
             modules = [ONE_OF_MANY.fullmatch(leaf.name) for leaf in leaves]
             if not all(modules):
@@ -88,21 +96,21 @@ def find_wrapped(config: DecoderConfig, linears: Linears) -> dict[str, Wrapped]:
             name = "gate_up_proj" if joined else f"{part}_proj"
             parameters = tuple(_runtime(f"{match[1]}.{name}") for match in modules if match)
             start, total = outputs * (joined and part == "up"), outputs * (1 + joined)
-            found[path] = Wrapped(parameters, start, 1, total, num_experts, True)
+            found[path] = WrappedExperts(parameters, start, 1, total, num_experts, True)
             continue
         leaves = [innermost(layer) for layer in op.ops]
-        if all(isinstance(leaf, Tensor | Split) or hasattr(leaf, "step") for leaf in leaves):
+        if all(isinstance(leaf, TensorRef | SplitRows) or hasattr(leaf, "step") for leaf in leaves):
             start, step = getattr(leaves[0], "start", 0), getattr(leaves[0], "step", 1)
-            total = outputs if isinstance(leaves[0], Tensor) else 2 * outputs
+            total = outputs if isinstance(leaves[0], TensorRef) else 2 * outputs
             parameters = tuple(_runtime(leaf.name) for leaf in leaves)
-            found[path] = Wrapped(parameters, start, step, total, num_experts, False)
+            found[path] = WrappedExperts(parameters, start, step, total, num_experts, False)
     return found
 
 
-def innermost(op: Op) -> Any:
+def innermost(op: TensorOp) -> Any:
     """The op on the tensor itself; of several layers or experts, of the first."""
     match op:
-        case Stack():
+        case StackedOps():
             return innermost(op.ops[0])
         case Transpose():
             return innermost(op.op)
@@ -116,8 +124,8 @@ def _runtime(name: str) -> str:
     return name
 
 
-def find_targets(wanted: Iterable[str], wrapped: Mapping[str, Wrapped]) -> set[str]:
-    """The `Wrapped.target`s that PEFT's target_parameters name: by their ends, as it does."""
+def find_targets(wanted: Iterable[str], wrapped: Mapping[str, WrappedExperts]) -> set[str]:
+    """The `WrappedExperts.target`s that PEFT's target_parameters name: by their ends, as it does."""
     return {
         one.target
         for one in wrapped.values()
@@ -155,7 +163,7 @@ class ExpertsA:
         shape = self.shapes(array.shape)[self.name]
         for expert, a in enumerate(array):
             rows = self._rows(expert, slice(0, a.shape[1]))
-            yield Piece(self.name, shape, (rows, slice(0, a.shape[0])), a.T)
+            yield SplitPiece(self.name, shape, (rows, slice(0, a.shape[0])), a.T)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,4 +205,4 @@ class ExpertsB:
         part = np.zeros((self.total, ranks * experts), array.dtype)
         chosen = slice(self.first, self.first + (outputs - 1) * self.step + 1, self.step)
         part[chosen] = array.transpose(2, 1, 0).reshape(outputs, -1)
-        yield Piece(self.name, shape, (whole(shape)[0], columns), part)
+        yield SplitPiece(self.name, shape, (whole(shape)[0], columns), part)

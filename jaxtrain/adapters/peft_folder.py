@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.adapters.peft_config import match_patterns, read_peft_config
-from jaxtrain.adapters.peft_experts import Wrapped
+from jaxtrain.adapters.peft_experts import WrappedExperts
 from jaxtrain.adapters.spec import LoRASpec
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import shorten, spell
-from jaxtrain.hf.ops import whole
-from jaxtrain.hf.safetensors import Folder
+from jaxtrain.huggingface.files import shorten, spell
+from jaxtrain.huggingface.ops import whole
+from jaxtrain.huggingface.safetensors import SafetensorsFolder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -39,7 +39,7 @@ RENAMED = (("backbone.", "model."), ("language_model.model.", "model.language_mo
 """Beginnings of names in folders, and what transformers 5 makes of them: PEFT loads either and
 writes the latter."""
 NEUTRAL_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "lora_ga")
-"""Initialisations that leave the base's weights as they are."""
+"""Initializations that leave the base's weights as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class PeftFolder:
 
     path: Path
     config: Mapping[str, Any]
-    files: Folder
+    files: SafetensorsFolder
 
     @property
     def dora(self) -> bool:
@@ -90,7 +90,7 @@ class PeftFolder:
             if any(f".{module.replace('.base_layer', '')}".endswith(f".{o}") for o in owners)
         }
 
-    def pair_slots(self, experts: Wrapped, targets: set[str]) -> list[LoRASpec | None]:
+    def pair_slots(self, experts: WrappedExperts, targets: set[str]) -> list[LoRASpec | None]:
         """The slot of a matrix of experts in each layer."""
         ranks, found = self._ranks(), {}
         for layer, parameter in enumerate(experts.parameters):
@@ -181,7 +181,7 @@ def open_peft(folder: str | os.PathLike) -> PeftFolder:
         shown = {k: repr(spell(v)) if isinstance(v, str) else shorten(v) for k, v in odd.items()}
         told = ", ".join(f"{spell(key)}={shown[key]}" for key in [*odd][:8])
         raise UserError(f"{file}: not supported: {told}")
-    peft = PeftFolder(folder, raw, Folder(folder, single=WEIGHTS))
+    peft = PeftFolder(folder, raw, SafetensorsFolder(folder, single=WEIGHTS))
     tensors = peft.files.tensors
     strange = [name for name in tensors if not name.startswith(PREFIX)]
     known = [*SUFFIX.values()] if peft.dora else [SUFFIX["a"], SUFFIX["b"]]

@@ -18,7 +18,7 @@ from jaxtrain.models.decoder_config import DecoderConfig
 ALL = "all-linear"
 
 
-class Matrix(NamedTuple):
+class AdaptableLinear(NamedTuple):
     """A Linear that may get an adapter."""
 
     preset: str | None
@@ -29,7 +29,7 @@ class Matrix(NamedTuple):
     """Of its kernel."""
 
 
-Linears = Mapping[str, Matrix]
+Linears = Mapping[str, AdaptableLinear]
 """By path ("stack.block.attention.q")."""
 
 
@@ -66,7 +66,7 @@ class Adapter:
     quantize: str = "none"
     """How the kernels of all Linears are stored: "none" (as they are), or one of STORAGES."""
     tensors: Mapping[str, TensorPart] = dataclasses.field(default_factory=dict)
-    """With "nf4_fused": by path, of Linears that are quantised with the others of a tensor."""
+    """With "nf4_fused": by path, of Linears that are quantized with the others of a tensor."""
     rows: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """Token ids whose rows alone are trained, by the path of the table ("embed", "lm_head")."""
 
@@ -88,7 +88,7 @@ def find_linears(config: DecoderConfig) -> Linears:
             around = (nodes[path[:end]] for end in reversed(range(len(path))))
             presets = (layer.preset for layer in around if hasattr(layer, "preset"))
             modules = tuple(tensor.removesuffix(".weight") for tensor in tensors)
-            found[name] = Matrix(next(presets, None), modules, shape)
+            found[name] = AdaptableLinear(next(presets, None), modules, shape)
     return dict(sorted(found.items()))
 
 
@@ -131,7 +131,7 @@ def match_any(linears: Linears, key: str, patterns: Sequence[str]) -> dict[str, 
     return hits
 
 
-def _matches(path: str, linear: Matrix, key: str, pattern: str) -> bool:
+def _matches(path: str, linear: AdaptableLinear, key: str, pattern: str) -> bool:
     if pattern in (ALL, linear.preset) or _fits(path, pattern):
         return True
     hits = [_fits(module, pattern) for module in linear.modules]

@@ -1,4 +1,4 @@
-"""How frozen kernels are stored: in fewer bits, quantised as they are loaded."""
+"""How frozen kernels are stored: in fewer bits, quantized as they are loaded."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,19 +10,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.adapters import mxfp4
-from jaxtrain.adapters.int8 import Int8, dequantise_int8, int8_shapes, quantise_int8
+from jaxtrain.adapters.int8 import Int8, dequantize_int8, int8_shapes, quantize_int8
 from jaxtrain.adapters.nf4 import (
     BLOCK,
     NF4,
     TensorPart,
-    dequantise_nf4,
+    dequantize_nf4,
     nf4_shapes,
-    quantise_nf4,
-    quantise_together,
+    quantize_nf4,
+    quantize_together,
 )
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Entry
-from jaxtrain.hf.safetensors import Folder
+from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.layers.linear import ExpertLinear, Linear, PreciseLinear
 from jaxtrain.models.parameters import Params, Shapes
 
@@ -34,10 +34,10 @@ class Storage(NamedTuple):
     """(parts, axes of the kernel) -> what sits in Linear.kernel."""
     shapes: Callable[..., dict]
     """Shape of a kernel [..., in, out] -> shapes of its parts. This and `module` take a TensorPart,
-    too, of a kernel that is quantised with others."""
-    quantise: Callable[..., dict]
+    too, of a kernel that is quantized with others."""
+    quantize: Callable[..., dict]
     """Kernel [in, out] -> parts."""
-    dequantise: Callable[..., jax.Array]
+    dequantize: Callable[..., jax.Array]
     """(parts, dtype) -> kernel."""
     codes: str
     """The part that holds the weights themselves."""
@@ -53,19 +53,19 @@ class Storage(NamedTuple):
 
 
 Tensors = Mapping[str, TensorPart]
-"""By the path of a Linear: of kernels that are quantised with the others of their tensor."""
+"""By the path of a Linear: of kernels that are quantized with the others of their tensor."""
 NO_TENSORS: Tensors = MappingProxyType({})
 
-NF4_STORAGE = Storage(NF4, nf4_shapes, quantise_nf4, dequantise_nf4, "nibbles", 2, BLOCK)
+NF4_STORAGE = Storage(NF4, nf4_shapes, quantize_nf4, dequantize_nf4, "nibbles", 2, BLOCK)
 STORAGES = {
     "nf4": NF4_STORAGE,
     "nf4_fused": NF4_STORAGE,
-    "int8": Storage(Int8, int8_shapes, quantise_int8, dequantise_int8, "codes", 1, 1),
+    "int8": Storage(Int8, int8_shapes, quantize_int8, dequantize_int8, "codes", 1, 1),
     "mxfp4": Storage(
-        mxfp4.MXFP4,
+        mxfp4.MXFP4Kernel,
         mxfp4.mxfp4_shapes,
-        mxfp4.quantise_mxfp4,
-        mxfp4.dequantise_mxfp4,
+        mxfp4.quantize_mxfp4,
+        mxfp4.dequantize_mxfp4,
         "blocks",
         2,
         mxfp4.BLOCK,
@@ -108,11 +108,11 @@ def find_stored(shapes: Shapes, kind: str) -> set[str]:
     return {path.removesuffix(end) for path in shapes if path.endswith(f".kernel{end}")}
 
 
-def quantise_params(
+def quantize_params(
     params: Iterable[tuple[str, jax.Array | Iterator[jax.Array]]],
     shapes: Shapes,
     kind: str,
-    source: tuple[Folder, Mapping[str, Entry]] | None = None,
+    source: tuple[SafetensorsFolder, Mapping[str, ParameterEntry]] | None = None,
     tensors: Tensors = NO_TENSORS,
 ) -> Params:
     """Parameters by path in the storage that `shapes` (with shardings) name, one after the other.
@@ -133,7 +133,7 @@ def quantise_params(
             kernels = waiting.setdefault(part.tensor, {})
             kernels[path] = value
             if kernels.keys() == members[part.tensor]:
-                stored |= _quantise_tensor(waiting.pop(part.tensor), shapes, tensors)
+                stored |= _quantize_tensor(waiting.pop(part.tensor), shapes, tensors)
             continue
         names = [name for name in STORAGES[kind].shapes((0, 0)) if f"{path}.{name}" in shapes]
         own = {name: shapes[f"{path}.{name}"] for name in names}
@@ -143,10 +143,10 @@ def quantise_params(
         if as_is is not None:
             arrays = as_is
         elif isinstance(value, jax.Array):
-            arrays = jax.device_put(quantise_stacked(value, kind), places)
+            arrays = jax.device_put(quantize_stacked(value, kind), places)
             jax.block_until_ready(arrays)  # else the host runs ahead and memory holds several
         else:
-            found = (quantise_stacked(kernel, kind) for kernel in value)
+            found = (quantize_stacked(kernel, kind) for kernel in value)
             arrays = _write_layers(found, own, places)
         stored |= {f"{path}.{name}": array for name, array in arrays.items()}
     assert not waiting, f"not all of {list(waiting)} came"
@@ -162,7 +162,7 @@ def _find_members(wanted: Iterable[str], tensors: Tensors) -> dict[str, set[str]
     return members
 
 
-def _quantise_tensor(kernels: Mapping[str, Any], shapes: Shapes, tensors: Tensors) -> Params:
+def _quantize_tensor(kernels: Mapping[str, Any], shapes: Shapes, tensors: Tensors) -> Params:
     """What is stored of stacked kernels, arrays or iterators over layers, that are one tensor in
     each layer."""
     own = {
@@ -173,13 +173,13 @@ def _quantise_tensor(kernels: Mapping[str, Any], shapes: Shapes, tensors: Tensor
     chosen = tuple(tensors[path.removesuffix(".kernel")] for path in kernels)
 
     @jax.jit
-    def quantise(layer: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        found = zip(kernels, quantise_together(layer, chosen), strict=True)
+    def quantize(layer: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        found = zip(kernels, quantize_together(layer, chosen), strict=True)
         return {f"{path}.{name}": array for path, one in found for name, array in one.items()}
 
     layers = zip(*kernels.values(), strict=True)
     places = {name: shape.sharding for name, shape in own.items()}
-    return _write_layers(map(quantise, layers), own, places)
+    return _write_layers(map(quantize, layers), own, places)
 
 
 def _write_layers(
@@ -205,12 +205,12 @@ def _write_layers(
 
 # Compiled once for all kernels of a shape.
 @functools.partial(jax.jit, static_argnames="kind")
-def quantise_stacked(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
+def quantize_stacked(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
     """The parts of a kernel [in, out] or, one matrix at a time, of [..., in, out]."""
-    quantise = STORAGES[kind].quantise
+    quantize = STORAGES[kind].quantize
     if kernel.ndim == 2:
-        return quantise(kernel)
-    return jax.lax.map(functools.partial(quantise_stacked, kind=kind), kernel)
+        return quantize(kernel)
+    return jax.lax.map(functools.partial(quantize_stacked, kind=kind), kernel)
 
 
 def count_weights(path: str, value) -> int:
@@ -225,4 +225,4 @@ def count_weights(path: str, value) -> int:
 def round_trip(kernel: jax.Array, kind: str) -> jax.Array:
     """float32 [in, out] as its storage gives it back: what an adapter was trained beside."""
     storage = STORAGES[kind]
-    return storage.dequantise(storage.quantise(kernel), jnp.float32)
+    return storage.dequantize(storage.quantize(kernel), jnp.float32)

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
-from jaxtrain.config.bounds import WIDTH
+from jaxtrain.config.limits import WIDTH
 
 
 class AdapterConfig(Section):
@@ -40,8 +40,8 @@ class AdapterConfig(Section):
     path: Place | None = None
     """PEFT folder to start from. It brings its own rank, alpha, targets and patterns."""
     quantize: Literal["none", "nf4", "nf4_fused", "int8", "mxfp4"] = "none"
-    """Store the frozen matrices in fewer bits, quantised as they are read. nf4: 4 bits with double
-    quantisation (QLoRA), each matrix of each expert by itself. nf4_fused: the same over whole
+    """Store the frozen matrices in fewer bits, quantized as they are read. nf4: 4 bits with double
+    quantization (QLoRA), each matrix of each expert by itself. nf4_fused: the same over whole
     tensors of transformers, all experts of a layer in one, as bitsandbytes has it and with it
     Axolotl's quantize_moe_experts: for adapters that are trained beside such weights. int8: 8 bits.
     mxfp4: only the matrices of experts, in the 4 bits in which gpt-oss is published, which this

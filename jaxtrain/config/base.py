@@ -1,9 +1,9 @@
 """What every section of the config has in common: frozen, typed, bounded, closed."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from annotated_types import Le, Lt
 from pydantic import (
@@ -14,12 +14,13 @@ from pydantic import (
     GetJsonSchemaHandler,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import core_schema
 
 from jaxtrain import plugins
-from jaxtrain.config.bounds import LARGEST, find_misfits, find_numbers
-from jaxtrain.shown import show
+from jaxtrain.config.limits import LARGEST, find_misfits, find_numbers
+from jaxtrain.text_safety import show
 
 
 class Problems(ValueError):
@@ -45,6 +46,25 @@ class Section(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Keys and texts as values that an earlier version had, and what each is called now."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def accept_renamed(cls, table: Any) -> Any:
+        """Read keys and values by the names that they had before."""
+        if not cls.renamed or not isinstance(table, dict):
+            return table
+        for old in cls.renamed.keys() & table.keys():
+            if cls.renamed[old] in table:
+                raise ValueError(f"{old} is the old name of {cls.renamed[old]}; keep one of them")
+        return {
+            cls.renamed.get(key, key): cls.renamed.get(value, value)
+            if isinstance(value, str)
+            else value
+            for key, value in table.items()
+        }
 
     @field_validator("*", mode="before")
     @classmethod

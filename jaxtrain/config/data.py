@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Place, Section, known_in
-from jaxtrain.config.bounds import ITEMS, ROWS, TOKENS, WORKERS
 from jaxtrain.config.env import EnvConfig
+from jaxtrain.config.limits import ITEMS, ROWS, TOKENS, WORKERS
 
 FORMATS = ("auto", "chat", "prompt_completion", "alpaca", "input_output", "completion")
 
@@ -45,9 +45,9 @@ class DatasetConfig(Section):
     """What a control token is that a text of the data spells, such as "<|im_end|>": text: letters,
     as the model reads them from people. control: the control token itself, for data that are
     rendered already."""
-    pairing: Literal["best_worst", "best_rest", "neighbours", "all"] = "best_worst"
+    pairing: Literal["best_worst", "best_rest", "neighbors", "all"] = "best_worst"
     """Preference data with scores: which answers to one prompt are compared. best_worst: the best
-    with the worst; best_rest: the best with each other; neighbours: each with the next one in
+    with the worst; best_rest: the best with each other; neighbors: each with the next one in
     order; all: each with each. Equal scores give no pair."""
     margin: Literal["column", "scores"] = "column"
     """Preference data: by how much the better answer is better. column: what the column `margin`
@@ -87,7 +87,7 @@ class DatasetConfig(Section):
 
 
 class DataConfig(Section):
-    """Datasets and how they are tokenised, packed and ordered."""
+    """Datasets and how they are tokenized, packed and ordered."""
 
     datasets: list[DatasetConfig] = []
     """Training data, mixed by weight."""
@@ -118,17 +118,17 @@ class DataConfig(Section):
     too_long: Literal["drop", "truncate", "error"] = "drop"
     """What happens to a sample longer than sequence_len; completion text is always split."""
     cache: bool = True
-    """With run.num_epochs, whose steps are counted beforehand: keep what was tokenised for that on
+    """With run.num_epochs, whose steps are counted beforehand: keep what was tokenized for that on
     disk, by the content of rows, tokenizer and keys, and read it again."""
     cache_dir: Place | None = None
-    """Where. Unset: jaxtrain/tokenised in $XDG_CACHE_HOME or ~/.cache. What was not used for 30
+    """Where. Unset: jaxtrain/tokenized in $XDG_CACHE_HOME or ~/.cache. What was not used for 30
     days is deleted there."""
     shuffle: bool = True
     """Shuffle globally, anew each epoch, from run.seed."""
     shuffle_buffer: int = Field(10_000, ge=1, le=ITEMS)
     """Rows that a streamed dataset is shuffled within."""
     num_workers: int = Field(0, ge=0, le=WORKERS)
-    """Processes that read and tokenise; 0: a thread of this one."""
+    """Processes that read and tokenize; 0: a thread of this one."""
     prefetch: int = Field(2, ge=1, le=1024)
     """Batches prepared ahead of the step."""
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Place, Problems, Section, known_in
-from jaxtrain.config.bounds import ROWS, SECONDS
 from jaxtrain.config.gym import GymConfig, find_gym_conflicts
+from jaxtrain.config.limits import ROWS, SECONDS
 from jaxtrain.config.openenv import OpenEnvConfig, find_openenv_conflicts
 from jaxtrain.config.verifiers import VerifiersConfig, find_verifiers_conflicts
 

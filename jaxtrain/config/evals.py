@@ -7,9 +7,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
-from jaxtrain.config.bounds import ROWS, TOKENS
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.config.env import EnvConfig
+from jaxtrain.config.limits import ROWS, TOKENS
 
 Benchmark = Literal[
     "gsm8k",

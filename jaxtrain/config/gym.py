@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
-from jaxtrain.config.bounds import ITEMS, SECONDS
+from jaxtrain.config.limits import ITEMS, SECONDS
 
 
 class GymConfig(Section):

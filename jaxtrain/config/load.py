@@ -9,15 +9,15 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from jaxtrain import plugins
+from jaxtrain.config.bundled import find_config
 from jaxtrain.config.overrides import change_table, lay_presets
-from jaxtrain.config.recipes import find_config
+from jaxtrain.config.parse import read_table
 from jaxtrain.config.root import OUTSIDE, TASKS, Config, find_tag
 from jaxtrain.config.secrets import hides
-from jaxtrain.config.tables import read_table
 from jaxtrain.config.task import TaskSection
 from jaxtrain.convert import find_hint
 from jaxtrain.errors import UserError
-from jaxtrain.shown import printable, shorten, show
+from jaxtrain.text_safety import escape_control_chars, shorten, show
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -145,7 +145,7 @@ def validate(section: type[S], table: dict[str, Any], origin: str, prefix: str =
         shown = lines[:MOST_PROBLEMS]
         if count > len(shown):
             shown.append(f"... and {count - len(shown)} more")
-        listed = "\n".join(f"  {shorten(printable(line), 400)}" for line in shown)
+        listed = "\n".join(f"  {shorten(escape_control_chars(line), 400)}" for line in shown)
         raise UserError(f"{origin}:\n{listed}") from None
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section, known_in
-from jaxtrain.config.bounds import ROWS
+from jaxtrain.config.limits import ROWS
 
 DTYPE = Literal["float32", "bfloat16", "float64"]
 

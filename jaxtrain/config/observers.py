@@ -6,10 +6,10 @@ from typing import Annotated, Any
 from jaxtrain.config.base import Section, known_in
 
 OBSERVERS: Mapping[str, str] = {
-    "early_stop": "jaxtrain.observers.early_stop:EarlyStop",
-    "loss_spike": "jaxtrain.observers.loss_spike:LossSpike",
-    "hub": "jaxtrain.observers.hub:Hub",
-    "webhook": "jaxtrain.observers.webhook:Webhook",
+    "early_stop": "jaxtrain.runs.observers.early_stop:EarlyStop",
+    "loss_spike": "jaxtrain.runs.observers.loss_spike:LossSpike",
+    "hub": "jaxtrain.runs.observers.hub:Hub",
+    "webhook": "jaxtrain.runs.observers.webhook:Webhook",
 }
 """Those that are built in."""
 

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from importlib import resources
 from typing import Any
 
-from jaxtrain.config.tables import check_plain
+from jaxtrain.config.parse import check_plain
 from jaxtrain.errors import UserError
-from jaxtrain.shown import name_type, show
+from jaxtrain.text_safety import name_type, show
 
 WHICH_MODEL = {"path", "init", "architecture", "family", "tokenizer", "chat_template"}
 """Keys of section model that say which model it is: a preset replaces them together."""

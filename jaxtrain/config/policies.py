@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
-from jaxtrain.config.bounds import ROWS, SECONDS, TOKENS
+from jaxtrain.config.limits import ROWS, SECONDS, TOKENS
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,31}\Z")
 TAKEN = ("policy", "reference", "draft", "teacher", "eval", "params", "opt_state", "step", "model")

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxtrain.config.base import Section
-from jaxtrain.config.bounds import ROWS, SECONDS, WORKERS
+from jaxtrain.config.limits import ROWS, SECONDS, WORKERS
 
 SCHEME = "ray://"
 DEFAULT_NAME = "rollouts"

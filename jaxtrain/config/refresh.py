@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from jaxtrain.config.base import Section
-from jaxtrain.config.bounds import ROWS
-from jaxtrain.config.dflash import DFlashTask
-from jaxtrain.config.draft import SIZES, find_width_conflicts
-from jaxtrain.config.eagle3 import Eagle3Task
+from jaxtrain.config.limits import ROWS
 from jaxtrain.config.model import OptimConfig
+from jaxtrain.methods.drafts.config import SIZES, find_width_conflicts
+from jaxtrain.methods.drafts.dflash_config import DFlashTask
+from jaxtrain.methods.drafts.eagle3_config import Eagle3Task
 
 
 class RefreshOptim(OptimConfig):

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
-from jaxtrain.config.bounds import SECONDS
+from jaxtrain.config.limits import SECONDS
 from jaxtrain.config.model import ModelConfig
 
 SILENT = ("single_turn", "tools", "dialogue")

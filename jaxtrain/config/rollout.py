@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
-from jaxtrain.config.bounds import ITEMS, ROWS, WORKERS
 from jaxtrain.config.launch import find_launch_conflicts
+from jaxtrain.config.limits import ITEMS, ROWS, WORKERS
 from jaxtrain.config.ray import RayConfig, find_ray_conflicts
 from jaxtrain.config.refresh import DraftRefresh, find_refresh_conflicts
 from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
@@ -19,7 +19,7 @@ class LocalConfig(Section):
 
     weights: Literal["default", "int8"] = "default"
     """Matrices of the layers, in model.compute_dtype or in 8 bits with a scale for each output,
-    quantised anew after every update. Embeddings, head, norms and routers stay as they are."""
+    quantized anew after every update. Embeddings, head, norms and routers stay as they are."""
     cache: Literal["default", "int8", "fp8"] = "default"
     """Keys and values of attention layers, in model.compute_dtype or in 8 bits (fp8: e4m3) with a
     scale for each token and head. States of recurrent layers stay as they are."""
@@ -69,7 +69,7 @@ class RolloutConfig(Section):
     """refill: prompts drawn for a round, as a multiple of prompts_per_step, before it goes on with
     what there is."""
     retries: int = Field(2, ge=0, le=ROWS)
-    """How often an episode or a judgement that failed (an exception, a time-out, a lost server) is
+    """How often an episode or a judgment that failed (an exception, a time-out, a lost server) is
     tried again before its group is dropped. Before a second try of somebody's code there is a pause
     of 1 s, then of 2, 4, ...: a short outage of a judge costs nothing."""
     max_failures: float = Field(0.5, ge=0, le=1)

@@ -6,23 +6,14 @@ from pydantic import Discriminator, InstanceOf, SerializeAsAny, Tag, model_valid
 
 from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
 from jaxtrain.config.base import Problems, Section
-from jaxtrain.config.bounds import PASS_TOKENS, STEP_TOKENS, TOKENS
 from jaxtrain.config.data import DataConfig
-from jaxtrain.config.dflash import DFlashTask
-from jaxtrain.config.diffusion import DiffusionTask
-from jaxtrain.config.distillation import DistillationTask
-from jaxtrain.config.eagle3 import Eagle3Task
-from jaxtrain.config.ebft import EBFTTask
-from jaxtrain.config.ebft_strided import EBFTStridedTask
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
+from jaxtrain.config.limits import PASS_TOKENS, STEP_TOKENS, TOKENS
 from jaxtrain.config.model import OPTIMIZERS, SCHEDULES, ModelConfig, OptimConfig
 from jaxtrain.config.observers import ObserverConfig
 from jaxtrain.config.policies import PolicyConfig, find_policy_problems
-from jaxtrain.config.preference import PreferenceTask
-from jaxtrain.config.reward_model import RewardModelTask
 from jaxtrain.config.rewards import RewardConfig, find_reward_conflicts
-from jaxtrain.config.rl import RLTask
 from jaxtrain.config.rollout import RolloutConfig
 from jaxtrain.config.run import (
     CheckpointConfig,
@@ -39,6 +30,15 @@ from jaxtrain.config.task import (
     TaskSection,
     TreeTask,
 )
+from jaxtrain.methods.diffusion.config import DiffusionTask
+from jaxtrain.methods.distillation.config import DistillationTask
+from jaxtrain.methods.drafts.dflash_config import DFlashTask
+from jaxtrain.methods.drafts.eagle3_config import Eagle3Task
+from jaxtrain.methods.ebft.config import EBFTTask
+from jaxtrain.methods.ebft.strided_config import EBFTStridedTask
+from jaxtrain.methods.preference.config import PreferenceTask
+from jaxtrain.methods.reward_model.config import RewardModelTask
+from jaxtrain.methods.rl.config import RLTask
 
 TASKS: dict[str, type[TaskSection]] = {
     "sft": SFTTask,

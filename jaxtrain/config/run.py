@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section, known_in
-from jaxtrain.config.bounds import ROWS, SECONDS, SEED
+from jaxtrain.config.limits import ROWS, SECONDS, SEED
 
 
 class RunConfig(Section):

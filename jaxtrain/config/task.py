@@ -1,15 +1,15 @@
 """Sections task, eval and sampling: the method, and how its result is looked at."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from jaxtrain.config.base import Section
-from jaxtrain.config.bounds import ITEMS, SEED, TOKENS, WORKERS
 from jaxtrain.config.data import DataConfig
 from jaxtrain.config.evals import EvalSetConfig
-from jaxtrain.shown import show
+from jaxtrain.config.limits import ITEMS, SEED, TOKENS, WORKERS
+from jaxtrain.text_safety import show
 
 
 class TaskSection(Section):
@@ -48,6 +48,8 @@ class TreeTask(TaskSection):
 
     trees: ClassVar[bool] = True
 
+    renamed: ClassVar[Mapping[str, str]] = {"normalise": "normalize"}
+
     kind: Literal["tree"] = "tree"
     """The training method."""
     mode: Literal["tree", "per_branch", "grouped", "current_rl", "flat"] = "tree"
@@ -55,7 +57,7 @@ class TreeTask(TaskSection):
     together, each with weight 1/K, which is the tree's loss at the cost of its branches.
     current_rl: flat samples that a turn extends while nothing hidden lies between. flat: the whole
     transcript with every thought in place."""
-    normalise: Literal["token", "tree", "branch"] = "token"
+    normalize: Literal["token", "tree", "branch"] = "token"
     """What counts alike in a step: token: the tokens of a tree's average branch (weight g/K), tree:
     trees, branch: the tokens of every branch (weight g), which is per-branch training."""
     split: Literal["trajectory", "think"] = "trajectory"
@@ -98,9 +100,9 @@ class TreeTask(TaskSection):
             yield "task.train_response and task.train_reasoning are both false; nothing would train"
         if self.mode == "grouped" and self.units_per_step is None:
             yield "task.mode grouped needs task.units_per_step: the trees of an optimizer step"
-        if self.mode == "grouped" and self.normalise != "token":
+        if self.mode == "grouped" and self.normalize != "token":
             yield (
-                f"task.mode grouped weights branches by 1/K; task.normalise {self.normalise} has no"
+                f"task.mode grouped weights branches by 1/K; task.normalize {self.normalize} has no"
                 " meaning there, set it to token"
             )
         if self.units_per_step is not None and data.global_batch_size is not None:

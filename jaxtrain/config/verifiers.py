@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
-from jaxtrain.config.bounds import ITEMS
+from jaxtrain.config.limits import ITEMS
 
 
 class VerifiersConfig(Section):

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
-from jaxtrain.config.bounds import ITEMS, ROWS, SECONDS, WORKERS
+from jaxtrain.config.limits import ITEMS, ROWS, SECONDS, WORKERS
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 DISCOVER = re.compile(r"file:///.+|dns://[^/]+:\d+|(router|dynamo)\+https?://[^/]+/?")

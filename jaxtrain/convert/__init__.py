@@ -5,7 +5,7 @@ a config that holds one of their keys is answered with ours.
 """
 
 from jaxtrain.convert import axolotl, prime_rl, trl
-from jaxtrain.convert.conversion import Conversion, Rule, read_numbers
+from jaxtrain.convert.conversion import Conversion, ConversionRule, read_numbers
 
 SYSTEMS = {"axolotl": axolotl, "trl": trl, "prime-rl": prime_rl}
 
@@ -13,7 +13,7 @@ SYSTEMS = {"axolotl": axolotl, "trl": trl, "prime-rl": prime_rl}
 def find_hint(key: str) -> str | None:
     """What a key of another system is here, in words; None for one that none of them has."""
     for system in SYSTEMS.values():
-        rule: Rule | None = system.RULES.get(key)
+        rule: ConversionRule | None = system.RULES.get(key)
         if rule is not None:
             return rule.hint
     return None

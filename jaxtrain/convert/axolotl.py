@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxtrain.convert.conversion import Conversion, Rule, always, by, missing, to
+from jaxtrain.convert.conversion import Conversion, ConversionRule, always, by, missing, to
 from jaxtrain.convert.nemo_gym import PLUGIN, settle_gym
 from jaxtrain.convert.nemo_gym import RULES as GYM
 from jaxtrain.convert.shared import (
@@ -90,17 +90,17 @@ def _hold_out(made: Conversion, value: Any) -> None:
         return
     made.set("data.validation_split", value)
     if value >= 1 and len(made.theirs.get("datasets") or []) > 1:
-        made.say(
+        made.log(
             "here it is so many rows of each dataset; give each its own number with held_out, or a"
             " share below 1, which is of all of them"
         )
 
 
-def _read_datasets(key: str) -> Rule:
+def _read_datasets(key: str) -> ConversionRule:
     def apply(made: Conversion, value: Any) -> None:
         made.set(key, [_read_dataset(made, d) for d in value or [] if isinstance(d, Mapping)])
 
-    return Rule(key, apply, inner=DATASET)
+    return ConversionRule(key, apply, inner=DATASET)
 
 
 def _read_dataset(made: Conversion, theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,12 +173,12 @@ def _template(made: Conversion, value: Any, note: str = "") -> None:
     if value in (None, "tokenizer_default") or value == "jinja":
         return
     if isinstance(value, str) and value.startswith("tokenizer_default"):
-        made.say("the tokenizer's own template is used; without one there is an error")
+        made.log("the tokenizer's own template is used; without one there is an error")
         return
     if not note and value in TEMPLATES:
         made.set("model.chat_template", TEMPLATES[value])
         if value in TEMPLATE_NOTES:
-            made.say(TEMPLATE_NOTES[value])
+            made.log(TEMPLATE_NOTES[value])
         return
     made.miss(note or "model.chat_template is a name or a file with a Jinja template; save it")
 
@@ -243,7 +243,7 @@ def _trl(made: Conversion, value: Any) -> None:
 
 
 UNREAD = "used here: Axolotl's training does not read it"
-DIFFUSION: dict[str, Rule] = {
+DIFFUSION: dict[str, ConversionRule] = {
     "noise_schedule": to(
         "task.noise_schedule", {"linear": "linear", "cosine": "cosine"}, note=UNREAD
     ),
@@ -270,7 +270,7 @@ def _diffusion(made: Conversion, value: Any) -> None:
 
 TRL_ONLY = {"use_data_producer": always('rollout.mode = "prefetch" or "async"')}
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, ConversionRule] = {
     **TRAINER,
     "base_model": to("model.path"),
     "tokenizer_config": to("model.tokenizer"),
@@ -289,7 +289,7 @@ RULES: dict[str, Rule] = {
     "sample_packing_bin_size": always("rows are filled as far as they go"),
     "multipack_real_batches": always("rows are packed, documents stay apart"),
     "excess_length_strategy": to("data.too_long", {"drop": "drop", "truncate": "truncate"}),
-    "dataset_prepared_path": always("data.cache keeps what was tokenised"),
+    "dataset_prepared_path": always("data.cache keeps what was tokenized"),
     "dataset_processes": to("data.num_workers"),
     "shuffle_merged_datasets": to("data.shuffle"),
     "datasets": _read_datasets("data.datasets"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from jaxtrain.shown import shorten, show
+from jaxtrain.text_safety import shorten, show
 
 Apply: TypeAlias = "Callable[[Conversion, Any], None]"
 
@@ -29,7 +29,7 @@ def read_numbers(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConversionRule:
     """What becomes of one key."""
 
     hint: str
@@ -37,11 +37,11 @@ class Rule:
     apply: Apply
     key: str | None = None
     """Ours, where it is one key."""
-    inner: "Mapping[str, Rule] | None" = None
+    inner: "Mapping[str, ConversionRule] | None" = None
     """Of a table: the rules of its keys."""
 
 
-def to(key: str, values: Mapping[Any, Any] | None = None, note: str = "") -> Rule:
+def to(key: str, values: Mapping[Any, Any] | None = None, note: str = "") -> ConversionRule:
     """The same under another name; `values`: theirs and ours, others have no counterpart."""
 
     def apply(made: "Conversion", value: Any) -> None:
@@ -55,29 +55,29 @@ def to(key: str, values: Mapping[Any, Any] | None = None, note: str = "") -> Rul
             allowed = ", ".join(dict.fromkeys(map(str, values)))
             made.miss(f"{key} here, which has nothing for it (converted are {allowed})")
         if note:
-            made.say(note)
+            made.log(note)
 
-    return Rule(f"{key} ({note})" if note else key, apply, key)
+    return ConversionRule(f"{key} ({note})" if note else key, apply, key)
 
 
-def always(reason: str) -> Rule:
+def always(reason: str) -> ConversionRule:
     """Nothing has to be set for it here."""
-    return Rule(f"not needed: {reason}", lambda made, value: None)
+    return ConversionRule(f"not needed: {reason}", lambda made, value: None)
 
 
-def missing(reason: str = "there is no such thing here yet") -> Rule:
+def missing(reason: str = "there is no such thing here yet") -> ConversionRule:
     """It changes what is trained, and has no counterpart."""
 
     def apply(made: "Conversion", value: Any) -> None:
         if value not in (None, False, 0, [], {}, ""):
             made.miss(reason)
 
-    return Rule(f"nothing: {reason}", apply)
+    return ConversionRule(f"nothing: {reason}", apply)
 
 
-def by(hint: str) -> Callable[[Apply], Rule]:
+def by(hint: str) -> Callable[[Apply], ConversionRule]:
     """A rule from a function of (conversion, value)."""
-    return lambda apply: Rule(hint, apply)
+    return lambda apply: ConversionRule(hint, apply)
 
 
 @dataclass
@@ -93,14 +93,16 @@ class Conversion:
     """(key, what to know about it)."""
     _at: tuple[str, Any] = ("", None)
 
-    def run(self, rules: Mapping[str, Rule], theirs: Mapping[str, Any], prefix: str = "") -> None:
+    def run(
+        self, rules: Mapping[str, ConversionRule], theirs: Mapping[str, Any], prefix: str = ""
+    ) -> None:
         """Apply the rules to every key of a table of theirs, in its order."""
         for key, value in theirs.items():
             before, self._at = self._at, (prefix + str(key), value)
             self._apply(rules.get(key), value)
             self._at = before
 
-    def _apply(self, rule: Rule | None, value: Any) -> None:
+    def _apply(self, rule: ConversionRule | None, value: Any) -> None:
         if rule is None:
             self.miss("unknown to this converter")
             return
@@ -131,7 +133,7 @@ class Conversion:
         """The key at hand has no counterpart."""
         self.missed.append((*self._at, why))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Something to know about the key at hand."""
         self.said.append((self._at[0], text))
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.convert.conversion import Conversion, Rule, always, by
+from jaxtrain.convert.conversion import Conversion, ConversionRule, always, by
 
 HEAD_PORT = 11000
 START_SECONDS = 360
@@ -12,12 +12,12 @@ PLUGIN = "nemo_gym"
 """In the names of its reward functions, and of itself."""
 
 
-def _later(hint: str) -> Rule:
+def _later(hint: str) -> ConversionRule:
     """Read by settle_gym, together with others."""
     return by(hint)(lambda made, value: None)
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, ConversionRule] = {
     "nemo_gym_enabled": _later('env.kind = "nemo_gym"'),
     "nemo_gym_dir": _later("env.gym.directory"),
     "nemo_gym_auto_clone": always("nemo-gym is installed as a package: env.gym.python"),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.convert.conversion import Conversion, Rule, always, by, missing, to
+from jaxtrain.convert.conversion import Conversion, ConversionRule, always, by, missing, to
 from jaxtrain.convert.shared import KERNELS, lora_targets, train_whole
 
 SECTIONS = ("orchestrator", "trainer", "inference", "deployment")
@@ -37,14 +37,16 @@ def convert(table: Mapping[str, Any]) -> Conversion:
     return made
 
 
-def section(name: str, rules: Mapping[str, Rule]) -> Rule:
+def section(name: str, rules: Mapping[str, ConversionRule]) -> ConversionRule:
     """A table of theirs by rules of its own."""
 
     def apply(made: Conversion, value: Any) -> None:
         if isinstance(value, Mapping):
             made.run(rules, value, prefix=f"{name}.")
 
-    return Rule("spread over several sections; `jaxtrain convert` knows where", apply, inner=rules)
+    return ConversionRule(
+        "spread over several sections; `jaxtrain convert` knows where", apply, inner=rules
+    )
 
 
 @by("optim.name")
@@ -52,7 +54,7 @@ def _optimizer(made: Conversion, value: Any) -> None:
     to("optim.name", {"adamw": "adamw", "muon": "muon", "sgd": "sgd"}).apply(made, value)
 
 
-OPTIM: dict[str, Rule] = {
+OPTIM: dict[str, ConversionRule] = {
     "lr": to("optim.learning_rate"),
     "type": _optimizer,
     "weight_decay": to("optim.weight_decay"),
@@ -61,7 +63,7 @@ OPTIM: dict[str, Rule] = {
     "betas2": to("optim.beta2"),
     "mu": to("optim.beta1"),
 }
-SCHEDULER: dict[str, Rule] = {
+SCHEDULER: dict[str, ConversionRule] = {
     "type": to(
         "optim.lr_scheduler", {"constant": "constant", "linear": "linear", "cosine": "cosine"}
     ),
@@ -69,7 +71,7 @@ SCHEDULER: dict[str, Rule] = {
     "decay_steps": missing("optim.decay_ratio is a share of the run, of wsd"),
     "min_lr": to("optim.min_lr"),
 }
-CHECKPOINTS: dict[str, Rule] = {
+CHECKPOINTS: dict[str, ConversionRule] = {
     "interval": to("checkpoint.every"),
     "keep_last": to("checkpoint.keep"),
     "keep": to("checkpoint.keep"),
@@ -78,7 +80,7 @@ CHECKPOINTS: dict[str, Rule] = {
     "weights": always("run.output_dir/model holds the weights"),
     "weights_only": always("run.output_dir/model holds the weights"),
 }
-WANDB: dict[str, Rule] = {
+WANDB: dict[str, ConversionRule] = {
     "project": to("log.wandb_project"),
     "name": to("log.wandb_name"),
     "id": always("a resumed run keeps its own id"),
@@ -86,14 +88,14 @@ WANDB: dict[str, Rule] = {
     "shared": always("one process reports"),
     "log_extras": always("samples.jsonl keeps answers of every round"),
 }
-LORA: dict[str, Rule] = {
+LORA: dict[str, ConversionRule] = {
     "rank": to("adapter.rank"),
     "alpha": to("adapter.alpha"),
     "dropout": to("adapter.dropout"),
     "target_modules": lora_targets,
     "modules_to_save": train_whole,
 }
-MODEL: dict[str, Rule] = {
+MODEL: dict[str, ConversionRule] = {
     "name": to("model.path"),
     "seq_len": to("data.sequence_len"),
     "attn": KERNELS,
@@ -116,7 +118,7 @@ MODEL: dict[str, Rule] = {
     "tool_call_parser": always("templates and tools are those of section env"),
     "chat_template": missing("model.chat_template is a file with a Jinja template"),
 }
-LOSS: dict[str, Rule] = {
+LOSS: dict[str, ConversionRule] = {
     "type": to("task.objective", {"default": "grpo", "grpo": "grpo", "gspo": "gspo"}),
     "ratio_type": to("task.ratio", {"token": "token", "sequence": "sequence"}),
     "kl_tau": to("task.beta"),
@@ -124,7 +126,7 @@ LOSS: dict[str, Rule] = {
     "token_mask_low": to("task.importance_min"),
     "clip_ratio": to("task.epsilon_high"),
 }
-TRAINER: dict[str, Rule] = {
+TRAINER: dict[str, ConversionRule] = {
     "model": section("trainer.model", MODEL),
     "optim": section("trainer.optim", OPTIM),
     "scheduler": section("trainer.scheduler", SCHEDULER),
@@ -137,7 +139,7 @@ TRAINER: dict[str, Rule] = {
     "weight_broadcast": always("rollout.vllm.transport and rollout.vllm.sync say how"),
     "log": always("section log"),
 }
-SAMPLING: dict[str, Rule] = {
+SAMPLING: dict[str, ConversionRule] = {
     "max_tokens": to("sampling.max_new_tokens"),
     "max_completion_tokens": to("sampling.max_new_tokens"),
     "temperature": to("sampling.temperature"),
@@ -162,21 +164,21 @@ def _environments(made: Conversion, value: Any) -> None:
     made.set("env.verifiers.taskset", str(one["id"]).partition("@")[0])
     if isinstance(args := one.get("args"), Mapping) and args:
         made.set("env.verifiers.args", dict(args))
-    made.say('a taskset of verifiers 0.4; data.datasets are rows {"task": 0}, {"task": 1}, ...')
+    made.log('a taskset of verifiers 0.4; data.datasets are rows {"task": 0}, {"task": 1}, ...')
 
 
-BUFFER: dict[str, Rule] = {
+BUFFER: dict[str, ConversionRule] = {
     "online_difficulty_filtering": by('rollout.zero_advantage = "refill"')(
         lambda made, value: made.set("rollout.zero_advantage", "refill") if value else None
     ),
     "seed": always("run.seed orders the data"),
 }
-TRAIN: dict[str, Rule] = {
+TRAIN: dict[str, ConversionRule] = {
     "sampling": section("orchestrator.train.sampling", SAMPLING),
     "env": _environments,
     "source": _environments,
 }
-ORCHESTRATOR: dict[str, Rule] = {
+ORCHESTRATOR: dict[str, ConversionRule] = {
     "batch_size": by("rollout.prompts_per_step x rollout.group_size")(
         lambda made, value: made.set("batch_size", value)
     ),
@@ -209,7 +211,7 @@ ORCHESTRATOR: dict[str, Rule] = {
     "max_steps": to("run.max_steps"),
     "ckpt": section("orchestrator.ckpt", CHECKPOINTS),
 }
-DATA: dict[str, Rule] = {
+DATA: dict[str, ConversionRule] = {
     "name": by("data.datasets")(lambda made, value: _dataset(made, value)),
     "source": by("data.datasets")(lambda made, value: _sources(made, value)),
     "seq_len": to("data.sequence_len"),
@@ -221,7 +223,7 @@ DATA: dict[str, Rule] = {
     "type": always("data.datasets says what is read"),
     "loss_mask": missing("train_on of a dataset"),
 }
-RULES: dict[str, Rule] = {
+RULES: dict[str, ConversionRule] = {
     "max_steps": to("run.max_steps"),
     "seq_len": to("data.sequence_len"),
     "output_dir": to("run.output_dir"),
@@ -236,7 +238,7 @@ RULES: dict[str, Rule] = {
     "trainer": section("trainer", TRAINER),
     "orchestrator": section("orchestrator", ORCHESTRATOR),
     "inference": by("rollout.engine")(
-        lambda made, value: made.say(
+        lambda made, value: made.log(
             'start vLLM yourself and name it in rollout.vllm.servers with rollout.engine = "vllm";'
             " without, the sampler in the process is used"
         )

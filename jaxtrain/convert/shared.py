@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtrain.convert.conversion import Conversion, Rule, always, by, to
+from jaxtrain.convert.conversion import Conversion, ConversionRule, always, by, to
 
 SCHEDULES = {
     "cosine": "cosine",
@@ -42,7 +42,7 @@ OBJECTIVES = {
 }
 
 
-def dot(section: str, *names: str) -> dict[str, Rule]:
+def dot(section: str, *names: str) -> dict[str, ConversionRule]:
     """Keys that are called the same here, in one section."""
     return {name: to(f"{section}.{name}") for name in names}
 
@@ -68,14 +68,14 @@ def bf16(made: Conversion, value: Any) -> None:
 def fp16(made: Conversion, value: Any) -> None:
     if value is True:
         made.set("model.compute_dtype", "bfloat16")
-        made.say("there is no float16 here; bfloat16 needs no loss scaling")
+        made.log("there is no float16 here; bfloat16 needs no loss scaling")
 
 
 @by("model.remat")
 def checkpointing(made: Conversion, value: Any) -> None:
     if value:
         made.set("model.remat", "full")
-        made.say('model.remat = "save_attention" or "dots" recompute less, where memory allows')
+        made.log('model.remat = "save_attention" or "dots" recompute less, where memory allows')
 
 
 @by("log.tensorboard or log.wandb_project")
@@ -93,10 +93,10 @@ def report_to(made: Conversion, value: Any) -> None:
 def resume(made: Conversion, value: Any) -> None:
     if value:
         made.set("run.resume", "auto")
-        made.say("a run goes on from the newest checkpoint in its own run.output_dir")
+        made.log("a run goes on from the newest checkpoint in its own run.output_dir")
 
 
-def steps(key: str) -> Rule:
+def steps(key: str) -> ConversionRule:
     """A number of steps; a share of the run has no counterpart."""
 
     def apply(made: Conversion, value: Any) -> None:
@@ -105,10 +105,10 @@ def steps(key: str) -> Rule:
         elif value:
             made.set(key, int(value))
 
-    return Rule(key, apply, key)
+    return ConversionRule(key, apply, key)
 
 
-def strategy(key: str) -> Rule:
+def strategy(key: str) -> ConversionRule:
     """When: by steps, which other keys tell, or once an epoch."""
 
     def apply(made: Conversion, value: Any) -> None:
@@ -118,7 +118,7 @@ def strategy(key: str) -> Rule:
             made.set("eval.every", "never")
 
     never = '; "no" is eval.every = "never"' if key.startswith("eval.") else ""
-    return Rule(f"{key}, or by steps{never}", apply, key)
+    return ConversionRule(f"{key}, or by steps{never}", apply, key)
 
 
 @by("adapter.target")
@@ -170,12 +170,12 @@ def dora(made: Conversion, value: Any) -> None:
         made.set("adapter.kind", "dora")
 
 
-def hub_key(name: str) -> Rule:
+def hub_key(name: str) -> ConversionRule:
     """An option of the observer that `push` writes."""
     return by(f'observers: kind = "hub" with options.{name}')(lambda made, value: None)
 
 
-TRAINER: dict[str, Rule] = {
+TRAINER: dict[str, ConversionRule] = {
     **dot("optim", "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"),
     **dot("optim", "warmup_ratio", "gradient_accumulation_steps"),
     **dot("run", "output_dir", "seed"),
@@ -242,7 +242,7 @@ def push(made: Conversion, wanted: Any) -> None:
     repo = theirs.get("hub_model_id")
     if repo is None:
         repo = str(theirs.get("output_dir") or "model").rstrip("/").rpartition("/")[2]
-        made.say(f"the repository is called {repo!r}, by output_dir")
+        made.log(f"the repository is called {repo!r}, by output_dir")
     strategy = theirs.get("hub_strategy") or "every_save"
     options = {"repo": repo, "strategy": strategy if strategy in HUB_STRATEGIES else "end"}
     if theirs.get("hub_private_repo") is False:
@@ -266,7 +266,7 @@ def epochs(made: Conversion, value: Any) -> None:
 
 
 def settle(made: Conversion) -> None:
-    """What follows from several keys together: quantised weights carry an adapter, and a server
+    """What follows from several keys together: quantized weights carry an adapter, and a server
     takes an adapter as such."""
     if made.get("adapter.quantize") and not made.get("adapter.kind"):
         made.set("adapter.kind", "lora")

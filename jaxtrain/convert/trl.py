@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtrain.convert.conversion import Conversion, Rule, always, by, missing, to
+from jaxtrain.convert.conversion import Conversion, ConversionRule, always, by, missing, to
 from jaxtrain.convert.shared import (
     OBJECTIVES,
     TRAINER,
@@ -17,7 +17,7 @@ from jaxtrain.convert.shared import (
     strategy,
 )
 from jaxtrain.errors import UserError
-from jaxtrain.shown import show
+from jaxtrain.text_safety import show
 
 METHODS = ("sft", "dpo", "kto", "grpo", "rloo", "reward", "cpo", "orpo", "gkd", "online_dpo", "prm")
 
@@ -45,7 +45,7 @@ def _rewards(made: Conversion, value: Any) -> None:
     made.set("rewards", [{"function": str(name)} for name in names])
     for reward, weight in zip(made.table["rewards"], weights or [], strict=False):
         reward["weight"] = float(weight)
-    made.say('a function of your own is "file.py:name" or "package.module:name"; see docs/rl.md')
+    made.log('a function of your own is "file.py:name" or "package.module:name"; see docs/rl.md')
 
 
 @by("rollout.group_size")
@@ -65,7 +65,7 @@ def _scale(made: Conversion, value: Any) -> None:
     made.set("task.scale_rewards", names.get(value, value))
 
 
-GRPO: dict[str, Rule] = {
+GRPO: dict[str, ConversionRule] = {
     "beta": to("task.beta"),
     "num_generations": _generations,
     "max_completion_length": to("sampling.max_new_tokens"),
@@ -125,7 +125,7 @@ GRPO: dict[str, Rule] = {
 }
 """Sampling and objective; Axolotl's section `trl` has the same."""
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, ConversionRule] = {
     **TRAINER,
     **GRPO,
     "model_name_or_path": to("model.path"),
@@ -177,7 +177,7 @@ RULES: dict[str, Rule] = {
     "lora_task_type": always("the task says it"),
     "use_rslora": to("adapter.rslora"),
     "use_dora": dora,
-    "use_bnb_nested_quant": always("nf4 is stored with double quantisation"),
+    "use_bnb_nested_quant": always("nf4 is stored with double quantization"),
     "bnb_4bit_quant_type": by('adapter.quantize = "nf4"')(load_4bit.apply),
     "label_smoothing": to("task.label_smoothing"),
     "f_divergence_type": to(

@@ -10,18 +10,20 @@ from typing import Any
 import jaxtrain
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.config import Config
-from jaxtrain.config.outside import list_outside
+from jaxtrain.config.provenance import list_outside
 from jaxtrain.config.secrets import redact
-from jaxtrain.core.roles import Held
-from jaxtrain.data.template import end_of_turn_ids
+from jaxtrain.core.roles import ModelSnapshot
+from jaxtrain.data.chat.template import end_of_turn_ids
+from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
-from jaxtrain.hf.generation import write_generation
+from jaxtrain.huggingface.generation import write_generation
 from jaxtrain.models import build
-from jaxtrain.parallel.mesh import is_main_process
-from jaxtrain.run.belongings import record_output, remove, require_replaceable
+from jaxtrain.runs.run_files import record_output, remove, require_replaceable
 
 
-def export_model(held: Held, config: Config, folder: Path, dtype: str | None = None) -> None:
+def export_model(
+    held: ModelSnapshot, config: Config, folder: Path, dtype: str | None = None
+) -> None:
     """Write the trained model to `folder` as a whole or not at all; the run's older one is
     replaced, anything else that is there is refused.
 
@@ -61,7 +63,7 @@ def find_ends(tokenizer: Any) -> frozenset[int]:
 
 def export_policies(
     export: Callable[..., None],
-    held: Mapping[str, Held],
+    held: Mapping[str, ModelSnapshot],
     config: Config,
     folder: Path,
     dtype: str | None = None,

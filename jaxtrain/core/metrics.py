@@ -1,4 +1,4 @@
-"""Numbers about a run: averages that add up, throughput, model FLOP utilisation and memory."""
+"""Numbers about a run: averages that add up, throughput, model FLOP utilization and memory."""
 
 from dataclasses import dataclass
 

@@ -10,7 +10,7 @@ update would divide by next to nothing (Li et al. 2023, arXiv:2309.01507). Small
 biases and token embeddings stay float32.
 
 Blocks lie along the last axis and are the same on every mesh, so a checkpoint is, too. Shards of
-whole blocks are quantised where they lie; where a mesh cuts that axis finer than BLOCK, devices
+whole blocks are quantized where they lie; where a mesh cuts that axis finer than BLOCK, devices
 that share a block agree on its scale and each holds it.
 """
 
@@ -39,7 +39,7 @@ SMALL = 4096
 DECADES = 7
 
 
-class Blocks(NamedTuple):
+class QuantizedBlocks(NamedTuple):
     """Numbers [..., n] in 8 bits."""
 
     codes: jax.Array
@@ -79,7 +79,7 @@ def store_moments(
             value, second = slot.astype(jnp.float32), _is_second(where)
             size = block_size(slot.shape, block)
             if kind == "int8" and size and not keeps(path):
-                return quantise(value, signed=not second, block=size)
+                return quantize(value, signed=not second, block=size)
             if kind != "bfloat16":
                 return value
             if not second:
@@ -90,12 +90,12 @@ def store_moments(
 
     def unpack(state: Any, params: Params) -> Any:
         def one(where: tuple, slot: Any) -> Any:
-            if isinstance(slot, Blocks):
-                return dequantise(slot, signed=not _is_second(where))
+            if isinstance(slot, QuantizedBlocks):
+                return dequantize(slot, signed=not _is_second(where))
             return slot if _find_owner(where, slot, params) is None else slot.astype(jnp.float32)
 
         return jax.tree_util.tree_map_with_path(
-            one, state, is_leaf=lambda slot: isinstance(slot, Blocks)
+            one, state, is_leaf=lambda slot: isinstance(slot, QuantizedBlocks)
         )
 
     def init(params: Any) -> StoredState:
@@ -147,7 +147,7 @@ def levels(signed: bool) -> np.ndarray:
     return np.sort(np.array([*positive, *negative, 0.0, 1.0], np.float32))
 
 
-def quantise(x: jax.Array, signed: bool, block: int) -> Blocks:
+def quantize(x: jax.Array, signed: bool, block: int) -> QuantizedBlocks:
     """float32 [..., n] -> the nearest levels of x over its block's largest magnitude; unsigned, the
     lowest level above zero for what is above zero, too.
 
@@ -179,10 +179,10 @@ def quantise(x: jax.Array, signed: bool, block: int) -> Blocks:
     else:
         code = jnp.where(magnitude >= starts[-1], top, code)
         code = jnp.where(unit > 0, jnp.maximum(code, 1), 0)
-    return Blocks(code.reshape(x.shape).astype(jnp.uint8), scales)
+    return QuantizedBlocks(code.reshape(x.shape).astype(jnp.uint8), scales)
 
 
-def dequantise(blocks: Blocks, signed: bool) -> jax.Array:
+def dequantize(blocks: QuantizedBlocks, signed: bool) -> jax.Array:
     """float32 [..., n]."""
     codes, scales = blocks
     unit = jnp.asarray(levels(signed))[codes.astype(jnp.int32)]

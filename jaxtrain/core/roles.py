@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.adapters.attach import split_trained, without_adapters
-from jaxtrain.core.assemble import (
-    Parts,
+from jaxtrain.core.bundle import (
+    ModelBundle,
     abstract_params,
     open_base,
     open_params,
@@ -44,7 +44,7 @@ Models = Mapping[str, Any]
 class Role:
     """One model that a method works with."""
 
-    parts: Parts
+    parts: ModelBundle
     """Architecture, mesh, folder, adapter. Copies of the trained model have that one's."""
     weights: Weights = "trained"
     """trained: by the optimizer, all or the adapter. own: other weights, never changed. start: the
@@ -177,7 +177,7 @@ class Roles:
 
 
 @dataclass(frozen=True)
-class Held:
+class ModelSnapshot:
     """The models of a run at one step: what is evaluated, published and exported."""
 
     roles: Roles

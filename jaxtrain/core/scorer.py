@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.batch import ROUTED, Batch
-from jaxtrain.core.roles import Held
-from jaxtrain.losses.distillation import likeliest_tokens
-from jaxtrain.losses.divergence import TopK
-from jaxtrain.losses.feature_matching import pool
-from jaxtrain.losses.logp import token_logp
+from jaxtrain.core.losses.divergence import TopK
+from jaxtrain.core.losses.logp import token_logp
+from jaxtrain.core.roles import ModelSnapshot
+from jaxtrain.distributed.feed import feed
+from jaxtrain.methods.distillation.loss import likeliest_tokens
+from jaxtrain.methods.ebft.feature_matching import pool
 from jaxtrain.models.build import to_host
 from jaxtrain.models.parameters import Params, Rebuild
-from jaxtrain.parallel.feed import feed
 
 POOLING = "pooling"
 """Stream: how much a token counts in each of the features that are asked for."""
@@ -24,7 +24,7 @@ POOLING = "pooling"
 class Scorer:
     """Scores host batches with the models as they are when asked; called on every process."""
 
-    def __init__(self, held: Callable[[], Held], *, impl: str = "auto"):
+    def __init__(self, held: Callable[[], ModelSnapshot], *, impl: str = "auto"):
         """held: gives the models of the moment. impl: backend of the log-prob op."""
         self.held, self.impl = held, impl
 
@@ -70,7 +70,7 @@ class Scorer:
         return np.asarray(to_host(found.ids)), np.asarray(to_host(found.logp))
 
     @staticmethod
-    def _place(batch: Batch, held: Held, names: Sequence[str] = ()) -> Batch:
+    def _place(batch: Batch, held: ModelSnapshot, names: Sequence[str] = ()) -> Batch:
         """On the mesh, with these streams alone."""
         streams = {name: batch.streams[name] for name in names}
         bare = batch._replace(weights={}, streams=streams, denoms={})

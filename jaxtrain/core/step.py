@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.batch import Batch
+from jaxtrain.core.losses.balance import LOADS, count_real
+from jaxtrain.distributed.sharding import fit
 from jaxtrain.errors import UserError
 from jaxtrain.layers.noise import row_words
-from jaxtrain.losses.balance import LOADS, count_real
 from jaxtrain.models.parameters import Params
-from jaxtrain.parallel.rules import fit
 
 HOST, SPACE = "pinned_host", jax.memory.Space
 
@@ -37,18 +37,18 @@ class State(NamedTuple):
 
     def tree(self) -> dict[str, Any]:
         """The state as a checkpoint names its arrays: "params/...", "reference/..."."""
-        own = {"step": self.step, "params": self.params, "opt_state": self.opt_state}
-        return {**own, **self.copies}
+        arrays = {"step": self.step, "params": self.params, "opt_state": self.opt_state}
+        return {**arrays, **self.copies}
 
     @classmethod
     def of_tree(cls, tree: dict[str, Any]) -> "State":
         """The state that `tree` made this of."""
-        own = {name: tree[name] for name in ("step", "params", "opt_state")}
-        copies = {name: value for name, value in tree.items() if name not in own}
-        return cls(**own, copies=copies)
+        arrays = {name: tree[name] for name in ("step", "params", "opt_state")}
+        copies = {name: value for name, value in tree.items() if name not in arrays}
+        return cls(**arrays, copies=copies)
 
 
-class Draws(NamedTuple):
+class StepNoise(NamedTuple):
     """What a step draws for the tokens that it trains."""
 
     seed: int
@@ -174,7 +174,7 @@ def make_step(
     optimizer: optax.GradientTransformation,
     max_grad_norm: float | None,
     follow: Callable[[Params, jax.Array], Params] | None = None,
-    draws: Draws | None = None,
+    draws: StepNoise | None = None,
 ) -> Callable[..., tuple[State, StepOutput]]:
     """Compile-ready `(state, batch [A, B, T], frozen={}, fine=True) -> (state, output)`.
 
@@ -234,8 +234,8 @@ def make_step(
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-        here, put_back = bring(state.opt_state, norm)
-        state = state._replace(opt_state=here)
+        optimizer_state, put_back = bring(state.opt_state, norm)
+        state = state._replace(opt_state=optimizer_state)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         if follow is not None:
@@ -243,11 +243,11 @@ def make_step(
             params = follow(params, metrics.pop(LOADS)[0])
         new = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
         # A bad step must not spoil what a checkpoint may still save.
-        kept = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
-        kept = kept._replace(opt_state=put_back(kept.opt_state))
+        guarded_state = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
+        guarded_state = guarded_state._replace(opt_state=put_back(guarded_state.opt_state))
         weight = jnp.ones((), micro_losses.dtype)
         metrics = {"loss": (jnp.sum(micro_losses), weight), **metrics}
-        return kept, StepOutput(metrics, norm, micro_losses, finite)
+        return guarded_state, StepOutput(metrics, norm, micro_losses, finite)
 
     return jax.jit(step, donate_argnums=0)
 
@@ -260,13 +260,13 @@ EXTREMES = {
 up."""
 
 
-def join_metrics(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+def join_metrics(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """(sum, weight) pairs of two microsteps as one; an extreme has weight 1, or 0 if empty."""
     joined = {}
-    for name, (value, weight) in right.items():
+    for name, (value, weight) in second.items():
         join, _ = EXTREMES.get(name.rpartition("/")[2], (jnp.add, 0.0))
         weigh = jnp.add if join is jnp.add else jnp.maximum
-        joined[name] = (join(left[name][0], value), weigh(left[name][1], weight))
+        joined[name] = (join(first[name][0], value), weigh(first[name][1], weight))
     return joined
 
 

@@ -23,12 +23,12 @@ from rich.console import Console
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.config.task import TaskSection
-from jaxtrain.core.assemble import Parts
-from jaxtrain.core.beside import Beside, Learner
+from jaxtrain.core.auxiliary import AuxiliaryModel, AuxiliaryObjective
+from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.export import export_model
-from jaxtrain.core.roles import Held, Models, Role
+from jaxtrain.core.roles import Models, ModelSnapshot, Role
 from jaxtrain.core.scorer import Scorer
-from jaxtrain.data.pack import Fields
+from jaxtrain.data.packing.pack import Fields
 
 POLICY = "policy"
 """What methods with one model call it."""
@@ -50,26 +50,26 @@ class Round(NamedTuple):
     version: int = 0
     """Rounds that were trained before this one, in all of the run's life."""
     samples: Sequence[Mapping[str, Any]] = ()
-    """Answers of it to read, for samples.jsonl: see run/samples.py; on process 0."""
+    """Answers of it to read, for samples.jsonl: see runs/samples.py; on process 0."""
     policy: str = ""
     """Whose it is, where several policies are trained: that one is at work, see Live.turn_to."""
     groups: Sequence[Any] = ()
-    """The `rollout.types.Group`s that were judged for it; on process 0, with its last part."""
+    """The `episodes.Group`s that were judged for it; on process 0, with its last part."""
     published: Mapping[str, float] | None = None
     """Of the first part of a round behind new weights: what bringing them to the engine took."""
     held_out: bool = False
     """Whether it is judged and not trained: whatever is drawn for it is always the same."""
 
 
-class Live(Protocol):
+class TrainingContext(Protocol):
     """The running session, as rounds and methods see it."""
 
     step: int
     """Optimizer steps done."""
-    beside: Mapping[str, Beside]
+    beside: Mapping[str, AuxiliaryModel]
     """The models of Task.beside."""
 
-    def held(self, policy: str = "") -> Held:
+    def held(self, policy: str = "") -> ModelSnapshot:
         """The models with their current weights; policy: of that one, where several are trained."""
         ...
 
@@ -90,7 +90,7 @@ class Live(Protocol):
         """What the loop does meanwhile, for the watchdog: "waiting for answers"."""
         ...
 
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether a signal asks for the run's end."""
         ...
 
@@ -107,15 +107,15 @@ class Rounds(Protocol):
     serves: bool
     """Whether that holds for evaluations, too: on all processes."""
 
-    def ready(self, live: Live) -> None:
+    def ready(self, live: TrainingContext) -> None:
         """Before the first round, or an evaluation before it: bring weights where they serve."""
         ...
 
-    def next(self, live: Live) -> Round:
+    def next(self, live: TrainingContext) -> Round:
         """The next round or part of one, prepared; raises Interrupted when the run is to stop."""
         ...
 
-    def finish(self, live: Live, *, interrupted: bool) -> dict[str, float]:
+    def finish(self, live: TrainingContext, *, interrupted: bool) -> dict[str, float]:
         """A round was trained, or cut short by a stop: numbers that no step's line has yet."""
         ...
 
@@ -146,11 +146,11 @@ class Data(Protocol):
         """A first look at every dataset, a line each; UserError when it would not train."""
         ...
 
-    def open(self, parts: Parts, say: Callable[[str], None]) -> Rounds:
+    def open(self, parts: ModelBundle, log: Callable[[str], None]) -> Rounds:
         """Open for training with the trained model's parts."""
         ...
 
-    def eval_batches(self, dataset: DatasetConfig, parts: Parts) -> Iterator[Batch]:
+    def eval_batches(self, dataset: DatasetConfig, parts: ModelBundle) -> Iterator[Batch]:
         """Batches [1, B, T] of a held-out dataset."""
         ...
 
@@ -173,12 +173,12 @@ def keep_length(tokens: int) -> int:
     return tokens
 
 
-def keep_weights(live: Live, before: int) -> dict[str, float]:
+def keep_weights(live: TrainingContext, before: int) -> dict[str, float]:
     """`Task.after_round` of a method that changes nothing between rounds."""
     return {}
 
 
-def no_numbers(held: Held, scorer: Scorer) -> dict[str, float]:
+def no_numbers(held: ModelSnapshot, scorer: Scorer) -> dict[str, float]:
     """`Task.evaluate` of a method whose loss and metrics on held-out data say it all."""
     return {}
 
@@ -203,12 +203,12 @@ class Task:
     a vector of n a token."""
     grown: Callable[[int], int] = keep_length
     """Tokens of a row once it is prepared, from those of a row of data."""
-    after_round: Callable[[Live, int], dict[str, float]] = keep_weights
+    after_round: Callable[[TrainingContext, int], dict[str, float]] = keep_weights
     """(live, steps done before the round) -> numbers about it: once its last step was made, before
     its weights go to an engine."""
-    beside: Mapping[str, Learner] = field(default_factory=dict)
+    beside: Mapping[str, AuxiliaryObjective] = field(default_factory=dict)
     """Models of their own that `after_round` trains; no roles, for the step does not know them."""
-    evaluate: Callable[[Held, Scorer], dict[str, float]] = no_numbers
+    evaluate: Callable[[ModelSnapshot, Scorer], dict[str, float]] = no_numbers
     """Numbers of its own besides the held-out loss: {"eval/...": ...}; on every process."""
     sampler: Callable[..., Any] | None = None
     """Who writes answers with the trained model: made and used as rollout.local's LocalSampler, for

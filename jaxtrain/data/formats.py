@@ -28,16 +28,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
-from jaxtrain.data.columns import COLUMNS, accepted_columns, detect_format
-from jaxtrain.data.judged import detect_kind
-from jaxtrain.data.rows import to_trees
+from jaxtrain.data.chat.tokenize import RowTokenizer
+from jaxtrain.data.comparisons.preference_row import detect_kind
+from jaxtrain.data.packing.rows import to_trees
+from jaxtrain.data.packing.tree import Tree
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.sources import open_rows
+from jaxtrain.data.sources.columns import COLUMNS, accepted_columns, detect_format
+from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.tally import Counts, add_items, describe_controls, describe_counts
-from jaxtrain.data.tokeniser import Tokeniser
-from jaxtrain.data.tree import Tree
 from jaxtrain.errors import UserError
-from jaxtrain.shown import printable, shorten
+from jaxtrain.text_safety import escape_control_chars, shorten
 
 NUM_ROWS = 16
 """Rows looked at, spread over the dataset."""
@@ -45,7 +45,7 @@ USABLE = 0.1
 """Share of looked-at rows that must give a sample."""
 
 
-def make_tokeniser(
+def make_row_tokenizer(
     dataset: DatasetConfig,
     tokenizer: Any,
     sequence_len: int,
@@ -59,7 +59,7 @@ def make_tokeniser(
     raises UserError only for what makes every row fail (no chat template, no end-of-turn token)
     and for a long sample under "error".
     """
-    return Tokeniser(dataset, tokenizer, sequence_len, too_long, trees)
+    return RowTokenizer(dataset, tokenizer, sequence_len, too_long, trees)
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class Probe:
 
     def __str__(self) -> str:
         size = "a stream" if self.num_rows is None else f"{self.num_rows:,} rows"
-        columns = shorten(printable(", ".join(map(str, self.columns))), 500)
+        columns = shorten(escape_control_chars(", ".join(map(str, self.columns))), 500)
         line = f"{self.path}: {size}, format {self.format}, columns {columns}"
         return f"{line}\n  first look: {self.told}" if self.told else line
 
 
 def probe(dataset: DatasetConfig, tokenizer: Any, data: DataConfig, trees: bool = False) -> Probe:
-    """Read up to 16 rows and tokenise them as training would.
+    """Read up to 16 rows and tokenize them as training would.
 
     Raises UserError when no format fits, naming the columns found and those accepted, when hardly
     any row gives a sample, naming the reasons, and when the chat template leaves out parts of one.
@@ -102,11 +102,11 @@ def probe(dataset: DatasetConfig, tokenizer: Any, data: DataConfig, trees: bool 
         raise UserError(f"{dataset.path} has no rows")
     columns = tuple(dict.fromkeys(key for row, _ in picked for key in row))
     name = _format(dataset, columns)
-    tokenise = make_tokeniser(dataset, tokenizer, data.sequence_len, data.too_long, trees)
+    tokenize = make_row_tokenizer(dataset, tokenizer, data.sequence_len, data.too_long, trees)
     samples, dropped, usable, example = [], Counter(), 0, {}
     counts: Counts = Counter()
     for row, origin in picked:
-        results = tokenise(row, origin)
+        results = tokenize(row, origin)
         add_items(counts, to_trees(results, data.sequence_len))
         for result in results:
             if isinstance(result, Dropped):
@@ -184,6 +184,6 @@ def _advice(reason: str, dataset: DatasetConfig, data: DataConfig) -> str:
         return f": train_on = {dataset.train_on!r} found nothing to train on in them"
     if reason.startswith("chat template leaves out"):
         return ': choose a template that writes it (model.chat_template; "builtin" does)'
-    if reason.startswith("turn is tokenised"):
+    if reason.startswith("turn is tokenized"):
         return ": the chat template lets tokens merge across turns; use another one"
     return ""

@@ -7,12 +7,12 @@ from rich.console import Console
 
 from jaxtrain.batch import Batch
 from jaxtrain.config.data import DataConfig, DatasetConfig
-from jaxtrain.data.pack import Fields, Normalise
-from jaxtrain.data.readers import Part
-from jaxtrain.data.steps import Source, eval_part_batches, open_parts, plan_part_steps
+from jaxtrain.data.packing.pack import Fields, Normalize
+from jaxtrain.data.packing.steps import BatchSource, eval_part_batches, open_parts, plan_part_steps
+from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.data.tally import Counts
 
-__all__ = ["Recipe", "Source", "count_steps", "eval_batches", "open_source", "plan_steps"]
+__all__ = ["Recipe", "BatchSource", "count_steps", "eval_batches", "open_source", "plan_steps"]
 
 
 class Recipe(Protocol):
@@ -20,20 +20,20 @@ class Recipe(Protocol):
 
     row_tokens: int
     """T."""
-    normalise: Normalise
+    normalize: Normalize
     """What the weights of a tree are divided by: see pack.lay_out."""
-    held_out_normalise: Normalise
+    held_out_normalize: Normalize
     """The same for held-out data."""
     units: int | None
     """Trees of an optimizer step, which replaces a fixed number of microsteps."""
     fields: Fields
     """Weights and other per-token arrays of every batch."""
 
-    def open(self, dataset: DatasetConfig) -> Part:
+    def open(self, dataset: DatasetConfig) -> MixturePart:
         """The dataset, opened, with the function that makes samples or trees of its rows."""
         ...
 
-    def open_held_out(self, dataset: DatasetConfig) -> Part:
+    def open_held_out(self, dataset: DatasetConfig) -> MixturePart:
         """The same for a held-out dataset."""
         ...
 
@@ -62,8 +62,8 @@ def open_source(
     rows_per_microstep: int,
     microsteps: int,
     num_epochs: float | None = None,
-    opened: Sequence[Part] | None = None,
-) -> Source:
+    opened: Sequence[MixturePart] | None = None,
+) -> BatchSource:
     """Source of rounds [Batch [A, B, T]] over data.datasets, seeded and exactly resumable.
 
     Without num_epochs it never ends; with it the last batch is padded with empty rows. Raises
@@ -76,7 +76,7 @@ def open_source(
         rows_per_microstep=rows_per_microstep,
         microsteps=microsteps,
         num_epochs=num_epochs,
-        normalise=recipe.normalise,
+        normalize=recipe.normalize,
         row_tokens=recipe.row_tokens,
         units=recipe.units,
         fields=recipe.fields,
@@ -91,10 +91,10 @@ def plan_steps(
     rows_per_microstep: int,
     microsteps: int,
     num_epochs: float = 1.0,
-    opened: Sequence[Part] | None = None,
+    opened: Sequence[MixturePart] | None = None,
 ) -> tuple[int, Counts]:
     """Optimizer steps that open_source(num_epochs=...) will give, and the counts of what was read:
-    every row is tokenised once."""
+    every row is tokenized once."""
     return plan_part_steps(
         opened or [recipe.open(dataset) for dataset in data.datasets],
         data,
@@ -118,7 +118,7 @@ def eval_batches(
     recipe: Recipe,
     rows: int,
     done: Callable[[Counts], None] = lambda counts: None,
-    opened: Part | None = None,
+    opened: MixturePart | None = None,
 ) -> Iterator[Batch]:
     """Batches [1, B, T] of every example of a held-out dataset once; the last one is padded.
 
@@ -130,6 +130,6 @@ def eval_batches(
         rows=rows,
         row_tokens=recipe.row_tokens,
         fields=recipe.fields,
-        normalise=recipe.held_out_normalise,
+        normalize=recipe.held_out_normalize,
         done=done,
     )

@@ -8,19 +8,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxtrain.data.packing.tree import Forest, Node, Tree, TreeGroup, split_branches
+from jaxtrain.data.packing.workload import describe_tree
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.tree import Forest, Node, Tree, TreeGroup, split_branches
-from jaxtrain.data.workload import describe_tree
-from jaxtrain.shown import printable
+from jaxtrain.text_safety import escape_control_chars
 
 TRAINED = "bold green"
 CONTEXT = "dim"
 OPEN, CLOSE = "⟦", "⟧"
-"""Marks around a trained stretch where there are no colours."""
+"""Marks around a trained stretch where there are no colors."""
 
 
 class Counts:
-    """Running counts of what tokenisation gave."""
+    """Running counts of what tokenization gave."""
 
     def __init__(self) -> None:
         self.dropped: dict[str, int] = {}
@@ -48,7 +48,7 @@ class Counts:
         """Names and values, in the order they are shown."""
         lines = [("samples", f"{len(self.lengths):,}")]
         for reason, count in sorted(self.dropped.items(), key=lambda item: (-item[1], item[0])):
-            lines.append((f"dropped: {printable(reason)}", f"{count:,}"))
+            lines.append((f"dropped: {escape_control_chars(reason)}", f"{count:,}"))
         if not self.lengths:
             return lines
         flat, total, trained = sum(self.lengths), self.packed, sum(self.trained)
@@ -87,7 +87,10 @@ def stretches(sample: Sample, tokenizer: Any) -> list[tuple[str, bool]]:
     trained = sample.weights > 0
     cuts = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
     return [
-        (printable(tokenizer.decode(sample.tokens[start:end].tolist())), bool(trained[start]))
+        (
+            escape_control_chars(tokenizer.decode(sample.tokens[start:end].tolist())),
+            bool(trained[start]),
+        )
         for start, end in zip(cuts[:-1], cuts[1:], strict=True)
         if end > start
     ]
@@ -102,7 +105,7 @@ def marked_text(sample: Sample, tokenizer: Any) -> Text:
 
 
 def plain_text(sample: Sample, tokenizer: Any) -> str:
-    """The sample without colours: trained stretches between ⟦ and ⟧."""
+    """The sample without colors: trained stretches between ⟦ and ⟧."""
     return "".join(
         f"{OPEN}{piece}{CLOSE}" if trained else piece
         for piece, trained in stretches(sample, tokenizer)
@@ -114,7 +117,7 @@ def _count_trained(node: Node) -> int:
 
 
 def show_sample(sample: Sample | Tree, tokenizer: Any, console: Console) -> None:
-    """Print a sample with a line that says what is marked, in colour on a terminal; of samples that
+    """Print a sample with a line that says what is marked, in color on a terminal; of samples that
     share a beginning the outline of their tree, and one of them whole."""
     if isinstance(sample, Tree):
         console.print(Text(describe_tree(sample, tokenizer.decode)), soft_wrap=True)

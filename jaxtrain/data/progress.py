@@ -11,9 +11,9 @@ EVERY_SECONDS = 10.0
 class Progress:
     """Counts rows and says so every ten seconds; nothing about work that is done before."""
 
-    def __init__(self, what: str, total: int | None, say: Callable[[str], None]):
-        """what: "tokenising x.jsonl"; total: None where nobody knows."""
-        self.what, self.total, self.say = what, total, say
+    def __init__(self, what: str, total: int | None, log: Callable[[str], None]):
+        """what: "tokenizing x.jsonl"; total: None where nobody knows."""
+        self.what, self.total, self.log = what, total, log
         self.done = 0
         self._began = self._said = time.monotonic()
 
@@ -23,7 +23,7 @@ class Progress:
         now = time.monotonic()
         if now - self._said >= EVERY_SECONDS:
             self._said = now
-            self.say(self.describe(now - self._began))
+            self.log(self.describe(now - self._began))
 
     def each(self, rows: Iterable[T]) -> Iterator[T]:
         """The rows, counted."""
@@ -32,7 +32,7 @@ class Progress:
             self.count()
 
     def describe(self, seconds: float) -> str:
-        """ "tokenising x.jsonl: 12,000 of 100,000 rows (12%), 1,900 rows/s, 46 s left"."""
+        """ "tokenizing x.jsonl: 12,000 of 100,000 rows (12%), 1,900 rows/s, 46 s left"."""
         speed = self.done / max(seconds, 1e-9)
         if self.total is None:
             return f"{self.what}: {self.done:,} rows, {speed:,.0f} rows/s"

@@ -1,4 +1,4 @@
-"""What tokenisation hands to packing: a token sequence with its loss weights, or a reason."""
+"""What tokenization hands to packing: a token sequence with its loss weights, or a reason."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Sample:
-    """One tokenised example."""
+    """One tokenized example."""
 
     tokens: np.ndarray
     """int32 [n] token ids."""

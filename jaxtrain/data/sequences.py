@@ -9,14 +9,14 @@ from typing import Any
 from rich.console import Console
 
 from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
-from jaxtrain.data.formats import Probe, make_tokeniser, probe
-from jaxtrain.data.pack import NLL, Fields, Normalise
+from jaxtrain.data.formats import Probe, make_row_tokenizer, probe
+from jaxtrain.data.packing.pack import NLL, Fields, Normalize
+from jaxtrain.data.packing.tree import Tree
 from jaxtrain.data.preview import Counts, show_counts, show_sample
 from jaxtrain.data.progress import Progress
-from jaxtrain.data.readers import STREAM_ROWS, Part
 from jaxtrain.data.sample import Sample
-from jaxtrain.data.sources import open_rows
-from jaxtrain.data.tree import Tree
+from jaxtrain.data.sources.dataset import open_rows
+from jaxtrain.data.sources.readers import STREAM_ROWS, MixturePart
 from jaxtrain.errors import UserError
 
 SHAPING = {"format", "fields", "roles", "as_chat", "train_on", "special_tokens"}
@@ -27,8 +27,8 @@ class Sequences:
     """`pipeline.Recipe` of chat, completion and text data."""
 
     # Weights of shared tokens are those of the sequences, added up: not divided by the branches.
-    normalise: Normalise = "branch"
-    held_out_normalise: Normalise = "branch"
+    normalize: Normalize = "branch"
+    held_out_normalize: Normalize = "branch"
     units: int | None = None
     fields: Fields = NLL
 
@@ -38,12 +38,12 @@ class Sequences:
         self.data, self.tokenizer, self.trees = data, tokenizer, trees
         self.row_tokens = data.sequence_len
 
-    def open(self, dataset: DatasetConfig) -> Part:
+    def open(self, dataset: DatasetConfig) -> MixturePart:
         """See pipeline.Recipe."""
-        tokenise = make_tokeniser(
+        tokenize = make_row_tokenizer(
             dataset, self.tokenizer, self.data.sequence_len, self.data.too_long, self.trees
         )
-        return Part(dataset.path, open_rows(dataset), tokenise, dataset.weight)
+        return MixturePart(dataset.path, open_rows(dataset), tokenize, dataset.weight)
 
     open_held_out = open
 
@@ -59,17 +59,17 @@ class Sequences:
         return probe(dataset, self.tokenizer, self.data, self.trees)
 
     def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
-        """Tokenise the dataset; print its first samples and its counts."""
+        """Tokenize the dataset; print its first samples and its counts."""
         part, counts, shown = self.open(dataset), Counts(), 0
         began, num_rows = time.monotonic(), 0
         total = None if dataset.streaming else len(part.rows)
-        say = lambda text: console.print(text, markup=False)  # noqa: E731
-        progress = Progress(f"tokenising {dataset.path}", total, say)
+        log = lambda text: console.print(text, markup=False)  # noqa: E731
+        progress = Progress(f"tokenizing {dataset.path}", total, log)
         for index, row in enumerate(progress.each(part.rows)):
             if dataset.streaming and index == STREAM_ROWS:
                 console.print(f"(the first {STREAM_ROWS} rows of a stream)")
                 break
-            results = part.tokenise(row, f"{dataset.path} row {index}")
+            results = part.tokenize(row, f"{dataset.path} row {index}")
             num_rows += 1
             counts.add(results)
             for result in results:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.readers import Part, Tokenise
+from jaxtrain.data.packing.tree import Forest, Tree, TreeGroup
 from jaxtrain.data.sample import Sample
-from jaxtrain.data.tree import Forest, Tree, TreeGroup
+from jaxtrain.data.sources.readers import MixturePart, Tokenize
 from jaxtrain.errors import UserError
 
 MediaTokens = Mapping[int, str]
@@ -27,24 +27,24 @@ def find_media(tokens: Any, media: MediaTokens) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TextOnly:
-    """`readers.Tokenise` that raises UserError for a row with such a token."""
+    """`readers.Tokenize` that raises UserError for a row with such a token."""
 
-    tokenise: Tokenise
+    tokenize: Tokenize
     media: MediaTokens
 
     def __call__(self, row: Any, origin: str) -> Sequence[Any]:
-        items = self.tokenise(row, origin)
+        items = self.tokenize(row, origin)
         for tokens in list_tokens(items):
             if problem := find_media(tokens, self.media):
                 raise UserError(f"{origin}: {problem}; leave the row out")
         return items
 
 
-def only_text(part: Part, media: MediaTokens) -> Part:
+def only_text(part: MixturePart, media: MediaTokens) -> MixturePart:
     """The dataset, with such rows refused."""
     if not media:
         return part
-    return dataclasses.replace(part, tokenise=TextOnly(part.tokenise, media))
+    return dataclasses.replace(part, tokenize=TextOnly(part.tokenize, media))
 
 
 def list_tokens(items: Sequence[Any]) -> Iterator[np.ndarray]:

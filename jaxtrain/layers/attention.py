@@ -13,11 +13,13 @@ import numpy as np
 from flax import nnx
 from jaxtrain_kernels import rotate_heads
 
+from jaxtrain.distributed.sharding import constrain
+from jaxtrain.layers.fused_linear import join, multiply_side_by_side, multiply_together
 from jaxtrain.layers.kv_cache import (
     FEW,
     KV,
-    Kept,
     PackedKV,
+    RoundedKV,
     Stored,
     StoredKV,
     commit,
@@ -29,12 +31,10 @@ from jaxtrain.layers.kv_cache import (
     whole_context,
 )
 from jaxtrain.layers.linear import Dtype, Linear
-from jaxtrain.layers.mixer import Decoding, Handed, LayerInputs, LayerSpec, Mixer, State
+from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer, SharedKV, State
 from jaxtrain.layers.norm import RMSNorm, UnitRMSNorm
 from jaxtrain.layers.rope import Angles, PositionScale, rotate
 from jaxtrain.layers.sharded_attention import attend, attend_cached, rotate_shards
-from jaxtrain.layers.side_by_side import join, multiply_side_by_side, multiply_together
-from jaxtrain.parallel.rules import constrain
 
 
 class Attention(Mixer):
@@ -165,7 +165,7 @@ class Attention(Mixer):
 
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: State = None
-    ) -> tuple[jax.Array, State | Handed]:
+    ) -> tuple[jax.Array, State | SharedKV]:
         q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self._project(x_BTD, inputs.angles)
         if self.position_scale is not None:
             scale_BT = self.position_scale(inputs.context.positions, q_BTNH.dtype)
@@ -174,7 +174,7 @@ class Attention(Mixer):
             kept = inputs.given
         else:
             kept = keep(k_BTKH, v_BTKH, inputs, state)
-            state = Handed(kept.after, kept) if inputs.spec.gives else kept.after
+            state = SharedKV(kept.after, kept) if inputs.spec.gives else kept.after
         out_BTNH = self._look(q_BTNH, kept, inputs)
         if gate_BTNH is not None:
             out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH)
@@ -284,7 +284,7 @@ class Attention(Mixer):
         x_BTNH = x_BTF.reshape(*x_BTF.shape[:2], -1, self.head_dim)
         return constrain(x_BTNH, "rows", "length", "act_heads", None)
 
-    def _look(self, q_BTNH: jax.Array, kept: Kept, inputs: LayerInputs) -> jax.Array:
+    def _look(self, q_BTNH: jax.Array, kept: RoundedKV, inputs: LayerInputs) -> jax.Array:
         """What the heads find, [B, T, N, H]."""
         window, decoding, see = inputs.spec.window, inputs.decoding, self._score()
         far = see | {"window": window, "impl": self.impl}

@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 from jaxtrain_kernels import Context
 
+from jaxtrain.distributed.sharding import constrain
 from jaxtrain.layers.attention import Attention
+from jaxtrain.layers.fused_linear import multiply_together
 from jaxtrain.layers.kv_cache import KV, is_ring, ring_context, write
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec
 from jaxtrain.layers.rope import Angles
 from jaxtrain.layers.sharded_attention import attend
-from jaxtrain.layers.side_by_side import multiply_together
-from jaxtrain.parallel.rules import constrain
 
 
-class Beside(NamedTuple):
+class DraftContext(NamedTuple):
     """What the blocks of all layers see beside themselves (`LayerInputs.beside`)."""
 
     states: jax.Array
@@ -74,13 +74,13 @@ class BlockAttention(Attention):
     def join_kernels(self) -> None:
         """Nothing: keys and values of the states are made without queries."""
 
-    def project(self, beside: Beside) -> tuple[jax.Array, jax.Array]:
+    def project(self, beside: DraftContext) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, T, K, H] of the states."""
         x_BTD = constrain(beside.states, "rows", "length", "features")
         k_BTKH, v_BTKH = (self._heads(y) for y in multiply_together(x_BTD, self.k, self.v))
         return self._turn(k_BTKH, self.k_norm, beside.angles), v_BTKH
 
-    def read(self, beside: Beside, spec: LayerSpec, state: KV, decoding: Decoding) -> KV:
+    def read(self, beside: DraftContext, spec: LayerSpec, state: KV, decoding: Decoding) -> KV:
         """The state with new states [B, T, D], of each row those that `decoding` counts."""
         keys, values = self.project(beside)
         return write(state, KV(keys, values), decoding, is_ring(state, spec.window))

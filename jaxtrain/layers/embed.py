@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jaxtrain.distributed.sharding import constrain, count_ways, split_axes
 from jaxtrain.layers.linear import Dtype
-from jaxtrain.parallel.rules import constrain, count_ways, split_axes
 
 
 class Embed(nnx.Module):

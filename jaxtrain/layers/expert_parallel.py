@@ -15,10 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtrain_kernels import Adapters, Biases, Clamped, moe_ffn
 
-from jaxtrain.layers.expert_transport import Group, Transport, exchanges, send_through
+from jaxtrain.distributed.sharding import count_ways, partition_spec
+from jaxtrain.layers.expert_transport import ExpertGroup, Transport, exchanges, send_through
 from jaxtrain.layers.linear import Place, kernel_specs
-from jaxtrain.layers.router import Choice
-from jaxtrain.parallel.rules import count_ways, partition_spec
+from jaxtrain.layers.router import ExpertChoice
 
 AXES = {
     "gate": (("experts", None, "mlp"), ("experts", None, None), ("experts", None, "mlp")),
@@ -31,7 +31,7 @@ lies as the outer dims of its kernel do."""
 
 def through_experts(
     x_BTD: jax.Array,
-    choice: Choice,
+    choice: ExpertChoice,
     experts: nnx.Module,
     real_BT: jax.Array,
     *,
@@ -76,7 +76,7 @@ def through_experts(
     shares = (*owners, *columns)
     shared = tuple(axis for axis in shares if axis in (*rows, *length))
     summed = tuple(axis for axis in shares if axis not in shared)
-    group = Group(owners, shared, num_experts, exchanged)
+    group = ExpertGroup(owners, shared, num_experts, exchanged)
     elsewhere = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in rows)
     travels_BT = real_BT | jnp.pad(real_BT, ((0, 0), (1, 0)), constant_values=True)[:, :-1]
 

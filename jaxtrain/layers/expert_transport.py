@@ -44,7 +44,7 @@ class Transport(NamedTuple):
     local sum in the place of the reduce-scatter."""
 
 
-class Group(NamedTuple):
+class ExpertGroup(NamedTuple):
     """Devices that share the work of their tokens."""
 
     owners: tuple[str, ...]
@@ -57,7 +57,7 @@ class Group(NamedTuple):
     """Whether tokens are exchanged over the owners, or gathered."""
 
 
-class Plan(NamedTuple):
+class TransportPlan(NamedTuple):
     """What is fixed about the transport of some tokens; hashable."""
 
     compute: Callable
@@ -95,13 +95,13 @@ def exchanges(options: Transport, num_experts: int, top: int, n: int) -> bool:
 
 
 def send_through(
-    options: Transport, group: Group, compute: Callable, x, ids, gates, trained, fixed
+    options: Transport, group: ExpertGroup, compute: Callable, x, ids, gates, trained, fixed
 ) -> tuple[jax.Array, jax.Array]:
     """([T, D] sums over each token's experts, wherever in the group they are; float32 [] rounds
     that the slowest device needed, mean over chunks).
 
     x [T, D]; ids int32 [T, k] of E, a negative one goes nowhere; gates [T, k]; trained and fixed:
-    pytrees of the local experts, see `Plan.compute`. Gradients to x, gates and trained.
+    pytrees of the local experts, see `TransportPlan.compute`. Gradients to x, gates and trained.
     """
     T, chunks = len(x), max(1, min(options.chunks, len(x)))
     sizes = [T * (c + 1) // chunks - T * c // chunks for c in range(chunks)]
@@ -114,7 +114,9 @@ def send_through(
     return jnp.concatenate(ys), sum(rounds) / chunks
 
 
-def _plan(options: Transport, group: Group, compute: Callable, T: int, k: int) -> Plan:
+def _plan(
+    options: Transport, group: ExpertGroup, compute: Callable, T: int, k: int
+) -> TransportPlan:
     owners, shared, num_experts, exchanged = group
     n, ways = lax.axis_size(owners), lax.axis_size(shared) if shared else 1
     most, bucket = T * ways * k, None
@@ -123,7 +125,7 @@ def _plan(options: Transport, group: Group, compute: Callable, T: int, k: int) -
         bucket = min(T, _room_for(even, options.buffer))
         most = bucket * n * k
     rows = max(k, _room_for(T * ways * k / n, options.buffer))
-    return Plan(
+    return TransportPlan(
         compute,
         owners,
         shared,
@@ -140,7 +142,7 @@ def _room_for(even: float, buffer: float) -> int:
     return math.ceil(buffer * even + 4 * math.sqrt(even))
 
 
-def count_rounds(plan: Plan, ids: jax.Array) -> jax.Array:
+def count_rounds(plan: TransportPlan, ids: jax.Array) -> jax.Array:
     """float32 []: rounds that the slowest device of the group needs for these local tokens."""
     n = lax.axis_size(plan.owners)
     owner = jnp.where(ids >= 0, ids // plan.num_local, n)
@@ -158,14 +160,14 @@ def count_rounds(plan: Plan, ids: jax.Array) -> jax.Array:
 # What a device computes for the tokens that it got.
 
 
-def _local(plan: Plan, x, ids, gates, trained, fixed):
+def _local(plan: TransportPlan, x, ids, gates, trained, fixed):
     def one(ids):
         return plan.compute(x, ids, gates, trained, fixed, plan.rows)
 
     return _in_rounds(plan, ids, one)
 
 
-def _local_pull(plan: Plan, x, ids, gates, trained, fixed, dy):
+def _local_pull(plan: TransportPlan, x, ids, gates, trained, fixed, dy):
     """Gradients of x, gates and trained."""
 
     def one(ids):
@@ -177,7 +179,7 @@ def _local_pull(plan: Plan, x, ids, gates, trained, fixed, dy):
     return _in_rounds(plan, ids, one)
 
 
-def _in_rounds(plan: Plan, ids, one: Callable):
+def _in_rounds(plan: TransportPlan, ids, one: Callable):
     """The sum of one(ids of a round), over as many rounds as this device needs."""
     if plan.rows is None:
         return one(ids)
@@ -205,7 +207,7 @@ def _repeat(rounds, one: Callable):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(plan: Plan, x, ids, gates, trained, fixed):
+def _gather(plan: TransportPlan, x, ids, gates, trained, fixed):
     x, ids, gates = _all(plan, (x, ids, gates))
     y = _local(plan, x, ids - plan.first(), gates, trained, fixed)
     return _sum_shares(plan, y)
@@ -226,14 +228,14 @@ def _gather_bwd(plan, arrays, dy):
 _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
-def _all(plan: Plan, arrays):
+def _all(plan: TransportPlan, arrays):
     """Arrays [T, ...] of the group's devices, one behind the other."""
     if not plan.shared:
         return arrays
     return jax.tree.map(lambda a: lax.all_gather(a, plan.shared, axis=0, tiled=True), arrays)
 
 
-def _sum_shares(plan: Plan, y):
+def _sum_shares(plan: TransportPlan, y):
     """[T, ...] the sum over the group of its devices' y [N, ...], each device its own tokens."""
     if not plan.shared:
         return y
@@ -258,7 +260,7 @@ class Buckets(NamedTuple):
     """int32 []: until the fullest bucket of the group is sent."""
 
 
-def find_buckets(plan: Plan, ids: jax.Array) -> Buckets:
+def find_buckets(plan: TransportPlan, ids: jax.Array) -> Buckets:
     """The buckets of local tokens with experts `ids` int32 [T, k] of E."""
     T, n, C = ids.shape[0], lax.axis_size(plan.owners), plan.bucket
     devices = jnp.arange(n, dtype=jnp.int32)
@@ -274,7 +276,7 @@ def find_buckets(plan: Plan, ids: jax.Array) -> Buckets:
     return Buckets(token, place_Tn, lax.pmax(-(-fullest // C), plan.owners))
 
 
-def _send(plan: Plan, buckets: Buckets, r, array, fill=0):
+def _send(plan: TransportPlan, buckets: Buckets, r, array, fill=0):
     """[n, C, ...] what the others have for this device in round r."""
     C = plan.bucket
     token = lax.dynamic_slice_in_dim(buckets.token, r * C, C, 1)
@@ -282,7 +284,7 @@ def _send(plan: Plan, buckets: Buckets, r, array, fill=0):
     return lax.all_to_all(packed, plan.owners, 0, 0, tiled=True)
 
 
-def _return(plan: Plan, buckets: Buckets, r, array):
+def _return(plan: TransportPlan, buckets: Buckets, r, array):
     """[T, ...] sums over devices of what they made of round r's tokens, [n, C, ...]."""
     n, C = array.shape[:2]
     back = lax.all_to_all(array, plan.owners, 0, 0, tiled=True).reshape(n * C, *array.shape[2:])
@@ -298,7 +300,7 @@ def _flat(array):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exchange(plan: Plan, x, ids, gates, trained, fixed):
+def _exchange(plan: TransportPlan, x, ids, gates, trained, fixed):
     buckets = find_buckets(plan, ids)
 
     def one(r):
@@ -335,7 +337,7 @@ def _exchange_bwd(plan, arrays, dy):
 _exchange.defvjp(_exchange_fwd, _exchange_bwd)
 
 
-def _all_rounds(plan: Plan, buckets: Buckets, x, one: Callable):
+def _all_rounds(plan: TransportPlan, buckets: Buckets, x, one: Callable):
     if plan.bucket >= x.shape[0]:
         return one(jnp.int32(0))
     return _repeat(buckets.rounds, jax.jit(one))

@@ -66,7 +66,7 @@ def takes_fp8(path: tuple, node: object) -> bool:
     return "stack" in path and all(size % MULTIPLE == 0 for size in shape[-2:])
 
 
-def quantise(x: jax.Array, dtype: str, axis: int | None = None) -> tuple[jax.Array, jax.Array]:
+def quantize(x: jax.Array, dtype: str, axis: int | None = None) -> tuple[jax.Array, jax.Array]:
     """(values in FP8, scale) with values * scale = x to the nearest; scale has 1 along `axis`, and
     everywhere without one.
 
@@ -92,7 +92,7 @@ def dot(a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: jnp.dtype) -> 
     dims = (((over[0],), (over[1],)), ((), ()))
 
     def fast(a, b):
-        # What XLA recognises, and makes one call of cuBLAS in FP8; written without the conversion,
+        # What XLA recognizes, and makes one call of cuBLAS in FP8; written without the conversion,
         # a product of two e4m3 takes half as long again (H200).
         wide = (a.astype(jnp.bfloat16), b.astype(jnp.bfloat16))
         return jax.lax.dot_general(*wide, dims, preferred_element_type=dtype)
@@ -117,8 +117,8 @@ def _product(how: Fp8Product, x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _forward(how, x, w):
     by_row = how.scale == "row"
-    x8, x_scale = quantise(x, FORWARD, 1 if by_row else None)
-    w8, w_scale = quantise(w, FORWARD, 0 if by_row else None)
+    x8, x_scale = quantize(x, FORWARD, 1 if by_row else None)
+    w8, w_scale = quantize(w, FORWARD, 0 if by_row else None)
     y = dot(x8, w8, (1, 0), x.dtype) * x_scale.astype(x.dtype) * w_scale.astype(x.dtype)
     # The weights are there anyway; x in FP8 is half of x, where it serves for the gradient, too.
     return y, (x if by_row else (x8, x_scale), w)
@@ -128,13 +128,13 @@ def _backward(how, kept, dy):
     by_row = how.scale == "row"
     x, w = kept
     narrow = GRADIENTS[how.gradients]
-    g8, g_scale = quantise(dy, narrow, 1 if by_row else None)
-    w8, w_scale = quantise(w, FORWARD, 1 if by_row else None)
+    g8, g_scale = quantize(dy, narrow, 1 if by_row else None)
+    w8, w_scale = quantize(w, FORWARD, 1 if by_row else None)
     dx = dot(g8, w8, (1, 1), dy.dtype) * g_scale.astype(dy.dtype)
     dx = dx * w_scale.reshape(1, -1).astype(dy.dtype)
     if by_row:
-        g8, g_scale = quantise(dy, narrow, 0)
-        x8, x_scale = quantise(x, FORWARD, 0)
+        g8, g_scale = quantize(dy, narrow, 0)
+        x8, x_scale = quantize(x, FORWARD, 0)
     else:
         x8, x_scale = x
     dw = dot(x8, g8, (0, 0), w.dtype) * x_scale.reshape(-1, 1).astype(w.dtype)

@@ -20,13 +20,13 @@ from jaxtrain_kernels import Context, conv_heads, gated_delta
 from jaxtrain_kernels.conv_heads import Hops, hops_of
 from jaxtrain_kernels.gated_delta import find_chunks
 
+from jaxtrain.distributed.sharding import constrain, partition_spec
 from jaxtrain.errors import UserError
+from jaxtrain.layers.fused_linear import join, multiply_side_by_side, multiply_together
 from jaxtrain.layers.linear import Dtype, Linear, PreciseLinear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import GatedRMSNorm
 from jaxtrain.layers.recurrent import kept_until, move_tail
-from jaxtrain.layers.side_by_side import join, multiply_side_by_side, multiply_together
-from jaxtrain.parallel.rules import constrain, partition_spec
 
 EPS = 1e-6  # of the unit length
 FORGETS = -1e4
@@ -42,7 +42,7 @@ class DeltaState(NamedTuple):
     """[B, H, R, K, V] in at least float32."""
 
 
-class Rows(NamedTuple):
+class DeltaRows(NamedTuple):
     """Packed rows as the rule walks them: see `as_chains`."""
 
     until: jax.Array
@@ -51,15 +51,15 @@ class Rows(NamedTuple):
     """bool [B, T]."""
 
 
-class Shared(NamedTuple):
+class SharedRowState(NamedTuple):
     """What all layers find in a batch's rows."""
 
-    rows: Rows
+    rows: DeltaRows
     chunks: tuple[jax.Array, ...] | None
     hops: Hops | None
 
 
-class TriedDelta(NamedTuple):
+class TrialDeltaState(NamedTuple):
     """A state, and what new tokens bring of which it is not known yet how many will stay."""
 
     old: DeltaState
@@ -125,13 +125,15 @@ class GatedDelta(Mixer):
         wide = jnp.promote_types(dtype, jnp.float32)
         return DeltaState(tail, jnp.zeros((rows, H, R, K, V), wide))
 
-    def place_state(self, state: DeltaState | TriedDelta | None) -> DeltaState | TriedDelta | None:
+    def place_state(
+        self, state: DeltaState | TrialDeltaState | None
+    ) -> DeltaState | TrialDeltaState | None:
         """See Mixer."""
         if state is None:
             return None
-        if isinstance(state, TriedDelta):
+        if isinstance(state, TrialDeltaState):
             by_token = (constrain(x, "rows", None, "act_heads", None) for x in state[1:])
-            return TriedDelta(self.place_state(state.old), *by_token)
+            return TrialDeltaState(self.place_state(state.old), *by_token)
         return DeltaState(
             constrain(state.tail, "rows", None, "act_heads", None),
             constrain(state.S, "rows", "act_heads", None, None, None),
@@ -142,26 +144,28 @@ class GatedDelta(Mixer):
         state = self.num_key_heads * self.repeats * self.key_dim * self.value_dim
         return 6.0 * state * len(spans)
 
-    def find_shared(self, context: Context) -> Shared:
+    def find_shared(self, context: Context) -> SharedRowState:
         """See Mixer: the chunks of the rows, and what the convolution reads. On a mesh each device
         finds those of its own."""
         rows, mesh = as_chains(context), jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
             chunks = find_chunks(rows.until, rows.prev)
-            return Shared(rows, chunks, hops_of(context.prev, self.taps))
-        return Shared(rows, None, None)
+            return SharedRowState(rows, chunks, hops_of(context.prev, self.taps))
+        return SharedRowState(rows, None, None)
 
-    def commit_state(self, spec: LayerSpec, tried: TriedDelta, decoding: Decoding) -> DeltaState:
+    def commit_state(
+        self, spec: LayerSpec, tried: TrialDeltaState, decoding: Decoding
+    ) -> DeltaState:
         """See Mixer: the rule runs again over the tokens that stay, the projections do not."""
         T = tried.m_BTHF.shape[1]
         count_B = decoding.end - decoding.start
         until_BT = kept_until(count_B, T)
-        _, S = self._mix(*tried[1:], Rows(until_BT, None, None), None, tried.old)
+        _, S = self._mix(*tried[1:], DeltaRows(until_BT, None, None), None, tried.old)
         return DeltaState(move_tail(tried.old.tail, tried.m_BTHF, count_B), S)
 
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: DeltaState | None = None
-    ) -> tuple[jax.Array, DeltaState | TriedDelta | None]:
+    ) -> tuple[jax.Array, DeltaState | TrialDeltaState | None]:
         context = inputs.context
         if state is None and context.since is not None:
             raise UserError(
@@ -176,11 +180,11 @@ class GatedDelta(Mixer):
         g_BTHR = -jnp.exp(rate_HR) * jax.nn.softplus(a_BTHR.astype(wide) + bias_HR)
         beta_BTHR = jax.nn.sigmoid(b_BTHR.astype(wide))
         if state is None:
-            rows, chunks, hops = inputs.shared or Shared(as_chains(context), None, None)
+            rows, chunks, hops = inputs.shared or SharedRowState(as_chains(context), None, None)
             if rows.lone is not None:
                 g_BTHR = jnp.where(rows.lone[:, :, None, None], FORGETS, g_BTHR)
         else:
-            rows, chunks, hops = Rows(context.until, context.prev, None), None, None
+            rows, chunks, hops = DeltaRows(context.until, context.prev, None), None, None
         out_BTHF, S = self._mix(
             m_BTF, g_BTHR, beta_BTHR, rows, context.prev, state, chunks=chunks, hops=hops
         )
@@ -192,7 +196,7 @@ class GatedDelta(Mixer):
             return y_BTD, None
         m_BTHF = m_BTF.reshape(*m_BTF.shape[:2], H, -1)
         if inputs.trial:
-            return y_BTD, TriedDelta(state, m_BTHF, g_BTHR, beta_BTHR)
+            return y_BTD, TrialDeltaState(state, m_BTHF, g_BTHR, beta_BTHR)
         decoding = inputs.decoding
         tail = move_tail(state.tail, m_BTHF, decoding.end - decoding.start)
         return y_BTD, DeltaState(tail, S)
@@ -218,10 +222,10 @@ class GatedDelta(Mixer):
         by_head = (*x_BTD.shape[:2], self.num_key_heads, -1)
         return m_BTF, *(y_BTF.reshape(by_head) for y_BTF in rest)
 
-    def _mix(self, m_BTF, g_BTHR, beta_BTHR, rows: Rows, before_BT, state, **found):
+    def _mix(self, m_BTF, g_BTHR, beta_BTHR, rows: DeltaRows, before_BT, state, **found):
         """(what the heads found [B, T, H, R V], the last S or None), on whatever mesh is set.
 
-        before_BT: what the convolution follows, `Context.prev`; found: see `Shared`.
+        before_BT: what the convolution follows, `Context.prev`; found: see `SharedRowState`.
         """
         conv_HFW = self.conv[...].reshape(self.num_key_heads, -1, self.taps)
         run = functools.partial(
@@ -251,7 +255,7 @@ class GatedDelta(Mixer):
         )(m_BTHF, conv_HFW, g_BTHR, beta_BTHR, *by_row, state)
 
 
-def as_chains(context: Context) -> Rows:
+def as_chains(context: Context) -> DeltaRows:
     """Packed rows with tokens that nothing precedes or follows, such as padding, put one behind the
     other: a run of them is one chain, whose tokens must forget what came before.
 
@@ -262,11 +266,11 @@ def as_chains(context: Context) -> Rows:
     index_T = jnp.arange(T, dtype=jnp.int32)
     lone = ~context.real()
     if context.prev is None:
-        return Rows(jnp.where(lone & (index_T > 0), 0, context.until), None, None)
+        return DeltaRows(jnp.where(lone & (index_T > 0), 0, context.until), None, None)
     follows = lone & jnp.pad(lone[:, :-1], ((0, 0), (1, 0)))
     end = jax.lax.cummin(jnp.where(lone, T, index_T), axis=1, reverse=True)
     until = jnp.where(lone, end, context.until)
-    return Rows(until, jnp.where(follows, index_T - 1, context.prev), lone)
+    return DeltaRows(until, jnp.where(follows, index_T - 1, context.prev), lone)
 
 
 def mix_heads(

@@ -84,7 +84,7 @@ def store(x_BTKH: jax.Array, dtype: Dtype) -> tuple[jax.Array, jax.Array]:
     """(codes, scale [B, T, K]) with codes * scale = x to the nearest: the largest magnitude of a
     head becomes 127; in FP8 the scale is a power of two."""
     if dtype != jnp.int8:
-        codes, scale = fp8.quantise(x_BTKH, jnp.dtype(dtype).name, axis=-1)
+        codes, scale = fp8.quantize(x_BTKH, jnp.dtype(dtype).name, axis=-1)
         return codes, scale[..., 0].astype(jnp.float32)
     wide = x_BTKH.astype(jnp.float32)
     scale = jnp.abs(wide).max(-1) / 127
@@ -105,7 +105,7 @@ class PackedKV(NamedTuple):
         return PackedKV(put_packed(self.k, k_BTKH, start), put_packed(self.v, v_BTKH, start))
 
 
-class TriedRing(NamedTuple):
+class TrialRing(NamedTuple):
     """A ring, and new keys and values of which it is not known yet how many will stay."""
 
     old: KV | StoredKV
@@ -113,7 +113,7 @@ class TriedRing(NamedTuple):
     """[B, T, K, H]."""
 
 
-class Kept(NamedTuple):
+class RoundedKV(NamedTuple):
     """Keys and values of new tokens, rounded as they are stored, and what was kept of those before
     them."""
 
@@ -122,7 +122,7 @@ class Kept(NamedTuple):
     v: jax.Array
     before: KV | StoredKV | None
     """None in training and of packed rows."""
-    after: KV | StoredKV | TriedRing | PackedKV | None
+    after: KV | StoredKV | TrialRing | PackedKV | None
     """With the new tokens."""
 
 
@@ -131,19 +131,19 @@ def keep(
     v_BTKH: jax.Array,
     inputs: LayerInputs,
     state: KV | StoredKV | PackedKV | None,
-) -> Kept:
+) -> RoundedKV:
     """What queries of the new tokens look at; state: of those before, None in training."""
     if state is None:
-        return Kept(k_BTKH, v_BTKH, None, None)
+        return RoundedKV(k_BTKH, v_BTKH, None, None)
     if isinstance(state, PackedKV):
         put = state.put(k_BTKH, v_BTKH, inputs.decoding.start[0])
-        return Kept(*put, None, put)
+        return RoundedKV(*put, None, put)
     ring, new = is_ring(state, inputs.spec.window), state.new(k_BTKH, v_BTKH)
     k_BTKH, v_BTKH = new.read(k_BTKH.dtype)
     if ring and inputs.trial:
         # Every new token takes the slot of an old one, which may be needed again.
-        return Kept(k_BTKH, v_BTKH, state, TriedRing(state, new))
-    return Kept(k_BTKH, v_BTKH, state, write(state, new, inputs.decoding, ring))
+        return RoundedKV(k_BTKH, v_BTKH, state, TrialRing(state, new))
+    return RoundedKV(k_BTKH, v_BTKH, state, write(state, new, inputs.decoding, ring))
 
 
 def is_ring(state: KV | StoredKV, window: int | None) -> bool:
@@ -181,10 +181,10 @@ def put_packed(old_BSX: jax.Array, new_BTX: jax.Array, start: jax.Array) -> jax.
     return jax.lax.dynamic_update_slice_in_dim(old_BSX, new_BTX, start, axis=1)
 
 
-def commit(tried: KV | StoredKV | TriedRing, decoding: Decoding) -> KV | StoredKV:
+def commit(tried: KV | StoredKV | TrialRing, decoding: Decoding) -> KV | StoredKV:
     """The state with the tokens of a trial that count. Where slots are not used again, those behind
     `decoding.end` are dead already."""
-    if not isinstance(tried, TriedRing):
+    if not isinstance(tried, TrialRing):
         return tried
     return write(tried.old, tried.new, decoding, ring=True)
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jaxtrain.parallel.rules import gathered
+from jaxtrain.distributed.sharding import gathered
 
 Dtype = jnp.dtype | type | str
 
@@ -116,7 +116,7 @@ Place = Callable[[Sequence[str | None], Sequence[int]], PartitionSpec]
 """(logical axes, shape) -> where such an array lies."""
 
 
-class Packed(Protocol):
+class PackedMatrices(Protocol):
     """Matrices of experts in fewer bits, frozen: a pytree, which is all that is kept and moved."""
 
     @property
@@ -134,7 +134,7 @@ class Packed(Protocol):
 
 
 def kernel_specs(kernel: Any, names: Sequence[str | None], place: Place) -> Any:
-    """A PartitionSpec for each leaf of an expert's kernel, an array or `Packed`."""
+    """A PartitionSpec for each leaf of an expert's kernel, an array or `PackedMatrices`."""
     return kernel.specs(names, place) if hasattr(kernel, "specs") else place(names, kernel.shape)
 
 
@@ -162,7 +162,7 @@ class ExpertLinear(Linear):
     def weights(self) -> tuple[Any, tuple[jax.Array, jax.Array] | None]:
         """(kernel, None or the factors a [E, in, R] and b [E, R, out] of what is added to it).
 
-        The kernel is an array in the param dtype, as the op casts it itself, or `Packed`.
+        The kernel is an array in the param dtype, as the op casts it itself, or `PackedMatrices`.
         """
         plain = isinstance(self.kernel, nnx.Param)
         kernel = self.kernel[...] if plain else self.kernel.packed()

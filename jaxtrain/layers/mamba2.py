@@ -20,12 +20,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtrain_kernels import causal_conv, ssd
 
+from jaxtrain.distributed.sharding import constrain, count_ways, mesh_axes, partition_spec
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Dtype, Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import GroupedRMSNorm
 from jaxtrain.layers.recurrent import kept_until, move_tail, used_until
-from jaxtrain.parallel.rules import constrain, count_ways, mesh_axes, partition_spec
 
 FIRST_STEPS = (1e-3, 1e-1)
 """dt of a new layer: drawn between these, evenly in log."""
@@ -40,7 +40,7 @@ class MambaState(NamedTuple):
     """[B, N, S, P] in at least float32."""
 
 
-class TriedMamba(NamedTuple):
+class TrialMambaState(NamedTuple):
     """A state, and what new tokens bring of which it is not known yet how many will stay."""
 
     old: MambaState
@@ -48,7 +48,7 @@ class TriedMamba(NamedTuple):
     dt_BTN: jax.Array
 
 
-class Share(NamedTuple):
+class HeadParameters(NamedTuple):
     """What the heads are computed with, beside activations; cut like them."""
 
     conv_GFW: jax.Array
@@ -119,14 +119,16 @@ class Mamba2(Mixer):
         tail = jnp.zeros((rows, self.taps - 1, G, N // G * P + 2 * S), dtype)
         return MambaState(tail, jnp.zeros((rows, N, S, P), jnp.promote_types(dtype, jnp.float32)))
 
-    def place_state(self, state: MambaState | TriedMamba | None) -> MambaState | TriedMamba | None:
+    def place_state(
+        self, state: MambaState | TrialMambaState | None
+    ) -> MambaState | TrialMambaState | None:
         """See Mixer."""
         if state is None:
             return None
-        if isinstance(state, TriedMamba):
+        if isinstance(state, TrialMambaState):
             m_BTGF = constrain(state.m_BTGF, "rows", None, "act_heads", None)
             dt_BTN = constrain(state.dt_BTN, "rows", None, "act_heads")
-            return TriedMamba(self.place_state(state.old), m_BTGF, dt_BTN)
+            return TrialMambaState(self.place_state(state.old), m_BTGF, dt_BTN)
         return MambaState(
             constrain(state.tail, "rows", None, "act_heads", None),
             constrain(state.S, "rows", "act_heads", None, None),
@@ -136,7 +138,9 @@ class Mamba2(Mixer):
         """See Mixer: of every token B x^T and S^T C, whatever it sees."""
         return 4.0 * self.num_heads * self.head_dim * self.state_dim * len(spans)
 
-    def commit_state(self, spec: LayerSpec, tried: TriedMamba, decoding: Decoding) -> MambaState:
+    def commit_state(
+        self, spec: LayerSpec, tried: TrialMambaState, decoding: Decoding
+    ) -> MambaState:
         """See Mixer: the recurrence runs again over those that stay, the projections do not."""
         T = tried.m_BTGF.shape[1]
         count_B = decoding.end - decoding.start
@@ -146,7 +150,7 @@ class Mamba2(Mixer):
 
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: MambaState | None = None
-    ) -> tuple[jax.Array, MambaState | TriedMamba | None]:
+    ) -> tuple[jax.Array, MambaState | TrialMambaState | None]:
         context = inputs.context
         if state is None and context.since is not None:
             raise UserError(
@@ -172,7 +176,7 @@ class Mamba2(Mixer):
         if state is None:
             return y_BTD, None
         if inputs.trial:
-            return y_BTD, TriedMamba(state, m_BTGF, dt_BTN)
+            return y_BTD, TrialMambaState(state, m_BTGF, dt_BTN)
         decoding = inputs.decoding
         tail = move_tail(state.tail, m_BTGF, decoding.end - decoding.start)
         return y_BTD, MambaState(tail, S)
@@ -181,7 +185,7 @@ class Mamba2(Mixer):
         """(what the heads found [B, T, N P], the last S or None), on whatever mesh is set."""
         B, T, G, _ = m_BTGF.shape
         wide = dt_BTN.dtype
-        share = Share(
+        share = HeadParameters(
             self.conv[...].reshape(G, -1, self.taps),
             None if self.conv_bias is None else self.conv_bias[...].reshape(G, -1),
             -jnp.exp(self.A_log[...].astype(wide)),
@@ -238,7 +242,9 @@ def divide_groups(x: jax.Array, *, parts: int, state_dim: int, axis: int) -> jax
     return jnp.concatenate([heads.reshape(shape), jnp.repeat(shared, parts, axis=axis)], axis=at)
 
 
-def mix_heads(m_BTGF, share: Share, dt_BTN, until_BT, prev_BT, state, *, head_dim, state_dim, impl):
+def mix_heads(
+    m_BTGF, share: HeadParameters, dt_BTN, until_BT, prev_BT, state, *, head_dim, state_dim, impl
+):
     """The convolution and the recurrence of the groups that are here: see `Mamba2._mix`."""
     B, T, G, F = m_BTGF.shape
     N, wide = dt_BTN.shape[2], dt_BTN.dtype

@@ -14,9 +14,9 @@ import numpy as np
 from flax import nnx
 from jaxtrain_kernels import Context
 
+from jaxtrain.distributed.sharding import constrain
 from jaxtrain.layers.linear import Dtype
 from jaxtrain.layers.rope import Angles
-from jaxtrain.parallel.rules import constrain
 
 State = Any
 """A pytree of arrays [B, ...]."""
@@ -86,7 +86,7 @@ class LayerInputs(NamedTuple):
     state that its `commit_state` understands."""
 
 
-class Handed(NamedTuple):
+class SharedKV(NamedTuple):
     """What a mixer returns in the place of its state where `spec.gives` is set."""
 
     state: State

@@ -24,14 +24,14 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.distributed.sharding import constrain
+from jaxtrain.layers.fused_linear import join, multiply_together
 from jaxtrain.layers.kv_cache import FEW, put_new, put_packed, seen_slots, whole_context
 from jaxtrain.layers.linear import Dtype, Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, PositionScale, rotate
 from jaxtrain.layers.sharded_attention import attend
-from jaxtrain.layers.side_by_side import join, multiply_together
-from jaxtrain.parallel.rules import constrain
 
 
 class Latents(NamedTuple):

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.distributed.sharding import constrain
+from jaxtrain.layers.fused_linear import join, multiply_together
 from jaxtrain.layers.linear import Dtype, Linear
-from jaxtrain.layers.side_by_side import join, multiply_together
-from jaxtrain.parallel.rules import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,

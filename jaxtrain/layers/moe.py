@@ -1,7 +1,7 @@
 """MoE: a mixture of experts in the place of a dense MLP, dropless.
 
 Every token reaches all experts that its router chose, however many others chose them, so a token's
-result does not depend on its neighbours and a packed tree equals its branches.
+result does not depend on its neighbors and a packed tree equals its branches.
 """
 
 import functools
@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtrain_kernels import Clamped, Context
 
+from jaxtrain.distributed.sharding import constrain
 from jaxtrain.layers.expert_parallel import through_experts
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.linear import Dtype, ExpertLinear, Linear
 from jaxtrain.layers.mlp import MLP, GatedMLP
 from jaxtrain.layers.router import Router
 from jaxtrain.layers.router_notes import note_choice
-from jaxtrain.parallel.rules import constrain
 
 
 class Experts(nnx.Module):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.parallel.rules import constrain
+from jaxtrain.distributed.sharding import constrain
 
 GOLDEN = 0x9E3779B1
 EMBEDDING = 0x3C6EF372
@@ -62,7 +62,7 @@ def token_words(words_B: jax.Array, length: int) -> jax.Array:
 
 
 def mix(words: jax.Array, salt: jax.Array | int = 0) -> jax.Array:
-    """Other words that tell nothing of these: MurmurHash3's finaliser (Appleby, public domain)."""
+    """Other words that tell nothing of these: MurmurHash3's finalizer (Appleby, public domain)."""
     words = words ^ jnp.asarray(salt, jnp.uint32)
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)

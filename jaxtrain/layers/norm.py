@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtrain_kernels.rotate_heads.reference import to_unit
-from jaxtrain_kernels.rotate_heads.xla import normalise
+from jaxtrain_kernels.rotate_heads.xla import normalize
 
 from jaxtrain.layers.linear import Dtype
 
@@ -14,7 +14,7 @@ from jaxtrain.layers.linear import Dtype
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * scale over the last dim; statistics in at least float32.
 
-    The normalised value is rounded to x's dtype before the scale is applied, as transformers does.
+    The normalized value is rounded to x's dtype before the scale is applied, as transformers does.
     """
 
     def __init__(
@@ -28,10 +28,10 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return normalise(x, self.scale[...], self.eps)
+        return normalize(x, self.scale[...], self.eps)
 
 
-class ZeroCentredRMSNorm(RMSNorm):
+class ZeroCenteredRMSNorm(RMSNorm):
     """x / sqrt(mean(x^2) + eps) * (1 + scale), rounded to x's dtype at the end (Qwen3-Next)."""
 
     def __init__(self, num_features: int, *, eps: float, param_dtype: Dtype = jnp.float32):
@@ -39,14 +39,14 @@ class ZeroCentredRMSNorm(RMSNorm):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return normalise_zero_centred(x, self.scale[...], self.eps)
+        return normalize_zero_centered(x, self.scale[...], self.eps)
 
 
 class PreciseRMSNorm(RMSNorm):
     """RMSNorm whose scale is applied before the value is rounded to x's dtype."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return normalise_precisely(x, self.scale[...], self.eps)
+        return normalize_precisely(x, self.scale[...], self.eps)
 
 
 class UnitRMSNorm(RMSNorm):
@@ -56,7 +56,7 @@ class UnitRMSNorm(RMSNorm):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return normalise_alone(x, self.eps)
+        return normalize_alone(x, self.eps)
 
 
 class GroupedRMSNorm(RMSNorm):
@@ -71,7 +71,7 @@ class GroupedRMSNorm(RMSNorm):
         self.num_groups = num_groups
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
-        return normalise_groups(x, gate, self.scale[...], self.eps, self.num_groups)
+        return normalize_groups(x, gate, self.scale[...], self.eps, self.num_groups)
 
 
 class GatedRMSNorm(RMSNorm):
@@ -82,32 +82,32 @@ class GatedRMSNorm(RMSNorm):
         super().__init__(num_features, eps=eps, param_dtype=wide)
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
-        return normalise_gated(x, gate, self.scale[...], self.eps)
+        return normalize_gated(x, gate, self.scale[...], self.eps)
 
 
-# Each formula is rematerialised on its own, as `normalise`, that of RMSNorm.
+# Each formula is rematerialized on its own, as `normalize`, that of RMSNorm.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
-def normalise_alone(x: jax.Array, eps: float) -> jax.Array:
+def normalize_alone(x: jax.Array, eps: float) -> jax.Array:
     """The formula of UnitRMSNorm, on arrays."""
     return to_unit(x, eps).astype(x.dtype)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def normalise_zero_centred(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """The formula of ZeroCentredRMSNorm, on arrays."""
+def normalize_zero_centered(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """The formula of ZeroCenteredRMSNorm, on arrays."""
     unit = to_unit(x, eps)
     return (unit * (1 + scale.astype(unit.dtype))).astype(x.dtype)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def normalise_precisely(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def normalize_precisely(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """The formula of PreciseRMSNorm, on arrays."""
     unit = to_unit(x, eps)
     return (unit * scale.astype(unit.dtype)).astype(x.dtype)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(3, 4))
-def normalise_groups(
+def normalize_groups(
     x: jax.Array, gate: jax.Array, scale: jax.Array, eps: float, num_groups: int
 ) -> jax.Array:
     """The formula of GroupedRMSNorm, on arrays."""
@@ -118,7 +118,7 @@ def normalise_groups(
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
-def normalise_gated(x: jax.Array, gate: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def normalize_gated(x: jax.Array, gate: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """The formula of GatedRMSNorm, on arrays: rounded to x's dtype before the scale and at the
     end, as transformers does."""
     unit = to_unit(x, eps)

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.distributed.sharding import constrain
 from jaxtrain.layers.embed import Embed
 from jaxtrain.layers.linear import Dtype, Linear
 from jaxtrain.layers.mlp import gated
 from jaxtrain.layers.norm import RMSNorm
-from jaxtrain.parallel.rules import constrain
 
 
 class PerLayerInputs(nnx.Module):

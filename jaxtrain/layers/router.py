@@ -1,8 +1,8 @@
 """Router: which experts a token goes to, and how much each of them counts.
 
-Every family's router is `choose` with a `Routing` of its own:
+Every family's router is `choose` with a `RoutingOptions` of its own:
 
-    logits -> cap -> scores -> + bias, groups -> the best k -> their scores -> normalise -> scale
+    logits -> cap -> scores -> + bias, groups -> the best k -> their scores -> normalize -> scale
 
 Shapes: [..., D] tokens, E experts, k experts per token, G groups of E / G experts. All scores are
 computed in at least float32: a rounding error here sends a token to another expert.
@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.distributed.sharding import partition_spec
 from jaxtrain.layers.linear import Dtype
 from jaxtrain.layers.norm import RMSNorm
-from jaxtrain.parallel.rules import partition_spec
 
 SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": lambda logits: jax.nn.softmax(logits, axis=-1),
@@ -27,7 +27,7 @@ SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """Where tokens go."""
 
     experts: jax.Array
@@ -43,10 +43,10 @@ class Choice(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Routing:
+class RoutingOptions:
     """How logits become a choice.
 
-    "softmax" that is normalised is a softmax over the chosen logits alone (Mixtral, gpt-oss,
+    "softmax" that is normalized is a softmax over the chosen logits alone (Mixtral, gpt-oss,
     Granite); a sigmoid with a bias on the choice is DeepSeek-V3's router (arXiv:2412.19437).
     """
 
@@ -59,7 +59,7 @@ class Routing:
     """Only experts of that many of the groups are candidates, those of the greatest strength."""
     strength: int = 2
     """How many of a group's best candidates are summed for it."""
-    normalise: bool = False
+    normalize: bool = False
     """The gates of a token are divided by their sum."""
     min_sum: float = 0.0
     """A smaller sum than this counts as this (ERNIE)."""
@@ -76,12 +76,12 @@ class Routing:
 
 def choose(
     logits: jax.Array,
-    routing: Routing,
+    routing: RoutingOptions,
     *,
     choice_bias: jax.Array | None = None,
     expert_scale: jax.Array | None = None,
     given: jax.Array | None = None,
-) -> Choice:
+) -> ExpertChoice:
     """The choice that a router of these logits [..., E] makes.
 
     choice_bias [E] is added to scores for the choice only, so gates never hold it and it has no
@@ -102,7 +102,7 @@ def choose(
     if given is not None:
         experts = jnp.where(_are_experts(given), given.astype(experts.dtype), experts)
     gates = jnp.take_along_axis(scores, experts, axis=-1)
-    if routing.normalise:
+    if routing.normalize:
         total = gates.sum(-1, keepdims=True)
         if routing.min_sum:
             total = jnp.maximum(total, routing.min_sum)
@@ -112,7 +112,7 @@ def choose(
     if expert_scale is not None:
         gates = gates * expert_scale.astype(gates.dtype)[experts]
     probs = scores if routing.score == "softmax" else scores / scores.sum(-1, keepdims=True)
-    return Choice(experts, gates, probs, jax.nn.logsumexp(logits, axis=-1), own)
+    return ExpertChoice(experts, gates, probs, jax.nn.logsumexp(logits, axis=-1), own)
 
 
 def _are_experts(given: jax.Array) -> jax.Array:
@@ -133,7 +133,7 @@ def _best(wanted: jax.Array, top: int) -> jax.Array:
     return jax.shard_map(best, in_specs=spec, out_specs=spec, check_vma=False)(wanted)
 
 
-def _close_groups(wanted: jax.Array, routing: Routing) -> jax.Array:
+def _close_groups(wanted: jax.Array, routing: RoutingOptions) -> jax.Array:
     """`wanted` [..., E] with -inf in all but the strongest groups."""
     grouped = wanted.reshape(*wanted.shape[:-1], routing.groups, -1)
     strength = jax.lax.top_k(grouped, min(routing.strength, grouped.shape[-1]))[0].sum(-1)
@@ -159,7 +159,7 @@ class Router(nnx.Module):
         self,
         num_features: int,
         num_experts: int,
-        routing: Routing,
+        routing: RoutingOptions,
         *,
         logit_bias: bool = False,
         choice_bias: bool = False,
@@ -187,7 +187,7 @@ class Router(nnx.Module):
         self.routing, self.wide = routing, wide
         self.dtype = jnp.dtype(dtype)
 
-    def __call__(self, x: jax.Array, given: jax.Array | None = None) -> Choice:
+    def __call__(self, x: jax.Array, given: jax.Array | None = None) -> ExpertChoice:
         """given: see `choose`."""
         if self.norm is not None:
             x = self.norm(x)

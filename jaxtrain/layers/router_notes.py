@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtrain_kernels import Context
 
-from jaxtrain.layers.router import Choice
+from jaxtrain.layers.router import ExpertChoice
 
 
 def note_choice(
-    choice: Choice, context: Context, given: jax.Array | None = None
+    choice: ExpertChoice, context: Context, given: jax.Array | None = None
 ) -> dict[str, jax.Array]:
     """Of the router's own choice, whatever experts were given: sums over the tokens of each row
     that are not padding, in at least float32.

@@ -10,7 +10,7 @@ from jaxtrain.layers.linear import Dtype
 class Score(nnx.Module):
     """weight [n, D] (+ bias [n]), as Hugging Face stores them; on every device whole.
 
-    No Linear: adapters and quantised storage leave it alone, it is trained in full.
+    No Linear: adapters and quantized storage leave it alone, it is trained in full.
     """
 
     def __init__(

@@ -21,9 +21,9 @@ from jaxtrain_kernels import Context, decode_attention, rotate_heads
 from jaxtrain_kernels import attention as attention_op
 from jaxtrain_kernels.mosaic import on_hopper
 
+from jaxtrain.distributed.sharding import count_ways, mesh_axes, partition_spec
 from jaxtrain.layers.mixer import SharedSlots
 from jaxtrain.layers.rope import Angles
-from jaxtrain.parallel.rules import count_ways, mesh_axes, partition_spec
 
 
 def attend(

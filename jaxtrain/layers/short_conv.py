@@ -15,15 +15,15 @@ import numpy as np
 from flax import nnx
 from jaxtrain_kernels import causal_conv
 
+from jaxtrain.distributed.sharding import constrain
 from jaxtrain.errors import UserError
+from jaxtrain.layers.fused_linear import join, multiply_together
 from jaxtrain.layers.linear import Dtype, Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.recurrent import move_tail
-from jaxtrain.layers.side_by_side import join, multiply_together
-from jaxtrain.parallel.rules import constrain
 
 
-class TriedConv(NamedTuple):
+class TrialConvState(NamedTuple):
     """A state, and new inputs of which it is not known yet how many will stay."""
 
     tail: jax.Array
@@ -73,7 +73,7 @@ class ShortConv(Mixer):
         """See Mixer."""
         return 2.0 * self.taps * self.num_features * len(spans)
 
-    def commit_state(self, spec: LayerSpec, tried: TriedConv, decoding: Decoding) -> jax.Array:
+    def commit_state(self, spec: LayerSpec, tried: TrialConvState, decoding: Decoding) -> jax.Array:
         """See Mixer."""
         return _move(tried.tail, tried.u_BTF, decoding)
 
@@ -87,7 +87,7 @@ class ShortConv(Mixer):
 
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array | TriedConv | None]:
+    ) -> tuple[jax.Array, jax.Array | TrialConvState | None]:
         context = inputs.context
         if state is None and context.since is not None:
             raise UserError(
@@ -104,7 +104,7 @@ class ShortConv(Mixer):
         if state is None:
             return y_BTD, None
         if inputs.trial:
-            return y_BTD, TriedConv(state, u_BTF)
+            return y_BTD, TrialConvState(state, u_BTF)
         return y_BTD, _move(state, u_BTF, inputs.decoding)
 
 

@@ -20,12 +20,12 @@ from flax import nnx
 from jaxtrain_kernels import Context
 from jaxtrain_kernels.mosaic import device_kind
 
+from jaxtrain.distributed.sharding import constrain
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer, State
 from jaxtrain.layers.noise import give_words, mix
 from jaxtrain.layers.rope import Angles
-from jaxtrain.parallel.rules import constrain
 
 SAVE_DOTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -48,7 +48,7 @@ Everything else is computed again. Attention's backends, adapters and the Linear
 their results as the policies do."""
 
 
-class Hidden(NamedTuple):
+class StackOutput(NamedTuple):
     """What comes out of the layers."""
 
     hidden: jax.Array
@@ -59,7 +59,7 @@ class Hidden(NamedTuple):
     """{name: [layers, ...]} of what blocks noted, in the order of the layers that did."""
 
 
-class Replay(NamedTuple):
+class TokenReplay(NamedTuple):
     """What a layer without a trial state of its own needs to read again the tokens that stay."""
 
     state: State
@@ -68,7 +68,7 @@ class Replay(NamedTuple):
     """[B, T, D] what the block was given."""
 
 
-class Segment(NamedTuple):
+class LayerSegment(NamedTuple):
     """Layers that run as one scan, or a single one."""
 
     start: int
@@ -126,7 +126,7 @@ class Stack(nnx.Module):
         trial: bool = False,
         depth: int | None = None,
         words: jax.Array | None = None,
-    ) -> tuple[Hidden, tuple[State, ...]]:
+    ) -> tuple[StackOutput, tuple[State, ...]]:
         """(outputs, the states after the tokens; none without `states`, as in training).
 
         angles: by the names of the position encodings. extra: a pytree of arrays [L, ...], of which
@@ -141,7 +141,7 @@ class Stack(nnx.Module):
         if self.scan and self.layers is None and states is None:
             segments = find_segments(self.specs)
         else:
-            segments = tuple(Segment(layer, 1, 1) for layer in range(num_layers))
+            segments = tuple(LayerSegment(layer, 1, 1) for layer in range(num_layers))
         blocks = self._split_blocks(segments)
         numbers = None if words is None else jnp.arange(num_layers, dtype=jnp.uint32)
         extras = _split((extra, experts, numbers), [len(segment.layers) for segment in segments])
@@ -164,7 +164,7 @@ class Stack(nnx.Module):
             inputs = LayerInputs(
                 context, spec, turns, decoding, extra, experts, beside, found, given, trial=own
             )
-            before = Replay(state, x_BTD)
+            before = TokenReplay(state, x_BTD)
             x_BTD, state, noted = block(x_BTD, inputs, state)
             state, given = state if spec.gives else (state, None)
             if trial and not own:
@@ -176,7 +176,7 @@ class Stack(nnx.Module):
         def runner(graphdef, spec, scanned):
             run_one = functools.partial(run, graphdef=graphdef, spec=spec)
             if self.remat != "none" and states is None:
-                # Inside a scan the loop already keeps XLA from undoing the rematerialisation.
+                # Inside a scan the loop already keeps XLA from undoing the rematerialization.
                 policy, keep = REMAT[self.remat], not self.scan
                 run_one = jax.checkpoint(run_one, policy=policy, prevent_cse=keep)
             return run_one if scanned else jax.jit(run_one)
@@ -219,7 +219,7 @@ class Stack(nnx.Module):
             for name, value in found.items():
                 notes.setdefault(name, []).append(value)
         notes = {name: jnp.concatenate(parts) for name, parts in notes.items()}
-        return Hidden(x_BTD, captured, notes), () if states is None else tuple(new_states)
+        return StackOutput(x_BTD, captured, notes), () if states is None else tuple(new_states)
 
     def commit(
         self,
@@ -235,7 +235,7 @@ class Stack(nnx.Module):
         parts = _split(extra, [1] * len(self.specs))
         for (spec, block), part, state in zip(self.singles(), parts, tried, strict=True):
             part = jax.tree.map(lambda leaf: leaf[0], part)
-            if isinstance(state, Replay):
+            if isinstance(state, TokenReplay):
                 inputs = LayerInputs(context, spec, angles.get(spec.rope), decoding, part)
                 _, state, _ = block(state.x, inputs, state.state)
             else:
@@ -246,7 +246,7 @@ class Stack(nnx.Module):
     def singles(self) -> list[tuple[LayerSpec, Any]]:
         """Each layer's spec and its block by itself."""
         found = []
-        alone = [Segment(layer, 1, 1) for layer in range(len(self.specs))]
+        alone = [LayerSegment(layer, 1, 1) for layer in range(len(self.specs))]
         for spec, own in zip(self.specs, self._split_blocks(alone), strict=True):
             graphdef, params = own[spec.kind]
             found.append((spec, nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], params))))
@@ -258,7 +258,7 @@ class Stack(nnx.Module):
         For programs that run the layers in a loop of their own, as decoding does: there a slice of
         the stack is a copy every time. To be called inside of jit; nothing of the stack remains.
         """
-        singles = [Segment(layer, 1, 1) for layer in range(len(self.specs))]
+        singles = [LayerSegment(layer, 1, 1) for layer in range(len(self.specs))]
         layers = []
         for own in self._split_blocks(singles, rounded=False):
             ((graphdef, state),) = own.values()
@@ -298,7 +298,7 @@ class Stack(nnx.Module):
         return list(self.layers or [getattr(self, spec.kind) for spec in self.specs])
 
     def _split_blocks(
-        self, segments: Sequence[Segment], rounded: bool = True
+        self, segments: Sequence[LayerSegment], rounded: bool = True
     ) -> list[dict[str, tuple[Any, nnx.State]]]:
         """For each segment {kind: (graphdef, its layers' parameters on a leading axis)}."""
         if self.layers is not None:
@@ -326,16 +326,16 @@ class Stack(nnx.Module):
 
 
 @functools.cache
-def find_segments(specs: tuple[LayerSpec, ...]) -> tuple[Segment, ...]:
+def find_segments(specs: tuple[LayerSpec, ...]) -> tuple[LayerSegment, ...]:
     """Segments in which the fewest layers have to be compiled."""
-    best: dict[int, tuple[int, tuple[Segment, ...]]] = {len(specs): (0, ())}
+    best: dict[int, tuple[int, tuple[LayerSegment, ...]]] = {len(specs): (0, ())}
     for start in reversed(range(len(specs))):
-        options = [Segment(start, 1, 1)]
+        options = [LayerSegment(start, 1, 1)]
         for period in range(1, (len(specs) - start) // 2 + 1):
             repeats = 1
             while specs[start : start + period] == specs[start + period * repeats :][:period]:
                 repeats += 1
-                options.append(Segment(start, period, repeats))
+                options.append(LayerSegment(start, period, repeats))
         found = []
         for option in options:
             cost, others = best[option.layers.stop]
@@ -345,7 +345,7 @@ def find_segments(specs: tuple[LayerSpec, ...]) -> tuple[Segment, ...]:
 
 
 def _scan(
-    segment: Segment,
+    segment: LayerSegment,
     specs: Sequence[LayerSpec],
     runners: Sequence[Callable],
     x_BTD: jax.Array,
@@ -357,7 +357,7 @@ def _scan(
     """(output, {layer: output} of those wanted, {name: [layers, ...]}) of a segment's first rounds.
 
     Every layer writes its output at its slot of one buffer, at a spare one where nobody asked;
-    outside of what is rematerialised, so nothing is kept of it for each layer.
+    outside of what is rematerialized, so nothing is kept of it for each layer.
     """
     _, period, repeats = segment
     kinds = [spec.kind for spec in specs]
@@ -409,7 +409,7 @@ def _unfold(tree: Any, count: int) -> list[Any]:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Slice:
+class LayerSlice:
     """`whole[index]`, to be taken by who reads it."""
 
     whole: jax.Array
@@ -420,14 +420,14 @@ class Slice:
 
 
 def _pieces(params: Any, count: int) -> list[Any]:
-    """As `_unfold`, but each piece of a matrix is a `Slice`: what is rematerialised keeps what it
+    """As `_unfold`, but each piece of a matrix is a `LayerSlice`: what is rematerialized keeps what it
     is given, and so would keep a copy of every piece, where the whole lies in the scan's input
     anyway. For the others a concatenation of gradients is cheaper than a sum: see `_split`."""
     if count == 1:
         return [params]
     leaves, treedef = jax.tree.flatten(params)
     taken = [
-        [Slice(leaf, jnp.int32(index)) for index in range(count)]
+        [LayerSlice(leaf, jnp.int32(index)) for index in range(count)]
         if leaf.ndim > 2
         else _unfold(leaf, count)
         for leaf in leaves
@@ -437,7 +437,7 @@ def _pieces(params: Any, count: int) -> list[Any]:
 
 def _taken(params: Any) -> Any:
     """The parameters with what `_pieces` left to be taken."""
-    is_slice = lambda leaf: isinstance(leaf, Slice)  # noqa: E731
+    is_slice = lambda leaf: isinstance(leaf, LayerSlice)  # noqa: E731
     return jax.tree.map(
         lambda leaf: leaf.take() if is_slice(leaf) else leaf, params, is_leaf=is_slice
     )

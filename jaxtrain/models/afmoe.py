@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Self
 
 from flax import nnx
 
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.router import Routing
+from jaxtrain.layers.router import RoutingOptions
 from jaxtrain.models.blocks import attention_block, dense_mlp, experts_mlp
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.experts import ExpertsConfig
 from jaxtrain.models.naming import attention_names, expert_names, mlp_names, outer_names
 from jaxtrain.models.windows import windowed_layers
@@ -84,9 +84,9 @@ class Config(ExpertsConfig):
         return math.sqrt(self.hidden_size) if self.mup_enabled else 1.0
 
     @property
-    def routing(self) -> Routing:
+    def routing(self) -> RoutingOptions:
         top, scale = self.num_experts_per_tok, self.route_scale
-        return Routing(top=top, score="sigmoid", normalise=True, scale=scale)
+        return RoutingOptions(top=top, score="sigmoid", normalize=True, scale=scale)
 
     @property
     def shared_width(self) -> int | None:
@@ -96,7 +96,7 @@ class Config(ExpertsConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         experts = functools.partial(
             experts_mlp,
             num_hidden=config.moe_intermediate_size,
@@ -117,7 +117,7 @@ class Model(Decoder):
         )
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     entries, bias, count = outer_names(config), config.attention_bias, config.num_local_experts
     experts = {

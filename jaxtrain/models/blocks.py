@@ -13,7 +13,7 @@ from jaxtrain.layers.mixer import Mixer
 from jaxtrain.layers.mlp import GatedMLP
 from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.router import Router
-from jaxtrain.models.decoder import Options
+from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.experts import ExpertsConfig, GroupedExpertsConfig
 from jaxtrain.models.naming import PRE_NORMS
@@ -63,7 +63,7 @@ def grouped_experts_mlp(config: GroupedExpertsConfig, common: Mapping[str, Any])
 
 def attention_block(
     config: DecoderConfig,
-    options: Options,
+    options: DecoderOptions,
     rngs: nnx.Rngs,
     *,
     make_mlp: MakeMLP = dense_mlp,

@@ -24,20 +24,28 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain import plugins
+from jaxtrain.distributed.mesh import is_main_process, sync_processes
+from jaxtrain.distributed.sharding import shardings
 from jaxtrain.errors import UserError
-from jaxtrain.hf.config_checks import check_names
-from jaxtrain.hf.files import read_object
-from jaxtrain.hf.ops import TIED_COPY, Entry, Grown, Piece, Stack, Tensor, whole
-from jaxtrain.hf.packed import open_folder, without_packing
-from jaxtrain.hf.safetensors import Folder, Stored, write_folder
+from jaxtrain.huggingface.config_checks import check_names
+from jaxtrain.huggingface.files import read_object
+from jaxtrain.huggingface.ops import (
+    TIED_COPY,
+    GrownRows,
+    ParameterEntry,
+    SplitPiece,
+    StackedOps,
+    TensorRef,
+    whole,
+)
+from jaxtrain.huggingface.packed import open_folder, without_packing
+from jaxtrain.huggingface.safetensors import SafetensorsFolder, TensorLocation, write_folder
 from jaxtrain.models import ARCHITECTURES, DRAFTS, TEXTS
 from jaxtrain.models.check_tensors import check_tensors, fixed_dtypes
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.finite import FiniteCheck
 from jaxtrain.models.scores import ScoreHead, read_score_head, split_architecture
-from jaxtrain.parallel.mesh import is_main_process, sync_processes
-from jaxtrain.parallel.rules import shardings
 
 
 def family(config: DecoderConfig) -> ModuleType:
@@ -138,21 +146,21 @@ def abstract(
     part: what makes, of the same arguments, a module with some of the model's parameters under
     their own paths, such as models.draft.TargetEnds.
     """
-    chosen = Options(**options)
+    chosen = DecoderOptions(**options)
     if part is not None:
         return nnx.eval_shape(lambda: part(config, chosen, nnx.Rngs(0)))
     return nnx.merge(*_shapes(config, chosen, jax.config.read("jax_enable_x64")))
 
 
 @functools.lru_cache(maxsize=64)
-def _shapes(config: DecoderConfig, options: Options, wide: bool) -> tuple[Any, Any]:
+def _shapes(config: DecoderConfig, options: DecoderOptions, wide: bool) -> tuple[Any, Any]:
     """The abstract model in two parts, from which `abstract` makes one for each caller: a run asks
     for it a dozen times, and every time all layers would be traced anew."""
     return nnx.split(nnx.eval_shape(lambda: family(config).Model(config, options, nnx.Rngs(0))))
 
 
 def init(config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: Any) -> Decoder:
-    """Randomly initialised model: normal(0, initializer_range), zero biases, unit norms.
+    """Randomly initialized model: normal(0, initializer_range), zero biases, unit norms.
 
     The numbers depend on the seed alone, not on the mesh.
     """
@@ -160,7 +168,7 @@ def init(config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: 
     graphdef, state = nnx.split(abstract(config, **options))
 
     def draw(key: jax.Array) -> nnx.State:
-        return nnx.state(module.Model(config, Options(**options), nnx.Rngs(params=key)))
+        return nnx.state(module.Model(config, DecoderOptions(**options), nnx.Rngs(params=key)))
 
     out_shardings = None if mesh is None else shardings(state, mesh)
     return nnx.merge(graphdef, jax.jit(draw, out_shardings=out_shardings)(jax.random.key(seed)))
@@ -176,7 +184,7 @@ def draw_params(
     **options: Any,
 ) -> Iterator[tuple[str, Any]]:
     """(path, array) of what `init` draws, the same numbers, one parameter after the other: for who
-    quantises each before the next is there. only: the paths to draw; None: all, with `part`, as in
+    quantizes each before the next is there. only: the paths to draw; None: all, with `part`, as in
     `abstract`, those that it has. by_layer: paths for which an iterator over the layers stands in
     the place of the array, so that none is there whole."""
     module = family(config)
@@ -188,7 +196,7 @@ def draw_params(
             continue
 
         def draw(key: jax.Array, layer: Any = None, path: tuple = path) -> jax.Array:
-            chosen = Options(**options, only_layer=layer)
+            chosen = DecoderOptions(**options, only_layer=layer)
             model = module.Model(config, chosen, nnx.Rngs(params=key))
             found = dict(nnx.to_flat_state(nnx.state(model)))[path].get_value()
             return found if layer is None else found[0]
@@ -258,17 +266,17 @@ def read_params(
 
 
 def _read_layers(
-    files: Folder,
-    entry: Entry,
+    files: SafetensorsFolder,
+    entry: ParameterEntry,
     like: jax.ShapeDtypeStruct,
     place: NamedSharding | None,
     check: FiniteCheck,
 ) -> Iterator[jax.Array]:
     """The layers of a stacked parameter, each read when it is asked for."""
-    assert isinstance(entry.op, Stack), f"{entry.param} is no stack of layers"
+    assert isinstance(entry.op, StackedOps), f"{entry.param} is no stack of layers"
     one = jax.ShapeDtypeStruct(like.shape[1:], like.dtype)
     for op in entry.op.ops:
-        layer = Entry(entry.param, op)
+        layer = ParameterEntry(entry.param, op)
         value = read_entry(files, layer, one, _place_layer(place))
         check.add(layer, value)
         yield value
@@ -282,17 +290,17 @@ def _place_layer(place: NamedSharding | None) -> NamedSharding | None:
     return NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
 
 
-def stored_entries(config: DecoderConfig) -> dict[str, Entry]:
+def stored_entries(config: DecoderConfig) -> dict[str, ParameterEntry]:
     """{parameter: its entry} as the folder that a config is to be read from has them."""
     found = {entry.param: entry for entry in family(config).names(config)}
     for param in ("embed.embedding", "lm_head.embedding") if config.grown else ():
         if param in found:
             stored = config.vocab_size - config.grown
-            found[param] = found[param]._replace(op=Grown(found[param].op, stored))
+            found[param] = found[param]._replace(op=GrownRows(found[param].op, stored))
     return found
 
 
-def _is_drawn(entry: Entry, config: DecoderConfig) -> bool:
+def _is_drawn(entry: ParameterEntry, config: DecoderConfig) -> bool:
     """Whether the folder that a config is to be read from has no such parameter."""
     return config.score is not None and config.score.drawn and entry.param.startswith("score.")
 
@@ -335,7 +343,7 @@ def save(
     entries, flat = family(config).names(config), nnx.to_flat_state(nnx.state(model))
     params = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
     if config.score is None and config.tie_word_embeddings and TIED_COPY in stored:
-        entries = [*entries, Entry("embed.embedding", Tensor(TIED_COPY))]
+        entries = [*entries, ParameterEntry("embed.embedding", TensorRef(TIED_COPY))]
     plan, wide = {}, wide_tensors(config) if dtype else ()
     for entry in entries:
         own, fixed = params[entry.param].dtype, fixed_dtypes(entry)
@@ -349,7 +357,9 @@ def save(
         carried = {} if files is None else carried_tensors(files, model.carries)
         plan |= {name: (stored.shape, stored.dtype) for name, stored in carried.items()}
         copied = (
-            Piece(name, stored.shape, whole(stored.shape), files.fetch(name, whole(stored.shape)))
+            SplitPiece(
+                name, stored.shape, whole(stored.shape), files.fetch(name, whole(stored.shape))
+            )
             for name, stored in carried.items()
         )
         write_folder(folder, dict(sorted(plan.items())), itertools.chain(pieces, copied))
@@ -379,7 +389,9 @@ def wide_tensors(config: DecoderConfig) -> frozenset[str]:
     )
 
 
-def carried_tensors(files: Folder, carries: tuple[str, ...]) -> dict[str, Stored]:
+def carried_tensors(
+    files: SafetensorsFolder, carries: tuple[str, ...]
+) -> dict[str, TensorLocation]:
     """The tensors of a folder that are copied into every export, not trained."""
     return {name: found for name, found in files.tensors.items() if name.startswith(carries)}
 
@@ -396,7 +408,7 @@ def count_stale(model: Decoder, config: DecoderConfig) -> int:
     return 0 if files is None else len(carried_tensors(files, config.goes_stale))
 
 
-def open_carried(model: Decoder) -> Folder | None:
+def open_carried(model: Decoder) -> SafetensorsFolder | None:
     """The folder from which an export takes what no layer has; None where nothing is carried.
     UserError where it is gone."""
     if model.carried_from is None:
@@ -416,7 +428,10 @@ def param_count(config: DecoderConfig) -> int:
 
 
 def read_entry(
-    files: Folder, entry: Entry, like: jax.ShapeDtypeStruct, place: NamedSharding | None
+    files: SafetensorsFolder,
+    entry: ParameterEntry,
+    like: jax.ShapeDtypeStruct,
+    place: NamedSharding | None,
 ) -> jax.Array:
     """The parameter of an entry, with the shape and dtype of `like`, placed at `place`."""
 

@@ -7,20 +7,20 @@ import jax
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import spell
-from jaxtrain.hf.ops import TIED_COPY, Entry, whole
-from jaxtrain.hf.safetensors import Folder
+from jaxtrain.huggingface.files import spell
+from jaxtrain.huggingface.ops import TIED_COPY, ParameterEntry, whole
+from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.models.decoder_config import DecoderConfig
 
 
-def fixed_dtypes(entry: Entry) -> Mapping[str, Any]:
+def fixed_dtypes(entry: ParameterEntry) -> Mapping[str, Any]:
     """{tensor: dtype} of those tensors of an entry whose dtype is not that of the weights."""
     return getattr(entry.op, "dtypes", {})
 
 
 def check_tensors(
-    files: Folder,
-    shapes: Mapping[Entry, tuple[int, ...]],
+    files: SafetensorsFolder,
+    shapes: Mapping[ParameterEntry, tuple[int, ...]],
     config: DecoderConfig,
     whole: bool = True,
 ) -> None:
@@ -44,7 +44,7 @@ def check_tensors(
                     problems.append(f"{stored.file.name}: {name} is stored as {stored.dtype}")
             elif not jax.dtypes.issubdtype(stored.dtype, np.floating):
                 problems.append(
-                    f"{stored.file.name}: {name} is stored as {stored.dtype}, as quantised weights"
+                    f"{stored.file.name}: {name} is stored as {stored.dtype}, as quantized weights"
                     " are; convert the model to floats"
                 )
         elif name == TIED_COPY and config.score is not None:
@@ -69,7 +69,7 @@ def check_tensors(
         )
 
 
-def _equal(files: Folder, name: str, other: str) -> bool:
+def _equal(files: SafetensorsFolder, name: str, other: str) -> bool:
     a, b = files.tensors[name], files.tensors[other]
     if a.shape != b.shape or a.dtype != b.dtype:
         return False

@@ -23,13 +23,13 @@ from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import angles
 from jaxtrain.layers.routes import by_layer, side_by_side
 from jaxtrain.layers.score import Score
-from jaxtrain.layers.stack import Hidden, Stack
+from jaxtrain.layers.stack import Stack, StackOutput
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.scores import ScoreHead
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class DecoderOptions:
     """How a model is stored and run; nothing here changes what it computes but by rounding."""
 
     param_dtype: str = "float32"
@@ -55,7 +55,7 @@ class Options:
         }
 
 
-class Cache(NamedTuple):
+class DecoderCache(NamedTuple):
     """What the layers keep of the tokens so far."""
 
     states: tuple[State, ...]
@@ -64,7 +64,7 @@ class Cache(NamedTuple):
     """int32 [B]: tokens seen so far, and so the position of the next one."""
 
 
-class Trial(NamedTuple):
+class TrialTokens(NamedTuple):
     """Tokens that were read of which some may be taken back, for `Decoder.commit`."""
 
     states: tuple[State, ...]
@@ -94,7 +94,7 @@ def make_score(head: ScoreHead, num_features: int, common: Mapping[str, Any]) ->
     return Score(num_features, len(head.labels), use_bias=head.per == "token", **common)
 
 
-class Ends(nnx.Module):
+class EmbeddingAndHead(nnx.Module):
     """What stands around the layers of a language model, and so what a draft model borrows of its
     target: `embed`, the final `norm`, the head (`lm_head`; None: the embedding, or `score`)."""
 
@@ -127,7 +127,7 @@ class Ends(nnx.Module):
         return capped(logits, self.logit_softcap)
 
 
-class Layered(nnx.Module):
+class CachedStack(nnx.Module):
     """A stack of layers that keeps a cache of what it read; activations are in `compute_dtype`."""
 
     stack: Stack
@@ -145,22 +145,24 @@ class Layered(nnx.Module):
         self.stack.unstack()
         return self
 
-    def init_cache(self, rows: int, slots: int, dtype: Any = None) -> Cache:
+    def init_cache(self, rows: int, slots: int, dtype: Any = None) -> DecoderCache:
         """Empty cache of rows with room for `slots` tokens, by default in the compute dtype."""
         dtype = self.compute_dtype if dtype is None else jnp.dtype(dtype)
         states = self.stack.map_states(
             lambda mixer, spec: mixer.init_state(spec, rows, slots, dtype)
         )
-        return Cache(states, jnp.zeros(rows, jnp.int32))
+        return DecoderCache(states, jnp.zeros(rows, jnp.int32))
 
-    def grow_cache(self, cache: Cache, rows: int, slots: int) -> Cache:
+    def grow_cache(self, cache: DecoderCache, rows: int, slots: int) -> DecoderCache:
         """`cache` with room for more rows or tokens."""
         states = self.stack.map_states(
             lambda mixer, spec, state: mixer.grow_state(spec, state, rows, slots), cache.states
         )
-        return Cache(states, jnp.pad(cache.length, (0, rows - len(cache.length))))
+        return DecoderCache(states, jnp.pad(cache.length, (0, rows - len(cache.length))))
 
-    def insert(self, cache: Cache, rows_R: jax.Array, filled: Cache, source_R: jax.Array) -> Cache:
+    def insert(
+        self, cache: DecoderCache, rows_R: jax.Array, filled: DecoderCache, source_R: jax.Array
+    ) -> DecoderCache:
         """`cache` with rows of a `filled` one, of no more slots, in the place of some of its own;
         rows out of range go nowhere."""
         states = self.stack.map_states(
@@ -168,17 +170,19 @@ class Layered(nnx.Module):
             cache.states,
             filled.states,
         )
-        return Cache(states, cache.length.at[rows_R].set(filled.length[source_R], mode="drop"))
+        return DecoderCache(
+            states, cache.length.at[rows_R].set(filled.length[source_R], mode="drop")
+        )
 
 
-class Decoder(Ends, Layered):
+class Decoder(EmbeddingAndHead, CachedStack):
     """Embedding, blocks, final norm and head; a family says what its blocks are (`make_block`).
 
     `stored` is what `build.load` found: the dtype of the folder's tensors, for `build.save`. With
     `noise`, a RowNoise, `hidden` runs as in training; without, nothing is drawn.
     """
 
-    def __init__(self, config: DecoderConfig, options: Options, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs):
         common = options.layer_options(config, rngs)
         self.embed = Embed(config.vocab_size, config.hidden_size, **common)
         self.stack = Stack(
@@ -211,7 +215,7 @@ class Decoder(Ends, Layered):
 
     @abstractmethod
     def make_block(
-        self, kind: str, config: DecoderConfig, options: Options, rngs: nnx.Rngs
+        self, kind: str, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs
     ) -> nnx.Module:
         """A block of a kind that `config.layers()` names; see `layers.stack.Stack`."""
 
@@ -240,7 +244,7 @@ class Decoder(Ends, Layered):
         """Whether `append` can go on from any token of packed rows."""
         return all(mixer.keeps_packed for _, mixer in self.stack.mixers())
 
-    def hidden(self, batch: Batch, capture: Sequence[int] = ()) -> Hidden:
+    def hidden(self, batch: Batch, capture: Sequence[int] = ()) -> StackOutput:
         """Final-normed hidden states [B, T, D] of a Batch [B, T], times the config's logit_scale,
         with what the blocks noted (see `layers.moe`) and the outputs of the layers in `capture`,
         which count from 0, before the final norm. Padding gives finite values that mean nothing."""
@@ -286,7 +290,7 @@ class Decoder(Ends, Layered):
     def decode(
         self,
         tokens_BT: jax.Array,
-        cache: Cache,
+        cache: DecoderCache,
         counts_B: jax.Array | None = None,
         *,
         capture: Sequence[int] = (),
@@ -319,19 +323,19 @@ class Decoder(Ends, Layered):
         captured = [found.captured[layer] for layer in capture]
         return Decoded(
             found.hidden,
-            Trial(states, tokens_BT, cache.length) if trial else Cache(states, end_B),
+            TrialTokens(states, tokens_BT, cache.length) if trial else DecoderCache(states, end_B),
             jnp.concatenate(captured, axis=-1) if captured else None,
             side_by_side(found.notes.get("routed")),
         )
 
-    def commit(self, trial: Trial, counts_B: jax.Array) -> Cache:
+    def commit(self, trial: TrialTokens, counts_B: jax.Array) -> DecoderCache:
         """The cache after the first `counts_B` of a trial's T tokens, as if no more had been read;
         int32 [B], 0 to T."""
         end_B = trial.start + counts_B
         context, decoding = place_new(trial.start, end_B, trial.tokens.shape[1])
         turns = self._turn(context.positions)
         _, extra = self._read(trial.tokens)
-        return Cache(self.stack.commit(trial.states, context, turns, decoding, extra), end_B)
+        return DecoderCache(self.stack.commit(trial.states, context, turns, decoding, extra), end_B)
 
     def _turn(self, positions_BT: jax.Array) -> dict[str, Any]:
         """The angles of each position encoding."""
@@ -362,7 +366,7 @@ class Decoder(Ends, Layered):
 
     def _run(
         self, tokens_BT, context: Context, words: jax.Array | None = None, **options
-    ) -> tuple[Hidden, tuple[State, ...]]:
+    ) -> tuple[StackOutput, tuple[State, ...]]:
         x_BTD, extra = self._read(tokens_BT, context, words)
         turns = self._turn(context.positions)
         found, states = self.stack(x_BTD, context, turns, extra=extra, words=words, **options)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.config import read_fields, write_fields
+from jaxtrain.huggingface.config import read_fields, write_fields
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import ACTIVATIONS
 from jaxtrain.layers.norm import RMSNorm

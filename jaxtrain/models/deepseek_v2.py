@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import describe
-from jaxtrain.hf.ops import Entry
-from jaxtrain.layers.router import Routing
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.huggingface.files import describe
+from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.layers.router import RoutingOptions
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.latent import LatentConfig, latent_names, make_latent_block
 
 METHODS = ("greedy", "group_limited_greedy")
@@ -37,10 +37,10 @@ class Config(LatentConfig):
         super().check()
 
     @property
-    def routing(self) -> Routing:
+    def routing(self) -> RoutingOptions:
         """norm_topk_prob says nothing in this family."""
         limited = self.topk_method == "group_limited_greedy"
-        return Routing(
+        return RoutingOptions(
             top=self.num_experts_per_tok,
             groups=(self.n_group or 1) if limited else 1,
             top_groups=(self.topk_group or 1) if limited else 1,
@@ -50,10 +50,10 @@ class Config(LatentConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         return make_latent_block(kind, config, options, rngs)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     return latent_names(config)

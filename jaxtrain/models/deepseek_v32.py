@@ -12,9 +12,9 @@ from typing import ClassVar
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import describe
-from jaxtrain.hf.ops import Entry
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.huggingface.files import describe
+from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.latent import ListedLatentConfig, latent_names, make_latent_block
 
 INDEXED = "indexed_attention"
@@ -61,10 +61,10 @@ class Config(ListedLatentConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         return make_latent_block(kind, config, options, rngs)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     return latent_names(config)

@@ -20,22 +20,22 @@ from flax import nnx
 from jaxtrain_kernels import Context
 
 from jaxtrain.batch import ANCHOR, NEXT, Batch
+from jaxtrain.distributed.sharding import constrain
 from jaxtrain.errors import UserError
-from jaxtrain.hf.config import read_fields, write_fields
-from jaxtrain.hf.files import describe, spell
-from jaxtrain.hf.ops import Entry, Tensor, Transpose
-from jaxtrain.layers.block_attention import Beside, BlockAttention, block_context
+from jaxtrain.huggingface.config import read_fields, write_fields
+from jaxtrain.huggingface.files import describe, spell
+from jaxtrain.huggingface.ops import ParameterEntry, TensorRef, Transpose
+from jaxtrain.layers.block_attention import BlockAttention, DraftContext, block_context
 from jaxtrain.layers.linear import Linear
 from jaxtrain.layers.mixer import Decoding, LayerSpec
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, angles
 from jaxtrain.layers.stack import Stack
 from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Cache, Ends, Options
-from jaxtrain.models.draft import OWN, Draft, DraftConfig
+from jaxtrain.models.decoder import DecoderCache, DecoderOptions, EmbeddingAndHead
+from jaxtrain.models.draft import OWN, BaseDraftConfig, Draft
 from jaxtrain.models.naming import attention_names, mlp_names
 from jaxtrain.models.windows import windowed_layers
-from jaxtrain.parallel.rules import constrain
 
 KEYS = ("block_size", "dflash_config", "num_target_layers", "auto_map", "is_causal")
 """Keys of config.json that no decoder has."""
@@ -43,7 +43,7 @@ MOST_BLOCK = 2**10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DraftConfig):
+class Config(BaseDraftConfig):
     architecture: ClassVar[str] = "DFlashDraftModel"
     model_type: ClassVar[str] = "qwen3"
 
@@ -146,7 +146,7 @@ def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
 
 
-class Blocks(NamedTuple):
+class GuessBlocks(NamedTuple):
     """The guesses of rows."""
 
     hidden: jax.Array
@@ -157,7 +157,7 @@ class Blocks(NamedTuple):
 
 
 class Model(Draft):
-    def __init__(self, config: Config, options: Options, rngs: nnx.Rngs):
+    def __init__(self, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         common = options.layer_options(config, rngs)
         width, eps = config.hidden_size, config.rms_norm_eps
         norm = {"eps": eps, "param_dtype": common["param_dtype"]}
@@ -191,7 +191,9 @@ class Model(Draft):
         """Of activations and matmuls."""
         return self.fc.dtype
 
-    def hidden(self, target: Ends, batch: Batch, states_BTF: jax.Array, num_blocks: int) -> Blocks:
+    def hidden(
+        self, target: EmbeddingAndHead, batch: Batch, states_BTF: jax.Array, num_blocks: int
+    ) -> GuessBlocks:
         """The blocks of rows [B, T] that begin where the stream ANCHOR says, at most `num_blocks` a
         row, and go on along NEXT. states_BTF: the captured states of the row's tokens."""
         B, T = batch.tokens.shape
@@ -214,7 +216,7 @@ class Model(Draft):
         )
         beside = self._beside(states_BTF, batch.positions)
         x_BQD = self._run(target, token_BAK.reshape(B, -1), context, beside=beside)
-        return Blocks(x_BQD.reshape(B, -1, self.block_size, x_BQD.shape[-1]), index_BAK)
+        return GuessBlocks(x_BQD.reshape(B, -1, self.block_size, x_BQD.shape[-1]), index_BAK)
 
     def step_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:
         """See Draft: blocks through the layers and the target's head, whose own gradient nobody
@@ -234,12 +236,12 @@ class Model(Draft):
 
     def read(
         self,
-        cache: Cache,
-        target: Ends,
+        cache: DecoderCache,
+        target: EmbeddingAndHead,
         tokens_BT: jax.Array,
         states_BTF: jax.Array,
         counts_B: jax.Array,
-    ) -> Cache:
+    ) -> DecoderCache:
         """See Draft."""
         start_B = cache.length
         decoding = Decoding(start_B, start_B + counts_B)
@@ -249,9 +251,11 @@ class Model(Draft):
             block.mixer.place_state(block.mixer.read(beside, spec, state, decoding))
             for (spec, block), state in zip(self.stack.singles(), cache.states, strict=True)
         )
-        return Cache(states, decoding.end)
+        return DecoderCache(states, decoding.end)
 
-    def propose(self, cache: Cache, target: Ends, token_B: jax.Array) -> jax.Array:
+    def propose(
+        self, cache: DecoderCache, target: EmbeddingAndHead, token_B: jax.Array
+    ) -> jax.Array:
         """See Draft."""
         B, K = len(token_B), self.block_size
         rest_BK = jnp.full((B, K - 1), self.mask_token_id, jnp.int32)
@@ -262,16 +266,20 @@ class Model(Draft):
         x_BKD = self._run(target, token_BK, context, states=cache.states, decoding=decoding)
         return jnp.argmax(target.logits(x_BKD[:, 1:]), axis=-1).astype(jnp.int32)
 
-    def _beside(self, states_BTF: jax.Array, positions_BT: jax.Array) -> Beside:
+    def _beside(self, states_BTF: jax.Array, positions_BT: jax.Array) -> DraftContext:
         """The context of all layers."""
         x_BTF = constrain(states_BTF.astype(self.compute_dtype), "rows", "length", "act_mlp")
         x_BTD = self.hidden_norm(self.fc(x_BTF))
-        return Beside(constrain(x_BTD, "rows", "length", "features"), self._angles(positions_BT))
+        return DraftContext(
+            constrain(x_BTD, "rows", "length", "features"), self._angles(positions_BT)
+        )
 
     def _angles(self, positions_BT: jax.Array) -> Angles:
         return angles(positions_BT, self.frequency, self.factor, self.compute_dtype)
 
-    def _run(self, target: Ends, token_BQ: jax.Array, context: Context, **options) -> jax.Array:
+    def _run(
+        self, target: EmbeddingAndHead, token_BQ: jax.Array, context: Context, **options
+    ) -> jax.Array:
         x_BQD = target.embed(token_BQ).astype(self.compute_dtype)
         turns = {"default": self._angles(context.positions)}
         found, _ = self.stack(x_BQD, context, turns, **options)
@@ -301,14 +309,14 @@ def chain(anchors_BA: jax.Array, next_BT: jax.Array, block_size: int) -> jax.Arr
     return jnp.stack(found, axis=2)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a draft folder that it is made of."""
     layers: Sequence[int] = range(config.num_hidden_layers)
     bias = config.attention_bias
     return [
-        Entry("fc.kernel", Transpose(Tensor("fc.weight"))),
-        Entry("hidden_norm.scale", Tensor("hidden_norm.weight")),
-        Entry("norm.scale", Tensor("norm.weight")),
+        ParameterEntry("fc.kernel", Transpose(TensorRef("fc.weight"))),
+        ParameterEntry("hidden_norm.scale", TensorRef("hidden_norm.weight")),
+        ParameterEntry("norm.scale", TensorRef("norm.weight")),
         *attention_names("block", layers, "", qkv_bias=bias, out_bias=bias, qk_norm=True),
         *mlp_names("block", layers, ""),
     ]

@@ -21,12 +21,12 @@ from flax import nnx
 from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.layers.embed import Embed
-from jaxtrain.models.decoder import Ends, Layered, Options
+from jaxtrain.models.decoder import CachedStack, DecoderOptions, EmbeddingAndHead
 from jaxtrain.models.decoder_config import DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftConfig(DecoderConfig):
+class BaseDraftConfig(DecoderConfig):
     """What all drafts have beside the sizes of their own layers."""
 
     guesses: ClassVar[bool] = True
@@ -50,14 +50,14 @@ OWN = ("capture", "target_hidden_size", "num_target_layers", "mask_token_id")
 """Fields of DraftConfig that are no attributes of a decoder's config.json."""
 
 
-class TargetEnds(Ends):
+class TargetEmbeddingAndHead(EmbeddingAndHead):
     """What drafts borrow of a target whose layers are elsewhere; parameters have the paths that
     they have in the whole model."""
 
     carries: tuple[str, ...] = ()
     """Nothing: ends are never exported."""
 
-    def __init__(self, config: DecoderConfig, options: Options, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs):
         common = options.layer_options(config, rngs)
         self.embed = Embed(config.vocab_size, config.hidden_size, **common)
         self.norm = config.norm(
@@ -69,10 +69,10 @@ class TargetEnds(Ends):
         self.stored: tuple[tuple[str, str], ...] = ()
 
 
-class Draft(Layered):
-    """A draft model; `target` is a Decoder or its TargetEnds throughout.
+class Draft(CachedStack):
+    """A draft model; `target` is a Decoder or its TargetEmbeddingAndHead throughout.
 
-    Its cache is opaque to others: that of a `Layered`, or what a family makes of it.
+    Its cache is opaque to others: that of a `CachedStack`, or what a family makes of it.
 
     `stored` is what `build.load` found: the dtype of the folder's tensors, for `build.save`.
     """
@@ -97,7 +97,7 @@ class Draft(Layered):
     def read(
         self,
         cache: Any,
-        target: Ends,
+        target: EmbeddingAndHead,
         tokens_BT: jax.Array,
         states_BTF: jax.Array,
         counts_B: jax.Array,
@@ -106,12 +106,12 @@ class Draft(Layered):
         leave no trace. states_BTF [B, T, C * D]: the captured states of the same tokens."""
 
     @abstractmethod
-    def propose(self, cache: Any, target: Ends, token_B: jax.Array) -> jax.Array:
+    def propose(self, cache: Any, target: EmbeddingAndHead, token_B: jax.Array) -> jax.Array:
         """int32 [B, K]: the likeliest tokens behind token_B, which was drawn and which the target
         has not read. Rows that have read nothing give any ids of the vocabulary."""
 
 
-def check_target(draft: DraftConfig, target: DecoderConfig, key: str = "task.draft") -> None:
+def check_target(draft: BaseDraftConfig, target: DecoderConfig, key: str = "task.draft") -> None:
     """UserError where a draft cannot stand beside this target. key: the section or option that
     names the draft."""
     found, wanted = draft.target_hidden_size, target.hidden_size

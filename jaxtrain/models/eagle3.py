@@ -28,10 +28,11 @@ from flax import nnx
 from jaxtrain_kernels import Context
 
 from jaxtrain.batch import Batch
+from jaxtrain.distributed.sharding import constrain
 from jaxtrain.errors import UserError
-from jaxtrain.hf.config import read_fields, write_fields
-from jaxtrain.hf.config_checks import check_value
-from jaxtrain.hf.ops import Entry, KeptIds, Tensor, Transpose
+from jaxtrain.huggingface.config import read_fields, write_fields
+from jaxtrain.huggingface.config_checks import check_value
+from jaxtrain.huggingface.ops import DraftVocabulary, ParameterEntry, TensorRef, Transpose
 from jaxtrain.layers.attention import Attention
 from jaxtrain.layers.embed import Embed
 from jaxtrain.layers.kv_cache import KV
@@ -42,9 +43,8 @@ from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, angles
 from jaxtrain.layers.sharded_attention import attend, attend_cached
 from jaxtrain.layers.stack import REMAT
-from jaxtrain.models.decoder import Ends, Options
-from jaxtrain.models.draft import Draft, DraftConfig
-from jaxtrain.parallel.rules import constrain
+from jaxtrain.models.decoder import DecoderOptions, EmbeddingAndHead
+from jaxtrain.models.draft import BaseDraftConfig, Draft
 
 BEHIND = "eagle_aux_hidden_state_layer_ids"
 OWN = {"length", "capture", "num_target_layers", "mask_token_id"}
@@ -52,7 +52,7 @@ OWN = {"length", "capture", "num_target_layers", "mask_token_id"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DraftConfig):
+class Config(BaseDraftConfig):
     """`hidden_size` is the target's, whose embedding the draft reads."""
 
     architecture: ClassVar[str] = "LlamaForCausalLMEagle3"
@@ -139,7 +139,7 @@ class Config(DraftConfig):
 class Midlayer(nnx.Module):
     """The one layer. The residual is the state as it came, without a norm."""
 
-    def __init__(self, config: Config, options: Options, rngs: nnx.Rngs):
+    def __init__(self, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         common = options.layer_options(config, rngs)
         width = config.hidden_size
 
@@ -171,7 +171,7 @@ class Midlayer(nnx.Module):
         return state_BTD + self.mlp(self.mlp_norm(state_BTD))
 
 
-class Cache(NamedTuple):
+class Eagle3Cache(NamedTuple):
     """What is kept of the tokens that were read."""
 
     pairs: KV
@@ -185,7 +185,7 @@ class Cache(NamedTuple):
 class Model(Draft):
     """`kept` is a table: it is stored with the weights, and nothing trains it."""
 
-    def __init__(self, config: Config, options: Options, rngs: nnx.Rngs):
+    def __init__(self, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         common = options.layer_options(config, rngs)
         width = config.hidden_size
         self.fc = Linear(config.num_captured, width, axes=("embed", None), **common)
@@ -234,7 +234,12 @@ class Model(Draft):
         return jnp.einsum("...D,PD->...P", state, head_PD, preferred_element_type=wide)
 
     def unroll(
-        self, target: Ends, captured_BTF: jax.Array, batch: Batch, next_BT: jax.Array, length: int
+        self,
+        target: EmbeddingAndHead,
+        captured_BTF: jax.Array,
+        batch: Batch,
+        next_BT: jax.Array,
+        length: int,
     ) -> list[jax.Array]:
         """Normed states [B, T, D] of the pairs of rows [B, T] in each of `length` steps: row c of
         step i guesses what follows the i-th token behind c.
@@ -295,7 +300,7 @@ class Model(Draft):
         """See Draft: its one layer stands by itself already."""
         return self
 
-    def init_cache(self, rows: int, slots: int, dtype: Any = None) -> Cache:
+    def init_cache(self, rows: int, slots: int, dtype: Any = None) -> Eagle3Cache:
         """See Draft."""
         dtype = self.compute_dtype if dtype is None else jnp.dtype(dtype)
         attention = self.midlayer.attention
@@ -303,14 +308,14 @@ class Model(Draft):
         shape = (rows, slots + self.num_drafted, *heads)
         width = self.norm.scale[...].shape[-1]
         return place(
-            Cache(
+            Eagle3Cache(
                 KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)),
                 jnp.zeros((rows, width), dtype),
                 jnp.zeros(rows, jnp.int32),
             )
         )
 
-    def grow_cache(self, cache: Cache, rows: int, slots: int) -> Cache:
+    def grow_cache(self, cache: Eagle3Cache, rows: int, slots: int) -> Eagle3Cache:
         """See Draft."""
 
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -318,7 +323,9 @@ class Model(Draft):
 
         return place(jax.tree.map(put, cache, self.init_cache(rows, slots, cache.pairs.k.dtype)))
 
-    def insert(self, cache: Cache, rows_R: jax.Array, filled: Cache, source_R: jax.Array) -> Cache:
+    def insert(
+        self, cache: Eagle3Cache, rows_R: jax.Array, filled: Eagle3Cache, source_R: jax.Array
+    ) -> Eagle3Cache:
         """See Draft."""
 
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -329,12 +336,12 @@ class Model(Draft):
 
     def read(
         self,
-        cache: Cache,
-        target: Ends,
+        cache: Eagle3Cache,
+        target: EmbeddingAndHead,
         tokens_BT: jax.Array,
         states_BTF: jax.Array,
         counts_B: jax.Array,
-    ) -> Cache:
+    ) -> Eagle3Cache:
         """See Draft. Pairs of step 0 need no attention: only keys and values are kept of them."""
         dtype, length_B = self.compute_dtype, cache.length
         counts_B = counts_B.astype(jnp.int32)
@@ -352,9 +359,13 @@ class Model(Draft):
         last_B1 = jnp.maximum(counts_B - 1, 0)[:, None]
         last_BD = jnp.take_along_axis(fused_BTD, last_B1[:, :, None], axis=1)[:, 0]
         pending_BD = jnp.where(counts_B[:, None] > 0, last_BD, cache.pending)
-        return place(Cache(pairs, pending_BD.astype(cache.pending.dtype), length_B + counts_B))
+        return place(
+            Eagle3Cache(pairs, pending_BD.astype(cache.pending.dtype), length_B + counts_B)
+        )
 
-    def propose(self, cache: Cache, target: Ends, token_B: jax.Array) -> jax.Array:
+    def propose(
+        self, cache: Eagle3Cache, target: EmbeddingAndHead, token_B: jax.Array
+    ) -> jax.Array:
         """See Draft."""
         first_B = jnp.maximum(cache.length - 1, 0)
         kept_P, dtype = self.kept_ids(), self.compute_dtype
@@ -403,14 +414,16 @@ def put_pairs(pairs: KV, k_BTKH: jax.Array, v_BTKH: jax.Array, slot_BT: jax.Arra
     return KV(put(pairs.k, k_BTKH), put(pairs.v, v_BTKH))
 
 
-def place(cache: Cache) -> Cache:
+def place(cache: Eagle3Cache) -> Eagle3Cache:
     """The cache on the mesh that is set."""
     names = ("rows", None, "kv_heads", None)
     pairs = KV(*(constrain(x, *names) for x in cache.pairs))
-    return Cache(pairs, constrain(cache.pending, "rows", None), constrain(cache.length, "rows"))
+    return Eagle3Cache(
+        pairs, constrain(cache.pending, "rows", None), constrain(cache.length, "rows")
+    )
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and its tensor, as SafeAILab, SpecForge, SGLang and vLLM call it."""
     norms = {
         "norm": "norm",
@@ -428,10 +441,12 @@ def names(config: Config) -> list[Entry]:
         "midlayer.mlp.up": "midlayer.mlp.up_proj",
         "midlayer.mlp.down": "midlayer.mlp.down_proj",
     }
-    entries = [Entry("lm_head.embedding", Tensor("lm_head.weight"))]
-    entries += [Entry(f"{path}.scale", Tensor(f"{name}.weight")) for path, name in norms.items()]
+    entries = [ParameterEntry("lm_head.embedding", TensorRef("lm_head.weight"))]
+    entries += [
+        ParameterEntry(f"{path}.scale", TensorRef(f"{name}.weight")) for path, name in norms.items()
+    ]
     for path, name in linears.items():
-        entries.append(Entry(f"{path}.kernel", Transpose(Tensor(f"{name}.weight"))))
+        entries.append(ParameterEntry(f"{path}.kernel", Transpose(TensorRef(f"{name}.weight"))))
     if config.prunes:  # vLLM refuses the tables of a draft that says everything
-        entries.append(Entry("kept", KeptIds(config.vocab_size)))
+        entries.append(ParameterEntry("kept", DraftVocabulary(config.vocab_size)))
     return entries

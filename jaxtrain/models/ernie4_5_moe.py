@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Entry, FirstRow, Stack
+from jaxtrain.huggingface.ops import FirstRow, ParameterEntry, StackedOps
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.router import Routing
+from jaxtrain.layers.router import RoutingOptions
 from jaxtrain.models.blocks import attention_block, dense_mlp, experts_mlp
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.experts import ExpertsConfig
 from jaxtrain.models.naming import attention_names, expert_names, mlp_names, outer_names
 
@@ -65,8 +65,10 @@ class Config(ExpertsConfig):
         super().check()
 
     @property
-    def routing(self) -> Routing:
-        return Routing(top=self.num_experts_per_tok, normalise=True, min_sum=self.moe_norm_min)
+    def routing(self) -> RoutingOptions:
+        return RoutingOptions(
+            top=self.num_experts_per_tok, normalize=True, min_sum=self.moe_norm_min
+        )
 
     @property
     def shared_width(self) -> int | None:
@@ -76,7 +78,7 @@ class Config(ExpertsConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         experts = functools.partial(
             experts_mlp,
             num_hidden=config.moe_intermediate_size,
@@ -88,7 +90,7 @@ class Model(Decoder):
         return attention_block(config, options, rngs, adjacent=True, make_mlp=make_mlp)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     entries = outer_names(config)
     shared = "shared_experts" if config.shared_width else None
@@ -100,5 +102,5 @@ def names(config: Config) -> list[Entry]:
         entries += expert_names(kind, layers, config.num_local_experts, shared=shared)
         bias = "mlp.moe_statics.e_score_correction_bias"
         rows = tuple(FirstRow(f"model.layers.{layer}.{bias}") for layer in layers)
-        entries.append(Entry(f"stack.{kind}.mlp.router.choice_bias", Stack(rows)))
+        entries.append(ParameterEntry(f"stack.{kind}.mlp.router.choice_bias", StackedOps(rows)))
     return entries

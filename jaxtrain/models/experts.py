@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import describe
+from jaxtrain.huggingface.files import describe
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.router import Routing
+from jaxtrain.layers.router import RoutingOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 
 ALIASES = {
@@ -58,9 +58,9 @@ class ExpertsConfig(DecoderConfig):
             raise UserError(f"config.json: {named}={top} must be from 1 to the {count} experts")
 
     @property
-    def routing(self) -> Routing:
+    def routing(self) -> RoutingOptions:
         """How a token chooses; by default a softmax over its chosen experts."""
-        return Routing(top=self.num_experts_per_tok, normalise=True)
+        return RoutingOptions(top=self.num_experts_per_tok, normalize=True)
 
     @property
     def experts_per_token(self) -> tuple[int, int]:
@@ -86,8 +86,8 @@ class SparseStepConfig(ExpertsConfig):
         return "block" if sparse and layer not in self.mlp_only_layers else "dense"
 
     @property
-    def routing(self) -> Routing:
-        return Routing(top=self.num_experts_per_tok, normalise=self.norm_topk_prob)
+    def routing(self) -> RoutingOptions:
+        return RoutingOptions(top=self.num_experts_per_tok, normalize=self.norm_topk_prob)
 
     def check(self) -> None:
         if self.decoder_sparse_step < 1:
@@ -152,13 +152,13 @@ class GroupedExpertsConfig(ExpertsConfig):
             )
 
     @property
-    def routing(self) -> Routing:
-        return Routing(
+    def routing(self) -> RoutingOptions:
+        return RoutingOptions(
             top=self.num_experts_per_tok,
             score="sigmoid",
             groups=self.n_group or 1,
             top_groups=self.topk_group or 1,
-            normalise=bool(self.norm_topk_prob),
+            normalize=bool(self.norm_topk_prob),
             scale=self.routed_scaling_factor,
         )
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import shorten
-from jaxtrain.hf.ops import Entry, whole
-from jaxtrain.hf.safetensors import Folder
+from jaxtrain.huggingface.files import shorten
+from jaxtrain.huggingface.ops import ParameterEntry, whole
+from jaxtrain.huggingface.safetensors import SafetensorsFolder
 
 SMALL = 2**22
 """Bytes up to which numpy looks."""
@@ -23,11 +23,11 @@ SMALL = 2**22
 class FiniteCheck:
     """Looks at each parameter that a folder gave; `close` after the last."""
 
-    def __init__(self, files: Folder):
+    def __init__(self, files: SafetensorsFolder):
         self.files = files
-        self._found: list[tuple[Entry, bool | jax.Array, jax.ShapeDtypeStruct]] = []
+        self._found: list[tuple[ParameterEntry, bool | jax.Array, jax.ShapeDtypeStruct]] = []
 
-    def add(self, entry: Entry, value: jax.Array) -> None:
+    def add(self, entry: ParameterEntry, value: jax.Array) -> None:
         """Look at `value`, what the entry was read as; waits for nothing large."""
         if value.nbytes <= SMALL and value.is_fully_addressable:
             found: bool | jax.Array = bool(np.isfinite(np.asarray(value)).all())
@@ -48,7 +48,9 @@ def _is_finite(value: jax.Array) -> jax.Array:
     return jnp.isfinite(value).all()
 
 
-def describe_bad(files: Folder, entry: Entry, like: jax.ShapeDtypeStruct) -> str:
+def describe_bad(
+    files: SafetensorsFolder, entry: ParameterEntry, like: jax.ShapeDtypeStruct
+) -> str:
     """Which of an entry's tensors is not finite: its file, name and first bad place."""
     for name, shape in entry.op.shapes(like.shape).items():
         stored, array = files.tensors[name], files.fetch(name, whole(shape))

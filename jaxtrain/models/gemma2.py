@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.norm import RMSNorm, ZeroCentredRMSNorm
+from jaxtrain.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.naming import SANDWICH_NORMS, decoder_names
 from jaxtrain.models.windows import windowed_layers
@@ -22,7 +22,7 @@ class Config(DecoderConfig):
     architecture: ClassVar[str] = "Gemma2ForCausalLM"
     model_type: ClassVar[str] = "gemma2"
     renamed: ClassVar[Mapping[str, str]] = {"hidden_act": "hidden_activation"}
-    norm: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
+    norm: ClassVar[type[RMSNorm]] = ZeroCenteredRMSNorm
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "cache_implementation": ("hybrid",),
         "hidden_act": ("gelu_pytorch_tanh",),
@@ -50,7 +50,7 @@ class Config(DecoderConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         bias = config.attention_bias
         return attention_block(
             config,
@@ -64,7 +64,7 @@ class Model(Decoder):
         )
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     bias = config.attention_bias
     return decoder_names(config, qkv_bias=bias, out_bias=bias, norms=SANDWICH_NORMS)

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from jaxtrain.hf.config import read_fields
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.config import read_fields
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.norm import RMSNorm, ZeroCentredRMSNorm
+from jaxtrain.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.multimodal import TextConfig
 from jaxtrain.models.naming import (
     SANDWICH_NORMS,
@@ -37,7 +37,7 @@ class Config(TextConfig):
     model_type: ClassVar[str] = "gemma3"
     text_type: ClassVar[str] = "gemma3_text"
     renamed: ClassVar[Mapping[str, str]] = {"hidden_act": "hidden_activation"}
-    norm: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
+    norm: ClassVar[type[RMSNorm]] = ZeroCenteredRMSNorm
     rope_by_kind: ClassVar[bool] = True
     rope_keys: ClassVar[tuple[str, ...]] = ("rope_local_base_freq",)
     carries: ClassVar[tuple[str, ...]] = (
@@ -89,7 +89,7 @@ class Config(TextConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         bias = config.attention_bias
         return attention_block(
             config,
@@ -103,7 +103,7 @@ class Model(Decoder):
         )
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     bias, layers = config.attention_bias, range(config.num_hidden_layers)
     entries = [

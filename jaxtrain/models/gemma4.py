@@ -20,9 +20,9 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.config import read_fields
-from jaxtrain.hf.files import describe
-from jaxtrain.hf.ops import Entry, Tensor, Transpose
+from jaxtrain.huggingface.config import read_fields
+from jaxtrain.huggingface.files import describe
+from jaxtrain.huggingface.ops import ParameterEntry, TensorRef, Transpose
 from jaxtrain.layers.attention import Attention
 from jaxtrain.layers.block import Block
 from jaxtrain.layers.mixer import LayerSpec
@@ -32,8 +32,8 @@ from jaxtrain.layers.norm import PreciseRMSNorm, RMSNorm
 from jaxtrain.layers.parallel_mlp import ParallelMLP
 from jaxtrain.layers.per_layer import PerLayerGate, PerLayerInputs
 from jaxtrain.layers.rope import frequencies
-from jaxtrain.layers.router import Router, Routing
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.layers.router import Router, RoutingOptions
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.multimodal import TextConfig
 from jaxtrain.models.naming import (
     SANDWICH_NORMS,
@@ -249,7 +249,7 @@ def read_overrides(by_layer: Any, values: Mapping[str, Any]) -> tuple[int | None
 
 
 class Model(Decoder):
-    def __init__(self, config: Config, options: Options, rngs: nnx.Rngs):
+    def __init__(self, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         super().__init__(config, options, rngs)
         common = options.layer_options(config, rngs)
         self.per_layer = (
@@ -259,7 +259,9 @@ class Model(Decoder):
     def layer_inputs(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array | None:
         return None if self.per_layer is None else self.per_layer(tokens_BT, x_BTD)
 
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs) -> Block:
+    def make_block(
+        self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs
+    ) -> Block:
         common = options.layer_options(config, rngs)
         width, eps, act = config.hidden_size, config.rms_norm_eps, config.hidden_act
         make_norm = functools.partial(
@@ -322,7 +324,7 @@ def make_experts(config: Config, common: Mapping[str, Any]) -> MoE:
     router = Router(
         width,
         count,
-        Routing(top=top, normalise=True),
+        RoutingOptions(top=top, normalize=True),
         expert_scale=True,
         norm=RMSNorm(width, eps=eps, param_dtype=common["param_dtype"]),
         input_scale=width**-0.5,
@@ -332,22 +334,26 @@ def make_experts(config: Config, common: Mapping[str, Any]) -> MoE:
     return MoE(router, width, hidden, count, activation=act, **common)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     entries = outer_names(config)
     if config.hidden_size_per_layer_input:
-        projection = Tensor("model.per_layer_model_projection.weight")
+        projection = TensorRef("model.per_layer_model_projection.weight")
         entries += [
-            Entry("per_layer.embed.embedding", Tensor("model.embed_tokens_per_layer.weight")),
-            Entry("per_layer.projection.kernel", Transpose(projection)),
-            Entry("per_layer.norm.scale", Tensor("model.per_layer_projection_norm.weight")),
+            ParameterEntry(
+                "per_layer.embed.embedding", TensorRef("model.embed_tokens_per_layer.weight")
+            ),
+            ParameterEntry("per_layer.projection.kernel", Transpose(projection)),
+            ParameterEntry(
+                "per_layer.norm.scale", TensorRef("model.per_layer_projection_norm.weight")
+            ),
         ]
     for kind, layers in config.layers_by_kind().items():
         entries += layer_names(config, kind, layers)
     return with_prefix(entries, config.prefix)
 
 
-def layer_names(config: Config, kind: str, layers: Sequence[int]) -> list[Entry]:
+def layer_names(config: Config, kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
     """The same of the layers of a kind."""
     kernels, scales = {"q": "q_proj", "out": "o_proj"}, ["q_norm"]
     if not kind.endswith("_shared"):

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from flax import nnx
 
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.naming import attention_names, joint_mlp_names, outer_names
 
@@ -31,12 +31,12 @@ class Config(DecoderConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         bias = config.attention_bias
         return attention_block(config, options, rngs, qkv_bias=bias, adjacent=True, norms=NORMS)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     kind, layers = "block", range(config.num_hidden_layers)
     return [

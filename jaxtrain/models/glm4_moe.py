@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from flax import nnx
 
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models.blocks import attention_block, dense_mlp, grouped_experts_mlp
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.experts import GroupedExpertsConfig
 from jaxtrain.models.naming import attention_names, grouped_expert_names, mlp_names, outer_names
 
@@ -26,7 +26,7 @@ class Config(GroupedExpertsConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         return attention_block(
             config,
             options,
@@ -37,7 +37,7 @@ class Model(Decoder):
         )
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     entries = outer_names(config)
     for kind, layers in config.layers_by_kind().items():

@@ -10,12 +10,12 @@ from flax import nnx
 from jaxtrain_kernels import Clamped
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import shorten
-from jaxtrain.hf.ops import Entry, Interleaved, Op, Stack, Tensor
+from jaxtrain.huggingface.files import shorten
+from jaxtrain.huggingface.ops import Interleaved, ParameterEntry, StackedOps, TensorOp, TensorRef
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import PreciseRMSNorm, RMSNorm
 from jaxtrain.models.blocks import attention_block, experts_mlp
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.experts import ExpertsConfig
 from jaxtrain.models.naming import attention_names, layer_entry, outer_names
 from jaxtrain.models.windows import windowed_layers
@@ -69,7 +69,7 @@ class Config(ExpertsConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         experts = functools.partial(
             experts_mlp,
             num_hidden=config.intermediate_size,
@@ -83,7 +83,7 @@ class Model(Decoder):
         )
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     layers, bias = range(config.num_hidden_layers), config.attention_bias
     return [
@@ -96,15 +96,17 @@ def names(config: Config) -> list[Entry]:
     ]
 
 
-def interleaved_expert_names(kind: str, layers: Sequence[int]) -> list[Entry]:
+def interleaved_expert_names(kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
     """Experts, all of them in one tensor [E, in, out], gate and up in turns; and their biases."""
 
-    def entry(part: str, tensor: str, place: int | None) -> Entry:
-        def op(layer: int) -> Op:
+    def entry(part: str, tensor: str, place: int | None) -> ParameterEntry:
+        def op(layer: int) -> TensorOp:
             name = f"model.layers.{layer}.mlp.experts.{tensor}"
-            return Tensor(name) if place is None else Interleaved(name, -1, place, 2)
+            return TensorRef(name) if place is None else Interleaved(name, -1, place, 2)
 
-        return Entry(f"stack.{kind}.mlp.experts.{part}", Stack(tuple(op(n) for n in layers)))
+        return ParameterEntry(
+            f"stack.{kind}.mlp.experts.{part}", StackedOps(tuple(op(n) for n in layers))
+        )
 
     return [
         entry("gate.kernel", "gate_up_proj", 0),

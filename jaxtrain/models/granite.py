@@ -7,10 +7,10 @@ from typing import ClassVar
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.block import Block
 from jaxtrain.models.blocks import MakeMLP, attention_block, dense_mlp
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.naming import decoder_names
 
@@ -43,7 +43,7 @@ class GraniteConfig(DecoderConfig):
 
 
 def granite_block(
-    config: GraniteConfig, options: Options, rngs: nnx.Rngs, make_mlp: MakeMLP
+    config: GraniteConfig, options: DecoderOptions, rngs: nnx.Rngs, make_mlp: MakeMLP
 ) -> Block:
     """Attention and what stands behind it."""
     return attention_block(
@@ -67,12 +67,12 @@ class Config(GraniteConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         make_mlp = functools.partial(dense_mlp, use_bias=config.mlp_bias)
         return granite_block(config, options, rngs, make_mlp)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     bias = config.attention_bias
     return decoder_names(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.mlp_bias)

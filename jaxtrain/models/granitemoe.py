@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from flax import nnx
 
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models.blocks import experts_mlp
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.experts import ExpertsConfig
 from jaxtrain.models.granite import GraniteConfig, granite_block
 from jaxtrain.models.naming import attention_names, fused_expert_names, outer_names
@@ -30,7 +30,7 @@ class Config(ExpertsConfig, GraniteConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         return granite_block(
             config,
             options,
@@ -43,7 +43,7 @@ class Model(Decoder):
         )
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     layers, bias = range(config.num_hidden_layers), config.attention_bias
     return [
@@ -53,7 +53,7 @@ def names(config: Config) -> list[Entry]:
     ]
 
 
-def granite_expert_names(kind: str, layers: Sequence[int], hidden: int) -> list[Entry]:
+def granite_expert_names(kind: str, layers: Sequence[int], hidden: int) -> list[ParameterEntry]:
     """The router and experts of `hidden` dims, as all Granites call them."""
     return fused_expert_names(
         kind,

@@ -9,14 +9,14 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.config import read_fields
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.config import read_fields
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import MLP, GatedMLP
 from jaxtrain.layers.moe import MoE
-from jaxtrain.layers.router import Router, Routing
+from jaxtrain.layers.router import Router, RoutingOptions
 from jaxtrain.models.blocks import block_of
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.granite import GraniteConfig, granite_block
 from jaxtrain.models.granitemoe import granite_expert_names
 from jaxtrain.models.granitemoeshared import shared_names
@@ -132,7 +132,7 @@ class Config(GraniteConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         if kind != "mamba":
             return granite_block(config, options, rngs, make_mlp)
         common = options.layer_options(config, rngs)
@@ -147,7 +147,7 @@ def make_mlp(config: Config, common: Mapping[str, Any]) -> MLP | MoE:
     if not count:
         return GatedMLP(width, shared, activation=act, **common)
     return MoE(
-        Router(width, count, Routing(top=top, normalise=True), **common),
+        Router(width, count, RoutingOptions(top=top, normalize=True), **common),
         width,
         config.intermediate_size,
         count,
@@ -157,7 +157,7 @@ def make_mlp(config: Config, common: Mapping[str, Any]) -> MLP | MoE:
     )
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     entries = outer_names(config)
     for kind, layers in config.layers_by_kind().items():

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models import granitemoe
 from jaxtrain.models.naming import joint_mlp_names
 
@@ -26,14 +26,14 @@ class Model(granitemoe.Model):
     pass
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     layers, hidden = range(config.num_hidden_layers), config.shared_intermediate_size
     shared = shared_names("block", layers, hidden, "mlp.shared") if hidden else []
     return granitemoe.names(config) + shared
 
 
-def shared_names(kind: str, layers: Sequence[int], hidden: int, ours: str) -> list[Entry]:
+def shared_names(kind: str, layers: Sequence[int], hidden: int, ours: str) -> list[ParameterEntry]:
     """The shared MLP of `hidden` dims, whose gate and up are one tensor; ours: where it is here."""
     theirs = ("shared_mlp.input_linear", "shared_mlp.output_linear")
     return joint_mlp_names(kind, layers, hidden, ours, theirs)

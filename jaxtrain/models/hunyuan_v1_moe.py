@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Self
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models.blocks import attention_block, experts_mlp
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.experts import ExpertsConfig
 from jaxtrain.models.hunyuan_v1_dense import HUB, QK_NORMS
 from jaxtrain.models.naming import attention_names, expert_names, outer_names
@@ -69,7 +69,7 @@ class Config(ExpertsConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         bias, hidden = config.attention_bias, config.intermediate_size
         return attention_block(
             config,
@@ -84,7 +84,7 @@ class Model(Decoder):
         )
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     layers, bias, count = (
         range(config.num_hidden_layers),

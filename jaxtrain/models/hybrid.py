@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.config import read_fields
-from jaxtrain.hf.ops import Entry, Rows, Stack, Transpose
+from jaxtrain.huggingface.config import read_fields
+from jaxtrain.huggingface.ops import ParameterEntry, PermutedRows, StackedOps, Transpose
 from jaxtrain.layers.gated_delta import GatedDelta
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.norm import RMSNorm, ZeroCentredRMSNorm
+from jaxtrain.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from jaxtrain.models.blocks import MakeMLP, attention_block, block_of
-from jaxtrain.models.decoder import Options
+from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.multimodal import TextConfig
 from jaxtrain.models.naming import layer_entry, linear_entries, norm_names
 from jaxtrain.models.windows import name_layers
@@ -30,7 +30,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 class HybridConfig(TextConfig):
     """A TextConfig with layers of linear attention."""
 
-    norm: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
+    norm: ClassVar[type[RMSNorm]] = ZeroCenteredRMSNorm
     rope_keys: ClassVar[tuple[str, ...]] = (
         *("partial_rotary_factor", "mrope_section", "mrope_interleaved"),
     )
@@ -97,7 +97,7 @@ class HybridConfig(TextConfig):
 
 
 def make_mixing_block(
-    linear: bool, config: HybridConfig, options: Options, rngs: nnx.Rngs, make_mlp: MakeMLP
+    linear: bool, config: HybridConfig, options: DecoderOptions, rngs: nnx.Rngs, make_mlp: MakeMLP
 ) -> nnx.Module:
     """A block of linear or of gated full attention."""
     if not linear:
@@ -128,20 +128,22 @@ def group_rows(config: HybridConfig) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-def linear_names(config: HybridConfig, kind: str, layers: Sequence[int]) -> list[Entry]:
+def linear_names(config: HybridConfig, kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
     """Linear attention and both norms, all but what goes into the convolution and the gates."""
     H, K, V = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
     total = 2 * H * K + config.linear_num_value_heads * V
     module = "linear_attn"
-    conv = Stack(
+    conv = StackedOps(
         tuple(
-            Rows(f"model.layers.{layer}.{module}.conv1d.weight", 0, group_rows(config), total)
+            PermutedRows(
+                f"model.layers.{layer}.{module}.conv1d.weight", 0, group_rows(config), total
+            )
             for layer in layers
         )
     )
     return [
         *norm_names(kind, layers),
-        Entry(f"stack.{kind}.attention.conv", conv),
+        ParameterEntry(f"stack.{kind}.attention.conv", conv),
         layer_entry(kind, layers, "attention.A_log", f"{module}.A_log"),
         layer_entry(kind, layers, "attention.dt_bias", f"{module}.dt_bias"),
         layer_entry(kind, layers, "attention.norm.scale", f"{module}.norm.weight"),
@@ -149,24 +151,30 @@ def linear_names(config: HybridConfig, kind: str, layers: Sequence[int]) -> list
     ]
 
 
-def projection_names(config: HybridConfig, kind: str, layers: Sequence[int]) -> list[Entry]:
+def projection_names(
+    config: HybridConfig, kind: str, layers: Sequence[int]
+) -> list[ParameterEntry]:
     """What goes into the convolution and the gates, a tensor each (Qwen3.5)."""
     runs = group_rows(config)
     total = sum(size for _, size in runs)
-    qkv = Stack(
+    qkv = StackedOps(
         tuple(
-            Transpose(Rows(f"model.layers.{layer}.linear_attn.in_proj_qkv.weight", 0, runs, total))
+            Transpose(
+                PermutedRows(f"model.layers.{layer}.linear_attn.in_proj_qkv.weight", 0, runs, total)
+            )
             for layer in layers
         )
     )
-    entries = [Entry(f"stack.{kind}.attention.qkv.kernel", qkv)]
+    entries = [ParameterEntry(f"stack.{kind}.attention.qkv.kernel", qkv)]
     for name in ("z", "b", "a"):
         module = f"linear_attn.in_proj_{name}"
         entries += linear_entries(kind, layers, f"attention.{name}", module)
     return entries
 
 
-def joint_projection_names(config: HybridConfig, kind: str, layers: Sequence[int]) -> list[Entry]:
+def joint_projection_names(
+    config: HybridConfig, kind: str, layers: Sequence[int]
+) -> list[ParameterEntry]:
     """The same from two tensors, in which each key head has its rows of all (Qwen3-Next)."""
     H, K = config.linear_num_key_heads, config.linear_key_head_dim
     R = config.linear_num_value_heads // H
@@ -183,6 +191,6 @@ def joint_projection_names(config: HybridConfig, kind: str, layers: Sequence[int
         step = steps[tensor]
         runs = tuple((head * step + start, size) for head in range(H))
         names = [f"model.layers.{layer}.linear_attn.in_proj_{tensor}.weight" for layer in layers]
-        op = Stack(tuple(Transpose(Rows(name, 0, runs, H * step)) for name in names))
-        entries.append(Entry(f"stack.{kind}.attention.{name}.kernel", op))
+        op = StackedOps(tuple(Transpose(PermutedRows(name, 0, runs, H * step)) for name in names))
+        entries.append(ParameterEntry(f"stack.{kind}.attention.{name}.kernel", op))
     return entries

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.moe import MoE
-from jaxtrain.layers.router import Router, Routing
+from jaxtrain.layers.router import Router, RoutingOptions
 from jaxtrain.models.hybrid import HybridConfig
 from jaxtrain.models.naming import (
     expert_names,
@@ -52,12 +52,12 @@ class HybridExpertsConfig(HybridConfig):
 
 
 def shared_experts_mlp(
-    config: HybridExpertsConfig, common: Mapping[str, Any], *, normalise: bool
+    config: HybridExpertsConfig, common: Mapping[str, Any], *, normalize: bool
 ) -> MoE:
-    """Experts and a shared one; normalise: the gates of a token sum to 1."""
+    """Experts and a shared one; normalize: the gates of a token sum to 1."""
     width, count, top = config.hidden_size, config.num_experts, config.num_experts_per_tok
     return MoE(
-        Router(width, count, Routing(top=top, normalise=normalise), **common),
+        Router(width, count, RoutingOptions(top=top, normalize=normalize), **common),
         width,
         config.moe_intermediate_size,
         count,
@@ -70,7 +70,7 @@ def shared_experts_mlp(
 
 def shared_expert_names(
     config: HybridExpertsConfig, kind: str, layers: Sequence[int]
-) -> list[Entry]:
+) -> list[ParameterEntry]:
     """A router, its experts in the folder's layout, the shared expert and its gate."""
     if config.fused_experts:
         entries = fused_expert_names(kind, layers, config.moe_intermediate_size)

@@ -14,13 +14,13 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.block import Block
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mla import LatentAttention
 from jaxtrain.layers.rope import PositionScale, frequencies
 from jaxtrain.models.blocks import block_of, dense_mlp, grouped_experts_mlp
-from jaxtrain.models.decoder import Options
+from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.experts import GroupedExpertsConfig
 from jaxtrain.models.naming import (
     grouped_expert_names,
@@ -151,7 +151,9 @@ class ListedLatentConfig(LatentConfig):
         super().check()
 
 
-def make_latent_block(kind: str, config: LatentConfig, options: Options, rngs: nnx.Rngs) -> Block:
+def make_latent_block(
+    kind: str, config: LatentConfig, options: DecoderOptions, rngs: nnx.Rngs
+) -> Block:
     """Latent attention, and an MLP ("dense") or experts with a shared one."""
     common = options.layer_options(config, rngs)
     mixer = LatentAttention(
@@ -174,7 +176,7 @@ def make_latent_block(kind: str, config: LatentConfig, options: Options, rngs: n
     return block_of(config, common, mixer, make_mlp)
 
 
-def latent_names(config: LatentConfig) -> list[Entry]:
+def latent_names(config: LatentConfig) -> list[ParameterEntry]:
     """Every parameter of a Decoder with `make_latent_block`."""
     entries = outer_names(config)
     for kind, layers in config.layers_by_kind().items():
@@ -186,7 +188,9 @@ def latent_names(config: LatentConfig) -> list[Entry]:
     return entries
 
 
-def latent_attention_names(config: LatentConfig, kind: str, layers: Sequence[int]) -> list[Entry]:
+def latent_attention_names(
+    config: LatentConfig, kind: str, layers: Sequence[int]
+) -> list[ParameterEntry]:
     """Of the layers that are stored as `stack.<kind>`."""
     bias = config.attention_bias
     linears = {

@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Self
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.router import Routing
+from jaxtrain.layers.router import RoutingOptions
 from jaxtrain.layers.short_conv import ShortConv
 from jaxtrain.models.blocks import attention_block, block_of, dense_mlp, experts_mlp
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.experts import ExpertsConfig
 from jaxtrain.models.naming import (
     attention_names,
@@ -89,18 +89,18 @@ class Config(ExpertsConfig):
         super().check()
 
     @property
-    def routing(self) -> Routing:
-        return Routing(
+    def routing(self) -> RoutingOptions:
+        return RoutingOptions(
             top=self.num_experts_per_tok,
             score="sigmoid",
-            normalise=self.norm_topk_prob,
+            normalize=self.norm_topk_prob,
             eps=1e-6,
             scale=self.routed_scaling_factor,
         )
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         experts = functools.partial(
             experts_mlp,
             num_hidden=config.moe_intermediate_size,
@@ -114,7 +114,7 @@ class Model(Decoder):
         return block_of(config, common, mixer, make_mlp)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     entries, width = outer_names(config, norm="embedding_norm"), config.hidden_size
     for kind, layers in config.layers_by_kind().items():

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from flax import nnx
 
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models.blocks import attention_block, dense_mlp
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.naming import decoder_names
 
@@ -24,7 +24,7 @@ class Config(DecoderConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         bias = config.attention_bias
         make_mlp = functools.partial(dense_mlp, use_bias=config.mlp_bias)
         return attention_block(
@@ -32,7 +32,7 @@ class Model(Decoder):
         )
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     bias = config.attention_bias
     return decoder_names(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.mlp_bias)

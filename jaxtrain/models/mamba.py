@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import describe
-from jaxtrain.hf.ops import Entry, Rows, Stack, Transpose
+from jaxtrain.huggingface.files import describe
+from jaxtrain.huggingface.ops import ParameterEntry, PermutedRows, StackedOps, Transpose
 from jaxtrain.layers.mamba2 import Mamba2
 from jaxtrain.models.naming import layer_entry, linear_entries
 
@@ -51,7 +51,7 @@ def make_mamba(
 
 def mamba_names(
     sizes: MambaSizes, kind: str, layers: Sequence[int], ours: str, module: str
-) -> list[Entry]:
+) -> list[ParameterEntry]:
     """The tensors under `model.layers.<n>.<module>`; ours: what the block calls the layer."""
     N, P, G, S = sizes[:4]
     R, inner = N // G, N * P
@@ -65,21 +65,21 @@ def mamba_names(
         columns.append((2 * (inner + G * S) + group * R, R))
     conv_rows, all_rows = inner + 2 * G * S, 2 * (inner + G * S) + N
 
-    def rows(leaf: str, runs: Sequence[tuple[int, int]], total: int) -> list[Rows]:
+    def rows(leaf: str, runs: Sequence[tuple[int, int]], total: int) -> list[PermutedRows]:
         names = (f"model.layers.{layer}.{module}.{leaf}" for layer in layers)
-        return [Rows(name, 0, tuple(runs), total) for name in names]
+        return [PermutedRows(name, 0, tuple(runs), total) for name in names]
 
     into = [Transpose(op) for op in rows("in_proj.weight", columns, all_rows)]
     conv = rows("conv1d.weight", mixed, conv_rows)
     entries = [
-        Entry(f"stack.{kind}.{ours}.in_proj.kernel", Stack(tuple(into))),
-        Entry(f"stack.{kind}.{ours}.conv", Stack(tuple(conv))),
+        ParameterEntry(f"stack.{kind}.{ours}.in_proj.kernel", StackedOps(tuple(into))),
+        ParameterEntry(f"stack.{kind}.{ours}.conv", StackedOps(tuple(conv))),
         layer_entry(kind, layers, f"{ours}.norm.scale", f"{module}.norm.weight"),
         *linear_entries(kind, layers, f"{ours}.out_proj", f"{module}.out_proj"),
     ]
     if sizes.conv_bias:
         bias = rows("conv1d.bias", mixed, conv_rows)
-        entries.append(Entry(f"stack.{kind}.{ours}.conv_bias", Stack(tuple(bias))))
+        entries.append(ParameterEntry(f"stack.{kind}.{ours}.conv_bias", StackedOps(tuple(bias))))
     for leaf in ("A_log", "D", "dt_bias"):
         entries.append(layer_entry(kind, layers, f"{ours}.{leaf}", f"{module}.{leaf}"))
     return entries

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Self
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Entry
-from jaxtrain.layers.router import Routing
+from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.layers.router import RoutingOptions
 from jaxtrain.models.blocks import attention_block, experts_mlp
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.experts import ExpertsConfig
 from jaxtrain.models.naming import attention_names, expert_names, outer_names
 
@@ -60,19 +60,19 @@ class Config(ExpertsConfig):
         return dataclasses.replace(config, said=tuple(sorted([*config.said, rotated])))
 
     @property
-    def routing(self) -> Routing:
-        return Routing(top=self.num_experts_per_tok, score="sigmoid", normalise=True)
+    def routing(self) -> RoutingOptions:
+        return RoutingOptions(top=self.num_experts_per_tok, score="sigmoid", normalize=True)
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         experts = functools.partial(
             experts_mlp, num_hidden=config.intermediate_size, choice_bias=True
         )
         return attention_block(config, options, rngs, qk_norm="all_heads", make_mlp=experts)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     layers = range(config.num_hidden_layers)
     return [

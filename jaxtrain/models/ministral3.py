@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtrain.layers.rope import PositionScale
 from jaxtrain.models import mistral
 from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 
 names = mistral.names
 
@@ -22,6 +22,6 @@ class Config(mistral.Config):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         scale = PositionScale.from_rope(dict(config.rope))
         return attention_block(config, options, rngs, position_scale=scale)

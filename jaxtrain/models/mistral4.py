@@ -11,10 +11,10 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.rope import PositionScale, frequencies
-from jaxtrain.layers.router import Routing
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.layers.router import RoutingOptions
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.latent import (
     PairedLatentConfig,
     latent_attention_names,
@@ -62,16 +62,16 @@ class Config(PixtralConfig, PairedLatentConfig):
         return PositionScale.from_rope(dict(self.rope))
 
     @property
-    def routing(self) -> Routing:
+    def routing(self) -> RoutingOptions:
         return dataclasses.replace(super().routing, score="softmax")
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         return make_latent_block(kind, config, options, rngs)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     entries = outer_names(config)
     for kind, layers in config.layers_by_kind().items():

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Self
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.config import hf_defaults, read_fields
-from jaxtrain.hf.files import describe, spell
+from jaxtrain.huggingface.config import hf_defaults, read_fields
+from jaxtrain.huggingface.files import describe, spell
 from jaxtrain.models.decoder_config import DecoderConfig
 
 NOT_AROUND = {"text_config", "dtype", "torch_dtype", "transformers_version"}

@@ -4,7 +4,16 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxtrain.hf.ops import TIED_COPY, Entry, Op, Rows, Split, Stack, Tensor, Transpose
+from jaxtrain.huggingface.ops import (
+    TIED_COPY,
+    ParameterEntry,
+    PermutedRows,
+    SplitRows,
+    StackedOps,
+    TensorOp,
+    TensorRef,
+    Transpose,
+)
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.experts import GroupedExpertsConfig
 
@@ -24,7 +33,9 @@ CHOICE_BIAS = "gate.e_score_correction_bias"
 EXPERT_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
-def decoder_names(config: DecoderConfig, *, mlp_bias: bool = False, **choices: Any) -> list[Entry]:
+def decoder_names(
+    config: DecoderConfig, *, mlp_bias: bool = False, **choices: Any
+) -> list[ParameterEntry]:
     """Entries of every parameter of a `Decoder` with a dense `Block`; choices: what
     `attention_names` takes."""
     layers = range(config.num_hidden_layers)
@@ -35,27 +46,27 @@ def decoder_names(config: DecoderConfig, *, mlp_bias: bool = False, **choices: A
     ]
 
 
-def outer_names(config: DecoderConfig, norm: str = "norm") -> list[Entry]:
+def outer_names(config: DecoderConfig, norm: str = "norm") -> list[ParameterEntry]:
     """Embedding, final norm (norm: its name there) and what head there is: tied, of its own, or one
     that scores."""
     entries = [
-        Entry("embed.embedding", Tensor("model.embed_tokens.weight")),
-        Entry("norm.scale", Tensor(f"model.{norm}.weight")),
+        ParameterEntry("embed.embedding", TensorRef("model.embed_tokens.weight")),
+        ParameterEntry("norm.scale", TensorRef(f"model.{norm}.weight")),
     ]
-    entries += [Entry(path, Tensor(path)) for path in score_paths(config)]
+    entries += [ParameterEntry(path, TensorRef(path)) for path in score_paths(config)]
     if config.score is None and not config.tie_word_embeddings:
-        entries.append(Entry("lm_head.embedding", Tensor(TIED_COPY)))
+        entries.append(ParameterEntry("lm_head.embedding", TensorRef(TIED_COPY)))
     return entries
 
 
-def with_prefix(entries: list[Entry], prefix: str) -> list[Entry]:
+def with_prefix(entries: list[ParameterEntry], prefix: str) -> list[ParameterEntry]:
     """The entries with `prefix` in the place of "model." before their tensors; where that ends
     the prefix, too, the head lies beside it."""
     beside = prefix.removesuffix("model.") if prefix.endswith(".model.") else ""
 
-    def rename(op: Op) -> Op:
-        if isinstance(op, Stack):
-            return Stack(tuple(rename(one) for one in op.ops))
+    def rename(op: TensorOp) -> TensorOp:
+        if isinstance(op, StackedOps):
+            return StackedOps(tuple(rename(one) for one in op.ops))
         found: Any = op
         if isinstance(op, Transpose):
             return Transpose(rename(op.op))
@@ -65,7 +76,7 @@ def with_prefix(entries: list[Entry], prefix: str) -> list[Entry]:
             return op
         return dataclasses.replace(found, name=prefix + found.name.removeprefix("model."))
 
-    return [Entry(entry.param, rename(entry.op)) for entry in entries]
+    return [ParameterEntry(entry.param, rename(entry.op)) for entry in entries]
 
 
 def score_paths(config: DecoderConfig) -> list[str]:
@@ -87,7 +98,7 @@ def attention_names(
     gate: str | None = None,
     out: str = "o_proj",
     norms: Mapping[str, str] = PRE_NORMS,
-) -> list[Entry]:
+) -> list[ParameterEntry]:
     """Attention and the block's norms of the layers that are stored as `stack.<kind>`; root: what
     stands before "layers.<n>" in their names; norms, qk_norms, out, gate (of the heads' output):
     what theirs are called."""
@@ -109,7 +120,7 @@ def attention_names(
 
 def norm_names(
     kind: str, layers: Sequence[int], norms: Mapping[str, str] = PRE_NORMS, root: str = "model."
-) -> list[Entry]:
+) -> list[ParameterEntry]:
     """The norms of a `Block`, by what they are called here."""
     return [
         _layers(kind, layers, root, f"{ours}.scale", f"{theirs}.weight")
@@ -125,7 +136,7 @@ def mlp_names(
     bias: bool = False,
     module: str = "mlp",
     parts: Mapping[str, str] = EXPERT_PARTS,
-) -> list[Entry]:
+) -> list[ParameterEntry]:
     """A dense gated MLP; root as for `attention_names`; module, parts: what theirs are called."""
     return [
         entry
@@ -136,13 +147,13 @@ def mlp_names(
 
 def joint_names(
     kind: str, layers: Sequence[int], name: str, sizes: Mapping[str, int]
-) -> list[Entry]:
+) -> list[ParameterEntry]:
     """Kernels that are one matrix there: {ours: outputs}, in the order of its rows."""
     start, total, entries = 0, sum(sizes.values()), []
     for ours, size in sizes.items():
         tensors = (f"model.layers.{layer}.{name}.weight" for layer in layers)
-        ops = (Transpose(Rows(tensor, 0, ((start, size),), total)) for tensor in tensors)
-        entries.append(Entry(f"stack.{kind}.{ours}.kernel", Stack(tuple(ops))))
+        ops = (Transpose(PermutedRows(tensor, 0, ((start, size),), total)) for tensor in tensors)
+        entries.append(ParameterEntry(f"stack.{kind}.{ours}.kernel", StackedOps(tuple(ops))))
         start += size
     return entries
 
@@ -153,7 +164,7 @@ def joint_mlp_names(
     hidden: int,
     ours: str = "mlp",
     theirs: Sequence[str] = ("mlp.gate_up_proj", "mlp.down_proj"),
-) -> list[Entry]:
+) -> list[ParameterEntry]:
     """A dense gated MLP of `hidden` dims whose gate and up are one matrix."""
     both = {f"{ours}.{part}": hidden for part in ("gate", "up")}
     return [
@@ -171,22 +182,22 @@ def fused_expert_names(
     module: str = "mlp.",
     router: str = "gate",
     tensors: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj"),
-) -> list[Entry]:
+) -> list[ParameterEntry]:
     """A router and the experts, all experts of `hidden` dims in one tensor [E, out, in]: that of
     gate and up, and that of down, behind `model.layers.<n>.<module>`; ours: what the block calls
     the MoE."""
     name = f"{module}{router}.weight"
     entries = [layer_entry(kind, layers, f"{ours}.router.kernel", name, transpose=True)]
 
-    def stack(part: str, make: Callable[[str], Op]) -> None:
+    def stack(part: str, make: Callable[[str], TensorOp]) -> None:
         names = [f"model.layers.{layer}.{module}" for layer in layers]
-        op = Stack(tuple(Transpose(make(name)) for name in names))
-        entries.append(Entry(f"stack.{kind}.{ours}.experts.{part}.kernel", op))
+        op = StackedOps(tuple(Transpose(make(name)) for name in names))
+        entries.append(ParameterEntry(f"stack.{kind}.{ours}.experts.{part}.kernel", op))
 
     for place, part in enumerate(("gate", "up")):
         start = place * hidden
-        stack(part, lambda name, s=start: Split(f"{name}{tensors[0]}", 1, s, 2 * hidden))
-    stack("down", lambda name: Tensor(f"{name}{tensors[1]}"))
+        stack(part, lambda name, s=start: SplitRows(f"{name}{tensors[0]}", 1, s, 2 * hidden))
+    stack("down", lambda name: TensorRef(f"{name}{tensors[1]}"))
     return entries
 
 
@@ -201,7 +212,7 @@ def expert_names(
     parts: Mapping[str, str] = EXPERT_PARTS,
     choice_bias: str | None = None,
     shared: str | None = None,
-) -> list[Entry]:
+) -> list[ParameterEntry]:
     """A router and the experts, each a tensor of its own, under `model.layers.<n>.<module>`; ours:
     what the block calls the MoE; parts: what tensors of an expert's matrices are called.
     choice_bias, shared: what those of the router's bias and of the shared experts are called there,
@@ -213,15 +224,19 @@ def expert_names(
         entries.append(layer_entry(kind, layers, f"{ours}.router.choice_bias", name))
     for part, theirs in parts.items():
         stacks = tuple(
-            Stack(
+            StackedOps(
                 tuple(
-                    Transpose(Tensor(f"model.layers.{layer}.{module}.experts.{e}.{theirs}.weight"))
+                    Transpose(
+                        TensorRef(f"model.layers.{layer}.{module}.experts.{e}.{theirs}.weight")
+                    )
                     for e in range(num_experts)
                 )
             )
             for layer in layers
         )
-        entries.append(Entry(f"stack.{kind}.{ours}.experts.{part}.kernel", Stack(stacks)))
+        entries.append(
+            ParameterEntry(f"stack.{kind}.{ours}.experts.{part}.kernel", StackedOps(stacks))
+        )
         if shared is not None:
             name = f"{module}.{shared}.{theirs}"
             entries += linear_entries(kind, layers, f"{ours}.shared.{part}", name)
@@ -230,7 +245,7 @@ def expert_names(
 
 def grouped_expert_names(
     kind: str, layers: Sequence[int], config: GroupedExpertsConfig
-) -> list[Entry]:
+) -> list[ParameterEntry]:
     """DeepSeek-V3's experts, and shared ones."""
     return expert_names(
         kind,
@@ -243,29 +258,29 @@ def grouped_expert_names(
 
 def layer_entry(
     kind: str, layers: Sequence[int], param: str, name: str, transpose: bool = False
-) -> Entry:
+) -> ParameterEntry:
     """A parameter of the layers that are stored as `stack.<kind>`, a tensor of each."""
     return _layers(kind, layers, "model.", param, name, transpose)
 
 
 def linear_entries(
     kind: str, layers: Sequence[int], param: str, name: str, *, bias: bool = False
-) -> list[Entry]:
+) -> list[ParameterEntry]:
     """The same of the kernel of a Linear, and of its bias."""
     return _linear(kind, layers, "model.", param, name, bias)
 
 
 def _layers(
     kind: str, layers: Sequence[int], root: str, param: str, name: str, transpose: bool = False
-) -> Entry:
-    tensors: list[Op] = [Tensor(f"{root}layers.{layer}.{name}") for layer in layers]
+) -> ParameterEntry:
+    tensors: list[TensorOp] = [TensorRef(f"{root}layers.{layer}.{name}") for layer in layers]
     ops = [Transpose(tensor) for tensor in tensors] if transpose else tensors
-    return Entry(f"stack.{kind}.{param}", Stack(tuple(ops)))
+    return ParameterEntry(f"stack.{kind}.{param}", StackedOps(tuple(ops)))
 
 
 def _linear(
     kind: str, layers: Sequence[int], root: str, param: str, name: str, bias: bool
-) -> list[Entry]:
+) -> list[ParameterEntry]:
     kernel = _layers(kind, layers, root, f"{param}.kernel", f"{name}.weight", transpose=True)
     if not bias:
         return [kernel]

@@ -9,17 +9,17 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.config import read_fields
-from jaxtrain.hf.files import describe
-from jaxtrain.hf.ops import TIED_COPY, Entry, Tensor
+from jaxtrain.huggingface.config import read_fields
+from jaxtrain.huggingface.files import describe
+from jaxtrain.huggingface.ops import TIED_COPY, ParameterEntry, TensorRef
 from jaxtrain.layers.attention import Attention
 from jaxtrain.layers.block import SingleBlock
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import MLP
 from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.norm import PreciseRMSNorm, RMSNorm
-from jaxtrain.layers.router import Router, Routing
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.layers.router import Router, RoutingOptions
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.mamba import MambaSizes, make_mamba, mamba_names, read_dt_limit
 from jaxtrain.models.naming import (
@@ -184,7 +184,7 @@ def read_kinds(raw: dict[str, Any]) -> list[str] | None:
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         common = options.layer_options(config, rngs)
         width, eps, act = config.hidden_size, config.rms_norm_eps, config.hidden_act
         if kind == "mamba":
@@ -207,10 +207,10 @@ class Model(Decoder):
 
 def make_experts(config: Config, common: Mapping[str, Any]) -> MoE:
     """Experts without gates, chosen as in DeepSeek-V3, and a shared one."""
-    routing = Routing(
+    routing = RoutingOptions(
         top=config.num_experts_per_tok,
         score="sigmoid",
-        normalise=config.norm_topk_prob,
+        normalize=config.norm_topk_prob,
         groups=config.n_group,
         top_groups=config.topk_group,
         scale=config.routed_scaling_factor,
@@ -230,15 +230,15 @@ def make_experts(config: Config, common: Mapping[str, Any]) -> MoE:
     )
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     entries = [
-        Entry("embed.embedding", Tensor("model.embeddings.weight")),
-        Entry("norm.scale", Tensor("model.norm_f.weight")),
-        *(Entry(path, Tensor(path)) for path in score_paths(config)),
+        ParameterEntry("embed.embedding", TensorRef("model.embeddings.weight")),
+        ParameterEntry("norm.scale", TensorRef("model.norm_f.weight")),
+        *(ParameterEntry(path, TensorRef(path)) for path in score_paths(config)),
     ]
     if config.score is None:
-        entries.append(Entry("lm_head.embedding", Tensor(TIED_COPY)))
+        entries.append(ParameterEntry("lm_head.embedding", TensorRef(TIED_COPY)))
     for kind, layers in config.layers_by_kind().items():
         entries.append(layer_entry(kind, layers, "norm.scale", "norm.weight"))
         linears = {}

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from flax import nnx
 
-from jaxtrain.hf.ops import Entry
-from jaxtrain.layers.router import Routing
+from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.layers.router import RoutingOptions
 from jaxtrain.models.blocks import attention_block, experts_mlp
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.experts import ExpertsConfig
 from jaxtrain.models.naming import attention_names, expert_names, outer_names
 
@@ -29,12 +29,12 @@ class Config(ExpertsConfig):
     """Queries, keys and values beyond it, either way, become it."""
 
     @property
-    def routing(self) -> Routing:
-        return Routing(top=self.num_experts_per_tok, normalise=self.norm_topk_prob)
+    def routing(self) -> RoutingOptions:
+        return RoutingOptions(top=self.num_experts_per_tok, normalize=self.norm_topk_prob)
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         bias = config.attention_bias
         return attention_block(
             config,
@@ -48,7 +48,7 @@ class Model(Decoder):
         )
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     layers, bias = range(config.num_hidden_layers), config.attention_bias
     return [

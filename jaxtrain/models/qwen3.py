@@ -5,10 +5,10 @@ from typing import ClassVar
 
 from flax import nnx
 
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.naming import decoder_names
 from jaxtrain.models.windows import windowed_layers
@@ -32,12 +32,12 @@ class Config(DecoderConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         bias = config.attention_bias
         return attention_block(config, options, rngs, qkv_bias=bias, out_bias=bias, qk_norm="head")
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     bias = config.attention_bias
     return decoder_names(config, qkv_bias=bias, out_bias=bias, qk_norm=True)

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from flax import nnx
 
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models.blocks import dense_mlp
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.hybrid import HybridConfig, linear_names, make_mixing_block, projection_names
 from jaxtrain.models.naming import attention_names, mlp_names, outer_names, with_prefix
 
@@ -22,11 +22,11 @@ class Config(HybridConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         return make_mixing_block(kind == "linear", config, options, rngs, dense_mlp)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     entries = outer_names(config)
     for kind, layers in config.layers_by_kind().items():

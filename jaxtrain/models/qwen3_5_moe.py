@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from jaxtrain.hf.ops import Entry
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.hybrid import linear_names, make_mixing_block, projection_names
 from jaxtrain.models.hybrid_experts import (
     HybridExpertsConfig,
@@ -34,12 +34,12 @@ class Config(HybridExpertsConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
-        experts = functools.partial(shared_experts_mlp, normalise=True)
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
+        experts = functools.partial(shared_experts_mlp, normalize=True)
         return make_mixing_block(kind == "linear", config, options, rngs, experts)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     entries = outer_names(config)
     for kind, layers in config.layers_by_kind().items():

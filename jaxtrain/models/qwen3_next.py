@@ -8,9 +8,9 @@ from typing import ClassVar
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models.blocks import dense_mlp
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.hybrid import joint_projection_names, linear_names, make_mixing_block
 from jaxtrain.models.hybrid_experts import (
     HybridExpertsConfig,
@@ -48,13 +48,13 @@ class Config(HybridExpertsConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
-        experts = functools.partial(shared_experts_mlp, normalise=config.norm_topk_prob)
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
+        experts = functools.partial(shared_experts_mlp, normalize=config.norm_topk_prob)
         make_mlp = dense_mlp if kind.startswith("dense_") else experts
         return make_mixing_block(kind.endswith("linear"), config, options, rngs, make_mlp)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     entries = outer_names(config)
     for kind, layers in config.layers_by_kind().items():

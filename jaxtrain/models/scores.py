@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import describe
+from jaxtrain.huggingface.files import describe
 
 Per = Literal["sequence", "token"]
 SUFFIXES: dict[str, Per] = {

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from jaxtrain.hf.ops import Entry
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models.blocks import attention_block, grouped_experts_mlp
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.experts import GroupedExpertsConfig
 from jaxtrain.models.naming import attention_names, grouped_expert_names, outer_names
 
@@ -36,12 +36,12 @@ class Config(GroupedExpertsConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         bias = config.attention_bias
         return attention_block(config, options, rngs, qkv_bias=bias, make_mlp=grouped_experts_mlp)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     layers = range(config.num_hidden_layers)
     return [

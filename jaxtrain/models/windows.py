@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import describe
+from jaxtrain.huggingface.files import describe
 from jaxtrain.layers.mixer import LayerSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -18,9 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from jaxtrain.parallel.hub import free_port
-from jaxtrain.sandbox.processes import ServerProcess
-from jaxtrain.watch.tail import Tail
+from jaxtrain.distributed.child_processes import ServerProcess
+from jaxtrain.distributed.hub import free_port
+from jaxtrain.runs.dashboard.tail import Tail
 
 SAVE_SECONDS = 600.0
 """What a run that is to stop may take."""

@@ -22,14 +22,14 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from jaxtrain.adapters.attach import attach
 from jaxtrain.adapters.lora import DoRA, LoRA
-from jaxtrain.core.step import Draws, init_state, make_step
+from jaxtrain.core.losses.nll import nll_loss
+from jaxtrain.core.step import StepNoise, init_state, make_step
+from jaxtrain.distributed.feed import feed
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.layers.noise import RowNoise, drop_out, longest, mix, row_words, shake, token_words
-from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
-from jaxtrain.parallel.feed import feed
-from jaxtrain.parallel.mesh import make_mesh
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_adapters_lora import CONFIG, documents_batch, make_adapter, open_model, regroup
@@ -158,7 +158,12 @@ def trained_step(mesh=None, microsteps=1, dropout=0.3, alpha=8.0, step=0, **opti
 
         sgd = optax.sgd(1.0)
         run = make_step(
-            rebuild, nll_loss, {"nll": 1.0}, sgd, None, draws=Draws(0, give) if dropout else None
+            rebuild,
+            nll_loss,
+            {"nll": 1.0},
+            sgd,
+            None,
+            draws=StepNoise(0, give) if dropout else None,
         )
         start = jax.device_get(trained)
         state = init_state(trained, sgd)._replace(step=jnp.int32(step))

@@ -16,12 +16,12 @@ from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.nf4 import PackedNF4, nf4_shapes
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
-from jaxtrain.adapters.storage import STORAGES, find_stored, quantise_params
+from jaxtrain.adapters.storage import STORAGES, find_stored, quantize_params
+from jaxtrain.distributed.mesh import make_mesh
+from jaxtrain.distributed.sharding import partition_spec, shardings
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.models.parameters import name_path, split_model
-from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.rules import partition_spec, shardings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from families_gptoss import FAMILIES
@@ -39,7 +39,7 @@ BATCH = pack([[row] for row in documents(4, 30, 30)], 30)
 
 
 def open_model(kind, mesh, folder=None, **sizes):
-    """(config, adapter, trained, frozen, rebuild) of a quantised mixture of experts."""
+    """(config, adapter, trained, frozen, rebuild) of a quantized mixture of experts."""
     if folder is None:
         config = build.config_from_hf({**RAW["qwen3_moe"], **SIZES, **sizes})
     else:
@@ -61,7 +61,7 @@ def open_model(kind, mesh, folder=None, **sizes):
         base = build.draw_params(config, 3, **read)
     else:
         base = build.read_params(folder, **read)
-    frozen = quantise_params(base, shapes, kind, tensors=tensors)
+    frozen = quantize_params(base, shapes, kind, tensors=tensors)
     trained, _ = split_trained(shapes, adapter)
     rng = np.random.default_rng(0)
     trained = {
@@ -86,7 +86,7 @@ def unpack_all(frozen, kind):
     for path in find_stored(frozen, kind):
         names = list(STORAGES[kind].shapes((64, 64)))
         parts = {name: dense.pop(f"{path}.{name}") for name in names}
-        dense[path] = STORAGES[kind].dequantise(parts, jnp.float32)
+        dense[path] = STORAGES[kind].dequantize(parts, jnp.float32)
     return dense
 
 
@@ -198,6 +198,6 @@ def test_merging_puts_every_matrix_through_the_storage_by_itself(name, tmp_path)
 
     ours = logits(rebuild({**frozen, **trained}))
     scale = np.abs(ours).max()
-    # fp32 sums in another order; without the round trip the quantisation's error shows.
+    # fp32 sums in another order; without the round trip the quantization's error shows.
     assert np.abs(logits(build.load(tmp_path / "out")) - ours).max() < 1e-4 * scale
     assert np.abs(logits(build.load(tmp_path / "plain")) - ours).max() > 1e-3 * scale

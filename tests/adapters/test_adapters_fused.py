@@ -13,11 +13,11 @@ from jaxtrain.adapters.fused import find_tensors
 from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.nf4 import TensorPart
 from jaxtrain.adapters.peft import write_peft
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import whole
-from jaxtrain.hf.packed import open_folder
+from jaxtrain.huggingface.ops import whole
+from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.models import build
-from jaxtrain.parallel.mesh import make_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from families_experts import FAMILIES
@@ -49,13 +49,13 @@ def test_matrices_of_a_tensor_equal_the_definition_on_all_of_it(num, rows, parts
     expected, *_ = plain_round_trip(tensor)
     places = [TensorPart("t", runs, rows, num) for runs in parts]
     kernels = [jnp.asarray(tensor[:, place.rows].swapaxes(1, 2)) for place in places]
-    stored = nf4.quantise_together(kernels, places)
+    stored = nf4.quantize_together(kernels, places)
     for place, kernel, one in zip(places, kernels, stored, strict=True):
         shapes = nf4.nf4_shapes(kernel.shape, place)
         assert {k: v.shape for k, v in one.items()} == {k: v.shape for k, v in shapes.items()}
         group = None if place.is_even(4) else place.groups(4)
         assert (group is None) == (num == 3 and rows == 128)
-        ours = np.asarray(nf4.dequantise_nf4(one, jnp.float32, group)).swapaxes(1, 2)
+        ours = np.asarray(nf4.dequantize_nf4(one, jnp.float32, group)).swapaxes(1, 2)
         # One rounding more or less in absmax; a code that differs would be off by a tenth.
         np.testing.assert_allclose(ours, expected[:, place.rows], rtol=1e-5, atol=1e-6)
     alone, *_ = plain_round_trip(tensor[0, places[0].rows])

@@ -16,18 +16,18 @@ from jax._src.ad_checkpoint import saved_residuals
 from jaxtrain.adapters.attach import attach, draw_trained, split_trained, without_adapters
 from jaxtrain.adapters.lora import DoRA, column_norms
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
+from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.step import init_state, make_step
+from jaxtrain.core.step_metrics import count_matmul_params
+from jaxtrain.distributed.feed import feed
+from jaxtrain.distributed.mesh import make_mesh
+from jaxtrain.distributed.sharding import shardings
 from jaxtrain.errors import UserError
-from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
 from jaxtrain.models.parameters import name_path, split_model
-from jaxtrain.parallel.feed import feed
-from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.rules import shardings
-from jaxtrain.train.step_metrics import count_matmul_params
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-from test_train_step import ARCHITECTURE, documents_batch, regroup
+sys.path.insert(0, str(Path(__file__).parents[1] / "methods"))
+from test_core_step import ARCHITECTURE, documents_batch, regroup
 
 CONFIG = build.config_from_hf(ARCHITECTURE)
 LINEARS = find_linears(CONFIG)

@@ -11,15 +11,15 @@ import pytest
 
 from jaxtrain.adapters import nf4
 from jaxtrain.adapters.attach import attach, split_trained
-from jaxtrain.adapters.int8 import dequantise_int8, quantise_int8
+from jaxtrain.adapters.int8 import dequantize_int8, quantize_int8
 from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
-from jaxtrain.adapters.storage import STORAGES, count_weights, quantise_params
+from jaxtrain.adapters.storage import STORAGES, count_weights, quantize_params
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
-from jaxtrain.parallel.mesh import make_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_models import RAW, documents, pack
@@ -42,7 +42,7 @@ def test_the_dynamic_map_is_that_of_bitsandbytes():
 
 def one_row(values):
     """Codes of a row of 64 values, by way of a kernel [64, 1]."""
-    nibbles = np.asarray(nf4.quantise_nf4(jnp.asarray(values, jnp.float32)[:, None])["nibbles"])
+    nibbles = np.asarray(nf4.quantize_nf4(jnp.asarray(values, jnp.float32)[:, None])["nibbles"])
     return np.stack([nibbles[0] >> 4, nibbles[0] & 15], axis=-1).reshape(-1)
 
 
@@ -56,7 +56,7 @@ def test_a_tie_goes_down_and_zeros_stay_zero():
     np.testing.assert_array_equal(codes[1:16], np.arange(15))
     np.testing.assert_array_equal(codes[16:31], np.arange(1, 16))
     assert set(one_row(np.zeros(64))) == {7}
-    kernel = nf4.dequantise_nf4(nf4.quantise_nf4(jnp.zeros((64, 3))), jnp.float32)
+    kernel = nf4.dequantize_nf4(nf4.quantize_nf4(jnp.zeros((64, 3))), jnp.float32)
     np.testing.assert_array_equal(kernel, np.zeros((64, 3)))
 
 
@@ -82,17 +82,17 @@ def plain_round_trip(weight):
 def test_round_trip_equals_the_definition():
     weight = np.random.default_rng(0).standard_normal((96, 192)).astype(np.float32)
     expected, absmax, restored = plain_round_trip(weight)
-    parts = nf4.quantise_nf4(jnp.asarray(weight.T))
-    ours = np.asarray(nf4.dequantise_nf4(parts, jnp.float32)).T
+    parts = nf4.quantize_nf4(jnp.asarray(weight.T))
+    ours = np.asarray(nf4.dequantize_nf4(parts, jnp.float32)).T
     # One rounding more or less in absmax; a code that differs would be off by a tenth.
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
-    # Half the widest gap between levels, and what double quantisation adds to the scale.
+    # Half the widest gap between levels, and what double quantization adds to the scale.
     bound = 0.152 * absmax + np.abs(restored - absmax)
     error = np.abs(ours - weight).reshape(-1, 64).max(1)
     assert (error <= bound + 1e-6).all() and error.max() > 0.05
     # Half the widest gap between the outer levels, of the largest distance from the mean.
     assert np.abs(restored - absmax).max() <= 0.008 * np.abs(absmax - absmax.mean()).max()
-    again = nf4.quantise_nf4(nf4.dequantise_nf4(parts, jnp.float32))
+    again = nf4.quantize_nf4(nf4.dequantize_nf4(parts, jnp.float32))
     np.testing.assert_array_equal(again["nibbles"], parts["nibbles"])
     shapes = nf4.nf4_shapes((192, 96))
     assert {k: (v.shape, v.dtype) for k, v in shapes.items()} == {
@@ -100,8 +100,8 @@ def test_round_trip_equals_the_definition():
     }
 
 
-def quantised_model(tmp_path, kind):
-    """(config, adapter, trained, quantised frozen, rebuild) on a folder tmp_path / base."""
+def quantized_model(tmp_path, kind):
+    """(config, adapter, trained, quantized frozen, rebuild) on a folder tmp_path / base."""
     config = build.config_from_hf({**RAW["qwen3"], **SIZES})
     build.save(build.init(config, seed=3), config, tmp_path / "base")
     config = build.read_config(tmp_path / "base")
@@ -113,7 +113,7 @@ def quantised_model(tmp_path, kind):
     shapes = {
         path: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here) for path, s in shapes.items()
     }
-    frozen = quantise_params(build.read_params(tmp_path / "base"), shapes, kind)
+    frozen = quantize_params(build.read_params(tmp_path / "base"), shapes, kind)
     trained, _ = split_trained(shapes, adapter)
     rng = np.random.default_rng(0)
     trained = {
@@ -125,8 +125,8 @@ def quantised_model(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_a_quantised_model_is_its_merged_folder(kind, tmp_path):
-    config, adapter, trained, frozen, rebuild = quantised_model(tmp_path, kind)
+def test_a_quantized_model_is_its_merged_folder(kind, tmp_path):
+    config, adapter, trained, frozen, rebuild = quantized_model(tmp_path, kind)
     write_peft(trained, config, adapter, tmp_path / "adapter", None)
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", quantize=kind)
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "plain")
@@ -137,20 +137,20 @@ def test_a_quantised_model_is_its_merged_folder(kind, tmp_path):
 
     ours = logits(rebuild({**frozen, **trained}))
     scale = np.abs(ours).max()
-    # fp32 sums in another order; without the round trip the quantisation's error shows.
+    # fp32 sums in another order; without the round trip the quantization's error shows.
     assert np.abs(logits(build.load(tmp_path / "out")) - ours).max() < 1e-4 * scale
     assert np.abs(logits(build.load(tmp_path / "plain")) - ours).max() > 1e-3 * scale
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("nf4", (4.1, 4.3)), ("int8", (8.0, 8.5))])
 def test_gradients_pass_through_and_weights_are_counted(kind, bits, tmp_path):
-    config, adapter, trained, frozen, rebuild = quantised_model(tmp_path, kind)
+    config, adapter, trained, frozen, rebuild = quantized_model(tmp_path, kind)
     batch = pack([[row] for row in documents(4, 30, 30)], 30)
     dense = dict(frozen)
     for path in find_linears(config):
         names = STORAGES[kind].shapes((64, 64))
         parts = {name: dense.pop(f"{path}.kernel.{name}") for name in names}
-        dense[f"{path}.kernel"] = STORAGES[kind].dequantise(parts, jnp.float32)
+        dense[f"{path}.kernel"] = STORAGES[kind].dequantize(parts, jnp.float32)
     _, rebuild_dense = split_model(attach(build.abstract(config), Adapter(adapter.slots)))
 
     def grads(rebuild, base):
@@ -179,8 +179,8 @@ def test_an_odd_width_is_refused():
 def test_int8_rounds_to_the_nearest_of_each_output():
     kernel = np.random.default_rng(0).standard_normal((40, 7)).astype(np.float32)
     kernel[:, 3] = 0
-    parts = quantise_int8(jnp.asarray(kernel))
-    restored = np.asarray(dequantise_int8(parts, jnp.float32))
+    parts = quantize_int8(jnp.asarray(kernel))
+    restored = np.asarray(dequantize_int8(parts, jnp.float32))
     step = np.abs(kernel).max(0) / 127
     assert (np.abs(restored - kernel) <= 0.5001 * step).all()
     assert (

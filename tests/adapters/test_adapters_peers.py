@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.models import build
-from jaxtrain.parallel.mesh import make_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from test_adapters_experts import open_model

@@ -21,11 +21,11 @@ from jaxtrain.adapters.peft import (
 )
 from jaxtrain.adapters.peft_folder import open_peft
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
-from jaxtrain.hf.safetensors import Folder
+from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
-from jaxtrain.parallel.mesh import make_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from families_attn import FAMILIES
@@ -342,7 +342,7 @@ def test_merging_to_bfloat16_rounds_once(tmp_path):
     write_case(tmp_path, "lora")
     for dtype in (None, "bfloat16"):
         merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / f"{dtype}", dtype)
-    exact, rounded = Folder(tmp_path / "None"), Folder(tmp_path / "bfloat16")
+    exact, rounded = SafetensorsFolder(tmp_path / "None"), SafetensorsFolder(tmp_path / "bfloat16")
     for name, stored in rounded.tensors.items():
         everything = tuple(slice(0, size) for size in stored.shape)
         assert str(stored.dtype) == "bfloat16"

@@ -15,8 +15,8 @@ from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.adapters.rows import TokenRows
 from jaxtrain.config import Config
-from jaxtrain.core.assemble import abstract_params, assemble, open_params
-from jaxtrain.data.template import load_tokenizer
+from jaxtrain.core.bundle import abstract_params, build_model_bundle, open_params
+from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
 
@@ -83,7 +83,7 @@ def config_of(base, **adapter):
 
 
 def parts_of(base, **adapter):
-    return assemble(Config.model_validate(config_of(base, **adapter)))
+    return build_model_bundle(Config.model_validate(config_of(base, **adapter)))
 
 
 def logits_of(parts, params, change=lambda model: model):

@@ -7,8 +7,8 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxtrain.data.template import load_tokenizer
-from jaxtrain.hf.safetensors import Folder
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.main import main
 from jaxtrain.models import build
 
@@ -144,8 +144,8 @@ def test_export_merge_and_eval_give_the_same_loss(config, base, trained, tmp_pat
     assert shown_loss(capsys) == pytest.approx(last, rel=1e-5)
 
     assert run("merge", tmp_path / "adapter", "--output", tmp_path / "merged2") == 0
-    one, two = Folder(tmp_path / "merged"), Folder(tmp_path / "merged2")
-    assert set(one.tensors) == set(two.tensors) == set(Folder(base).tensors)
+    one, two = SafetensorsFolder(tmp_path / "merged"), SafetensorsFolder(tmp_path / "merged2")
+    assert set(one.tensors) == set(two.tensors) == set(SafetensorsFolder(base).tensors)
     for name, stored in one.tensors.items():
         everything = tuple(slice(0, size) for size in stored.shape)
         np.testing.assert_array_equal(one.fetch(name, everything), two.fetch(name, everything))

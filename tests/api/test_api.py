@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain import api
-from jaxtrain.data.pack import build_batch, lay_out
-from jaxtrain.data.template import load_tokenizer
-from jaxtrain.data.tree import build_tree, split_branches
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.packing.pack import build_batch, lay_out
+from jaxtrain.data.packing.tree import build_tree, split_branches
 from jaxtrain.errors import UserError
-from jaxtrain.hf.safetensors import Folder
+from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.main import main
 from jaxtrain.models import build
 
@@ -176,7 +176,7 @@ def test_export_casts_and_cuts_a_model_folder(folder, tmp_path, capsys, dtype):
     output = tmp_path / "out"
     words = [] if dtype is None else ["--dtype", dtype]
     assert run("export", folder, "--output", output, "--max-shard-size", "20KB", *words) == 0
-    before, after = Folder(folder), Folder(output)
+    before, after = SafetensorsFolder(folder), SafetensorsFolder(output)
     shards = sorted(output.glob("model-*.safetensors"))
     assert len(shards) > 2 and max(shard.stat().st_size for shard in shards) < 70_000
     assert before.tensors.keys() == after.tensors.keys()
@@ -217,12 +217,12 @@ def test_export_says_what_is_missing(folder, tmp_path, capsys, words, message):
 def test_export_refuses_to_cast_codes(folder, tmp_path, capsys):
     import shutil
 
-    quantised = tmp_path / "quantised"
-    shutil.copytree(folder, quantised)
-    config = json.loads((quantised / "config.json").read_text())
+    quantized = tmp_path / "quantized"
+    shutil.copytree(folder, quantized)
+    config = json.loads((quantized / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
-    (quantised / "config.json").write_text(json.dumps(config))
-    assert run("export", quantised, "--output", tmp_path / "o", "--dtype", "float32") == 2
+    (quantized / "config.json").write_text(json.dumps(config))
+    assert run("export", quantized, "--output", tmp_path / "o", "--dtype", "float32") == 2
     assert "quantization_config" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
 

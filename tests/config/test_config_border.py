@@ -12,7 +12,7 @@ from jaxtrain.config.overrides import parse_value
 from jaxtrain.config.root import Config
 from jaxtrain.config.secrets import HIDDEN, is_secret, redact_command, reveal
 from jaxtrain.errors import UserError
-from jaxtrain.shown import UNSEEN, printable, shorten, show
+from jaxtrain.text_safety import UNSEEN, escape_control_chars, shorten, show
 
 GOOD = '[run]\nmax_steps = 3\n[model]\npath = "some/model"\n[[data.datasets]]\npath = "a.jsonl"\n'
 TRIES = settings(
@@ -279,5 +279,5 @@ def test_which_names_are_secret():
 def test_whatever_is_shown_is_harmless(value):
     assert not UNSEEN.search(show(value)) and len(show(value)) < 400
     if isinstance(value, str):
-        assert not UNSEEN.search(printable(value))
+        assert not UNSEEN.search(escape_control_chars(value))
         assert len(shorten(value, 100)) <= 100 and not UNSEEN.search(str(UserError(value)))

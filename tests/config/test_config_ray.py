@@ -7,7 +7,7 @@ import pytest
 from jaxtrain.config import load_config
 from jaxtrain.config.ray import RayConfig, service_name
 from jaxtrain.errors import UserError
-from jaxtrain.rollout.cluster.ray_cluster import join
+from jaxtrain.generation.ray.ray_cluster import join
 
 RL = """
 [run]

@@ -11,7 +11,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain.config import load_config
-from jaxtrain.config.recipes import find_config, list_recipes
+from jaxtrain.config.bundled import find_config, list_recipes
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 

@@ -27,7 +27,7 @@ def test_a_tree_task_is_read():
         ({"data": {"sequence_len": 8 + 8}, "max_packed_tokens": 15}, "task.max_packed_tokens 15"),
         ({"train_response": False, "train_reasoning": False}, "nothing would train"),
         ({"mode": "grouped"}, "needs task.units_per_step"),
-        ({"mode": "grouped", "units_per_step": 2, "normalise": "tree"}, "task.normalise tree"),
+        ({"mode": "grouped", "units_per_step": 2, "normalize": "tree"}, "task.normalize tree"),
         ({"units_per_step": 2, "data": {"global_batch_size": 8}}, "both set a step"),
         ({"split": "think", "selection": "num_turns"}, "task.split think"),
         ({"split": "think", "rendering": "chatml"}, "task.split think"),

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from jaxtrain.batch import ANCHOR, NEXT, check_batch
-from jaxtrain.data.anchors import block_weights, count_branches, decay_of, lay_blocks
-from jaxtrain.data.drafts import LongEnough
-from jaxtrain.data.pack import build_batch, lay_out
+from jaxtrain.data.packing.pack import build_batch, lay_out
+from jaxtrain.data.packing.tree import Node, Tree
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.tree import Node, Tree
+from jaxtrain.methods.drafts.anchors import block_weights, count_branches, decay_of, lay_blocks
+from jaxtrain.methods.drafts.data import MinLengthTokenizer
 
 T, K = 40, 5
 
@@ -143,5 +143,5 @@ def test_decay():
 )
 def test_what_is_left_out(weights, reason):
     sample = Sample(np.arange(1, len(weights) + 1), np.array(weights, np.float32), "row 3")
-    (found,) = LongEnough(lambda row, origin: [sample], 4)({}, "row 3")
+    (found,) = MinLengthTokenizer(lambda row, origin: [sample], 4)({}, "row 3")
     assert found is sample if reason is None else found == Dropped(reason, "row 3")

@@ -5,13 +5,13 @@ import pytest
 
 from jaxtrain.batch import check_batch
 from jaxtrain.config.data import DataConfig, DatasetConfig
-from jaxtrain.data.block_rows import NO_ROOM, BlockSequences, WithRoom, between
-from jaxtrain.data.blocks import CE, RL, Strides, count_documents, lay_blocks
-from jaxtrain.data.pack import Fields, build_batch, lay_out, stack_batches
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.packing.pack import Fields, build_batch, lay_out, stack_batches
+from jaxtrain.data.packing.tree import Node, Tree
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.template import load_tokenizer
-from jaxtrain.data.tree import Node, Tree
 from jaxtrain.errors import UserError
+from jaxtrain.methods.ebft.blocks import CE, RL, BlockStrides, count_documents, lay_blocks
+from jaxtrain.methods.ebft.strided_data import NO_ROOM, BlockSequences, PaddedTokenizer, between
 
 T = 40
 
@@ -42,7 +42,7 @@ def branch(batch, at: int, row: int = 0) -> list[int]:
 def test_blocks_are_branches_of_their_own_document(stride, length):
     """Each block follows the document's tokens up to its anchor, whatever lies beside it in the
     row, and stands for what comes there."""
-    strides = Strides(stride=stride, context=4, length=length, samples=2)
+    strides = BlockStrides(stride=stride, context=4, length=length, samples=2)
     batch = pack([(20, 0), (9, 5), (3, 1)], [(40, 7)], [(33, 1)])
     forest, spots = lay_blocks(batch, strides)
     check_batch(forest)
@@ -77,7 +77,7 @@ def test_blocks_are_branches_of_their_own_document(stride, length):
 def test_a_row_of_any_documents_has_room_for_its_blocks():
     """The most blocks that any split of a row into documents gives, by trying all of two kinds."""
     for stride, context, length in [(1, 1, 1), (5, 2, 1), (8, 3, 4), (2, 7, 3)]:
-        strides = Strides(stride=stride, context=context, length=length, samples=1)
+        strides = BlockStrides(stride=stride, context=context, length=length, samples=1)
         for n in range(1, 24):
             splits = [[m] * (T // m) + ([T % m] if T % m else []) for m in (n, T - n, T)]
             counts = [sum(len(strides.find(np.ones(m))) for m in split) for split in splits]
@@ -87,7 +87,7 @@ def test_a_row_of_any_documents_has_room_for_its_blocks():
 def test_every_document_has_its_own_offset():
     """A long prompt takes no anchors from another document; the prefix counts from the answer; a
     document without a prompt goes by the context alone."""
-    strides = Strides(stride=4, context=3, length=2, samples=1, prefix=2)
+    strides = BlockStrides(stride=4, context=3, length=2, samples=1, prefix=2)
     answers = [np.arange(20) >= prompt for prompt in (0, 1, 2, 9, 17, 20)]
     found = [strides.find(answer.astype(float)).tolist() for answer in answers]
     assert found == [[3, 7, 11, 15], [3, 7, 11, 15], [4, 8, 12, 16], [11, 15], [], []]
@@ -96,7 +96,7 @@ def test_every_document_has_its_own_offset():
 
 
 def test_padding_and_short_documents_have_no_block():
-    strides = Strides(stride=2, context=6, length=4, samples=3)
+    strides = BlockStrides(stride=2, context=6, length=4, samples=3)
     batch = pack([(9, 0), (8, 0)], [])
     forest, spots = lay_blocks(batch, strides)
     check_batch(forest)
@@ -107,9 +107,9 @@ def test_padding_and_short_documents_have_no_block():
 
 def test_blocks_may_keep_to_trained_tokens():
     answer = np.array([0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1])
-    strides = Strides(stride=1, context=1, length=3, samples=1)
+    strides = BlockStrides(stride=1, context=1, length=3, samples=1)
     assert strides.find(answer).tolist() == list(range(2, 11))
-    kept = Strides(stride=1, context=1, length=3, samples=1, trained_only=True)
+    kept = BlockStrides(stride=1, context=1, length=3, samples=1, trained_only=True)
     assert kept.find(answer).tolist() == [2, 3, 8, 9, 10]
 
 
@@ -118,8 +118,8 @@ def test_thoughts_have_no_likelihood_but_blocks():
     tokens = np.array([5, 7, 8, 1, 2, 9, 3, 7, 8, 4])
     inside = between(tokens, (7, 8), (9,))
     assert inside.tolist() == [False, True, True, True, True, True, False, True, True, True]
-    strides = Strides(stride=1, context=1, length=2, samples=1)
-    judge = WithRoom(None, strides, False, ((7, 8), (9,))).judge
+    strides = BlockStrides(stride=1, context=1, length=2, samples=1)
+    judge = PaddedTokenizer(None, strides, False, ((7, 8), (9,))).judge
     tree = judge(Sample(tokens, np.r_[0, np.ones(9)].astype(np.float32)))
     (node,) = tree.nodes
     assert node.weights[CE].tolist() == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0]
@@ -127,12 +127,12 @@ def test_thoughts_have_no_likelihood_but_blocks():
 
 
 def test_what_has_no_room_is_left_out_or_trains_alone():
-    strides = Strides(stride=1, context=6, length=4, samples=1)
+    strides = BlockStrides(stride=1, context=6, length=4, samples=1)
     short = Sample(np.arange(1, 9), np.r_[np.zeros(3), np.ones(5)].astype(np.float32))
-    assert WithRoom(None, strides, False, None).judge(short) == Dropped(NO_ROOM)
-    assert WithRoom(None, strides, True, None).judge(short).num_tokens == 8
+    assert PaddedTokenizer(None, strides, False, None).judge(short) == Dropped(NO_ROOM)
+    assert PaddedTokenizer(None, strides, True, None).judge(short).num_tokens == 8
     long = Sample(np.arange(1, 12), np.r_[np.zeros(3), np.ones(8)].astype(np.float32))
-    assert WithRoom(None, strides, False, None).judge(long).num_tokens == 11
+    assert PaddedTokenizer(None, strides, False, None).judge(long).num_tokens == 11
 
 
 def test_data_without_any_room_are_refused(tmp_path):
@@ -141,7 +141,7 @@ def test_data_without_any_room_are_refused(tmp_path):
 
     dataset = DatasetConfig(path=str(path))
     data = DataConfig(sequence_len=32, datasets=[dataset])
-    strides = Strides(stride=1, context=6, length=4, samples=1)
+    strides = BlockStrides(stride=1, context=6, length=4, samples=1)
     recipe = BlockSequences(
         data, load_tokenizer("builtin"), strides, keep_short=True, mask_thinking=False
     )

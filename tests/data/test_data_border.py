@@ -10,17 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config.data import DatasetConfig
-from jaxtrain.data import jsonl
-from jaxtrain.data.formats import make_tokeniser
-from jaxtrain.data.judged import COLUMNS as COLUMNS_OF_PAIRS
-from jaxtrain.data.messages import MOST_TEXT, Malformed, read_messages, read_tools
-from jaxtrain.data.preferences import RankedReader
+from jaxtrain.data.chat.messages import MOST_TEXT, MalformedRow, read_messages, read_tools
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.comparisons.preference_row import COLUMNS as COLUMNS_OF_PAIRS
+from jaxtrain.data.comparisons.preferences import RankedReader
+from jaxtrain.data.formats import make_row_tokenizer
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.sources import open_rows
-from jaxtrain.data.template import load_tokenizer
+from jaxtrain.data.sources import jsonl
+from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.errors import UserError
-from jaxtrain.foreign import Unreadable
-from jaxtrain.shown import UNSEEN
+from jaxtrain.safe_io import UnreadableRow
+from jaxtrain.text_safety import UNSEEN
 
 ASK = {"role": "user", "content": "Q"}
 SAY = {"role": "assistant", "content": "A"}
@@ -39,9 +39,9 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def tokenise(tokenizer):
+def tokenize(tokenizer):
     """Rows of any format, by their columns, to samples and drops."""
-    return make_tokeniser(DatasetConfig(path="x.jsonl"), tokenizer, 64, "drop")
+    return make_row_tokenizer(DatasetConfig(path="x.jsonl"), tokenizer, 64, "drop")
 
 
 def write(folder, content, name="x.jsonl"):
@@ -95,12 +95,12 @@ def refuse(dataset):
         ({"segments": [{"text": 5, "train": True}]}, "string text"),
         ({"segments": [{"text": "a", "train": 1}]}, "string text"),
         ({"instruction": "a", "output": "b", "input": ["c"]}, "not a text"),
-        (Unreadable("a reason"), "a reason"),
+        (UnreadableRow("a reason"), "a reason"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
-def test_bad_rows_are_dropped_under_a_reason(tokenise, row, reason):
-    (found,) = tokenise(row, "x.jsonl row 1")
+def test_bad_rows_are_dropped_under_a_reason(tokenize, row, reason):
+    (found,) = tokenize(row, "x.jsonl row 1")
     assert isinstance(found, Dropped) and reason in found.reason and len(found.reason) < 200
 
 
@@ -148,7 +148,7 @@ def test_rows_that_no_memory_needs_to_hold(tmp_path, monkeypatch):
     found = [rows[index] for index in range(len(rows))]
     assert [row.get("text") for row in found] == ["a", None, "c", None]
     assert [rows.origin(i) for i in range(4)] == [f"x.jsonl line {n}" for n in (1, 3, 5, 6)]
-    assert isinstance(found[1], Unreadable) and "MiB" in found[1].reason
+    assert isinstance(found[1], UnreadableRow) and "MiB" in found[1].reason
     assert list(jsonl.read_lines(dataset.path)) == found
     monkeypatch.setattr(jsonl, "MOST_ROW", 10_000)
     assert "nested" in open_rows(dataset)[3].reason
@@ -228,8 +228,8 @@ MESSAGES = st.lists(
 
 @TRIES
 @given(st.dictionaries(COLUMNS, VALUES) | st.fixed_dictionaries({"messages": MESSAGES}))
-def test_any_row(tokenise, row):
-    for found in tokenise(row, "x row 1"):
+def test_any_row(tokenize, row):
+    for found in tokenize(row, "x row 1"):
         if isinstance(found, Dropped):
             assert found.reason and len(found.reason) < 300
         else:
@@ -283,9 +283,9 @@ def test_any_file(tmp_path, kind, content):
 def test_any_messages(value):
     try:
         read_messages(value, {}, {})
-    except Malformed as error:
+    except MalformedRow as error:
         assert len(str(error)) < 300
     try:
         read_tools(value)
-    except Malformed as error:
+    except MalformedRow as error:
         assert len(str(error)) < 300

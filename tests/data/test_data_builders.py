@@ -6,15 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_trajectory import AGENT, Characters
 
-from jaxtrain.data.builders import Limits, TreeBuilder, build_units
-from jaxtrain.data.pack import lay_out
-from jaxtrain.data.row_views import GroupedRows, SyntheticTurns
+from jaxtrain.data.packing.pack import lay_out
+from jaxtrain.data.packing.tree import TreeGroup
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.tree import TreeGroup
-from jaxtrain.data.turns import TrainedParts, Turn, build_caterpillar, make_turns
+from jaxtrain.data.sources.row_views import GroupedRows, SyntheticTurns
 from jaxtrain.errors import UserError
+from jaxtrain.methods.trees.builders import LengthLimits, TreeBuilder, build_units
+from jaxtrain.methods.trees.turns import AssistantTurn, TrainedParts, build_caterpillar, make_turns
 
-WIDE = Limits(1000, 1000)
+WIDE = LengthLimits(1000, 1000)
 BOTH = TrainedParts()
 
 
@@ -91,14 +91,14 @@ def test_flat_keeps_every_thought_in_place():
 )
 def test_limits_on_paths_and_on_the_packed_tree(path, packed, fits):
     turns = make_turns([([1, 2], [3, 4], [5, 6])])
-    (unit,) = units(turns, "tree", limits=Limits(path, packed))
+    (unit,) = units(turns, "tree", limits=LengthLimits(path, packed))
     assert isinstance(unit, Dropped) != fits
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("per_branch", 2), ("grouped", 0), ("current_rl", 0)])
 def test_limits_of_the_baselines(mode, kept):
     turns = make_turns([([1, 2], [3], [4]), ([5], [6], [7, 8, 9])])  # branches of 3, 5 and 7
-    found = units(turns, mode, limits=Limits(5, 100))
+    found = units(turns, mode, limits=LengthLimits(5, 100))
     assert sum(not isinstance(unit, Dropped) for unit in found) == kept
     assert {unit.reason for unit in found if isinstance(unit, Dropped)} == {"too long"}
 
@@ -120,7 +120,7 @@ def test_malformed_rows_are_dropped_with_the_reason():
 
 
 def test_too_long_can_be_an_error_that_names_the_row():
-    strict = builder(limits=Limits(8, 9), too_long="error")
+    strict = builder(limits=LengthLimits(8, 9), too_long="error")
     with pytest.raises(UserError, match=r"^x row 3: a path is longer than data.sequence_len 8"):
         strict(conversation("a"), "x row 3")
 
@@ -171,7 +171,7 @@ def test_grouped_branches_have_the_loss_of_the_tree(turns):
 @given(st.lists(trajectories(), min_size=2, max_size=3))
 def test_a_group_of_trials_is_one_tree_of_all_their_branches(group):
     shared = [
-        [Turn(np.r_[9, t.prompt].astype(np.int32), t.reasoning, t.response) for t in turns]
+        [AssistantTurn(np.r_[9, t.prompt].astype(np.int32), t.reasoning, t.response) for t in turns]
         for turns in group
     ]
     (tree,) = build_units(shared, "tree", BOTH, WIDE)
@@ -187,7 +187,9 @@ def test_a_group_of_trials_is_one_tree_of_all_their_branches(group):
 @given(trajectories())
 def test_a_template_that_rewrites_history_is_merged_from_what_was_seen(turns):
     # Each response is shown with a mark in its own turn and without it later.
-    marked = [Turn(t.prompt, t.reasoning, np.r_[8, t.response].astype(np.int32)) for t in turns]
+    marked = [
+        AssistantTurn(t.prompt, t.reasoning, np.r_[8, t.response].astype(np.int32)) for t in turns
+    ]
     tree = build_caterpillar(marked, BOTH)
     paths = {
         tuple(np.concatenate([tree.nodes[i].tokens for i in tree.root_path(end)]).tolist())

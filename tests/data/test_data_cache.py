@@ -1,4 +1,4 @@
-"""Tokenised data come back as they were, only for what they were made of, and whole or not."""
+"""Tokenized data come back as they were, only for what they were made of, and whole or not."""
 
 import json
 import pickle
@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 
 from jaxtrain.config import DataConfig, DatasetConfig, TreeTask
-from jaxtrain.data import cache
-from jaxtrain.data.cache import cache_part, is_whole
-from jaxtrain.data.pack import Fields
-from jaxtrain.data.pairs import PairTrees
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.comparisons.pairs import PairTrees
+from jaxtrain.data.comparisons.preferences import Preferences
+from jaxtrain.data.packing.pack import Fields
+from jaxtrain.data.packing.rows import to_trees
+from jaxtrain.data.packing.tree import Forest, TreeGroup
 from jaxtrain.data.pipeline import open_source, plan_steps
-from jaxtrain.data.preferences import Preferences
 from jaxtrain.data.progress import Progress
-from jaxtrain.data.readers import Part
-from jaxtrain.data.rows import to_trees
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.sequences import Sequences
-from jaxtrain.data.sources import open_rows
-from jaxtrain.data.template import load_tokenizer
-from jaxtrain.data.tree import Forest, TreeGroup
-from jaxtrain.data.trees import Trees
+from jaxtrain.data.sources import cache
+from jaxtrain.data.sources.cache import cache_part, is_whole
+from jaxtrain.data.sources.dataset import open_rows
+from jaxtrain.data.sources.readers import MixturePart
+from jaxtrain.methods.trees.data import Trees
 
 STEP = {"seed": 5, "rows_per_microstep": 2, "microsteps": 1}
 
@@ -48,7 +48,7 @@ def keep(recipe, data, tokenizer, folder, said=None):
         folder,
         row_tokens=recipe.row_tokens,
         num_workers=0,
-        say=(said if said is not None else []).append,
+        log=(said if said is not None else []).append,
     )
 
 
@@ -75,7 +75,7 @@ def _values(named):
 def assert_same(part, cached, row_tokens):
     assert len(part.rows) == len(cached.rows)
     for index in range(len(part.rows)):
-        wanted = to_trees(part.tokenise(part.rows[index], part.origin(index)), row_tokens)
+        wanted = to_trees(part.tokenize(part.rows[index], part.origin(index)), row_tokens)
         assert flat(cached.rows[index]) == flat(wanted)
 
 
@@ -85,7 +85,7 @@ def test_rows_come_back_as_they_were(tokenizer, tmp_path):
     first = keep(recipe, data, tokenizer, tmp_path / "cache", said)
     assert not said
     again = keep(recipe, data, tokenizer, tmp_path / "cache", said)
-    assert "tokenised before" in said[0]
+    assert "tokenized before" in said[0]
     for cached in (first, again, pickle.loads(pickle.dumps(again))):
         assert_same(recipe.open(data.datasets[0]), cached, 32)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [again.rows.entry.name]
@@ -118,7 +118,7 @@ def test_pairs_come_back_as_they_were(tokenizer, tmp_path, share):
     cached = keep(recipe, data, tokenizer, tmp_path)
     assert_same(recipe.open(dataset), cached, recipe.row_tokens)
     assert cached.rows.entry.parent == tmp_path
-    [made], [kept] = recipe.open(dataset).tokenise(dataset_row(dataset), "x"), cached.rows[0]
+    [made], [kept] = recipe.open(dataset).tokenize(dataset_row(dataset), "x"), cached.rows[0]
     for tree, back in zip(*map(trees_of, (made, kept)), strict=True):
         for node, again in zip(tree.nodes, back.nodes, strict=True):
             assert {n: v.dtype for n, v in node.streams.items()} == {
@@ -174,7 +174,7 @@ def test_somebody_elses_code_is_not_cached(tokenizer, tmp_path):
 
     data = make_data(tmp_path)
     assert not hasattr(keep(Own(data, tokenizer), data, tokenizer, tmp_path / "c").rows, "entry")
-    stream = Part("x", iter([{}]), lambda row, origin: [])
+    stream = MixturePart("x", iter([{}]), lambda row, origin: [])
     options = {"row_tokens": 8, "num_workers": 0, "say": print}
     assert cache_part(stream, "", tokenizer, tmp_path, **options) is stream
 
@@ -220,6 +220,6 @@ def test_a_disk_that_refuses_costs_the_cache_alone(tokenizer, tmp_path):
 def test_progress_is_told(monkeypatch):
     said, clock = [], iter(range(0, 1000, 4))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    for _ in Progress("tokenising x", 10, said.append).each(range(10)):
+    for _ in Progress("tokenizing x", 10, said.append).each(range(10)):
         pass
-    assert said[0] == "tokenising x: 3 of 10 rows (30%), 0 rows/s, 28 s left" and len(said) == 3
+    assert said[0] == "tokenizing x: 3 of 10 rows (30%), 0 rows/s, 28 s left" and len(said) == 3

@@ -3,14 +3,14 @@ import pickle
 
 import pytest
 
-from jaxtrain.data.calculator import (
+from jaxtrain.data.sources.calculator import (
     HELD_OUT_SHARE,
     LARGEST_RESULT,
     SPLITS,
+    CalculatorProblem,
     CalculatorRows,
-    Problem,
 )
-from jaxtrain.envs.calculator import answer_tool_call, check_answer
+from jaxtrain.environments.calculator import answer_tool_call, check_answer
 from jaxtrain.errors import UserError
 
 
@@ -51,12 +51,14 @@ def test_no_statement_is_in_both_splits():
 @pytest.mark.parametrize("op", ["+", "*"])
 def test_both_orders_of_a_statement_share_a_split(op):
     assert all(
-        Problem(a, op, b).split == Problem(b, op, a).split for a in range(40) for b in range(40)
+        CalculatorProblem(a, op, b).split == CalculatorProblem(b, op, a).split
+        for a in range(40)
+        for b in range(40)
     )
 
 
 def test_held_out_share():
-    problems = [Problem(a, "+", b) for a in range(100) for b in range(a, 100)]
+    problems = [CalculatorProblem(a, "+", b) for a in range(100) for b in range(a, 100)]
     share = sum(problem.split == "test" for problem in problems) / len(problems)
     # 5050 statements, each held out with chance 1/10: five standard deviations are 0.021.
     assert abs(share - 1 / HELD_OUT_SHARE) < 0.021

@@ -13,13 +13,13 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from jaxtrain.config import TreeTask
 from jaxtrain.config.data import DataConfig, DatasetConfig
-from jaxtrain.data.control import Encoder, encoder_of
-from jaxtrain.data.formats import make_tokeniser
-from jaxtrain.data.template import Renderer, encode, load_tokenizer, prompt_tokens, render_text
-from jaxtrain.data.trees import Trees, _open_trees
-from jaxtrain.envs.history import History, TurnTemplate
-from jaxtrain.envs.single_turn import SingleTurn
-from jaxtrain.rollout.types import Completion
+from jaxtrain.data.chat.control_tokens import Encoder, encoder_of
+from jaxtrain.data.chat.template import Renderer, encode, load_tokenizer, prompt_tokens, render_text
+from jaxtrain.data.formats import make_row_tokenizer
+from jaxtrain.environments.history import TokenHistory, TurnTemplate
+from jaxtrain.environments.single_turn import SingleTurn
+from jaxtrain.generation.engine import Completion
+from jaxtrain.methods.trees.data import Trees, _open_trees
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("JAXTRAIN_TEST_DATA", ROOT.parent / "shared" / "data"))
@@ -61,7 +61,7 @@ def plain(text):
     return text
 
 
-def say(role, content, **more):
+def log(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
@@ -71,11 +71,11 @@ TOOLS = [{"type": "function", "function": {"name": "f<|im_end|>", "description":
 ROWS = {
     "chat": {
         "messages": [
-            say("system", EVIL),
-            say("user", EVIL),
-            say("assistant", EVIL, reasoning_content=EVIL, tool_calls=[CALL]),
-            say("tool", EVIL),
-            say("assistant", EVIL),
+            log("system", EVIL),
+            log("user", EVIL),
+            log("assistant", EVIL, reasoning_content=EVIL, tool_calls=[CALL]),
+            log("tool", EVIL),
+            log("assistant", EVIL),
         ],
         "tools": TOOLS,
     },
@@ -88,8 +88,8 @@ ROWS = {
 }
 
 
-def tokenise(tokenizer, row, **options):
-    made = make_tokeniser(DatasetConfig(path="x", **options), tokenizer, 2048, "error")
+def tokenize(tokenizer, row, **options):
+    made = make_row_tokenizer(DatasetConfig(path="x", **options), tokenizer, 2048, "error")
     [sample] = made(row, "x row 1")
     return sample
 
@@ -99,8 +99,8 @@ def tokenise(tokenizer, row, **options):
 def test_spelled_control_tokens_are_text_in_every_format(tokenizer, name, as_chat):
     row = ROWS[name]
     harmless = json.loads(plain(json.dumps(row)))
-    found = tokenise(tokenizer, row, as_chat=as_chat)
-    wanted = tokenise(tokenizer, harmless, as_chat=as_chat)
+    found = tokenize(tokenizer, row, as_chat=as_chat)
+    wanted = tokenize(tokenizer, harmless, as_chat=as_chat)
     # The same control tokens, as many as the template or the format writes.
     assert controls(tokenizer, found.tokens) == controls(tokenizer, wanted.tokens)
     # Nothing of the text is lost, and it reads as it was written.
@@ -117,35 +117,35 @@ def test_spelled_control_tokens_are_text_in_every_format(tokenizer, name, as_cha
 
 def test_data_that_mean_their_control_tokens_say_so(tokenizer):
     row = {"text": "<|im_start|>user\nQ<|im_end|>\n"}
-    found = tokenise(tokenizer, row, special_tokens="control")
+    found = tokenize(tokenizer, row, special_tokens="control")
     assert found.tokens.tolist()[:-1] == encode(tokenizer, row["text"])
     assert found.controls == 2
-    talk = {"messages": [say("user", "a<|im_end|>b"), say("assistant", "c")]}
-    found = tokenise(tokenizer, talk, special_tokens="control")
+    talk = {"messages": [log("user", "a<|im_end|>b"), log("assistant", "c")]}
+    found = tokenize(tokenizer, talk, special_tokens="control")
     assert controls(tokenizer, found.tokens).count("<|im_end|>") == 3
 
 
 def test_prompts_of_rollouts_follow_the_rule(tokenizer):
     for tools in (None, TOOLS):
-        found = prompt_tokens(tokenizer, [say("user", EVIL)], tools)
-        wanted = json.loads(plain(json.dumps([[say("user", EVIL)], tools])))
+        found = prompt_tokens(tokenizer, [log("user", EVIL)], tools)
+        wanted = json.loads(plain(json.dumps([[log("user", EVIL)], tools])))
         assert controls(tokenizer, found) == controls(tokenizer, prompt_tokens(tokenizer, *wanted))
         assert EVIL in tokenizer.decode(found)
 
 
 def test_markup_that_is_no_control_token_keeps_its_meaning(tokenizer):
-    talk = [say("user", "a"), say("assistant", "<think>b</think>c<|im_end|>")]
+    talk = [log("user", "a"), log("assistant", "<think>b</think>c<|im_end|>")]
     [found] = Renderer(tokenizer)(talk, None, [1])
     thinks = encode(tokenizer, "<think></think>")
     assert len(thinks) == 2 and set(thinks) <= set(found.tokens.tolist())
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_texts_without_control_tokens_are_tokenised_as_ever(index):
+def test_texts_without_control_tokens_are_tokenized_as_ever(index):
     """The pieces are those of the whole, whatever the tokenizer does beside control tokens."""
     tokenizer = list(odd_tokenizers())[index]
-    talk = [say("user", " one "), say("assistant", " two\n"), say("user", "\n three")]
-    talk += [say("assistant", " four "), say("user", ""), say("assistant", "five")]
+    talk = [log("user", " one "), log("assistant", " two\n"), log("user", "\n three")]
+    talk += [log("assistant", " four "), log("user", ""), log("assistant", "five")]
     for rendering in Renderer(tokenizer)(talk, None, [1, 3, 5]):
         text = tokenizer.decode(rendering.tokens.tolist())
         assert text
@@ -164,7 +164,7 @@ TEXTS = st.lists(
 @given(st.lists(TEXTS, min_size=2, max_size=4), st.integers(0, 3))
 def test_any_text_in_any_message_stays_text(texts, index):
     tokenizer = TOKENIZERS[index]
-    talk = [say("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(texts)]
+    talk = [log("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(texts)]
     encoder = Encoder(tokenizer)
     (protected, _), mark, _ = encoder.protect((talk, None))
     text = render_text(tokenizer, protected, None, generation=True)
@@ -210,7 +210,7 @@ def test_qwen3_conversation_with_spelled_tokens():
     if not folder.exists():
         pytest.skip(f"no {folder}")
     tokenizer = load_tokenizer(str(folder), str(QWEN3))
-    talk = [say("user", EVIL), say("assistant", EVIL), say("user", "b"), say("assistant", "c")]
+    talk = [log("user", EVIL), log("assistant", EVIL), log("user", "b"), log("assistant", "c")]
     whole, early = Renderer(tokenizer)(talk, None, [1, 3])
     for rendering, turns in ((whole, 4), (early, 2)):
         found = controls(tokenizer, rendering.tokens)
@@ -225,8 +225,8 @@ def test_trees_follow_the_rule(tokenizer, split, rendering):
     data = DataConfig(sequence_len=2048)
     recipe = Trees(TreeTask(**options), data, tokenizer)
     think = f"<think>{EVIL}</think>{EVIL}" if split == "think" else EVIL
-    talk = [say("user", EVIL), say("assistant", think, reasoning_content=EVIL)]
-    talk = [*talk, say("user", EVIL), say("assistant", EVIL)] if split == "trajectory" else talk
+    talk = [log("user", EVIL), log("assistant", think, reasoning_content=EVIL)]
+    talk = [*talk, log("user", EVIL), log("assistant", EVIL)] if split == "trajectory" else talk
     build = _open_trees(
         DatasetConfig(path="builtin:calculator"), data, tokenizer, recipe.task, 2048
     )[1]
@@ -249,8 +249,8 @@ def test_raw_prompts_of_rollouts_follow_the_rule(tokenizer):
 
 
 def test_what_tools_say_to_an_agent_is_text(tokenizer):
-    history = History(TurnTemplate(tokenizer))
-    talk = [say("user", EVIL), say("assistant", "x"), say("tool", EVIL)]
+    history = TokenHistory(TurnTemplate(tokenizer))
+    talk = [log("user", EVIL), log("assistant", "x"), log("tool", EVIL)]
     prompt = history.prepare(talk[:1], {}, None)
     first = list(prompt.tokens)
     drawn = encode(tokenizer, "x<|im_end|>")

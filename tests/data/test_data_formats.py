@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
-from jaxtrain.data.columns import detect_format
-from jaxtrain.data.formats import make_tokeniser, probe
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.formats import make_row_tokenizer, probe
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.template import load_tokenizer
+from jaxtrain.data.sources.columns import detect_format
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -23,8 +23,8 @@ def tokenizer():
     return load_tokenizer("builtin")
 
 
-def tokenise(tokenizer, row, length=512, too_long="drop", **dataset):
-    made = make_tokeniser(DatasetConfig(path="x", **dataset), tokenizer, length, too_long)
+def tokenize(tokenizer, row, length=512, too_long="drop", **dataset):
+    made = make_row_tokenizer(DatasetConfig(path="x", **dataset), tokenizer, length, too_long)
     results = made(row, "x row 1")
     assert all(isinstance(result, Sample | Dropped) for result in results)
     assert all(result.origin.startswith("x row 1") for result in results)
@@ -44,11 +44,11 @@ def trained(tokenizer, sample):
     ]
 
 
-def say(role, content, **more):
+def log(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
-TALK = [say("user", "one"), say("assistant", "A"), say("user", "two"), say("assistant", "B")]
+TALK = [log("user", "one"), log("assistant", "A"), log("user", "two"), log("assistant", "B")]
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_chat_train_on(tokenizer, train_on, texts):
     talk = [dict(message) for message in TALK]
     talk[2]["train"] = talk[3]["train"] = True
     talk[1]["train"] = False
-    [sample] = tokenise(tokenizer, {"messages": talk}, train_on=train_on)
+    [sample] = tokenize(tokenizer, {"messages": talk}, train_on=train_on)
     assert trained(tokenizer, sample) == texts
 
 
 def test_chat_train_on_all(tokenizer):
-    [sample] = tokenise(tokenizer, {"messages": TALK}, train_on="all")
+    [sample] = tokenize(tokenizer, {"messages": TALK}, train_on="all")
     # All but the first token, which nothing predicts.
     assert sample.weights.sum() == len(sample.tokens) - 1
 
@@ -102,14 +102,14 @@ def test_chat_with_tools_and_arguments_as_a_string(tokenizer):
     call = {"id": "1", "function": {"name": "add", "arguments": '{"b": [1, "é"], "a": null}'}}
     row = {
         "messages": [
-            say("user", "go"),
-            say("assistant", None, reasoning_content="Hm.", tool_calls=[call]),
-            say("tool", "3", tool_call_id="1"),
-            say("assistant", "3"),
+            log("user", "go"),
+            log("assistant", None, reasoning_content="Hm.", tool_calls=[call]),
+            log("tool", "3", tool_call_id="1"),
+            log("assistant", "3"),
         ],
         "tools": json.dumps([{"type": "function", "function": {"name": "add"}}]),
     }
-    [sample] = tokenise(tokenizer, row)
+    [sample] = tokenize(tokenizer, row)
     assert trained(tokenizer, sample) == [
         '<think>Hm.</think>\n<tool_call>{"name": "add", "arguments": {"b": [1, "é"], "a": null}}'
         "</tool_call><|im_end|>",
@@ -128,7 +128,7 @@ def test_sharegpt_on_sight(tokenizer):
             {"from": "gpt", "value": "A"},
         ],
     }
-    [sample] = tokenise(tokenizer, row)
+    [sample] = tokenize(tokenizer, row)
     text = tokenizer.decode(sample.tokens.tolist())
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none")
     assert "<tool_response>2</tool_response>" in text
@@ -144,7 +144,7 @@ def test_renamed_columns_keys_and_roles(tokenizer):
         "messages.content": "says",
         "messages.train": "learn",
     }
-    [sample] = tokenise(
+    [sample] = tokenize(
         tokenizer,
         row,
         fields=fields,
@@ -155,8 +155,8 @@ def test_renamed_columns_keys_and_roles(tokenizer):
 
 
 def test_prompt_completion_of_strings(tokenizer):
-    [sample] = tokenise(tokenizer, {"prompt": "Say us", "completion": "er."})
-    # Tokenised apart: the border is where it is in use, although "user" is one token.
+    [sample] = tokenize(tokenizer, {"prompt": "Say us", "completion": "er."})
+    # Tokenized apart: the border is where it is in use, although "user" is one token.
     assert trained(tokenizer, sample) == ["er.<|im_end|>"]
     assert sample.tokens.tolist() == [
         *tokenizer("Say us")["input_ids"],
@@ -168,16 +168,16 @@ def test_prompt_completion_of_strings(tokenizer):
 def test_prompt_completion_as_chat(tokenizer):
     row = {"question": "q", "answer": "a", "system": "S"}
     fields = {"prompt": "question", "completion": "answer"}
-    [sample] = tokenise(tokenizer, row, fields=fields, as_chat=True)
+    [sample] = tokenize(tokenizer, row, fields=fields, as_chat=True)
     assert trained(tokenizer, sample) == ["a<|im_end|>"]
     assert tokenizer.decode(sample.tokens.tolist()).startswith("<|im_start|>system\nS<|im_end|>")
 
 
 def test_prompt_completion_of_messages_trains_the_completion_only(tokenizer):
     row = {"prompt": TALK[:3], "completion": TALK[3]}
-    [sample] = tokenise(tokenizer, row)
+    [sample] = tokenize(tokenizer, row)
     assert trained(tokenizer, sample) == ["B<|im_end|>"]
-    [other] = tokenise(tokenizer, {"prompt": TALK[:3], "completion": "B"})
+    [other] = tokenize(tokenizer, {"prompt": TALK[:3], "completion": "B"})
     assert other.tokens.tolist() == sample.tokens.tolist()
 
 
@@ -185,7 +185,7 @@ def test_prompt_completion_of_messages_trains_the_completion_only(tokenizer):
 @pytest.mark.parametrize("as_chat", [False, True])
 def test_alpaca(tokenizer, given, as_chat):
     row = {"instruction": "do", "input": given, "output": "done"}
-    [sample] = tokenise(tokenizer, row, as_chat=as_chat)
+    [sample] = tokenize(tokenizer, row, as_chat=as_chat)
     text = tokenizer.decode(sample.tokens.tolist())
     assert trained(tokenizer, sample) == ["done<|im_end|>"]
     assert ("data" in text) == (given == "data") and "None" not in text
@@ -201,7 +201,7 @@ def test_input_output(tokenizer):
             {"text": " e<|im_end|>", "train": True},
         ]
     }
-    [sample] = tokenise(tokenizer, row)
+    [sample] = tokenize(tokenizer, row)
     assert trained(tokenizer, sample) == [" c", " e<|im_end|>"]
     assert tokenizer.decode(sample.tokens.tolist()) == "a b c d e<|im_end|>"
 
@@ -209,7 +209,7 @@ def test_input_output(tokenizer):
 @pytest.mark.parametrize("count", [1, 6, 7, 8, 14, 15, 20])
 def test_completion_predicts_each_token_once(tokenizer, count):
     text = "1234567890123456789012345"[:count]
-    samples = tokenise(tokenizer, {"text": text}, length=8)
+    samples = tokenize(tokenizer, {"text": text}, length=8)
     whole = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     learned = []
     for sample in samples:
@@ -227,34 +227,34 @@ def test_completion_with_bos(tokenizer):
     other.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
     )
-    [sample] = tokenise(other, {"text": "hi"})
+    [sample] = tokenize(other, {"text": "hi"})
     assert sample.tokens[0] == bos and sample.tokens.tolist().count(bos) == 1
-    [sample] = tokenise(other, {"prompt": "hi", "completion": "ho"})
+    [sample] = tokenize(other, {"prompt": "hi", "completion": "ho"})
     assert sample.tokens.tolist().count(bos) == 1
 
 
 def test_too_long_drop(tokenizer):
-    assert tokenise(tokenizer, {"messages": TALK}, length=12) == [Dropped("too long", "x row 1")]
+    assert tokenize(tokenizer, {"messages": TALK}, length=12) == [Dropped("too long", "x row 1")]
 
 
 def test_too_long_truncate(tokenizer):
-    [whole] = tokenise(tokenizer, {"messages": TALK})
-    [sample] = tokenise(tokenizer, {"messages": TALK}, length=12, too_long="truncate")
+    [whole] = tokenize(tokenizer, {"messages": TALK})
+    [sample] = tokenize(tokenizer, {"messages": TALK}, length=12, too_long="truncate")
     assert sample.tokens.tolist() == whole.tokens[:12].tolist()
     # Cut before the first trained token, nothing is left to learn.
-    [dropped] = tokenise(tokenizer, {"messages": TALK}, length=8, too_long="truncate")
+    [dropped] = tokenize(tokenizer, {"messages": TALK}, length=8, too_long="truncate")
     assert dropped.reason == "no trained token"
 
 
 def test_too_long_error_names_row_and_keys(tokenizer):
     with pytest.raises(UserError, match=r"x row 1.*data.sequence_len is 12.*data.too_long"):
-        tokenise(tokenizer, {"messages": TALK}, length=12, too_long="error")
+        tokenize(tokenizer, {"messages": TALK}, length=12, too_long="error")
 
 
 def test_exact_length_is_not_too_long(tokenizer):
-    [whole] = tokenise(tokenizer, {"messages": TALK})
+    [whole] = tokenize(tokenizer, {"messages": TALK})
     length = len(whole.tokens)
-    [sample] = tokenise(tokenizer, {"messages": TALK}, length=length, too_long="error")
+    [sample] = tokenize(tokenizer, {"messages": TALK}, length=length, too_long="error")
     assert len(sample.tokens) == length
 
 
@@ -268,7 +268,7 @@ def test_exact_length_is_not_too_long(tokenizer):
     ],
 )
 def test_no_trained_token(tokenizer, row, options):
-    [dropped] = tokenise(tokenizer, row, **options)
+    [dropped] = tokenize(tokenizer, row, **options)
     assert dropped == Dropped("no trained token", "x row 1")
 
 
@@ -279,17 +279,17 @@ def test_no_trained_token(tokenizer, row, options):
         ({"messages": []}, "list"),
         ({"messages": ["hello"]}, "a message is a text"),
         ({"messages": [{"content": "a"}]}, "a role is null"),
-        ({"messages": [say("wizard", "a")]}, "unknown role 'wizard'"),
-        ({"messages": [say("user", 5)]}, "content is a number"),
-        ({"messages": [say("user", [{"type": "image"}])]}, "only text"),
+        ({"messages": [log("wizard", "a")]}, "unknown role 'wizard'"),
+        ({"messages": [log("user", 5)]}, "content is a number"),
+        ({"messages": [log("user", [{"type": "image"}])]}, "only text"),
         (
-            {"messages": [say("assistant", "", tool_calls=[{"function": {"name": 1}}])]},
+            {"messages": [log("assistant", "", tool_calls=[{"function": {"name": 1}}])]},
             "function.name",
         ),
         (
             {
                 "messages": [
-                    say("assistant", "", tool_calls=[{"name": "f", "arguments": "{broken"}])
+                    log("assistant", "", tool_calls=[{"name": "f", "arguments": "{broken"}])
                 ]
             },
             "arguments of 'f': broken JSON",
@@ -307,7 +307,7 @@ def test_no_trained_token(tokenizer, row, options):
     ],
 )
 def test_malformed_rows(tokenizer, row, reason):
-    [dropped] = tokenise(tokenizer, row)
+    [dropped] = tokenize(tokenizer, row)
     if reason is None:
         assert dropped.reason == "no trained token"
     else:
@@ -315,22 +315,22 @@ def test_malformed_rows(tokenizer, row, reason):
 
 
 def test_malformed_message_is_placed(tokenizer):
-    [dropped] = tokenise(tokenizer, {"messages": [*TALK, say("wizard", "a")]})
+    [dropped] = tokenize(tokenizer, {"messages": [*TALK, log("wizard", "a")]})
     assert dropped == Dropped("malformed row: unknown role 'wizard'", "x row 1, message 5")
 
 
 def test_empty_keys_of_a_table_do_not_matter(tokenizer):
     nulls = {"tool_calls": None, "reasoning_content": None, "name": None, "train": None}
-    [plain] = tokenise(tokenizer, {"messages": TALK})
+    [plain] = tokenize(tokenizer, {"messages": TALK})
     row = {"messages": [{**message, **nulls} for message in TALK], "tools": None}
-    [other] = tokenise(tokenizer, row)
+    [other] = tokenize(tokenizer, row)
     assert plain.tokens.tolist() == other.tokens.tolist()
 
 
 def test_system_column_and_system_message(tokenizer):
-    with_own = [say("system", "own"), *TALK]
-    [sample] = tokenise(tokenizer, {"messages": with_own, "system": "column"})
-    [other] = tokenise(tokenizer, {"messages": with_own})
+    with_own = [log("system", "own"), *TALK]
+    [sample] = tokenize(tokenizer, {"messages": with_own, "system": "column"})
+    [other] = tokenize(tokenizer, {"messages": with_own})
     assert sample.tokens.tolist() == other.tokens.tolist()
 
 
@@ -344,11 +344,11 @@ def test_system_column_and_system_message(tokenizer):
 )
 def test_names_that_nothing_reads(tokenizer, options, message):
     with pytest.raises(UserError, match=message):
-        make_tokeniser(DatasetConfig(path="x", **options), tokenizer, 512, "drop")
+        make_row_tokenizer(DatasetConfig(path="x", **options), tokenizer, 512, "drop")
 
 
-def test_tokeniser_pickles(tokenizer):
-    made = make_tokeniser(DatasetConfig(path="x"), tokenizer, 512, "drop")
+def test_tokenizer_pickles(tokenizer):
+    made = make_row_tokenizer(DatasetConfig(path="x"), tokenizer, 512, "drop")
     [mine], [theirs] = (f({"messages": TALK}, "") for f in (made, pickle.loads(pickle.dumps(made))))
     assert mine.tokens.tolist() == theirs.tokens.tolist()
 
@@ -402,7 +402,7 @@ def test_probe_refuses_what_is_all_too_long(tmp_path, tokenizer):
 
 
 def test_probe_lets_some_bad_rows_pass(tmp_path, tokenizer):
-    rows = [{"messages": TALK}] * 8 + [{"messages": [say("wizard", "a")]}] * 8
+    rows = [{"messages": TALK}] * 8 + [{"messages": [log("wizard", "a")]}] * 8
     found = probe(DatasetConfig(path=write(tmp_path / "a.jsonl", rows)), tokenizer, DataConfig())
     assert found.dropped == {"malformed row: unknown role 'wizard'": 8}
 
@@ -424,15 +424,15 @@ def test_chat_without_a_template(tokenizer):
     other = load_tokenizer("builtin")
     other.chat_template = None
     with pytest.raises(UserError, match="x row 1: the tokenizer.*no chat template"):
-        tokenise(other, {"messages": TALK})
-    assert isinstance(tokenise(other, {"text": "plain text needs none"})[0], Sample)
+        tokenize(other, {"messages": TALK})
+    assert isinstance(tokenize(other, {"text": "plain text needs none"})[0], Sample)
 
 
 def test_text_without_an_eos():
     other = load_tokenizer("builtin")
     other.eos_token = None
     with pytest.raises(UserError, match="eos"):
-        tokenise(other, {"text": "a"})
+        tokenize(other, {"text": "a"})
 
 
 def test_builtin_calculator(tokenizer):
@@ -461,7 +461,7 @@ def test_gsm8k(qwen2):
     dataset = DatasetConfig(
         path=path, fields={"prompt": "question", "completion": "answer"}, as_chat=True
     )
-    made = make_tokeniser(dataset, qwen2, 2048, "error")
+    made = make_row_tokenizer(dataset, qwen2, 2048, "error")
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()[:200]]
     for row in rows:
         [sample] = made(row, "")
@@ -471,7 +471,7 @@ def test_gsm8k(qwen2):
 def test_tau_bench_trajectories_with_tools(qwen2):
     path = real("tau_airline_trajectories.jsonl")
     tools = json.loads(Path(real("tau_airline_tools.json")).read_text())
-    made = make_tokeniser(DatasetConfig(path=path), qwen2, 32768, "error")
+    made = make_row_tokenizer(DatasetConfig(path=path), qwen2, 32768, "error")
     for line in Path(path).read_text().splitlines()[:20]:
         row = json.loads(line)
         [sample] = made({**row, "tools": tools}, "")

@@ -2,8 +2,13 @@
 
 import pytest
 
-from jaxtrain.data.ground_truth import count_examples, list_turns, read_example, write_answer
-from jaxtrain.data.messages import Malformed
+from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.methods.ebft.ground_truth_rows import (
+    count_examples,
+    list_turns,
+    read_example,
+    write_answer,
+)
 
 TALK = [
     {"role": "system", "content": "be brief"},
@@ -79,7 +84,7 @@ def test_other_tags_of_thoughts(opening, closing):
     ],
 )
 def test_no_ground_truth_is_told(row, said):
-    with pytest.raises(Malformed, match=said):
+    with pytest.raises(MalformedRow, match=said):
         read_example(row, 0)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.config.load import load_config
-from jaxtrain.data.sources import open_rows
+from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.errors import UserError
 
 

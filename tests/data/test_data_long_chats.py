@@ -7,14 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data import template
-from jaxtrain.data.template import LeftOut, Renderer, Retokenised, TemplateFailed, load_tokenizer
+from jaxtrain.data.chat import template
+from jaxtrain.data.chat.template import (
+    Renderer,
+    RetokenizationError,
+    TemplateFailed,
+    TemplateOmission,
+    load_tokenizer,
+)
 from jaxtrain.errors import UserError
-from jaxtrain.hf.chat_template import render
-from jaxtrain.hf.plain_template import mark_template, render_prefixes
+from jaxtrain.huggingface.chat_template import render
+from jaxtrain.huggingface.plain_template import mark_template, render_prefixes
 
 QWEN3 = (Path(__file__).parent / "qwen3.jinja").read_text()
-# Qwen2.5's way: a default system message, and tool answers that look at both neighbours.
+# Qwen2.5's way: a default system message, and tool answers that look at both neighbors.
 QWEN2 = """
 {%- if tools %}{{- '<|im_start|>system\\n' }}
 {%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}{%- else %}{{- 'Be kind.' }}
@@ -97,7 +103,7 @@ def test_every_beginning_is_as_it_renders_alone(name, talk, tools):
 def outcome(renderer, talk, tools, wanted):
     try:
         return [(list(part.tokens), list(part.author)) for part in renderer(talk, tools, wanted)]
-    except (TemplateFailed, Retokenised, LeftOut, UserError) as error:
+    except (TemplateFailed, RetokenizationError, TemplateOmission, UserError) as error:
         return type(error), str(error)
 
 

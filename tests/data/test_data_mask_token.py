@@ -4,10 +4,10 @@ import copy
 
 import pytest
 
-from jaxtrain.data.control import encoder_of
-from jaxtrain.data.mask_token import NEW, choose_mask_token
-from jaxtrain.data.template import load_tokenizer
+from jaxtrain.data.chat.control_tokens import encoder_of
+from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.methods.diffusion.mask_token import NEW, choose_mask_token
 
 LOADED = load_tokenizer("builtin", None)
 SIZE = len(LOADED)

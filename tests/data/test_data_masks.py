@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from jaxtrain.batch import check_batch
-from jaxtrain.data.masks import RATIO, TARGET, Noise, mask, mask_held_out
-from jaxtrain.data.pack import Fields, build_batch, lay_out
+from jaxtrain.data.packing.pack import Fields, build_batch, lay_out
+from jaxtrain.data.packing.tree import Node, Tree, chain
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.single_answers import Cut
-from jaxtrain.data.tree import Node, Tree, chain
 from jaxtrain.errors import UserError
+from jaxtrain.methods.diffusion.data import TruncatedAnswers
+from jaxtrain.methods.diffusion.masks import RATIO, TARGET, Noise, mask, mask_held_out
 
 MASK = 99
 END = 7
@@ -73,19 +73,19 @@ def test_since_lets_each_token_see_its_document_and_no_other():
     np.testing.assert_array_equal(drawn.since[0, 1, 20:], index[20:])  # padding: itself
 
 
-@pytest.mark.parametrize("normalise", ["document", "token"])
-def test_the_mean_over_draws_is_the_full_cross_entropy(normalise):
+@pytest.mark.parametrize("normalize", ["document", "token"])
+def test_the_mean_over_draws_is_the_full_cross_entropy(normalize):
     """A model that does not look at the text: E[sum of CE / p over masked] is the sum of CE."""
     ce = np.random.default_rng(3).random(BATCH.tokens.shape)
     weights = BATCH.weights["nll"]
-    if normalise == "document":
+    if normalize == "document":
         wanted = np.mean(
             [(ce * weights)[0, r, a:b].sum() / weights[0, r, a:b].sum() for r, a, b in STARTS]
         )
     else:
         wanted = (ce * weights).sum() / weights.sum()
     for schedule, low in (("linear", 1e-3), ("cosine", 0.3), ("quadratic", 0.1)):
-        noise = Noise(MASK, schedule, low=low, normalise=normalise)
+        noise = Noise(MASK, schedule, low=low, normalize=normalize)
         values = []
         for step in range(1500 if low == 1e-3 else 300):
             drawn = mask(BATCH, noise, [1, step]).batch
@@ -93,13 +93,13 @@ def test_the_mean_over_draws_is_the_full_cross_entropy(normalise):
         error = np.std(values) / len(values) ** 0.5
         assert abs(np.mean(values) - wanted) < 4 * error, schedule
         assert error < 0.08 * wanted
-    held = mask_held_out(BATCH, Noise(MASK, normalise=normalise), 0, 500)
+    held = mask_held_out(BATCH, Noise(MASK, normalize=normalize), 0, 500)
     values = [(ce * one.weights["nll"]).sum() / one.denoms["masked"][0] for one in held]
     assert abs(np.mean(values) - wanted) < 0.05 * wanted
 
 
 def test_without_weights_every_masked_token_counts_alike():
-    noise = Noise(MASK, weighted=False, normalise="token")
+    noise = Noise(MASK, weighted=False, normalize="token")
     drawn = mask(BATCH, noise, [0, 5]).batch
     assert set(np.unique(drawn.weights["nll"])) == {0.0, 1.0}
     assert drawn.denoms["masked"][0] == (drawn.tokens == MASK).sum()
@@ -194,7 +194,7 @@ def test_trees_have_no_two_sides():
 
 def cut(tokens, weights, padding=0, split=True, room=64):
     sample = Sample(np.array(tokens, np.int32), np.array(weights, np.float32), "row 0", 2)
-    return Cut(None, frozenset({END}), padding, room, split).split_up(sample)
+    return TruncatedAnswers(None, frozenset({END}), padding, room, split).split_up(sample)
 
 
 def test_an_answer_does_not_see_what_was_said_after_it():
@@ -221,4 +221,4 @@ def test_end_tokens_behind_an_answer():
     assert len(cut([1, 3, 4], [0, 1, 1], padding=5)[0].tokens) == 3, "no end, nothing behind it"
     assert all(len(cut([t, 3, END], [0, 1, 1], 5, room=4)[0].tokens) <= 4 for t in range(9))
     dropped = Dropped("too long", "row 1")
-    assert Cut(None, frozenset({END}), 5, 64, True).split_up(dropped) == [dropped]
+    assert TruncatedAnswers(None, frozenset({END}), 5, 64, True).split_up(dropped) == [dropped]

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config.load import load_config
-from jaxtrain.data.named_templates import FOLDER, TOKENS, read_template
-from jaxtrain.data.template import Renderer, load_tokenizer, render_text
+from jaxtrain.data.chat.named_templates import FOLDER, TOKENS, read_template
+from jaxtrain.data.chat.template import Renderer, load_tokenizer, render_text
 from jaxtrain.errors import UserError
-from jaxtrain.hf.tokenizer import open_tokenizer
+from jaxtrain.huggingface.tokenizer import open_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_data_template import marked, say
+from test_data_template import log, marked
 
 TALK = [
-    say("system", "S"),
-    say("user", "one"),
-    say("assistant", "first"),
-    say("user", "two"),
-    say("assistant", "second"),
+    log("system", "S"),
+    log("user", "one"),
+    log("assistant", "first"),
+    log("user", "two"),
+    log("assistant", "second"),
 ]
 ALPACA = "\n\n### Instruction:\none\n\n### Response:\nfirst<eos>\n\n"
 ALPACA += "### Instruction:\ntwo\n\n### Response:\nsecond<eos>"
@@ -102,7 +102,7 @@ def test_a_named_template_writes_what_the_models_read(name):
     assert len(Renderer(tokenizer)(TALK[1:], None, [1, 3])) == 1
 
 
-SPACED = [say("user", " one\n"), say("assistant", " first ")]
+SPACED = [log("user", " one\n"), log("assistant", " first ")]
 AS_SPACED = {
     "chatml": "<|im_start|>user\n one\n<|im_end|>\n<|im_start|>assistant\n first <|im_end|>\n",
     "llama3": "<bos><|start_header_id|>user<|end_header_id|>\n\none<|eot_id|>"
@@ -240,7 +240,7 @@ GLM = """\
 {%- endif -%}"""
 CALLS = [
     *TALK[:2],
-    say(
+    log(
         "assistant",
         "let me see",
         reasoning_content="hm",
@@ -248,8 +248,8 @@ CALLS = [
             {"type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": "x"}}}
         ],
     ),
-    say("tool", "42"),
-    say("assistant", "it is 42"),
+    log("tool", "42"),
+    log("assistant", "it is 42"),
 ]
 
 

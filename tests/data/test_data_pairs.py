@@ -6,21 +6,25 @@ import numpy as np
 import pytest
 
 from jaxtrain.batch import check_batch
-from jaxtrain.data.branches import list_branches
-from jaxtrain.data.pack import Fields, build_batch, lay_out
-from jaxtrain.data.pairs import NOBODY, PairTrees
-from jaxtrain.data.ranked import Answer, Pair, Ranked
-from jaxtrain.data.rows import to_trees
+from jaxtrain.data.comparisons.pairs import NOBODY, PairTrees
+from jaxtrain.data.comparisons.ranked import Ranked, RankedAnswer, RankedPair
+from jaxtrain.data.packing.branches import list_branches
+from jaxtrain.data.packing.pack import Fields, build_batch, lay_out
+from jaxtrain.data.packing.rows import to_trees
+from jaxtrain.data.packing.tree import Forest, build_tree
+from jaxtrain.data.packing.window import WindowPacker
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.tree import Forest, build_tree
-from jaxtrain.data.window import WindowPacker
 
 STREAMS = {"chosen": np.int32, "rejected": np.int32, "margin": np.float32, "share": np.float32}
 
 
 def ranked(*answers, prompt=(1, 2, 3), pairs=(), labels=(), untrained=()):
-    made = [Answer(np.array(a), np.array([t not in untrained for t in a], float)) for a in answers]
-    return Ranked(np.array(prompt), tuple(made), tuple(Pair(*p) for p in pairs), labels, "row 0")
+    made = [
+        RankedAnswer(np.array(a), np.array([t not in untrained for t in a], float)) for a in answers
+    ]
+    return Ranked(
+        np.array(prompt), tuple(made), tuple(RankedPair(*p) for p in pairs), labels, "row 0"
+    )
 
 
 def read_slots(batch):

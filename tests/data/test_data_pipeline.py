@@ -10,13 +10,13 @@ import pytest
 
 from jaxtrain.batch import check_batch
 from jaxtrain.config import DataConfig, DatasetConfig, TreeTask
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.packing.tree import Tree
+from jaxtrain.data.packing.tree_preview import describe_part
 from jaxtrain.data.pipeline import count_steps, eval_batches, open_source
 from jaxtrain.data.sequences import Sequences
-from jaxtrain.data.template import load_tokenizer
-from jaxtrain.data.tree import Tree
-from jaxtrain.data.tree_preview import describe_part
-from jaxtrain.data.trees import Trees
 from jaxtrain.errors import UserError
+from jaxtrain.methods.trees.data import Trees
 
 TREES = DatasetConfig(
     path="builtin:caterpillar",
@@ -96,8 +96,8 @@ def test_grouped_steps_hold_the_same_trees_with_the_same_total_weight(tokenizer)
         assert (grouped.owner >= 0).sum() > (tree.owner >= 0).sum()
 
 
-def test_normalisation_by_tree_gives_each_tree_one_vote(tokenizer):
-    task = TreeTask(normalise="tree", units_per_step=4)
+def test_normalization_by_tree_gives_each_tree_one_vote(tokenizer):
+    task = TreeTask(normalize="tree", units_per_step=4)
     for batch in read(
         open_source(make_data(TREES), Trees(task, make_data(TREES), tokenizer), **STEP), 3
     ):
@@ -162,7 +162,7 @@ def test_calculator_conversations_branch_where_the_agent_thinks(tokenizer):
         task = TreeTask(rendering=rendering)
         part = Trees(task, make_data(dataset, sequence_len=512), tokenizer).open(dataset)
         for index in range(20):
-            (tree,) = part.tokenise(part.rows[index], "")
+            (tree,) = part.tokenize(part.rows[index], "")
             thoughts = sum(
                 bool(message.get("reasoning_content")) for message in part.rows[index]["messages"]
             )
@@ -188,13 +188,13 @@ def test_trials_of_a_task_share_their_beginning(tokenizer, rendering):
     data = make_data(dataset, sequence_len=60_000)
     task = TreeTask(rendering=rendering, max_packed_tokens=120_000)
     part = Trees(task, data, tokenizer).open(dataset)
-    chains = [part.tokenise(part.rows[i], "")[0] for i in range(4)]
+    chains = [part.tokenize(part.rows[i], "")[0] for i in range(4)]
     assert [tree.num_branches for tree in chains] == [1] * 4
     grouped = task.model_copy(update={"group_by": "task_id"})
     part = Trees(grouped, data, tokenizer).open(dataset)
     trial_rows = part.rows[0]["group"]
     assert [row["trial"] for row in trial_rows] == [0, 1]
-    (tree,) = part.tokenise(part.rows[0], "")
+    (tree,) = part.tokenize(part.rows[0], "")
     assert tree.num_branches == 2 and len(tree.nodes[0].tokens) > 1000  # the policy is shared
     assert sum(tree.branch_lengths()) - tree.num_tokens == len(tree.nodes[0].tokens)
 

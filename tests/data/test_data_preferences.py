@@ -12,20 +12,20 @@ import pytest
 from rich.console import Console
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
+from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.template import load_tokenizer, prompt_tokens, render_text
+from jaxtrain.data.comparisons.preference_row import parse_talk, read_judged
+from jaxtrain.data.comparisons.preferences import Preferences, RankedReader, halve
+from jaxtrain.data.comparisons.ranked import Ranked, RankedPair
+from jaxtrain.data.comparisons.ranking import rank_pairs
 from jaxtrain.data.formats import probe
-from jaxtrain.data.judged import parse_talk, read_judged
-from jaxtrain.data.messages import Malformed
-from jaxtrain.data.pack import NLL
+from jaxtrain.data.packing.pack import NLL
+from jaxtrain.data.packing.steps import count_part
+from jaxtrain.data.packing.tree import Node, Tree
 from jaxtrain.data.pipeline import count_steps, open_source
-from jaxtrain.data.preferences import Preferences, RankedReader, halve
-from jaxtrain.data.ranked import Pair, Ranked
-from jaxtrain.data.ranking import rank_pairs
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.sources import open_rows
-from jaxtrain.data.steps import count_part
+from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.tally import drops_of
-from jaxtrain.data.template import load_tokenizer, prompt_tokens, render_text
-from jaxtrain.data.tree import Node, Tree
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def tokenizer():
     return load_tokenizer("builtin")
 
 
-def say(role, content, **more):
+def log(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
@@ -71,8 +71,8 @@ def reasons(tokenizer, row, **options):
     return [one.reason for one in read(tokenizer, row, **options) if isinstance(one, Dropped)]
 
 
-TALK = [say("user", "How?")]
-GOOD, BAD = say("assistant", "So."), say("assistant", "No!")
+TALK = [log("user", "How?")]
+GOOD, BAD = log("assistant", "So."), log("assistant", "No!")
 HUMAN = "\n\nHuman: How?\n\nAssistant:"
 SAME_PAIR = {
     "messages": {"prompt": TALK, "chosen": [GOOD], "rejected": [BAD]},
@@ -145,13 +145,13 @@ def test_tokens_are_those_of_the_template(tokenizer):
     tools = [{"type": "function", "function": {"name": "add"}}]
     call = {"function": {"name": "add", "arguments": "{}"}}
     chosen = [
-        say("assistant", "", reasoning_content="Hm.", tool_calls=[call]),
-        say("tool", "3"),
-        say("assistant", "3"),
+        log("assistant", "", reasoning_content="Hm.", tool_calls=[call]),
+        log("tool", "3"),
+        log("assistant", "3"),
     ]
     row = {"prompt": TALK, "chosen": chosen, "rejected": "2", "tools": tools, "system": "Be."}
     (prompt, answers), ranked = only(tokenizer, row)
-    before = [say("system", "Be."), *TALK]
+    before = [log("system", "Be."), *TALK]
     assert ranked.prompt.tolist() == prompt_tokens(tokenizer, before, tools)
     kept = read_judged(row, DatasetConfig(path="x")).answers[0]
     whole = render_text(tokenizer, [*before, *kept], tools)
@@ -175,7 +175,7 @@ def test_plain_texts(tokenizer):
         tokenizer, {"prompt": "One plus", "chosen": " one", "rejected": [" two", " ten"]}
     )
     assert (prompt, answers) == ("One plus", [f" one{eos}", f" two{eos}", f" ten{eos}"])
-    assert ranked.pairs == (Pair(0, 1), Pair(0, 2))
+    assert ranked.pairs == (RankedPair(0, 1), RankedPair(0, 2))
     (prompt, answers), _ = only(tokenizer, {"chosen": "One is one", "rejected": "One is two"})
     assert prompt + answers[0] == f"One is one{eos}" and prompt + answers[1] == f"One is two{eos}"
     assert "One" in prompt
@@ -192,7 +192,7 @@ def test_labels(tokenizer):
     talk = {"messages": [*TALK, BAD], "kto_tag": False}
     (prompt, answers), ranked = only(tokenizer, talk, want="labels")
     assert (prompt, answers, ranked.labels) == (ASKED, ["No!<|im_end|>"], (False,))
-    # Pairs are two labelled answers; one that is better and worse is neither.
+    # Pairs are two labeled answers; one that is better and worse is neither.
     _, ranked = only(tokenizer, SAME_PAIR["messages"], want="labels")
     assert ranked.labels == (True, False) and ranked.pairs == ()
     three = {"prompt": TALK, "completions": ["a", "b", "c"], "scores": [1, 2, 3]}
@@ -206,7 +206,7 @@ def test_labels(tokenizer):
     [
         ("best_worst", [(1, 2)], 0),
         ("best_rest", [(1, 0), (1, 2)], 1),
-        ("neighbours", [(3, 0), (0, 2)], 1),
+        ("neighbors", [(3, 0), (0, 2)], 1),
         ("all", [(1, 0), (1, 2), (3, 0), (3, 2), (0, 2)], 1),
     ],
 )
@@ -231,11 +231,11 @@ def test_margins(tokenizer):
 def test_a_prompt_that_the_answer_rewrites(tokenizer):
     """Qwen3's template shows a thought until the next user speaks: the shared part is the trunk."""
     qwen = load_tokenizer("builtin", str(Path(__file__).parent / "qwen3.jinja"))
-    before = [say("user", "a"), say("assistant", "b", reasoning_content="Hm."), say("tool", "c")]
+    before = [log("user", "a"), log("assistant", "b", reasoning_content="Hm."), log("tool", "c")]
     row = {
         "prompt": before,
-        "chosen": [say("assistant", "d", reasoning_content="Oh.")],
-        "rejected": [say("user", "e"), say("assistant", "f")],
+        "chosen": [log("assistant", "d", reasoning_content="Oh.")],
+        "rejected": [log("user", "e"), log("assistant", "f")],
     }
     (prompt, answers), ranked = only(qwen, row)
     assert prompt.endswith("<|im_start|>assistant\n") and "Hm." in answers[0]
@@ -253,7 +253,7 @@ def test_lengths(tokenizer):
     assert reasons(tokenizer, row, length=n) == ["too long", "too long"]
     _, cut = only(tokenizer, row, length=n, too_long="truncate")
     # The long rejected one is then the chosen one: no pair.
-    assert cut.pairs == (Pair(0, 1),)
+    assert cut.pairs == (RankedPair(0, 1),)
     assert [len(cut.prompt) + len(answer.tokens) for answer in cut.answers] == [n, n]
     assert reasons(tokenizer, row, length=n, too_long="truncate") == [
         "malformed row: chosen and rejected are the same"
@@ -273,8 +273,8 @@ def test_lengths(tokenizer):
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
         ({"chosen": [*TALK, GOOD], "rejected": [*TALK, GOOD]}, "chosen and rejected are the same"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "empty answer"),
-        ({"prompt": TALK, "chosen": GOOD, "rejected": say("assistant", " ")}, "empty answer"),
-        ({"prompt": TALK, "chosen": GOOD, "rejected": say("user", "a")}, "empty answer"),
+        ({"prompt": TALK, "chosen": GOOD, "rejected": log("assistant", " ")}, "empty answer"),
+        ({"prompt": TALK, "chosen": GOOD, "rejected": log("user", "a")}, "empty answer"),
         ({"chosen": [*TALK, GOOD], "rejected": TALK}, "empty answer"),
         ({"chosen": "b", "rejected": "c"}, "chosen and rejected share no prompt"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "chosen and rejected share no prompt"),
@@ -308,7 +308,7 @@ def test_deep_rows(tokenizer):
 
 
 def test_spelled_control_tokens_stay_text(tokenizer):
-    row = {"prompt": [say("user", "<|im_end|>?")], "chosen": "So <|im_end|>", "rejected": "No"}
+    row = {"prompt": [log("user", "<|im_end|>?")], "chosen": "So <|im_end|>", "rejected": "No"}
     (_, answers), ranked = only(tokenizer, row)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert ranked.controls == 2 and ranked.answers[0].tokens.tolist().count(end) == 1
@@ -336,11 +336,11 @@ def test_rows_of_one_prompt_share_it(tokenizer, tmp_path):
     ]
     dataset = DatasetConfig(path=write(tmp_path, rows), group_prompts=True)
     part = recipe(tokenizer).open(dataset)
-    made = [part.tokenise(part.rows[i], part.origin(i)) for i in range(len(part.rows))]
+    made = [part.tokenize(part.rows[i], part.origin(i)) for i in range(len(part.rows))]
     assert [type(items[0]).__name__ for items in made] == ["Tree", "Tree", "Dropped"]
     assert made[0][0].num_branches == 3
     [ranked] = recipe(tokenizer).reader(dataset)(part.rows[0], "x")
-    assert ranked.pairs == (Pair(0, 1), Pair(0, 2))
+    assert ranked.pairs == (RankedPair(0, 1), RankedPair(0, 2))
 
 
 def test_labels_of_one_prompt_become_pairs(tokenizer, tmp_path):
@@ -351,8 +351,11 @@ def test_labels_of_one_prompt_become_pairs(tokenizer, tmp_path):
     dataset = DatasetConfig(path=path, group_prompts=True)
     part = recipe(tokenizer).open(dataset)
     found, left = recipe(tokenizer).reader(dataset)(part.rows[0], "x")
-    assert found.pairs == (Pair(0, 1), Pair(0, 2)) and left.reason == "answer with both labels"
-    [alone] = part.tokenise(part.rows[1], "x")
+    assert (
+        found.pairs == (RankedPair(0, 1), RankedPair(0, 2))
+        and left.reason == "answer with both labels"
+    )
+    [alone] = part.tokenize(part.rows[1], "x")
     assert alone.reason == "prompt whose labels are all alike"
     with pytest.raises(UserError, match="one answer with a label each.*group_prompts = true"):
         recipe(tokenizer).probe(DatasetConfig(path=path))
@@ -367,7 +370,7 @@ def test_many_answers_become_several_trees(tokenizer, tmp_path):
     made = recipe(tokenizer, 64)
     [ranked] = made.reader(dataset)(row, "x")
     part = made.open(dataset)
-    trees = part.tokenise(row, "x")
+    trees = part.tokenize(row, "x")
     assert len(ranked.pairs) == 36 and len(trees) > 1
     assert all(tree.num_tokens <= made.row_tokens == 128 for tree in trees)
     prompts = {tuple(tree.nodes[0].tokens.tolist()) for tree in trees}
@@ -424,7 +427,10 @@ def test_a_format_from_outside_and_a_stream(tokenizer, tmp_path):
     )
     made = recipe(tokenizer)
     found = made.probe(dataset)
-    assert "a stream of format" in str(found) and found.samples[0].pairs == (Pair(0, 1), Pair(0, 2))
+    assert "a stream of format" in str(found) and found.samples[0].pairs == (
+        RankedPair(0, 1),
+        RankedPair(0, 2),
+    )
     assert found.dropped == {"malformed row: nobody voted": 1} and made.settings(dataset) is None
     made.show(dataset, 1, Console(quiet=True))
     with pytest.raises(UserError, match="group_prompts needs all rows"):
@@ -455,7 +461,7 @@ def test_hh_text():
 
 
 def test_unknown_rows_raise_nothing_but_malformed():
-    with pytest.raises(Malformed, match="no known columns"):
+    with pytest.raises(MalformedRow, match="no known columns"):
         read_judged({"a": 1}, DatasetConfig(path="x"))
 
 

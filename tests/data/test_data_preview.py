@@ -5,8 +5,8 @@ import pytest
 from rich.console import Console
 
 from jaxtrain.data import preview
+from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.template import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 
 from jaxtrain.config import EvalSetConfig, validate_config
 from jaxtrain.config.evals import Benchmark
-from jaxtrain.data.prompt_sets import SETS, open_prompt_set, read_turns, sample
+from jaxtrain.data.sources.prompt_sets import SETS, open_prompt_set, read_turns, sample
 from jaxtrain.errors import UserError
-from jaxtrain.rollout.problem_sets import read_problems
+from jaxtrain.generation.evaluation.problem_sets import read_problems
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("JAXTRAIN_TEST_DATA", ROOT.parent / "shared" / "data"))

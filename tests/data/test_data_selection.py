@@ -4,12 +4,12 @@ from math import inf
 
 import pytest
 
-from jaxtrain.data.readers import Part
-from jaxtrain.data.selection import estimate_tokens, score_row, select_rows
-from jaxtrain.data.tree import build_tree
-from jaxtrain.data.tree_preview import describe_part, probe_trees
-from jaxtrain.data.workload import describe_tree, describe_workload, measure_tree
+from jaxtrain.data.packing.tree import build_tree
+from jaxtrain.data.packing.tree_preview import describe_part, probe_trees
+from jaxtrain.data.packing.workload import describe_tree, describe_workload, measure_tree
+from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.errors import UserError
+from jaxtrain.methods.trees.selection import estimate_tokens, score_row, select_rows
 
 
 def row(reasoning, plain=0, usage=(10, 5), **columns):
@@ -92,7 +92,7 @@ def test_what_a_selection_leaves_out_is_told():
     }
     with pytest.raises(UserError, match="none of 1 rows .1 that cannot be read."):
         select_rows([{"prompt": 3}], metric="branching_score")
-    part = Part("x", chosen, lambda row, origin: [small_tree()])
+    part = MixturePart("x", chosen, lambda row, origin: [small_tree()])
     assert "left out 1 rows with too many tokens, 1 rows without" in str(probe_trees(part))
     assert "left out by the selection: without reasoning: 1" in describe_part(part, None, 0)
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from jaxtrain.batch import check_batch
 from jaxtrain.config.data import DataConfig, DatasetConfig
-from jaxtrain.data.formats import make_tokeniser, probe
-from jaxtrain.data.pack import Fields, build_batch, lay_out
-from jaxtrain.data.rows import to_tree, to_trees
+from jaxtrain.core.losses.nll import nll_loss
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.formats import make_row_tokenizer, probe
+from jaxtrain.data.packing.pack import Fields, build_batch, lay_out
+from jaxtrain.data.packing.rows import to_tree, to_trees
+from jaxtrain.data.packing.shared_prefixes import group_samples, share_prefixes
+from jaxtrain.data.packing.tree import Tree, split_branches
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.sequences import Sequences
-from jaxtrain.data.shared import group_samples, share_prefixes
-from jaxtrain.data.template import load_tokenizer
-from jaxtrain.data.tree import Tree, split_branches
-from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
 
@@ -47,7 +47,9 @@ def make_talk(turns, thoughts=True, tools=True):
 def both(tokenizer, row, length=4096, too_long="drop"):
     """(flat samples and drops, trees and drops) of a row."""
     dataset = DatasetConfig(path="x")
-    made = [make_tokeniser(dataset, tokenizer, length, too_long, trees) for trees in (False, True)]
+    made = [
+        make_row_tokenizer(dataset, tokenizer, length, too_long, trees) for trees in (False, True)
+    ]
     return [one(row, "x row 1") for one in made]
 
 
@@ -114,10 +116,10 @@ def test_loss_and_gradients_are_those_of_the_flat_samples(tokenizer):
             return sums["nll"] / batch.weights["nll"].sum()
 
         results = []
-        assert Sequences.held_out_normalise == Sequences.normalise
+        assert Sequences.held_out_normalize == Sequences.normalize
         length = sum(len(sample.tokens) for sample in flat)
         for items in (flat, shared):
-            row = [lay_out(tree, Sequences.normalise) for tree in to_trees(items, length)]
+            row = [lay_out(tree, Sequences.normalize) for tree in to_trees(items, length)]
             batch = build_batch([row], length, Fields(dtype=np.float64))
             check_batch(batch)
             results.append(jax.device_get(loss(params, batch)))

@@ -6,8 +6,9 @@ import pyarrow.parquet
 import pytest
 
 from jaxtrain.config.data import DatasetConfig
-from jaxtrain.data import jsonl, sources
-from jaxtrain.data.sources import Split, open_rows, parse_split
+from jaxtrain.data import sources
+from jaxtrain.data.sources import jsonl
+from jaxtrain.data.sources.dataset import SplitSpec, open_rows, parse_split
 from jaxtrain.errors import UserError
 
 ROWS = [{"text": f"row {i} é", "n": i} for i in range(10)]
@@ -118,7 +119,7 @@ def test_split_slices(tmp_path, name, split, wanted):
 
 def test_slices_of_percentages_share_out_all_rows():
     for total in (1, 7, 10, 101, 7473):
-        low, high = Split("train", None, "90%"), Split("train", "90%", None)
+        low, high = SplitSpec("train", None, "90%"), SplitSpec("train", "90%", None)
         assert low.bounds(total)[1] == high.bounds(total)[0]
 
 

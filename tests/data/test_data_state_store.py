@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxtrain.batch import Batch
-from jaxtrain.data.pack import build_batch, lay_out
-from jaxtrain.data.state_store import Layout, StateStore, Unknown, list_samples
-from jaxtrain.data.state_writer import StateWriter
-from jaxtrain.data.tree import Node, Tree
+from jaxtrain.data.packing.pack import build_batch, lay_out
+from jaxtrain.data.packing.tree import Node, Tree
 from jaxtrain.errors import UserError
+from jaxtrain.methods.drafts.state_store import StateLayout, StateStore, UnknownSample, list_samples
+from jaxtrain.methods.drafts.state_writer import StateWriter
 
 WIDTHS = {"captured": 6, "last": 2}
 ABOUT = {"weights": "a" * 64, "layers": [1, 3]}
@@ -46,7 +46,7 @@ def states_of(batch: Batch) -> dict[str, np.ndarray]:
 
 def open_writer(folder: Path, about=ABOUT) -> StateWriter:
     # 16 bytes a token: chunks of 4, shards of 16 tokens.
-    layout = Layout(WIDTHS, "bfloat16", 4, 16)
+    layout = StateLayout(WIDTHS, "bfloat16", 4, 16)
     return StateWriter(folder, layout, about)
 
 
@@ -107,7 +107,7 @@ def test_a_tree_is_no_chain_of_the_same_tokens():
 
 
 def test_unknown_samples_are_told_as_such(written):
-    with pytest.raises(Unknown):
+    with pytest.raises(UnknownSample):
         StateStore(written).read(pack([[1, 77]]), ("captured",))
 
 

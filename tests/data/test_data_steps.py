@@ -9,14 +9,14 @@ import pytest
 
 from jaxtrain.batch import check_batch
 from jaxtrain.config.data import DataConfig
-from jaxtrain.data.readers import IndexedReader, Part
+from jaxtrain.data.packing.steps import StepShape, eval_part_batches, open_parts, plan_part_steps
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.steps import Shape, eval_part_batches, open_parts, plan_part_steps
+from jaxtrain.data.sources.readers import IndexedReader, MixturePart
 from jaxtrain.errors import UserError
 
 
 @dataclass(frozen=True)
-class Tokenise:
+class Tokenize:
     """Row {"id", "n"} -> n tokens that all equal the id; longer than `limit` is dropped."""
 
     limit: int = 32
@@ -52,21 +52,24 @@ def open_source(parts, data, **changes):
     return open_parts(parts, data, **options)
 
 
-def make_parts(kind="indexed", tokenise=None):
-    tokenise = tokenise or Tokenise()
+def make_parts(kind="indexed", tokenize=None):
+    tokenize = tokenize or Tokenize()
     one, two = make_rows(23), make_rows(11, first=100, seed=1)
     if kind == "indexed":
-        return [Part("one", one, tokenise), Part("two", two, tokenise)]
+        return [MixturePart("one", one, tokenize), MixturePart("two", two, tokenize)]
     if kind == "weighted":
-        return [Part("one", one, tokenise, 3.0), Part("two", two, tokenise, 1.0)]
+        return [MixturePart("one", one, tokenize, 3.0), MixturePart("two", two, tokenize, 1.0)]
     if kind == "stream":
-        return [Part("one", Once(one), tokenise, 2.0), Part("two", Once(two), tokenise, 1.0)]
+        return [
+            MixturePart("one", Once(one), tokenize, 2.0),
+            MixturePart("two", Once(two), tokenize, 1.0),
+        ]
     if kind == "mixed":
-        return [Part("one", Once(one), tokenise), Part("two", two, tokenise)]
+        return [MixturePart("one", Once(one), tokenize), MixturePart("two", two, tokenize)]
     import datasets
 
     stream = datasets.Dataset.from_list(one).to_iterable_dataset(num_shards=3)
-    return [Part("hub", stream, tokenise)]
+    return [MixturePart("hub", stream, tokenize)]
 
 
 def read(source, count):
@@ -161,7 +164,7 @@ def test_weights_share_out_the_draws_and_restart_the_smaller_dataset():
 
 @pytest.mark.parametrize("kind", ["indexed", "stream"])
 def test_drops_are_counted_by_reason(kind):
-    source = open_source(make_parts(kind, Tokenise(limit=20)), make_data(shuffle_buffer=5))
+    source = open_source(make_parts(kind, Tokenize(limit=20)), make_data(shuffle_buffer=5))
     read(source, 6)
     counters = source.counters()
     assert counters["dropped"]["too long"] > 0
@@ -178,7 +181,7 @@ def test_a_row_that_gave_nothing_is_not_read_again():
             return super().__getitem__(index)
 
     rows = Rows(make_rows(4))
-    part = Part(
+    part = MixturePart(
         "x",
         rows,
         lambda row, origin: [Dropped("odd", origin)] if row is list.__getitem__(rows, 1) else [],
@@ -192,7 +195,7 @@ def test_a_row_that_gave_nothing_is_not_read_again():
 
 @pytest.mark.parametrize("kind", ["indexed", "weighted", "stream", "mixed", "hub"])
 def test_data_of_which_nothing_survives_is_an_error_not_a_loop(kind):
-    source = open_source(make_parts(kind, Tokenise(limit=2)), make_data(shuffle_buffer=5))
+    source = open_source(make_parts(kind, Tokenize(limit=2)), make_data(shuffle_buffer=5))
     with pytest.raises(UserError, match=r"no example of the data trains: .* x too long"):
         next(source)
 
@@ -200,25 +203,25 @@ def test_data_of_which_nothing_survives_is_an_error_not_a_loop(kind):
 def test_the_first_token_alone_does_not_train():
     rows = [{"id": 5, "n": 1}] * 4
     with pytest.raises(UserError, match="4 x no trained token"):
-        next(open_source([Part("x", rows, Tokenise())], make_data()))
+        next(open_source([MixturePart("x", rows, Tokenize())], make_data()))
 
 
 @pytest.mark.parametrize("rows", [[], Once([])])
 def test_an_empty_dataset_is_named(rows):
     with pytest.raises(UserError, match="some.jsonl has no rows"):
-        next(open_source([Part("some.jsonl", rows, Tokenise())], make_data()))
+        next(open_source([MixturePart("some.jsonl", rows, Tokenize())], make_data()))
 
 
-def test_a_user_error_of_the_tokeniser_arrives_unchanged():
+def test_a_user_error_of_the_tokenizer_arrives_unchanged():
     def refuse(row, origin):
         raise UserError(f"{origin}: too long")
 
     with pytest.raises(UserError, match=r"^x row 0: too long$"):
-        next(open_source([Part("x", make_rows(1), refuse)], make_data()))
+        next(open_source([MixturePart("x", make_rows(1), refuse)], make_data()))
 
 
 def test_a_dataset_smaller_than_a_batch_repeats_or_is_padded():
-    parts = [Part("tiny", make_rows(2), Tokenise())]
+    parts = [MixturePart("tiny", make_rows(2), Tokenize())]
     endless = open_source(parts, make_data())
     assert set(ids_of(read(endless, 5))) == {1, 2}
     finite = read(open_source(parts, make_data(), num_epochs=1), 5)
@@ -247,7 +250,7 @@ def test_eval_sees_every_row_exactly_once(kind):
 def test_buckets_cut_a_step_to_its_longest_row():
     rows = [{"id": 1, "n": 5}] * 6 + [{"id": 2, "n": 20}] * 2
     data = make_data(packing=False, shuffle=False, length_buckets=[8, 16])
-    source = open_source([Part("x", rows, Tokenise())], data, num_epochs=1)
+    source = open_source([MixturePart("x", rows, Tokenize())], data, num_epochs=1)
     assert source.lengths == (8, 16, 32)
     batches = read(source, 5)
     assert [batch.tokens.shape[-1] for batch in batches] == [8, 32]
@@ -258,13 +261,13 @@ def test_buckets_cut_a_step_to_its_longest_row():
 
 def test_a_cursor_of_other_data_is_refused():
     state = open_source(make_parts(), make_data()).state()
-    other = open_source([Part("one", make_rows(9), Tokenise())], make_data())
+    other = open_source([MixturePart("one", make_rows(9), Tokenize())], make_data())
     with pytest.raises(UserError, match="rows: .* then, .* now"):
         other.restore(state)
 
 
 def test_microsteps_of_a_number_of_units_take_few_values():
-    shape = Shape(rows=2, microsteps=1, row_tokens=8, units=3)
+    shape = StepShape(rows=2, microsteps=1, row_tokens=8, units=3)
     counts = [shape.count_microsteps(rows) for rows in (0, 1, 2, 3, 6, 8, 9, 13, 17, 26)]
     assert counts == [1, 1, 1, 2, 3, 4, 6, 8, 12, 16]
-    assert Shape(rows=2, microsteps=5, row_tokens=8).count_microsteps(1) == 5
+    assert StepShape(rows=2, microsteps=5, row_tokens=8).count_microsteps(1) == 5

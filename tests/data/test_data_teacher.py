@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
-from jaxtrain.data.messages import Malformed
-from jaxtrain.data.pack import Fields, build_batch, lay_out
+from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.packing.pack import Fields, build_batch, lay_out
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.teacher import LogProbReader, Taught
-from jaxtrain.data.template import load_tokenizer
+from jaxtrain.methods.distillation.data import LogProbReader, TeacherRecipe
 
 TOKENS = [7, 3, 5, 9]
 SAMPLE = Sample(np.array(TOKENS, np.int32), np.array([0, 0, 1, 1], np.float32))
@@ -72,7 +72,7 @@ BAD = {
 
 @pytest.mark.parametrize("reason", BAD)
 def test_what_does_not_fit_is_told(reason):
-    with pytest.raises(Malformed, match=reason):
+    with pytest.raises(MalformedRow, match=reason):
         reader()(BAD[reason], SAMPLE)
 
 
@@ -82,7 +82,7 @@ def test_recipe():
     tokenizer = load_tokenizer("builtin")
     data = DataConfig(sequence_len=64)
     streams = {"ids": np.dtype((np.int32, (2,))), "logp": np.dtype((np.float32, (2,)))}
-    recipe = Taught(
+    recipe = TeacherRecipe(
         data,
         tokenizer,
         component="distillation",
@@ -93,8 +93,8 @@ def test_recipe():
     row = {"prompt": "ab", "completion": "c"}  # its answer is a token and the end
     rows = [{**row, "logprobs": CHAT}, row]
     dataset = DatasetConfig(path="builtin:calculator", fields={"logprobs": "logprobs"})
-    tokenise = pickle.loads(pickle.dumps(recipe.open(dataset).tokenise))
-    [tree], [dropped] = (tokenise(one, "row") for one in rows)
+    tokenize = pickle.loads(pickle.dumps(recipe.open(dataset).tokenize))
+    [tree], [dropped] = (tokenize(one, "row") for one in rows)
     batch = build_batch([[lay_out(tree, "branch")]], 64, recipe.fields)
     trained = batch.weights["distillation"] != 0
     assert trained.sum() == 2

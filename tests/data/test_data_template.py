@@ -11,10 +11,16 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from jaxtrain.data import template
-from jaxtrain.data.calculator import CalculatorRows
-from jaxtrain.data.messages import read_messages
-from jaxtrain.data.template import LeftOut, Renderer, Retokenised, TemplateFailed, load_tokenizer
+from jaxtrain.data.chat import template
+from jaxtrain.data.chat.messages import read_messages
+from jaxtrain.data.chat.template import (
+    Renderer,
+    RetokenizationError,
+    TemplateFailed,
+    TemplateOmission,
+    load_tokenizer,
+)
+from jaxtrain.data.sources.calculator import CalculatorRows
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -47,16 +53,16 @@ PLAIN = """\
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-def say(role, content, **more):
+def log(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
 TALK = [
-    say("system", "S"),
-    say("user", "one"),
-    say("assistant", "first", reasoning_content="hm"),
-    say("user", "two"),
-    say("assistant", "second", reasoning_content="so"),
+    log("system", "S"),
+    log("user", "one"),
+    log("assistant", "first", reasoning_content="hm"),
+    log("user", "two"),
+    log("assistant", "second", reasoning_content="so"),
 ]
 
 
@@ -151,13 +157,13 @@ def test_rewritten_history_gives_a_rendering_for_each_form():
 
 def test_rewritten_history_each_turn_trains_once():
     tokenizer = with_template(FORGETFUL)
-    talk = [say("system", "S")]
+    talk = [log("system", "S")]
     for number in range(4):
-        talk.append(say("user", f"q{number}"))
-        talk.append(say("assistant", f"a{number}", reasoning_content=f"r{number}"))
+        talk.append(log("user", f"q{number}"))
+        talk.append(log("assistant", f"a{number}", reasoning_content=f"r{number}"))
         if number % 2:
-            talk.append(say("tool", f"t{number}"))
-            talk.append(say("assistant", f"b{number}", reasoning_content=f"s{number}"))
+            talk.append(log("tool", f"t{number}"))
+            talk.append(log("assistant", f"b{number}", reasoning_content=f"s{number}"))
     turns = [i for i, m in enumerate(talk) if m["role"] == "assistant"]
     renderings = Renderer(tokenizer)(talk, None, turns)
     found = [index for rendering in renderings for index in marked(tokenizer, rendering)]
@@ -172,7 +178,7 @@ def test_rewritten_history_each_turn_trains_once():
 
 def test_generation_prompt_that_the_turn_does_not_show():
     tokenizer = with_template(OPENING)
-    talk = [say("user", "one"), say("assistant", "first")]
+    talk = [log("user", "one"), log("assistant", "first")]
     [rendering] = Renderer(tokenizer)(talk, None, [1])
     assert marked(tokenizer, rendering) == {1: "first<|im_end|>"}
     talk[1]["reasoning_content"] = "hm"
@@ -187,17 +193,17 @@ def test_tokens_that_merge_across_a_border_are_refused(shipped):
     assert joined != parts[0] + parts[1]
     header = "'<|im_start|>assistant\\n"
     tokenizer = with_template(PLAIN.replace(header, header + "us"))
-    with pytest.raises(Retokenised, match="us"):
-        Renderer(tokenizer)([say("user", "one"), say("assistant", "user")], None, [1])
-    [rendering] = Renderer(tokenizer)([say("user", "one"), say("assistant", "us.")], None, [1])
+    with pytest.raises(RetokenizationError, match="us"):
+        Renderer(tokenizer)([log("user", "one"), log("assistant", "user")], None, [1])
+    [rendering] = Renderer(tokenizer)([log("user", "one"), log("assistant", "us.")], None, [1])
     assert marked(tokenizer, rendering) == {1: ".<|im_end|>"}
 
 
 def test_tokenizer_that_treats_the_start_of_a_text_specially():
-    """Pieces tokenised alone would all begin with a space; whole prefixes do not."""
+    """Pieces tokenized alone would all begin with a space; whole prefixes do not."""
     tokenizer = with_template(PLAIN.replace("<|im_start|>", ""))
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("_", "first")
-    talk = [say("user", "a"), say("assistant", "b"), say("user", "a"), say("assistant", "b")]
+    talk = [log("user", "a"), log("assistant", "b"), log("user", "a"), log("assistant", "b")]
     assert tokenizer("a")["input_ids"] != tokenizer(" a", add_special_tokens=False)["input_ids"][1:]
     [rendering] = Renderer(tokenizer)(talk, None, [1, 3])
     assert marked(tokenizer, rendering) == {1: "b<|im_end|>", 3: "b<|im_end|>"}
@@ -206,30 +212,30 @@ def test_tokenizer_that_treats_the_start_of_a_text_specially():
 def test_turn_without_special_end_is_an_error():
     tokenizer = with_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     with pytest.raises(UserError, match="never learn to stop.*"):
-        Renderer(tokenizer)([say("user", "a"), say("assistant", "b")], None, [1])
+        Renderer(tokenizer)([log("user", "a"), log("assistant", "b")], None, [1])
     assert template.end_of_turn(tokenizer) is None
 
 
 @pytest.mark.parametrize(
     "text, message, part",
     [
-        (PLAIN, say("assistant", "a", reasoning_content="because"), "reasoning_content"),
+        (PLAIN, log("assistant", "a", reasoning_content="because"), "reasoning_content"),
         (
             PLAIN,
-            say("assistant", "a", tool_calls=[{"function": {"name": "f", "arguments": {}}}]),
+            log("assistant", "a", tool_calls=[{"function": {"name": "f", "arguments": {}}}]),
             "tool_calls",
         ),
     ],
 )
 def test_template_that_leaves_out_a_part(text, message, part):
-    with pytest.raises(LeftOut, match=part):
-        Renderer(with_template(text))([say("user", "x"), message], None, [1])
+    with pytest.raises(TemplateOmission, match=part):
+        Renderer(with_template(text))([log("user", "x"), message], None, [1])
 
 
 def test_template_that_leaves_out_tools():
     tools = [{"type": "function", "function": {"name": "lookup", "parameters": {}}}]
-    with pytest.raises(LeftOut, match="tools"):
-        Renderer(with_template(PLAIN))([say("user", "x"), say("assistant", "a")], tools, [1])
+    with pytest.raises(TemplateOmission, match="tools"):
+        Renderer(with_template(PLAIN))([log("user", "x"), log("assistant", "a")], tools, [1])
 
 
 def test_template_that_refuses_the_messages():
@@ -281,9 +287,9 @@ def test_qwen2_tokenizer():
     # Written down in the README of that folder.
     assert tokenizer("Hello, world!")["input_ids"] == [9707, 11, 1879, 0]
     assert template.end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    [rendering] = Renderer(tokenizer)([say("user", "a"), say("assistant", "数学 naïve")], None, [1])
+    [rendering] = Renderer(tokenizer)([log("user", "a"), log("assistant", "数学 naïve")], None, [1])
     assert marked(tokenizer, rendering) == {1: "数学 naïve<|im_end|>"}
-    with pytest.raises(LeftOut):
+    with pytest.raises(TemplateOmission):
         Renderer(tokenizer)(TALK, None, [2, 4])
     other = load_tokenizer(str(folder), "builtin")
     [rendering] = Renderer(other)(TALK, None, [2, 4])

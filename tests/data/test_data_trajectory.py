@@ -4,9 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxtrain.data.messages import Malformed
-from jaxtrain.data.template import Renderer, load_tokenizer
-from jaxtrain.data.trajectory import read_row, render_chatml, render_template, split_thinking
+from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.template import Renderer, load_tokenizer
+from jaxtrain.methods.trees.trajectory import (
+    read_row,
+    render_chatml,
+    render_template,
+    split_thinking,
+)
 
 
 class Characters:
@@ -133,15 +138,15 @@ def broken(arguments):
     ],
 )
 def test_rows_that_cannot_be_read_say_why(row, reason):
-    with pytest.raises(Malformed, match=reason):
+    with pytest.raises(MalformedRow, match=reason):
         read_row(row, {}, {})
 
 
 def test_a_conversation_must_not_start_with_the_assistant():
     messages, _ = read([{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "x"}])
-    with pytest.raises(Malformed, match="starts with an assistant"):
+    with pytest.raises(MalformedRow, match="starts with an assistant"):
         render_chatml(messages, Characters())
-    with pytest.raises(Malformed, match="starts with an assistant"):
+    with pytest.raises(MalformedRow, match="starts with an assistant"):
         render_template(messages, None, Renderer(load_tokenizer("builtin")))
 
 
@@ -165,7 +170,7 @@ def test_thinking_is_split_from_the_answer_and_never_from_the_question():
 
 @pytest.mark.parametrize("content", ["So.", "<think>open", "</think>odd<think>"])
 def test_answers_without_thinking_are_refused(content):
-    with pytest.raises(Malformed, match="no answer has <think>...</think>"):
+    with pytest.raises(MalformedRow, match="no answer has <think>...</think>"):
         split_thinking(think_row(content), None, load_tokenizer("builtin"))
 
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data.prefixes import Branch, measure_saving, merge_prefixes
-from jaxtrain.data.rows import to_tree, to_trees
+from jaxtrain.data.packing.prefixes import FlatSequence, measure_saving, merge_prefixes
+from jaxtrain.data.packing.rows import to_tree, to_trees
+from jaxtrain.data.packing.tree import Node, Tree, build_tree, split_branches
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.tree import Node, Tree, build_tree, split_branches
 
 
 def node(parent, *tokens):
@@ -88,7 +88,7 @@ def groups(draw):
         weights = draw(
             st.lists(st.sampled_from([0.0, 0.0, 1.0, 0.25]), min_size=size, max_size=size)
         )
-        branches.append(Branch(np.array(tokens, np.int32), {"nll": np.array(weights)}))
+        branches.append(FlatSequence(np.array(tokens, np.int32), {"nll": np.array(weights)}))
     return branches
 
 
@@ -136,7 +136,9 @@ def test_merging_keeps_every_sequence_and_every_weight(branches, share):
 @settings(max_examples=50, deadline=None)
 @given(groups())
 def test_ends_are_in_the_order_of_the_group(branches):
-    shared = [Branch(np.r_[9, b.tokens], {"nll": np.r_[0, b.weights["nll"]]}) for b in branches]
+    shared = [
+        FlatSequence(np.r_[9, b.tokens], {"nll": np.r_[0, b.weights["nll"]]}) for b in branches
+    ]
     (tree,) = merge_prefixes(shared)
     for end, branch in zip(tree.ends, shared, strict=True):
         assert path_of(tree, end, lambda n: n.tokens).tolist() == branch.tokens.tolist()
@@ -144,7 +146,7 @@ def test_ends_are_in_the_order_of_the_group(branches):
 
 def test_streams_follow_their_branch_and_conflicts_are_refused():
     def branch(tokens, trained, value):
-        return Branch(
+        return FlatSequence(
             np.array(tokens), {"pg": np.array(trained, float)}, {"old": np.full(len(tokens), value)}
         )
 
@@ -159,7 +161,7 @@ def test_streams_follow_their_branch_and_conflicts_are_refused():
     assert [n.tokens.tolist() for n in tree.nodes] == [[1], [2, 3], [2, 4]]
 
 
-@pytest.mark.parametrize("group", [[], [Branch(np.arange(0), {"nll": np.ones(0)})]])
+@pytest.mark.parametrize("group", [[], [FlatSequence(np.arange(0), {"nll": np.ones(0)})]])
 def test_nothing_to_merge_is_refused(group):
     with pytest.raises(ValueError, match="at least one sequence"):
         merge_prefixes(group)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtrain.data.packing.window import WindowPacker
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.window import WindowPacker
 
 ROW = 20
 

@@ -6,8 +6,8 @@ from typing import Any, get_origin
 import pytest
 from pydantic import BaseModel
 
-from jaxtrain.commands import VERBS
-from jaxtrain.commands.reference import TRAIN, find_parser
+from jaxtrain.cli import VERBS
+from jaxtrain.cli.reference import TRAIN, find_parser
 from jaxtrain.config import Config, load_config
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.config.load import members

@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config.load import validate_config
 from jaxtrain.config.schema import make_schema
-from jaxtrain.sweep.space import check_sweep, check_trials, list_checked
+from jaxtrain.runs.sweep.space import check_sweep, check_trials, list_checked
 from tests.docs.blocks import ROOT, list_blocks
 
 WHOLE: dict[str, Any] = {

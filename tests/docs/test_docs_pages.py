@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from jaxtrain.commands import VERBS
-from jaxtrain.commands.reference import render_commands
+from jaxtrain.cli import VERBS
+from jaxtrain.cli.reference import render_commands
 from jaxtrain.config.root import TASKS
 from jaxtrain.main import main
 from tests.docs.blocks import ROOT, list_blocks, list_commands, list_pages

@@ -4,11 +4,12 @@ import inspect
 import re
 from pathlib import Path
 
-from jaxtrain.envs import policy_server
-from jaxtrain.rollout.cluster.hosts import ServerHost
-from jaxtrain.rollout.cluster.service import RolloutService
-from jaxtrain.rollout.cluster.worker import EpisodeWorker
-from jaxtrain.rollout.vllm import control, weight_links
+from jaxtrain.environments import policy_server
+from jaxtrain.generation.ray.hosts import ServerHost
+from jaxtrain.generation.ray.service import RolloutService
+from jaxtrain.generation.ray.worker import EpisodeWorker
+from jaxtrain.generation.vllm import control
+from jaxtrain.generation.weight_sync import weight_links
 from jaxtrain_vllm import adapters, gate, guard, handshake, ranges, wire
 
 ROOT = Path(__file__).parents[2]

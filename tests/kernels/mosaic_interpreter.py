@@ -3,7 +3,7 @@
 jax 0.11's interpreter knows neither `pl.run_state` (an accumulator that starts from a value), nor
 stores to accumulators, nor `wgmma` with its left side in registers, nor TMA that adds. They are
 added here, on private interfaces of that release: for tests only. Races between warpgroups and TMA
-are detected; not modelled are layouts, missing waits for wgmma, and alignment (compiling for sm_90a
+are detected; not modeled are layouts, missing waits for wgmma, and alignment (compiling for sm_90a
 finds those).
 """
 

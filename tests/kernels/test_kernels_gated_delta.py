@@ -9,7 +9,7 @@ import pytest
 from jaxtrain_kernels import causal_conv, gated_delta, testing
 from jaxtrain_kernels.gated_delta import gpu_decode, gpu_windows, reference, xla
 from jaxtrain_kernels.gated_delta.cases import CASES
-from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT, count_slots, cut_rows
+from jaxtrain_kernels.recurrence.chunks import NEIGHBOR, ROOT, count_slots, cut_rows
 
 CI = {case.name: case for case in CASES if "ci" in case.tags}
 NAMES = ("q", "k", "v", "g", "beta")
@@ -129,7 +129,7 @@ def test_chunks_are_chains_and_states_are_where_they_are_looked_for(name):
                 continue
             seen += range(s, s + n)
             assert (prev[s + 1 : s + n] == np.arange(s, s + n - 1)).all(), "a chain"
-            before = -1 if come_from == ROOT else last if come_from == NEIGHBOUR else None
+            before = -1 if come_from == ROOT else last if come_from == NEIGHBOR else None
             assert (slots[come_from] if before is None else before) == prev[s]
             last = s + n - 1
             if leave_at < count_slots(T):

@@ -144,7 +144,7 @@ def test_bfloat16_by_the_rule():
         testing.assert_accurate(a, e, p, jnp.bfloat16, what)
 
 
-def test_a_token_does_not_depend_on_its_neighbours():
+def test_a_token_does_not_depend_on_its_neighbors():
     """Dropless: what a tree needs to equal its branches, however unbalanced the experts."""
     experts, arrays = moe_inputs(8, 5, "all_to_one")
     whole = run_moe(experts, arrays, jnp.float32, block=8)[0]

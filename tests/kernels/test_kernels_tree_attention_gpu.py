@@ -65,7 +65,7 @@ def test_lists_never_drop_a_visible_pair(seed, window):
     mask = dense_visible(since, until, T, positions, key_positions, window)
     tiled = mask.reshape(B, T // q_block, q_block, S // k_block, k_block)
     context = Context(*map(jnp.asarray, (until, since, positions, key_positions)))
-    some, every = blocks.meet(blocks.normalise(context), T, q_block, k_block, window)
+    some, every = blocks.meet(blocks.normalize(context), T, q_block, k_block, window)
     assert not (tiled.any((2, 4)) & ~np.asarray(some)).any()
     assert not (np.asarray(every) & ~tiled.all((2, 4))).any()
 
@@ -82,7 +82,7 @@ def test_lists_never_drop_a_visible_pair(seed, window):
 def test_lists_of_a_tree_skip_what_is_far():
     """Eight documents of a tile each: every query tile lists one key block, and masks it."""
     until = jnp.asarray(testing.pack(testing.documents([128] * 8), 1024)["until"])[None]
-    context = blocks.normalise(Context(until))
+    context = blocks.normalize(Context(until))
     lists = blocks.lists(*blocks.meet(context, 1024, 128, 128, None))
     np.testing.assert_array_equal(lists.counts, np.ones(8))
     np.testing.assert_array_equal(lists.codes[:, 0], 2 * np.arange(8) + 1)
@@ -90,7 +90,7 @@ def test_lists_of_a_tree_skip_what_is_far():
 
 def arranged(nodes, T):
     """The order of a forest's keys, and the visible blocks of 128 before and after."""
-    own = blocks.normalise(Context(jnp.asarray(testing.pack(nodes, T)["until"])[None]))
+    own = blocks.normalize(Context(jnp.asarray(testing.pack(nodes, T)["until"])[None]))
     new, arrangement = blocks.arrange(own, T, None)
     for before, after in zip(own[:2], new[:2], strict=True):
         np.testing.assert_array_equal(before[0, arrangement.order[0]], after[0])

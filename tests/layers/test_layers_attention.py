@@ -10,10 +10,10 @@ from jaxtrain_kernels.rotate_heads import BACKENDS
 
 from jaxtrain.layers import sharded_attention
 from jaxtrain.layers.attention import Attention
+from jaxtrain.layers.fused_linear import MANY
 from jaxtrain.layers.mixer import LayerInputs, LayerSpec
 from jaxtrain.layers.norm import PreciseRMSNorm
 from jaxtrain.layers.rope import angles
-from jaxtrain.layers.side_by_side import MANY
 
 D, N, K, H = 24, 4, 2, 16
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.layers.expert_transport import (
-    Group,
+    ExpertGroup,
     Transport,
     exchanges,
     send_through,
     share_of_devices,
 )
-from jaxtrain.parallel.mesh import make_mesh
 
 n, T, D, F, E, TOP = 4, 18, 3, 5, 8, 2
 AXES = ("expert",)
@@ -72,7 +72,7 @@ def one_device(x, ids, gates, weights, shift):
 
 def on_mesh(transport: Transport, mesh):
     def local(x, ids, gates, weights, shift):
-        group = Group(AXES, AXES, E, transport.kind == "exchange")
+        group = ExpertGroup(AXES, AXES, E, transport.kind == "exchange")
         y, rounds = send_through(transport, group, compute, x, ids, gates, weights, shift)
         return y, rounds[None]
 

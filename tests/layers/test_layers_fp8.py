@@ -11,7 +11,7 @@ from models.tiny_models import pack
 
 from jaxtrain.config.load import validate_config
 from jaxtrain.errors import UserError
-from jaxtrain.layers.fp8 import FORWARD, GRADIENTS, Fp8Product, quantise, use_fp8
+from jaxtrain.layers.fp8 import FORWARD, GRADIENTS, Fp8Product, quantize, use_fp8
 from jaxtrain.layers.linear import ExpertLinear, Linear, PreciseLinear
 from jaxtrain.models import build
 
@@ -40,7 +40,7 @@ TINY = {
 
 
 def rounded(x: np.ndarray, dtype: str, axis: int | None) -> np.ndarray:
-    """What `quantise` is to keep of x, in float64: written with numpy's own logarithm."""
+    """What `quantize` is to keep of x, in float64: written with numpy's own logarithm."""
     kind = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}[dtype]
     most = float(ml_dtypes.finfo(kind).max)
     largest = np.abs(x).max(axis=axis, keepdims=True).astype(np.float64)
@@ -52,7 +52,7 @@ def rounded(x: np.ndarray, dtype: str, axis: int | None) -> np.ndarray:
 @pytest.mark.parametrize("axis", [None, 0, 1])
 def test_values_are_rounded_to_the_nearest(dtype, axis):
     x = (RANDOM.normal(size=(6, 40)) * 10.0 ** RANDOM.integers(-6, 6, (6, 1))).astype(np.float32)
-    values, scale = quantise(jnp.asarray(x), dtype, axis)
+    values, scale = quantize(jnp.asarray(x), dtype, axis)
     assert values.dtype == dtype
     np.testing.assert_array_equal(np.frexp(scale)[0], 0.5)  # powers of two
     found = np.asarray(values.astype(jnp.float32), np.float64) * np.asarray(scale, np.float64)
@@ -62,11 +62,11 @@ def test_values_are_rounded_to_the_nearest(dtype, axis):
 def test_zeros_infinities_and_the_largest_value():
     most = float(jnp.finfo(FORWARD).max)
     for largest, wanted in [(most, 1.0), (np.nextafter(most, 2e3, dtype="f4"), 2.0), (0.0, 1.0)]:
-        values, scale = quantise(jnp.array([largest, -largest]), FORWARD)
+        values, scale = quantize(jnp.array([largest, -largest]), FORWARD)
         assert scale == wanted
         assert np.isfinite(np.asarray(values, np.float32)).all()
     for odd in (np.nan, np.inf):  # a run must see that its numbers broke
-        values, _ = quantise(jnp.array([odd, 1.0]), FORWARD)
+        values, _ = quantize(jnp.array([odd, 1.0]), FORWARD)
         assert np.isnan(np.asarray(values, np.float32)[0])
 
 

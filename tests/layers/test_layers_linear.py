@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxtrain.adapters.int8 import Int8, quantise_int8
+from jaxtrain.adapters.int8 import Int8, quantize_int8
 from jaxtrain.adapters.lora import DoRA
+from jaxtrain.distributed.mesh import make_mesh
+from jaxtrain.layers.fused_linear import MANY, join, multiply_side_by_side, multiply_together
 from jaxtrain.layers.linear import Linear
-from jaxtrain.layers.side_by_side import MANY, join, multiply_side_by_side, multiply_together
-from jaxtrain.parallel.mesh import make_mesh
 
 
 @pytest.mark.parametrize("num_vectors", [MANY // 2, MANY])
@@ -49,7 +49,7 @@ def make_linears(**options):
 
 def put_in_8_bits(*linears):
     for linear in linears:
-        linear.kernel = Int8(quantise_int8(linear.kernel[...]), ("embed", "heads"))
+        linear.kernel = Int8(quantize_int8(linear.kernel[...]), ("embed", "heads"))
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8"])
@@ -72,7 +72,7 @@ def test_joined_kernels_are_multiplied_at_once_however_few_the_vectors(stored):
     (kept,) = (leaf for leaf in jax.tree.leaves(nnx.state(linears)) if leaf.ndim == 2)
     assert kept.shape == (24, 24) and kept.dtype == stored
     assert multiply_side_by_side(x, *linears) is None, "one of them has a bias"
-    with pytest.raises(AssertionError, match="neighbours"):
+    with pytest.raises(AssertionError, match="neighbors"):
         linears[1](x)
 
 

@@ -10,14 +10,14 @@ import pytest
 from flax import nnx
 from jaxtrain_kernels import Context
 
-from jaxtrain.adapters.int8 import Int8, quantise_int8
+from jaxtrain.adapters.int8 import Int8, quantize_int8
 from jaxtrain.adapters.lora import DoRA, LoRA
-from jaxtrain.adapters.nf4 import NF4, quantise_nf4
+from jaxtrain.adapters.nf4 import NF4, quantize_nf4
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.layers import mla
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec
 from jaxtrain.layers.mla import LatentAttention
 from jaxtrain.layers.rope import PositionScale, angles, frequencies
-from jaxtrain.parallel.mesh import make_mesh
 
 D, N, P, R, V, C = 24, 4, 10, 6, 9, 64
 SPEC = LayerSpec()
@@ -42,9 +42,9 @@ def store(layer: LatentAttention, how: str) -> LatentAttention:
     a, b = (jnp.asarray(0.2 * rng.standard_normal(s), jnp.float32) for s in ((C, 3), (3, out)))
     axes = ("embed", "heads")
     if how == "int8":
-        linear.kernel = Int8(quantise_int8(kernel), axes)
+        linear.kernel = Int8(quantize_int8(kernel), axes)
     if how.startswith("nf4"):
-        linear.kernel = NF4(quantise_nf4(kernel), axes)
+        linear.kernel = NF4(quantize_nf4(kernel), axes)
     if how.endswith("lora"):
         linear.adapter = LoRA(a, b, 2.0, axes)
     if how == "dora":

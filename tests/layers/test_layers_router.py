@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxtrain.layers.norm import RMSNorm
-from jaxtrain.layers.router import Router, Routing, choose
+from jaxtrain.layers.router import Router, RoutingOptions, choose
 
 T, D, E, TOP = 60, 16, 12, 3
 
@@ -33,7 +33,7 @@ def choose_in_numpy(logits, routing, bias, expert_scale):
     candidates = np.concatenate([groups[g] for g in taken])
     experts = candidates[np.argsort(wanted[candidates])[::-1]][: routing.top]
     gates = s[experts]
-    if routing.normalise:
+    if routing.normalize:
         gates = gates / (max(gates.sum(), routing.min_sum) + routing.eps)
     gates = gates * routing.scale
     return experts, gates if expert_scale is None else gates * expert_scale[experts]
@@ -44,13 +44,13 @@ def draw_options(rng):
     groups = int(rng.choice([1, 2, 3, 4]))
     top_groups = int(rng.integers(1, groups + 1))
     top = int(rng.integers(1, min(5, 12 // groups * top_groups) + 1))
-    routing = Routing(
+    routing = RoutingOptions(
         top=top,
         score=str(rng.choice(["softmax", "sigmoid", "sqrt_softplus"])),
         groups=groups,
         top_groups=top_groups,
         strength=int(rng.choice([1, 2])),
-        normalise=bool(rng.integers(2)),
+        normalize=bool(rng.integers(2)),
         min_sum=float(rng.choice([0, 0.3])),
         eps=float(rng.choice([1e-20, 1e-6, 0.1])),
         scale=float(rng.choice([1, 2.5])),
@@ -100,15 +100,15 @@ NUMBERS = {
 """What one or another of their routers reads of its config."""
 GROUPED = {"groups": 4, "top_groups": 2}
 CASES = {
-    "qwen3_moe": ("Qwen3MoeTopKRouter", {"normalise": True}, {}),
+    "qwen3_moe": ("Qwen3MoeTopKRouter", {"normalize": True}, {}),
     "olmoe": ("OlmoeTopKRouter", {}, {}),
-    "mixtral": ("MixtralTopKRouter", {"normalise": True}, {}),
-    "gpt_oss": ("GptOssTopKRouter", {"normalise": True}, {"logit_bias": True}),
-    "granitemoe": ("GraniteMoeTopKRouter", {"normalise": True}, {}),
-    "hunyuan_v1_moe": ("HunYuanMoEV1Gate", {"normalise": True}, {"wide": True}),
+    "mixtral": ("MixtralTopKRouter", {"normalize": True}, {}),
+    "gpt_oss": ("GptOssTopKRouter", {"normalize": True}, {"logit_bias": True}),
+    "granitemoe": ("GraniteMoeTopKRouter", {"normalize": True}, {}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Gate", {"normalize": True}, {"wide": True}),
     "gemma4": (
         "Gemma4TextRouter",
-        {"normalise": True},
+        {"normalize": True},
         {"expert_scale": True, "norm": RMSNorm(D, eps=1e-3), "input_scale": D**-0.5},
     ),
     "deepseek_v2": (
@@ -116,40 +116,40 @@ CASES = {
         {**GROUPED, "strength": 1, "scale": 2.5},
         {"wide": True},
     ),
-    "mistral4": ("Mistral4TopkRouter", {**GROUPED, "normalise": True, "scale": 2.5}, {}),
+    "mistral4": ("Mistral4TopkRouter", {**GROUPED, "normalize": True, "scale": 2.5}, {}),
     "ernie4_5_moe": (
         "Ernie4_5_MoeTopKRouter",
-        {"normalise": True, "min_sum": 0.6},
+        {"normalize": True, "min_sum": 0.6},
         {"choice_bias": True, "wide": True},
     ),
     "deepseek_v3": (
         "DeepseekV3TopkRouter",
-        {"score": "sigmoid", **GROUPED, "normalise": True, "scale": 2.5},
+        {"score": "sigmoid", **GROUPED, "normalize": True, "scale": 2.5},
         {"choice_bias": True, "wide": True},
     ),
     "minimax_m2": (
         "MiniMaxM2TopKRouter",
-        {"score": "sigmoid", "normalise": True},
+        {"score": "sigmoid", "normalize": True},
         {"choice_bias": True},
     ),
     "afmoe": (
         "AfmoeTokenChoiceRouter",
-        {"score": "sigmoid", "normalise": True, "scale": 2.5},
+        {"score": "sigmoid", "normalize": True, "scale": 2.5},
         {"choice_bias": True},
     ),
     "lfm2_moe": (
         "Lfm2MoeTopKRouter",
-        {"score": "sigmoid", "normalise": True, "eps": 1e-6, "scale": 2.5},
+        {"score": "sigmoid", "normalize": True, "eps": 1e-6, "scale": 2.5},
         {"choice_bias": True},
     ),
     "laguna": (
         "LagunaTopKRouter",
-        {"score": "sigmoid", "normalise": True, "logit_cap": 1.5},
+        {"score": "sigmoid", "normalize": True, "logit_cap": 1.5},
         {"choice_bias": True},
     ),
     "deepseek_v4": (
         "DeepseekV4TopKRouter",
-        {"score": "sqrt_softplus", "normalise": True, "scale": 2.5},
+        {"score": "sqrt_softplus", "normalize": True, "scale": 2.5},
         {"choice_bias": True},
     ),
 }
@@ -167,7 +167,7 @@ def test_routers_equal_those_of_transformers(name):
     torch = pytest.importorskip("torch", reason="parity needs torch")
     class_name, routing, options = CASES[name]
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    config = types.SimpleNamespace(**NUMBERS, norm_topk_prob="normalise" in routing)
+    config = types.SimpleNamespace(**NUMBERS, norm_topk_prob="normalize" in routing)
     theirs = getattr(module, class_name)(config).float()
     rng = np.random.default_rng(3)
     x, probe = rng.standard_normal((1, T, D), np.float32), rng.standard_normal((T, E), np.float32)
@@ -191,7 +191,7 @@ def test_routers_equal_those_of_transformers(name):
     spread = torch.zeros(T, E).scatter(1, experts, gates.float())
     (spread * torch.from_numpy(probe)).sum().backward()
 
-    router = Router(D, E, Routing(top=TOP, **routing), **options, rngs=nnx.Rngs(0))
+    router = Router(D, E, RoutingOptions(top=TOP, **routing), **options, rngs=nnx.Rngs(0))
     for path, leaf in nnx.to_flat_state(nnx.state(router)):
         leaf.set_value(jnp.asarray(held[".".join(path)]))
         nnx.update(router, nnx.from_flat_state([(path, leaf)]))
@@ -214,10 +214,10 @@ def test_routers_equal_those_of_transformers(name):
         assert not np.asarray(grads[0]["choice_bias"][...]).any()
 
 
-def test_a_softmax_over_the_chosen_is_renormalised_probabilities():
+def test_a_softmax_over_the_chosen_is_renormalized_probabilities():
     """Mixtral's paper says the first, transformers computes the second, and so do we."""
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((T, E)), jnp.float32)
-    choice = choose(logits, Routing(top=TOP, normalise=True))
+    choice = choose(logits, RoutingOptions(top=TOP, normalize=True))
     top, experts = jax.lax.top_k(logits, TOP)
     np.testing.assert_array_equal(choice.experts, experts)
     np.testing.assert_allclose(choice.gates, jax.nn.softmax(top, -1), rtol=1e-5)
@@ -227,7 +227,7 @@ def test_a_softmax_over_the_chosen_is_renormalised_probabilities():
 def test_given_experts_take_gates_of_these_logits():
     """But for a token with a negative number or with an expert twice."""
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((4, E)), jnp.float32)
-    routing = Routing(top=3, normalise=True)
+    routing = RoutingOptions(top=3, normalize=True)
     own = choose(logits, routing)
     given = jnp.asarray([[4, 0, 9], [1, -1, 2], [5, 3, 5], [-1, -1, -1]])
     choice = choose(logits, routing, given=given)
@@ -244,7 +244,7 @@ def test_the_choice_bias_is_wide_and_logits_are_never_rounded():
         router = Router(
             D,
             E,
-            Routing(top=TOP, score="sigmoid"),
+            RoutingOptions(top=TOP, score="sigmoid"),
             choice_bias=True,
             wide=wide,
             param_dtype=jnp.bfloat16,

@@ -9,10 +9,10 @@ import pytest
 from jaxtrain.adapters.attach import attach
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.config import Config
-from jaxtrain.core.assemble import assemble, open_params
-from jaxtrain.data.added_tokens import add_tokens, rows_needed
-from jaxtrain.data.named_templates import TOKENS
-from jaxtrain.data.template import encode, encode_text, load_tokenizer
+from jaxtrain.core.bundle import build_model_bundle, open_params
+from jaxtrain.data.chat.added_tokens import add_tokens, rows_needed
+from jaxtrain.data.chat.named_templates import TOKENS
+from jaxtrain.data.chat.template import encode, encode_text, load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
@@ -42,7 +42,7 @@ def parts_of(base, adapter=None, **keys):
         "data": {"datasets": [{"path": "a.jsonl"}], "sequence_len": 32},
         "adapter": adapter or {},
     }
-    return assemble(Config.model_validate(table))
+    return build_model_bundle(Config.model_validate(table))
 
 
 def test_tables_grow_by_their_mean_and_go_to_transformers(base, tmp_path):

@@ -12,11 +12,11 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import RAW, SIZES, documents, pack
 
 from jaxtrain.config.model import ModelConfig
-from jaxtrain.core.assemble import model_options
+from jaxtrain.core.bundle import model_options
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.layers.moe import MoE
 from jaxtrain.models import build, finite
-from jaxtrain.parallel.mesh import make_mesh
 
 MESHES = [
     {"data": 2, "fsdp": 2},

@@ -11,16 +11,16 @@ from dflash_reference import row_blocks, row_hidden
 from flax import nnx
 from tiny_models import SIZES
 
-from jaxtrain.data.anchors import block_weights, decay_of, lay_blocks
-from jaxtrain.data.pack import build_batch, lay_out
-from jaxtrain.data.tree import Node, Tree
+from jaxtrain.data.packing.pack import build_batch, lay_out
+from jaxtrain.data.packing.tree import Node, Tree
 from jaxtrain.errors import UserError
-from jaxtrain.hf.safetensors import Folder
-from jaxtrain.losses.dflash import Guesses, confidence, dflash_loss
-from jaxtrain.losses.target_states import STATES
+from jaxtrain.huggingface.safetensors import SafetensorsFolder
+from jaxtrain.methods.drafts.anchors import block_weights, decay_of, lay_blocks
+from jaxtrain.methods.drafts.dflash_loss import DFlashLossOptions, confidence, dflash_loss
+from jaxtrain.methods.drafts.target_states import STATES
 from jaxtrain.models import build, dflash
-from jaxtrain.models.decoder import Options
-from jaxtrain.models.draft import TargetEnds
+from jaxtrain.models.decoder import DecoderOptions
+from jaxtrain.models.draft import TargetEmbeddingAndHead
 from jaxtrain.models.parameters import split_model
 
 VOCAB, WIDTH, T, K, A = SIZES["vocab_size"], 16, 44, 4, 9
@@ -49,7 +49,7 @@ CONFIG = dflash.Config(
     sliding_window=6,
     max_window_layers=3,
 )
-NUMBERS = Guesses(num_anchors=A, decay=3.0)
+NUMBERS = DFlashLossOptions(num_anchors=A, decay=3.0)
 WIDE = {"param_dtype": "float64", "dtype": "float64"}
 
 
@@ -81,7 +81,9 @@ def make_batch(seed: int = 0, num_anchors: int = A):
 def make_models(**options):
     """(draft, target's ends) with random numbers in every parameter, norms and biases too."""
     ends = nnx.eval_shape(
-        lambda: TargetEnds(CONFIG, Options(param_dtype="float64", dtype="float64"), nnx.Rngs(0))
+        lambda: TargetEmbeddingAndHead(
+            CONFIG, DecoderOptions(param_dtype="float64", dtype="float64"), nnx.Rngs(0)
+        )
     )
     found = []
     for seed, model in enumerate((build.abstract(CONFIG, **{**WIDE, **options}), ends)):
@@ -286,7 +288,7 @@ def test_a_folder_gives_the_same_logits_and_the_names_that_others_read(tmp_path)
     assert (raw["block_size"], raw["num_target_layers"], raw["dtype"]) == (4, 4, "float64")
     assert raw["layer_types"][2] == "sliding_attention" and raw["sliding_window"] == 6
     assert "capture" not in raw and "target_hidden_size" not in raw
-    shapes = {name: stored.shape for name, stored in Folder(tmp_path).tensors.items()}
+    shapes = {name: stored.shape for name, stored in SafetensorsFolder(tmp_path).tensors.items()}
     assert shapes["fc.weight"] == (WIDTH, 2 * WIDTH)
     assert shapes["layers.2.self_attn.k_proj.weight"] == (16, WIDTH)
 

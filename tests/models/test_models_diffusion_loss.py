@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from tiny_models import RAW
 
-from jaxtrain.core.assemble import keep_task
-from jaxtrain.data.masks import Noise, mask
-from jaxtrain.data.pack import Fields, build_batch, lay_out
-from jaxtrain.data.tree import chain
+from jaxtrain.core.bundle import keep_task
+from jaxtrain.data.packing.pack import Fields, build_batch, lay_out
+from jaxtrain.data.packing.tree import chain
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Grown, Tensor
-from jaxtrain.layers.stack import Hidden
-from jaxtrain.losses.diffusion import diffusion_loss
+from jaxtrain.huggingface.ops import GrownRows, TensorRef
+from jaxtrain.layers.stack import StackOutput
+from jaxtrain.methods.diffusion.loss import diffusion_loss
+from jaxtrain.methods.diffusion.masks import Noise, mask
 from jaxtrain.models import build
 from jaxtrain.models.trees import require_both_sides
 
@@ -85,7 +85,7 @@ def test_the_loss_is_the_plain_formula(shift):
 
 
 def test_documents_of_a_row_do_not_see_each_other():
-    """Another neighbour changes nothing; another later token of the same document does."""
+    """Another neighbor changes nothing; another later token of the same document does."""
     model = build.init(build.config_from_hf({**RAW["llama"], "num_hidden_layers": 1}), 0)
     batch = micro(make_batch(dtype=np.float32)[1])
     read = jax.jit(lambda batch: model.hidden(batch).hidden)
@@ -102,7 +102,7 @@ class Table:
     logit_softcap = None
 
     def hidden(self, batch):
-        return Hidden(jnp.ones((*batch.tokens.shape, 97)), {}, {})
+        return StackOutput(jnp.ones((*batch.tokens.shape, 97)), {}, {})
 
     def head(self):
         return jnp.eye(97)
@@ -137,7 +137,7 @@ def test_rows_that_a_folder_does_not_have_begin_as_the_mean_of_the_others(tmp_pa
         grown = np.asarray(found[f"{name}.embedding"])
         np.testing.assert_array_equal(grown[:97], wanted)
         np.testing.assert_allclose(grown[97:], [wanted.mean(0)] * 2, atol=1e-6)
-    op = Grown(Tensor("t"), 4)
+    op = GrownRows(TensorRef("t"), 4)
     stored = np.arange(8.0, dtype=np.float32).reshape(4, 2)
     part = op.read(lambda _, index: stored[index], (slice(3, 6), slice(1, 2)))
     np.testing.assert_array_equal(part, [[7.0], [4.0], [4.0]])

@@ -7,10 +7,10 @@ from flax import nnx
 from test_models_build import value_and_grads as value_and_grads_of
 from tiny_models import RAW
 
+from jaxtrain.core.step_metrics import count_matmul_params
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
-from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.train.step_metrics import count_matmul_params
 
 MESHES = [
     {"expert": 2, "tensor": 2},

@@ -24,10 +24,10 @@ from tiny_models import SIZES, check_decoding, documents, pack
 
 from jaxtrain.adapters.fused import find_tensors
 from jaxtrain.batch import Batch
+from jaxtrain.distributed.mesh import make_mesh
+from jaxtrain.distributed.sharding import shardings
 from jaxtrain.errors import UserError
 from jaxtrain.models import ARCHITECTURES, build
-from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.rules import shardings
 
 FILES = sorted(path.stem for path in Path(__file__).parent.glob("families_*.py"))
 MODULES = [importlib.import_module(name) for name in FILES]
@@ -122,7 +122,7 @@ def leaves(model) -> dict[str, np.ndarray]:
 
 
 def check_tensors(theirs, config, params) -> None:
-    """What bitsandbytes would quantise as one tensor is what we take for one, row by row."""
+    """What bitsandbytes would quantize as one tensor is what we take for one, row by row."""
     try:
         parts = find_tensors(config)
     except UserError as reason:

@@ -17,19 +17,19 @@ from tiny_models import RAW
 from jaxtrain.adapters.peft import adapter_entries, short_name
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import store_kernels
-from jaxtrain.core.optim import is_vector, muon_dimensions
-from jaxtrain.data.readers import Part
-from jaxtrain.data.rows import to_tree
+from jaxtrain.core.optimizer import is_vector, muon_dimensions
+from jaxtrain.data.packing.rows import to_tree
 from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.data.text_only import only_text
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
 from jaxtrain.models.scores import ScoreHead, name_labels
-from jaxtrain.parallel.mesh import make_mesh
 
-sys.path.append(str(Path(__file__).parents[1] / "train"))
-import test_train_tree_exactness as trees
+sys.path.append(str(Path(__file__).parents[1] / "methods"))
+import test_methods_tree_exactness as trees
 
 VISION = {"depth": 1, "hidden_size": 8, "model_type": "qwen3_5_vision"}
 AROUND = {"image_token_id": 90, "video_token_id": 91, "vision_config": VISION}
@@ -253,8 +253,8 @@ def test_rows_with_tokens_of_images_are_refused_by_their_place():
     media = {90: "image_token_id"}
     samples = {"a": [Sample(np.array([1, 89, 91]), np.ones(3))], "b": [Dropped("empty")]}
     samples["c"] = [to_tree(Sample(np.array([4, 90]), np.ones(2)))]
-    part = only_text(Part("data", samples, lambda row, origin: samples[row]), media)
-    assert part.tokenise("a", "data row 0") == samples["a"]
-    assert part.tokenise("b", "data row 1") == samples["b"]
+    part = only_text(MixturePart("data", samples, lambda row, origin: samples[row]), media)
+    assert part.tokenize("a", "data row 0") == samples["a"]
+    assert part.tokenize("b", "data row 1") == samples["b"]
     with pytest.raises(UserError, match=r"data row 2: token 90 \(image_token_id\) stands for"):
-        part.tokenise("c", "data row 2")
+        part.tokenize("c", "data row 2")

@@ -16,7 +16,7 @@ from tiny_models import SIZES, documents, pack
 
 from jaxtrain.adapters.spec import find_linears
 from jaxtrain.config.model import ModelConfig
-from jaxtrain.core.assemble import check_fit
+from jaxtrain.core.bundle import check_fit
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 

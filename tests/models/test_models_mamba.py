@@ -16,16 +16,16 @@ from tiny_models import RAW
 
 from jaxtrain.adapters.peft import adapter_entries, short_name
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
-from jaxtrain.core.optim import is_vector, muon_dimensions
+from jaxtrain.core.optimizer import is_vector, muon_dimensions
+from jaxtrain.core.step_metrics import count_matmul_params
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.layers.norm import GroupedRMSNorm
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
-from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.train.step_metrics import count_matmul_params
 
-sys.path.append(str(Path(__file__).parents[1] / "train"))
-import test_train_tree_exactness as trees
+sys.path.append(str(Path(__file__).parents[1] / "methods"))
+import test_methods_tree_exactness as trees
 
 WIDE = ("A_log", "D", "dt_bias")
 

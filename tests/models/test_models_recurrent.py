@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from tiny_models import RAW, SIZES, check_decoding
 
 from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Sampling
+from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.layers.attention import Attention
 from jaxtrain.models import ARCHITECTURES, build
 from jaxtrain.models.parameters import split_model
 from jaxtrain.models.trees import require_trees
-from jaxtrain.rollout.local.sampler import LocalSampler
-from jaxtrain.rollout.types import Sampling
 
-sys.path.append(str(Path(__file__).parents[1] / "train"))
-sys.path.append(str(Path(__file__).parents[1] / "rollout"))
-import test_rollout_labels as labels
-import test_rollout_local as local
-import test_train_tree_exactness as trees
+sys.path.append(str(Path(__file__).parents[1] / "methods"))
+sys.path.append(str(Path(__file__).parents[1] / "generation"))
+import test_generation_local as local
+import test_methods_labels as labels
+import test_methods_tree_exactness as trees
 
 TOY = {"architectures": ["ToyForCausalLM"], "num_hidden_layers": 5, "sliding_window": 6}
 # Of 5 layers four are two rounds of a scan.

@@ -16,12 +16,12 @@ from tiny_models import RAW, documents, pack
 from jaxtrain.adapters.attach import attach
 from jaxtrain.adapters.peft import load_trained, read_adapter, write_peft
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
-from jaxtrain.core.assemble import choose_head
+from jaxtrain.core.bundle import choose_head
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
 from jaxtrain.models.scores import ScoreHead, name_labels
-from jaxtrain.parallel.mesh import make_mesh
 
 SEQUENCE, TOKEN = ScoreHead("sequence", name_labels(1)), ScoreHead("token", name_labels(2))
 PAD = 0

@@ -13,10 +13,10 @@ from tiny_models import RAW, documents, pack
 
 from jaxtrain.errors import UserError
 from jaxtrain.layers import stack
+from jaxtrain.layers.fused_linear import FusedColumns
 from jaxtrain.layers.linear import Linear, settle
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.side_by_side import Columns
-from jaxtrain.layers.stack import REMAT, Segment, find_segments
+from jaxtrain.layers.stack import REMAT, LayerSegment, find_segments
 from jaxtrain.models import build
 
 
@@ -84,7 +84,7 @@ def test_layers_of_several_kinds_are_scanned_by_their_period(x64):
         return model, jax.jit(jax.value_and_grad(loss, has_aux=True))(state)
 
     model, scanned = run(remat="save_attention")
-    assert find_segments(model.stack.specs) == (Segment(0, 3, 2), Segment(6, 1, 1))
+    assert find_segments(model.stack.specs) == (LayerSegment(0, 3, 2), LayerSegment(6, 1, 1))
     _, unrolled = run(scan_layers=False)
     assert scanned[0][1].notes["expert_load"].shape == (5, 2, 4)
     for ours, theirs in zip(jax.tree.leaves(scanned), jax.tree.leaves(unrolled), strict=True):
@@ -214,14 +214,16 @@ def test_kernels_that_training_rounds_lie_side_by_side(scan, monkeypatch):
     def run():
         model = build.init(config, 0, dtype="bfloat16", scan_layers=scan)
         segments = (
-            find_segments(model.stack.specs) if scan else (Segment(0, 1, 1), Segment(1, 1, 1))
+            find_segments(model.stack.specs)
+            if scan
+            else (LayerSegment(0, 1, 1), LayerSegment(1, 1, 1))
         )
         ((graphdef, state),) = model.stack._split_blocks(segments)[0].values()
         kernels = nnx.merge(graphdef, state).attention.q.kernel
         return kernels, value_and_grads(config, batch, dtype="bfloat16", scan_layers=scan)
 
     joined, (value, grads) = run()
-    assert isinstance(joined, Columns) and joined.whole.dtype == jnp.bfloat16
+    assert isinstance(joined, FusedColumns) and joined.whole.dtype == jnp.bfloat16
     monkeypatch.setattr(stack, "join_all", lambda block: None)
     apart, (expected, wanted) = run()
     assert isinstance(apart, nnx.Param) and apart.dtype == jnp.bfloat16

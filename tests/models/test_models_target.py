@@ -8,14 +8,14 @@ from tiny_models import RAW, documents, pack
 from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import read_adapter, write_peft
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
-from jaxtrain.core.assemble import Parts, abstract_params, open_params
-from jaxtrain.core.capture import Target, pad_rows
-from jaxtrain.core.drafts import ends_of
-from jaxtrain.hf.fingerprint import fingerprint
-from jaxtrain.losses.target_states import LAST, STATES
+from jaxtrain.core.bundle import ModelBundle, abstract_params, open_params
+from jaxtrain.distributed.mesh import make_mesh
+from jaxtrain.huggingface.fingerprint import fingerprint
+from jaxtrain.methods.drafts.capture import FrozenTarget, pad_rows
+from jaxtrain.methods.drafts.draft_model import ends_of
+from jaxtrain.methods.drafts.target_states import LAST, STATES
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
-from jaxtrain.parallel.mesh import make_mesh
 
 LAYERS = (1, 0)
 ROWS = [documents(0, 9, 6), documents(1, 14), documents(2, 3, 3, 5)]
@@ -27,13 +27,13 @@ def host_batch():
     return jax.tree.map(lambda x: x[None], batch)
 
 
-def parts_of(config, folder=None, adapter=None, devices=slice(0, 1), **axes) -> Parts:
+def parts_of(config, folder=None, adapter=None, devices=slice(0, 1), **axes) -> ModelBundle:
     mesh = make_mesh(jax.devices()[devices], **{"fsdp": -1, **axes})
-    return Parts(None, config, mesh, folder, {"dtype": "float32"}, adapter)
+    return ModelBundle(None, config, mesh, folder, {"dtype": "float32"}, adapter)
 
 
-def states_of(parts: Parts, **kwargs) -> dict[str, np.ndarray]:
-    found = Target(parts, LAYERS, **{"last": True, "seed": 0, **kwargs})(host_batch())
+def states_of(parts: ModelBundle, **kwargs) -> dict[str, np.ndarray]:
+    found = FrozenTarget(parts, LAYERS, **{"last": True, "seed": 0, **kwargs})(host_batch())
     real = (pack(ROWS, TOKENS).until > np.arange(TOKENS) + 1)[None, ..., None]
     return {n: np.where(real, np.asarray(v)[:, : len(ROWS)], 0) for n, v in found.items()}
 

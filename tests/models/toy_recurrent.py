@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.hf.ops import Entry, Stack, Tensor, Transpose
+from jaxtrain.huggingface.ops import ParameterEntry, StackedOps, TensorRef, Transpose
 from jaxtrain.layers.linear import Linear
 from jaxtrain.layers.mixer import LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.naming import attention_names, mlp_names, outer_names
 
@@ -76,7 +76,7 @@ class Recurrent(Mixer):
 
 
 class Block(nnx.Module):
-    def __init__(self, config: "Config", options: Options, rngs: nnx.Rngs):
+    def __init__(self, config: "Config", options: DecoderOptions, rngs: nnx.Rngs):
         common = options.layer_options(config, rngs)
         width = config.hidden_size
         self.norm = RMSNorm(
@@ -110,19 +110,19 @@ class Config(DecoderConfig):
 
 
 class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         make = Block if kind == "recurrent" else attention_block
         return make(config, options, rngs)
 
 
-def names(config: Config) -> list[Entry]:
+def names(config: Config) -> list[ParameterEntry]:
     kinds = config.layers_by_kind()
     parts = {f"mixer.{name}.kernel": Transpose for name in ("gate", "value", "out")}
     parts["norm.scale"] = lambda tensor: tensor
     recurrent = [
-        Entry(
+        ParameterEntry(
             f"stack.recurrent.{part}",
-            Stack(tuple(op(Tensor(f"layers.{n}.{part}")) for n in kinds["recurrent"])),
+            StackedOps(tuple(op(TensorRef(f"layers.{n}.{part}")) for n in kinds["recurrent"])),
         )
         for part, op in parts.items()
     ]

@@ -9,9 +9,9 @@ import pytest
 from test_plugins_rl_page import MODEL, QWEN, ROWS, TITLED
 
 from jaxtrain.config import EnvConfig, SamplingConfig, load_config
-from jaxtrain.data.template import load_tokenizer
-from jaxtrain.envs.open import open_env
-from jaxtrain.envs.scripted import Script, ScriptedSpeaker
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.environments.factory import open_env
+from jaxtrain.environments.scripted import ScriptedEngine, ScriptedSpeaker
 from jaxtrain.main import main
 
 PAGE = (Path(__file__).parents[2] / "docs/environments.md").read_text()
@@ -37,7 +37,7 @@ def there(folder, monkeypatch):
 def play(name, row, *texts, others=None, **options):
     tokenizer = load_tokenizer("builtin")
     env = open_env(EnvConfig(kind=f"{name}.py:{name}", options=options), tokenizer)
-    script = Script(tokenizer, texts, others)
+    script = ScriptedEngine(tokenizer, texts, others)
     episode = asyncio.run(env.run(row, script, SamplingConfig(max_new_tokens=400), 0))
     assert not script.texts, "not all turns were asked for"
     return episode
@@ -119,7 +119,7 @@ def replay(seed, texts):
 
 
 def test_a_sandbox(folder):
-    from jaxtrain.rewards.load import call_function, find_function
+    from jaxtrain.environments.rewards.load import call_function, find_function
 
     row = {"task": "Define add.", "example": "print(add(1, 2))", "tests": ["assert add(2, 2) == 4"]}
     block = "```python\ndef add(a, b):\n    return a {} b\n```"
@@ -142,7 +142,7 @@ def test_an_agent_over_http():
     env = open_env(EnvConfig(kind="caller.py:Caller"), tokenizer)
     row = {"question": "3 + 4?", "answer": "7"}
     try:
-        work = env.run(row, Script(tokenizer, ["It is 7"]), SamplingConfig(), 0)
+        work = env.run(row, ScriptedEngine(tokenizer, ["It is 7"]), SamplingConfig(), 0)
         episode = asyncio.run(work)
     finally:
         env.close()

@@ -11,7 +11,7 @@ import pytest
 from conftest import install
 
 from jaxtrain.config import load_config
-from jaxtrain.config.outside import list_outside
+from jaxtrain.config.provenance import list_outside
 from jaxtrain.core.export import write_card
 from jaxtrain.main import main
 

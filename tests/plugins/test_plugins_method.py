@@ -9,11 +9,11 @@ import pytest
 from toy_run import MODEL
 
 from jaxtrain.config import load_config
+from jaxtrain.core.reopen import open_trained
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.run.manifest import read_manifest
-from jaxtrain.tasks import make_task
-from jaxtrain.train.trained import open_trained
+from jaxtrain.methods.registry import make_task
+from jaxtrain.runs.manifest import read_manifest
 
 METHOD = Path(__file__).parent / "toy_method.py"
 

@@ -12,27 +12,27 @@ from toy_run import MODEL
 
 from jaxtrain.config import Config, EnvConfig, OptimConfig, RewardConfig, validate_config
 from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
-from jaxtrain.core.assemble import assemble
-from jaxtrain.core.optim import build_optimizer, build_schedule
-from jaxtrain.data.columns import COLUMNS
-from jaxtrain.data.formats import make_tokeniser, probe
+from jaxtrain.core.bundle import build_model_bundle
+from jaxtrain.core.optimizer import build_optimizer, build_schedule
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.formats import make_row_tokenizer, probe
 from jaxtrain.data.pipeline import open_source
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.sequences import Sequences
-from jaxtrain.data.template import load_tokenizer
-from jaxtrain.envs.open import open_env
+from jaxtrain.data.sources.columns import COLUMNS
+from jaxtrain.environments.factory import open_env
+from jaxtrain.environments.rewards.load import call_function, find_function
+from jaxtrain.environments.rewards.score import open_rewards
 from jaxtrain.errors import UserError
+from jaxtrain.generation.curators import open_curator
+from jaxtrain.generation.engine import Completion, PromptRequest
+from jaxtrain.generation.engines import find_engine
 from jaxtrain.main import main
+from jaxtrain.methods.registry import make_task
 from jaxtrain.models import build
-from jaxtrain.observers.open import Observers
-from jaxtrain.rewards.load import call_function, find_function
-from jaxtrain.rewards.score import open_rewards
-from jaxtrain.rollout.curators import open_curator
-from jaxtrain.rollout.open import find_engine
-from jaxtrain.rollout.types import Ask, Completion
-from jaxtrain.run.checkpoint import Checkpoints
-from jaxtrain.run.sinks import Sinks
-from jaxtrain.tasks import make_task
+from jaxtrain.runs.checkpoint import Checkpoints
+from jaxtrain.runs.observers.dispatch import Observers
+from jaxtrain.runs.sinks import Sinks
 
 CWM = {
     "architectures": ["CwmForCausalLM"],
@@ -81,7 +81,7 @@ def test_a_curator_of_ones_own(name_of):
     ):
         open_curator(name_of("unsolved", "curators", "Unsolved"), {"begin": 10}, 0)
     curator = open_curator(name_of("unsolved", "curators", "Unsolved"), {"enough": 0.5}, 0)
-    first, other = Ask(0, 0, {}), Ask(1, 0, {}, index=1)
+    first, other = PromptRequest(0, 0, {}), PromptRequest(1, 0, {}, index=1)
     assert curator.choose(first)
     curator.learn(first, [1.0, 0.5])
     curator.learn(other, [1.0, 0.0])
@@ -119,15 +119,15 @@ def test_a_format(name_of, tokenizer, tmp_path):
     dataset = DatasetConfig(
         path=str(tmp_path / "x.jsonl"), format=name_of("dialogue", "formats", "dialogue")
     )
-    tokenise = make_tokeniser(dataset, tokenizer, 64, "drop")
-    [sample] = tokenise(rows[1], "row 1")
+    tokenize = make_row_tokenizer(dataset, tokenizer, 64, "drop")
+    [sample] = tokenize(rows[1], "row 1")
     shown = [tokenizer.decode(sample.tokens[sample.weights > 0])]
     assert shown == ["Hi.<|im_end|>Yes.<|im_end|>"]
-    assert tokenise({"script": "A: alone"}, "row 2") == [
+    assert tokenize({"script": "A: alone"}, "row 2") == [
         Dropped("malformed row: a script of one line", "row 2")
     ]
     with pytest.raises(UserError, match=r"row 3: format .*KeyError: 'script' \(.*formats.py:3\)"):
-        tokenise({"text": "no script"}, "row 3")
+        tokenize({"text": "no script"}, "row 3")
     data = DataConfig(datasets=[dataset], sequence_len=64, num_workers=1)
     assert len(probe(dataset, tokenizer, data).samples) == 8
     if "/" in dataset.format:  # the case that no pickle by reference survives
@@ -145,12 +145,12 @@ def test_a_format_may_give_tokens_and_weights(tokenizer, tmp_path):
         "def raw(row, tokenizer, dataset):\n    return [(row['ids'], row['weights'])]\n"
     )
     dataset = DatasetConfig(path="x", format=f"{path}:raw", fields={"ids": "tokens"})
-    tokenise = make_tokeniser(dataset, tokenizer, 3, "truncate")
-    [sample] = tokenise({"tokens": [5, 6, 7, 8], "weights": [1, 0, 2, 1]}, "row 1")
+    tokenize = make_row_tokenizer(dataset, tokenizer, 3, "truncate")
+    [sample] = tokenize({"tokens": [5, 6, 7, 8], "weights": [1, 0, 2, 1]}, "row 1")
     assert isinstance(sample, Sample) and sample.tokens.tolist() == [5, 6, 7]
     assert sample.weights.tolist() == [0, 0, 2]
     with pytest.raises(UserError, match="it must return"):
-        tokenise({"tokens": [5, 6], "weights": [1]}, "row 1")
+        tokenize({"tokens": [5, 6], "weights": [1]}, "row 1")
 
 
 def test_the_config_knows_the_built_in_formats():
@@ -163,7 +163,7 @@ def test_a_model_family(my_package, family, tmp_path):
     if family is not None:
         section["family"] = family.format(my_package)
     (tmp_path / "config.json").write_text(json.dumps(CWM))
-    config = assemble(make_config(model=section)).architecture
+    config = build_model_bundle(make_config(model=section)).architecture
     assert config.architecture == "CwmForCausalLM"
     assert [spec.window for spec in config.layers()] == [None, 5]
     assert config == build.read_config(tmp_path, section.get("family"))

@@ -9,15 +9,15 @@ import numpy as np
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.config.task import TaskSection
-from jaxtrain.core.assemble import assemble, assemble_beside
+from jaxtrain.core.bundle import assemble_beside, build_model_bundle
 from jaxtrain.core.export import export_model
+from jaxtrain.core.losses.logp import token_logp
 from jaxtrain.core.roles import Role
 from jaxtrain.core.task import Task
-from jaxtrain.data.readers import Part
 from jaxtrain.data.sample import Sample
 from jaxtrain.data.sequences import Sequences
-from jaxtrain.losses.logp import token_logp
-from jaxtrain.tasks.offline import OfflineData
+from jaxtrain.data.sources.readers import MixturePart
+from jaxtrain.methods.offline import OfflineData
 
 
 class Section(TaskSection):
@@ -43,7 +43,7 @@ class Counting(Sequences):
 
     def open(self, dataset):
         rows = list(range(int(dataset.path)))
-        return Part(dataset.path, rows, count_from, dataset.weight)
+        return MixturePart(dataset.path, rows, count_from, dataset.weight)
 
     open_held_out = open
 
@@ -64,7 +64,7 @@ def open_data(config, tokenizer):
 
 
 def make(config):
-    parts = assemble(config)
+    parts = build_model_bundle(config)
     teacher = Role(assemble_beside(config.task.teacher, parts, "task.teacher"), "own")
     data = open_data(config, parts.tokenizer)
     return Task(

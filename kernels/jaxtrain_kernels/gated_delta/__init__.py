@@ -45,7 +45,7 @@ def gated_delta(
     returned, too; with prev there is no such state, but None. Tokens with until[t] <= t are left
     out: they give 0, change no state and get no gradient; those of a chain are its last ones.
     chunks: `find_chunks(until, prev)`, which layers of the same rows share; None: found here.
-    Gradients flow to q, k, v, g, beta and `state`. Nothing is normalised or scaled here.
+    Gradients flow to q, k, v, g, beta and `state`. Nothing is normalized or scaled here.
     Raises ValueError for shapes that do not fit, NotImplementedError if `impl` declines.
     """
     B, T, H, K = q.shape

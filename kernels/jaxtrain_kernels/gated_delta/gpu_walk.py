@@ -30,7 +30,7 @@ from jaxtrain_kernels.gated_delta.gpu_windows import (
     window_of,
 )
 from jaxtrain_kernels.mosaic import launch, plgpu, swizzled
-from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT
+from jaxtrain_kernels.recurrence.chunks import NEIGHBOR, ROOT
 
 ROWS = 64  # columns of V of a warpgroup: the rows of a wgmma
 
@@ -166,7 +166,7 @@ def walk(
                     stored = lambda: read(kept.at[lane, place, head, mine])  # noqa: E731
                     return lax.cond(source == ROOT, at_root, stored)
 
-                S = laid(lax.cond(source == NEIGHBOUR, lambda: S, elsewhere))
+                S = laid(lax.cond(source == NEIGHBOR, lambda: S, elsewhere))
                 low_S = laid(S.astype(dtype))
                 plgpu.barrier_wait(smem.ready.at[slot])
 

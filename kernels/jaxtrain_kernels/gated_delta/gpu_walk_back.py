@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jaxtrain_kernels.gated_delta.gpu_windows import C as CHUNK
 from jaxtrain_kernels.gated_delta.gpu_windows import Chunked, Links, own_rows, window_of
 from jaxtrain_kernels.mosaic import launch, opaque, plgpu, swizzled
-from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT
+from jaxtrain_kernels.recurrence.chunks import NEIGHBOR, ROOT
 
 ROWS = 64  # columns of V of a warpgroup: the rows of a wgmma
 STARTS = 1 << 30  # the bit of the states before the roots, among those of slots
@@ -208,7 +208,7 @@ def walk_back(
                 place = lax.clamp(0, source, slots - 1)
                 pl.when(source >= 0)(lambda: add_to(kept.at[lane, place, head, mine]))
                 pl.when(source == ROOT)(lambda: add_to(d_state.at[lane, head, mine]))
-                handed_on = source == NEIGHBOUR
+                handed_on = source == NEIGHBOR
                 filled = jnp.where(handed_on, filled, filled | bit)
                 d_S = lax.cond(handed_on, lambda: d_S, zeros)
                 return d_S, filled, *following

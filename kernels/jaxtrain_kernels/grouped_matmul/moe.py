@@ -47,7 +47,7 @@ def moe_ffn(
     pytree with `shape` and `unpack(dtype)`, unpacked in both passes and never kept. w_gate None:
     experts are act(x W_up) W_down, without a gate. biases are added behind each matrix, that of
     down before a gate counts it. Every token reaches all its experts, so a
-    token's result does not depend on its neighbours. Deterministic.
+    token's result does not depend on its neighbors. Deterministic.
     Gradients to x, gates, adapters, biases and, unless `freeze_experts`, the three matrices.
     `block` is the rows that one expert's segment is padded to: smaller wastes less, and the Hopper
     kernels want 128; None chooses. `capacity`: choices inside of [0, E) are at most so many, and

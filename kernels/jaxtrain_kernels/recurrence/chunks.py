@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-ROOT, NEIGHBOUR = -1, -2
+ROOT, NEIGHBOR = -1, -2
 
 
 class Chunks(NamedTuple):
@@ -32,7 +32,7 @@ class Chunks(NamedTuple):
     length: jax.Array
     """Tokens; 0 behind the last chunk."""
     source: jax.Array
-    """Where the state comes from: NEIGHBOUR (the chunk before in the list), ROOT or a slot."""
+    """Where the state comes from: NEIGHBOR (the chunk before in the list), ROOT or a slot."""
     keep: jax.Array
     """The slot in which it is left for later; `slots` for none."""
     count: jax.Array
@@ -75,7 +75,7 @@ def _cut_chains(until, size: int, pad: int) -> Chunks:
     used = (until > jnp.arange(T, dtype=jnp.int32)[None]).sum(1, dtype=jnp.int32)
     index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (B, n))
     length = jnp.clip(used[:, None] - index * size, 0, size)
-    source = jnp.where(index == 0, ROOT, NEIGHBOUR)
+    source = jnp.where(index == 0, ROOT, NEIGHBOR)
     row = jnp.arange(B, dtype=jnp.int32)
     return Chunks(row, index * size, length, source, jnp.ones_like(index), -(-used // size), 1)
 
@@ -124,7 +124,7 @@ def _cut(prev, until, size, align, slots, lanes, n):
     ends = jnp.zeros((T + 1, 2), jnp.int32).at[end].add(steps)[:T]
     moved, level = jnp.cumsum(steps - ends, axis=0, dtype=jnp.int32).T
     place = index + moved
-    source = jnp.where(place == place[parent] + 1, NEIGHBOUR, level[parent])
+    source = jnp.where(place == place[parent] + 1, NEIGHBOR, level[parent])
     source = jnp.where(parent < 0, ROOT, source)
     forked = total(jnp.where(light, parent, nowhere), 1) > 0
     keep = jnp.where(forked, level, slots)
@@ -136,5 +136,5 @@ def _cut(prev, until, size, align, slots, lanes, n):
     first = jnp.full(lanes + 1, T, jnp.int32).at[lane].min(root)
     counts = jnp.zeros(lanes + 1, jnp.int32).at[lane].add(1)[:lanes]
     links = jnp.stack([start, last - start + 1, source, keep], axis=1)
-    empty = jnp.broadcast_to(jnp.array([T, 0, NEIGHBOUR, slots], jnp.int32), (lanes, n, 4))
+    empty = jnp.broadcast_to(jnp.array([T, 0, NEIGHBOR, slots], jnp.int32), (lanes, n, 4))
     return empty.at[lane, place - first[lane]].set(links, mode="drop"), counts

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT, Chunks, cut_rows
+from jaxtrain_kernels.recurrence.chunks import NEIGHBOR, ROOT, Chunks, cut_rows
 
 LANES = 4  # chunks that an accelerator should be given at a time
 KEPT = 8  # blocks at most; a state is large
@@ -242,7 +242,7 @@ def _walk(rule, options, chunks, block, part, state, walk):
     def step(walk, now):
         chunk, source, keep = now
         stored = walk.slots[rows_B, jnp.maximum(source, 0)]
-        before = jnp.where(_wide(source == NEIGHBOUR, stored), walk.here, stored)
+        before = jnp.where(_wide(source == NEIGHBOR, stored), walk.here, stored)
         before = jnp.where(_wide(source == ROOT, stored), first, before)
         made, behind = rule.enter(chunk, before)
         return Walk(behind, walk.slots.at[rows_B, keep].set(behind, mode="drop")), (
@@ -269,7 +269,7 @@ def _walk_back(rule, options, chunks, block, part, d_out, d_walk, d_state):
         slots = slots.at[rows_B, keep].set(0, mode="drop")
         d_made, before = rule.leave(chunk, d_o, d_S)
         zeros = jnp.zeros_like(before)
-        here = jnp.where(_wide(source == NEIGHBOUR, before), before, zeros)
+        here = jnp.where(_wide(source == NEIGHBOR, before), before, zeros)
         d_state += jnp.where(_wide(source == ROOT, before), before, zeros)
         place = jnp.where(source >= 0, source, chunks.slots)
         slots = slots.at[rows_B, place].add(before, mode="drop")

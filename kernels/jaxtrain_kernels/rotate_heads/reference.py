@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jaxtrain_kernels.precision import accumulator
 
 
-def normalise(x, scale, eps):
+def normalize(x, scale, eps):
     """x / sqrt(mean(x^2) + eps) * scale over the last dim; statistics in at least float32.
 
-    The normalised value is rounded to x's dtype before the scale is applied, as transformers does.
+    The normalized value is rounded to x's dtype before the scale is applied, as transformers does.
     """
     return to_unit(x, eps).astype(x.dtype) * jnp.broadcast_to(scale.astype(x.dtype), x.shape)
 
@@ -20,12 +20,12 @@ def to_unit(x, eps):
     return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
-def rotate_heads(x, cos, sin, counts, head_dim, scales=None, *, eps, normalise=normalise):
+def rotate_heads(x, cos, sin, counts, head_dim, scales=None, *, eps, normalize=normalize):
     """See `jaxtrain_kernels.rotate_heads`."""
     found = split_heads(x, counts, head_dim)
     for part in range(len(counts)):
         if scales is not None:
-            found[part] = normalise(found[part], scales[part], eps)
+            found[part] = normalize(found[part], scales[part], eps)
         found[part] = rotate(found[part], cos, sin)
     return tuple(found)
 

@@ -6,7 +6,7 @@ import jax
 
 from jaxtrain_kernels.rotate_heads import reference
 
-# Rematerialised on its own: the backward keeps x, which is there anyway, and none of the float32
+# Rematerialized on its own: the backward keeps x, which is there anyway, and none of the float32
 # values in between, which take longer to store and load than to compute.
-normalise = jax.checkpoint(reference.normalise, prevent_cse=False, static_argnums=2)
-rotate_heads = functools.partial(reference.rotate_heads, normalise=normalise)
+normalize = jax.checkpoint(reference.normalize, prevent_cse=False, static_argnums=2)
+rotate_heads = functools.partial(reference.rotate_heads, normalize=normalize)

@@ -48,7 +48,7 @@ ARRANGED = 128  # queries and keys of the blocks that `arrange` counts
 WORTH = 0.96  # share of the blocks that must be left at most: moving keys costs time as well
 
 
-def normalise(context: Context) -> Context:
+def normalize(context: Context) -> Context:
     """Intervals as the block test wants them: causal `since`, empty ones out of everyone's way."""
     since, until = context.since, context.until
     if since is None:
@@ -69,8 +69,8 @@ def padded(x: jax.Array, block: int, value=0) -> jax.Array:
 
 
 def prepare(context: Context, q_block: int, k_block: int) -> Context:
-    """`normalise`d, of whole blocks; keys of the padding are seen by nobody."""
-    context = normalise(context)
+    """`normalize`d, of whole blocks; keys of the padding are seen by nobody."""
+    context = normalize(context)
     sides = ((context.positions, q_block), (context.key_positions, k_block))
     return Context(
         padded(context.until, k_block),

@@ -1,0 +1,147 @@
+"""The verbs of the command line: what each takes and does, and where it is found"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb: its arguments and its purpose in a line of --help each, and the function
+    "package.module:function" that reads the rest of the command line and returns the exit code or
+    None. The module is imported when the verb is asked for; it imports nothing heavy by itself."""
+
+    arguments: str
+    purpose: str
+    function: str
+
+
+VERBS = {
+    "quickstart": Verb(
+        "[section.key=value ...]",
+        "train a small model from nothing: minutes",
+        "jaxtrain.cli.recipes:run_quickstart",
+    ),
+    "init": Verb(
+        "[NAME] [--output FILE]",
+        "copy a config that comes with jaxtrain",
+        "jaxtrain.cli.recipes:run_init",
+    ),
+    "doctor": Verb(
+        "[--config FILE] [--json]",
+        "what is installed here, what does not fit",
+        "jaxtrain.runs.doctor.command:doctor_command",
+    ),
+    "preprocess": Verb(
+        "--config FILE",
+        "tokenize, validate, show samples",
+        "jaxtrain.cli.data_verbs:run_preprocess",
+    ),
+    "capture": Verb(
+        "--config FILE",
+        "states of a draft's target, onto disk",
+        "jaxtrain.cli.data_verbs:run_capture",
+    ),
+    "eval": Verb(
+        "RUN | --config FILE",
+        "held-out loss, problems answered",
+        "jaxtrain.cli.eval_verb:run_eval",
+    ),
+    "generate": Verb(
+        "RUN|MODEL [--prompt TEXT]",
+        "answer prompts; without one: a conversation",
+        "jaxtrain.cli.model_verbs:run_generate",
+    ),
+    "speculate": Verb(
+        "RUN|MODEL --draft FOLDER",
+        "what a draft model is worth: tau, speed",
+        "jaxtrain.cli.model_verbs:run_speculate",
+    ),
+    "score": Verb(
+        "RUN|MODEL DATA --output FILE",
+        "scores of a reward model, row by row",
+        "jaxtrain.cli.model_verbs:run_score",
+    ),
+    "export": Verb(
+        "RUN|MODEL [--output FOLDER]",
+        "write a Hugging Face model folder",
+        "jaxtrain.cli.folder_verbs:run_export",
+    ),
+    "merge": Verb(
+        "RUN|ADAPTER [--base MODEL]",
+        "adapter and base as one model folder",
+        "jaxtrain.cli.folder_verbs:run_merge",
+    ),
+    "quantize": Verb(
+        "RUN|MODEL --scheme fp8|int8|int4",
+        "weights in few bits, for vLLM",
+        "jaxtrain.cli.folder_verbs:run_quantize",
+    ),
+    "sweep": Verb(
+        "SWEEP.toml [--jobs N] [--print]",
+        "many runs of a config: grid, random, tpe",
+        "jaxtrain.cli.sweep:run_sweep",
+    ),
+    "serve-rollouts": Verb(
+        "--config FILE",
+        "a rollout service on Ray that outlives runs",
+        "jaxtrain.cli.serve_rollouts:serve_rollouts",
+    ),
+    "stop-rollouts": Verb(
+        "NAME",
+        "end a rollout service",
+        "jaxtrain.cli.serve_rollouts:stop_rollouts",
+    ),
+    "watch": Verb(
+        "RUN [RUN ...]",
+        "dashboard in the terminal, live or afterwards",
+        "jaxtrain.runs.dashboard.command:watch_command",
+    ),
+    "report": Verb(
+        "RUN [RUN ...] [-o FILE]",
+        "one HTML file about runs",
+        "jaxtrain.runs.report.command:report_command",
+    ),
+    "plot": Verb(
+        "RUN [RUN ...] [--output FILE]",
+        "draw curves",
+        "jaxtrain.runs.plot:plot_command",
+    ),
+    "convert": Verb(
+        "FILE [--output FILE]",
+        "a config of Axolotl, TRL or prime-rl as ours",
+        "jaxtrain.cli.config:run_convert",
+    ),
+    "plugins": Verb(
+        "[--load]",
+        "what installed packages bring, and what clashes",
+        "jaxtrain.cli.plugins:run_plugins",
+    ),
+    "docs": Verb(
+        "",
+        "every key as Markdown",
+        "jaxtrain.cli.config:run_docs",
+    ),
+    "schema": Verb(
+        "[--output FILE]",
+        "every key as JSON schema",
+        "jaxtrain.cli.config:run_schema",
+    ),
+}
+
+TRAINING = {
+    "--config FILE [section.key=value ...]": "train",
+    "--config FILE --dry-run": "check everything, allocate nothing",
+}
+
+NOTES = """
+RUN is a run's output_dir, MODEL a Hugging Face folder or Hub id. A verb's own options: -h after it.
+`python -m jaxtrain.main` is the same program. `jaxtrain --help` lists every config key, `--version`
+what is installed.
+"""
+
+
+def write_usage() -> str:
+    """What `jaxtrain` answers where nothing is asked of it: a line for every verb."""
+    lines = [(arguments, purpose) for arguments, purpose in TRAINING.items()]
+    lines += [(f"{name} {verb.arguments}".rstrip(), verb.purpose) for name, verb in VERBS.items()]
+    shown = [f"  jaxtrain {asked:<42} {purpose}" for asked, purpose in lines]
+    return "\n".join(["usage:", *shown, NOTES])

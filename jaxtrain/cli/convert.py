@@ -1,0 +1,82 @@
+"""`jaxtrain convert`: a config of Axolotl, TRL or prime-rl as one of ours."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.load import validate_config
+from jaxtrain.config.parse import MOST_BYTES, read_table
+from jaxtrain.convert import SYSTEMS, Conversion, read_numbers, trl
+from jaxtrain.errors import UserError
+from jaxtrain.runs.manifest import write_atomically
+from jaxtrain.safe_io import read_text
+from jaxtrain.text_safety import escape_control_chars, show
+
+COMMANDS = (".sh", ".txt", "")
+
+
+def convert(path: Path, system: str | None, output: Path | None) -> int:
+    """Write the config that `path` is here, to `output` or the terminal.
+
+    system: one of SYSTEMS, or None to tell by the keys. Returns 1 where the result still needs a
+    hand, which is said; UserError where nothing can be made of the file.
+    """
+    theirs = read(path)
+    system = system or tell(theirs, path)
+    made = SYSTEMS[system].convert(theirs)
+    problem = check(made)
+    head = f"{path.name} of {system}, put into jaxtrain's keys by `jaxtrain convert`."
+    if problem:
+        head += f"\nNot ready yet:\n{problem}"
+    text = made.write(head)
+    if output is None:
+        print(text, end="")
+        return 1 if problem else 0
+    if output.exists():
+        raise UserError(f"{output} exists; name another file")
+    try:
+        write_atomically(output, text)
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error.strerror or error}") from None
+    print(f"{output}: {count(made.table)} keys from {system}")
+    for key, value, why in made.missed:
+        print(escape_control_chars(f"  no counterpart: {key} = {show(value)[:80]}: {why}"))
+    for key, note in made.said:
+        print(escape_control_chars(f"  {key}: {note}"))
+    print(problem or f"next: jaxtrain --config {output} --dry-run")
+    return 1 if problem else 0
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A table, of a command line as well."""
+    if path.suffix.lower() not in COMMANDS:
+        return read_numbers(read_table(path))
+    try:
+        return trl.parse_command(read_text(path, MOST_BYTES))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read as a command line: {reason}") from None
+
+
+def tell(theirs: dict[str, Any], path: Path) -> str:
+    """Whose keys these are."""
+    for name, system in SYSTEMS.items():
+        if system.detect(theirs):
+            return name
+    raise UserError(
+        f"{path}: this looks like no config of {', '.join(SYSTEMS)}; if it is one, say which with"
+        " --from"
+    )
+
+
+def check(made: Conversion) -> str | None:
+    """What the result still lacks, for people; None: nothing."""
+    try:
+        validate_config(made.table, "it")
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def count(table: dict[str, Any]) -> int:
+    """Values of a nested table."""
+    return sum(count(v) if isinstance(v, dict) else 1 for v in table.values())

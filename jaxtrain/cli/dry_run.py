@@ -1,0 +1,184 @@
+"""`--dry-run`: everything but the memory. Shapes are traced, nothing is allocated or compiled."""
+
+import collections
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.table import Table
+
+from jaxtrain.adapters.spec import find_linears
+from jaxtrain.adapters.storage import count_weights, find_stored
+from jaxtrain.batch import Batch
+from jaxtrain.cli.estimate import on_one_device, show_estimate
+from jaxtrain.config import Config
+from jaxtrain.core.auxiliary import AuxiliaryModel
+from jaxtrain.core.bundle import ModelBundle, count_microsteps
+from jaxtrain.core.optimizer import build_optimizer, build_schedule
+from jaxtrain.core.roles import Roles
+from jaxtrain.core.step import abstract_state, make_step
+from jaxtrain.core.step_noise import find_draws
+from jaxtrain.core.task import Task
+from jaxtrain.distributed.feed import row_shards
+from jaxtrain.distributed.sharding import count_ways, mesh_axes
+from jaxtrain.generation.evaluation.problem_sets import read_problems
+from jaxtrain.generation.local.frozen_folder import frozen_shapes
+from jaxtrain.methods.registry import make_task
+from jaxtrain.models import build
+from jaxtrain.models.parameters import Shapes
+from jaxtrain.runs.console import SafeConsole
+from jaxtrain.runs.estimate.devices import read_devices
+
+GIB = 2.0**30
+
+
+def dry_run(config: Config, on: str | None = None) -> None:
+    """Check data, model and shapes; print parameters, memory per device, packing, a sample, what a
+    step would take. on: on which devices, such as "h200:64", rather than on those here."""
+    console = SafeConsole()
+    if on is not None:
+        read_devices(on)
+    task = make_task(config if on is None else on_one_device(config))
+    for index, one in enumerate(config.eval.sets):
+        count = len(read_problems(index, one))
+        console.print(f"{one.path}: {count:,} problems, {one.k} answers each", markup=False)
+    roles = [*task.roles.values(), *(one.role for one in task.beside.values())]
+    for parts in {id(role.parts): role.parts for role in roles}.values():
+        if parts.folder is not None:
+            build.check_folder(parts.folder, parts.architecture)
+            carried = build.count_carried(parts.folder, parts.architecture)
+            if carried:
+                names = ", ".join(f"{name}*" for name in parts.architecture.carries)
+                console.print(
+                    f"{carried:,} parameters ({names}) are copied into exports, not trained",
+                    markup=False,
+                )
+    task.data.describe(console)
+    with jax.set_mesh(task.mesh):
+        show_memory(config, task, console, on)
+    console.print("dry run: nothing was allocated, compiled, sampled or written")
+
+
+def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None) -> None:
+    """Trace one step on shapes and print what its arrays take on each device, and its time."""
+    roles = Roles(task.roles)
+    trained, frozen, parts = roles.trained_shapes, roles.frozen_shapes, roles.parts
+    params = {**roles.params(roles.trained, frozen), **trained}
+    beside = {path: v for path, v in {**frozen, **roles.copy_shapes}.items() if "/" in path}
+    optimizer = build_optimizer(config.optim, build_schedule(config.optim, 100), trained)
+    state = abstract_state(trained, optimizer, roles.copy_shapes, config.optim.offload)
+    draws = find_draws(roles, config.model.neftune_alpha, config.run.seed)
+    step = make_step(
+        roles.build, task.loss, task.coef, optimizer, config.optim.max_grad_norm, draws=draws
+    )
+    microsteps = count_microsteps(config, parts.mesh) if on is None else 1
+    rows, length = (
+        config.data.micro_batch_size * row_shards(parts.mesh),
+        task.grown(task.data.row_tokens),
+    )
+    jax.eval_shape(step, state, abstract_batch(task, (microsteps, rows, length)), frozen)
+
+    weights, slots = bytes_per_device(params), bytes_per_device(state.opt_state)
+    away, slots = (slots, 0) if config.optim.offload else (0, slots)
+    grads = bytes_per_device(trained)
+    mesh = {name: size for name, size in parts.mesh.shape.items() if size > 1} or "one device"
+    total = sum(count_weights(path, value) for path, value in params.items())
+    learners = [AuxiliaryModel(one, parts).state for one in task.beside.values()]
+    others = bytes_per_device(beside) + bytes_per_device(learners)
+    frozen_ones = bytes_per_device(list(frozen_shapes(config, parts).values()))
+    elsewhere = " that samples" if config.rollout.devices else ""
+    here = 0 if elsewhere else frozen_ones
+    low = {path: value for path, value in trained.items() if ".experts." in path}
+    low = low if parts.adapter is not None else {}
+    # Gradients and the optimizer's state of a weight are about alike for all that is trained.
+    share = bytes_per_device(low) / max(grads, 1) * (2 * grads + slots)
+    table = Table(show_header=False, title="model", title_justify="left")
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in [
+        ("parameters", f"{total:,}"),
+        ("of these trained", f"{sum(value.size for value in trained.values()):,}"),
+        ("in adapters of experts", f"{sum(v.size for v in low.values()):,}" if low else ""),
+        ("mesh", str(mesh)),
+        ("rows x tokens of an optimizer step", f"{microsteps * rows} x {length}"),
+        ("weights, GiB per device", f"{weights / GIB:.3f}"),
+        ("gradients, GiB per device", f"{grads / GIB:.3f}"),
+        ("optimizer state, GiB per device", f"{slots / GIB:.3f}" if not away else ""),
+        (
+            "optimizer state, GiB of host memory per device",
+            f"{away / GIB:.3f}" if away else "",
+        ),
+        ("other models, GiB per device", f"{others / GIB:.3f}" if others else ""),
+        (
+            f"frozen policies, GiB per device{elsewhere}",
+            f"{frozen_ones / GIB:.3f}" if frozen_ones else "",
+        ),
+        ("sum, before activations", f"{(weights + grads + slots + others + here) / GIB:.3f}"),
+        ("adapters of experts in that sum", f"{share / GIB:.3f}" if low else ""),
+        ("experts of a layer unpacked, beside it", unpacked(parts, frozen)),
+    ]:
+        if value:
+            table.add_row(name, value)
+    console.print(table)
+    if 2 * share > weights - bytes_per_device(trained):
+        console.print(
+            "adapters of experts, their gradients and their optimizer state take more than half of"
+            " what the frozen weights do: a smaller rank (adapter.rank_pattern = { mlp = 4 }),"
+            ' adapter.target = "attention" or adapter.dtype = "bfloat16" take less',
+            markup=False,
+            highlight=False,
+        )
+    if parts.mesh.size > 1:
+        for path, value in params.items():
+            console.print(f"  {path:<50} {value.shape!s:<22} {value.sharding.spec}", markup=False)
+    entries = sum(value.size for value in trained.values())
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.opt_state))
+    show_estimate(config, parts, trained, length, held / max(entries, 1), console, on)
+
+
+def unpacked(parts: ModelBundle, frozen: Shapes) -> str:
+    """GiB per device of the packed experts of one layer as they are where they multiply; "" where
+    there are none."""
+    kind = "none" if parts.adapter is None else parts.adapter.quantize
+    linears = find_linears(parts.architecture) if kind != "none" else {}
+    layers: dict[str, int] = collections.Counter()
+    for path in find_stored(frozen, kind) if linears else ():
+        owner, _, name = path.removesuffix(".kernel").rpartition(".")
+        if owner.endswith(".experts") and f"{owner}.{name}" in linears:
+            layers[owner] += math.prod(linears[f"{owner}.{name}"].shape[1:])
+    ways = count_ways(
+        [*mesh_axes("experts", parts.mesh), *mesh_axes("mlp", parts.mesh)], parts.mesh
+    )
+    size = np.dtype(jnp.dtype(parts.options["dtype"])).itemsize
+    return f"{max(layers.values()) * size / ways / GIB:.3f}" if layers else ""
+
+
+def abstract_batch(task: Task, shape: tuple[int, int, int]) -> Batch:
+    """Shapes of one optimizer step's batch [A, B, T], prepared."""
+    fields = task.data.fields
+
+    def of(dtype: Any) -> Any:
+        kind = np.dtype(dtype)
+        return jax.ShapeDtypeStruct((*shape, *kind.shape), kind.base)
+
+    ints = of(jnp.int32)
+    return Batch(
+        tokens=ints,
+        positions=ints,
+        prev=ints,
+        until=ints,
+        weights={name: of(jnp.float32) for name in fields.components},
+        since=ints if fields.since else None,
+        owner=ints,
+        streams={name: of(dtype) for name, dtype in {**fields.streams, **task.prepared}.items()},
+    )
+
+
+def bytes_per_device(tree) -> int:
+    """Bytes that one device holds of a tree of placed shapes."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

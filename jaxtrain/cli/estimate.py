@@ -1,0 +1,146 @@
+"""What `--dry-run` says of a step's time and memory, on these devices or on others."""
+
+import jax
+from rich.table import Table
+
+from jaxtrain.config import Config
+from jaxtrain.core.bundle import ModelBundle, abstract_params
+from jaxtrain.distributed.mesh import resolve_sizes
+from jaxtrain.models import build
+from jaxtrain.models.draft import BaseDraftConfig
+from jaxtrain.runs.console import SafeConsole
+from jaxtrain.runs.estimate.devices import DEVICES, Device, find_device, read_devices
+from jaxtrain.runs.estimate.estimate import Estimate, Sizes, estimate
+from jaxtrain.runs.estimate.search import ROOM, MeshChoice, SearchTarget, find_meshes, name_mesh
+from jaxtrain.runs.estimate.work import StepWork, read_work
+
+SHOWN = 3
+"""Meshes that are named."""
+SHORT = 0.02
+"""Seconds of a step below which what the estimate leaves out is as long as what it counts."""
+
+
+def on_one_device(config: Config) -> Config:
+    """The config on a mesh that is here whatever it says: shapes are the same on any."""
+    parallel = config.parallel.model_copy(
+        update={axis: -1 if axis == "data" else 1 for axis in config.parallel.axes()}
+    )
+    return config.model_copy(update={"parallel": parallel})
+
+
+def show_estimate(
+    config: Config,
+    parts: ModelBundle,
+    trained: dict,
+    tokens: int,
+    slots: float,
+    console: SafeConsole,
+    on: str | None,
+) -> None:
+    """Print what a step would take. trained: shapes of what is trained. tokens: of a row. slots:
+    bytes of optimizer state an entry. on: "h200:64"; None: the devices that are here."""
+    if on is not None:
+        device, count = read_devices(on)
+    else:
+        kind, count = jax.devices()[0].device_kind, parts.mesh.size
+        device = find_device(kind)
+        if device is None:
+            console.print(
+                f"no estimate of a step's time: {kind!r} is not described here; --on DEVICE:COUNT"
+                f" estimates for others ({', '.join(DEVICES)})",
+                markup=False,
+            )
+            return
+    reason = None
+    if isinstance(parts.architecture, BaseDraftConfig):
+        reason = "drafts are not described by it"
+    elif (dtype := parts.options["dtype"]) != "bfloat16":
+        reason = f"it is for products in bfloat16, and model.compute_dtype is {dtype}"
+    if reason is not None:
+        console.print(f"no estimate of a step's time: {reason}", markup=False)
+        return
+    shapes, rebuild = abstract_params(parts)
+    work = read_work(
+        build.abstract(parts.architecture),
+        rebuild(shapes),
+        shapes,
+        trained.keys(),
+        remat=parts.options["remat"],
+        dtype=parts.options["dtype"],
+        slots=slots,
+    )
+    wanted = SearchTarget(
+        tokens,
+        config.data.micro_batch_size,
+        config.data.global_batch_size,
+        config.optim.gradient_accumulation_steps,
+        config.parallel.expert_buffer,
+    )
+    mesh = Sizes(resolve_sizes(config.parallel.axes(), count))
+    show_one(work, wanted, mesh, device, console)
+    show_meshes(find_meshes(work, wanted, device, count), console)
+
+
+def show_one(
+    work: StepWork, wanted: SearchTarget, mesh: Sizes, device: Device, console: SafeConsole
+) -> None:
+    """The config's own mesh."""
+    rows = wanted.rows(mesh)
+    named = name_mesh(mesh.shape)
+    if rows is None:
+        console.print(
+            f"{named} does not divide the batch: data.global_batch_size {wanted.global_batch},"
+            f" data.micro_batch_size {wanted.micro_batch}, rows of {wanted.tokens} tokens",
+            markup=False,
+        )
+        return
+    found = estimate(work, mesh, rows, device, buffer=wanted.buffer)
+    table = Table(
+        show_header=False,
+        title=f"estimate for {mesh.devices} x {device.name} (docs/scale.md)",
+        title_justify="left",
+    )
+    table.add_column()
+    table.add_column(justify="right")
+    fits = found.memory <= ROOM * device.memory_gib
+    for name, value in [
+        ("mesh", named),
+        ("optimizer step, s", f"{found.seconds:.3g}"),
+        ("tokens/s per device", f"{found.tokens_per_second:,.0f}"),
+        ("MFU", f"{found.mfu:.0%}"),
+        ("of the time", describe_parts(found)),
+        ("memory, GiB per device", f"{found.memory:.1f} of {device.memory_gib:g}"),
+        ("", "" if fits else "this does not fit"),
+        ("", "so short a step waits for launches" if found.seconds < SHORT else ""),
+    ]:
+        if value:
+            table.add_row(name, value)
+    console.print(table)
+    console.print("counted is the trained model's step: no rollouts, no other models")
+
+
+def describe_parts(found: Estimate) -> str:
+    """What takes at least a twentieth of the time."""
+    parts = sorted(found.parts.items(), key=lambda one: -one[1])
+    shares = [(name, seconds / found.seconds) for name, seconds in parts]
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.05)
+
+
+def show_meshes(found: list[MeshChoice], console: SafeConsole) -> None:
+    """The fastest of all meshes."""
+    if not found:
+        console.print(
+            "no mesh of so many devices divides the batch and fits into their memory: another"
+            " number of them, model.remat = 'full', shorter rows or an adapter may"
+            " (docs/how_to/fit_memory.md)"
+        )
+        return
+    console.print("fastest meshes by this estimate:")
+    for choice in found[:SHOWN]:
+        one = choice.estimate
+        console.print(
+            f"  {name_mesh(choice.mesh):<32} {one.tokens_per_second:>9,.0f} tokens/s per device,"
+            f" {one.memory:.1f} GiB",
+            markup=False,
+            highlight=False,
+        )

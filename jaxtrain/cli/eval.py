@@ -1,0 +1,121 @@
+"""The verb `eval`: held-out loss and answers of a run's newest checkpoint or a config's model."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from jaxtrain.config import Config, load_config
+from jaxtrain.core.evaluate import Evaluation
+from jaxtrain.core.reopen import alone, open_trained
+from jaxtrain.core.roles import ModelSnapshot, Roles
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.task import Task
+from jaxtrain.distributed.mesh import is_main_process
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engines import find_engine, with_secrets
+from jaxtrain.generation.evaluation.problem_sets import open_problem_sets
+from jaxtrain.methods.registry import make_task
+from jaxtrain.runs.run_files import take_names
+from jaxtrain.runs.samples import SAMPLES, append_samples
+from jaxtrain.runs.sinks import JsonLines
+
+
+def evaluate_command(run: Path | None, config_path: str | None, overrides: list[str]) -> None:
+    """The verb `eval`: held-out loss, the task's own numbers and answered problems of a run's
+    newest checkpoint, or of a config's model. What is generated goes to the folder `eval` in the
+    run's. Of several processes the first answers, prints and writes."""
+    log = print if is_main_process() else silent
+    if run is not None:
+        opened = open_trained(str(run), overrides, beside=True, several=True)
+        config, task, held, policies = opened
+        log(f"{run}, step {held.step}")
+    else:
+        assert config_path is not None, "the command line gives one of the two"
+        config = alone(load_config(config_path, overrides))
+        task = make_task(config)
+        roles = Roles(task.roles)
+        trained, frozen, copies = roles.open(config.run.seed)
+        held, policies = ModelSnapshot(roles, {**frozen, **copies, **trained}, 0), {}
+    datasets, sets = config.data.eval_datasets, config.eval.sets
+    evaluation = Evaluation(config, task, held.roles, log, partial(append_samples, Path()))
+    scorer = Scorer(lambda: held, impl=config.model.logp)
+    with jax.set_mesh(task.mesh):
+        for dataset in datasets:
+            means = evaluation.held_out(held, dataset, scorer)
+            shown = "  ".join(f"{name} {value:.6g}" for name, value in means.items())
+            log(f"{dataset.path} ({dataset.split}): {shown or 'no trained token'}")
+        own = task.evaluate(held, scorer)
+        for name, value in own.items():
+            log(f"{name:<32} {value:.6g}")
+        if not (datasets or sets or own):
+            raise UserError(
+                "eval: there is nothing to evaluate, data.eval_datasets is empty; add"
+                " data.eval_datasets.0.path=... or eval.sets.0.path=..."
+            )
+        if sets:
+            folder = Path(config.run.output_dir)
+            if run is not None and (run / "checkpoints").is_dir():
+                folder = run
+            generate_into(folder / "eval", config, task, held, policies, log)
+
+
+def silent(text: str) -> None:
+    """What all processes but the first say."""
+
+
+def generate_into(
+    folder: Path,
+    config: Config,
+    task: Task,
+    held: ModelSnapshot,
+    policies: Mapping[str, ModelSnapshot],
+    log: Callable[[str], None],
+) -> None:
+    """Let the weights answer what section eval asks; prints the numbers, appends them to
+    metrics.jsonl in `folder` and writes the answers to samples.jsonl there, anew. policies: of
+    several that are trained each one's."""
+    parts, samples = held.roles.parts, folder / SAMPLES
+    with ExitStack() as stack:
+        sets = open_problem_sets(config, parts, log)
+        if sets is not None:
+            stack.callback(sets.close)
+        if is_main_process():
+            try:
+                take_names(folder.parent, [folder.name])
+                folder.mkdir(parents=True, exist_ok=True)
+                samples.write_text("")
+            except OSError as error:
+                raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
+        engine, kind = None, find_engine(config)
+        if kind.serves:
+            # Adapters go to this folder, beside those of a run that may be under way.
+            place = config.run.model_copy(update={"output_dir": str(folder)})
+            engine, publisher = kind.open(
+                with_secrets(config.model_copy(update={"run": place})), parts, log
+            )
+            stack.callback(publisher.close)
+            params = {name: one.params() for name, one in policies.items()} or held.params()
+            publisher.publish(0, params, held.roles.rebuild(held.roles.trained))
+        evaluation = Evaluation(
+            config,
+            task,
+            held.roles,
+            log,
+            partial(append_samples, folder),
+            sets,
+            engine,
+            served=kind.serves,
+            policies=lambda: policies,
+        )
+        found = evaluation.generate(held)
+        if is_main_process():
+            file = JsonLines(folder / "metrics.jsonl")
+            file.start(held.step, held.step)
+            stack.callback(file.close, None)
+            file.write(held.step, found)
+    for name, value in found.items():
+        log(f"{name:<32} {value:.6g}")
+    log(f"answers: {samples}")

@@ -1,0 +1,80 @@
+"""The verb `export`: a run's checkpoint, or any Hugging Face folder, as a Hugging Face folder."""
+
+import re
+import tempfile
+from pathlib import Path
+
+from jaxtrain.adapters.peft_folder import CONFIG
+from jaxtrain.core.bundle import find_folder
+from jaxtrain.core.export import export_policies, replace_folder
+from jaxtrain.core.reopen import holds_run, open_trained
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.copy import copy_folder
+from jaxtrain.huggingface.safetensors import MAX_SHARD_BYTES
+from jaxtrain.runs.run_files import require_replaceable
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def export_command(
+    source: Path,
+    output: Path | None,
+    step: int | None,
+    dtype: str | None,
+    max_shard_size: str | None = None,
+) -> None:
+    """Write what the task of a run exports of a checkpoint, or a model folder anew: cast to
+    `dtype`, in shards of at most `max_shard_size` ("500MB")."""
+    limit = MAX_SHARD_BYTES if max_shard_size is None else read_size(max_shard_size)
+    if (source / "checkpoints").is_dir() or holds_run(source / "config.json"):
+        export_run(source, output or source / "model", step, dtype, limit, max_shard_size)
+        return
+    if step is not None:
+        raise UserError(f"export: --step is of a run's checkpoints, and {source} is no run")
+    if (source / CONFIG).is_file():
+        raise UserError(f"export: {source} is an adapter; jaxtrain merge makes a model of it")
+    if output is None:
+        raise UserError(f"export: {source} is a model folder; name where to write with --output")
+    require_replaceable(output)
+    folder = find_folder(str(source), weights=True)
+    with replace_folder(output) as unfinished:
+        copy_folder(folder, unfinished, dtype, limit)
+    print(f"{source} is now in {output}")
+
+
+def export_run(
+    run: Path,
+    output: Path,
+    step: int | None,
+    dtype: str | None,
+    limit: int,
+    max_shard_size: str | None,
+) -> None:
+    """A checkpoint of a run; of several policies an adapter each, in folders of their names."""
+    config, task, held, policies = open_trained(str(run), [], step, frozen=False, several=True)
+    if policies:
+        export_policies(task.export, policies, config, output, dtype)
+        print(f"the adapters of step {held.step} of {run} are now in {output}")
+        return
+    adapter = held.roles.parts.adapter is not None
+    if max_shard_size is None or adapter:
+        task.export(held, config, output, dtype)
+    else:
+        require_replaceable(output)
+        with tempfile.TemporaryDirectory() as temporary:
+            whole = Path(temporary) / "model"
+            task.export(held, config, whole, dtype)
+            with replace_folder(output) as unfinished:
+                copy_folder(whole, unfinished, None, limit)
+    print(f"{'the adapter of ' if adapter else ''}step {held.step} of {run} is now in {output}")
+
+
+def read_size(text: str) -> int:
+    """Bytes of "5GB", "500 MiB" or "1000000"; UserError for anything else."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]{0,3})", text.strip())
+    unit = UNITS.get(found.group(2).upper()) if found else None
+    size = int(float(found.group(1)) * unit) if found and unit else 0
+    if size < 1:
+        raise UserError(f"--max-shard-size {text!r} is no size; write 5GB, 500MB, 2GiB or bytes")
+    return size

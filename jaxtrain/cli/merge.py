@@ -1,0 +1,100 @@
+"""The verb `merge`: a run's adapter, or a PEFT folder, folded into its base's weights."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from jaxtrain.adapters.merge import merge_adapter
+from jaxtrain.adapters.peft import write_peft
+from jaxtrain.adapters.peft_folder import CONFIG, open_peft
+from jaxtrain.core.bundle import find_folder
+from jaxtrain.core.export import find_ends, replace_folder
+from jaxtrain.core.reopen import open_trained
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.files import read_object
+from jaxtrain.huggingface.generation import write_generation
+from jaxtrain.runs.run_files import require_replaceable
+
+
+def merge_command(
+    source: Path,
+    base: str | None,
+    output: Path | None,
+    step: int | None,
+    dtype: str | None,
+    quantize: str = "none",
+) -> None:
+    """Write a full Hugging Face folder from a run with an adapter, or from a PEFT folder."""
+    output = output or source / "merged"
+    changed, base = merge_source(source, base, output, step, dtype, quantize)
+    print(f"{changed} tensors of {base} changed; the merged model is in {output}")
+
+
+def merge_source(
+    source: Path,
+    base: str | None,
+    output: Path,
+    step: int | None,
+    dtype: str | None,
+    quantize: str = "none",
+) -> tuple[int, str]:
+    """The work of it: how many tensors changed, and of which base."""
+    require_replaceable(output)  # before anything is read
+    if (source / CONFIG).is_file():
+        base = base or open_peft(source).config.get("base_model_name_or_path")
+        if not base:
+            raise UserError(f"{source / CONFIG} names no base model; give it with --base FOLDER")
+        return merge(base, source, output, dtype, quantize), base
+    is_run = (source / "checkpoints").is_dir()
+    trained = open_trained(str(source), [], step, frozen=False) if is_run else None
+    parts = None if trained is None else trained.held.roles.parts
+    if trained is None or parts is None or parts.adapter is None:
+        raise UserError(
+            f"merge: {source} is neither a run with an adapter nor a PEFT folder; a run that"
+            " trained all weights needs only: jaxtrain export"
+        )
+    base = base or (trained.config.model.path if parts.folder else None)
+    if base is None:
+        raise UserError(
+            f"merge: the base of {source} has random weights; name the folder to merge into with"
+            " --base"
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        write_peft(trained.held.params(), parts.architecture, parts.adapter, temporary, base)
+        parts.tokenizer.save_pretrained(temporary)
+        quantize, model = parts.adapter.quantize, trained.config.model
+        kept = dict(parts.architecture.kept)
+        keys = {f"{role}_id": int(kept[f"{role}_id"]) for role in model.special_tokens.roles()}
+        found = merge(base, Path(temporary), output, dtype, quantize, model.family, keys)
+        return found, base
+
+
+def merge(
+    base: str,
+    adapter: Path,
+    output: Path,
+    dtype: str | None,
+    quantize: str,
+    family: str | None = None,
+    keys: Mapping[str, int] = MappingProxyType({}),
+) -> int:
+    """Number of tensors that the adapter changed."""
+    with replace_folder(output) as unfinished:
+        folder = find_folder(base, weights=True)
+        changed = merge_adapter(
+            folder, adapter, unfinished, dtype, quantize=quantize, family=family, keys=keys
+        )
+        scores = any("Classification" in name for name in read_architectures(unfinished))
+        if not scores and (adapter / "tokenizer_config.json").is_file():
+            # The adapter was trained with another template than the base's, perhaps, and answers
+            # end as that one ends them.
+            write_generation(unfinished, unfinished, find_ends(load_tokenizer(str(unfinished))))
+        return changed
+
+
+def read_architectures(folder: Path) -> list[str]:
+    """Names of config.json; of any family, also one that nothing here trains."""
+    found = read_object(folder / "config.json").get("architectures")
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []

@@ -1,0 +1,109 @@
+"""Prompts for the verb `speculate`: known benchmarks, or the rows of any dataset.
+
+Of a conversation each turn of the assistant is asked for anew, behind the data's own messages.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from jaxtrain.config import DatasetConfig
+from jaxtrain.config.load import apply_overrides, validate
+from jaxtrain.data.chat.messages import MalformedRow, check_readable, read_messages, read_tools
+from jaxtrain.data.sources.dataset import open_rows
+from jaxtrain.data.sources.prompt_sets import open_prompt_set
+from jaxtrain.errors import UserError
+from jaxtrain.generation.prompt_rows import rename
+
+MOST = 128
+"""Prompts of a dataset, unless somebody says."""
+
+
+class EvalPrompt(NamedTuple):
+    """Prompts to be answered."""
+
+    name: str
+    prompts: list[Any]
+    """Messages of each, or its text with --raw."""
+    tools: list[Any]
+    """Of each; None: none."""
+    origins: list[str]
+
+
+def open_asked(
+    sets: Sequence[str], data: str | None, overrides: list[str], most: int | None, raw: bool
+) -> list[EvalPrompt]:
+    """All that the command line names. sets: as data.prompt_sets.open_prompt_set takes them. data:
+    a dataset's path, which `overrides` (dataset.key=value) go with. most: prompts of each. raw:
+    texts in the column `prompt`. UserError."""
+    if raw and sets:
+        raise UserError("speculate: --raw continues texts of --input; the sets are conversations")
+    if data is None and overrides:
+        raise UserError(
+            f"speculate: {overrides[0].partition('=')[0]} has no effect without --input"
+        )
+    if data is None and not sets:
+        raise UserError("speculate: give --set NAME[=PATH], --input DATA, or both")
+    found = []
+    for given in sets:
+        asked = open_prompt_set(given, most)
+        messages = [[{"role": "user", "content": turns[0]}] for turns in asked.turns]
+        found.append(EvalPrompt(asked.name, messages, [None] * len(messages), asked.origins))
+    if data is not None:
+        found.append(open_data(data, overrides, MOST if most is None else most, raw))
+    return found
+
+
+def open_data(path: str, overrides: list[str], most: int, raw: bool) -> EvalPrompt:
+    """The first prompts of a dataset."""
+    own = [f"data.datasets.0.{word.removeprefix('dataset.')}" for word in overrides]
+    table = apply_overrides({"data": {"datasets": [{"path": path}]}}, own)
+    dataset = validate(DatasetConfig, table["data"]["datasets"][0], path)
+    rows = open_rows(dataset)
+    if dataset.streaming:
+        raise UserError("speculate: dataset.streaming true is not for prompts; remove it")
+    named = getattr(rows, "origin", lambda index: f"{path} row {index}")
+
+    def read_all() -> Iterator[tuple[Any, Any, str]]:
+        for index in range(len(rows)):
+            try:
+                yield from read_prompts(rows[index], dataset, named(index), raw)
+            except MalformedRow as error:
+                text = f"{named(index)}: {error.place} {error}".replace(":  ", ": ")
+                raise UserError(text) from None
+
+    found = list(islice(read_all(), most))
+    if not found:
+        raise UserError(f"{path}: no row has a turn of an assistant to ask for")
+    prompts, tools, origins = map(list, zip(*found, strict=True))
+    return EvalPrompt(path.rpartition("/")[2], prompts, tools, origins)
+
+
+def read_prompts(
+    row: Mapping[str, Any], dataset: DatasetConfig, origin: str, raw: bool
+) -> Iterator[tuple[Any, Any, str]]:
+    """(prompt, tools, where it stands) of each turn of the assistant in a row; of a row that ends
+    before one, the row itself."""
+    check_readable(row)
+    row = rename(row, {w: f for w, f in dataset.fields.items() if "." not in w})
+    given = row.get("messages", row.get("prompt"))
+    if raw:
+        if not isinstance(given, str) or not given:
+            raise UserError(f"{origin}: --raw needs a text in the column prompt")
+        yield given, None, origin
+        return
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if given is None:
+        raise UserError(
+            f"{origin}: needs the column messages or prompt; it has {', '.join(row) or 'none'}; see"
+            " dataset.fields"
+        )
+    messages = read_messages(given, dataset.fields, dataset.roles)
+    tools = read_tools(row.get("tools"))
+    ends = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
+    if messages[-1]["role"] != "assistant":
+        ends.append(len(messages))
+    for end in ends:
+        if end:
+            yield messages[:end], tools, origin

@@ -1,0 +1,208 @@
+"""The verb `quantize`: a run's model, or any folder's, in few bits for vLLM and transformers."""
+
+import argparse
+import dataclasses
+import math
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import jax
+
+from jaxtrain.adapters.peft_folder import CONFIG
+from jaxtrain.adapters.spec import find_linears
+from jaxtrain.cli.merge import merge_source
+from jaxtrain.core.bundle import find_folder
+from jaxtrain.core.evaluate import Evaluation
+from jaxtrain.core.export import replace_folder
+from jaxtrain.core.reopen import Trained, holds_run, open_trained
+from jaxtrain.core.roles import ModelSnapshot, Roles
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.files import read_object, spell
+from jaxtrain.huggingface.quantize import quantize_folder, require_plain
+from jaxtrain.models import DRAFTS, build
+from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.runs.run_files import require_replaceable
+
+KEPT = (
+    # Recurrent layers: an error there stays in the state. As in llm-compressor's own recipes.
+    *("*.linear_attn.*", "*.mamba.*", "*.conv.*", "*.mixer.in_proj", "*.mixer.out_proj"),
+    # Small ones that vLLM holds in full.
+    *("*.fc1_latent_proj", "*.fc2_latent_proj", "*.shared_expert_gate", "*.indexer.*"),
+)
+"""Modules that stay as they are, beside routers, norms, embeddings and the head."""
+CALIBRATED = """\
+Rounded to nearest, without data. Calibrated on texts (GPTQ; AWQ likewise) it may lose less:
+{made}  pip install llmcompressor
+  python -c 'from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import GPTQModifier
+oneshot(model="{model}", dataset="open_platypus", num_calibration_samples=512,
+        recipe=GPTQModifier(targets="Linear", scheme="{scheme}", ignore=["lm_head"]),
+        output_dir="{output}-gptq")'"""
+VLLM_GROUPS = (32, 64, 128)
+PRESETS = {"int8": "W8A8", "int4": "W4A16"}
+"""llm-compressor's names of the schemes that calibration does something for."""
+
+
+def quantize_command(args: argparse.Namespace) -> None:
+    """Write the folder, tell its size, and the held-out loss of a run that has data for it."""
+    source: Path = args.source
+    is_run = (source / "checkpoints").is_dir() or holds_run(source / "config.json")
+    output = args.output or (source / f"quantized-{args.scheme}" if is_run else None)
+    if output is None:
+        raise UserError(f"quantize: {source} is no run; name where to write with --output")
+    if args.group < 1:
+        raise UserError(f"--group {args.group} is no size of a group; 128, 64 or 32 are usual")
+    if not is_run and args.step is not None:
+        raise UserError(f"quantize: --step is of a run's checkpoints, and {source} is no run")
+    require_replaceable(output)
+    trained = open_trained(str(source), [], args.step, beside=not args.no_eval) if is_run else None
+    with plain_folder(args, trained, output.parent) as plain:
+        place = None if trained is None else trained.config.model.family
+        names = choose_matrices(plain, place)
+        with replace_folder(output) as unfinished:
+            done = quantize_folder(plain, unfinished, args.scheme, args.group, names)
+        print(
+            f"{done.matrices} matrices of {source} in {args.scheme}, {done.before / 1e6:.1f} ->"
+            f" {done.after / 1e6:.1f} MB: {output}"
+        )
+        for note in list_notes(args.scheme, args.group, names):
+            print(note)
+        if trained is not None and not args.no_eval:
+            tell_loss(trained, plain, output)
+        elif not args.no_eval:
+            print(
+                "held-out loss: jaxtrain eval --config FILE model.path="
+                f"{output}, and the same with {source}"
+            )
+    if args.scheme in PRESETS:
+        adapter = trained is not None and trained.held.roles.parts.adapter is not None
+        model = source / ("merged" if adapter else "model") if is_run else source
+        made = f"  jaxtrain {'merge' if adapter else 'export'} {source}\n" if is_run else ""
+        print(CALIBRATED.format(model=model, scheme=PRESETS[args.scheme], output=output, made=made))
+
+
+@contextmanager
+def plain_folder(args: argparse.Namespace, trained: Trained | None, beside: Path) -> Iterator[Path]:
+    """The Hugging Face folder with all weights: the one that is named, or one for the time being in
+    the folder `beside`."""
+    source: Path = args.source
+    if trained is None and not (source / CONFIG).is_file():
+        folder = find_folder(str(source), weights=True)
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{folder} holds no config.json; expected a Hugging Face model folder")
+        yield folder
+        return
+    if trained is None or trained.held.roles.parts.adapter is not None:
+        base = args.base or (None if trained is None else trained.config.model.path)
+        if base is not None and (file := Path(base) / "config.json").is_file():
+            require_plain(read_object(file), Path(base))
+    beside.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".quantize-", dir=beside) as temporary:
+        whole = Path(temporary) / "model"
+        if trained is None or trained.held.roles.parts.adapter is not None:
+            merge_source(source, args.base, whole, args.step, None)
+        else:
+            trained.task.export(trained.held, trained.config, whole, None)
+        yield whole
+
+
+def choose_matrices(folder: Path, place: str | None = None) -> set[str]:
+    """The tensors of a folder that are quantized: matrices of attention, MLPs and experts. place:
+    as model.family. UserError for a family that vLLM could not load so."""
+    raw = read_object(folder / "config.json")
+    require_plain(raw, folder)
+    config = build.read_config(folder, place)
+    if config.architecture in DRAFTS:
+        raise UserError(
+            f"quantize: {config.architecture} is a draft, small beside its target; quantize that"
+        )
+    names = {
+        f"{module}.weight" if not module.endswith(".weight") else module
+        for one in find_linears(config).values()
+        if one.preset is not None
+        for module in one.modules
+        if not any(fnmatchcase(module, pattern) for pattern in KEPT)
+    }
+    check_experts(config)
+    if not names:
+        raise UserError(f"quantize: {config.architecture} has no matrices to quantize")
+    return names
+
+
+def list_notes(scheme: str, group: int, names: Collection[str]) -> Iterator[str]:
+    """What of the folder some readers do not take."""
+    if scheme == "int4" and group not in VLLM_GROUPS:
+        shown = ", ".join(map(str, VLLM_GROUPS))
+        yield f"note: vLLM's kernels for NVIDIA GPUs take groups of {shown}, not of {group}"
+    if scheme == "int8" and any(".experts." in name for name in names):
+        yield "note: transformers reads experts in fp8 and int4, not in int8"
+
+
+def check_experts(config: DecoderConfig) -> None:
+    """UserError where all experts of a layer are one tensor: no Linear, for which there is a layout
+    that vLLM reads."""
+    entries = {entry.param: entry.op for entry in build.family(config).names(config)}
+    for path, one in find_linears(config).items():
+        shapes = entries[f"{path}.kernel"].shapes(one.shape)
+        fused = next((name for name, shape in shapes.items() if len(shape) > 2), None)
+        if fused is not None:
+            raise UserError(
+                f"quantize: {config.architecture} keeps all experts of a layer in one tensor"
+                f" ({spell(fused)}), for which compressed-tensors has no layout that vLLM loads for"
+                " it; serve it as it is, or with vLLM's own --quantization fp8"
+            )
+
+
+def tell_loss(trained: Trained, plain: Path, output: Path) -> None:
+    """Held-out loss of what was exported, and of what the new folder stands for."""
+    config, task, held, _ = trained
+    if not config.data.eval_datasets:
+        print(
+            "held-out loss: the run has no eval data; jaxtrain eval --config FILE"
+            f" data.eval_datasets.0.path=DATA model.path={output}, and the same with {plain.name}"
+        )
+        return
+    adapter = held.roles.parts.adapter
+    if adapter is not None and len(held.roles.roles) > 1:
+        print(
+            "held-out loss: not measured, its reference is the base under the adapter; jaxtrain"
+            f" eval --config FILE model.path={output} adapter=none takes another one"
+        )
+        return
+    with jax.set_mesh(task.mesh):
+        losses = [measure(trained, held), measure(trained, open_again(trained, output))]
+    for dataset, before, after in zip(config.data.eval_datasets, *losses, strict=True):
+        print(
+            f"held-out loss of {dataset.path} ({dataset.split}): {before:.6g} -> {after:.6g}"
+            " (weights rounded, activations not)"
+        )
+
+
+def measure(trained: Trained, held: ModelSnapshot) -> list[float]:
+    """Held-out loss of each dataset of data.eval_datasets; NaN without trained tokens."""
+    config, task, *_ = trained
+    evaluation = Evaluation(config, task, held.roles, print, lambda step, lines: None)
+    scorer = Scorer(lambda: held, impl=config.model.logp)
+    found = (evaluation.held_out(held, one, scorer) for one in config.data.eval_datasets)
+    return [means.get("loss", math.nan) for means in found]
+
+
+def open_again(trained: Trained, folder: Path) -> ModelSnapshot:
+    """The run's models, the trained one with all weights of a folder and without adapter."""
+    config, _, held, _ = trained
+    roles, parts = held.roles, held.roles.parts
+    architecture = build.read_config(folder, config.model.family).for_rows(parts.row_tokens)
+    if parts.adapter is not None:
+        parts = dataclasses.replace(parts, adapter=None, folder=folder, architecture=architecture)
+        role = dataclasses.replace(roles.roles[roles.trained], parts=parts)
+        roles = Roles({roles.trained: role})
+    found = build.read_params(folder, parts.mesh, architecture, **parts.options)
+    weights = {path: value.astype(roles.trained_shapes[path].dtype) for path, value in found}
+    own = {path: value for path, value in held.weights.items() if path not in weights}
+    if trained.held.roles.parts.adapter is not None:
+        own = {}
+    return ModelSnapshot(roles, {**own, **weights}, held.step)

@@ -1,0 +1,116 @@
+"""The verb `score`: each row of a dataset with what a model says of it, as lines of JSON."""
+
+import argparse
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.api import Model
+from jaxtrain.cli.scoring import Numbers, Scoring, ScoringRow, make_scoring, score_items
+from jaxtrain.config import DatasetConfig
+from jaxtrain.config.load import apply_overrides, validate
+from jaxtrain.data.progress import Progress
+from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sources.dataset import open_rows
+from jaxtrain.data.tally import Counts, add_items, describe_drops
+from jaxtrain.errors import UserError
+
+CHUNK = 256
+"""Rows that are read, computed and written together."""
+
+
+def score_command(args: argparse.Namespace) -> None:
+    """Run the verb; raises UserError for unusable input before any weight is loaded."""
+    check_output(args.output, args.data, args.overwrite)
+    given = [word for word in args.overrides if word.startswith("dataset.")]
+    own = [f"data.datasets.0.{word.removeprefix('dataset.')}" for word in given]
+    table = apply_overrides({"data": {"datasets": [{"path": args.data}]}}, own)
+    dataset = validate(DatasetConfig, table["data"]["datasets"][0], args.data)
+    rows = open_rows(dataset)
+    if args.batch_size < 1:
+        raise UserError(f"score: --batch-size {args.batch_size} must be at least 1")
+    model = Model(args.model, [w for w in args.overrides if not w.startswith("dataset.")])
+    scoring = make_scoring(model, dataset, args)
+    counts, written = Counts(), 0
+    with unfinished_file(args.output) as file:
+        for chunk in chunks(rows, dataset.path, CHUNK):
+            items = []
+            for row, origin in chunk:
+                item = scoring.read(row, origin)
+                add_items(counts, [item if isinstance(item, Dropped) else item.tree])
+                if not isinstance(item, Dropped):
+                    items.append(item)
+            found = score_items(model, items, scoring.compute, args.batch_size) if items else []
+            for item, numbers in zip(items, found, strict=True):
+                file.write(make_line(scoring, item, numbers, args.prefix) + "\n")
+            written += len(items)
+        if not written:
+            raise UserError(f"{args.data}: no row could be scored: {describe_drops(counts)}")
+    left = counts["draws"] - written
+    told = f"; {left:,} left out: {describe_drops(counts)}" if left else ""
+    print(f"{written:,} rows in {args.output}{told}")
+
+
+def make_line(scoring: Scoring, item: ScoringRow, numbers: Numbers, prefix: str) -> str:
+    """The row as a line of JSON; UserError where its keys are taken or numbers are none."""
+    for values in numbers.values():
+        if np.issubdtype(values.dtype, np.floating) and np.isnan(values).any():
+            raise UserError(
+                f"{item.tree.origin or 'a row'}: the model's scores are not numbers (NaN); its"
+                " weights are damaged, or model.compute_dtype is too narrow for them"
+            )
+    keys = {f"{prefix}{name}": value for name, value in scoring.describe(item, numbers).items()}
+    if taken := sorted(keys.keys() & item.row.keys()):
+        raise UserError(
+            f"the rows have a column {taken[0]!r} already; give the new ones another name with"
+            " --prefix TEXT"
+        )
+    return json.dumps({**item.row, **keys}, default=str)
+
+
+def chunks(rows: Any, name: str, size: int) -> Iterator[tuple[tuple[Mapping[str, Any], str], ...]]:
+    """(row, where it stands) of a dataset or a stream, `size` at a time."""
+    total = len(rows) if hasattr(rows, "__len__") else None
+    progress = Progress(f"scoring {name}", total, print)
+    named = getattr(rows, "origin", None)
+    if total is None:
+        numbered = ((row, f"{name} row {index}") for index, row in enumerate(rows))
+    else:
+        where = named or (lambda index: f"{name} row {index}")
+        numbered = ((rows[index], where(index)) for index in range(total))
+    iterator = progress.each(numbered)
+    while chunk := tuple(islice(iterator, size)):
+        yield chunk
+
+
+def check_output(output: Path, data: str, overwrite: bool) -> None:
+    """UserError for a file that must not, or cannot, be written."""
+    if output.is_dir():
+        raise UserError(f"--output {output} is a folder; name a file such as {output}/scores.jsonl")
+    if output.exists() and not overwrite:
+        raise UserError(f"--output {output} exists; name another file, or give --overwrite")
+    if os.path.exists(data) and output.exists() and os.path.samefile(output, data):
+        raise UserError(f"--output {output} is the file to be read; name another one")
+
+
+@contextlib.contextmanager
+def unfinished_file(path: Path) -> Iterator[Any]:
+    """A file beside `path` to write to, which takes its place when the block ends well."""
+    path = Path(os.path.abspath(path))
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("w", encoding="utf-8") as file:
+            yield file
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()

@@ -1,0 +1,250 @@
+"""What a model says of rows of data: read them, lay them out as trees, put its numbers into words.
+
+A `Scoring` knows the rows and what to compute; how rows fill batches and files is score.py's. A
+reward model scores answers at their ends, a process reward model steps at theirs.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jaxtrain.api import Model
+from jaxtrain.batch import Batch
+from jaxtrain.config import DataConfig, DatasetConfig, RewardModelTask
+from jaxtrain.core.scorer import make_scores, make_topk
+from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.comparisons.answers import Answers
+from jaxtrain.data.comparisons.preference_row import (
+    LABELS,
+    MANY,
+    RANKS,
+    SCORES,
+    PreferenceRow,
+    detect_kind,
+    read_judged,
+    rename,
+)
+from jaxtrain.data.comparisons.ranked import Ranked
+from jaxtrain.data.comparisons.stepwise import StepwiseReader
+from jaxtrain.data.formats import make_row_tokenizer
+from jaxtrain.data.packing.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
+from jaxtrain.data.packing.tree import Node, Tree, chain
+from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.distributed.feed import feed, row_shards
+from jaxtrain.errors import UserError
+from jaxtrain.models.build import to_host
+
+LEAST_ROW, ROW = 128, 2048
+"""Tokens of the shortest row, and of rows that short texts share."""
+Numbers = Mapping[str, np.ndarray]
+"""{name: [number of places, ...]}."""
+
+
+Compute = Callable[[Any, Batch], Mapping[str, jax.Array]]
+"""(params, batch [1, B, T] on the mesh) -> {name: [1, B, T, ...]}; jitted."""
+
+
+class ScoringRow(NamedTuple):
+    """One row of data, ready to be computed."""
+
+    row: Mapping[str, Any]
+    tree: Tree
+    places: np.ndarray
+    """Tokens of the tree in depth-first order whose numbers are wanted."""
+    note: Any = None
+    """What `describe` needs to know of it."""
+
+
+class Scoring(Protocol):
+    """A way of scoring rows."""
+
+    compute: Compute
+
+    def read(self, row: Mapping[str, Any], origin: str) -> ScoringRow | Dropped:
+        """A row as a tree, or why it has no score."""
+        ...
+
+    def describe(self, item: ScoringRow, found: Numbers) -> dict[str, Any]:
+        """Keys to add to the row, of what was computed at its places; JSON-able."""
+        ...
+
+
+def make_scoring(model: Model, dataset: DatasetConfig, args: argparse.Namespace) -> Scoring:
+    """What the model says of rows of the dataset; UserError where it has nothing to say."""
+    if args.top_k is not None:
+        model.require_next_token()
+        if not 1 <= args.top_k <= model.vocab_size:
+            raise UserError(f"score: --top-k {args.top_k} must be 1 to {model.vocab_size}")
+        return TeacherScores(model, dataset, args.top_k)
+    head = model.require_scores()
+    return (AnswerScores if head.per == "sequence" else StepScores)(model, dataset)
+
+
+class AnswerScores:
+    """One score an answer, at its last token: pairs, lists of completions, single answers."""
+
+    def __init__(self, model: Model, dataset: DatasetConfig):
+        self.dataset, self.tokenize = (
+            dataset,
+            Answers(dataset, model.tokenizer, model.max_len, "drop"),
+        )
+        self.compute = _scores_of(model)
+
+    def read(self, row: Mapping[str, Any], origin: str) -> ScoringRow | Dropped:
+        """See Scoring."""
+        try:
+            judged, keys = read_answers(row, self.dataset)
+        except MalformedRow as error:
+            return Dropped(f"malformed row: {error}", origin)
+        ranked, *dropped = self.tokenize(judged, origin)
+        if isinstance(ranked, Dropped) or dropped:
+            return next(one for one in (ranked, *dropped) if isinstance(one, Dropped))
+        tree = branch(ranked)
+        node = lay_out(tree).node
+        ends = [np.flatnonzero(node == end)[-1] for end in range(1, len(tree.nodes))]
+        return ScoringRow(row, tree, np.array(ends), keys)
+
+    def describe(self, item: ScoringRow, found: Numbers) -> dict[str, Any]:
+        """See Scoring."""
+        scores = found["scores"][:, 0].tolist()
+        return {
+            key: [scores[place] for place in places] if isinstance(places, list) else scores[places]
+            for key, places in item.note.items()
+        }
+
+
+def read_answers(
+    row: Mapping[str, Any], dataset: DatasetConfig
+) -> tuple[PreferenceRow, dict[str, int | list[int]]]:
+    """(all answers of a row; {key to add: number of its answer, or a list of these}); Malformed
+    where it has none. Judgments that the row holds are not needed."""
+    known = rename(row, dataset.fields)
+    known = {name: value for name, value in known.items() if name not in (*LABELS, *SCORES, *RANKS)}
+    several = next((known[name] for name in MANY if name in known), None)
+    if detect_kind(known) != "pairs":
+        if isinstance(several, list):
+            known["scores"] = [0.0] * len(several)
+        else:
+            known["label"] = True
+    plain = dataset.model_copy(update={"fields": {}, "margin": "column"})
+    judged = read_judged(known, plain)
+    number = len(judged.answers)
+    keys: dict[str, int | list[int]]
+    if judged.pairs and several is None:
+        good = sorted({pair.chosen for pair in judged.pairs})
+        bad = sorted({pair.rejected for pair in judged.pairs})
+        keys = {
+            name: places if len(places) > 1 else places[0]
+            for name, places in (("score_chosen", good), ("score_rejected", bad))
+        }
+    else:
+        keys = {"score": 0} if several is None else {"scores": list(range(number))}
+    every = PreferenceRow(
+        judged.prompt, judged.answers, labels=(True,) * number, tools=judged.tools
+    )
+    return every, keys
+
+
+def branch(ranked: Ranked) -> Tree:
+    """The prompt with each answer as a branch."""
+    nodes = [Node(-1, ranked.prompt, {})]
+    nodes += [Node(0, answer.tokens, {}) for answer in ranked.answers]
+    return Tree(tuple(nodes), origin=ranked.origin, controls=ranked.controls)
+
+
+class StepScores:
+    """The probability that a step is right, for each step of an answer."""
+
+    def __init__(self, model: Model, dataset: DatasetConfig):
+        task = model.config.task
+        assert isinstance(task, RewardModelTask)
+        data = DataConfig(sequence_len=model.max_len)
+        self.reader = StepwiseReader(dataset, model.tokenizer, data, task.step_separator)
+        self.compute, self.max_len = _scores_of(model), model.max_len
+
+    def read(self, row: Mapping[str, Any], origin: str) -> ScoringRow | Dropped:
+        """See Scoring."""
+        try:
+            prompt, steps, _ = self.reader.read(dict(row))
+        except MalformedRow as error:
+            return Dropped(f"malformed row: {error}", origin)
+        tokens = [*prompt, *(token for step in steps for token in step)]
+        if len(tokens) > self.max_len:
+            return Dropped("too long", origin)
+        ends = len(prompt) + np.cumsum([len(step) for step in steps]) - 1
+        return ScoringRow(row, chain(np.array(tokens, np.int32), {}), ends)
+
+    def describe(self, item: ScoringRow, found: Numbers) -> dict[str, Any]:
+        """See Scoring."""
+        gap = (found["scores"][:, 1] - found["scores"][:, 0]).astype(np.float64)
+        return {"step_scores": (1 / (1 + np.exp(-gap))).tolist()}
+
+
+class TeacherScores:
+    """What a teacher of distillation would say: the k likeliest tokens in the place of each token
+    from the first trained one on, under the names that methods/distillation/data.py reads."""
+
+    def __init__(self, model: Model, dataset: DatasetConfig, k: int):
+        self.tokenize = make_row_tokenizer(dataset, model.tokenizer, model.max_len, "drop")
+        find = make_topk(model.held.roles.rebuild(model.held.roles.trained), k)
+        self.compute: Compute = lambda params, batch: find(params, batch)._asdict()
+
+    def read(self, row: Mapping[str, Any], origin: str) -> ScoringRow | Dropped:
+        """See Scoring."""
+        samples = self.tokenize(dict(row), origin)
+        if len(samples) > 1:
+            return Dropped("several sequences, log-probs of one", origin)
+        (sample,) = samples
+        if not isinstance(sample, Sample):
+            assert isinstance(sample, Dropped), "the row_tokenizer makes no trees here"
+            return sample
+        first = int(np.argmax(sample.weights > 0))
+        places = np.arange(first, len(sample.tokens))
+        return ScoringRow(row, chain(sample.tokens, {}), places, sample.tokens)
+
+    def describe(self, item: ScoringRow, found: Numbers) -> dict[str, Any]:
+        """See Scoring."""
+        return {
+            "input_ids": item.note.tolist(),
+            "target_token_ids": found["ids"].tolist(),
+            "target_logprobs": [[round(x, 5) for x in row] for row in found["logp"].tolist()],
+        }
+
+
+def _scores_of(model: Model) -> Compute:
+    score = make_scores(model.held.roles.rebuild(model.held.roles.trained))
+    return lambda params, batch: {"scores": score(params, batch)}
+
+
+def score_items(
+    model: Model, items: Sequence[ScoringRow], compute: Callable, batch_size: int
+) -> list[Numbers]:
+    """What `compute` finds at the places of each item; batch_size: rows of a pass, on a device."""
+    packed = [lay_out(item.tree) for item in items]
+    lengths = [len(one.tokens) for one in packed]
+    rows_at_once = batch_size * row_shards(model.mesh)
+    shares = model.held.model().follows_trees
+    wanted = max(max(lengths), min(ROW, -(-sum(lengths) // rows_at_once)) if shares else 0)
+    tokens = LEAST_ROW
+    while tokens < wanted:
+        tokens *= 2
+    rows = fit_rows(lengths, tokens) if shares else [[i] for i in np.argsort(lengths)[::-1]]
+    found: list[Any] = [None] * len(items)
+    params = model.held.params()
+    with jax.set_mesh(model.mesh):
+        for first in range(0, len(rows), rows_at_once):
+            chosen = rows[first : first + rows_at_once]
+            trees = [[packed[index] for index in row] for row in chosen]
+            trees += [[]] * (rows_at_once - len(trees))
+            batch = stack_batches([build_batch(trees, tokens, Fields(components=()))])
+            numbers = compute(params, feed(batch, model.mesh))
+            here = {name: np.asarray(to_host(value))[0] for name, value in numbers.items()}
+            for b, row in enumerate(chosen):
+                starts = np.cumsum([0, *(lengths[index] for index in row)])
+                for index, start in zip(row, starts, strict=False):
+                    places = start + items[index].places
+                    found[index] = {name: value[b, places] for name, value in here.items()}
+    return found

@@ -1,0 +1,51 @@
+"""Work of a verb on all processes that its config and the environment tell of"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+
+from jaxtrain.errors import RunStopped, UserError
+
+NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
+"""XLA would try kernels of its own for each matmul; this leaves cuBLAS. On an H200 that was as fast
+or a few percent faster in all that was timed (docs/kernels.md), and sooner compiled: products in
+FP8 take 17 s in the place of more than 170."""
+
+
+def settle_before_jax(config):
+    """The config; what jax reads of the environment when it starts is as the config needs it: GPUs
+    of servers that it has started are theirs from now on."""
+    from jaxtrain.distributed.gpus import leave_gpus
+
+    leave_gpus(config)
+    flags = os.environ.get("XLA_FLAGS", "")
+    on_tpu = importlib.util.find_spec("libtpu") is not None  # which knows other flags
+    if "xla_gpu_enable_triton_gemm" not in flags and not on_tpu:
+        os.environ["XLA_FLAGS"] = f"{flags} {NO_TRITON}".strip()
+    return config
+
+
+def run_together(read: Callable, join: Callable, work: Callable) -> int:
+    """work(read()) on all processes that join(read()), a section `parallel` and the run's folder,
+    and the environment tell of; what ends one of them is told once."""
+    wanted = mistake = None
+    try:
+        wanted = read()  # before jax, which takes all devices that it sees
+    except UserError as error:
+        mistake = error
+    from jaxtrain.distributed.processes import join_by_config, report, shutdown
+
+    try:
+        if mistake is not None:
+            join_by_config(None)  # so that this, too, is told once
+            raise mistake
+        join_by_config(*join(wanted))
+        code = work(wanted)
+        shutdown()
+        return code
+    except (UserError, RunStopped, KeyboardInterrupt) as error:
+        report(error, {UserError: 2, RunStopped: 1}.get(type(error), 130))
+        raise
+    except Exception as error:
+        report(error, 0)  # another process's end shows here as a collective that failed
+        raise

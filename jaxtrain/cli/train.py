@@ -1,0 +1,55 @@
+"""Training, and work that several processes do together"""
+
+import argparse
+import json
+from pathlib import Path
+
+from jaxtrain.cli import write_usage
+from jaxtrain.cli.options import config_parser, read_config
+from jaxtrain.cli.together import run_together, settle_before_jax
+
+
+def run_train(argv: list[str]) -> int:
+    """Train, or with --dry-run only check."""
+    if not argv or argv in (["-h"], ["--help"]):
+        from jaxtrain.config.docs import render_help
+
+        print(write_usage() + (render_help() if argv else ""))
+        return 0 if argv else 2
+    parser = config_parser("train")
+    parser.add_argument("--dry-run", action="store_true", help="build all shapes, allocate nothing")
+    parser.add_argument(
+        "--on",
+        metavar="DEVICE:COUNT",
+        help="with --dry-run: estimate a step on these, such as h200:64",
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config")
+    args = parser.parse_intermixed_args(argv)
+    if args.on and not args.dry_run:
+        parser.error("--on goes with --dry-run")
+    if args.dry_run or args.print_config:
+        config = read_config(args)
+    else:
+        return train_together(args, ["jaxtrain", *argv])
+    if args.print_config:
+        print(json.dumps(config.saved(), indent=2))
+        return 0
+    settle_before_jax(config)
+    from jaxtrain.cli.dry_run import dry_run
+
+    dry_run(config, args.on)
+    return 0
+
+
+def train_together(args: argparse.Namespace, command: list[str]) -> int:
+    """Train with whatever other processes there are."""
+
+    def work(config) -> int:
+        from jaxtrain.core.loop import train
+
+        return train(config, command)
+
+    def join(config):
+        return config.parallel, Path(config.run.output_dir)
+
+    return run_together(lambda: settle_before_jax(read_config(args)), join, work)

@@ -1,0 +1,221 @@
+"""Optimizers and schedules from optax, chosen and masked by the config's plain numbers."""
+
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from jaxtrain import plugins
+from jaxtrain.config import OptimConfig
+from jaxtrain.config.construct import make
+from jaxtrain.config.model import OPTIMIZERS, SCHEDULES
+from jaxtrain.core.moments import store_moments
+from jaxtrain.errors import UserError
+from jaxtrain.models.parameters import Params
+
+
+def build_schedule(optim: OptimConfig, total_steps: int) -> optax.Schedule:
+    """Learning rate by step: linear warm-up from 0 to the peak, then the chosen shape.
+
+    The first update (step 0) already has a rate above 0: warm-up over n steps gives step i the
+    share (i + 1) / n of the peak. A decay meets min_lr one step after the last, so that no update
+    is wasted on a rate of 0.
+    """
+    peak = optim.learning_rate
+    warmup = optim.warmup_steps
+    if warmup is None:
+        warmup = round((optim.warmup_ratio or 0.0) * total_steps)
+    floor = optim.min_lr if optim.min_lr is not None else peak * (optim.min_lr_ratio or 0.0)
+    if optim.lr_scheduler not in SCHEDULES:
+        facts = {"learning_rate": peak, "total_steps": total_steps}
+        facts |= {"warmup_steps": warmup, "min_lr": floor}
+        return make_outside("schedules", "lr_scheduler", "scheduler_options", optim, facts)
+    span = max(total_steps - warmup, 1)
+    decay = max(round(optim.decay_ratio * total_steps), 1)
+
+    def schedule(step):
+        step = jnp.asarray(step, jnp.float32)
+        progress = jnp.clip((step - warmup) / span, 0.0, 1.0)
+        match optim.lr_scheduler:
+            case "constant":
+                rate = jnp.full_like(step, peak)
+            case "linear":
+                rate = peak + (floor - peak) * progress
+            case "cosine":
+                rate = floor + (peak - floor) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+            case "inverse_sqrt":
+                # T5's form: peak * sqrt(n / step) with n the length of the warm-up.
+                start = max(warmup, 1)
+                rate = jnp.maximum(peak * jnp.sqrt(start / jnp.maximum(step + 1, start)), floor)
+            case "wsd":
+                left = jnp.clip((total_steps - step) / decay, 0.0, 1.0)
+                rate = floor + (peak - floor) * decay_share(optim.wsd_decay, left)
+        ramp = jnp.minimum((step + 1.0) / warmup, 1.0) if warmup else 1.0
+        return jnp.where(step < warmup, peak * ramp, rate)
+
+    return schedule
+
+
+def decay_share(shape: str, left):
+    """Share of the peak above the floor when `left` (1 to 0) of the decay remains; 1 before it.
+
+    The shapes of warmup-stable-decay as compared by Hägele et al. 2024 (arXiv 2405.18392).
+    """
+    match shape:
+        case "linear":
+            return left
+        case "cosine":
+            return 0.5 * (1.0 + jnp.cos(jnp.pi * (1.0 - left)))
+        case "exponential":
+            # Down to a hundredth, shifted so that the last step meets the floor exactly.
+            tail = 0.01
+            return (tail ** (1.0 - left) - tail) / (1.0 - tail)
+        case "one_minus_sqrt":
+            return 1.0 - jnp.sqrt(1.0 - left)
+    raise AssertionError(shape)
+
+
+def build_optimizer(
+    optim: OptimConfig, schedule: optax.Schedule, params: Params
+) -> optax.GradientTransformation:
+    """The named optimizer with its weight-decay mask, and other rates for some parameters. Clipping
+    is the step's own business. Raises UserError for rates of what is not trained."""
+    factors = {path: rate_factor(path, optim) for path in params}
+    for key, concerned in [("lora_plus_ratio", is_second), ("embedding_lr", is_embedding)]:
+        if getattr(optim, key) is not None and not any(map(concerned, params)):
+            needed = (
+                'adapter.kind "lora" or "dora"'
+                if concerned is is_second
+                else ("adapter.train_embeddings or adapter.train_head")
+            )
+            raise UserError(
+                f"optim.{key} is the rate of what is not trained here; remove it, or set {needed}"
+            )
+    base = _named(optim, schedule, params)
+    if optim.moments != "params":
+        base = store_moments(base, optim.moments, stays_float32)
+    if all(factor == 1 for factor in factors.values()):
+        return base
+
+    def scale(updates: Any, _: Any) -> Any:
+        return {path: value * factors[path] for path, value in updates.items()}
+
+    # Every optimizer multiplies by its rate last, weight decay included.
+    return optax.chain(base, optax.stateless(scale))
+
+
+def rate_factor(path: str, optim: OptimConfig) -> float:
+    """A parameter's learning rate over optim.learning_rate. LoRA+ (Hayou et al. 2024,
+    arXiv:2402.12354) as PEFT has it: lengths and biases go with B."""
+    if is_embedding(path):
+        return 1.0 if optim.embedding_lr is None else optim.embedding_lr / optim.learning_rate
+    return (optim.lora_plus_ratio or 1.0) if is_second(path) else 1.0
+
+
+def stays_float32(path: str) -> bool:
+    """Whether moments of a parameter are not stored in 8 bits, whatever its size."""
+    return is_vector(path) or path.endswith("embed.embedding")
+
+
+def is_second(path: str) -> bool:
+    """Whether a parameter is an adapter's B or DoRA's magnitude."""
+    return path.endswith((".adapter.b", ".adapter.magnitude"))
+
+
+def _named(
+    optim: OptimConfig, schedule: optax.Schedule, params: Params
+) -> optax.GradientTransformation:
+    mask = {path: decays(path, value, optim) for path, value in params.items()}
+    decay = optim.weight_decay
+    if optim.name not in OPTIMIZERS:
+        facts = {"weight_decay": decay, "mask": mask}
+        return make_outside("optimizers", "name", "options", optim, facts, schedule)
+    match optim.name:
+        case "adamw":
+            return optax.adamw(
+                schedule, optim.beta1, optim.beta2, optim.eps, weight_decay=decay, mask=mask
+            )
+        case "lion":
+            return optax.lion(schedule, optim.beta1, optim.beta2, weight_decay=decay, mask=mask)
+        case "adafactor":
+            return optax.chain(
+                optax.scale_by_factored_rms(),
+                optax.clip_by_block_rms(1.0),
+                optax.add_decayed_weights(decay, mask),
+                optax.scale_by_learning_rate(schedule),
+            )
+        case "sgd":
+            return optax.chain(
+                optax.trace(optim.beta1) if optim.beta1 else optax.identity(),
+                optax.add_decayed_weights(decay, mask),
+                optax.scale_by_learning_rate(schedule),
+            )
+        case "muon":
+            # Any: optax takes None for a parameter, too, but its type does not say so.
+            dimensions: dict[str, Any] = {
+                path: muon_dimensions(path, value) for path, value in params.items()
+            }
+            return optax.contrib.muon(
+                schedule,
+                beta=optim.beta1,
+                adam_b1=optim.beta1,
+                adam_b2=optim.beta2,
+                eps=optim.eps,
+                weight_decay=decay,
+                weight_decay_mask=mask,
+                # Updates as large as adamw's (arXiv 2502.16982), so one learning rate fits both.
+                consistent_rms=0.2,
+                muon_weight_dimension_numbers=dimensions,
+            )
+    raise AssertionError(optim.name)
+
+
+def make_outside(
+    group: str, name: str, options: str, optim: OptimConfig, facts: dict[str, Any], *given: Any
+) -> Any:
+    """What a function from outside makes of what is given, of those facts that it names, and of the
+    options of the config, which outweigh them. UserError."""
+    key = f"optim.{name}"
+    made = plugins.find(group, getattr(optim, name), {}, key=key)
+    named = inspect.signature(made).parameters
+    taken = {fact: value for fact, value in facts.items() if fact in named}
+    return make(
+        made,
+        *given,
+        options={**taken, **getattr(optim, options)},
+        key=f"{key} {getattr(optim, name)!r}",
+        options_key=f"optim.{options}",
+        what="learning_rate" if given else "",
+    )
+
+
+VECTORS = (
+    *("bias", "scale", "magnitude", "A_log", "D", "dt_bias", "conv", "conv_bias"),
+    *("choice_bias", "expert_scale", "layer_scalar", "sinks"),
+)
+
+
+def is_vector(path: str) -> bool:
+    """Whether a parameter is a norm scale, a bias, a factor of a layer or of each expert, a decay
+    rate, the taps of a convolution by channel or DoRA's magnitude (stacked: more axes)."""
+    name = path.rsplit(".", 1)[-1]
+    return name in VECTORS or "norm" in name
+
+
+def is_embedding(path: str) -> bool:
+    """Whether a parameter is a token embedding or the output head, of whatever kind."""
+    return any(part in ("embed", "head", "lm_head", "score") for part in path.split("."))
+
+
+def decays(path: str, value, optim: OptimConfig) -> bool:
+    """Whether weight decay applies to a parameter."""
+    return not is_vector(path) and (optim.decay_embeddings or not is_embedding(path))
+
+
+def muon_dimensions(path: str, value) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which axes of a weight form the matrix that muon orthogonalises; None: adamw's."""
+    if is_vector(path) or is_embedding(path) or value.ndim < 2:
+        return None
+    axes = value.ndim
+    return optax.contrib.MuonDimensionNumbers((axes - 2,), (axes - 1,))

@@ -1,0 +1,149 @@
+"""A model that was trained: the newest checkpoint of a run, or a Hugging Face or PEFT folder."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxtrain.adapters.peft_config import TASK_SUFFIXES
+from jaxtrain.adapters.peft_folder import CONFIG as PEFT_CONFIG
+from jaxtrain.adapters.peft_folder import open_peft
+from jaxtrain.config import Config, validate_config
+from jaxtrain.config.load import apply_overrides, read_saved
+from jaxtrain.config.parse import MOST_BYTES
+from jaxtrain.config.policies import list_trained
+from jaxtrain.config.root import OUTSIDE, find_tag
+from jaxtrain.core.bundle import find_folder
+from jaxtrain.core.roles import ModelSnapshot, Roles
+from jaxtrain.core.task import Task
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.config_checks import TASK, check_kept, check_names
+from jaxtrain.huggingface.files import read_object
+from jaxtrain.methods.registry import make_task
+from jaxtrain.methods.reward_model.method import find_section
+from jaxtrain.runs.checkpoint import load_checkpoint
+from jaxtrain.safe_io import parse_json, read_text
+from jaxtrain.text_safety import show
+
+
+class Trained(NamedTuple):
+    """What was trained, with what belongs to it."""
+
+    config: Config
+    task: Task
+    held: ModelSnapshot
+    """The models on the mesh; step 0 for a Hugging Face folder."""
+    policies: Mapping[str, ModelSnapshot] = {}
+    """The same of each policy, where all of several were asked for."""
+
+
+def open_trained(
+    name: str,
+    overrides: list[str],
+    step: int | None = None,
+    *,
+    frozen: bool = True,
+    beside: bool = False,
+    policy: str | None = None,
+    several: bool = False,
+) -> Trained:
+    """A run's output_dir, a Hugging Face or PEFT folder, or a Hub id; UserError for anything else.
+
+    overrides: section.key=value on top of the run's saved config. frozen=False: of a run with
+    adapters only what it trained. beside: the method's other models, too. policy: of a run that
+    trained several the one to open. several: all of them, on one base; the first one is `held`.
+    """
+    path = Path(name)
+    saved = path / "config.json"
+    is_run = holds_run(saved)
+    table: dict[str, Any] = read_saved(saved) if is_run else {}
+    if not is_run:
+        if (path / "checkpoints").is_dir():
+            raise UserError(f"{path} holds checkpoints but {saved} is not a run's config")
+        model, adapter, task = find_weights(path, name)
+        table = {
+            "task": task,
+            "run": {"max_steps": 1},
+            "model": {"path": model, "compute_dtype": "float32"},
+            "adapter": adapter,
+            "data": {"datasets": [{"path": "none"}], "sequence_len": 8},
+        }
+    origin = str(saved) if is_run else name
+    config = alone(validate_config(apply_overrides(table, overrides), origin))
+    policies = list_trained(config) if is_run else ()
+    chosen = policies if several else tuple(name for name in policies if name == policy)
+    if policies and not chosen:
+        raise UserError(
+            f"{path} has trained several policies ({', '.join(policies)}); name the adapter of one,"
+            f" {path / 'model' / policies[0]}, which jaxtrain export {path} writes"
+        )
+    task = make_task(config)
+    roles = Roles(task.roles)
+    if not beside:
+        roles = Roles({roles.trained: task.roles[roles.trained]})
+    if not is_run:
+        weights, base, copies = roles.open(0)
+        return Trained(config, task, ModelSnapshot(roles, {**base, **copies, **weights}, 0))
+    wanted = {"params": roles.trained_shapes, **roles.copy_shapes}
+    named = dict.fromkeys(chosen, wanted)
+    found = load_checkpoint(path / "checkpoints", named if policies else wanted, step)
+    base = roles.open(config.run.seed, trained=False)[1] if frozen else {}
+
+    def hold(arrays: Mapping[str, Any]) -> ModelSnapshot:
+        copies = {name: value for name, value in arrays.items() if name != "params"}
+        return ModelSnapshot(roles, {**base, **copies, **arrays["params"]}, found.step)
+
+    if not policies:
+        return Trained(config, task, hold(found.arrays))
+    all_held = {name: hold(found.arrays[name]) for name in chosen}
+    first = next(iter(all_held.values()))
+    return Trained(config, task, first, all_held if several else {})
+
+
+def holds_run(saved: Path) -> bool:
+    """Whether a config.json is a run's: a model's has other keys. One that cannot be read is
+    neither; whoever loads the folder says what is wrong with it."""
+    try:
+        found = parse_json(read_text(saved, MOST_BYTES))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"run", "model", "optim"} <= set(found)
+
+
+def alone(config: Config) -> Config:
+    """The config of a run for who only looks at what it trained: no device is set aside, and no
+    draft is looked for."""
+    rollout = config.rollout.model_copy(update={"devices": 0, "draft": None, "draft_refresh": None})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def read_section(raw: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Section task of a config.json: what an export wrote there, or what its architecture says.
+    UserError for a method that is not built in: a stranger's folder names no code to run."""
+    check_kept(raw)
+    if section := raw.get(TASK):
+        if find_tag(section) == OUTSIDE:
+            raise UserError(
+                f"{place}: {TASK} names task.kind {show(section.get('kind'))}, which is not built"
+                " in; take it out, or open the run itself"
+            )
+        return section
+    named = check_names(raw)[0] if raw else []
+    return find_section(named[0]) if named else {}
+
+
+def find_weights(path: Path, name: str) -> tuple[str, dict[str, str], dict[str, Any]]:
+    """(model.path, section adapter, section task) for a name that is no run: a PEFT folder names
+    its base, a reward model the method that scores."""
+    if not (path / PEFT_CONFIG).is_file():
+        file = find_folder(name, weights=True) / "config.json"
+        raw = read_object(file) if file.is_file() else {}
+        return name, {}, read_section(raw, str(file))
+    peft = open_peft(path)
+    base = peft.config.get("base_model_name_or_path")
+    if not base:
+        raise UserError(
+            f"{path / PEFT_CONFIG} names no base model: write base_model_name_or_path there, or"
+            " name the base and adapter.kind=lora adapter.path=FOLDER after it"
+        )
+    adapter = {"kind": "dora" if peft.dora else "lora", "path": name}
+    return base, adapter, find_section(TASK_SUFFIXES.get(str(peft.config.get("task_type")), ""))

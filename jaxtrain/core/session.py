@@ -1,0 +1,246 @@
+"""What a training run works with: task, models, optimizer, compiled functions, in one place."""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.config import Config
+from jaxtrain.config.model import ModelConfig
+from jaxtrain.config.policies import list_trained
+from jaxtrain.core.auxiliary import AuxiliaryModel
+from jaxtrain.core.losses.balance import Balance, move_biases, with_balance
+from jaxtrain.core.optimizer import build_optimizer, build_schedule
+from jaxtrain.core.roles import ModelSnapshot, Roles
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.step import (
+    State,
+    abstract_state,
+    init_state,
+    make_eval,
+    make_step,
+    mix_copies,
+)
+from jaxtrain.core.step_noise import find_draws
+from jaxtrain.core.task import Round, Rounds, Task
+from jaxtrain.distributed.processes import stop_requested
+from jaxtrain.errors import UserError
+from jaxtrain.models.build import abstract
+from jaxtrain.models.parameters import Params
+from jaxtrain.models.routing import find_biases
+from jaxtrain.runs.checkpoint import Checkpoints
+
+
+@dataclass
+class Session:
+    """What the loop works with, and, as `core.task.Live`, what rounds and methods see of it."""
+
+    config: Config
+    task: Task
+    roles: Roles
+    rounds: Rounds
+    optimizer: Any
+    schedule: Callable[[int], Any]
+    run_step: Callable[..., tuple[State, Any]]
+    run_eval: Callable
+    state: State
+    """Shapes until `start_state` has filled it."""
+    frozen: Params
+    """What no step changes, of all roles; shapes until then, too."""
+    beside: Mapping[str, AuxiliaryModel] = field(default_factory=dict)
+    """See task.Live; shapes until then, too."""
+    policies: tuple[str, ...] = ()
+    """Names of several adapters that are trained; none: there is one, without a name."""
+    policy: str = ""
+    """Which of them `state` is of."""
+    waiting: dict[str, State] = field(default_factory=dict)
+    """The states of the others."""
+    updates: Counter[str] = field(default_factory=Counter)
+    """Optimizer steps of each policy."""
+    start: int = 0
+    """Steps that were done before this process."""
+    step: int = 0
+    fine: Any = None
+    """Whether the last step was finite, on the devices; set once the state is."""
+    folder: Path = Path()
+    phase: Callable[[str], AbstractContextManager[object]] = nullcontext
+    signals: Any = None
+
+    def __post_init__(self) -> None:
+        self.scorer = Scorer(self.held, impl=self.config.model.logp)
+
+    @property
+    def parts(self) -> Any:
+        """Those of the trained role."""
+        return self.roles.parts
+
+    def held(self, policy: str = "") -> ModelSnapshot:
+        """See task.Live."""
+        state = self.waiting.get(policy, self.state)
+        return ModelSnapshot(self.roles, {**self.frozen, **state.copies, **state.params}, self.step)
+
+    def turn_to(self, policy: str) -> None:
+        """See task.Live."""
+        if policy and policy != self.policy:
+            self.waiting[self.policy] = self.state
+            self.policy, self.state = policy, self.waiting.pop(policy)
+
+    def tree(self) -> dict[str, Any]:
+        """All arrays of a checkpoint: the state's, and of models beside by their names; of several
+        policies each one's state by its name."""
+        if self.policies:
+            return {name: self.waiting.get(name, self.state).tree() for name in self.policies}
+        beside = {name: one.state.tree() for name, one in self.beside.items()}
+        return {**self.state.tree(), **beside}
+
+    def prepare(self, round: Round) -> Round:
+        """See task.Live."""
+        return self.task.prepare(round, self.scorer)
+
+    def update(self, batch: Any) -> Any:
+        """One optimizer step on a batch that lies on the mesh; returns its step.StepOutput, which
+        the devices may still be computing."""
+        self.state, output = self.run_step(self.state, batch, self.frozen, self.fine)
+        self.step += 1
+        self.updates[self.policy] += 1
+        self.fine = output.finite
+        return output
+
+    def mix(self, role: str, share: float) -> None:
+        """See task.Live."""
+        self.state = mix_copies(self.state, role, share)
+
+    def stop_requested(self) -> bool:
+        """See task.Live."""
+        return bool(self.signals and self.signals.stop) or bool(stop_requested())
+
+
+def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Session:
+    """Data, optimizer and step functions of a run; its weights are still shapes.
+
+    What was opened is closed again when anything raises; afterwards `Session.rounds.close` does it.
+    """
+    roles = Roles(task.roles)
+    loss, coef = add_balance(task, roles.trained, config.model)
+    follow = follow_loads(roles, config.model.router_bias_update_rate)
+    draws = find_draws(roles, config.model.neftune_alpha, config.run.seed)
+    rounds = task.data.open(roles.parts, log)
+    try:
+        policies = list_trained(config)
+        # Each policy makes its share of the steps.
+        steps = math.ceil(rounds.total_steps / max(1, len(policies)))
+        schedule = build_schedule(config.optim, steps)
+        optimizer = build_optimizer(config.optim, schedule, roles.trained_shapes)
+        state = abstract_state(
+            roles.trained_shapes, optimizer, roles.copy_shapes, config.optim.offload
+        )
+        return Session(
+            config=config,
+            task=task,
+            roles=roles,
+            rounds=rounds,
+            optimizer=optimizer,
+            schedule=schedule,
+            run_step=make_step(
+                roles.build, loss, coef, optimizer, config.optim.max_grad_norm, follow, draws
+            ),
+            run_eval=make_eval(roles.build, task.loss),
+            state=state,
+            frozen=roles.frozen_shapes,
+            beside={name: AuxiliaryModel(one, roles.parts) for name, one in task.beside.items()},
+            policies=policies,
+            policy=next(iter(policies), ""),
+            waiting=dict.fromkeys(policies[1:], state),
+        )
+    except BaseException:
+        rounds.close()
+        raise
+
+
+def add_balance(task: Task, role: str, model: ModelConfig) -> tuple[Callable, dict[str, float]]:
+    """The task's loss with the metrics of the trained model's router and with those losses on its
+    load that section model asks for; and the components' coefficients.
+
+    Changes nothing for a dense model.
+    """
+    balance = Balance(
+        model.router_aux_loss_coef,
+        model.router_aux_loss_scope,
+        model.router_sequence_loss_coef,
+        model.router_z_loss_coef,
+    )
+    loads = model.router_bias_update_rate > 0
+
+    def loss(models, batch):
+        def of_trained(model, batch):
+            return task.loss({**models, role: model}, batch)
+
+        return with_balance(of_trained, balance, loads)(models[role], batch)
+
+    return loss, {**task.coef, **balance.coef}
+
+
+def follow_loads(roles: Roles, rate: float) -> Callable | None:
+    """What moves the trained routers' correction biases after each step; None at rate 0.
+
+    Raises UserError where there is none, or where it is not trained.
+    """
+    if rate == 0:
+        return None
+    parts = roles.parts
+    places = find_biases(abstract(parts.architecture, **parts.options))
+    missing = sorted(set(places) - set(roles.trained_shapes))
+    if not places or missing:
+        told = f"{missing[0]} is not trained here" if missing else "this model's have none"
+        raise UserError(
+            f"model.router_bias_update_rate {rate} moves correction biases of routers, but {told}"
+            "; remove it, or train a family that has them in full (without an adapter)"
+        )
+    return functools.partial(move_biases, places=places, rate=rate)
+
+
+def start_state(session: Session, checkpoints: Checkpoints) -> None:
+    """Fill the session's state: from the newest good checkpoint, or else from the start.
+
+    Weights that are trained are not even read when there is a checkpoint, so that resuming needs
+    no more memory than training.
+    """
+    seed, offload = session.config.run.seed, session.config.optim.offload
+    session.fine = jax.device_put(True, session.state.step.sharding)
+    restored = checkpoints.restore(session.tree())
+    if restored is None:
+        trained, session.frozen, copies = session.roles.open(seed)
+        session.state = init_state(trained, session.optimizer, copies, offload)
+        for number, name in enumerate(session.policies):
+            folder = session.config.policies[name].path
+            if name == session.policy and folder is None:
+                continue
+            held = {**session.frozen, **trained}
+            key = f"policies.{name}.path"
+            own = session.roles.draw_again(held, seed + number, folder, key)
+            session.waiting[name] = init_state(own, session.optimizer, offload=offload)
+        session.state = session.waiting.pop(session.policy, session.state)
+        for one in session.beside.values():
+            one.open(seed)
+        return
+    _, session.frozen, _ = session.roles.open(seed, trained=False)
+    tree = dict(restored.arrays)
+    for name, one in session.beside.items():
+        one.state = State.of_tree(tree.pop(name))
+    for name in session.policies:
+        state = State.of_tree(tree.pop(name))
+        session.updates[name] = int(state.step)
+        if name == session.policy:
+            session.state = state
+        else:
+            session.waiting[name] = state
+    if not session.policies:
+        session.state, session.updates[""] = State.of_tree(tree), restored.step
+    session.start = session.step = restored.step
+    session.rounds.restore(restored.cursor)

@@ -1,0 +1,183 @@
+"""A step's device output read into the numbers that people watch."""
+
+import resource
+import sys
+import time
+from collections.abc import Container
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxtrain.adapters.storage import count_weights
+from jaxtrain.batch import Batch
+from jaxtrain.core.metrics import Throughput, average, count_work, model_flops, peak_flops
+from jaxtrain.core.optimizer import is_vector
+from jaxtrain.core.saving import NonFiniteStep
+from jaxtrain.core.session import Session
+from jaxtrain.distributed.mesh import is_main_process
+from jaxtrain.models.parameters import split_model
+
+
+class PendingStep(NamedTuple):
+    """A step whose numbers were not read yet."""
+
+    step: int
+    """Count of this step, from 1."""
+    output: Any
+    """step.StepOutput on the devices."""
+    batch: Batch
+    """The host batch that it trained on."""
+    counters: dict[str, Any]
+    """The source's counters when it had just given that batch."""
+    round: dict[str, float] = {}
+    """Numbers about the round that begins with that batch."""
+    policy: str = ""
+    """Whose step it was, where several policies are trained."""
+    update: int = 0
+    """Count of that policy's own steps, from 1."""
+    compiled: bool = False
+    """Whether its program was compiled first, which is no time of a step."""
+
+
+class StepReader:
+    """Turns a step's device output into the numbers that people watch."""
+
+    def __init__(self, session: Session):
+        config = session.config
+        device = jax.devices()[0]
+        self.session = session
+        # Asked for step by step, it would wait behind the next step, which the devices already run.
+        steps = np.arange(session.rounds.total_steps)
+        self.learning_rates = np.asarray(jax.jit(session.schedule)(steps))
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+        roles, held = session.roles, session.held()
+        self.model = roles.rebuild(roles.trained)(jax.tree.map(shape, held.params()))
+        self.beside: list[tuple[Any, float]] = []
+        """Beside a draft the layers of its target, where the step runs them, and their weights."""
+        self.guesses = session.parts.architecture.guesses
+        """Whether a step runs the target of what trains, too."""
+        if self.guesses:
+            for name, role in roles.roles.items():
+                model = roles.rebuild(name)(jax.tree.map(shape, held.params(name)))
+                if role.in_loss and name != roles.trained and hasattr(model, "stack"):
+                    self.beside.append((model.stack, count_matmul_params(model.stack)))
+        else:
+            self.matmul_params = count_matmul_params(self.model, session.frozen)
+        peak = peak_flops(device.device_kind, config.model.compute_dtype, config.log.peak_tflops)
+        self.throughput = Throughput(session.parts.mesh.size, peak)
+
+    def read(self, pending: PendingStep) -> dict[str, float]:
+        """Wait for the step and return its values; raises NotFinite if it was not."""
+        output = jax.device_get(pending.output)
+        now = time.monotonic()
+        if not output.finite:
+            raise NonFiniteStep(self.explain(pending, output), pending.step)
+        tokens, spans = count_work(pending.batch)
+        flops = self.count_flops(pending.batch, tokens, spans)
+        if pending.compiled:
+            # It was dispatched somewhere within a call that took long: there is no time to tell.
+            self.throughput.last_time = None
+        rates = self.throughput.read(now, tokens, flops)
+        values = {
+            **{name: float(v) for name, v in average(output.metrics).items()},
+            "grad_norm": float(output.grad_norm),
+            "learning_rate": float(self.learning_rates[pending.update - 1]),
+            "trained_tokens": float(
+                sum(np.count_nonzero(w) for w in pending.batch.weights.values())
+            ),
+        }
+        if pending.policy:
+            values = {f"{pending.policy}/{name}": value for name, value in values.items()}
+        return {**values, "tokens": float(tokens), **rates, "peak_memory_gib": peak_memory()}
+
+    def count_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:
+        """FLOPs of a step: of a draft and of its target's forward pass, or of the trained model."""
+        if not self.guesses:
+            mixing = self.model.stack.mixing_flops(spans)
+            return model_flops(self.matmul_params, tokens, mixing)
+        total = self.model.step_flops(batch, tokens, spans)
+        for stack, weights in self.beside:
+            total += 2.0 * weights * tokens + stack.mixing_flops(spans)
+        return total
+
+    def restart(self) -> None:
+        """Time the next step from now on: what went before was no training step."""
+        self.throughput.last_time = time.monotonic()
+
+    def explain(self, pending: PendingStep, output: Any) -> str:
+        """Which step and batch was not finite; the batch is kept in a file."""
+        bad = [int(i) for i in np.flatnonzero(~np.isfinite(output.micro_loss))]
+        path = self.session.folder / f"nonfinite_batch_step_{pending.step}.npz"
+        fields = {f: v for f, v in pending.batch._asdict().items() if isinstance(v, np.ndarray)}
+        weights = {f"weights.{name}": value for name, value in pending.batch.weights.items()}
+        kept = f"Its batch is in {path}"
+        try:
+            if is_main_process():
+                np.savez(path, **fields, **weights)
+        except OSError as error:
+            kept = f"Its batch could not be written ({error.strerror or error})"
+        where = f"the loss of microstep {bad[0]}" if bad else "a gradient (the loss was finite)"
+        return (
+            f"step {pending.step}: {where} is not finite (gradient norm {output.grad_norm:g}). The"
+            f" weights were left as they were before it. {kept}. Lower optim.learning_rate, raise"
+            " optim.warmup_steps, or look at the data"
+        )
+
+
+class ExpertOverflowWarning:
+    """Says once that experts on other devices get more tokens than fit into a round."""
+
+    MOST_ROUNDS = 1.5
+    STEPS = 10
+    """So many are looked at together."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def look(self, values: dict[str, float]) -> str | None:
+        """A warning, the first time that a layer took too many rounds over the last steps."""
+        if "expert_rounds" not in values or len(self.seen) > self.STEPS:
+            return None
+        self.seen = [*self.seen[1 - self.STEPS :], values["expert_rounds"]]
+        rounds = sum(self.seen) / len(self.seen)
+        if len(self.seen) < self.STEPS or rounds <= self.MOST_ROUNDS:
+            return None
+        self.seen = [rounds] * (self.STEPS + 1)
+        return (
+            f"warning: experts took {rounds:.2f} rounds a layer over the last {self.STEPS} steps,"
+            " for some devices get far more tokens than others: balance the router"
+            " (model.router_aux_loss_coef, model.router_bias_update_rate), or raise"
+            " parallel.expert_buffer, which takes memory"
+        )
+
+
+def count_matmul_params(model: Any, frozen: Container[str] = ()) -> float:
+    """Weights that multiply a token: those of the layers, as they say, and of the output head.
+
+    Of a model of arrays or shapes. The parameters whose paths are in `frozen` count 2/3: forward
+    and the input's gradient, but not their own.
+    """
+    total = 0.0
+    for place, node in nnx.iter_graph(model):
+        share = (
+            1.0 if node is getattr(model, "head_table", None) else getattr(node, "token_share", 0.0)
+        )
+        params = split_model(node)[0] if share else {}
+        for name, value in params.items():
+            path = ".".join(map(str, (*place, name)))
+            if not is_vector(path):
+                weights = share * count_weights(path, value)
+                total += weights * 2 / 3 if path in frozen else weights
+    return total
+
+
+def peak_memory() -> float:
+    """Most memory in use so far, in GiB: of the first device, or of this process on a CPU."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"] / 2**30
+    # Kilobytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -1,0 +1,72 @@
+"""Chat templates that model.chat_template names, for tokenizers that bring none of their own.
+
+They write a conversation's text as the models of that name read it; tools and thinking are the
+business of a model's own template, and what a template leaves out is refused (see template.py).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.files import read_text
+from jaxtrain.text_safety import show
+
+ASSETS = Path(__file__).parents[2] / "assets"
+BUILTIN = ASSETS / "tokenizer"
+FOLDER = ASSETS / "chat_templates"
+
+TOKENS: dict[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "mistral": ("[INST]", "[/INST]"),
+    "mistral_v1": (),
+    "mistral_v3_tekken": ("[INST]", "[/INST]"),
+    "mistral_v7_tekken": ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"),
+    "phi3": ("<|user|>", "<|assistant|>", "<|end|>"),
+    "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
+    "zephyr": (),
+    "alpaca": (),
+    "vicuna": (),
+}
+"""The control tokens that each template writes, beside bos and eos. chatml is "builtin"."""
+
+
+def read_template(name: str) -> str:
+    """A named template's text, or a file's; UserError where there is neither."""
+    if name in ("builtin", "chatml"):
+        config = json.loads((BUILTIN / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return config["chat_template"]
+    if name in TOKENS:
+        return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
+    file = Path(name)
+    if not file.is_file():
+        raise UserError(
+            f"model.chat_template: no such file: {show(name)}, and no template of that name; named"
+            f" are {', '.join(TOKENS)}"
+        )
+    return read_text(file)
+
+
+def require_tokens(tokenizer: Any, name: str) -> None:
+    """UserError where the tokenizer lacks a control token of a named template: it would be letters,
+    which the model has to learn one by one and never ends a turn with."""
+    vocabulary = tokenizer.get_vocab()
+    missing = [token for token in TOKENS.get(name, ()) if token not in vocabulary]
+    if missing:
+        fitting = [
+            other
+            for other, tokens in TOKENS.items()
+            if all(token in vocabulary for token in tokens)
+        ]
+        raise UserError(
+            f"model.chat_template {name!r} writes {', '.join(missing)}, which the tokenizer"
+            f" {tokenizer.name_or_path} does not have; templates that it has the tokens for:"
+            f" {', '.join(fitting)}. Or add them: model.special_tokens.additional_special_tokens"
+        )
+    if name in TOKENS and "eos_token" in read_template(name) and tokenizer.eos_token is None:
+        raise UserError(
+            f"model.chat_template {name!r} ends turns with the eos token, which the tokenizer"
+            f" {tokenizer.name_or_path} does not name"
+        )

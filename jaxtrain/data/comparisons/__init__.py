@@ -1,0 +1,1 @@
+"""Rows that compare answers: pairs, rankings, labels, steps."""

@@ -1,0 +1,198 @@
+"""Answers to tokens: what a row of preference data says, as the model would have met it.
+
+    prompt    the conversation so far with the generation prompt, or the text so far
+    answer    what follows, up to the end of its last assistant turn; weight 1 where one speaks
+
+The tokens are those of SFT on prompt and answer together (template.py), cut where the answers
+begin. Where a template shows a prompt differently for different answers, because it rewrites
+history, the prompt is what all of them begin with; the rest belongs to each answer, with weight 0.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxtrain.config.data import DatasetConfig
+from jaxtrain.data.chat import template
+from jaxtrain.data.chat.control_tokens import encoder_of
+from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.comparisons.preference_row import NOTHING_SHARED, SAME, Messages, PreferenceRow
+from jaxtrain.data.comparisons.ranked import Ranked, RankedAnswer, RankedPair
+from jaxtrain.data.sample import Dropped
+from jaxtrain.errors import UserError
+
+
+class AnswerBranch(NamedTuple):
+    """The prompt and one answer."""
+
+    tokens: np.ndarray
+    """int32 [n]."""
+    weights: np.ndarray
+    """float32 [n]; 0 in the prompt."""
+    begin: int
+    """Where the answer begins."""
+
+
+class Answers:
+    """Judged rows to `Ranked`, with one tokenizer. Picklable."""
+
+    def __init__(self, dataset: DatasetConfig, tokenizer: Any, sequence_len: int, too_long: str):
+        """sequence_len: tokens of a prompt and one answer; too_long: drop, truncate (answers, at
+        their end) or error."""
+        self.dataset, self.tokenizer = dataset, tokenizer
+        self.sequence_len, self.too_long = sequence_len, too_long
+        self.encoder = encoder_of(tokenizer, dataset.special_tokens)
+        self.renderer = None
+        if tokenizer.chat_template:
+            self.renderer = template.Renderer(tokenizer, dataset.special_tokens)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Answers, (self.dataset, self.tokenizer, self.sequence_len, self.too_long)
+
+    def __call__(self, judged: PreferenceRow, origin: str) -> list[Ranked | Dropped]:
+        """At most one Ranked, and a drop for each comparison or labeled answer that it lacks.
+
+        Raises UserError for what makes every row fail, and for a long answer under "error".
+        """
+        whole = judged.prompt is None and self._common_text(judged.answers)
+        branches = [self._try(judged, answer, whole) for answer in judged.answers]
+        made = [branch for branch in branches if isinstance(branch, AnswerBranch)]
+        dropped = [Dropped(reason, origin) for reason in judged.left_out]
+        shared = count_shared(made)
+        answers: dict[int, RankedAnswer | str] = {}
+        for index, branch in enumerate(branches):
+            answers[index] = branch if isinstance(branch, str) else self._cut(branch, shared)
+        pairs, kept = [], []
+        for pair in judged.pairs:
+            good, bad = answers[pair.chosen], answers[pair.rejected]
+            if isinstance(good, str) or isinstance(bad, str):
+                dropped.append(Dropped(good if isinstance(good, str) else str(bad), origin))
+            elif np.array_equal(good.tokens, bad.tokens):
+                dropped.append(Dropped(f"malformed row: {SAME}", origin))
+            else:
+                pairs.append(pair)
+                kept += [pair.chosen, pair.rejected]
+        for index, answer in enumerate(answers.values() if judged.labels else ()):
+            if isinstance(answer, str):
+                dropped.append(Dropped(answer, origin))
+            else:
+                kept.append(index)
+        kept = sorted(set(kept))
+        if not kept:
+            return [*dropped] or [Dropped("nothing to compare", origin)]
+        place = {index: new for new, index in enumerate(kept)}
+        ranked = Ranked(
+            made[0].tokens[:shared],
+            tuple(answers[index] for index in kept),  # type: ignore[arg-type]
+            tuple(RankedPair(place[p.chosen], place[p.rejected], p.margin) for p in pairs),
+            tuple(judged.labels[index] for index in kept) if judged.labels else (),
+            origin,
+            self._count_controls(judged, kept),
+        )
+        return [ranked, *dropped]
+
+    def _try(self, judged: PreferenceRow, answer: Any, whole: int | bool) -> AnswerBranch | str:
+        """Prompt and answer as tokens, or why they have none."""
+        try:
+            if isinstance(answer, str):
+                return self._text(judged.prompt, answer, int(whole))
+            assert isinstance(judged.prompt, list)
+            return self._chat(judged.prompt, answer, judged.tools)
+        except (MalformedRow, template.TemplateFailed) as error:
+            return f"malformed row: {error}"
+        except template.TemplateOmission as error:
+            return f"chat template leaves out {error}"
+        except template.RetokenizationError:
+            return "turn is tokenized differently in context"
+
+    def _text(self, prompt: Any, answer: str, whole: int) -> AnswerBranch:
+        """Texts before and after, tokenized apart, and eos; or one text of which `whole` tokens are
+        the prompt."""
+        before = [] if prompt is None else template.begin_text(self.tokenizer, self.encoder, prompt)
+        if prompt is None:
+            after, begin = template.begin_text(self.tokenizer, self.encoder, answer), whole
+        elif not before:
+            raise MalformedRow("empty prompt")
+        else:
+            after, begin = self.encoder.text(answer), len(before)
+        eos = template.eos_of(self.tokenizer)
+        tokens = np.array([*before, *after, *([] if after[-1:] == [eos] else [eos])], np.int32)
+        weights = (np.arange(len(tokens)) >= begin).astype(np.float32)
+        return AnswerBranch(tokens, weights, begin)
+
+    def _common_text(self, texts: Sequence[Any]) -> int:
+        """Tokens that whole texts begin with alike."""
+        found = [template.begin_text(self.tokenizer, self.encoder, text) for text in texts]
+        return _count_alike(found)
+
+    def _chat(self, before: Messages, answer: Messages, tools: Any) -> AnswerBranch:
+        """A conversation and its answer, rendered together."""
+        template.require_chat_template(self.tokenizer)
+        assert self.renderer is not None
+        messages, mode = [*before, *answer], self.dataset.train_on
+        turns = [
+            index
+            for index in range(len(before), len(messages))
+            if messages[index]["role"] == "assistant"
+        ]
+        if mode == "last":
+            turns = turns[-1:]
+        elif mode == "per_message":
+            turns = [i for i in range(len(before), len(messages)) if messages[i].get("train")]
+        if not turns:
+            raise MalformedRow("no trained turn in an answer")
+        plain = [{k: v for k, v in message.items() if k != "train"} for message in messages]
+        renderings = self.renderer(plain, tools, turns)
+        if len(renderings) > 1:
+            # No one sequence is what the model would have seen in each of them.
+            raise MalformedRow("the chat template shows a turn of an answer differently later on")
+        tokens, author = renderings[0].tokens, renderings[0].author
+        own = np.flatnonzero(author >= 0)
+        if not len(own):
+            raise MalformedRow("no trained token in an answer")
+        begin, end = int(own[0]), int(own[-1]) + 1
+        weights = (author >= 0) | ((mode == "all") & (np.arange(len(author)) >= begin))
+        return AnswerBranch(tokens[:end], weights[:end].astype(np.float32), begin)
+
+    def _cut(self, branch: AnswerBranch, shared: int) -> RankedAnswer | str:
+        """What stands behind the prompt, as long as it may be; or why there is none."""
+        if shared < 1:
+            return f"malformed row: {NOTHING_SHARED}"
+        room = self.sequence_len
+        if len(branch.tokens) > room:
+            if self.too_long == "error":
+                raise UserError(
+                    f"a prompt and its answer have {len(branch.tokens)} tokens, but"
+                    f" data.sequence_len is {room}: raise it, or set data.too_long to"
+                    ' "drop" or "truncate"'
+                )
+            if branch.begin >= room:
+                return "prompt too long"
+            if self.too_long == "drop":
+                return "too long"
+        tokens, weights = branch.tokens[shared:room], branch.weights[shared:room]
+        return RankedAnswer(tokens, weights) if weights.any() else "no trained token"
+
+    def _count_controls(self, judged: PreferenceRow, kept: Sequence[int]) -> int:
+        """Control tokens that the texts spell, the prompt's once."""
+        values = [judged.prompt, judged.tools, *(judged.answers[index] for index in kept)]
+        return self.encoder.protect(values).count
+
+
+def count_shared(branches: Sequence[AnswerBranch]) -> int:
+    """Tokens of the prompt: what all branches begin with, before any answer begins."""
+    if not branches:
+        return 0
+    return min(_count_alike([b.tokens for b in branches]), *(b.begin for b in branches))
+
+
+def _count_alike(sequences: Sequence[Any]) -> int:
+    """Length of the longest common beginning."""
+    first, *others = (np.asarray(sequence) for sequence in sequences)
+    longest = len(first)
+    for other in others:
+        n = min(longest, len(other))
+        differs = np.flatnonzero(first[:n] != other[:n])
+        longest = int(differs[0]) if len(differs) else n
+    return longest

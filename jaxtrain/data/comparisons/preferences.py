@@ -1,0 +1,269 @@
+"""Preference data: rows that compare answers, or judge them one by one, to trees of a method.
+
+    row ──judged.py──> texts ──answers.py──> Ranked ──build (of the method)──> Tree or Forest
+
+The prompt is the trunk, each answer a branch. A tree that is larger than a row, because a prompt
+has many answers, becomes several that each have the prompt.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass, replace
+from typing import Any, Literal
+
+from rich.console import Console
+
+from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
+from jaxtrain.data.chat.custom_format import ask_outside, find_outside
+from jaxtrain.data.chat.messages import KEYS, MalformedRow
+from jaxtrain.data.chat.tokenize import check_names
+from jaxtrain.data.comparisons.answers import Answers
+from jaxtrain.data.comparisons.preference_row import (
+    COLUMNS,
+    PreferenceRow,
+    key_of,
+    label_judged,
+    merge_judged,
+    read_judged,
+)
+from jaxtrain.data.comparisons.preview import PreferenceProbe, probe_rows, show_ranked, show_rows
+from jaxtrain.data.comparisons.ranked import Ranked
+from jaxtrain.data.packing.pack import Fields, Normalize
+from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sources.dataset import open_rows
+from jaxtrain.data.sources.readers import MixturePart
+from jaxtrain.data.sources.row_views import GroupedRows
+from jaxtrain.errors import UserError
+
+Want = Literal["pairs", "labels"]
+Build = Callable[[Ranked], Any]
+"""(Ranked) -> a Tree, or what has `num_tokens` and trees (Forest), or Dropped. Picklable."""
+
+SHAPING = {"format", "fields", "roles", "as_chat", "train_on", "special_tokens"} | {
+    "pairing",
+    "margin",
+    "group_prompts",
+}
+"""Keys of a dataset that shape what a row becomes."""
+MOST_GROUPED = 64
+"""Rows of one prompt that become one tree."""
+
+
+class Preferences:
+    """`pipeline.Recipe` of preference data."""
+
+    normalize: Normalize
+    held_out_normalize: Normalize
+    want: Want
+
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: Any,
+        build: Build,
+        fields: Fields,
+        want: Want = "pairs",
+        *,
+        row_tokens: int | None = None,
+        normalize: Normalize = "branch",
+        units: int | None = None,
+    ):
+        """want: whether the method compares answers or judges each. data.sequence_len limits a
+        prompt with one answer; row_tokens is T, twice as much where unset: any pair fits."""
+        self.data, self.tokenizer, self.build, self.want = data, tokenizer, build, want
+        self.row_tokens = row_tokens or 2 * data.sequence_len
+        self.normalize = self.held_out_normalize = normalize
+        self.units, self.fields = units, fields
+
+    def open(self, dataset: DatasetConfig) -> MixturePart:
+        """See pipeline.Recipe."""
+        reader = self.reader(dataset)
+        return MixturePart(
+            dataset.path,
+            self._rows(dataset, reader),
+            Builder(reader, self.build, self.row_tokens, self.data.too_long),
+            dataset.weight,
+        )
+
+    open_held_out = open
+
+    def reader(self, dataset: DatasetConfig) -> "RankedReader":
+        """What makes `Ranked` of the dataset's rows."""
+        return RankedReader(
+            dataset, self.tokenizer, self.data.sequence_len, self.data.too_long, self.want
+        )
+
+    def settings(self, dataset: DatasetConfig) -> str | None:
+        """See pipeline.Recipe."""
+        build = describe_build(self.build)
+        if type(self) is not Preferences or dataset.format not in FORMATS or build is None:
+            return None  # the code of somebody else shapes what rows become
+        keys = dataset.model_dump_json(include=SHAPING)
+        lengths = (self.data.sequence_len, self.data.too_long, self.row_tokens)
+        return repr((keys, lengths, self.want, build))
+
+    def probe(self, dataset: DatasetConfig) -> PreferenceProbe:
+        """See pipeline.Recipe."""
+        return probe_rows(self.open(dataset), self.reader(dataset), self.row_tokens)
+
+    def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
+        """See pipeline.Recipe."""
+        show_rows(self.open(dataset), self.reader(dataset), self.row_tokens, num_samples, console)
+
+    def show_example(self, found: PreferenceProbe, console: Console) -> None:
+        """See pipeline.Recipe."""
+        show_ranked(found.samples[0], self.tokenizer, console)
+
+    def _rows(self, dataset: DatasetConfig, reader: "RankedReader") -> Any:
+        rows = open_rows(dataset)
+        if not dataset.group_prompts:
+            return rows
+        if dataset.streaming:
+            raise UserError(
+                f"{dataset.path}: group_prompts needs all rows; set its streaming to false"
+            )
+        return GroupedRows(rows, reader.key, MOST_GROUPED)
+
+
+class RankedReader:
+    """(row, origin) -> Ranked and drops, for one dataset. Picklable."""
+
+    def __init__(
+        self, dataset: DatasetConfig, tokenizer: Any, sequence_len: int, too_long: str, want: Want
+    ):
+        check_dataset(dataset)
+        self.outside = find_outside(dataset)
+        self.dataset, self.tokenizer, self.want = dataset, tokenizer, want
+        self.sequence_len = sequence_len
+        self.answers = Answers(dataset, tokenizer, sequence_len, too_long)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        limits = (self.sequence_len, self.answers.too_long)
+        return RankedReader, (self.dataset, self.tokenizer, *limits, self.want)
+
+    def __call__(self, row: dict[str, Any], origin: str) -> list[Ranked | Dropped]:
+        """Of a row, or of {"group": rows of one prompt}: at most one Ranked, then what it lacks."""
+        members: list[PreferenceRow] = []
+        dropped: list[Ranked | Dropped] = []
+        grouped = set(row) == {"group"}
+        for member in row["group"] if grouped else [row]:
+            try:
+                members.append(self._read(member, grouped))
+            except MalformedRow as error:
+                where = f"{origin}, {error.place}" if error.place else origin
+                dropped.append(Dropped(f"malformed row: {error}", where))
+        if not members:
+            return dropped
+        judged = merge_judged(members, self.want) if grouped else members[0]
+        try:
+            return [*self.answers(judged, origin), *dropped]
+        except UserError as error:
+            raise UserError(f"{origin}: {error}") from None
+
+    def key(self, row: dict[str, Any]) -> str | None:
+        """Equal for rows of one prompt; None for a row that has no prompt of its own."""
+        try:
+            return key_of(self._read(row, True))
+        except MalformedRow:
+            return None
+
+    def _read(self, row: dict[str, Any], grouped: bool) -> PreferenceRow:
+        if self.outside is not None:
+            row = ask_outside(self.outside, row, self.tokenizer, self.dataset)
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"format {self.dataset.format!r} must return a row of preference data, a dict"
+                )
+        judged = read_judged(row, self.dataset)
+        if self.want == "labels":
+            return label_judged(judged)
+        if judged.labels and not grouped:
+            raise MalformedRow("a label where answers are to be compared")
+        return judged
+
+
+class Builder:
+    """(row, origin) -> trees and drops: the reader's `Ranked` as the method lays it out."""
+
+    def __init__(self, reader: RankedReader, build: Build, row_tokens: int, too_long: str):
+        self.reader, self.build = reader, build
+        self.row_tokens, self.too_long = row_tokens, too_long
+
+    def __call__(self, row: dict[str, Any], origin: str) -> list[Any]:
+        items: list[Any] = []
+        for found in self.reader(row, origin):
+            items += self._fit(found) if isinstance(found, Ranked) else [found]
+        return items
+
+    def _fit(self, ranked: Ranked) -> list[Any]:
+        """One tree, or as many as it takes for each to fit a row."""
+        made = self.build(ranked)
+        if isinstance(made, Dropped) or made.num_tokens <= self.row_tokens:
+            return [made]
+        halves = halve(ranked)
+        if not halves:
+            if self.too_long == "error":
+                raise UserError(
+                    f"{ranked.origin}: a prompt with its answers has {made.num_tokens} tokens, but"
+                    f' a row {self.row_tokens}; raise that, or set data.too_long to "drop"'
+                )
+            return [Dropped("too long for a row", ranked.origin)]
+        return [item for half in halves for item in self._fit(half)]
+
+
+def halve(ranked: Ranked) -> list[Ranked]:
+    """The same comparisons (or labeled answers) in two, each with the prompt and the answers that
+    it needs; none of one that has only one."""
+    if ranked.labels:
+        middle = len(ranked.labels) // 2
+        kept = [range(middle), range(middle, len(ranked.labels))] if middle else []
+        return [_select(ranked, list(part), (), number) for number, part in enumerate(kept)]
+    pairs = sorted(ranked.pairs, key=lambda pair: pair[:2])
+    middle = len(pairs) // 2
+    halves = [pairs[:middle], pairs[middle:]] if middle else []
+    return [
+        _select(ranked, sorted({i for pair in part for i in pair[:2]}), part, number)
+        for number, part in enumerate(halves)
+    ]
+
+
+def _select(ranked: Ranked, kept: list[int], pairs: Sequence[Any], number: int) -> Ranked:
+    place = {index: new for new, index in enumerate(kept)}
+    return replace(
+        ranked,
+        answers=tuple(ranked.answers[index] for index in kept),
+        pairs=tuple(
+            pair._replace(chosen=place[pair.chosen], rejected=place[pair.rejected])
+            for pair in pairs
+        ),
+        labels=tuple(ranked.labels[index] for index in kept) if ranked.labels else (),
+        controls=ranked.controls if number == 0 else 0,
+    )
+
+
+def check_dataset(dataset: DatasetConfig) -> None:
+    """Raise UserError for keys that mean nothing for preference data."""
+    if dataset.format in FORMATS and dataset.format != "auto":
+        raise UserError(
+            f"{dataset.path}: format {dataset.format!r} is one of sft; preference data are told"
+            ' from their columns: leave format out ("auto"), or name a function of your own'
+        )
+    names = [*COLUMNS, *(f"messages.{key}" for key in KEYS)]
+    check_names(dataset, names if dataset.format in FORMATS else None)
+
+
+def describe_build(build: Build) -> str | None:
+    """All that shapes what `build` makes, for the cache; None for code outside jaxtrain.data."""
+    if isinstance(build, functools.partial):
+        inner = describe_build(build.func)
+        arguments = [build.args, sorted(build.keywords.items())]
+        try:
+            return inner and f"{inner} {json.dumps(arguments)}"
+        except TypeError:
+            return None
+    made_of = type(build) if is_dataclass(build) and not isinstance(build, type) else build
+    module, name = getattr(made_of, "__module__", ""), getattr(made_of, "__qualname__", "<")
+    if not module.startswith("jaxtrain.data.") or "<" in name:
+        return None
+    return f"{module}.{name} {build}" if made_of is not build else f"{module}.{name}"

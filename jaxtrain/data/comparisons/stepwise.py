@@ -1,0 +1,211 @@
+"""Answers in steps that are right or wrong: what process reward models train on.
+
+    row      {"prompt": "2+2+3?", "completions": ["2+2=4", "4+3=8"], "labels": [true, false]}
+    tokens   2 + 2 + 3 ? 2 + 2 = 4 \\n 4 + 3 = 8 \\n
+    label                          1               0     on the last token of each separator
+
+The columns are those of TRL and Axolotl. A prompt of messages is rendered by the chat template.
+"""
+
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from jaxtrain.config.data import DataConfig, DatasetConfig
+from jaxtrain.data.chat import template
+from jaxtrain.data.chat.control_tokens import encoder_of
+from jaxtrain.data.chat.messages import MalformedRow, check_readable, check_values, read_messages
+from jaxtrain.data.packing.pack import Fields, Normalize
+from jaxtrain.data.packing.tree import Node, Tree
+from jaxtrain.data.packing.tree_preview import TreeProbe, describe_part, probe_trees
+from jaxtrain.data.packing.workload import describe_tree
+from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sources.dataset import open_rows
+from jaxtrain.data.sources.readers import MixturePart
+from jaxtrain.errors import UserError
+from jaxtrain.text_safety import escape_control_chars, show
+
+STEP, LABEL = "step", "label"
+"""Component of weights: 1 on a labeled token; stream: its class, 0 wrong and 1 right."""
+COLUMNS = ("prompt", "completions", "labels")
+MOST_STEPS = 10_000
+
+
+class Stepwise:
+    """`pipeline.Recipe` of rows with labeled steps."""
+
+    normalize: Normalize = "branch"
+    held_out_normalize: Normalize = "branch"
+    units: int | None = None
+
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: Any,
+        *,
+        separator: str,
+        last_only: bool = False,
+        max_completion: int | None = None,
+        dtype: Any = np.float32,
+    ):
+        """separator: text behind each step. last_only: of training data only the last label of an
+        answer counts. max_completion: tokens of all steps together. dtype: of the weights."""
+        self.data, self.tokenizer = data, tokenizer
+        self.separator, self.last_only, self.max_completion = separator, last_only, max_completion
+        self.row_tokens = data.sequence_len
+        self.fields = Fields((STEP,), {LABEL: np.int32}, dtype=dtype)
+
+    def open(self, dataset: DatasetConfig) -> MixturePart:
+        """See pipeline.Recipe."""
+        return self._open(dataset, self.last_only)
+
+    def open_held_out(self, dataset: DatasetConfig) -> MixturePart:
+        """The same with every label."""
+        return self._open(dataset, False)
+
+    def _open(self, dataset: DatasetConfig, last_only: bool) -> MixturePart:
+        read = StepwiseReader(
+            dataset, self.tokenizer, self.data, self.separator, last_only, self.max_completion
+        )
+        return MixturePart(dataset.path, open_rows(dataset), read, dataset.weight)
+
+    def settings(self, dataset: DatasetConfig) -> str | None:
+        """See pipeline.Recipe."""
+        if type(self) is not Stepwise:
+            return None
+        keys = dataset.model_dump_json(include={"fields", "roles", "special_tokens"})
+        rules = (self.separator, self.last_only, self.max_completion)
+        return repr((keys, rules, self.data.sequence_len, self.data.too_long))
+
+    def probe(self, dataset: DatasetConfig) -> TreeProbe:
+        """See pipeline.Recipe."""
+        return probe_trees(self.open(dataset))
+
+    def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
+        """See pipeline.Recipe."""
+        text = describe_part(self.open(dataset), self.tokenizer, num_samples)
+        console.print(escape_control_chars(text), markup=False, soft_wrap=True)
+
+    def show_example(self, found: TreeProbe, console: Console) -> None:
+        """See pipeline.Recipe."""
+        text = describe_tree(found.samples[0], self.tokenizer.decode)
+        console.print(escape_control_chars(text), markup=False, soft_wrap=True)
+
+
+class StepwiseReader:
+    """(row, origin) -> a tree of one branch with labels, or why there is none. Picklable."""
+
+    def __init__(
+        self,
+        dataset: DatasetConfig,
+        tokenizer: Any,
+        data: DataConfig,
+        separator: str,
+        last_only: bool = False,
+        max_completion: int | None = None,
+    ):
+        if dataset.format != "auto":
+            raise UserError(
+                f"{dataset.path}: format {dataset.format!r}: rows of steps have the columns"
+                f" {', '.join(COLUMNS)}; leave format out and rename columns with fields"
+            )
+        wrong = [name for name in dataset.fields if name.partition(".")[0] not in ALLOWED]
+        if wrong:
+            raise UserError(
+                f"{dataset.path}: fields renames to {wrong[0]!r}; rows of steps have the columns"
+                f" {', '.join(COLUMNS)} (wanted = found)"
+            )
+        self.arguments = (dataset, tokenizer, data, separator, last_only, max_completion)
+        self.dataset, self.tokenizer, self.data = dataset, tokenizer, data
+        self.last_only, self.max_completion = last_only, max_completion
+        self.encoder = encoder_of(tokenizer, dataset.special_tokens)
+        self.separator = template.encode(tokenizer, separator)
+        if not self.separator:
+            raise UserError(
+                f"task.step_separator {separator!r} has no token of {tokenizer.name_or_path};"
+                " choose another one"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepwiseReader, self.arguments
+
+    def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | Dropped]:
+        try:
+            prompt, steps, labels = self.read(row)
+        except (MalformedRow, template.TemplateFailed) as error:
+            return [Dropped(f"malformed row: {error}", origin)]
+        if labels is None:
+            return [Dropped("malformed row: column labels is missing or empty", origin)]
+        return [self._fit(prompt, steps, labels, origin)]
+
+    def read(self, row: dict[str, Any]) -> tuple[list[int], list[list[int]], list[int] | None]:
+        """(tokens of the prompt, of each step with its separator, labels or None); Malformed where
+        a column is none of these."""
+        check_readable(row)
+        row = {**row, **{w: row[f] for w, f in self.dataset.fields.items() if f in row}}
+        steps, labels = row.get("completions"), row.get("labels")
+        if not isinstance(steps, list) or not steps:
+            raise MalformedRow("column completions must be a list of steps, each a text")
+        if len(steps) > MOST_STEPS:
+            raise MalformedRow(f"more than {MOST_STEPS:,} steps")
+        if not all(isinstance(step, str) for step in steps):
+            raise MalformedRow("column completions must be a list of steps, each a text")
+        check_values(steps)
+        if labels is not None:
+            if not isinstance(labels, list) or len(labels) != len(steps):
+                raise MalformedRow("column labels must have a label for each of the completions")
+            labels = [read_label(label) for label in labels]
+        tokens = [[*self.encoder.text(step), *self.separator] for step in steps]
+        return self._prompt(row.get("prompt")), tokens, labels
+
+    def _prompt(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            check_values([prompt])
+            return template.begin_text(self.tokenizer, self.encoder, prompt)
+        if prompt is None:
+            raise MalformedRow("column prompt is missing or empty")
+        messages = read_messages(prompt, self.dataset.fields, self.dataset.roles)
+        return template.prompt_tokens(
+            self.tokenizer, messages, special_tokens=self.dataset.special_tokens
+        )
+
+    def _fit(
+        self, prompt: list[int], steps: list[list[int]], labels: list[int], origin: str
+    ) -> Tree | Dropped:
+        """The tree, as long as it may be."""
+        ends = len(prompt) + np.cumsum([len(step) for step in steps]) - 1
+        tokens = np.array([*prompt, *(token for step in steps for token in step)], np.int32)
+        if self.max_completion is not None:
+            tokens = tokens[: len(prompt) + self.max_completion]
+        limit = self.data.sequence_len
+        if len(tokens) > limit:
+            if self.data.too_long == "error":
+                raise UserError(
+                    f"{origin}: {len(tokens)} tokens, but data.sequence_len is {limit}: raise it,"
+                    ' or set data.too_long to "drop" or "truncate"'
+                )
+            if self.data.too_long == "drop":
+                return Dropped("too long", origin)
+            tokens = tokens[:limit]
+        weights, label = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
+        kept = [place for place in range(len(ends)) if 0 < ends[place] < len(tokens)]
+        if self.last_only:
+            kept = [place for place in kept if place == len(ends) - 1]
+        if not kept:
+            return Dropped("no trained token", origin)
+        weights[ends[kept]] = 1.0
+        label[ends[kept]] = np.array(labels)[kept]
+        return Tree((Node(-1, tokens, {STEP: weights}, {LABEL: label}),), origin=origin)
+
+
+def read_label(value: Any) -> int:
+    """1 for a right step, 0 for a wrong one; Malformed for anything else."""
+    if value is True or (type(value) in (int, float) and value == 1):
+        return 1
+    if value is False or (type(value) in (int, float) and value == 0):
+        return 0
+    raise MalformedRow(f"a label is {show(value)}, not true, false, 1 or 0")
+
+
+ALLOWED = (*COLUMNS, "messages")

@@ -1,0 +1,1 @@
+"""Prefix trees, and rows of tokens packed from them."""

@@ -1,0 +1,290 @@
+"""Trees into rows: depth-first layout, first-fit-decreasing, and the arrays of a Batch.
+
+    tree:   trunk ─┬─ a          row (T = 9):  trunk trunk  a  a  b  b  b   .  .
+                   └─ b          prev          -1    0      1  2  1  4  5  -1 -1
+                                 until          7    7      4  4  7  7  7   8  9
+                                 positions      0    1      2  3  2  3  4   0  0
+
+Depth-first preorder puts every subtree in one contiguous run, hence one number a key (`until`) says
+who sees it. Every tree of a row is divided by its own K.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.data.packing.tree import Forest, Tree, Weights
+
+Normalize = Literal["token", "tree", "branch"]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTree:
+    """A tree, or a forest, in depth-first preorder; all arrays [N], indices from its own start."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    """Depth along the own branch."""
+    prev: np.ndarray
+    """Index of the token that predicts this one; -1 at the root."""
+    until: np.ndarray
+    """End of the subtree: this token is visible to queries index <= q < until."""
+    owner: np.ndarray
+    """Branch of the token; the first one where branches share it."""
+    node: np.ndarray
+    """Index of the node that holds the token; those of a forest's trees are numbered on."""
+    weights: Weights
+    """float64; 0 on the first token of a tree, which nothing predicts."""
+    streams: dict[str, np.ndarray]
+    num_branches: int
+    since: np.ndarray | None = None
+    """First query that sees this token; None: the token itself."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What every batch of a run holds, whether its rows do or not: one structure, one program."""
+
+    components: tuple[str, ...] = ("nll",)
+    """Loss components that have weights."""
+    streams: Mapping[str, Any] = field(default_factory=dict)
+    """Dtype of each stream by name; np.dtype((np.float32, (8,))) is a vector of 8 for each token.
+    """
+    since: bool = False
+    """Whether some tree says which tokens see later ones."""
+    dtype: Any = np.float32
+    """Dtype of the weights."""
+
+
+NLL = Fields()
+"""Log-likelihood alone: weights and nothing else."""
+
+
+def lay_out(tree: Tree | Forest, normalize: Normalize = "token") -> PackedTree:
+    """Pack one tree, or a forest tree by tree; `normalize` divides the weights of each tree.
+
+    "token": by K, so that a tree counts as its average branch (weight g/K). "tree": by the sum of
+    its weights, so that each tree counts as one. "branch": by 1, so that each branch counts as
+    itself (weight g), which is per-branch training.
+    """
+    if isinstance(tree, Forest):
+        return _join([lay_out(one, normalize) for one in tree.trees])
+    if len(tree.nodes) == 1:
+        packed = _lay_out_chain(tree)
+    else:
+        packed = _lay_out_nodes(tree)
+    for name, values in packed.weights.items():
+        values[0] = 0.0
+        if normalize == "token":
+            values /= packed.num_branches
+        elif normalize == "tree":
+            total = values.sum()
+            if total:
+                packed.weights[name] = values / total
+    return packed
+
+
+def _lay_out_chain(tree: Tree) -> PackedTree:
+    node = tree.nodes[0]
+    n = len(node.tokens)
+    index = np.arange(n, dtype=np.int32)
+    zeros = np.zeros(n, np.int32)
+    return PackedTree(
+        tokens=node.tokens,
+        positions=index,
+        prev=index - 1,
+        until=np.full(n, n, np.int32),
+        owner=zeros,
+        node=zeros,
+        weights={name: np.array(values, np.float64) for name, values in node.weights.items()},
+        streams=dict(node.streams),
+        num_branches=tree.num_branches,
+        since=node.since,
+    )
+
+
+def _lay_out_nodes(tree: Tree) -> PackedTree:
+    order = tree.preorder()
+    lengths = np.array([len(node.tokens) for node in tree.nodes])
+    starts = np.zeros(len(order), np.int64)
+    starts[order[1:]] = np.cumsum(lengths[order])[:-1]
+    stops = starts + lengths
+    subtree_stops = stops.copy()
+    first_branch = np.full(len(order), tree.num_branches)
+    np.minimum.at(first_branch, list(tree.ends), np.arange(tree.num_branches))
+    for index in range(len(order) - 1, 0, -1):
+        parent = tree.nodes[index].parent
+        subtree_stops[parent] = max(subtree_stops[parent], subtree_stops[index])
+        first_branch[parent] = min(first_branch[parent], first_branch[index])
+
+    node = np.repeat(order, lengths[order]).astype(np.int32)
+    index = np.arange(len(node), dtype=np.int32)
+    prev = index - 1
+    for child in order[1:]:
+        prev[starts[child]] = stops[tree.nodes[child].parent] - 1
+    nodes = [tree.nodes[i] for i in order]
+    since = None
+    if any(n.since is not None for n in nodes):
+        since = index.copy()
+        for i, n in zip(order, nodes, strict=True):
+            if n.since is not None:
+                since[starts[i] : stops[i]] = starts[i] + n.since
+    return PackedTree(
+        tokens=np.concatenate([n.tokens for n in nodes]),
+        positions=(index - starts[node] + np.array(tree.depths)[node]).astype(np.int32),
+        prev=prev,
+        until=subtree_stops[node].astype(np.int32),
+        owner=first_branch[node].astype(np.int32),
+        node=node,
+        weights={
+            name: np.concatenate([np.asarray(n.weights[name], np.float64) for n in nodes])
+            for name in nodes[0].weights
+        },
+        streams={
+            name: np.concatenate([n.streams[name] for n in nodes]) for name in nodes[0].streams
+        },
+        num_branches=tree.num_branches,
+        since=since,
+    )
+
+
+def _join(parts: Sequence[PackedTree]) -> PackedTree:
+    """Packed trees one behind the other, as one."""
+    lengths = [len(part.tokens) for part in parts]
+    start = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths).astype(np.int32)
+    branches = np.cumsum([0, *(part.num_branches for part in parts)])
+    nodes = np.cumsum([0, *(int(part.node.max()) + 1 for part in parts)])
+
+    def behind(name: str) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    def moved(name: str, by: np.ndarray) -> np.ndarray:
+        return behind(name) + np.repeat(by[:-1], lengths).astype(np.int32)
+
+    prev, since = behind("prev"), None
+    if any(part.since is not None for part in parts):
+        own = [
+            np.arange(n, dtype=np.int32) if p.since is None else p.since
+            for p, n in zip(parts, lengths, strict=True)
+        ]
+        since = np.concatenate(own) + start
+    named = {name for part in parts for name in part.streams}
+    return PackedTree(
+        tokens=behind("tokens"),
+        positions=behind("positions"),
+        prev=np.where(prev >= 0, prev + start, -1),
+        until=behind("until") + start,
+        owner=moved("owner", branches),
+        node=moved("node", nodes),
+        weights={
+            name: np.concatenate([part.weights[name] for part in parts])
+            for name in parts[0].weights
+        },
+        streams={name: np.concatenate([part.streams[name] for part in parts]) for name in named},
+        num_branches=int(branches[-1]),
+        since=since,
+    )
+
+
+def fit_rows(
+    lengths: Sequence[int], row_tokens: int, opened: Sequence[int] = ()
+) -> list[list[int]]:
+    """First-fit-decreasing: indices of `lengths` by row; ties keep their order.
+
+    `opened` already lie in the first row together and stay there. Every length is at most
+    `row_tokens`. (Johnson 1973: at most 11/9 of the best number of rows, plus one.)
+    """
+    sizes = np.asarray(lengths, np.int64)
+    rows: list[list[int]] = []
+    room = np.zeros(len(sizes) + 1, np.int64)
+    if len(opened):
+        rows.append(list(opened))
+        room[0] = row_tokens - sizes[list(opened)].sum()
+    already = set(opened)
+    for index in np.argsort(-sizes, kind="stable").tolist():
+        if index in already:
+            continue
+        size = sizes[index]
+        assert size <= row_tokens, f"a tree of {size} tokens in a row of {row_tokens}"
+        fits = room[: len(rows)] >= size
+        row = int(fits.argmax()) if len(rows) else 0
+        if not len(rows) or not fits[row]:
+            row = len(rows)
+            rows.append([])
+            room[row] = row_tokens
+        rows[row].append(index)
+        room[row] -= size
+    return rows
+
+
+def build_batch(
+    rows: Sequence[Sequence[PackedTree]], row_tokens: int, fields: Fields = NLL
+) -> Batch:
+    """Batch [B, T] of `rows`, each a list of packed trees that fit; a row may be empty.
+
+    Padding: token 0, prev -1, until index + 1, owner -1, weights and streams 0. A component or a
+    stream that a tree lacks is 0 on its tokens.
+    """
+    shape = (len(rows), row_tokens)
+    index = np.arange(row_tokens, dtype=np.int32)
+    owner = np.full(shape, -1, np.int32)
+    batch = Batch(
+        tokens=np.zeros(shape, np.int32),
+        positions=np.zeros(shape, np.int32),
+        prev=np.full(shape, -1, np.int32),
+        until=np.broadcast_to(index + 1, shape).copy(),
+        weights={name: np.zeros(shape, fields.dtype) for name in fields.components},
+        since=np.broadcast_to(index, shape).copy() if fields.since else None,
+        owner=owner,
+        streams={name: np.zeros(shape, dtype) for name, dtype in fields.streams.items()},
+    )
+    for b, row in enumerate(rows):
+        start = branch = 0
+        for tree in row:
+            stop = start + len(tree.tokens)
+            assert stop <= row_tokens, f"row {b} holds more than {row_tokens} tokens"
+            here = (b, slice(start, stop))
+            batch.tokens[here] = tree.tokens
+            batch.positions[here] = tree.positions
+            np.add(tree.prev, start, out=batch.prev[here], where=tree.prev >= 0)
+            batch.until[here] = tree.until + start
+            owner[here] = tree.owner + branch
+            if tree.since is not None:
+                assert batch.since is not None, (
+                    "a tree with since in batches without (Fields.since)"
+                )
+                batch.since[here] = tree.since + start
+            for name, values in tree.weights.items():
+                batch.weights[name][here] = values
+            for name in batch.streams.keys() & tree.streams.keys():
+                np.copyto(batch.streams[name][here], tree.streams[name], casting="same_kind")
+            start, branch = stop, branch + tree.num_branches
+    return batch
+
+
+def stack_batches(batches: Sequence[Batch]) -> Batch:
+    """[A, B, T] from A batches [B, T] of one shape and structure; denominators become [A].
+
+    Raises ValueError where microsteps name different denominators: they are those of the step.
+    """
+    first = batches[0]
+    for batch in batches:
+        if batch.denoms != first.denoms:
+            raise ValueError(
+                f"microsteps of one step have one denominator: {first.denoms}, {batch.denoms}"
+            )
+    return Batch(*(_stack(values) for values in zip(*batches, strict=True)))
+
+
+def _stack(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        assert all(value.keys() == first.keys() for value in values), "microsteps differ in fields"
+        return {name: _stack([value[name] for value in values]) for name in first}
+    if first is None:
+        assert all(value is None for value in values), "microsteps differ in fields"
+        return None
+    return np.stack(values)

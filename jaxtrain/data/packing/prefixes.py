@@ -1,0 +1,150 @@
+"""Prefix merging: any group of flat token sequences as the trees of their common prefixes.
+
+Rollouts of one prompt, the flat samples of a multi-turn episode, a preference pair: whatever starts
+alike is stored and computed once. Weights stay exact, because a shared token carries the sum of the
+weights that its sequences give it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from jaxtrain.data.packing.tree import Node, Tree, Weights
+
+
+@dataclass(frozen=True, eq=False)
+class FlatSequence:
+    """One flat sequence that is to be merged with others."""
+
+    tokens: np.ndarray
+    """int32 [n]"""
+    weights: Weights
+    """{component: float [n]}; every branch of a group has the same components."""
+    streams: dict[str, np.ndarray] = field(default_factory=dict)
+    """{name: [n]}; values of shared context are taken from the first branch."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What merging saved."""
+
+    flat_tokens: int
+    """Tokens of all sequences apart."""
+    packed_tokens: int
+    """Tokens of the trees."""
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens that need not be computed."""
+        return self.flat_tokens - self.packed_tokens
+
+
+def merge_prefixes(
+    branches: Sequence[FlatSequence], *, share: Literal["all", "context"] = "all", origin: str = ""
+) -> list[Tree]:
+    """Trees of the longest common prefixes of `branches`, one for each different first token.
+
+    share "all": equal tokens are shared, trained or not, and the weights of a shared token add up:
+    exact for sums of per-token losses. "context": a sequence shares nothing from its first trained
+    token on, so that every trained token belongs to one branch: what clipped and sequence-level
+    objectives need. The k-th end of the trees is the k-th branch, in order of first appearance.
+    Raises ValueError for an empty group or sequence, and for a shared trained token under "all"
+    whose streams differ.
+    """
+    if not branches or any(len(branch.tokens) == 0 for branch in branches):
+        raise ValueError("cannot merge: a group needs at least one sequence, none of them empty")
+    limits = [
+        len(b.tokens) if share == "all" else _first_trained(b.weights, len(b.tokens))
+        for b in branches
+    ]
+    trees = []
+    for group in _partition(branches, limits, list(range(len(branches))), 0):
+        trees.append(_grow(branches, limits, group, origin))
+    return trees
+
+
+def measure_saving(trees: Sequence[Tree]) -> Saving:
+    """Tokens of all branches apart against tokens of the trees."""
+    return Saving(
+        sum(sum(tree.branch_lengths()) for tree in trees), sum(tree.num_tokens for tree in trees)
+    )
+
+
+def _first_trained(weights: Weights, length: int) -> int:
+    trained = np.zeros(length, bool)
+    for values in weights.values():
+        trained |= np.asarray(values) != 0
+    return int(trained.argmax()) if trained.any() else length
+
+
+def _partition(
+    branches: Sequence[FlatSequence], limits: list[int], group: list[int], depth: int
+) -> list[list[int]]:
+    """Split a group by the token at `depth`; beyond its limit a sequence stays alone."""
+    by_token: dict[object, list[int]] = {}
+    for index in group:
+        alone = limits[index] <= depth
+        key = ("alone", index) if alone else int(branches[index].tokens[depth])
+        by_token.setdefault(key, []).append(index)
+    return list(by_token.values())
+
+
+def _common_length(
+    branches: Sequence[FlatSequence], limits: list[int], group: list[int], depth: int
+) -> int:
+    """First depth at which the group is no longer one run of equal tokens."""
+    first = branches[group[0]].tokens
+    end = min(min(len(branches[i].tokens), limits[i]) for i in group)
+    for index in group[1:]:
+        differs = first[depth:end] != branches[index].tokens[depth:end]
+        if differs.any():
+            end = depth + int(differs.argmax())
+    return end
+
+
+def _grow(
+    branches: Sequence[FlatSequence], limits: list[int], root: list[int], origin: str
+) -> Tree:
+    nodes: list[Node] = []
+    end_of: dict[int, int] = {}
+    stack = [(-1, 0, root)]
+    while stack:
+        parent, depth, group = stack.pop()
+        if len(group) == 1:
+            stop = len(branches[group[0]].tokens)
+        else:
+            stop = _common_length(branches, limits, group, depth)
+        nodes.append(_make_node(parent, branches, group, depth, stop))
+        for index in group:
+            if len(branches[index].tokens) == stop:
+                end_of[index] = len(nodes) - 1
+        rest = [index for index in group if len(branches[index].tokens) > stop]
+        for part in reversed(_partition(branches, limits, rest, stop)):
+            stack.append((len(nodes) - 1, stop, part))
+    return Tree(tuple(nodes), tuple(end_of[index] for index in sorted(root)), origin)
+
+
+def _make_node(
+    parent: int, branches: Sequence[FlatSequence], group: list[int], start: int, stop: int
+) -> Node:
+    first = branches[group[0]]
+    weights = {
+        name: np.sum(
+            [np.asarray(branches[i].weights[name][start:stop], np.float64) for i in group], 0
+        )
+        for name in first.weights
+    }
+    streams = {name: np.asarray(values)[start:stop] for name, values in first.streams.items()}
+    if len(group) > 1 and streams and any(values.any() for values in weights.values()):
+        trained = np.any([values != 0 for values in weights.values()], axis=0)
+        for name, values in streams.items():
+            for index in group[1:]:
+                other = np.asarray(branches[index].streams[name])[start:stop]
+                if (values != other)[trained].any():
+                    raise ValueError(
+                        f"stream {name!r} differs on a trained token that two branches share;"
+                        ' merge with share="context"'
+                    )
+    return Node(parent, first.tokens[start:stop], weights, streams)

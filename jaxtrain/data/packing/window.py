@@ -1,0 +1,158 @@
+"""Rows out of a look-ahead window: which trees share a row, and how to come back to that point.
+
+    reader ──trees──> window n (W trees) ──first-fit-decreasing──> rows ──> emitted one by one
+                         ^                                          │
+                         └──── the emptiest row opens window n+1 ───┘
+
+A row that was carried over is emitted with the window that it opens, so nothing waits for more
+than two windows, and a cursor is small: where the previous window began, which of its trees were
+carried, how many rows of the present window are out. Going back there reads both windows again.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from jaxtrain.data.packing.pack import fit_rows
+from jaxtrain.data.sample import Dropped
+from jaxtrain.data.tally import Counts, count_items, describe_drops
+from jaxtrain.errors import UserError
+
+
+class Sized(Protocol):
+    """All that packing needs to know of a tree."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+class TreeReader(Protocol):
+    """Where trees come from: see readers.py."""
+
+    @property
+    def pass_len(self) -> int | None: ...
+    def __next__(self) -> list: ...
+    def state(self) -> dict: ...
+    def restore(self, state: dict) -> None: ...
+    def close(self) -> None: ...
+
+
+class WindowPacker:
+    """Iterator of rows, each a list of trees that fit in `row_tokens` together."""
+
+    def __init__(
+        self,
+        reader: TreeReader,
+        *,
+        row_tokens: int,
+        window: int = 256,
+        packing: bool = True,
+        shuffle: bool = True,
+        seed: int = 0,
+    ):
+        """packing False: one tree a row. shuffle: rows of a window come in random order, because
+        first-fit-decreasing makes the ones with long trees first."""
+        self._reader, self._row_tokens, self._window = reader, row_tokens, window
+        self._packing, self._shuffle, self._seed = packing, shuffle, seed
+        self._begin = reader.state()
+        self._begin_draws = 0
+        self._carried: list[tuple[int, int, Sized]] = []
+        self._number = -1
+        self._rows: list[list[Sized]] = []
+        self._emitted = 0
+        self._final = False
+        self._next: tuple[dict, int, list[tuple[int, int, Sized]]] = (self._begin, 0, [])
+        self.counts: Counts = Counter()
+        """Of everything read so far: see tally.count_items."""
+
+    def __next__(self) -> list[Sized]:
+        while self._emitted == len(self._rows):
+            if self._final:
+                raise StopIteration
+            self._begin, self._begin_draws, self._carried = self._next
+            self._number += 1
+            self._fill()
+        self._emitted += 1
+        return self._rows[self._emitted - 1]
+
+    def state(self) -> dict:
+        return {
+            "begin": self._begin,
+            "draws": self._begin_draws,
+            "carried": [[draw, item] for draw, item, _ in self._carried],
+            "window": self._number,
+            "emitted": self._emitted,
+            "counts": dict(self.counts),
+        }
+
+    def restore(self, state: dict) -> None:
+        """Read the windows that matter again, up to the row after the last one that came out."""
+        self._reader.restore(state["begin"])
+        self._begin, self._begin_draws = state["begin"], state["draws"]
+        self._number, self._final = state["window"], False
+        wanted = [tuple(pair) for pair in state["carried"]]
+        found = {}
+        for draw in range(state["draws"]):
+            for item, tree in enumerate(next(self._reader)):
+                if (draw, item) in wanted:
+                    found[draw, item] = tree
+        if found.keys() != set(wanted):
+            raise UserError(
+                "the data do not give what they gave when the checkpoint was written; restore the"
+                ' data and the version of jaxtrain, or start with run.resume = "never"'
+            )
+        self._carried = [(*pair, found[pair]) for pair in wanted]
+        self._rows, self._emitted = [], 0
+        if self._number >= 0:
+            self._fill(replay=True)
+        else:
+            self._next = (self._begin, 0, [])
+        self._emitted = state["emitted"]
+        self.counts = Counter(state["counts"])
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _fill(self, replay: bool = False) -> None:
+        """Read one window and lay its rows out; a replay was counted before."""
+        own_begin = self._reader.state()
+        trees = list(self._carried)
+        tokens = sum(tree.num_tokens for *_, tree in trees)
+        draws = 0
+        # At least two rows' worth, so that one row can be carried and others come out.
+        while len(trees) < self._window or (self._packing and tokens < 2 * self._row_tokens):
+            try:
+                items = next(self._reader)
+            except StopIteration:
+                self._final = True
+                break
+            for index, item in enumerate(items):
+                if not isinstance(item, Dropped):
+                    trees.append((draws, index, item))
+                    tokens += item.num_tokens
+            draws += 1
+            if not replay:
+                count_items(self.counts, items, self._reader.pass_len)
+        rows = self._arrange([tree.num_tokens for *_, tree in trees], len(self._carried))
+        opening = bool(self._carried)
+        carry: list[int] = []
+        if self._packing and not self._final and len(rows) > opening:
+            used = [sum(trees[i][2].num_tokens for i in row) for row in rows]
+            carry = rows.pop(int(np.argmin(used[opening:])) + opening)
+        self._next = (own_begin, draws, [trees[i] for i in carry])
+        if self._shuffle and self._packing:
+            order = np.random.default_rng((self._seed, 2, self._number)).permutation(len(rows))
+            rows = [rows[i] for i in order]
+        else:
+            rows.sort(key=min)
+        self._rows = [[trees[i][2] for i in sorted(row)] for row in rows]
+        self._emitted = 0
+        if self._final and not replay and not self.counts["trees"]:
+            raise UserError(f"no example of the data trains: {describe_drops(self.counts)}")
+
+    def _arrange(self, lengths: Sequence[int], num_carried: int) -> list[list[int]]:
+        if not self._packing:
+            return [[index] for index in range(len(lengths))]
+        return fit_rows(lengths, self._row_tokens, range(num_carried))

@@ -1,0 +1,250 @@
+"""Conversations with a calculator agent, generated: the project's own data, endless and checkable.
+
+A row is one conversation in OpenAI message form: the user states a problem in one of several
+phrasings, the assistant thinks (`reasoning_content`), calls the tool `calculator`, reads its
+result and answers; sometimes the user goes on with that result. Everything the assistant writes
+can be copied from what it has read, so a model of a million parameters learns it in minutes.
+
+A problem statement (operator and operands, whichever way round for + and *) belongs to one split
+by its hash, for every seed: no statement of the test split is ever seen in training.
+"""
+
+import hashlib
+import json
+import operator
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtrain.errors import UserError
+from jaxtrain.text_safety import show
+
+SPLITS = ("train", "test")
+
+SYSTEM = "You are a calculator agent."
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Evaluate an expression.",
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string"}},
+                "required": ["expression"],
+            },
+        },
+    }
+]
+
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+OPENINGS = {
+    "any": ("What is {a} {op} {b}?", "Compute {a} {op} {b}.", "How much is {a} {op} {b}?"),
+    "+": ("Add {a} and {b}.", "What is {a} plus {b}?"),
+    "-": ("What is {a} minus {b}?", "From {a} take {b}."),
+    "*": ("Multiply {a} by {b}.", "What is {a} times {b}?"),
+}
+
+FOLLOW_UPS = {
+    "+": ("Now add {b}.", "Then plus {b}."),
+    "-": ("Now subtract {b}.", "Then minus {b}."),
+    "*": ("Now multiply by {b}.", "Then times {b}."),
+}
+
+MOST_ROWS = 2**24
+"""An epoch's order is held in memory."""
+
+HELD_OUT_SHARE = 10
+"""One statement in so many belongs to the test split."""
+
+LARGEST_RESULT = 999
+"""Results stay within three digits, so that a conversation can go on with them."""
+
+FOLLOW_UP_TRIES = 50
+"""Some results allow few statements of a split, or none."""
+
+MAX_TURNS = 3
+"""Questions of one conversation, the first included."""
+
+
+@dataclass(frozen=True)
+class CalculatorProblem:
+    """One statement: a operator b."""
+
+    a: int
+    op: str
+    b: int
+
+    @property
+    def expression(self) -> str:
+        """What the tool is called with: "12 + 34"."""
+        return f"{self.a} {self.op} {self.b}"
+
+    @property
+    def result(self) -> int:
+        """The right answer."""
+        return OPERATORS[self.op](self.a, self.b)
+
+    @property
+    def split(self) -> str:
+        """The one split that may contain this statement."""
+        a, b = self.a, self.b
+        if self.op in "+*":
+            a, b = min(a, b), max(a, b)
+        digest = hashlib.blake2s(f"{a}{self.op}{b}".encode(), digest_size=4).digest()
+        return "test" if int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0 else "train"
+
+
+@dataclass(frozen=True)
+class CalculatorRows:
+    """Rows 0..num_rows-1 of a split; row i depends on (seed, split, i) and the options alone."""
+
+    num_rows: int = 20_000
+    """How many rows; a larger number only adds rows at the end."""
+    seed: int = 0
+    """Another seed, another selection of problems."""
+    split: str = "train"
+    """train or test."""
+    max_value: int = 99
+    """Largest operand that a user names, 9 to 999."""
+    follow_up: float = 0.3
+    """Chance that the user goes on with the result, after each answer, up to 3 questions."""
+    claims: float = 0.0
+    """Share of rows that check somebody's answer, which is wrong every second time."""
+
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise UserError(
+                f"builtin:calculator has no split {self.split!r}: choose one of {', '.join(SPLITS)}"
+            )
+        for name, low, high in (
+            ("num_rows", 1, MOST_ROWS),
+            ("max_value", 9, LARGEST_RESULT),
+            ("follow_up", 0, 1),
+            ("claims", 0, 1),
+        ):
+            value = getattr(self, name)
+            share = name in ("follow_up", "claims")
+            kinds = (int, float) if share else (int,)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                wanted = "a number" if share else "a whole number"
+                raise UserError(f"builtin:calculator: {name} is {show(value)}, not {wanted}")
+            if not low <= value <= high:
+                raise UserError(
+                    f"builtin:calculator: {name} = {value} is not between {low} and {high}"
+                )
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(self.num_rows))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The row: messages, tools, answers (one string per question) and problems."""
+        if not 0 <= index < self.num_rows:
+            raise IndexError(index)
+        # Seeding with a string hashes it, the same in every Python version and process.
+        chance = random.Random(f"{self.seed} {self.split} {index}")
+        problem = self._draw(chance)
+        problems, messages = [problem], [{"role": "system", "content": SYSTEM}]
+        if self.claims and chance.random() < self.claims:
+            return _check(chance, problem)
+        messages += exchange(problem, _phrase(chance, problem, OPENINGS))
+        while len(problems) < MAX_TURNS and chance.random() < self.follow_up:
+            following = self._follow(chance, problem.result)
+            if following is None:
+                break
+            problem = following
+            problems.append(problem)
+            messages += exchange(problem, _phrase(chance, problem, FOLLOW_UPS))
+        return {
+            "messages": messages,
+            "tools": TOOLS,
+            "answers": [str(problem.result) for problem in problems],
+            "problems": [problem.expression for problem in problems],
+        }
+
+    def origin(self, index: int) -> str:
+        """Name of a row in messages to people."""
+        return f"builtin:calculator {self.split} row {index}"
+
+    def _draw(self, chance: random.Random) -> CalculatorProblem:
+        """A problem of this split."""
+        while True:
+            op = chance.choice("+-*")
+            a, b = chance.randint(1, self.max_value), self._operand(chance, op)
+            problem = (
+                CalculatorProblem(max(a, b), op, min(a, b))
+                if op == "-"
+                else CalculatorProblem(a, op, b)
+            )
+            if self._fits(problem):
+                return problem
+
+    def _follow(self, chance: random.Random, result: int) -> CalculatorProblem | None:
+        """A problem of this split about the last result; None if tries find none."""
+        for _ in range(FOLLOW_UP_TRIES):
+            op = chance.choice("+-*")
+            problem = CalculatorProblem(result, op, self._operand(chance, op))
+            if self._fits(problem):
+                return problem
+        return None
+
+    def _operand(self, chance: random.Random, op: str) -> int:
+        return chance.randint(2, 9) if op == "*" else chance.randint(1, self.max_value)
+
+    def _fits(self, problem: CalculatorProblem) -> bool:
+        return 0 <= problem.result <= LARGEST_RESULT and problem.split == self.split
+
+
+def exchange(problem: CalculatorProblem, question: str) -> list[dict[str, Any]]:
+    """The four messages of one question: user, tool call, tool result, answer."""
+    call = {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "arguments": json.dumps({"expression": problem.expression}),
+        },
+    }
+    return [
+        {"role": "user", "content": question},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": f"I need {problem.expression}.",
+            "tool_calls": [call],
+        },
+        {"role": "tool", "name": "calculator", "content": str(problem.result)},
+        {"role": "assistant", "content": f"The answer is {problem.result}."},
+    ]
+
+
+def ask_whether(question: str, claim: int | str) -> str:
+    """What asks for a verdict on somebody's answer."""
+    return f"{question} Somebody says {claim}. Right or wrong?"
+
+
+def _check(chance: random.Random, problem: CalculatorProblem) -> dict[str, Any]:
+    """A row whose answer is a verdict, "right" or "wrong"."""
+    wrong = chance.random() < 0.5
+    claim = abs(problem.result + wrong * chance.choice((-10, -1, 1, 10)))
+    verdict = "right" if claim == problem.result else "wrong"
+    messages = exchange(problem, ask_whether(_phrase(chance, problem, OPENINGS), claim))
+    messages[-1] = {"role": "assistant", "content": f"It is {verdict}."}
+    return {
+        "messages": [{"role": "system", "content": SYSTEM}, *messages],
+        "tools": TOOLS,
+        "answers": [verdict],
+        "problems": [problem.expression],
+    }
+
+
+def _phrase(
+    chance: random.Random, problem: CalculatorProblem, phrasings: dict[str, tuple[str, ...]]
+) -> str:
+    choices = phrasings.get("any", ()) + phrasings[problem.op]
+    return chance.choice(choices).format(a=problem.a, op=problem.op, b=problem.b)

@@ -1,0 +1,87 @@
+"""Pairs of turns of a calculator agent, generated: to each prompt a right one and a wrong one.
+
+The conversations are those of builtin:calculator, up to one of the agent's turns. The wrong turn
+errs as a small model does that has learned the form and not yet the copying: a number is written
+with its digits swapped, doubled, mixed up or lost.
+
+    call      the thought is right, a number in the call is not
+    answer    the call was right, the number in the answer is not the tool's
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtrain.data.sources.calculator import TOOLS, CalculatorRows
+
+MISTAKES = ("call", "answer")
+
+
+@dataclass(frozen=True)
+class CalculatorPairs:
+    """Rows with prompt (messages), chosen, rejected (a message each), tools and `mistake`; row i
+    depends on the conversations and i alone."""
+
+    talks: CalculatorRows
+
+    def __len__(self) -> int:
+        return len(self.talks)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.talks[index]
+        chance = random.Random(f"{self.talks.seed} {self.talks.split} {index} wrong")
+        question = chance.randrange(len(row["problems"]))
+        mistake = chance.choice(MISTAKES)
+        # Behind the system message there are four a question: user, call, result, answer.
+        place = 4 * question + (2 if mistake == "call" else 4)
+        right = row["messages"][place]
+        if mistake == "call":
+            a, op, b = row["problems"][question].split()
+            a, b = (garble(chance, a), b) if chance.random() < 0.5 else (a, garble(chance, b))
+            wrong = {**right, "tool_calls": [_call(right["tool_calls"][0], f"{a} {op} {b}")]}
+        else:
+            number = garble(chance, row["answers"][question])
+            wrong = {**right, "content": f"The answer is {number}."}
+        return {
+            "prompt": row["messages"][:place],
+            "chosen": [right],
+            "rejected": [wrong],
+            "tools": TOOLS,
+            "mistake": mistake,
+        }
+
+    def origin(self, index: int) -> str:
+        """Name of a row in messages to people."""
+        return f"builtin:calculator_pairs {self.talks.split} row {index}"
+
+
+def garble(chance: random.Random, number: str) -> str:
+    """Another number, copied badly: digits swapped, doubled, lost, or one in another's place."""
+    while True:
+        digits = list(number)
+        place = chance.randrange(len(digits))
+        slip = chance.choice(("swap", "double", "lose", "repeat", "other"))
+        if slip == "swap":
+            other = chance.randrange(len(digits))
+            digits[place], digits[other] = digits[other], digits[place]
+        elif slip == "double":
+            digits.insert(place, digits[place])
+        elif slip == "lose":
+            del digits[place]
+        elif slip == "repeat":
+            digits[place] = chance.choice(number)
+        else:
+            digits[place] = str(chance.randrange(10))
+        wrong = "".join(digits)
+        if wrong and wrong != number and str(int(wrong)) == wrong:
+            return wrong
+
+
+def _call(call: dict[str, Any], expression: str) -> dict[str, Any]:
+    arguments = json.dumps({"expression": expression})
+    return {**call, "function": {**call["function"], "arguments": arguments}}

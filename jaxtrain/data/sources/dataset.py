@@ -1,0 +1,360 @@
+"""Where rows come from: files, folders, the Hub and the built-in generator, behind one door.
+
+`open_rows` gives rows with random access (len, [i], origin(i)); with streaming = true a Stream,
+which can only be iterated, from any start. Nothing is loaded as a whole but json and csv:
+
+    jsonl      an index of byte offsets; a row is read and parsed when it is asked for
+    parquet    datasets' memory-mapped arrow cache         arrow      memory-mapped
+    txt        as jsonl, a line a row
+    json csv   in memory                                   Hub        datasets
+"""
+
+import bisect
+import glob
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxtrain.config.data import DatasetConfig
+from jaxtrain.data.sources.calculator import CalculatorRows
+from jaxtrain.data.sources.calculator_pairs import CalculatorPairs
+from jaxtrain.data.sources.held_out import take_side
+from jaxtrain.data.sources.jsonl import JsonlRows, open_json, read_lines
+from jaxtrain.data.sources.tables import (
+    CsvRows,
+    TableRows,
+    open_arrow,
+    open_parquet,
+    open_saved,
+    prune,
+)
+from jaxtrain.data.sources.text import TextRows
+from jaxtrain.errors import UserError
+from jaxtrain.text_safety import show
+
+OPENERS: dict[str, Callable[[str], Any]] = {
+    ".jsonl": JsonlRows,
+    ".json": open_json,
+    ".csv": CsvRows,
+    ".parquet": open_parquet,
+    ".arrow": open_arrow,
+    ".txt": TextRows,
+}
+BUILTIN = "builtin:"
+SPLIT = re.compile(r"^([\w.-]{1,200})(?:\[(-?\d{1,15}%?)?:(-?\d{1,15}%?)?\])?$", re.ASCII)
+MOST_ENTRIES = 100_000
+"""Of a folder of data, all below it counted."""
+HUB_ID = re.compile(r"^[\w-][\w.-]*(/[\w-][\w.-]*)?$")
+
+
+class RowSource(Protocol):
+    """Rows with random access. Picklable; cheap to pickle."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def origin(self, index: int) -> str:
+        """Name of a row in messages to people: "train.jsonl row 17"."""
+        ...
+
+
+@dataclass(frozen=True)
+class SplitSpec:
+    """A parsed split: "train[10%:200]"."""
+
+    name: str
+    start: str | None = None
+    stop: str | None = None
+
+    def bounds(self, total: int) -> tuple[int, int]:
+        """First row and the one after the last, of so many; percentages round to the nearest."""
+
+        def place(text: str | None, default: int) -> int:
+            if text is None:
+                return default
+            value = int(text.rstrip("%"))
+            if text.endswith("%"):
+                value = round(total * value / 100)
+            return min(max(value + total if value < 0 else value, 0), total)
+
+        return place(self.start, 0), place(self.stop, total)
+
+
+def parse_split(text: str) -> SplitSpec:
+    """ "train", "train[:90%]", "train[100:200]"; raises UserError."""
+    found = SPLIT.match(text.strip())
+    if not found:
+        raise UserError(
+            f"split {show(text)} is not understood: write a name, or a name with a slice, such as "
+            '"train", "train[:90%]", "train[100:200]" (key data.datasets[].split)'
+        )
+    return SplitSpec(*found.groups())
+
+
+def open_rows(dataset: DatasetConfig) -> Any:
+    """Rows of a dataset, sliced as its split and max_rows say, of these one side where some are
+    held out; a Stream when streaming.
+
+    Raises UserError for what is missing, empty, of an unknown kind or out of reach.
+    """
+    split = parse_split(dataset.split)
+    if dataset.path.startswith(BUILTIN):
+        rows = _builtin(dataset, split.name)
+    elif dataset.options:
+        raise UserError(
+            f"data.datasets[].options are for {BUILTIN} data, but the path is {dataset.path}"
+        )
+    elif found := _find(dataset.path, split.name):
+        if dataset.streaming:
+            return _limit(FileStream(tuple(map(str, found))), split, dataset.max_rows)
+        rows = _join([_open(file, split.name) for file in found])
+    else:
+        rows = _hub(dataset, split.name)
+        if dataset.streaming:
+            return _limit(rows, split, dataset.max_rows)
+    first, last = split.bounds(len(rows))
+    if dataset.max_rows is not None:
+        last = min(last, first + dataset.max_rows)
+    if first >= last:
+        raise UserError(
+            f"{dataset.path}: split {dataset.split!r} selects none of its {len(rows)} rows"
+        )
+    rows = rows if (first, last) == (0, len(rows)) else RowSlice(rows, first, last)
+    return take_side(rows, dataset) if dataset.held_out else rows
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """Rows first..last-1 of other rows."""
+
+    rows: RowSource
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[_inside(index, len(self)) + self.first]
+
+    def origin(self, index: int) -> str:
+        """As the whole names it."""
+        return self.rows.origin(index + self.first)
+
+
+class JoinedRows:
+    """Rows of several files, one after the other."""
+
+    def __init__(self, parts: Sequence[RowSource]) -> None:
+        self.parts = parts
+        self.ends = list(itertools.accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        part, place = self._place(index)
+        return part[place]
+
+    def origin(self, index: int) -> str:
+        """As the file's rows name it."""
+        part, place = self._place(index)
+        return part.origin(place)
+
+    def _place(self, index: int) -> tuple[RowSource, int]:
+        number = bisect.bisect_right(self.ends, _inside(index, len(self)))
+        return self.parts[number], index - (self.ends[number - 1] if number else 0)
+
+
+@dataclass(frozen=True)
+class FileStream:
+    """Rows of files in their order, read as they are needed."""
+
+    files: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for file in self.files:
+            if file.endswith((".jsonl", ".txt")):
+                yield from read_lines(file, TextRows.parse if file.endswith(".txt") else None)
+            else:
+                rows = _open(Path(file), "train")
+                yield from (rows[index] for index in range(len(rows)))
+
+
+@dataclass(frozen=True)
+class LimitedStream:
+    """Rows first..last-1 of a stream."""
+
+    rows: Iterable[dict[str, Any]]
+    first: int
+    last: int | None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return itertools.islice(iter(self.rows), self.first, self.last)
+
+
+class HubStream:
+    """A datasets.IterableDataset; it can say where it is and go on from there."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for row in self.rows:
+            yield {key: prune(value) for key, value in row.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place of the next row."""
+        return self.rows.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a place."""
+        self.rows.load_state_dict(state)
+
+
+def _inside(index: int, length: int) -> int:
+    if not 0 <= index < length:
+        raise IndexError(index)
+    return index
+
+
+def _builtin(dataset: DatasetConfig, split: str) -> CalculatorRows | CalculatorPairs:
+    name = dataset.path.removeprefix(BUILTIN)
+    if name not in ("calculator", "calculator_pairs"):
+        raise UserError(
+            f"no builtin data {dataset.path!r}: there is {BUILTIN}calculator, and"
+            f" {BUILTIN}calculator_pairs for preferences"
+        )
+    allowed = ("num_rows", "seed", "max_value", "follow_up")
+    allowed += ("claims",) if name == "calculator" else ()
+    for key in dataset.options:
+        if key not in allowed:
+            raise UserError(
+                f"{dataset.path} has no option {key!r}: its options are {', '.join(allowed)}"
+            )
+    rows = CalculatorRows(split=split, **dataset.options)
+    return rows if name == "calculator" else CalculatorPairs(rows)
+
+
+def _find(path: str, split: str) -> list[Path]:
+    """Files (or one save_to_disk folder) that a local path means; none if it is a Hub id."""
+    place = Path(os.path.expanduser(path))
+    try:
+        if place.is_dir():
+            return _in_folder(place, split)
+        if place.is_file():
+            return [place]
+        if place.exists():
+            raise UserError(f"{path} is no regular file but a pipe or a device")
+    except OSError as error:
+        raise UserError(f"{show(path)} cannot be read: {error.strerror or error}") from None
+    if glob.has_magic(path):
+        files = sorted(Path(found) for found in glob.glob(str(place), recursive=True))
+        if not files:
+            raise UserError(f"no file matches {path} (key data.datasets[].path)")
+        return files
+    if place.suffix in OPENERS or not HUB_ID.match(path):
+        raise UserError(f"no such file or folder: {show(path)} (key data.datasets[].path)")
+    return []
+
+
+def _in_folder(folder: Path, split: str) -> list[Path]:
+    """Data files of a folder: those that carry the split's name, or all for "train"."""
+    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        return [folder]
+    found = list(itertools.islice(folder.rglob("*"), MOST_ENTRIES + 1))
+    if len(found) > MOST_ENTRIES:
+        raise UserError(
+            f"{folder} holds more than {MOST_ENTRIES:,} files and folders; name the folder of the"
+            f" data, or a pattern, such as {folder / '*.jsonl'}"
+        )
+    files = sorted(file for file in found if file.suffix in OPENERS and file.is_file())
+    # Beside other data a text is a license or a note.
+    files = [file for file in files if file.suffix != ".txt"] or files
+    if not files:
+        raise UserError(f"no data in {folder}: expected files ending in {', '.join(OPENERS)}")
+    named = re.compile(rf"(^|[._/-]){re.escape(split)}([._/-]|$)")
+    chosen = [file for file in files if named.search(str(file.relative_to(folder)))]
+    if not chosen and split == "train":
+        chosen = files
+    if not chosen:
+        names = ", ".join(str(file.relative_to(folder)) for file in files[:8])
+        raise UserError(f"{folder} has no files for split {split!r}; it holds {names}")
+    if len({file.suffix for file in chosen}) > 1:
+        raise UserError(
+            f"{folder} mixes kinds of files ({', '.join(sorted({f.suffix for f in chosen}))}); "
+            "choose one with a pattern, such as " + f"{folder}/*{chosen[0].suffix}"
+        )
+    return chosen
+
+
+def _open(file: Path, split: str) -> RowSource:
+    if file.is_dir():
+        return open_saved(str(file), split)
+    if file.suffix not in OPENERS:
+        raise UserError(
+            f"{file}: unknown kind of file; data files end in {', '.join(OPENERS)} "
+            "(key data.datasets[].path)"
+        )
+    try:
+        if not file.is_file():
+            raise UserError(f"{file} is no regular file")
+        if file.stat().st_size == 0:
+            raise UserError(f"{file} is empty")
+        return OPENERS[file.suffix](str(file))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _join(parts: list[RowSource]) -> RowSource:
+    return parts[0] if len(parts) == 1 else JoinedRows(parts)
+
+
+def _limit(rows: Iterable[dict[str, Any]], split: SplitSpec, max_rows: int | None) -> Any:
+    """A stream cut as split and max_rows say, which needs no length."""
+    for bound in (split.start, split.stop):
+        if bound is not None and (bound.endswith("%") or bound.startswith("-")):
+            raise UserError(
+                f"split bound {bound} needs the number of rows, which a stream does not have: "
+                "write row numbers, or set streaming = false"
+            )
+    first = int(split.start or 0)
+    ends = [int(split.stop)] if split.stop is not None else []
+    ends += [first + max_rows] if max_rows is not None else []
+    return LimitedStream(rows, first, min(ends)) if first or ends else rows
+
+
+def _hub(dataset: DatasetConfig, split: str) -> Any:
+    """A dataset of the Hugging Face Hub."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        rows = load_dataset(dataset.path, dataset.name, split=split, streaming=dataset.streaming)
+    except DatasetNotFoundError as error:
+        raise UserError(
+            f"{dataset.path} is neither a file here nor a dataset on the Hub that can be read "
+            f"(key data.datasets[].path): {_first_line(error)}"
+        ) from error
+    except (ConnectionError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"{dataset.path} is no file here, and the Hugging Face Hub cannot be reached "
+            f"({type(error).__name__}: {_first_line(error)}). Name a local file in "
+            "data.datasets[].path, or check the network."
+        ) from error
+    except Exception as error:  # the border: what comes from the network, and what reads it
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise UserError(
+            f"{dataset.path}: {kind}{_first_line(error)} (keys data.datasets[].name and .split)"
+        ) from error
+    return HubStream(rows) if dataset.streaming else TableRows(rows, dataset.path)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,302 @@
+"""Readers: draws of rows, tokenized, in an order that a small cursor fixes.
+
+IndexedReader knows the length of its datasets and may tokenize in worker processes; StreamReader
+reads iterables once, block by block. Both yield, for each draw, the list of what its row became.
+"""
+
+import copy
+import itertools
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grain
+import numpy as np
+from absl import flags
+
+from jaxtrain.data.packing.rows import to_trees
+from jaxtrain.data.packing.tree import Forest, Tree, TreeGroup
+from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.sources.order import Order
+from jaxtrain.errors import UserError
+
+Tokenize = Callable[[Any, str], Sequence[Sample | Tree | Forest | TreeGroup | Dropped]]
+Items = list[Tree | Forest | TreeGroup | Dropped]
+
+CHUNK = 16
+MOST_USELESS = 2**16
+"""Draws that travel between processes together; the queue costs as much as a short row."""
+
+STREAM_ROWS = 1000
+"""Rows of a stream that `preprocess` looks at."""
+
+
+@dataclass(frozen=True)
+class MixturePart:
+    """One dataset of the mixture, opened."""
+
+    name: str
+    """For messages and origins: the dataset's path."""
+    rows: Any
+    """Has len and getitem, or is an iterable that can be iterated anew."""
+    tokenize: Tokenize
+    """(row, origin) -> samples, trees or reasons; travels to the workers."""
+    weight: float | None = None
+    """Share of the draws; None everywhere: every row once an epoch."""
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Rows that a selection left out, by reason."""
+        return dict(getattr(self.rows, "left_out", {}))
+
+    def origin(self, index: int) -> str:
+        """Name of a row in messages; rows may know it better than their number."""
+        named = getattr(self.rows, "origin", None)
+        return named(index) if named else f"{self.name} row {index}"
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A UserError met in a worker; raised where the user's own traceback is short."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """grain source of chunks: what the draws [start + 16 i, ...) became."""
+
+    parts: Sequence[MixturePart]
+    order: Order
+    row_tokens: int
+    start: int
+    stop: int
+    useless: dict[tuple[int, int], Sequence[Dropped]] = field(default_factory=dict)
+    """Rows that gave nothing, by dataset and row, at most MOST_USELESS: what a small dataset with
+    one huge row that does not train would otherwise read again in every pass."""
+
+    def __len__(self) -> int:
+        return -(-max(self.stop - self.start, 0) // CHUNK)
+
+    def __getitem__(self, chunk: int) -> list[Items] | _Failure:
+        first = self.start + int(chunk) * CHUNK
+        done = []
+        for draw in range(first, min(first + CHUNK, self.stop)):
+            dataset, row = place = self.order[draw]
+            part = self.parts[dataset]
+            if (known := self.useless.get(place)) is not None:
+                done.append(list(known))
+                continue
+            try:
+                items = part.tokenize(part.rows[row], part.origin(row))
+            except UserError as error:
+                return _Failure(str(error))
+            dropped = [item for item in items if isinstance(item, Dropped)]
+            if len(dropped) == len(items) and len(self.useless) < MOST_USELESS:
+                self.useless[place] = dropped
+            done.append(to_trees(items, self.row_tokens))
+        return done
+
+
+class IndexedReader:
+    """Draws from datasets with a length; cursor {"draws": n}."""
+
+    def __init__(
+        self,
+        parts: Sequence[MixturePart],
+        *,
+        row_tokens: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_epochs: float | None = None,
+        num_workers: int = 0,
+    ):
+        for part in parts:
+            if len(part.rows) == 0:
+                raise UserError(f"{part.name} has no rows")
+        sizes = [len(part.rows) for part in parts]
+        self._parts = parts
+        self._row_tokens = row_tokens
+        self._order = Order(sizes, [part.weight for part in parts], seed=seed, shuffle=shuffle)
+        self._num_workers = num_workers
+        # Without an end: a number that no run reaches and that grain can still slice.
+        self._stop = 2**50 if num_epochs is None else round(self._order.epoch_len * num_epochs)
+        self.pass_len = self._order.pass_len
+        """Draws after which every row was seen."""
+        self._drawn = 0
+        self._chunks: grain.DatasetIterator | None = None
+        self._pending: Iterator[Items] = iter(())
+
+    def __next__(self) -> Items:
+        for items in self._pending:
+            self._drawn += 1
+            return items
+        if self._chunks is None:
+            self._chunks = self._open()
+        chunk = next(self._chunks)
+        if isinstance(chunk, _Failure):
+            raise UserError(chunk.message)
+        self._pending = iter(chunk)
+        return next(self)
+
+    def state(self) -> dict:
+        return {"draws": self._drawn}
+
+    def restore(self, state: dict) -> None:
+        self.close()
+        self._drawn = state["draws"]
+
+    def close(self) -> None:
+        if self._chunks is not None:
+            self._chunks.close()
+        self._chunks, self._pending = None, iter(())
+
+    def _open(self) -> grain.DatasetIterator:
+        rows: Any = _Rows(self._parts, self._order, self._row_tokens, self._drawn, self._stop)
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        chunks = grain.MapDataset.source(rows).to_iter_dataset(options)
+        if self._num_workers:
+            if not flags.FLAGS.is_parsed():
+                flags.FLAGS.mark_as_parsed()  # grain reads absl flags here, whoever parsed none
+            chunks = chunks.mp_prefetch(
+                grain.MultiprocessingOptions(
+                    num_workers=self._num_workers, per_worker_buffer_size=4
+                ),
+                _leave_interrupts,
+            )
+        return iter(chunks)
+
+
+def _leave_interrupts(worker: int, num_workers: int) -> None:
+    """Ctrl-C reaches the whole process group; only the loop answers it, then ends the workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class _Stream:
+    """Rows of one iterable, shuffled within blocks; starts over when used up.
+
+    The cursor names the beginning of a block and an offset in it. Going back there uses the
+    dataset's own state_dict (Hugging Face's IterableDataset) and else reads and skips the rows.
+    """
+
+    def __init__(self, part: MixturePart, *, seed: tuple[int, ...], block: int, shuffle: bool):
+        self._part, self._seed, self._block_size, self._shuffle = part, seed, block, shuffle
+        self._rows = part.rows
+        self._initial: dict | None = self._source_state()
+        self.pass_len: int | None = None
+        self._begin: dict = {"visit": 0, "rows": 0, "source": None}
+        self._seek(self._begin)
+
+    def state(self) -> dict:
+        return {**self._begin, "offset": self._offset, "pass_len": self.pass_len}
+
+    def restore(self, state: dict) -> None:
+        self.pass_len = state["pass_len"]
+        self._seek({key: state[key] for key in ("visit", "rows", "source")})
+        if state["offset"]:
+            self._read_block()
+            self._offset = state["offset"]
+
+    def next_row(self, once: bool = False) -> tuple[dict, str]:
+        """The next row and its origin; with `once` StopIteration at the end of a pass."""
+        while self._offset == len(self._block):
+            if self._exhausted:
+                if once:
+                    raise StopIteration
+                self._seek({"visit": self._begin["visit"] + 1, "rows": 0, "source": None})
+            elif self._block:
+                self._begin = {**self._begin, "rows": self._read, "source": self._source_state()}
+            self._read_block()
+        place = int(self._permutation[self._offset])
+        self._offset += 1
+        return self._block[place], f"{self._part.name} row {self._begin['rows'] + place}"
+
+    def _seek(self, begin: dict) -> None:
+        self._begin, self._block, self._offset = begin, [], 0
+        self._exhausted, self._read = False, begin["rows"]
+        # A Hugging Face stream that was wound forward stays so: each pass loads a state.
+        if self._initial is not None:
+            self._rows.load_state_dict(begin["source"] or self._initial)
+        self._iterator = iter(self._rows)
+        if begin["source"] is None and begin["rows"]:
+            next(itertools.islice(self._iterator, begin["rows"] - 1, None), None)
+
+    def _source_state(self) -> dict | None:
+        return copy.deepcopy(self._rows.state_dict()) if hasattr(self._rows, "state_dict") else None
+
+    def _read_block(self) -> None:
+        self._block = list(itertools.islice(self._iterator, self._block_size))
+        self._offset = 0
+        self._read += len(self._block)
+        if len(self._block) < self._block_size:
+            self._exhausted = True
+            self.pass_len = self._read
+            if self._read == 0:
+                raise UserError(f"{self._part.name} has no rows")
+        self._permutation = np.arange(len(self._block))
+        if self._shuffle:
+            key = (*self._seed, self._begin["visit"], self._begin["rows"])
+            np.random.default_rng(key).shuffle(self._permutation)
+
+
+class StreamReader:
+    """Draws from iterables (or from both kinds), shared out by weight; cursor: one per dataset."""
+
+    def __init__(
+        self,
+        parts: Sequence[MixturePart],
+        *,
+        row_tokens: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        shuffle_buffer: int = 10_000,
+        once: bool = False,
+    ):
+        assert not once or len(parts) == 1, "only a single stream has an end"
+        self._parts, self._row_tokens, self._once = parts, row_tokens, once
+        self._weights = np.array([1.0 if p.weight is None else p.weight for p in parts])
+        self._weights /= self._weights.sum()
+        block = shuffle_buffer if shuffle else min(shuffle_buffer, 64)
+        self._streams = [
+            _Stream(part, seed=(seed, index), block=block, shuffle=shuffle)
+            for index, part in enumerate(parts)
+        ]
+        self._drawn = np.zeros(len(parts), np.int64)
+
+    def __next__(self) -> Items:
+        draw = int(self._drawn.sum())
+        dataset = int(np.argmax(self._weights * (draw + 1) - self._drawn))
+        row, origin = self._streams[dataset].next_row(self._once)
+        self._drawn[dataset] += 1
+        return to_trees(self._parts[dataset].tokenize(row, origin), self._row_tokens)
+
+    @property
+    def pass_len(self) -> int | None:
+        """Draws in which every row was seen; None while a stream has not ended yet."""
+        lengths = [stream.pass_len for stream in self._streams]
+        if any(length is None for length in lengths):
+            return None
+        longest = max(n / w for n, w in zip(lengths, self._weights, strict=True))
+        return int(np.ceil(longest)) + len(lengths)
+
+    def state(self) -> dict:
+        return {
+            "drawn": self._drawn.tolist(),
+            "streams": [stream.state() for stream in self._streams],
+        }
+
+    def restore(self, state: dict) -> None:
+        self._drawn = np.array(state["drawn"], np.int64)
+        for stream, saved in zip(self._streams, state["streams"], strict=True):
+            stream.restore(saved)
+
+    def close(self) -> None:
+        """Nothing to hand back."""
+
+
+def is_stream(rows: Any) -> bool:
+    """Whether rows can only be iterated."""
+    return not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) and isinstance(
+        rows, Iterable
+    )

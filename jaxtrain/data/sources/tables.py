@@ -1,0 +1,177 @@
+"""Columnar files as rows: parquet, arrow, csv and what the datasets library reads."""
+
+import csv
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.data.sources.jsonl import MOST_FILE, MOST_ROW, check_size
+from jaxtrain.errors import UserError
+from jaxtrain.safe_io import UnreadableRow, parse_json, read_text
+from jaxtrain.text_safety import shorten, show
+
+MOST_RECORD = 1 << 24
+"""Bytes of the JSON files beside saved tables."""
+
+
+class TableRows:
+    """Rows of a datasets.Dataset, which is memory-mapped and pickles by its file."""
+
+    def __init__(self, table: Any, name: str) -> None:
+        self.table = table
+        self.name = name
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        try:
+            row = self.table[int(index)]
+            return {key: prune(value) for key, value in row.items()}
+        except UnicodeDecodeError:
+            return UnreadableRow("a text that is not UTF-8")
+        except RecursionError:
+            return UnreadableRow("nested too deep")
+
+    def origin(self, index: int) -> str:
+        """Name and number of the row, from 1."""
+        return f"{self.name} row {index + 1}"
+
+
+class CsvRows:
+    """Rows of a csv file with a header line, in memory; every value is a string."""
+
+    def __init__(self, path: str) -> None:
+        self.path = str(path)
+        check_size(self.path, "convert it to parquet or JSON lines, which are read row by row")
+        csv.field_size_limit(MOST_ROW)  # of the whole process; Python's own is 128 KiB
+        try:
+            with open(path, newline="", encoding="utf-8-sig") as file:
+                reader = csv.reader(file, strict=True)
+                self.columns = next(reader, [])
+                self.rows = [row for row in reader if row]
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{self.path} is not a readable csv file: {error}") from error
+        doubled = [name for name, count in Counter(self.columns).items() if count > 1]
+        if doubled:
+            raise UserError(
+                f"{self.path} has several columns called {show(doubled[0])}; give each a name of"
+                " its own"
+            )
+        if not self.rows:
+            raise UserError(f"{self.path} is empty: it needs a header line and rows")
+        for number, row in enumerate(self.rows, 1):
+            if len(row) != len(self.columns):
+                raise UserError(
+                    f"{self.path} row {number}: {len(row)} values, but the header names "
+                    f"{len(self.columns)} columns"
+                )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(zip(self.columns, self.rows[index], strict=True))
+
+    def origin(self, index: int) -> str:
+        """File and number of the row, from 1."""
+        return f"{Path(self.path).name} row {index + 1}"
+
+
+def prune(value: Any) -> Any:
+    """A value without the nulls that a columnar format puts where a key was absent.
+
+    Objects in a list share one set of keys there: a message without tool calls comes back with
+    tool_calls = null, a call's arguments with every argument of every other call.
+    """
+    if isinstance(value, dict):
+        return {key: prune(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [prune(item) for item in value]
+    return value
+
+
+def open_parquet(path: str) -> TableRows:
+    """A parquet file through the memory-mapped cache of datasets."""
+    from datasets import Dataset
+
+    try:
+        table = Dataset.from_parquet(path)
+    except Exception as error:  # the border: whatever libraries say of a damaged file
+        raise UserError(f"{path} is not a readable parquet file: {_reason(error)}") from error
+    return TableRows(table, Path(path).name)
+
+
+def open_arrow(path: str) -> TableRows:
+    """An arrow file in the stream form (as datasets writes) or the file form, memory-mapped."""
+    import pyarrow
+    from datasets import Dataset
+
+    try:
+        with open(path, "rb") as file:
+            file_form = file.read(6) == b"ARROW1"
+        if file_form:
+            table = Dataset(pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all())
+        else:
+            table = Dataset.from_file(path)
+        check_arrow(table)
+    except Exception as error:  # the border: whatever libraries say of a damaged file
+        raise UserError(f"{path} is not a readable arrow file: {_reason(error)}") from error
+    return TableRows(table, Path(path).name)
+
+
+def open_saved(folder: str, split: str) -> TableRows:
+    """A folder written by datasets' save_to_disk, of one split or of several."""
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        check_saved(Path(folder))
+        table = load_from_disk(folder)
+    except Exception as error:  # the border: whatever libraries say of a damaged folder
+        raise UserError(
+            f"{folder} is not a readable folder of datasets' save_to_disk: {_reason(error)}"
+        ) from error
+    if isinstance(table, DatasetDict):
+        if split not in table:
+            raise UserError(f"{folder} has no split {split!r}, only {', '.join(map(str, table))}")
+        table = table[split]
+    try:
+        check_arrow(table)
+    except Exception as error:  # the same
+        raise UserError(f"{folder} is damaged: {_reason(error)}") from error
+    return TableRows(table, Path(folder).name)
+
+
+def check_saved(folder: Path) -> None:
+    """Raise ValueError where the records of a saved dataset name files outside its folder."""
+    splits = folder / "dataset_dict.json"
+    if splits.exists():
+        found = parse_json(read_text(splits, MOST_RECORD))
+        names = found.get("splits") if isinstance(found, dict) else None
+        if not isinstance(names, list) or not all(map(_is_name, names)):
+            raise ValueError("dataset_dict.json must name its splits in a list")
+        for name in names:
+            check_saved(folder / name)
+        return
+    found = parse_json(read_text(folder / "state.json", MOST_RECORD))
+    files = found.get("_data_files") if isinstance(found, dict) else None
+    named = [one.get("filename") if isinstance(one, dict) else None for one in files or [None]]
+    if not isinstance(files, list) or not all(map(_is_name, named)):
+        raise ValueError("state.json must list files of this folder in _data_files")
+
+
+def check_arrow(table: Any) -> None:
+    """Raise pyarrow's error for a table whose offsets lead out of its buffers: reading such a row
+    would end the process. Small tables are looked at in full."""
+    data = table.data.table
+    data.validate(full=data.nbytes <= MOST_FILE)
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and not set("/\\\0") & set(name)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what a library says, or of what made it say so."""
+    text = str(error.__cause__ or error).strip().partition("\n")[0]
+    return shorten(text, 300) or type(error).__name__

@@ -1,0 +1,133 @@
+"""Environments that are one function, `async def run(row, chat, **options)`, and the built-in ones
+of them: a model that answers with tools, and one that goes on with a conversation of the data."""
+
+import copy
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from jaxtrain.config import EnvConfig
+from jaxtrain.environments.conversation import Conversation
+from jaxtrain.environments.history import TurnTemplate
+from jaxtrain.environments.single_turn import find_prompt
+from jaxtrain.environments.tools import Tool, Toolbox
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Engine, Sampling
+from jaxtrain.generation.episodes import Episode, as_game
+
+Play = Callable[..., Awaitable[Any]]
+
+
+class ChatEnv:
+    """`episodes.Env` of a function that plays one episode through a Conversation."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        play: Play,
+        config: EnvConfig,
+        *,
+        name: str,
+        tools: Sequence[Tool] = (),
+        options: Mapping[str, Any] | None = None,
+        row_tokens: int | None = None,
+        remote: bool = False,
+    ):
+        """name: what its rewards are called. row_tokens: longest sequence that can be trained.
+        remote: see Guarded.remote."""
+        self.template, self.play, self.config = TurnTemplate(tokenizer), play, config
+        self.name, self.tools, self.row_tokens = name, tools, row_tokens
+        self.options, self.remote = dict(options or {}), remote
+
+    def close(self) -> None:
+        """Let go of what the object that plays holds, where it is one with such a method."""
+        if (close := getattr(getattr(self.play, "__self__", None), "close", None)) is not None:
+            close()
+
+    async def run(
+        self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
+    ) -> Episode:
+        """One episode; the row is its own. UserError where the function returns something else."""
+        config = self.config
+        chat = Conversation(
+            self.template,
+            engine,
+            sampling,
+            index,
+            tools=Toolbox(self.tools, config.tool_seconds),
+            max_turns=config.max_turns,
+            name=self.name,
+            rewritten=config.history == "template",
+            row_tokens=self.row_tokens,
+        )
+        found = await self.play(copy.deepcopy(dict(row)), chat, **self.options)
+        if isinstance(found := as_game(found), Episode):
+            return found
+        if found is None or isinstance(found, int | float | Mapping):
+            return chat.finish(found)
+        raise UserError(
+            f"environment {self.name}: it returned {found!r:.80}; return chat.finish(reward=...), a"
+            " number, or nothing where section rewards judges"
+        )
+
+
+async def use_tools(
+    row: Mapping[str, Any], chat: Conversation, column: str, system: str | None
+) -> Episode:
+    """The environment `tools`: the row's prompt, then turns and tool calls up to an answer."""
+    ask(row, chat, column, system)
+    await chat.answer()
+    return chat.finish()
+
+
+async def play_dialogue(
+    row: Mapping[str, Any], chat: Conversation, column: str, system: str | None
+) -> Episode:
+    """The environment `dialogue`: the row's prompt, an answer, then its `remaining_turns`, those of
+    the assistant drawn anew and all others as they stand there. The first answer alone trains."""
+    ask(row, chat, column, system)
+    chat.schemas = list(row.get("tools") or [])
+    await chat.draw()
+    for message in row.get("remaining_turns") or []:
+        if chat.full:
+            break
+        if message["role"] == "assistant":
+            await chat.draw()
+        else:
+            chat.log(message)
+    episode = chat.finish()
+    for one in episode.sequences:
+        one.sampled[:] = [d and turn == 0 for d, turn in zip(one.sampled, one.turns, strict=True)]
+    return episode
+
+
+def ask(row: Mapping[str, Any], chat: Conversation, column: str, system: str | None) -> None:
+    """Say a row's prompt, behind a system message where it has none."""
+    given = find_prompt(row, column)
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if system is not None and messages[0].get("role") != "system":
+        chat.log(system, "system")
+    chat.log(messages)
+
+
+def takes_chat(function: Any) -> bool:
+    """Whether something is called with (row, chat), options aside, rather than with (row, engine,
+    sampling, index)."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return False
+    names = [name for name in names if name != "self"]
+    return len(names) == 2 or names[1:2] == ["chat"]
+
+
+def check_options(key: str, play: Play, options: Mapping[str, Any]) -> None:
+    """UserError where a function does not take (row, chat, **options)."""
+    if not inspect.iscoroutinefunction(play):
+        raise UserError(f"{key} is no coroutine function: write `async def run(row, chat)`")
+    try:
+        inspect.signature(play).bind({}, None, **options)
+    except TypeError as error:
+        raise UserError(
+            f"{key} cannot be called with (row, chat, **env.options): {error}"
+        ) from None

@@ -1,0 +1,99 @@
+"""A drawn turn as chat endpoints and token endpoints answer it: the bodies, as vLLM writes them."""
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.environments.record import ChatAnswer
+from jaxtrain.generation.engine import Completion
+
+MODEL = "policy"
+"""What the policy is called."""
+
+
+def write_chat(answer: ChatAnswer, number: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A turn as body of an answer to POST /v1/chat/completions, as vLLM writes it."""
+    drawn = answer.completion
+    message = dict(answer.message)
+    if calls := message.get("tool_calls"):
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [
+            {
+                **one,
+                "function": {
+                    **one["function"],
+                    "arguments": json.dumps(one["function"]["arguments"]),
+                },
+            }
+            for one in calls
+        ]
+    reason = "tool_calls" if calls and drawn.finish_reason == "stop" else drawn.finish_reason
+    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason}
+    if body.get("logprobs"):
+        choice["logprobs"] = {
+            "content": [
+                {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
+                for token, value in zip(drawn.tokens, drawn.logprobs, strict=True)
+            ]
+        }
+    found = {
+        "id": number,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": body.get("model") or MODEL,
+        "choices": [choice],
+        "usage": write_usage(len(answer.prompt), len(drawn.tokens)),
+    }
+    if body.get("return_token_ids"):
+        choice["token_ids"] = [int(token) for token in drawn.tokens]
+        found["prompt_token_ids"] = answer.prompt
+    return found
+
+
+def write_tokens(prompt: list[int], drawn: Completion, number: str) -> dict[str, Any]:
+    """A turn as body of an answer to POST /inference/v1/generate, as vLLM writes it."""
+    tokens = [int(token) for token in drawn.tokens]
+    content = [
+        {"token_id": token, "logprob": value, "rank": None, "top_logprobs": []}
+        for token, value in zip(tokens, drawn.logprobs, strict=True)
+    ]
+    choice = {
+        "index": 0,
+        "finish_reason": drawn.finish_reason,
+        "stop_reason": None,
+        "token_ids": tokens,
+        "logprobs": {"content": content},
+    }
+    usage = write_usage(len(prompt), len(tokens))
+    return {"request_id": number, "choices": [choice], "prompt_token_ids": prompt, "usage": usage}
+
+
+def write_usage(prompt: int, completion: int) -> dict[str, int]:
+    """Counts of tokens."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+def split_chat(found: dict[str, Any], body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The same as the chunks of a stream: nothing is sent before all of it was drawn."""
+    (choice,) = found["choices"]
+    calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls", ()))]
+    delta = {"role": "assistant", "content": choice["message"]["content"] or ""}
+    extra = {key: choice[key] for key in ("logprobs", "token_ids") if key in choice}
+    parts: list[dict[str, Any]] = [{"delta": delta, "finish_reason": None, **extra}]
+    if calls:
+        parts.append({"delta": {"tool_calls": calls}, "finish_reason": None})
+    parts.append({"delta": {}, "finish_reason": choice["finish_reason"]})
+    kept = {
+        key: found[key] for key in ("id", "created", "model", "prompt_token_ids") if key in found
+    }
+    head = {**kept, "object": "chat.completion.chunk"}
+    chunks = [{**head, "choices": [{"index": 0, **part}]} for part in parts]
+    options = body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
+        chunks.append({**head, "choices": [], "usage": found["usage"]})
+    return chunks

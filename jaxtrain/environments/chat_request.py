@@ -1,0 +1,239 @@
+"""What an agent asks a chat endpoint for: messages as chat templates take them, tools, limits.
+
+Agents may not choose how tokens are drawn: that is section sampling, or log-probs and ratios would
+be those of another distribution. They may only cut an answer shorter.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxtrain.environments.turns import split_thinking
+from jaxtrain.generation.engine import Sampling
+
+NEUTRAL: Mapping[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+}
+"""Keys of a request that have to be what they are where they are left out."""
+FORBIDDEN = (
+    *("logit_bias", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("structured_outputs", "bad_words", "allowed_token_ids"),
+)
+
+
+class RequestRefused(Exception):
+    """A request that is answered by an error; its text says why."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class ChatRequest(NamedTuple):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    """As chat templates take them: contents are texts, arguments of tool calls are dicts."""
+    given_ids: dict[int, list[int]]
+    """{index of a message: the token ids that its agent says it was drawn as}"""
+    tools: list[dict[str, Any]]
+    sampling: Sampling
+    """The episode's, cut to what was asked for."""
+
+
+def read_request(body: Any, sampling: Sampling) -> ChatRequest:
+    """The request of an episode that draws with `sampling`; Refused for what cannot be done."""
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+        raise RequestRefused(400, "the body must be an object with a list of messages")
+    if not body["messages"]:
+        raise RequestRefused(400, "messages must not be empty")
+    names: dict[str, str] = {}
+    messages = [read_message(message, names) for message in body["messages"]]
+    given = {
+        index: message["generation_token_ids"]
+        for index, message in enumerate(body["messages"])
+        if isinstance(message.get("generation_token_ids"), list)
+    }
+    tools = [] if body.get("tool_choice") == "none" else read_tools(body.get("tools"))
+    return ChatRequest(messages, given, tools, limit(body, sampling))
+
+
+def limit(body: Mapping[str, Any], sampling: Sampling) -> Sampling:
+    """The episode's sampling, cut to what a request asks for; Refused where it asks for another."""
+    for key, ours in (
+        *((key, getattr(sampling, key)) for key in ("temperature", "top_p", "min_p")),
+        *NEUTRAL.items(),
+    ):
+        found = body.get(key)
+        if found is not None and not same_number(found, ours):
+            advice = (
+                f"sampling.{key} is {ours:g}" if key not in NEUTRAL else f"only {ours} is drawn"
+            )
+            raise RequestRefused(
+                400, f"{key} {found!r:.40} is not this run's: {advice}; leave it out"
+            )
+    found = body.get("top_k")
+    if found is not None and max(found, 0) != sampling.top_k:
+        raise RequestRefused(
+            400, f"top_k {found!r:.40} is not this run's {sampling.top_k}; leave it out"
+        )
+    for key in FORBIDDEN:
+        if body.get(key):
+            raise RequestRefused(400, f"{key} would make the log-probs another distribution's")
+    form = body.get("response_format") or {}
+    if form.get("type", "text") != "text":
+        raise RequestRefused(400, "response_format would make the log-probs another distribution's")
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        raise RequestRefused(
+            400, "a forced tool_choice would make the log-probs another distribution's"
+        )
+    update: dict[str, Any] = {}
+    for key in ("max_tokens", "max_completion_tokens"):
+        if (most := body.get(key)) is not None:
+            if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+                raise RequestRefused(
+                    400, f"{key} must be a whole number from 1 on, found {most!r:.40}"
+                )
+            update["max_new_tokens"] = min(most, sampling.max_new_tokens)
+    stops = body.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if new := [text for text in stops if text not in sampling.stop]:
+        update["stop"] = [*sampling.stop, *new]
+    return sampling.model_copy(update=update) if update else sampling
+
+
+def same_number(found: Any, ours: float) -> bool:
+    """Whether a number of a request is ours, as far as a float32 tells."""
+    return isinstance(found, int | float) and abs(found - ours) <= 1e-6 * max(1.0, abs(ours))
+
+
+def read_message(message: Any, names: dict[str, str]) -> dict[str, Any]:
+    """A message as chat templates take it. names: of tool calls by their ids, which it adds to."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestRefused(400, "each message must be an object with a role")
+    role = "system" if message["role"] == "developer" else message["role"]
+    read: dict[str, Any] = {"role": role, "content": read_content(message.get("content"))}
+    thinking = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(thinking, str):
+        read["reasoning_content"] = thinking
+    if calls := message.get("tool_calls"):
+        read["tool_calls"] = [read_tool_call(call, names) for call in calls]
+    if role == "tool":
+        call_id = message.get("tool_call_id")
+        read["tool_call_id"] = call_id
+        if name := message.get("name") or names.get(str(call_id)):
+            read["name"] = name
+    elif isinstance(message.get("name"), str):
+        read["name"] = message["name"]
+    return read
+
+
+def read_content(content: Any) -> str:
+    """A message's text, of a string or of parts; Refused for what is no text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content.encode("utf-8", "replace").decode()
+    if not isinstance(content, list):
+        raise RequestRefused(
+            400, f"content must be a text or a list of parts, found {content!r:.80}"
+        )
+    texts = []
+    for part in content:
+        text = part if isinstance(part, str) else None
+        if isinstance(part, dict) and str(part.get("type", "text")).endswith("text"):
+            text = part.get("text")
+        if not isinstance(text, str):
+            raise RequestRefused(400, f"only texts can be read, found a part {part!r:.80}")
+        texts.append(text)
+    return "".join(texts).encode("utf-8", "replace").decode()
+
+
+def read_tool_call(call: Any, names: dict[str, str]) -> dict[str, Any]:
+    """A tool call with its arguments as a dict, or as the text that they are where that is none."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestRefused(400, f"a tool call needs function.name, found {call!r:.80}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            loaded = json.loads(arguments)
+        except (ValueError, RecursionError):
+            loaded = None
+        arguments = loaded if isinstance(loaded, dict) else arguments
+    call_id = str(call.get("id"))
+    names[call_id] = function["name"]
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def read_tools(tools: Any) -> list[dict[str, Any]]:
+    """Schemas of tools as chat templates take them; what only steers a server's sampling (strict)
+    is left out."""
+    read = []
+    for tool in tools or []:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if function is None and isinstance(tool, dict) and tool.get("type") == "function":
+            function = {key: value for key, value in tool.items() if key != "type"}
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestRefused(400, f"a tool needs type function and a name, found {tool!r:.80}")
+        kept = {key: value for key, value in function.items() if key != "strict"}
+        read.append({"type": "function", "function": kept})
+    return read
+
+
+def message_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two assistant messages have in common that say the same: thinking, text, calls."""
+    thinking, content = message.get("reasoning_content"), message.get("content") or ""
+    if thinking is None:
+        thinking, content = split_thinking(content)
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    return (
+        thinking.strip(),
+        content.strip(),
+        tuple(
+            (call["name"], json.dumps(call["arguments"], sort_keys=True, default=str))
+            for call in calls
+        ),
+    )
+
+
+def read_input(given: Any) -> list[dict[str, Any]]:
+    """Items of a Responses request as chat messages: a text is the user's."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, Sequence) or not given:
+        raise RequestRefused(400, "input must be a text or a list of items")
+    names: dict[str, str] = {}
+    messages: list[dict[str, Any]] = []
+    for item in given:
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        match kind:
+            case "message":
+                messages.append(read_message(item, names))
+            case "function_call":
+                call = read_tool_call({"id": item.get("call_id"), "function": item}, names)
+                last: dict[str, Any] = messages[-1] if messages else {"role": ""}
+                if last["role"] != "assistant":
+                    last = {"role": "assistant", "content": ""}
+                    messages.append(last)
+                last["tool_calls"] = [*last.get("tool_calls", ()), call]
+            case "function_call_output":
+                call_id, content = item.get("call_id"), item.get("output")
+                result = {"role": "tool", "tool_call_id": call_id, "content": content}
+                messages.append(read_message(result, names))
+            case "reasoning":
+                texts = [part.get("text", "") for part in item.get("summary") or []]
+                thought = {"role": "assistant", "content": "", "reasoning_content": "".join(texts)}
+                messages.append(thought)
+            case _:
+                raise RequestRefused(400, f"an item of input is of no known type: {item!r:.80}")
+    return messages

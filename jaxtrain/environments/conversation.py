@@ -1,0 +1,275 @@
+"""What an own environment talks through: `log`, `draw`, `finish`.
+
+    async def capital(row, chat):
+        chat.say(f"What is the capital of {row['country']}?")
+        answer = await chat.draw()
+        return chat.finish(reward=float(row["capital"] in answer))
+
+What the model wrote stays as it wrote it, token for token, and alone is trained; what the world
+says (questions, tool results) is context. See history.py for what a turn is drawn behind.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxtrain.environments.history import TokenHistory, TurnTemplate
+from jaxtrain.environments.talk import (
+    AssistantReply,
+    PolicyConversation,
+    list_messages,
+    make_answer,
+    read_answer,
+)
+from jaxtrain.environments.tools import Toolbox, make_tool
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Engine, EpisodeFailed, FrozenPolicy, Sampling
+from jaxtrain.generation.episodes import Episode
+
+Rewards = float | Mapping[str, float | None] | None
+
+
+class Conversation:
+    """An episode while it is played; made anew for each."""
+
+    def __init__(
+        self,
+        template: TurnTemplate,
+        engine: Engine,
+        sampling: Sampling,
+        index: int,
+        *,
+        tools: Toolbox | None = None,
+        schemas: Sequence[Any] | None = None,
+        max_turns: int = 8,
+        name: str = "reward",
+        rewritten: bool = True,
+        row_tokens: int | None = None,
+        policy: str = "",
+        agent: str = "",
+    ):
+        """schemas: of tools that the environment answers itself. name: of rewards that are given
+        without one. rewritten: see History. row_tokens: longest sequence that can be trained."""
+        self.engine, self.sampling, self.index = engine, sampling, index
+        self.policy, self.agent = policy, agent
+        """As of an Episode."""
+        self.tools = Toolbox() if tools is None else tools
+        self.schemas = list(schemas or [])
+        self.max_turns, self.name, self.row_tokens = max_turns, name, row_tokens
+        self.messages: list[dict[str, Any]] = []
+        """What was said, by whom: messages as chat templates take them. An environment may edit
+        the list, to sum up what lies far back: the next turn is drawn behind what it says then."""
+        self.num_turns = 0
+        """Assistant turns so far."""
+        self._history = TokenHistory(template, rewritten)
+        self._said: list[dict[str, Any]] = []
+        self._drawn: list[dict[str, Any]] = []
+        """The message of each turn that was drawn."""
+        self._texts: list[str] = []
+        self._prompt_end = 0
+        self._finish_reason = "stop"
+        self._full = self._drawing = False
+        self._turn_rewards: list[dict[str, float]] = []
+
+    def use(self, *functions: Callable[..., Any]) -> None:
+        """Offer functions as tools: see tools.py. UserError where one has no schema."""
+        for function in functions:
+            self.tools.add(make_tool(function))
+
+    def log(self, content: Any, role: str = "user", **keys: Any) -> None:
+        """The world says something: a text, a whole message, or a list of messages.
+
+        keys: further ones of the message, such as name="search" with role="tool".
+        """
+        for message in list_messages(content, role, keys):
+            self._add(message)
+
+    def other(self, name: str) -> "PolicyConversation | Conversation":
+        """A conversation with another policy, beside this one: of section policies, by its name.
+        With one that is trained it is an episode of its own, to be finished and returned, too."""
+        others = getattr(self.engine, "others", {})
+        if name not in others:
+            known = ", ".join(others) or "none"
+            raise UserError(
+                f"chat.other({name!r}): there is no such policy; section policies has: {known}"
+            )
+        if isinstance(others[name], FrozenPolicy):
+            return PolicyConversation(others[name], self.index)
+        return self._begin(others[name], name, "")
+
+    def another(self, agent: str) -> "Conversation":
+        """A conversation with the same policy as one of several agents: an episode of its own, to
+        be finished and returned, too. Its rewards are compared with those of the same agent in the
+        other games of the prompt."""
+        return self._begin(self.engine, self.policy, agent)
+
+    def _begin(self, engine: Engine, policy: str, agent: str) -> "Conversation":
+        return Conversation(
+            self._history.template,
+            engine,
+            self.sampling,
+            self.index,
+            tools=Toolbox(seconds=self.tools.seconds),
+            max_turns=self.max_turns,
+            name=self.name,
+            rewritten=self._history.rewritten,
+            row_tokens=self.row_tokens,
+            policy=policy,
+            agent=agent,
+        )
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more fits into the row: the next draw would fail."""
+        return self._full
+
+    async def draw(self) -> AssistantReply:
+        """The assistant's next turn. Tool calls in it are not made: see `answer` and `call`.
+
+        Raises EpisodeFailed where the row was full before, so that nothing more can be drawn.
+        """
+        if self._full:
+            raise EpisodeFailed("the conversation has no room left in a row of data.sequence_len")
+        if self._drawing:
+            raise UserError("chat.draw: the turn before is still being drawn; await it first")
+        self._drawing = True
+        try:
+            return await self._draw()
+        finally:
+            self._drawing = False
+
+    async def _draw(self) -> AssistantReply:
+        if not self._drawn:
+            self._prompt_end = len(self._said)
+        tools = [*self.schemas, *self.tools.schemas]
+        prompt = self._history.prepare(self.messages, self._find_drawn(), tools)
+        sampling, room = self.sampling, None
+        if self.row_tokens is not None:
+            room = self.row_tokens - len(prompt.tokens)
+            if room < sampling.max_new_tokens:
+                sampling = sampling.model_copy(update={"max_new_tokens": max(room, 1)})
+        if room is not None and room <= 0:
+            self._full, self._finish_reason = True, "length"
+            return make_answer("", [], finished=False)
+        template = self._history.template
+        found = await self.engine.generate(
+            list(prompt.tokens), sampling, template.ends, index=self.index
+        )
+        turn = self._history.add(prompt, found)
+        self._full = room is not None and len(found.tokens) >= room
+        self._finish_reason = found.finish_reason
+        self.num_turns += 1
+        shown = template.tokenizer.decode(turn.tokens, skip_special_tokens=True)
+        message = {"role": "assistant", "content": shown}
+        self._drawn.append(message)
+        self._texts.append(shown)
+        self._add(message)
+        raw = template.tokenizer.decode(turn.tokens[:-1] if turn.finished else turn.tokens)
+        return read_answer(raw, finished=turn.finished, opened=turn.opened)
+
+    async def answer(self) -> AssistantReply:
+        """Draw turns and make the tool calls in them, until one calls nothing, is cut off, or is
+        the env.max_turns-th; that one."""
+        answer = await self.draw()
+        while answer.tool_calls and answer.finished and self.num_turns < self.max_turns:
+            await self.call(answer)
+            answer = await self.draw()
+        return answer
+
+    async def call(self, answer: AssistantReply) -> list[str]:
+        """Make the tool calls of a turn, one after the other, and say what came of them."""
+        results = [await self.tools.answer(call) for call in answer.tool_calls]
+        self.log(results)
+        return [result["content"] for result in results]
+
+    def reward(self, value: float, name: str | None = None) -> None:
+        """A reward for the last turn; it adds to the episode's, and is credited to that turn and
+        those before it. Several of one name add up."""
+        if not self.num_turns:
+            raise UserError("chat.reward comes after chat.draw: no turn was drawn yet")
+        self._turn_rewards += [{} for _ in range(self.num_turns - len(self._turn_rewards))]
+        rewards, name = self._turn_rewards[-1], name or self.name
+        rewards[name] = rewards.get(name, 0.0) + read_reward(value, f"chat.reward({value!r:.80})")
+
+    def finish(self, reward: Rewards = None, **metrics: Any) -> Episode:
+        """The played episode.
+
+        reward: of the whole of it: a number, several by name, or None where section rewards
+        judges. metrics: further numbers to be logged as env/NAME, or pairs (sum, weight).
+        Raises EpisodeFailed where nothing was drawn, UserError for what is no number.
+        """
+        if not self.num_turns:
+            raise EpisodeFailed("its environment drew no answer")
+        what = f"chat.finish(reward={reward!r:.80})"
+        rewards: dict[str, float | None] = {}
+        if isinstance(reward, Mapping):
+            for name, value in reward.items():
+                rewards[str(name)] = None if value is None else read_reward(value, what)
+        elif reward is not None:
+            rewards[self.name] = read_reward(reward, what)
+        rewarded = self._turn_rewards
+        if rewarded:
+            rewarded = [*rewarded, *({} for _ in range(self.num_turns - len(rewarded)))]
+        *earlier, last = self._history.sequences
+        found: dict[str, Any] = {"turns": float(self.num_turns)}
+        if self.tools.tools:
+            found["tool_calls"] = float(self.tools.num_calls)
+            found["tool_errors"] = float(self.tools.num_errors)
+        return Episode(
+            last.tokens,
+            last.sampled,
+            last.logprobs,
+            last.versions,
+            self._finish_reason,
+            completion=self._said[self._prompt_end :],
+            prompt=self._said[: self._prompt_end],
+            rewards=rewards,
+            metrics={**found, **{name: read_metric(name, v) for name, v in metrics.items()}},
+            turns=last.turns,
+            turn_rewards=rewarded,
+            earlier=earlier,
+            routed=last.routed,
+            policy=self.policy,
+            agent=self.agent,
+        )
+
+    def _add(self, message: dict[str, Any]) -> None:
+        if isinstance(content := message.get("content"), str):
+            # Half a surrogate pair, of a broken file or a tool: no tokenizer takes it.
+            message["content"] = content.encode("utf-8", "replace").decode()
+        self.messages.append(message)
+        self._said.append(dict(message))
+
+    def _find_drawn(self) -> dict[int, int]:
+        """{index of a message: number of the turn that it is}, of those that nobody edited."""
+        numbers = {id(message): number for number, message in enumerate(self._drawn)}
+        found = {}
+        for index, message in enumerate(self.messages):
+            number = numbers.get(id(message))
+            if number is not None and message.get("content") == self._texts[number]:
+                found[index] = number
+        return found
+
+
+def read_reward(value: Any, what: str) -> float:
+    """A reward as float, NaN where it is that; UserError for what is no number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.inf
+    if isinstance(value, str) or math.isinf(number):
+        raise UserError(f"{what}: a reward is a finite number")
+    return number
+
+
+def read_metric(name: str, value: Any) -> Any:
+    """A metric as float or a pair of them; UserError for anything else."""
+    try:
+        if isinstance(value, tuple | list):
+            total, weight = value
+            return float(total), float(weight)
+        return float(value)
+    except (TypeError, ValueError):
+        raise UserError(
+            f"chat.finish({name}={value!r:.80}): a metric is a number, or a pair (sum, weight)"
+        ) from None

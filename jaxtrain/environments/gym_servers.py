@@ -1,0 +1,202 @@
+"""The servers of a NeMo Gym, found or started, and the endpoint that their agents ask.
+
+    head server, given URLs ──> Roster: where each agent and each resources server is
+    agents ── policy_base_url ──> PolicyServer, which listens before Gym starts
+
+Environments of one run with the same servers (training and evaluation sets) share them. A Gym that
+runs is inspected before the run; one of the run's own is started by the first episode, and all wait
+for it. Servers that are lost are waited for (their head lists them anew, at other ports) or, where
+they are the run's own and have ended, started again.
+"""
+
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.gym import GymConfig
+from jaxtrain.config.secrets import reveal
+from jaxtrain.environments.gym_process import GymProcess
+from jaxtrain.environments.gym_roster import Mode, Roster
+from jaxtrain.environments.policy_server import PolicyServer
+from jaxtrain.errors import RunStopped, UserError
+
+POLL_SECONDS = 1.0
+
+
+class GymServers:
+    """One Gym and the endpoint for it. All methods but `close` may be called from any thread."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: GymConfig,
+        max_model_len: int,
+        key: str = "env.gym",
+        folder: str | None = None,
+    ):
+        """key: the section's, for messages. folder: the run's, for Gym's config and log;
+        None: a temporary one."""
+        self.config, self.key, self.folder = config, key, folder
+        secrets = {"api_key": config.api_key, "token": config.token}
+        given = reveal({name: one for name, one in secrets.items() if one}, key)
+        self.policy = PolicyServer(
+            tokenizer,
+            max_model_len=max_model_len,
+            host=config.host,
+            port=config.port,
+            token=given.get("api_key"),
+        )
+        token = given.get("token")
+        self.headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        """Of requests to Gym."""
+        self.roster = Roster(key, (config.head or "").rstrip("/"), config.servers, self.headers)
+        self.users = 0
+        """Environments that share it."""
+        self.told: set[str] = set()
+        """What was said of it."""
+        self.found = 0
+        """How often its servers were found: once, and again whenever they had gone."""
+        self._used: set[str] = set()
+        """Processes that were asked for."""
+        self._process: GymProcess | None = None
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._problem = ""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its servers are known."""
+        return self.found > 0
+
+    def ready(self, asked: bool = True, log: Callable[[str], None] = lambda text: None) -> None:
+        """Have all servers up; blocks, for minutes where Gym is started. asked: whether its agents
+        will ask the endpoint. UserError for what a person must mend, the same for all who wait."""
+        if asked or self.config.start:
+            self.policy.open()
+        with self._lock:
+            if self.is_ready:
+                return
+            if self._problem:
+                raise UserError(self._problem)
+            try:
+                if self.config.start:
+                    folder = self.folder or tempfile.mkdtemp(prefix="jaxtrain_gym_")
+                    place = Path(folder).absolute()
+                    self._process = GymProcess(self.config, self.policy, place, self.key)
+                    self.roster.head = self._process.start()
+                self._wait(log)
+            except UserError as error:
+                self._problem = str(error)
+                self._end()
+                raise
+            self.found = 1
+
+    def revive(self, seen: int) -> bool:
+        """A server that was found as number `seen` does not answer: wait until all are back, and
+        find them anew. Whether they had gone; told to one of all who ask. RunStopped where they
+        stay away."""
+        with self._lock:
+            if self.found != seen or self._closing.is_set():
+                return False
+            if self._problem:
+                raise RunStopped(self._problem)
+            listed = self.roster.listed
+            try:
+                gone = self._wait_again()
+            except (UserError, RunStopped) as error:
+                self._problem = str(error)
+                raise RunStopped(self._problem) from None
+            self.found += gone or self.roster.listed != listed
+            return self.found != seen
+
+    def find(self, name: str, mode: Mode) -> str:
+        """URL of who plays, or judges, for an agent; UserError."""
+        place, url = self.roster.find(name, mode)
+        if not url:
+            self.roster.check([name], mode, f"{self.key}.agent")
+        self._used.add(place)
+        return url
+
+    def close(self) -> None:
+        """One of those who share it needs it no more; the last one ends what was started."""
+        self.users -= 1
+        if self.users <= 0:
+            for key in [key for key, one in _SHARED.items() if one is self]:
+                del _SHARED[key]
+            self._closing.set()
+            with self._lock:
+                self._end()
+
+    def _wait(self, log: Callable[[str], None]) -> None:
+        """Until the head says that all are up; UserError where that takes too long."""
+        end, told = time.monotonic() + self.config.start_seconds, False
+        while not self._closing.is_set():
+            if self._process is not None:
+                self._process.check()
+            try:
+                return self.roster.read()
+            except (OSError, ValueError) as error:
+                problem = error
+            if not told:
+                log(f"waiting for {self.roster.name} ({problem})")
+                told = True
+            if time.monotonic() > end:
+                raise UserError(self._explain(problem))
+            self._closing.wait(POLL_SECONDS)
+
+    def _wait_again(self) -> bool:
+        """Until all that are in use answer; whether one did not."""
+        end, gone = time.monotonic() + self.config.start_seconds, False
+        while not self._closing.is_set():
+            if self._process is not None and self._process.status() is not None:
+                self.roster.head, gone = self._process.restart(), True
+            try:
+                self.roster.read()
+                for place in self._used:
+                    self.roster.greet(place)
+                break
+            except (OSError, ValueError) as error:
+                gone = True
+                if time.monotonic() > end:
+                    raise RunStopped(self._explain(error)) from None
+            self._closing.wait(POLL_SECONDS)
+        return gone
+
+    def _explain(self, problem: Exception) -> str:
+        seconds = f"{self.key}.start_seconds {self.config.start_seconds:g}"
+        if self._process is not None:
+            return f"{self.key}: Gym's servers were not up after {seconds}; {self._process.tail()}"
+        token = "" if self.headers else f"; a proxy's token goes into {self.key}.token"
+        return (
+            f"{self.key}.{'head' if self.roster.head else 'servers'}: {self.roster.name} does not"
+            f" answer ({problem}) after {seconds}: start it (gym env start), or mend the URL{token}"
+        )
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+        self.policy.close()
+
+
+_SHARED: dict[str, GymServers] = {}
+"""Those in use, by everything that makes a difference to them."""
+
+
+def share_servers(
+    tokenizer: Any, config: GymConfig, max_model_len: int, key: str, folder: str | None
+) -> GymServers:
+    """The servers that a section names, one for all environments of a run that name the same.
+    Each who asks for them closes them."""
+    own = {"agent", "mode", "rewards", "drop_nulls", "concurrency"}
+    place = json.dumps(
+        [config.model_dump(mode="json", exclude=own), max_model_len, str(folder), id(tokenizer)],
+        sort_keys=True,
+    )
+    if place not in _SHARED:
+        _SHARED[place] = GymServers(tokenizer, config, max_model_len, key, folder)
+    _SHARED[place].users += 1
+    return _SHARED[place]

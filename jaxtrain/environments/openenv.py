@@ -1,0 +1,358 @@
+"""Environments behind OpenEnv servers: one WebSocket an episode, with an object of its own there.
+
+    jaxtrain                          server (openenv 0.10, create_app)
+      reset {seed, ...}       ──>     observation, reward, done
+      step  {action fields}   ──>     the same, once a turn (or once a tool call)
+      close                   ──>     the session's place is free again
+
+Nothing of the openenv package is needed here. Plain HTTP POST /reset and /step would not do: there
+each call gets an object of its own. See config/openenv.py for what a turn of the model does.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import aiohttp
+
+from jaxtrain.config import EnvConfig
+from jaxtrain.config.secrets import redact_text, reveal, reveal_url
+from jaxtrain.environments.conversation import AssistantReply, Conversation
+from jaxtrain.environments.rewards.texts import FENCE
+from jaxtrain.environments.single_turn import find_prompt
+from jaxtrain.environments.tools import MAX_ERROR, MAX_RESULT, shorten
+from jaxtrain.environments.turns import ToolCall
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import EpisodeFailed
+from jaxtrain.generation.episodes import Episode
+
+MAX_MESSAGE = 16 * 2**20
+"""Bytes of one message of a server."""
+CONNECT_SECONDS = 10.0
+FULL_PAUSE = 0.2
+"""Seconds before the next try where every server is full; they double up to FULL_PAUSE_MOST."""
+FULL_PAUSE_MOST = 5.0
+TEXTS = ("prompt", "text", "message", "content")
+"""Fields of an observation that are what a person would read."""
+Seen = dict[str, Any]
+"""An observation."""
+
+
+class OpenEnvError(Exception):
+    """A server's answer of type error: the session lives on."""
+
+    def __init__(self, data: Mapping[str, Any]):
+        self.code = str(data.get("code", ""))
+        problems = [
+            f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}"
+            for one in data.get("errors") or []
+            if isinstance(one, Mapping)
+        ]
+        super().__init__("; ".join(problems) or str(data.get("message", "")))
+
+
+class OpenEnv:
+    """An environment function, `run(row, chat)`, that plays on one of several servers."""
+
+    def __init__(self, config: EnvConfig, section: str = "env"):
+        """section: its key in the config. UserError: a secret is not there."""
+        self.config, self.options = config, config.openenv
+        key = f"{section}.openenv"
+        urls = [
+            make_socket_url(reveal_url(url, f"{key}.url.{number}"))
+            for number, url in enumerate(self.options.url)
+        ]
+        self.sessions = dict.fromkeys(urls, 0)
+        """Episodes under way by URL."""
+        token = reveal({"token": self.options.token}, key)["token"]
+        self.headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    async def run(self, row: Mapping[str, Any], chat: Conversation) -> Episode:
+        """One episode. UserError for a row that cannot be played, EpisodeFailed for what the
+        server did."""
+        async with self._connect(self._reset_data(row), chat) as (session, found):
+            self._begin(row, chat, found)
+            if self.options.action == "tools":
+                chat.schemas = await session.list_tools()
+            while not (session.done or chat.full or chat.num_turns >= self.config.max_turns):
+                answer = await chat.draw()
+                # A text that was cut off is an answer all the same; calls and JSON are not.
+                whole = answer.finished or (self.options.action == "text" and answer.raw)
+                if not whole or not await self._act(session, chat, answer):
+                    break
+            return chat.finish(session.reward(self.options.reward_of), **session.counts)
+
+    def _begin(self, row: Mapping[str, Any], chat: Conversation, found: Seen) -> None:
+        """Say what comes before the first turn: system message, the row's prompt, observation."""
+        column, system = self.config.prompt_column, self.config.system
+        messages: list[dict[str, Any]] = []
+        if row.get(column, row.get("messages")):
+            given = find_prompt(row, column)
+            messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        if system is not None and (not messages or messages[0].get("role") != "system"):
+            chat.log(system, "system")
+        chat.log(messages)
+        if text := show(found, self.options.observation_field):
+            chat.log(text)
+        elif not messages:
+            raise UserError(
+                f"env.openenv: the row has no {column!r} and the observation of the reset nothing"
+                f" to show (its fields: {', '.join(sorted(found)) or 'none'}); give rows a prompt,"
+                " or name a field in env.openenv.observation_field"
+            )
+
+    async def _act(
+        self, session: "OpenEnvSession", chat: Conversation, answer: AssistantReply
+    ) -> bool:
+        """Do what a turn says and tell what came of it; whether the episode goes on."""
+        if self.options.action == "tools":
+            for call in answer.tool_calls:
+                chat.log(await session.call_tool(call), "tool", name=call.name)
+                if session.done:
+                    break
+            return bool(answer.tool_calls)
+        try:
+            if self.options.action == "json":
+                action = read_action(answer)
+            else:
+                action = {self.options.text_field: str(answer)}
+            seen = await session.step(action)
+        except (OpenEnvError, ValueError) as error:
+            session.count("invalid_actions")
+            chat.log(f"error: {shorten(str(error), MAX_ERROR)}")
+            return True
+        if not session.done:
+            chat.log(show(seen, self.options.observation_field) or "(nothing to see)")
+        return True
+
+    def _reset_data(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        own = row.get("reset") or {}
+        if not isinstance(own, Mapping):
+            raise UserError(f"env.openenv: a row's column reset is a table, not {own!r:.80}")
+        seed = row["seed"] if isinstance(row.get("seed"), int) else seed_of(row)
+        given = {name: value for name, value in own.items() if value is not None}
+        return {"seed": seed, **self.options.reset, **given}
+
+    @contextlib.asynccontextmanager
+    async def _connect(
+        self, reset: Mapping[str, Any], chat: Conversation
+    ) -> AsyncIterator[tuple["OpenEnvSession", Seen]]:
+        """A session on the server with the fewest, and its first observation; waits where all are
+        full."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+        pause = FULL_PAUSE
+        async with aiohttp.ClientSession(headers=self.headers, timeout=timeout) as client:
+            while True:
+                for url in sorted(self.sessions, key=self.sessions.__getitem__):
+                    self.sessions[url] += 1
+                    try:
+                        async with OpenEnvSession.open(client, url) as session:
+                            if (seen := await session.reset(reset)) is not None:
+                                yield session, seen
+                                return
+                    finally:
+                        self.sessions[url] -= 1
+                with getattr(chat.engine, "waiting", contextlib.nullcontext)():
+                    await asyncio.sleep(pause)
+                pause = min(2 * pause, FULL_PAUSE_MOST)
+
+
+class OpenEnvSession:
+    """One connection, and what its environment said so far."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str):
+        self.socket, self.url = socket, url
+        self.done = False
+        self.rewards: list[float] = []
+        self.counts: dict[str, float] = {}
+        self._heard: asyncio.Queue[Any] = asyncio.Queue()
+        # Pings are only answered while somebody receives, and a turn may take longer to draw than
+        # a server waits for that.
+        self._reader = asyncio.ensure_future(self._read())
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, client: aiohttp.ClientSession, url: str) -> AsyncIterator["OpenEnvSession"]:
+        """Connect; says close at the end, so that the place is free at once."""
+        try:
+            socket = await client.ws_connect(url, max_msg_size=MAX_MESSAGE)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise fail(url, "cannot be reached", error) from None
+        session = cls(socket, url)
+        try:
+            yield session
+        finally:
+            with contextlib.suppress(aiohttp.ClientError, OSError):
+                await socket.send_json({"type": "close"})
+            session._reader.cancel()
+            await socket.close()
+
+    async def reset(self, data: Mapping[str, Any]) -> Seen | None:
+        """The first observation; None: the server has no room for one more session."""
+        try:
+            return self._take(await self.ask("reset", data))
+        except OpenEnvError as error:
+            if error.code == "CAPACITY_REACHED":
+                return None
+            raise fail(self.url, "refuses the reset", error) from None
+
+    async def step(self, action: Mapping[str, Any]) -> Seen:
+        """The observation after an action. Raises Refused where it is none of the environment's,
+        EpisodeFailed where that broke."""
+        try:
+            return self._take(await self.ask("step", action))
+        except OpenEnvError as error:
+            if error.code != "VALIDATION_ERROR":
+                raise fail(self.url, "failed at a step", error) from None
+            raise
+
+    async def list_tools(self) -> list[dict[str, Any]]:
+        """The environment's tools, as chat templates take them."""
+        try:
+            tools = self._take(await self.ask("step", {"type": "list_tools"})).get("tools")
+        except OpenEnvError as error:
+            raise UserError(
+                f"env.openenv: {redact_text(self.url)} has no tools ({error}); set"
+                ' env.openenv.action to "text" or "json"'
+            ) from None
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool["name"],
+                    "description": tool.get("description") or "",
+                    "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+                },
+            }
+            for tool in tools or []
+        ]
+
+    async def call_tool(self, call: ToolCall) -> str:
+        """What came of a call, as the model is told it."""
+        self.count("tool_calls")
+        try:
+            if call.error is not None:
+                raise ValueError(call.error)
+            action = {"tool_name": call.name, "arguments": call.arguments}
+            seen = await self.step({"type": "call_tool", **action})
+            if error := seen.get("error"):
+                raise ValueError(error.get("message") if isinstance(error, Mapping) else error)
+            text, wrong = read_result(seen.get("result"))
+            if wrong:
+                raise ValueError(text)
+            return shorten(text, MAX_RESULT)
+        except (OpenEnvError, ValueError) as error:
+            self.count("tool_errors")
+            return f"error: {shorten(str(error), MAX_ERROR)}"
+
+    def reward(self, of: str) -> float:
+        """The episode's: of an agent that never got so far 0, lest it escape judgment."""
+        return sum(self.rewards) if of == "sum" else [0.0, *self.rewards][-1]
+
+    def count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0.0) + 1.0
+
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The data of the answer. Raises Refused, and EpisodeFailed where the connection ends."""
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # then the reader says why
+            await self.socket.send_json({"type": kind, "data": data})
+        heard = await self._heard.get()
+        if isinstance(heard, EpisodeFailed):
+            raise heard
+        if heard["type"] == "error":
+            raise OpenEnvError(heard["data"])
+        return heard["data"]
+
+    async def _read(self) -> None:
+        async for message in self.socket:
+            try:
+                heard = json.loads(message.data)
+                if not isinstance(heard["data"], dict) or not isinstance(heard["type"], str):
+                    raise TypeError
+            except (KeyError, TypeError, ValueError, RecursionError):
+                break
+            self._heard.put_nowait(heard)
+        problem = self.socket.exception() or f"close code {self.socket.close_code}"
+        self._heard.put_nowait(fail(self.url, "is gone", problem))
+
+    def _take(self, data: Mapping[str, Any]) -> Seen:
+        reward, seen = data.get("reward"), data.get("observation")
+        if isinstance(reward, int | float):
+            self.rewards.append(float(reward))
+        self.done = bool(data.get("done"))
+        return seen if isinstance(seen, dict) else {}
+
+
+def fail(url: str, what: str, cause: object) -> EpisodeFailed:
+    """An episode that its server ended."""
+    text = f"env.openenv: {redact_text(url)} {what}: {cause or type(cause).__name__}"
+    return EpisodeFailed(f"OpenEnv server {what}", cause=text, pause=True, mistake=True)
+
+
+def make_socket_url(url: str) -> str:
+    """Where a server's WebSocket is, by its base URL."""
+    parts = urlsplit(url)
+    scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
+    path = parts.path.rstrip("/").removesuffix("/ws")
+    return urlunsplit((scheme, parts.netloc, f"{path}/ws", parts.query, ""))
+
+
+def seed_of(row: Mapping[str, Any]) -> int:
+    """A seed, 31 bits, that a row has in common with itself alone."""
+    text = json.dumps(row, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:4], "big") >> 1
+
+
+def show(seen: Seen, field: str | None = None) -> str:
+    """An observation as the model reads it; empty where it says nothing."""
+    value: Any = {
+        name: one for name, one in seen.items() if name != "metadata" and one not in (None, "")
+    }
+    if field is not None:
+        value = seen
+        for part in field.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise UserError(
+                    f"env.openenv.observation_field is {field!r}, but an observation has only"
+                    f" {', '.join(sorted(seen)) or 'no field'}"
+                )
+            value = value[part]
+    elif len(value) == 1 and next(iter(value)) in TEXTS:
+        (value,) = value.values()
+    if value is None or value == {}:
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return shorten(text, MAX_RESULT)
+
+
+def read_action(answer: str) -> dict[str, Any]:
+    """The JSON object that an answer is or ends with; ValueError where it is none."""
+    blocks = FENCE.findall(answer)
+    try:
+        action = json.loads(blocks[-1] if blocks else answer)
+    except (ValueError, RecursionError):
+        raise ValueError("the answer must be one JSON object") from None
+    if not isinstance(action, dict):
+        raise ValueError("the answer must be one JSON object")
+    return action
+
+
+def read_result(result: Any) -> tuple[str, bool]:
+    """(text, whether it is an error) of an MCP tool's result."""
+    wrong = False
+    if isinstance(result, Mapping) and "content" in result:
+        wrong = bool(result.get("is_error"))
+        data = result.get("data")
+        parts = [
+            one["text"]
+            for one in result["content"] or []
+            if isinstance(one, Mapping) and isinstance(one.get("text"), str)
+        ]
+        result = "\n".join(parts) if parts else data
+    if isinstance(result, str):
+        return result, wrong
+    return json.dumps(result, ensure_ascii=False), wrong

@@ -1,0 +1,280 @@
+"""The policy as an OpenAI-shaped server in this process: for environments whose agents speak HTTP.
+
+    agent, in another process ── POST /v1/chat/completions ──> a thread with its own event loop
+                                                                       │ to the episode's
+    Env.run:  record = server.begin(...)                               v
+              await record.watch(the agent's run)  <── what it drew ── Record ── Engine.generate
+              record.finish() -> Episode
+
+So all environments draw from the same engine as everything else, token by token the same, and know
+the version of every token. Which episode a request belongs to, the first of these that is there:
+
+    /e/ID/v1/...                     agents that can be told a base URL only
+    X-Session-ID: ID
+    "metadata": {"episode": "ID"}    NeMo Gym passes it on
+
+Every request needs `Authorization: Bearer TOKEN`. docs/nemo_gym.md has the routes.
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+import threading
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from jaxtrain.environments.chat_answer import MODEL, split_chat, write_chat, write_tokens
+from jaxtrain.environments.chat_request import RequestRefused, limit
+from jaxtrain.environments.history import TurnTemplate
+from jaxtrain.environments.record import ChatAnswer, EpisodeRecord
+from jaxtrain.environments.tool_calls import find_family
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Completion, Engine, Sampling
+from jaxtrain.text_safety import escape_control_chars
+
+T = TypeVar("T")
+MOST_BYTES = 1 << 26
+"""Of a request."""
+START_SECONDS = 10.0
+
+
+class PolicyServer:
+    """See the module's docstring. `open` it before anybody is told its address."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        max_model_len: int,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+    ):
+        """max_model_len: longest sequence, prompt and answer together. port: 0: any free one.
+        token: what requests must carry; None: a random one. UserError for a tokenizer without a
+        chat template."""
+        self.template = TurnTemplate(tokenizer)
+        self.family = find_family(str(tokenizer.chat_template))
+        self.max_model_len, self.host, self.port = max_model_len, host, port
+        self.token = token or secrets.token_urlsafe(24)
+        self._records: dict[str, EpisodeRecord] = {}
+        self._count = 0
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> str:
+        """Listen, in a thread; the base URL. UserError where the port is taken. Once is enough."""
+        with self._lock:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=loop.run_forever, name="policy", daemon=True)
+                thread.start()
+                try:
+                    self._run_in(loop, self._listen())
+                except OSError as error:
+                    loop.call_soon_threadsafe(loop.stop)
+                    raise UserError(
+                        f"the policy endpoint cannot listen on {self.host}:{self.port}: {error};"
+                        " give it another port, or 0 for any free one"
+                    ) from None
+                self._loop, self._thread = loop, thread
+        return self.base_url
+
+    @property
+    def base_url(self) -> str:
+        """What agents are told, "http://127.0.0.1:8311/v1"."""
+        return f"http://{self.host}:{self.port}/v1"
+
+    def begin(
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        index: int,
+        episode_id: str | None = None,
+        within: EpisodeRecord | None = None,
+    ) -> EpisodeRecord:
+        """An episode that requests may draw for from now on; called in the event loop in which its
+        engine runs. episode_id: where somebody else names it. within: the game that it is a part
+        of, which is given up with it; called from any thread then."""
+        with self._lock:
+            self._count += 1
+            name = episode_id or f"{index}-{self._count}"
+            record = EpisodeRecord(
+                name,
+                self.template,
+                self.family,
+                engine,
+                sampling,
+                index,
+                self.max_model_len,
+                f"http://{self.host}:{self.port}/e/{name}/v1",
+                within,
+            )
+            self._records[name] = record
+        return record
+
+    def end(self, episode_id: str) -> None:
+        """Forget an episode; requests for it are refused from now on."""
+        with self._lock:
+            record = self._records.pop(episode_id, None)
+        if record is not None:
+            record.close()
+
+    def close(self) -> None:
+        """Stop listening and end the thread."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is None or self._thread is None:
+            return
+        try:
+            self._run_in(loop, self._runner.cleanup())
+        except TimeoutError:
+            pass
+        loop.call_soon_threadsafe(loop.stop)
+        self._thread.join(timeout=2.0)
+        if not self._thread.is_alive():
+            loop.close()
+
+    @staticmethod
+    def _run_in(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(START_SECONDS)
+
+    async def _listen(self) -> None:
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._guard])
+        for prefix in ("", "/e/{episode}"):
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
+            app.router.add_post(f"{prefix}/tokenize", self._tokenize)
+            app.router.add_post(f"{prefix}/inference/v1/generate", self._generate)
+            # As clients write it that were told a base URL with /v1 at its end.
+            app.router.add_post(f"{prefix}/v1/inference/v1/generate", self._generate)
+        # A client that hangs up frees its request.
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.host, self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Who has no token gets nothing; what is refused is said as OpenAI's servers say it."""
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        try:
+            if not hmac.compare_digest(given.encode(), self.token.encode()):
+                raise RequestRefused(
+                    401, "the Authorization header does not carry this run's token"
+                )
+            return await handler(request)
+        except RequestRefused as error:
+            text = escape_control_chars(str(error))
+            found = {"message": text, "type": "invalid_request_error", "code": error.status}
+            return web.json_response(
+                {"object": "error", "message": text, "error": found}, status=error.status
+            )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "jaxtrain"}
+        data = [{**one, "max_model_len": self.max_model_len}]
+        return web.json_response({"object": "list", "data": data})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await read_json(request)
+        record = self._find(request, body)
+        answer: ChatAnswer = await self._ask(record, record.chat(body))
+        number = f"chatcmpl-{record.id}-{record.num_turns}"
+        found = write_chat(answer, number, body)
+        if body.get("stream"):
+            return await stream(request, split_chat(found, body))
+        return web.json_response(found)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await read_json(request)
+        record = self._find(request, body)
+        tokens, asked = body.get("token_ids"), body.get("sampling_params") or {}
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise RequestRefused(400, "token_ids must be a list of whole numbers")
+        if not tokens or not isinstance(asked, dict):
+            raise RequestRefused(400, "token_ids must not be empty, and sampling_params an object")
+        sampling = limit(asked, record.sampling)
+        found: Completion = await self._ask(record, record.continue_tokens(tokens, sampling))
+        number = f"generate-{record.id}-{record.num_turns}"
+        return web.json_response(write_tokens(tokens, found, number))
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await read_json(request)
+        record = self._find(request, body)
+
+        async def render() -> list[int]:
+            return record.render(body)
+
+        tokens: list[int] = await self._ask(record, render())
+        found = {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens}
+        return web.json_response(found)
+
+    def _find(self, request: web.Request, body: Mapping[str, Any]) -> EpisodeRecord:
+        """The episode that a request belongs to; Refused."""
+        metadata = body.get("metadata")
+        name = (
+            request.match_info.get("episode")
+            or request.headers.get("X-Session-ID")
+            or (metadata.get("episode") if isinstance(metadata, dict) else None)
+        )
+        record = self._records.get(str(name))
+        if record is None:
+            raise RequestRefused(
+                404,
+                f"there is no episode {str(name)[:80]!r} (or it has ended): name one in the path"
+                " (/e/ID/v1), in X-Session-ID, or in metadata.episode",
+            )
+        return record
+
+    @staticmethod
+    async def _ask(record: EpisodeRecord, work: Coroutine[Any, Any, T]) -> T:
+        """Do it in the event loop that plays the episode."""
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, record.loop)
+        except RuntimeError:  # that loop is closed
+            work.close()
+            raise RequestRefused(410, f"episode {record.id} has ended") from None
+        try:
+            return await asyncio.wrap_future(future)
+        except RequestRefused as error:
+            record.refused = str(error)
+            raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # the client has left
+                future.cancel()
+                raise
+            raise RequestRefused(410, f"episode {record.id} has ended") from None
+        except Exception as error:
+            record.loop.call_soon_threadsafe(record.fail, error)
+            raise RequestRefused(400, f"episode {record.id} is given up: {error!r}") from None
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    """A request's body; Refused where it is no object."""
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError):
+        raise RequestRefused(400, "the body is no valid JSON") from None
+    if not isinstance(body, dict):
+        raise RequestRefused(400, "the body must be a JSON object")
+    return body
+
+
+async def stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
+    """Server-sent events."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for chunk in chunks:
+        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response

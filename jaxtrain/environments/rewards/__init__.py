@@ -1,0 +1,5 @@
+"""Rewards: functions that judge completions, run in processes that may hang or crash."""
+
+from jaxtrain.environments.rewards.score import Rewards, open_rewards
+
+__all__ = ["Rewards", "open_rewards"]

@@ -1,0 +1,47 @@
+"""Built-in reward `math`: is the answer mathematically equal to the column's? By math-verify."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtrain.environments.rewards.texts import Completion, column, text_of, without_thinking
+from jaxtrain.errors import UserError
+
+PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}\s+[A-Za-z]{2,}")
+"""Two words in a row: a solution, not an expression."""
+
+
+def math(
+    completions: Sequence[Completion], column_name: str = "answer", **columns: Sequence[Any]
+) -> list[float | None]:
+    """1 where the final answer equals the gold answer, 0 where not; None where gold is unreadable.
+
+    Gold may be a bare expression, LaTeX, or a worked solution; GSM8K's "#### 42" is understood.
+    """
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise UserError(
+            "reward 'math' needs the package math-verify: pip install 'jaxtrain[rewards]'"
+        ) from None
+    answers = column(columns, column_name, "math")
+
+    def read(text: str) -> list[Any]:
+        # The caller's hard time-out covers hangs; math-verify's own works in main threads only.
+        return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+
+    def read_gold(answer: Any) -> list[Any]:
+        text = str(answer).rsplit("####", 1)[-1].strip()
+        marked = "$" in text or "boxed" in text or PROSE.search(text)
+        return read(text) if marked else read(rf"\boxed{{{text}}}") or read(text)
+
+    gold: dict[str, list[Any]] = {}
+    found: list[float | None] = []
+    for completion, answer in zip(completions, answers, strict=True):
+        key = str(answer)
+        if key not in gold:
+            gold[key] = read_gold(answer)
+        said = read(without_thinking(text_of(completion)))
+        equal = bool(gold[key]) and verify(gold[key], said, timeout_seconds=None)
+        found.append(float(equal) if gold[key] else None)
+    return found

@@ -1,0 +1,125 @@
+"""Worker processes with hard time-outs: a call that hangs costs its process, never the run."""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+START_SECONDS = 60.0
+"""A worker imports what its functions import before it answers for the first time."""
+
+
+class WorkerReply(NamedTuple):
+    """What became of a call."""
+
+    kind: str
+    """ok, user (a mistake that a person must fix), not_finite, error, timeout, crash."""
+    value: Any
+    """The numbers, or a text."""
+    trace: str = ""
+    """Of an error: the end of its traceback."""
+
+
+class Worker:
+    """One process and the pipe to it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "jaxtrain.environments.rewards.worker",
+                    str(theirs.fileno()),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(_paths())},
+                start_new_session=True,
+            )
+        self.pipe = Connection(ours.detach())
+        self.used = False
+
+    def call(self, name: str, arguments: dict[str, Any] | None, timeout: float) -> WorkerReply:
+        """Run a function; the worker is dead after a timeout or a crash."""
+        seconds = timeout if self.used else timeout + START_SECONDS
+        self.used = True
+        try:
+            self.pipe.send((name, arguments))
+            if not self.pipe.poll(seconds):
+                return WorkerReply("timeout", f"took more than {timeout:g} seconds")
+            return WorkerReply(*self.pipe.recv())
+        except (EOFError, OSError):
+            code = self.process.poll()
+            return WorkerReply("crash", f"its process ended (exit code {code})")
+
+    def kill(self) -> None:
+        """End the process and whatever it started."""
+        self.pipe.close()
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+class WorkerPool:
+    """`size` workers, started when first needed; `call` may be used from many threads."""
+
+    def __init__(self, size: int):
+        self.idle: queue.LifoQueue[Worker | None] = queue.LifoQueue()
+        self.size = size
+        for _ in range(size):
+            self.idle.put(None)
+
+    def call(self, name: str, arguments: dict[str, Any] | None, timeout: float) -> WorkerReply:
+        """Run a function in the next idle worker; waits for one."""
+        worker = self.idle.get()
+        try:
+            if worker is None:
+                worker = Worker()
+            reply = worker.call(name, arguments, timeout)
+            if reply.kind in ("timeout", "crash"):
+                worker.kill()
+                worker = None
+            return reply
+        except BaseException:
+            if worker is not None:
+                worker.kill()
+                worker = None
+            raise
+        finally:
+            self.idle.put(worker)
+
+    def close(self, seconds: float = 5.0) -> None:
+        """End all workers; those that still run a call after `seconds` are left to find out that
+        the pool is gone."""
+        deadline = time.monotonic() + seconds
+        for _ in range(self.size):
+            try:
+                worker = self.idle.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return
+            if worker is not None:
+                worker.kill()
+
+
+def _paths() -> list[str]:
+    """Where a worker finds this package and what the parent could import."""
+    own = str(Path(__file__).parents[3])
+    return list(dict.fromkeys([own, *[path for path in sys.path if path]]))
+
+
+def _has_fileno(stream: Any) -> bool:
+    try:
+        return stream.fileno() >= 0
+    except (AttributeError, OSError, ValueError):
+        return False

@@ -1,0 +1,239 @@
+"""Built-in reward `vllm_reward`: the score of a reward model that a vLLM server serves.
+
+    vllm serve RM --runner pooling          [[rewards]]
+                                            function = "vllm_reward"
+                                            options = {url = "http://host:8000", tokenizer = "RM"}
+
+With `tokenizer` the answers go as token ids, laid out as in training, and are scored at the token
+that ends the turn. Without it conversations go as messages and the server's own chat template
+decides; plain texts go as they are.
+"""
+
+import http.client
+import json
+import math
+import random
+import urllib.parse
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from jaxtrain.errors import UserError
+
+REDUCE = {"min": min, "mean": lambda values: sum(values) / len(values), "last": lambda v: v[-1]}
+"""How the scores of an answer's steps become one."""
+MOST_BYTES = 1 << 28
+"""Of an answer of the server."""
+NAME = "reward 'vllm_reward'"
+
+
+def vllm_reward(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    url: str | Sequence[str],
+    model: str | None = None,
+    tokenizer: str | None = None,
+    api_key: str | None = None,
+    separator: str | None = None,
+    reduce: str = "min",
+    max_tokens: int | None = None,
+    seconds: float = 30.0,
+    **columns: Any,
+) -> list[float | None]:
+    """One score a completion; None for one without a token or step, or with over `max_tokens`.
+
+    url: a server, or several of which each call takes one. model: the name that it is served
+    under. tokenizer: folder or Hub id of the reward model's tokenizer. separator: the model is a
+    process reward model; each step of the answer, up to this text, is scored by the probability
+    that it is right, and `reduce` ("min", "mean", "last") makes one number of them. seconds: for
+    each request; `timeout` of the [[rewards]] bounds the whole group.
+
+    Raises OSError for a server that does not answer, which is asked again (rollout.retries), and
+    UserError for one that refuses.
+    """
+    if separator is not None and tokenizer is None:
+        raise UserError(f"{NAME}: options.separator needs options.tokenizer, to find the steps")
+    if reduce not in REDUCE:
+        raise UserError(f"{NAME}: options.reduce {reduce!r} is none of {', '.join(REDUCE)}")
+    base = url if isinstance(url, str) else random.choice(list(url))
+    send = RewardServer(base, model, api_key, seconds)
+    if tokenizer is None:
+        return [send.classify_text(*pair) for pair in zip(prompts, completions, strict=True)]
+    if separator is not None:
+        texts = [
+            write_steps(tokenizer, prompt, completion, separator)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        kept = [pair for pair in texts if pair[1] and fits(pair[0], max_tokens)]
+        rows = iter(send.score_tokens([ids for ids, _ in kept]))
+        join, scores = REDUCE[reduce], {}
+        for pair in kept:
+            row = next(rows)
+            scores[id(pair)] = join([row[end] for end in pair[1]])
+        return [scores.get(id(pair)) for pair in texts]
+    ids = [write_answer(tokenizer, *pair) for pair in zip(prompts, completions, strict=True)]
+    found = iter(send.classify_ids([one for one in ids if one and fits(one, max_tokens)]))
+    return [next(found) if fits(one, max_tokens) else None for one in ids]
+
+
+def fits(ids: Sequence[int] | None, max_tokens: int | None) -> bool:
+    """Whether there is something to score that is not too long."""
+    return bool(ids) and (max_tokens is None or len(ids or ()) <= max_tokens)
+
+
+class RewardServer:
+    """One vLLM server with a pooling model."""
+
+    def __init__(self, url: str, model: str | None, api_key: str | None, seconds: float):
+        self.url, self.api_key, self.seconds = url.rstrip("/"), api_key, seconds
+        self.common = {} if model is None else {"model": model}
+
+    def classify_ids(self, ids: Sequence[Sequence[int]]) -> list[float]:
+        """Scores of token ids."""
+        return self._classify({"input": list(map(list, ids))}, len(ids)) if ids else []
+
+    def classify_text(self, prompt: Any, completion: Any) -> float | None:
+        """The score of a conversation, or of a text."""
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return self._classify({"input": [prompt + completion]}, 1)[0] if completion else None
+        (prompt, completion) = (
+            [{"role": role, "content": said}] if isinstance(said, str) else list(said)
+            for role, said in (("user", prompt), ("assistant", completion))
+        )
+        body = {"messages": [*prompt, *completion], "add_generation_prompt": False}
+        return self._classify(body, 1)[0]
+
+    def score_tokens(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The probability of the last class at each token of each text."""
+        if not ids:
+            return []
+        body = {"input": list(map(list, ids)), "task": "token_classify"}
+        found = self._data("/pooling", body, len(ids))
+        scores = []
+        for one, own in zip(found, ids, strict=True):
+            rows = one.get("data")
+            if not isinstance(rows, list) or len(rows) != len(own):
+                raise UserError(
+                    f"{NAME}: {self.url}/pooling does not score each token; serve a"
+                    " *ForTokenClassification model there, with --runner pooling and without"
+                    " chunked prefill"
+                )
+            scores.append(
+                [self._number(row[-1:] if isinstance(row, list) else row) for row in rows]
+            )
+        return scores
+
+    def _classify(self, body: dict[str, Any], number: int) -> list[float]:
+        # The names that old and new servers know: the score itself, not its sigmoid.
+        raw = {"use_activation": False, "activation": False}
+        return [
+            self._number(one.get("probs"))
+            for one in self._data("/classify", {**body, **raw}, number)
+        ]
+
+    def _number(self, found: Any) -> float:
+        value = found[0] if isinstance(found, list) and len(found) == 1 else found
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            raise UserError(
+                f"{NAME}: {self.url} gives {str(found)[:80]} for an answer, not one number; serve a"
+                ' reward model with one label there (task.kind "reward_model" exports one)'
+            )
+        return float(value)
+
+    def _data(self, route: str, body: dict[str, Any], number: int) -> list[dict[str, Any]]:
+        answer = post(self.url, route, {**self.common, **body}, self.api_key, self.seconds)
+        data = answer.get("data") if isinstance(answer, dict) else None
+        if (
+            not isinstance(data, list)
+            or len(data) != number
+            or not all(isinstance(one, dict) for one in data)
+        ):
+            raise UserError(
+                f"{NAME}: {self.url}{route} answers {str(answer)[:120]!r} instead of {number}"
+                " entries; is it a vLLM server with a pooling model?"
+            )
+        return sorted(data, key=lambda one: one.get("index", 0))
+
+
+def post(url: str, route: str, body: Any, api_key: str | None, seconds: float) -> Any:
+    """The JSON that a server answers; OSError where it does not, or says that it cannot now."""
+    base = urllib.parse.urlsplit(url)
+    if base.scheme not in ("http", "https") or not base.hostname:
+        raise UserError(f"{NAME}: options.url {url!r} must be a URL such as http://localhost:8000")
+    make = http.client.HTTPSConnection if base.scheme == "https" else http.client.HTTPConnection
+    headers = {"Content-Type": "application/json"}
+    headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    connection = make(base.hostname, base.port, timeout=seconds)
+    try:
+        connection.request("POST", f"{base.path}{route}", json.dumps(body).encode(), headers)
+        answer = connection.getresponse()
+        raw = answer.read(MOST_BYTES)
+    except http.client.HTTPException as error:
+        raise OSError(f"{url}{route}: {error!r}") from None
+    finally:
+        connection.close()
+    said = " ".join(raw[:2000].decode(errors="replace").split())[:300]
+    if answer.status in (408, 425, 429) or answer.status >= 500:
+        raise OSError(f"{url}{route}: HTTP {answer.status} {said}")
+    if answer.status >= 400:
+        raise UserError(f"{NAME}: {url}{route} refuses with HTTP {answer.status}: {said}")
+    try:
+        return json.loads(raw)
+    except ValueError:
+        raise UserError(f"{NAME}: {url}{route} answers {said[:120]!r}, which is no JSON") from None
+
+
+@lru_cache(maxsize=8)
+def open_writer(tokenizer: str) -> Any:
+    """What lays out prompts and answers with a tokenizer, as training does."""
+    from jaxtrain.config.data import DatasetConfig
+    from jaxtrain.data.chat.template import load_tokenizer
+    from jaxtrain.data.comparisons.answers import Answers
+
+    return Answers(DatasetConfig(path="reward"), load_tokenizer(tokenizer), 2**30, "drop")
+
+
+def write_answer(tokenizer: str, prompt: Any, completion: Any) -> list[int] | None:
+    """Token ids of a prompt and its answer up to the end of the turn; None for an empty answer."""
+    from jaxtrain.data.comparisons.preference_row import PreferenceRow
+    from jaxtrain.data.comparisons.ranked import Ranked
+
+    chat = not (isinstance(prompt, str) and isinstance(completion, str))
+    if chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if chat and isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    found, *_ = open_writer(tokenizer)(
+        PreferenceRow(prompt, (completion,), labels=(True,)), "a completion"
+    )
+    if not isinstance(found, Ranked):
+        return None
+    return [*found.prompt.tolist(), *found.answers[0].tokens.tolist()]
+
+
+def write_steps(
+    tokenizer: str, prompt: Any, completion: Any, separator: str
+) -> tuple[list[int], list[int]]:
+    """(token ids, place of the last token of each step's separator) of a prompt and an answer."""
+    from jaxtrain.config.data import DataConfig, DatasetConfig
+    from jaxtrain.data.chat.messages import MalformedRow
+    from jaxtrain.data.comparisons.stepwise import StepwiseReader
+    from jaxtrain.environments.rewards.texts import text_of
+
+    steps = [step for step in text_of(completion).split(separator) if step.strip()]
+    reader = StepwiseReader(
+        DatasetConfig(path="reward"), open_writer(tokenizer).tokenizer, DataConfig(), separator
+    )
+    try:
+        before, tokens, _ = reader.read({"prompt": prompt, "completions": steps})
+    except MalformedRow:
+        return [], []
+    ends, place = [], len(before) - 1
+    for step in tokens:
+        place += len(step)
+        ends.append(place)
+    return [*before, *(token for step in tokens for token in step)], ends

@@ -1,0 +1,117 @@
+"""The cell of the program: it runs it, then does what the test's cell asks for.
+
+It knows the program and the arguments of the calls, never what is expected of them.
+"""
+
+import asyncio
+import io
+import linecache
+import sys
+import traceback
+import types
+from collections import deque
+
+from jaxtrain.environments.sandbox.remote import OPERATIONS, RemoteHandle
+from jaxtrain.environments.sandbox.wire import SandboxPeer, find_stdlib
+
+PRINTED = 2**20
+"""Characters of output that are handed on for one call."""
+
+
+class ProgramPeer(SandboxPeer):
+    """What comes of the standard library is the program's own copy of it."""
+
+    def unpack_import(self, rest: list):
+        return find_stdlib(*rest[:2])
+
+
+class Program:
+    """The program's module, and the requests about it."""
+
+    def __init__(self, source: str):
+        self.source = source
+        self.module = types.ModuleType("__main__")
+        self.output = io.StringIO()
+
+    def serve(self, connection) -> None:
+        """Answer until the test's cell is gone."""
+        sys.modules["__main__"] = self.module
+        sys.argv = ["program.py"]
+        sys.stdout = self.output
+        self.peer = ProgramPeer(connection, self.answer, RemoteHandle)
+        self.peer.serve()
+
+    def answer(self, verb: str, arguments: list):
+        """(value, what was printed, [(number of an argument, its new content)])."""
+        self.output.seek(0)
+        self.output.truncate()
+        value, changes = getattr(self, f"do_{verb}")(*arguments)
+        return value, self.output.getvalue()[:PRINTED], changes
+
+    def do_run(self):
+        code = compile(self.source, "program.py", "exec", dont_inherit=True)
+        exec(code, self.module.__dict__)
+        return None, []
+
+    def do_name(self, name: str):
+        if name not in self.module.__dict__:
+            return (False, None), []
+        return (True, self.module.__dict__[name]), []
+
+    def do_call(self, function, arguments: tuple, named: dict):
+        given = [*arguments, *named.values()]
+        before = [self.peer.pack(value) if is_mutable(value) else None for value in given]
+        value = function(*arguments, **named)
+        if isinstance(value, RemoteHandle):
+            return value, []
+        changes = [
+            (index, item)
+            for index, (item, old) in enumerate(zip(given, before, strict=True))
+            if is_mutable(item) and self.peer.pack(item) != old
+        ]
+        return value, changes
+
+    def do_get(self, thing, name: str):
+        return getattr(thing, name), []
+
+    def do_set(self, thing, name: str, value):
+        setattr(thing, name, value)
+        return None, []
+
+    def do_delete(self, thing, name: str):
+        delattr(thing, name)
+        return None, []
+
+    def do_apply(self, thing, name: str, *others):
+        return OPERATIONS[name](thing, *others), []
+
+    def do_classes(self, thing):
+        """The classes of an exception class as `SandboxPeer.error_class` wants them; None for others."""
+        if not (isinstance(thing, type) and issubclass(thing, BaseException)):
+            return None, []
+        return self.peer.classes_of(thing), []
+
+    def do_await(self, coroutine):
+        return asyncio.run(coroutine), []
+
+
+def show(source: str) -> None:
+    """Run a program with its output, and the traceback of what it raises, on descriptor 1."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"], sys.argv = module, ["program.py"]
+    sys.stdout = sys.stderr = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
+    linecache.cache["program.py"] = (len(source), None, source.splitlines(True), "program.py")
+    try:
+        exec(compile(source, "program.py", "exec", dont_inherit=True), module.__dict__)
+    except SystemExit:
+        pass
+    except BaseException as error:
+        frames = error.__traceback__
+        traceback.print_exception(type(error), error, frames and frames.tb_next)
+    finally:
+        sys.stdout.flush()
+
+
+def is_mutable(value) -> bool:
+    """Whether a call may have changed an argument."""
+    return type(value) in (list, dict, set, bytearray, deque)

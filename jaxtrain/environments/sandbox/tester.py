@@ -1,0 +1,155 @@
+"""The cell of the test: plain Python in which the program's names ask the program's cell.
+
+It alone tells the verdict, over a connection that the program's cell does not hold.
+"""
+
+import ast
+import builtins
+import importlib
+import io
+import sys
+from collections import deque
+from typing import Any
+
+from jaxtrain.environments.sandbox.remote import OPERATIONS, RemoteHandle
+from jaxtrain.environments.sandbox.wire import ConnectionClosed, SandboxPeer, find_stdlib
+
+READY, PASSED = b"R", b"P"
+ENDED = b"E"
+"""To a case's guard: all that its program printed was read. From it: it ended by itself."""
+OWN_WORDS = {
+    *("isinstance", "issubclass", "type", "callable", "hasattr", "getattr", "bool", "object"),
+    *("id", "repr", "super", "exec", "eval", "compile"),
+}
+"""Builtins that no program may stand for, even where a test knows no other name."""
+PLAIN_MODULES = {
+    *("math", "cmath", "typing", "collections", "itertools", "functools", "operator", "string"),
+    *("re", "datetime", "decimal", "fractions", "random", "statistics", "copy", "heapq", "bisect"),
+    *(
+        "json",
+        "builtins",
+        "_operator",
+        "_functools",
+        "_bisect",
+        "_heapq",
+        "_random",
+        "_collections",
+    ),
+}
+"""Modules whose functions a test may have from the program's imports, under their own names."""
+
+
+class TestPeer(SandboxPeer):
+    """Calls of the program: what it prints is printed, arguments that it changed are changed."""
+
+    __test__ = False
+
+    def use(self, verb: str, *arguments) -> Any:
+        try:
+            reply = self.ask(verb, *arguments)
+        except StopIteration as error:
+            if verb == "apply" and arguments[1] == "next":
+                raise
+            # As from a generator (PEP 479): `all(map(f, xs))` would take it for its end.
+            raise RuntimeError("the program raised StopIteration") from error
+        value, printed, changes = read_reply(reply)
+        sys.stdout.write(printed)
+        if verb == "call":
+            given = [*arguments[1], *arguments[2].values()]
+            for index, content in changes:
+                change(given[index], content)
+        if isinstance(value, RemoteHandle) and value._remote_kind == "coroutine":
+            return self.wait(value)
+        return value
+
+    async def wait(self, coroutine: RemoteHandle):
+        return self.use("await", coroutine)
+
+
+def read_reply(reply) -> tuple[Any, str, list]:
+    """(value, what was printed, changed arguments)."""
+    if not (isinstance(reply, tuple) and len(reply) == 3 and isinstance(reply[1], str)):
+        raise ConnectionClosed("not a reply")
+    return reply
+
+
+def change(old, new) -> None:
+    """Give a mutable value the content of another of its type."""
+    if type(old) is not type(new):
+        return
+    if type(old) in (list, bytearray):
+        old[:] = new
+    elif type(old) in (dict, set, deque):
+        old.clear()
+        old.extend(new) if type(old) is deque else old.update(new)
+
+
+def answer(verb: str, arguments: list):
+    """What a program may do with what the test hands to it: call it, and use the operators and
+    public attributes of instances of the test's own classes."""
+    thing, *rest = arguments
+    if verb == "call" and callable(thing):
+        positional, named = rest
+        return thing(*positional, **named)
+    (name, *value) = rest
+    own = type(thing).__module__ == "test" and not str(name).startswith("_")
+    if own and verb == "apply":
+        return OPERATIONS[name](thing, *value)
+    if own and verb == "get":
+        return getattr(thing, name)
+    if own and verb == "set":
+        return setattr(thing, name, *value)
+    raise TypeError(f"a program may not {verb} this")
+
+
+class TestScope(dict):
+    """The globals of a test; names that it does not make itself are the program's."""
+
+    def __init__(self, tree: ast.Module, peer: TestPeer):
+        super().__init__(__name__="test", __builtins__=builtins)
+        self.peer = peer
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        made = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+        used = {node.id for node in names if isinstance(node.ctx, ast.Load)} - made
+        bases = {
+            id(node.value): node.value.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        }
+        alone = {node.id for node in names if id(node) not in bases}
+        self.modules = (set(bases.values()) - alone - made) & sys.stdlib_module_names
+        others = used - self.modules - set(dir(builtins))
+        self.may_shadow = not others
+
+    def __missing__(self, name: str):
+        if name in self.modules:
+            return importlib.import_module(name)
+        if hasattr(builtins, name) and (not self.may_shadow or name in OWN_WORDS):
+            raise KeyError(name)
+        there, value = self.peer.use("name", name)
+        if there is not True:
+            raise KeyError(name)
+        if isinstance(value, RemoteHandle) and value._remote_place is not None:
+            module, own = value._remote_place
+            if own == name and module in PLAIN_MODULES:
+                return find_stdlib(module, own)
+        if isinstance(value, RemoteHandle):
+            return self.as_error(value)
+        return value
+
+    def as_error(self, value: RemoteHandle):
+        """A class of exceptions as one that `except` takes; anything else as it is."""
+        classes = self.peer.use("classes", value)
+        return self.peer.error_class(list(classes)) if isinstance(classes, list) else value
+
+
+def judge(test: str, program, verdict) -> None:
+    """Run the test against the program's cell; PASSED is sent when its last line was reached."""
+    sys.stdout = io.StringIO()
+    sys.argv = ["test.py"]
+    peer = TestPeer(program, answer, RemoteHandle)
+    peer.use("run")
+    tree = ast.parse(test)
+    exec(compile(tree, "test.py", "exec", dont_inherit=True), TestScope(tree, peer))
+    if not peer.ended:
+        verdict.sendall(PASSED)

@@ -1,0 +1,100 @@
+"""The simplest world: a prompt, one answer, and reward functions that judge it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.data.chat.control_tokens import SpecialTokens
+from jaxtrain.data.chat.template import encode_text, end_of_turn_ids, prompt_tokens
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Engine, Sampling
+from jaxtrain.generation.episodes import Episode
+from jaxtrain.safe_io import UnreadableRow
+
+
+def find_prompt(row: Mapping[str, Any], column: str) -> str | list[dict[str, Any]]:
+    """A row's prompt, a text or messages up to where the assistant speaks; UserError where there is
+    none."""
+    if isinstance(row, UnreadableRow):
+        raise UserError(f"env: a row cannot be used: {row.reason}")
+    given = row.get(column, row.get("messages"))
+    if isinstance(given, str) and given:
+        return given
+    if not isinstance(given, list) or not given:
+        raise UserError(
+            f"env: a row has no prompt; it needs {column!r} (a text or messages) or messages, found"
+            f" keys {', '.join(sorted(row)) or 'none'}; env.prompt_column names another column"
+        )
+    messages = list(given)
+    if not all(isinstance(message, Mapping) for message in messages):
+        raise UserError(
+            f"env: a row's {column} is a list, but not of messages with role and content"
+        )
+    while messages and messages[-1].get("role") == "assistant":
+        messages.pop()  # a conversation of SFT data: its answers are not the policy's
+    if not messages:
+        raise UserError("env: a row's messages are all the assistant's; nothing to answer")
+    return messages
+
+
+class SingleTurn:
+    """Plays rows with a prompt: a text, or messages up to where the assistant speaks.
+
+    With a chat template a text is one user message; `raw` continues texts as they are.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        column: str = "prompt",
+        system: str | None = None,
+        raw: bool = False,
+        special_tokens: SpecialTokens = "text",
+    ):
+        """special_tokens: what a control token is that a prompt spells."""
+        self.tokenizer = tokenizer
+        self.column = column
+        self.system = system
+        self.raw = raw or not tokenizer.chat_template
+        self.special_tokens: SpecialTokens = special_tokens
+        self.stop_ids = tuple(sorted(end_of_turn_ids(tokenizer, self.raw)))
+
+    async def run(
+        self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
+    ) -> Episode:
+        """One answer; the reward functions get texts for a text and messages for messages."""
+        given, prompt = self.read(row)
+        answer = await engine.generate(prompt, sampling, self.stop_ids, index=index)
+        text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        count, drawn = len(prompt), len(answer.tokens)
+        return Episode(
+            tokens=[*prompt, *answer.tokens],
+            sampled=[False] * count + [True] * drawn,
+            logprobs=[0.0] * count + list(answer.logprobs),
+            versions=[-1] * count + list(answer.versions or [-1] * drawn),
+            finish_reason=answer.finish_reason,
+            completion=(
+                text if isinstance(given, str) else [{"role": "assistant", "content": text}]
+            ),
+            prompt=given,
+            routed=answer.routed,
+        )
+
+    def read(self, row: Mapping[str, Any]) -> tuple[Any, list[int]]:
+        """(the prompt as reward functions get it, its tokens); UserError for an unusable row."""
+        given = find_prompt(row, self.column)
+        if isinstance(given, str):
+            if self.raw:
+                return given, encode_text(self.tokenizer, given, True, self.special_tokens)
+            return given, self.render([{"role": "user", "content": given}], row)
+        if self.raw:
+            raise UserError(
+                "env: a row's prompt is a list of messages, which needs a chat template; set"
+                " model.chat_template, and env.raw to false"
+            )
+        return given, self.render(given, row)
+
+    def render(self, messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list[int]:
+        """Tokens of a conversation with the header of the turn that is to be written."""
+        if self.system is not None and messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return prompt_tokens(self.tokenizer, messages, row.get("tools"), self.special_tokens)

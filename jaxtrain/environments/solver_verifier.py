@@ -1,0 +1,64 @@
+"""Two policies on the calculator: one solves, the other says whether it is right.
+
+    solver     question ─ tool ─ answer          rewarded where the answer is right
+    verifier   question, answer ─ tool ─ verdict rewarded where the verdict is
+
+`trusted` is the share of right answers that were called right, `caught` that of wrong ones called
+wrong: a verifier that always says the same has one of them at 1 and the other at 0.
+
+An example of section policies, over rows of builtin:calculator: env.kind =
+"jaxtrain.environments.solver_verifier:solve_and_verify".
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.data.sources.calculator import SYSTEM, TOOLS, ask_whether
+from jaxtrain.environments.calculator import NUMBER, answer_tool_call, check_answer, read_questions
+from jaxtrain.environments.conversation import Conversation
+from jaxtrain.environments.talk import AssistantReply
+from jaxtrain.generation.episodes import Episode
+
+
+async def solve_and_verify(
+    row: Mapping[str, Any], chat: Conversation, verifier: str = "verifier"
+) -> list[Episode]:
+    """The row's first question; its other ones are not asked. Where the solver gives no number,
+    nothing is verified, and the game is one episode."""
+    prompt, _ = read_questions(row)
+    chat.log(prompt)
+    answer = await work(chat)
+    right = answer.finished and check_answer(answer.raw, row["answers"][0])
+    solved = chat.finish({"solved": float(right)})
+    numbers = NUMBER.findall(answer)
+    if not answer.finished or not numbers:
+        return [solved]
+    judge = chat.other(verifier)
+    assert isinstance(judge, Conversation), "the verifier is trained"
+    judge.log(SYSTEM, "system")
+    judge.log(ask_whether(prompt[-1]["content"], numbers[-1]))
+    verdict = read_verdict(await work(judge))
+    agrees = verdict is not None and verdict == right
+    said = judge.finish(
+        {"verified": float(agrees)},
+        trusted=(agrees and right, right),
+        caught=(agrees and not right, not right),
+    )
+    return [solved, said]
+
+
+async def work(chat: Conversation) -> AssistantReply:
+    """Turns and calls of the calculator, up to one that calls nothing."""
+    chat.schemas = TOOLS
+    while (answer := await chat.draw()).finished and chat.num_turns < chat.max_turns:
+        reply = answer_tool_call(answer.raw)
+        if reply is None or chat.full:
+            break
+        chat.log(reply)
+    return answer
+
+
+def read_verdict(answer: AssistantReply) -> bool | None:
+    """True: right, False: wrong, None: neither was said."""
+    said = [word for word in ("right", "wrong") if word in answer]
+    return said == ["right"] if len(said) == 1 else None

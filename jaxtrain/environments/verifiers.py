@@ -1,0 +1,169 @@
+"""Tasksets of the verifiers package as a world: it plays and judges, the policy is ours.
+
+    row {"task": 3} ──> task 3 ── Env.run_episode (a thread of its own: verifiers_stage.py)
+                                     agents ── chat ──> PolicyServer ──> Engine, turn by turn
+    an Episode each   <── traces ────┘
+
+What is trained is what the endpoint recorded: tokens, log-probs and versions are the engine's.
+Each run of a trainable agent is a trace with rewards of its own, and comes out as an Episode of its
+own; those of agents that are not trained are recorded and left.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from jaxtrain.config import EnvConfig
+from jaxtrain.environments.policy_server import PolicyServer
+from jaxtrain.environments.record import EpisodeRecord
+from jaxtrain.environments.verifiers_stage import VerifiersEnvironment
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Engine, EpisodeFailed, Sampling
+from jaxtrain.generation.episodes import Episode
+from jaxtrain.text_safety import escape_control_chars
+
+LONGEST_TRACE = 1500
+
+
+class Verifiers:
+    """`episodes.Env` of a taskset."""
+
+    remote = True
+
+    def __init__(
+        self, tokenizer: Any, config: EnvConfig, row_tokens: int | None = None, section: str = "env"
+    ):
+        """row_tokens: longest sequence. section: its key in the config."""
+        self.policy = PolicyServer(tokenizer, max_model_len=row_tokens or 1 << 20)
+        self.stage = VerifiersEnvironment(
+            config.verifiers, self.policy, config.max_turns, f"{section}.verifiers"
+        )
+        self.concurrency = config.verifiers.concurrency
+        self.policies = config.verifiers.policies
+        self._rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._rooms = WeakKeyDictionary()
+
+    async def run(
+        self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
+    ) -> list[Episode]:
+        """One game: see the module's docstring."""
+        number = row.get("task")
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise UserError(
+                'env.kind verifiers needs rows with the number of a task, {"task": 0}; a row has'
+                f" {', '.join(sorted(map(str, row))) or 'nothing'}"
+            )
+        room = self._rooms.setdefault(
+            asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency)
+        )
+        with getattr(engine, "waiting", nullcontext)():
+            await asyncio.to_thread(self.stage.open)
+            await room.acquire()
+        game = VerifiersGame(self.policy, engine, sampling, index, self.policies)
+        try:
+            work = self.stage.play(number, game.mint, game.is_full)
+            return game.finish(await game.whole.watch(work), len(self.stage.roles) > 1)
+        finally:
+            room.release()
+            game.close()
+
+    def close(self) -> None:
+        """End what plays."""
+        self.stage.close()
+        self.policy.close()
+
+
+class VerifiersGame:
+    """What is recorded of one episode of the package: a Record for each trace."""
+
+    def __init__(
+        self,
+        policy: PolicyServer,
+        engine: Engine,
+        sampling: Sampling,
+        index: int,
+        policies: Mapping[str, str],
+    ):
+        """Made in the engine's event loop. policies: of section policies, by agent."""
+        self.policy, self.engine, self.sampling, self.index = policy, engine, sampling, index
+        self.policies = policies
+        self.whole = policy.begin(engine, sampling, index)
+        """Given up with any of them."""
+        self.records: dict[str, EpisodeRecord] = {}
+
+    def mint(self, trace: Any) -> None:
+        """A trace was begun; called from any thread before its agent asks."""
+        engine, name = self.engine, self.policies.get(trace.agent.name)
+        if name is not None:
+            others = getattr(engine, "others", {})
+            if not hasattr(others.get(name), "generate"):
+                self.whole.loop.call_soon_threadsafe(self.whole.fail, _no_policy(name, others))
+                return
+            engine = others[name]
+        self.records[trace.id] = self.policy.begin(
+            engine, self.sampling, self.index, trace.id, self.whole
+        )
+
+    def is_full(self) -> bool:
+        """Whether an agent was refused because its conversation fills a row."""
+        return any(record.is_full for record in self.records.values())
+
+    def finish(self, played: Any, several: bool) -> list[Episode]:
+        """The Episodes of the trainable traces in which something was drawn, each with its trace's
+        rewards; one that has none has nothing to say of any. several: whether agents are told
+        apart. Raises EpisodeFailed where it is no result, or nothing was drawn."""
+        check_verdict(played)
+        traces = [one for one in played.traces if one.agent.trainable and one.id in self.records]
+        spoke = [trace for trace in traces if self.records[trace.id].num_turns] or traces[:1]
+        episodes = [self.records[trace.id].finish() for trace in spoke]
+        if not episodes:
+            raise EpisodeFailed("no agent of it is trainable", again=False, mistake=True)
+        names = dict.fromkeys(name for trace in spoke for name in trace.rewards)
+        for trace, episode in zip(spoke, episodes, strict=True):
+            rewards, metrics = read_verdict(trace)
+            episode.rewards = rewards or dict.fromkeys(names)
+            episode.metrics |= metrics
+            episode.agent = trace.agent.name if several else ""
+            episode.policy = self.policies.get(trace.agent.name, "")
+        return episodes
+
+    def close(self) -> None:
+        """Draw nothing more for any of them."""
+        for name in (self.whole.id, *self.records):
+            self.policy.end(name)
+
+
+def _no_policy(name: str, others: Mapping[str, Any]) -> UserError:
+    there = sorted(one for one, engine in others.items() if hasattr(engine, "generate"))
+    return UserError(
+        f"env.verifiers.policies names {name!r}; trained in section policies:"
+        f" {', '.join(there) or 'none'} (a frozen one is a client of its own: agents.NAME.client)"
+    )
+
+
+def check_verdict(played: Any) -> None:
+    """EpisodeFailed where the package's Episode is no result."""
+    if not played.ok:
+        traces = [error for trace in played.traces for error in trace.errors]
+        error = next(reversed([*traces, *played.errors]), None)
+        kind = "no result" if error is None else error.type
+        raise EpisodeFailed(
+            escape_control_chars(f"verifiers: {kind}"[:80]),
+            cause=escape_control_chars(
+                f"env.verifiers: {error.message if error else kind}"[:LONGEST_TRACE]
+            ),
+            trace=escape_control_chars((error.traceback or "")[-LONGEST_TRACE:]) if error else "",
+            pause=True,
+            mistake=True,
+        )
+
+
+def read_verdict(trace: Any) -> tuple[dict[str, float | None], dict[str, float]]:
+    """(rewards, score x weight; metrics) of a trace, by name."""
+    rewards = trace.rewards.items()
+    return (
+        {name: None if one is None else float(one.value) for name, one in rewards},
+        {name: float(value) for name, value in trace.metrics.items() if value is not None},
+    )

@@ -1,0 +1,172 @@
+"""Where verifiers plays: a thread with an event loop of its own, and what it holds meanwhile.
+
+An environment of verifiers keeps servers between episodes (interception, shared tools) that belong
+to one event loop. The producer's stands still between rounds in mode sync, and evaluations have
+others, so these have their own.
+"""
+
+import asyncio
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxtrain import plugins
+from jaxtrain.config.verifiers import VerifiersConfig
+from jaxtrain.environments.policy_server import MODEL, PolicyServer
+from jaxtrain.errors import UserError
+
+T = TypeVar("T")
+MODULE = "verifiers.v1"
+PIP = 'pip install "jaxtrain[verifiers]"'
+OPEN_SECONDS = 600.0
+"""Servers of shared tools may have to install what they need."""
+CLOSE_SECONDS = 10.0
+
+
+class VerifiersEnvironment:
+    """One environment of verifiers. `open` it before `play`; both may be called from any thread."""
+
+    def __init__(self, config: VerifiersConfig, policy: PolicyServer, max_turns: int, key: str):
+        """policy: whom its agents ask. max_turns: of each agent. key: the section's."""
+        self.config, self.policy, self.max_turns, self.key = config, policy, max_turns, key
+        self.lock = threading.Lock()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.ended: Any = None
+        self.tasks: list[Any] = []
+        self.roles: list[str] = []
+        """Names of its agents, once it is open."""
+
+    def open(self) -> None:
+        """Start it, once. UserError where the package, the taskset or uv is missing."""
+        with self.lock:
+            if self.loop is not None:
+                return
+            self.package = import_verifiers(self.key)
+            self.variable = f"JAXTRAIN_POLICY_API_KEY_{self.policy.open().rpartition(':')[2][:-3]}"
+            # The package reads keys from the environment alone; what it starts does not inherit
+            # variables of this kind.
+            os.environ[self.variable] = self.policy.token
+            self.env = self._make()
+            self.coming: Iterator[Any] = iter(self.env.taskset)
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
+            self.leave, up = asyncio.Event(), threading.Event()
+            self.ended = asyncio.run_coroutine_threadsafe(self._serve(up), loop)
+            self.ended.add_done_callback(lambda _: up.set())
+            up.wait(OPEN_SECONDS)
+            if self.ended.done() or not up.is_set():
+                problem = self.ended.exception() if self.ended.done() else "it takes too long"
+                loop.call_soon_threadsafe(loop.stop)
+                raise UserError(f"{self.key}: its servers do not start: {problem!r}")
+            self.loop = loop
+
+    async def play(
+        self, number: int, minted: Callable[[Any], None], is_full: Callable[[], bool]
+    ) -> Any:
+        """The package's Episode of a task. minted: gets each agent's Trace before it asks. is_full:
+        whether the conversation has outgrown a row, so that its agent was refused."""
+        return await asyncio.wrap_future(self._submit(self._play(number, minted, is_full)))
+
+    def close(self) -> None:
+        """End what it holds, and its thread."""
+        with self.lock:
+            loop, self.loop = self.loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(self.leave.set)
+            try:
+                self.ended.result(CLOSE_SECONDS)
+            except Exception:  # the border: the run has ended, whatever its servers say to that
+                pass
+            loop.call_soon_threadsafe(loop.stop)
+            os.environ.pop(self.variable, None)
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
+        assert self.loop is not None, "open comes first"
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    async def _serve(self, up: threading.Event) -> None:
+        async with self.env.serving():
+            up.set()
+            await self.leave.wait()
+
+    async def _play(
+        self, number: int, minted: Callable[[Any], None], is_full: Callable[[], bool]
+    ) -> Any:
+        task, package = self._task(number), self.package
+        client = package.EvalClientConfig(base_url=self.policy.base_url, api_key_var=self.variable)
+        context = package.ModelContext(model=MODEL, client=client)
+        episode = await self.env.run_episode(task, context, on_trace=minted)
+        if not episode.ok and is_full() and len(episode.traces) == 1:
+            # An agent that talks until its row is full is judged by what it said, lest it escape.
+            (trace,) = episode.traces
+            await task.score(trace)
+            episode.ok = bool(trace.rewards)
+        return episode
+
+    def _task(self, number: int) -> Any:
+        """A task by its number; UserError where the taskset has fewer."""
+        while len(self.tasks) <= number:
+            task = next(self.coming, None)
+            if task is None:
+                raise UserError(
+                    f"{self.key}: a row names task {number}, but {self.config.taskset} has only"
+                    f" {len(self.tasks)}, numbered from 0"
+                )
+            self.tasks.append(task)
+        return self.tasks[number]
+
+    def _make(self) -> Any:
+        """The environment of the section; UserError where it cannot be made."""
+        from verifiers.v1.utils import loaders
+
+        config = self.config
+        taskset = import_part(str(config.taskset), f"{self.key}.taskset")
+        kind = import_part(config.environment or "", f"{self.key}.environment")
+        try:
+            made = loaders.env_config_type(taskset, kind)
+            self.roles = roles = [
+                name
+                for name, field in made.model_fields.items()
+                if isinstance(field.default, self.package.AgentConfig)
+            ]
+            own = loaders.default_harness_id(taskset)  # "bash": it has none
+            harness = config.harness or ("null" if own == "bash" else own)
+            if harness in ("null", "bash") and shutil.which("uv") is None:
+                raise ValueError(f"the harness {harness} is started through uv: pip install uv")
+            agent = {
+                "harness": {"id": harness},
+                "runtime": {"type": config.runtime},
+                "max_turns": self.max_turns,
+            }
+            if unknown := sorted(set(config.agents) - set(roles)):
+                raise ValueError(f"agents: there is no agent {unknown[0]!r} (there are {roles})")
+            if unknown := sorted(set(config.policies) - set(roles)):
+                raise ValueError(f"policies: there is no agent {unknown[0]!r} (there are {roles})")
+            given = {"id": kind, "taskset": {**config.args, "id": taskset}}
+            given |= {role: {**agent, **config.agents.get(role, {})} for role in roles}
+            return loaders.load_environment(made.model_validate(given))
+        except Exception as error:  # the border: imports and configs of foreign code
+            raise UserError(f"{self.key}: {plugins.describe(error)}") from error
+
+
+def import_verifiers(key: str) -> Any:
+    """The package's module; UserError where it is missing or another version."""
+    try:
+        import verifiers.v1 as found
+    except ImportError as error:
+        raise UserError(f"{key} needs the verifiers package, 0.4 ({error}): {PIP}") from None
+    return found
+
+
+def import_part(name: str, key: str) -> str:
+    """The id under which the package finds a module; a file is imported under its own name."""
+    if not name.endswith(".py"):
+        return name
+    module, stem = plugins.load_module(name, key=key), Path(name).stem
+    if sys.modules.setdefault(stem, module) is not module:
+        raise UserError(f"{key}: there is another module called {stem}; rename the file {name}")
+    return stem

@@ -1,0 +1,211 @@
+"""Engines that answer prompts: what one is asked, what it returns, and how it is opened."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from jaxtrain.config import Config, SamplingConfig
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.generation.publisher import Publisher
+
+Sampling = SamplingConfig
+
+"""How tokens are drawn: temperature, then top_k, then top_p on what top_k left, then min_p."""
+
+FinishReason = Literal["stop", "length"]
+
+
+class PromptRequest(NamedTuple):
+    """One prompt to be asked."""
+
+    draw: int
+    """Its number in the order of the run."""
+    attempt: int
+    """0, or more when it is asked again because no episode was rewarded."""
+    row: dict[str, Any]
+    dataset: int = 0
+    """Index of the dataset that it comes from."""
+    index: int = 0
+    """Number of its row there."""
+
+    @property
+    def key(self) -> str:
+        """What names the prompt in every epoch: "0:17"."""
+        return f"{self.dataset}:{self.index}"
+
+
+class Completion(NamedTuple):
+    """One answer: Completion(tokens=[52, 7, 2], logprobs=[-0.1, -1.2, -0.01], finish_reason="stop",
+    versions=(3, 3, 4)) for a prompt that the model continued by tokens 52 and 7 and the end-of-turn
+    token 2, the last of which it drew after its weights had been replaced."""
+
+    tokens: list[int]
+    """Without the prompt, with the token that ended it."""
+    logprobs: list[float]
+    """Of each token under softmax(logits / temperature) over the whole vocabulary: the policy's own
+    distribution, before top_k, top_p and min_p cut it. At temperature 0, of softmax(logits)."""
+    finish_reason: FinishReason
+    """stop: an end token or a stop text; length: max_new_tokens or the model's longest row."""
+    versions: Sequence[int] = ()
+    """Version of the policy that drew each token; empty where nobody counts versions."""
+    routed: Any = None
+    """Where the engine records it: the experts that each token of the prompt and the answer but the
+    last went to, as data.routes has them."""
+
+
+class Engine(Protocol):
+    """Anything that continues one prompt at a time for many coroutines."""
+
+    @property
+    def version(self) -> int:
+        """Version of the policy that it samples from now; -1 before the first publish."""
+        ...
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        index: int = 0,
+    ) -> Completion:
+        """Continue a prompt; raises EpisodeFailed when this one request cannot be answered and
+        RunStopped when none can.
+
+        index: number of the episode. The same (index, prompt, seed, weights) give the same answer
+        where the engine can promise that.
+        """
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """Cumulative numbers for the metrics: {"vllm/retries": 3.0}."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections, within the event loop that generated; requests under way end with
+        EpisodeFailed."""
+        ...
+
+
+class PolicyReply(NamedTuple):
+    """What a frozen policy said."""
+
+    text: str
+    finished: bool
+    """False: it was cut off."""
+
+
+@runtime_checkable
+class FrozenPolicy(Protocol):
+    """A policy that is never trained, and may be any model: it is asked by messages."""
+
+    async def reply(self, messages: Sequence[Mapping[str, Any]], index: int = 0) -> PolicyReply:
+        """Its next turn. index: number of the episode. Raises EpisodeFailed where it cannot be had,
+        RunStopped where none can."""
+        ...
+
+
+class KeptEngine(Engine, Protocol):
+    """A part of an engine that keeps its version; it raises KeepLost where it cannot."""
+
+    def release(self) -> None:
+        """The version is not needed any more."""
+        ...
+
+
+@runtime_checkable
+class KeepsVersions(Protocol):
+    """An engine that can spare a part of itself for an evaluation while training goes on."""
+
+    def keep(self) -> KeptEngine | None:
+        """A part that answers by the newest version alone, until it is released; called on the loop
+        thread between rounds. None: there is nothing to spare now."""
+        ...
+
+
+class KeepLost(RunStopped):
+    """Nobody holds the kept version any more: what was asked of it must be asked anew."""
+
+
+class SharedServers(NamedTuple):
+    """How processes elsewhere ask the same servers as an engine."""
+
+    sender: Any
+    """Has `table()`, (number, plain data), and `hear(reports)`: what travels between them."""
+    opener: str
+    """"package.module:Class" of (settings, the process's name): its `engine`, `update(table)` and
+    `reports()`."""
+    settings: Any
+    """Plain data."""
+
+
+class EngineKind(ABC):
+    """How an engine is opened; from outside: an own class of this kind, by rollout.engine."""
+
+    several: bool = False
+    """Whether it draws with several adapters on one base: Company of an engine for each trained
+    policy, and a publisher that gets {policy: params}."""
+    serves: bool = True
+    """Whether it keeps weights of its own, so that evaluations may ask it, too."""
+
+    def reserved(self, config: Config) -> int:
+        """Devices of this process that the trainer must leave to it."""
+        return 0
+
+    def ahead(self, config: Config) -> bool:
+        """Whether answers are drawn while the trainer trains."""
+        return True
+
+    def check(self, config: Config, parts: Any) -> None:
+        """UserError for what cannot work, as far as it shows without weights; in a dry run, too."""
+        return
+
+    def share(self, engine: Any, workers: int) -> SharedServers:
+        """For so many workers in other processes; UserError where only this process can ask it."""
+        raise UserError(
+            f"rollout.service: an engine of kind {type(self).__name__} is this process's alone; set"
+            ' rollout.service to "process"'
+        )
+
+    @abstractmethod
+    def open(
+        self, config: Config, parts: Any, log: Callable[[str], None]
+    ) -> tuple[Engine | None, Publisher]:
+        """The engine, and what brings weights to it; nothing is published yet.
+
+        Every process opens it; on all but process 0 there is no engine, and the publisher only
+        takes part in gathering. parts: core.assemble.Parts of the trained model. Nothing may be
+        asked of the engine before the first publish. Raises UserError for what cannot work.
+        """
+
+
+class EpisodeFailed(Exception):
+    """An episode came to nothing through no fault of the policy; its text is a short reason to
+    count: "server gone", "environment timed out". It is played again, or dropped and counted."""
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        cause: str = "",
+        trace: str = "",
+        pause: bool = False,
+        again: bool = True,
+        mistake: bool = False,
+    ):
+        super().__init__(reason)
+        self.cause = cause
+        """For people: which environment, reward or server, by its key, and what it said."""
+        self.trace = trace
+        """The end of the traceback, where somebody's code raised something."""
+        self.pause = pause
+        """Whether another try is worth a pause before it, as after a connection was refused."""
+        self.again = again
+        """Whether another try can help."""
+        self.mistake = mistake
+        """Whether a person must mend something: where nothing has ever worked, the run ends."""
+
+
+def pause_before(attempt: int) -> float:
+    """Seconds to wait before try number `attempt`, from 1, of what has failed in a way that may
+    pass: 1, 2, 4, ..."""
+    return 2.0 ** (attempt - 1)

@@ -1,0 +1,94 @@
+"""Groups as JSON and back, bit by bit: what a checkpoint keeps of the replay buffer.
+
+A dataclass of rollout.types becomes {"kind": "Episode", ...}; a list of numbers of one type becomes
+{"dtype", "data"}, zlib and base64 of its bytes: about 10 bytes for a token of an episode. Left out
+is what nobody reads again of an answer that was trained: its texts and what was measured of it.
+Between processes nothing is, and numbers travel as the array that they are: {"array"}.
+"""
+
+import base64
+import dataclasses
+import zlib
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.generation import engine, episodes
+
+LEFT_OUT = ("completion", "prompt", "metrics", "row", "advantages", "totals")
+NUMBERS = {bool: "|b1", int: "<i8", float: "<f8"}
+
+
+def narrow(array: np.ndarray) -> np.ndarray:
+    """The same numbers in half the bytes where these hold them exactly."""
+    with np.errstate(over="ignore"):
+        found = array.astype({"i": "<i4", "f": "<f4"}.get(array.dtype.kind, array.dtype))
+    return found if np.array_equal(found.astype(array.dtype), array) else array
+
+
+def as_text(array: np.ndarray) -> dict[str, Any]:
+    """One-dimensional numbers for JSON."""
+    array = narrow(array)
+    data = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode()
+    return {"dtype": array.dtype.str, "data": data}
+
+
+def as_array(array: np.ndarray) -> dict[str, Any]:
+    """One-dimensional numbers for another process."""
+    return {"array": narrow(array)}
+
+
+def pack(
+    value: Any,
+    left_out: Collection[str] = LEFT_OUT,
+    numbers: Callable[[np.ndarray], dict[str, Any]] = as_text,
+) -> Any:
+    """Something JSON-able of a dataclass, a list, a dict with texts as keys, or a scalar; what
+    `unpack` reads. numbers: what becomes of an array."""
+
+    def go(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            names = [field.name for field in dataclasses.fields(value)]
+            kept = {name: go(getattr(value, name)) for name in names if name not in left_out}
+            return {"kind": type(value).__name__, **kept}
+        if isinstance(value, np.ndarray):
+            return {**numbers(value.reshape(-1)), "shape": list(value.shape)}
+        if isinstance(value, list | tuple):
+            kinds = {type(item) for item in value}
+            dtype = NUMBERS.get(*kinds) if len(kinds) == 1 and isinstance(value, list) else None
+            if dtype is not None:
+                try:
+                    return numbers(np.array(value, dtype))
+                except OverflowError:  # an integer beyond 64 bits, in somebody's row
+                    pass
+            return {"kind": type(value).__name__, "items": [go(item) for item in value]}
+        if isinstance(value, dict):
+            return {"kind": "dict", "items": {name: go(item) for name, item in value.items()}}
+        if isinstance(value, np.generic):
+            return value.item()
+        return value
+
+    return go(value)
+
+
+def unpack(value: Any) -> Any:
+    """What `pack` was given, but for what it left out."""
+    if not isinstance(value, dict):
+        return value
+    if "array" in value or "dtype" in value:
+        array = value.get("array")
+        if array is None:
+            data = zlib.decompress(base64.b64decode(value["data"]))
+            array = np.frombuffer(data, value["dtype"])
+        return array.reshape(value["shape"]).copy() if "shape" in value else array.tolist()
+    match value["kind"]:
+        case "list":
+            return [unpack(item) for item in value["items"]]
+        case "tuple":
+            return tuple(unpack(item) for item in value["items"])
+        case "dict":
+            return {name: unpack(item) for name, item in value["items"].items()}
+    made = getattr(episodes, value["kind"], None) or getattr(engine, value["kind"])
+    found = {name: unpack(item) for name, item in value.items() if name != "kind"}
+    return made(**{"row": {}, **found} if made is episodes.Group else found)

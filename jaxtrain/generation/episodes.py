@@ -1,0 +1,201 @@
+"""What goes into a sampler and what comes out, from one answer to a group; no jax here.
+
+row ──Env.run──> Episode ─┐  (Engine.generate, as often as the episode has turns)
+row ──Env.run──> Episode ─┼─ rewards ─> Group ─ advantages ─> tree ─> Batch
+row ──Env.run──> Episode ─┘
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, Protocol
+
+from jaxtrain.generation.engine import Engine, Sampling
+
+
+@dataclass(eq=False)
+class TokenSequence:
+    """Tokens as the policy saw them, of which it drew some; all lists are equally long."""
+
+    tokens: list[int]
+    """Prompt included, exactly as the policy saw and drew them: never re-tokenized."""
+    sampled: list[bool]
+    """Whether the policy drew the token, here: these are trained."""
+    logprobs: list[float]
+    """The sampler's log-prob of each drawn token; 0.0 elsewhere."""
+    versions: list[int]
+    """Policy version of each drawn token; -1 elsewhere and where it is not known."""
+    turns: list[int] = field(default_factory=list)
+    """Number of the turn that each drawn token belongs to, from 0; -1 elsewhere. Empty: nobody
+    counts turns, all are the first."""
+    routed: Any = None
+    """A record of data.routes; None: there is none."""
+
+
+@dataclass(eq=False)
+class Episode:
+    """One played episode, single turn or many.
+
+    Episode(tokens=[1, 5, 52, 7, 2], sampled=[False, False, True, True, True],
+            logprobs=[0, 0, -0.1, -1.2, -0.01], versions=[-1, -1, 3, 3, 3], finish_reason="stop",
+            completion="7 it is")
+
+    Where a chat template rewrites what was said earlier (Qwen3's drops thoughts), a turn is drawn
+    behind other tokens than the last one, and the episode has several sequences: `earlier` and the
+    one of the episode's own lists. A token that was drawn is `sampled` in one of them, the one that
+    it was drawn in; wherever else it stands it is context.
+    """
+
+    tokens: list[int]
+    """See TokenSequence, also for the next three."""
+    sampled: list[bool]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str
+    """Of the last turn: "length" means that the answer was cut off."""
+    completion: Any = ""
+    """What reward functions get: text, or a list of messages for conversations."""
+    prompt: Any = ""
+    """What reward functions get as prompt: text, or a list of messages."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """Rewards that the environment gives the whole episode itself, by name."""
+    metrics: dict[str, float | tuple[float, float]] = field(default_factory=dict)
+    """Other numbers to be averaged and logged, such as {"turns": 2, "accuracy": (1, 3)}: a pair is
+    a (sum, weight), here one of three questions, and the mean is that over all questions."""
+    turns: list[int] = field(default_factory=list)
+    """As TokenSequence.turns."""
+    turn_rewards: list[dict[str, float]] = field(default_factory=list)
+    """Rewards that the environment gives single turns, by name: entry k is turn k's. They come on
+    top of `rewards`; a name may be in both."""
+    earlier: list[TokenSequence] = field(default_factory=list)
+    """The sequences before the last one, in the order in which they were begun."""
+    given: bool = False
+    """Whether nobody drew it: the answer is the data's own. Its `sampled` tokens train all the
+    same; `logprobs` and `versions` say nothing."""
+    routed: Any = None
+    """As TokenSequence.routed."""
+    policy: str = ""
+    """Whose turns were drawn, by its name in section policies; "": the first that is trained."""
+    agent: str = ""
+    """Which of several agents spoke, where one policy plays them all: an agent's episodes of a
+    prompt are compared with each other, not with those of other agents."""
+    others: list["Episode"] = field(default_factory=list)
+    """The further episodes of the same game, of whatever policies: see as_game."""
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        """All of them, in the order in which they were begun."""
+        own = TokenSequence(
+            self.tokens, self.sampled, self.logprobs, self.versions, self.turns, self.routed
+        )
+        return [*self.earlier, own]
+
+    @property
+    def all_rewards(self) -> dict[str, float | None]:
+        """The environment's rewards by name, those of turns added up."""
+        found = dict(self.rewards)
+        for rewards in self.turn_rewards:
+            for name, value in rewards.items():
+                found[name] = (found.get(name) or 0.0) + value
+        return found
+
+    @property
+    def drawn_tokens(self) -> list[int]:
+        """The tokens that the policy drew, in order."""
+        return [
+            token
+            for one in self.sequences
+            for token, drawn in zip(one.tokens, one.sampled, strict=True)
+            if drawn
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, each by itself."""
+        return sum(len(one.tokens) for one in self.sequences)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy drew."""
+        return sum(sum(one.sampled) for one in self.sequences)
+
+    @property
+    def min_version(self) -> int:
+        """Oldest policy version of a drawn token; -1 where none is known."""
+        known = (v for one in self.sequences for v in one.versions if v >= 0)
+        return min(known, default=-1)
+
+
+def as_game(found: Any) -> Any:
+    """The episodes of one game as the first of them, which has the others; anything else as it
+    is."""
+    if not isinstance(found, list | tuple) or not found:
+        return found
+    first, *others = found
+    if isinstance(first, Episode):
+        first.others = others
+    return first
+
+
+class Env(Protocol):
+    """The world: plays one episode of a row with an engine.
+
+    It may have `close()`, called when the run ends, and `remote = True` where it plays in servers,
+    so that a dry run does not play an episode.
+    """
+
+    async def run(
+        self, row: dict[str, Any], engine: Engine, sampling: Sampling, index: int
+    ) -> Episode:
+        """Play. Many run side by side in one event loop, so nothing in here may block. A game of
+        several policies is several episodes, one list, each with its `policy`.
+
+        index: number of the episode, to be handed to engine.generate. Raises EpisodeFailed.
+        """
+        ...
+
+
+@dataclass(eq=False)
+class Group:
+    """The episodes of one prompt with their rewards, ready to be compared."""
+
+    draw: int
+    """Number of the prompt in the order of the run."""
+    row: dict[str, Any]
+    episodes: list[Episode]
+    rewards: list[dict[str, float | None]]
+    """One dict of rewards by name for each episode; None: that reward had nothing to say."""
+    advantages: Any = None
+    """float64 [G], or [G, turns] where single turns are rewarded; filled when the round is
+    complete."""
+    totals: Any = None
+    """float64 [G] weighted sum of the rewards."""
+    replayed: bool = False
+    """Whether it was trained before and came out of the replay buffer."""
+    dataset: int = 0
+    """Index of the prompt's dataset in data.datasets."""
+    truth: Episode | None = None
+    """What the data say the answer is, of methods that compare with it."""
+
+    @property
+    def min_version(self) -> int:
+        """Oldest policy version of a drawn token; -1 where none is known."""
+        return min((e.min_version for e in self.episodes if e.min_version >= 0), default=-1)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of episodes that are compared with each other, in order: those of one agent."""
+        return [len(list(own)) for _, own in groupby(one.agent for one in self.episodes)]
+
+    def of(self, policy: str) -> "Group | None":
+        """The group of one policy: its episodes alone; None where it has none."""
+        return self._keep([i for i, one in enumerate(self.episodes) if one.policy == policy])
+
+    def of_agent(self, agent: str) -> "Group | None":
+        """The group of one agent; None where it has no episode."""
+        return self._keep([i for i, one in enumerate(self.episodes) if one.agent == agent])
+
+    def _keep(self, own: Sequence[int]) -> "Group | None":
+        episodes = [self.episodes[i] for i in own]
+        rewards = [self.rewards[i] for i in own]
+        return replace(self, episodes=episodes, rewards=rewards) if own else None

@@ -1,0 +1,1 @@
+"""Problem sets answered by the model."""

@@ -1,0 +1,161 @@
+"""Evaluations of problem sets by servers that keep a version, while training goes on.
+
+    loop thread    begin(step) ── keep ──> part of the engine    collect() ──> Found, between rounds
+    "evaluation"       └── a thread: answers of all sets ────────────┘
+
+One at a time. Its numbers are those of one version of the weights and stand at that version's
+step, whenever they come. What lost its servers is asked anew, of the weights of then; so is what
+the end of a run broke off: a note in the run's folder says what is under way.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxtrain.errors import Interrupted
+from jaxtrain.generation.engine import KeepLost, KeepsVersions, KeptEngine
+from jaxtrain.generation.evaluation.problem_sets import ProblemSets
+from jaxtrain.runs.manifest import write_atomically
+from jaxtrain.safe_io import read_text
+
+NOTE = "evaluating.json"
+CLOSE_SECONDS = 15.0
+LOOK_SECONDS = 0.2
+MAX_LOSSES = 3
+"""Times in a row that an evaluation may lose its servers; then it waits for none but is answered by
+all, between rounds."""
+
+
+class BackgroundResult(NamedTuple):
+    """An evaluation that is over."""
+
+    step: int
+    numbers: dict[str, float]
+    samples: list[dict[str, Any]]
+    """Lines for samples.jsonl."""
+
+
+class BackgroundEval:
+    """On process 0. Used by the loop thread."""
+
+    def __init__(
+        self,
+        engine: KeepsVersions,
+        sets: ProblemSets,
+        folder: Path,
+        should_stop: Callable[[], bool] = lambda: False,
+    ):
+        """should_stop: asked by whoever waits."""
+        self.engine, self.sets, self.note = engine, sets, folder / NOTE
+        self.should_stop = should_stop
+        self.step: int | None = None
+        """Of the evaluation that is under way."""
+        self.asked_again = self._in_a_row = 0
+        """Evaluations that lost their servers, in all and since one did not."""
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._found: BackgroundResult | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, step: int) -> bool:
+        """Have the sets answered by the engine's newest weights, those of `step`; False: no server
+        can be spared."""
+        assert self._thread is None, "one evaluation at a time"
+        kept = self.engine.keep() if self._in_a_row < MAX_LOSSES else None
+        if kept is None:
+            return False
+        with contextlib.suppress(OSError):  # a full disk costs the note, never the run
+            write_atomically(self.note, json.dumps({"step": step}), durable=False)
+        self.step, self._found, self._error = step, None, None
+        self._thread = threading.Thread(
+            target=self._answer, args=(kept, step), name="evaluation", daemon=True
+        )
+        self._thread.start()
+        return True
+
+    def collect(self, *, wait: bool = False) -> tuple[BackgroundResult | None, bool]:
+        """(what is over, whether it is to be asked again); raises what ended it otherwise. wait:
+        until the one under way is over; Interrupted once the run is to stop."""
+        thread = self._thread
+        if thread is None or (thread.is_alive() and not wait):
+            return None, False
+        while thread.is_alive():
+            thread.join(LOOK_SECONDS)
+            if self.should_stop():
+                raise Interrupted
+        self._thread, self.step = None, None
+        if isinstance(self._error, KeepLost):
+            self.sets.log(f"the evaluation is asked again: {self._error}")
+            self.asked_again += 1
+            self._in_a_row += 1
+            return None, True
+        if self._error is not None:
+            raise self._error
+        self._in_a_row = 0
+        return self._found, False
+
+    def written(self) -> None:
+        """The numbers of what was collected are in the run's folder."""
+        with contextlib.suppress(OSError):
+            self.note.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Break off what is under way; the note stays, so that a resumed run asks again."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _answer(self, kept: KeptEngine, step: int) -> None:
+        """The thread."""
+        samples: list[dict[str, Any]] = []
+
+        def keep_samples(_: int, lines: Iterable[dict[str, Any]]) -> None:
+            samples.extend(lines)
+
+        start, version = time.monotonic(), kept.version
+        try:
+            numbers = self.sets.run(kept, step, keep_samples, self._closed.is_set)
+            numbers |= {
+                "eval/policy_version": float(version),
+                "eval/seconds": time.monotonic() - start,
+            }
+            if self.asked_again:
+                numbers["eval/asked_again"] = float(self.asked_again)
+            self._found = BackgroundResult(step, numbers, samples)
+        except BaseException as error:  # handed over to the loop thread
+            self._error = Interrupted() if self._closed.is_set() else error
+        finally:
+            kept.release()
+
+
+def find_broken_off(folder: Path, step: int) -> int | None:
+    """Step of an evaluation that the last attempt of a run, which goes on after `step`, began and
+    did not end; None: there is none, or it comes up again by itself."""
+    note = folder / NOTE
+    try:
+        begun = int(json.loads(read_text(note, 1024))["step"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    with contextlib.suppress(OSError):
+        note.unlink()
+    if begun > step or any(done >= begun for done in read_evaluated(folder / "metrics.jsonl")):
+        return None
+    return begun
+
+
+def read_evaluated(path: Path) -> Iterable[int]:
+    """Steps whose sets a metrics.jsonl has numbers of."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                found = json.loads(line) if '"eval/' in line else {}
+                if any(name.startswith("eval/") for name in found):
+                    yield int(found["step"])
+            except (ValueError, TypeError, KeyError, AttributeError):  # a line that was cut off
+                continue

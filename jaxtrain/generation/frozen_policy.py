@@ -1,0 +1,221 @@
+"""Frozen policies: models behind servers of their own that speak in episodes and are never updated.
+
+    chat.other("judge").draw() ── messages ──> Frozen.reply ──> POST /v1/chat/completions
+                                                   ^                      │
+                                                   └── refused, late: another server, a pause
+
+What a request costs an episode is decided here: one that cannot be answered fails it, as a server
+of the trained policy would.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import sleep as pause
+from typing import Any
+
+import aiohttp
+
+from jaxtrain.config import Config
+from jaxtrain.config.policies import PolicyConfig
+from jaxtrain.config.secrets import reveal, reveal_url
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import EpisodeFailed, PolicyReply, pause_before
+from jaxtrain.generation.vllm.control import ServerGone, ServerRefused, call, explain, headers
+from jaxtrain.text_safety import escape_control_chars
+
+ROUTE = "/v1/chat/completions"
+LOOKS = 3
+"""Times that a server is asked at the start whether it is there."""
+LOOK_SECONDS = 30.0
+MOST_BYTES = 2**24
+"""Of an answer."""
+
+
+class ServedPolicy:
+    """`types.Speaker` over HTTP. May be used from several event loops."""
+
+    def __init__(
+        self,
+        name: str,
+        section: PolicyConfig,
+        *,
+        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+    ):
+        """section: with its secrets. sleep: for pauses between tries."""
+        self.key, self.section, self.sleep = f"policies.{name}", section, sleep
+        self.model = section.model
+        self._busy = {url.rstrip("/").removesuffix("/v1"): 0 for url in section.servers}
+        self._lines: dict[Any, tuple[aiohttp.ClientSession, asyncio.Semaphore]] = {}
+        self._counted = dict.fromkeys(("requests", "retries", "failed"), 0)
+
+    def check(self, sleep: Callable[[float], Any] = pause) -> None:
+        """Ask every server who it is; UserError where one is not there or has another model."""
+        for url in self._busy:
+            self.model = self.model or self._look(url, sleep)
+            listed = self._list(url, sleep)
+            if listed and self.model not in listed:
+                raise UserError(
+                    f"{self.key}.model {self.model!r} is not what {url} serves, which is"
+                    f" {escape_control_chars(', '.join(listed[:8]))}"
+                )
+
+    def _look(self, url: str, sleep: Callable[[float], Any]) -> str:
+        listed = self._list(url, sleep)
+        if not listed:
+            raise UserError(f"{self.key}: {url}/v1/models names no model; set {self.key}.model")
+        return listed[0]
+
+    def _list(self, url: str, sleep: Callable[[float], Any]) -> list[str]:
+        """The models that a server says it has; empty where it does not say."""
+        section, reason = self.section, ""
+        for attempt in range(LOOKS):
+            if attempt:
+                sleep(pause_before(attempt))
+            try:
+                found = call(
+                    url, "GET", "/v1/models", timeout=LOOK_SECONDS, api_key=section.api_key
+                )
+                return [str(one["id"]) for one in found["data"]]
+            except ServerRefused as refused:
+                if refused.status in (404, 405):
+                    return []  # it does not offer that route
+                reason = str(refused)
+                if not refused.passes:
+                    break
+            except ServerGone as gone:
+                reason = str(gone)
+            except (KeyError, TypeError):
+                return []
+        raise UserError(
+            f"{self.key}.servers: {url} does not answer: {escape_control_chars(reason)}; start it, or mend its"
+            f" address or {self.key}.api_key"
+        )
+
+    async def reply(self, messages: Sequence[Mapping[str, Any]], index: int = 0) -> PolicyReply:
+        """See types.Speaker."""
+        section = self.section
+        body = {
+            **section.options,
+            "model": self.model,
+            "messages": [dict(message) for message in messages],
+            "max_tokens": section.max_tokens,
+            "temperature": section.temperature,
+        }
+        session, room = self._line()
+        reason, tried = "", set[str]()
+        async with room:
+            for attempt in range(section.retries + 1):
+                if attempt:
+                    self._counted["retries"] += 1
+                    await self.sleep(pause_before(attempt))
+                with self._choose(tried) as url:
+                    try:
+                        return read_reply(await self._post(session, url, body))
+                    except ServerRefused as refused:
+                        reason = f"{url}: {refused}"
+                        if not refused.passes:
+                            self._counted["failed"] += 1
+                            raise EpisodeFailed(
+                                f"{self.key} refuses: HTTP {refused.status}",
+                                cause=escape_control_chars(
+                                    f"{self.key}: {url}{ROUTE}: {refused.message}"
+                                ),
+                                again=False,
+                                mistake=True,
+                            ) from None
+                    except ServerGone as gone:
+                        reason = f"{url}: {gone}"
+        self._counted["failed"] += 1
+        raise EpisodeFailed(
+            f"{self.key} does not answer",
+            cause=escape_control_chars(
+                f"{self.key}: asked {section.retries + 1} times, at last {reason}"
+            ),
+            pause=True,
+        )
+
+    @contextmanager
+    def _choose(self, tried: set[str]) -> Iterator[str]:
+        """The least busy server, one that this request has not met yet where there is any."""
+        if len(tried) == len(self._busy):
+            tried.clear()
+        url = min((one for one in self._busy if one not in tried), key=self._busy.__getitem__)
+        tried.add(url)
+        self._busy[url] += 1
+        try:
+            yield url
+        finally:
+            self._busy[url] -= 1
+
+    async def _post(self, session: aiohttp.ClientSession, url: str, body: dict) -> Any:
+        """The answer's JSON; ServerGone or ServerRefused."""
+        self._counted["requests"] += 1
+        limit = self.section.seconds
+        timeout = aiohttp.ClientTimeout(total=limit, sock_connect=10)
+        try:
+            async with session.post(f"{url}{ROUTE}", json=body, timeout=timeout) as answer:
+                raw = await answer.content.read(MOST_BYTES)
+                while len(raw) < MOST_BYTES and (more := await answer.content.read(MOST_BYTES)):
+                    raw += more
+        except TimeoutError:
+            raise ServerGone(f"no answer within {limit:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerGone(str(error) or repr(error)) from None
+        if answer.status != 200:
+            raise ServerRefused(answer.status, explain(raw))
+        try:
+            return json.loads(raw)
+        except (ValueError, RecursionError):
+            raise ServerGone(f"{ROUTE} answers what is no JSON") from None
+
+    def counters(self) -> dict[str, float]:
+        """Requests, retries and failures since the start: {"judge/requests": 4.0}."""
+        name = self.key.removeprefix("policies.")
+        return {f"{name}/{what}": float(count) for what, count in self._counted.items()}
+
+    async def close(self) -> None:
+        """Close the connections of the running event loop."""
+        line = self._lines.pop(asyncio.get_running_loop(), None)
+        if line is not None:
+            await line[0].close()
+
+    def _line(self) -> tuple[aiohttp.ClientSession, asyncio.Semaphore]:
+        loop, room = asyncio.get_running_loop(), self.section.concurrency
+        if loop not in self._lines:
+            connector = aiohttp.TCPConnector(limit=room, keepalive_timeout=2.0)
+            session = aiohttp.ClientSession(
+                connector=connector, headers=headers(self.section.api_key)
+            )
+            self._lines[loop] = session, asyncio.Semaphore(room)
+        return self._lines[loop]
+
+
+def read_reply(found: Any) -> PolicyReply:
+    """What a chat completion says; ServerGone for what is none, which another try may mend."""
+    try:
+        choice = found["choices"][0]
+        text = choice["message"]["content"]
+        return PolicyReply(
+            "" if text is None else str(text), choice.get("finish_reason") != "length"
+        )
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise ServerGone(f"{ROUTE} answers {str(found)[:120]!r}, no chat completion") from None
+
+
+def open_frozen(config: Config) -> dict[str, ServedPolicy]:
+    """The frozen policies behind servers by name, each of which has answered; UserError."""
+    found = {}
+    for name, section in config.policies.items():
+        if not section.servers:
+            continue
+        key = f"policies.{name}"
+        servers = [
+            reveal_url(url, f"{key}.servers.{place}") for place, url in enumerate(section.servers)
+        ]
+        secrets = {"api_key": section.api_key} if section.api_key else {}
+        update = {**reveal(secrets, key), "options": reveal(section.options, f"{key}.options")}
+        found[name] = ServedPolicy(name, section.model_copy(update={**update, "servers": servers}))
+        found[name].check()
+    return found

@@ -1,0 +1,61 @@
+"""Several adapters on one base in the local engine: an engine for each, which share the base.
+
+    trainer: base, adapter of solver, adapter of verifier
+        │  base: one copy at most, where the sampler needs one      adapters: a copy each
+        └─> model of solver, model of verifier: the same programs, the same arrays but for adapters
+
+What is drawn at once is drawn by one policy after the other, chunk by chunk, in one thread.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from jaxtrain.generation.local.engine import LocalEngine
+from jaxtrain.generation.local.weights import Copier
+from jaxtrain.models.parameters import Params, Rebuild
+
+
+class AdaptersPublisher:
+    """`publisher.Publisher` of {policy: parameters by path} to the engines of these policies."""
+
+    def __init__(
+        self,
+        policies: Sequence[str],
+        engines: Mapping[str, LocalEngine],
+        copy: Copier,
+        *,
+        rests: bool,
+        thread: ThreadPoolExecutor | None = None,
+    ):
+        """engines: on process 0. copy, rests: as for LocalPublisher. thread: ended by `close`."""
+        self.policies, self.engines, self.copy = policies, engines, copy
+        self.rests, self.thread = rests, thread
+
+    def publish(
+        self, version: int, params: Mapping[str, Params], rebuild: Rebuild
+    ) -> dict[str, float]:
+        """Sample from copies of the adapters from the next chunk on."""
+        start = time.monotonic()
+        leader, shared = self.policies[0], {}
+        for name in self.policies:
+            # What is not the first policy's own array is this one's adapter. All processes must
+            # find the same here, also those whose copies are empty: `copy` may be a collective.
+            base = {} if name == leader else params[leader]
+            new = {path: x for path, x in params[name].items() if x is not base.get(path)}
+            shared = {**shared, **self.copy(new)}
+            if (engine := self.engines.get(name)) is not None:
+                with engine.sampler.on_mesh():
+                    engine.use(self.copy.build(dict(shared), rebuild), version)
+        return {"sync/seconds": time.monotonic() - start} if self.engines else {}
+
+    def sleep(self) -> None:
+        """Give the copies back until the next publish."""
+        if self.rests:
+            for engine in self.engines.values():
+                engine.use(None, engine.version)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self.thread is not None:
+            self.thread.shutdown()

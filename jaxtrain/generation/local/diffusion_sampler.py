@@ -1,0 +1,150 @@
+"""UnmaskingSampler: answers written as masks that are filled in, the surest guesses first.
+
+    canvas   p p p _ _ _ _ _ _      a prompt and as many masks as the answer may have tokens
+    pass 1   p p p _ A _ _ E _      every mask is guessed; the surest stay, and are never taken back
+    pass 2   p p p B A _ D E _      in blocks from left to right, or all at once
+
+Every step is one block of all rows: prompts of any length share it, and free rows are filled behind
+it. `unmask.py` has the device's side.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Sampling
+from jaxtrain.generation.local.diffusion_device import BlockCanvas, Unmasking, unmask_block
+from jaxtrain.generation.local.requests import Request, Requests
+from jaxtrain.generation.local.sampler import bucket, roomy
+from jaxtrain.generation.local.slots import unstack
+
+__all__ = ["Unmasking", "UnmaskingSampler"]
+
+
+@dataclass(eq=False)
+class AnswerCanvas:
+    """An answer that is being written."""
+
+    request: Request
+    tokens: list[int]
+    """Prompt and answer, masks included."""
+    done: int = 0
+    """Tokens of the answer whose blocks are filled."""
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def start(self) -> int:
+        """Where the next block begins."""
+        return len(self.request.prompt) + self.done
+
+
+class UnmaskingSampler(Requests):
+    """Answers of `sampling.max_new_tokens` tokens at most, cut behind their first end token.
+
+    sampling.temperature: of Gumbel noise on the logits, 0 for none. An answer depends on its seed
+    and number, its prompt and the weights, not on what shares its batch. Its log-probs are those
+    with which the tokens were unmasked.
+    """
+
+    def __init__(
+        self, model: Any, eos_ids: Any, pad_id: int = 0, *, how: Unmasking, most_rows: int = 64,
+        max_batch: int = 64, **options: Any,
+    ):  # fmt: skip
+        """how: passes, blocks and which guesses stay. At most `most_rows` answers at once."""
+        super().__init__(model, eos_ids, pad_id, max_batch=min(max_batch, most_rows), **options)
+        self.how = how
+        self._running: list[AnswerCanvas] = []
+        self._unstacked: tuple[Any, Any] = (None, None)
+
+    @property
+    def busy(self) -> bool:
+        """See Requests."""
+        return bool(self._waiting or self._running)
+
+    def drop_all(self) -> None:
+        """See Requests."""
+        self._waiting.clear()
+        self._running = []
+
+    def request(
+        self, prompt: Sequence[int], sampling: Sampling, *args: Any, **options: Any
+    ) -> Request:
+        """See Requests; UserError for ways of drawing that only a next token has."""
+        if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+            raise UserError(
+                "sampling.top_k, top_p and min_p are about next tokens, which this model does not"
+                " draw; use sampling.temperature"
+            )
+        return super().request(prompt, sampling, *args, **options)
+
+    def step(self) -> list[Request]:
+        """Fill a block of every answer under way; the requests that have ended."""
+        self._running = [one for one in self._running if not one.request.aborted]
+        model, version = self._weights
+        while self._waiting and len(self._running) < self.max_batch:
+            request = self._waiting.popleft()
+            if not request.aborted:
+                request.versions = [version]
+                canvas = [*request.prompt, *[self.how.mask_id] * request.limit]
+                self._running.append(AnswerCanvas(request, canvas))
+        if self._running:
+            with self.on_mesh():
+                self._fill(self._unstack(model))
+        ended = [one for one in self._running if self._has_ended(one)]
+        self._running = [one for one in self._running if one not in ended]
+        return [one.request for one in ended]
+
+    def _unstack(self, model: Any) -> Any:
+        if self._unstacked[0] is not model:
+            self._unstacked = (model, unstack(model))
+        return self._unstacked[1]
+
+    def _fill(self, model: Any) -> None:
+        """One block of every canvas."""
+        running, how = self._running, self.how
+        lengths = [
+            min(how.block_length or one.request.limit, one.request.limit - one.done)
+            for one in running
+        ]
+        B, W = bucket(len(running), 1), bucket(max(lengths), 8)
+        C = roomy(max(len(one.tokens) + W for one in running))
+        tokens_BC = np.zeros((B, C), np.int32)
+        columns = np.zeros((6, B), np.int64)
+        temperature_B = np.zeros(B, np.float32)
+        for row, (one, length) in enumerate(zip(running, lengths, strict=True)):
+            sampling = one.request.sampling
+            tokens_BC[row, : len(one.tokens)] = one.tokens
+            columns[:, row] = (
+                *(one.start, one.start + length, len(one.tokens)),
+                how.passes(length, one.request.limit),
+                *(sampling.seed, one.request.number),
+            )
+            temperature_B[row] = sampling.temperature
+        columns[0, len(running) :] = columns[1, len(running) :] = 1  # nothing to fill
+        columns[2, len(running) :] = 1
+        block = BlockCanvas(tokens_BC, *columns.astype(np.int32), temperature_B)
+        found_BW, logprob_BW = map(np.asarray, unmask_block(model, block, W, how))
+        for row, (one, length) in enumerate(zip(running, lengths, strict=True)):
+            one.tokens[one.start : one.start + length] = found_BW[row, :length].tolist()
+            one.logprobs += logprob_BW[row, :length].tolist()
+            one.done += length
+
+    def _has_ended(self, one: AnswerCanvas) -> bool:
+        """Whether an answer is whole; its request then has it."""
+        request = one.request
+        first = len(request.prompt)
+        answer = one.tokens[first : first + one.done]
+        ends = [index for index, token in enumerate(answer) if token in request.ends]
+        if ends:
+            answer, request.finish_reason = answer[: ends[0] + 1], "stop"
+        cut = self._find_stop(answer, 0, request.sampling.stop)
+        if cut is not None:
+            answer, request.finish_reason = answer[:cut], "stop"
+        if one.done < request.limit and request.finish_reason != "stop":
+            return False
+        request.tokens, request.logprobs = answer, one.logprobs[: len(answer)]
+        request.versions = request.versions * len(answer)
+        return True

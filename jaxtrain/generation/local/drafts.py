@@ -1,0 +1,61 @@
+"""A draft model for the sampler: loaded beside its target and checked against it first, or copied
+from the one that a run trains."""
+
+from collections.abc import Callable
+
+import jax
+
+from jaxtrain.core.bundle import ModelBundle, find_folder
+from jaxtrain.core.roles import ModelSnapshot
+from jaxtrain.errors import UserError
+from jaxtrain.generation.local.slots import unstack
+from jaxtrain.generation.local.weights import Copier
+from jaxtrain.models import build
+from jaxtrain.models.draft import BaseDraftConfig, Draft, check_target
+from jaxtrain.models.parameters import Params
+from jaxtrain.models.trials import require_trials
+
+
+def check_draft(name: str, target: ModelBundle, key: str) -> None:
+    """UserError unless the draft folder or Hub id `name` can guess for this target; reads no
+    weights. key: the option that names it."""
+    folder = find_folder(name, weights=True, key=key)
+    if (folder / "checkpoints").is_dir():
+        raise UserError(
+            f"{key} {name!r} is a run; name the draft folder that it wrote at its end, or write one"
+            f" with `jaxtrain export {name}`"
+        )
+    architecture = build.read_config(folder)
+    if not isinstance(architecture, BaseDraftConfig):
+        raise UserError(
+            f"{key} {name!r} holds {architecture.architecture}, which is no draft; name a folder"
+            ' that task.kind "dflash" or "eagle3" wrote'
+        )
+    check_target(architecture, target.architecture, key)
+    require_trials(build.abstract(target.architecture), key)
+
+
+def open_draft(name: str, target: ModelBundle, mesh: jax.sharding.Mesh, key: str) -> Draft:
+    """The draft, ready to guess for this target, on `mesh` and in the target's compute dtype;
+    UserError as check_draft."""
+    check_draft(name, target, key)
+    dtype = target.options["dtype"]
+    draft = build.load(
+        find_folder(name, weights=True, key=key), mesh, param_dtype=dtype, dtype=dtype
+    )
+    assert isinstance(draft, Draft)
+    with jax.set_mesh(mesh):
+        return unstack(draft)
+
+
+def make_draft_copier(mesh: jax.sharding.Mesh) -> Callable[[ModelSnapshot], Params]:
+    """What copies the weights of a draft that a run trains to the sampler's `mesh`: as
+    `weights.Copier`, made when the first one comes."""
+    made: list[Copier] = []
+
+    def copy(draft: ModelSnapshot) -> Params:
+        if not made:
+            made.append(Copier(draft.roles.parts, mesh))
+        return made[0](draft.params())
+
+    return copy

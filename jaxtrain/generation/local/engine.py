@@ -1,0 +1,192 @@
+"""LocalEngine: a sampler for coroutines, its chunks drawn in a thread of their own.
+
+    coroutine ── generate ─┐                    thread "sampler"
+    coroutine ── generate ─┼─ add ─> requests ─> LocalSampler.step ─> ended ─> futures
+    coroutine ── generate ─┘   ^         (a chunk of all rows)           │
+                               └────────── the next turn ────────────────┘
+
+While a chunk is drawn the event loop plays tools, rewards and other episodes; before the next one
+it waits until nobody is about to ask, so that turns meet in one batch.
+"""
+
+import asyncio
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jaxtrain.generation.acceptance import Acceptance
+from jaxtrain.generation.engine import Completion, EpisodeFailed, Sampling
+from jaxtrain.generation.local.requests import Request, Requests
+from jaxtrain.generation.local.slots import unstack
+from jaxtrain.generation.local.speculation import DraftedModel
+from jaxtrain.generation.local.weights import Copier
+from jaxtrain.generation.version_tracker import find_listener
+
+PATIENCE = 3
+"""Rounds of the event loop without a new request after which nobody else is about to ask."""
+
+
+class LocalEngine:
+    """`engine.Engine` in the training process; see the module's docstring."""
+
+    def __init__(self, sampler: Requests, thread: ThreadPoolExecutor | None = None):
+        """thread: one that several engines share, so that their chunks take turns; it is ended by
+        whoever made it."""
+        self.sampler = sampler
+        self._shared = thread
+        self._asked = 0
+        self._counted: Acceptance | None = None
+        self._futures: dict[Request, asyncio.Future] = {}
+        self._unbegun: dict[Request, Callable[[int], None]] = {}
+        """Whom to tell which version draws the first token."""
+        self._serving: asyncio.Task | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that draw the next chunk."""
+        return self.sampler.version
+
+    def use(self, model: Any, version: int) -> None:
+        """Sample from these weights from the next chunk on; from any thread."""
+        self.sampler.use(model, version)
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        index: int = 0,
+    ) -> Completion:
+        """Continue a prompt together with whoever else asks; see engine.Engine.
+
+        A draw depends on (sampling.seed, index, length of the prompt, prompt, weights) alone.
+        Raises EpisodeFailed for a prompt that leaves no room for an answer.
+        """
+        if len(prompt) >= self.sampler.max_len:
+            raise EpisodeFailed("the conversation fills the model's longest row")
+        number = draw_number(index, len(prompt))
+        request = self.sampler.request(list(prompt), sampling, stop_ids, number)
+        loop = asyncio.get_running_loop()
+        future = self._futures[request] = loop.create_future()
+        if (listener := find_listener()) is not None:
+            self._unbegun[request] = listener
+        self.sampler.add(request)
+        self._asked += 1
+        if self._serving is None or self._serving.done():
+            self._serving = loop.create_task(self._serve())
+        try:
+            return await future
+        finally:
+            self._unbegun.pop(request, None)
+            if self._futures.pop(request, None) is not None:
+                self.sampler.abort(request)
+
+    async def close(self) -> None:
+        """End the thread; requests that still wait fail."""
+        for request, future in list(self._futures.items()):
+            self.sampler.abort(request)
+            if not future.done():
+                future.set_exception(EpisodeFailed("the engine was closed"))
+        if self._serving is not None:
+            await self._serving
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def counters(self) -> dict[str, float]:
+        """What became of a draft's guesses since this was last asked; nothing without one."""
+        now = self.sampler.acceptance
+        if now is None:
+            return {}
+        new, self._counted = now.since(self._counted), now.since(None)
+        return new.metrics()
+
+    async def _serve(self) -> None:
+        """Draw chunks until nothing is left to do."""
+        if self._thread is None and self._shared is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
+        thread, loop = self._shared or self._thread, asyncio.get_running_loop()
+        while True:
+            quiet, seen = 0, -1
+            while quiet < PATIENCE:
+                await asyncio.sleep(0)
+                quiet = quiet + 1 if self._asked == seen else 0
+                seen = self._asked
+            if not self.sampler.busy:
+                return
+            try:
+                ended = await loop.run_in_executor(thread, self.sampler.step)
+            except BaseException as error:
+                for future in self._futures.values():
+                    if not future.done():
+                        future.set_exception(error)
+                self.sampler.drop_all()
+                return
+            for request in [one for one in self._unbegun if one.versions]:
+                self._unbegun.pop(request)(request.versions[0])
+            for request in ended:
+                future = self._futures.pop(request, None)
+                if future is not None and not future.done():
+                    future.set_result(request.completion)
+
+
+def draw_number(index: int, length: int) -> int:
+    """31 bits from an episode's number and how far it has come, so that turns draw anew."""
+    return zlib.crc32(f"{index} {length}".encode()) & 0x7FFFFFFF
+
+
+class LocalPublisher:
+    """Hands copies of the trainer's weights to the local engine; the step donates its own.
+
+    Of several processes each has one, because all take part in bringing the weights together; only
+    process 0 has an engine.
+    """
+
+    def __init__(
+        self,
+        engine: LocalEngine | None,
+        copy: Copier,
+        *,
+        rests: bool,
+        draft: Any = None,
+        copy_draft: Callable[[Any], Any] | None = None,
+        thread: ThreadPoolExecutor | None = None,
+    ):
+        """rests: nothing is sampled while the trainer trains, so the copies' memory is given back
+        for that time. draft: guesses for all versions of the weights (models.draft.Draft) until
+        there is another. copy_draft: a core.roles.Held -> the sampler's parameters of a draft.
+        thread: ended by `close`."""
+        self.engine, self.copy, self.rests, self.draft = engine, copy, rests, draft
+        self.copy_draft, self.thread = copy_draft, thread
+
+    def publish(self, version: int, params: Any, rebuild: Any) -> dict[str, float]:
+        """Sample from a copy of `params` from the next chunk on."""
+        start = time.monotonic()
+        copies = self.copy(params)
+        if self.engine is None:
+            return {}
+        with self.engine.sampler.on_mesh():
+            model = self.copy.build(copies, rebuild)
+        self.engine.use(model if self.draft is None else DraftedModel(model, self.draft), version)
+        return {"sync/seconds": time.monotonic() - start}
+
+    def use_draft(self, draft: Any) -> None:
+        """See publisher.DraftPublisher."""
+        assert self.copy_draft is not None, "the engine was opened for a draft that is trained"
+        copies = self.copy_draft(draft)
+        if self.engine is not None:
+            with self.engine.sampler.on_mesh():
+                self.draft = unstack(draft.roles.rebuild(draft.roles.trained)(copies))
+
+    def sleep(self) -> None:
+        """Give the copies back until the next publish."""
+        if self.rests and self.engine is not None:
+            self.engine.use(None, self.engine.version)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self.thread is not None:
+            self.thread.shutdown()

@@ -1,0 +1,204 @@
+"""Frozen policies of Hugging Face folders, drawn in the training process: judges without servers.
+
+    chat.other("judge").draw() ── messages ──> FolderSpeaker.reply ─ its own template and tokens ─┐
+                                                                                 LocalEngine <────┘
+
+They are asked by messages, as those behind servers are, so that a folder of any family will do,
+whatever tokens it has. Its weights lie whole on the devices that sample, as long as the run lasts:
+those who play training's episodes and evaluations on the same devices share one copy.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.adapters.peft_folder import CONFIG as PEFT_CONFIG
+from jaxtrain.config import Config, ModelConfig, PolicyConfig, SamplingConfig
+from jaxtrain.core.bundle import (
+    ModelBundle,
+    abstract_params,
+    assemble_beside,
+    find_folder,
+    find_tokenizer,
+    open_params,
+)
+from jaxtrain.data.chat.template import TemplateFailed, end_of_turn_ids, prompt_tokens
+from jaxtrain.distributed.mesh import Device
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import EpisodeFailed, PolicyReply
+from jaxtrain.generation.local.engine import LocalEngine
+from jaxtrain.generation.local.requests import Requests
+from jaxtrain.generation.local.sampler import LocalSampler
+from jaxtrain.generation.local.slots import unstack
+from jaxtrain.generation.local.weights import make_sampler_mesh
+from jaxtrain.models.parameters import Shapes
+from jaxtrain.text_safety import escape_control_chars
+
+_MODELS: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+"""Models that somebody in this process draws with, by folder, dtype and devices."""
+
+
+class FolderSpeaker:
+    """`types.Speaker` in the process; for one event loop at a time."""
+
+    def __init__(self, name: str, section: PolicyConfig, tokenizer: Any, engine: LocalEngine):
+        """engine: a sampler of its own."""
+        self.name, self.tokenizer, self.engine = name, tokenizer, engine
+        self.sampling = SamplingConfig(
+            max_new_tokens=section.max_tokens, temperature=section.temperature
+        )
+        self._counted = {"requests": 0, "failed": 0}
+
+    async def reply(self, messages: Sequence[Mapping[str, Any]], index: int = 0) -> PolicyReply:
+        """See types.Speaker. The same (messages, index) give the same words."""
+        self._counted["requests"] += 1
+        key = f"policies.{self.name}"
+        try:
+            tokens = prompt_tokens(self.tokenizer, [dict(message) for message in messages])
+        except TemplateFailed as error:
+            self._counted["failed"] += 1
+            raise EpisodeFailed(
+                f"{key} cannot be asked",
+                cause=escape_control_chars(
+                    f"{key}: its chat template refuses what it is asked: {error}"
+                ),
+                again=False,
+                mistake=True,
+            ) from None
+        try:
+            answer = await self.engine.generate(tokens, self.sampling, (), index)
+        except EpisodeFailed as failure:
+            self._counted["failed"] += 1
+            raise EpisodeFailed(
+                f"{key} does not answer", cause=f"{key}: {failure}", again=False
+            ) from None
+        text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        return PolicyReply(text, answer.finish_reason != "length")
+
+    def counters(self) -> dict[str, float]:
+        """As frozen.Frozen.counters."""
+        return {f"{self.name}/{what}": float(count) for what, count in self._counted.items()}
+
+    async def close(self) -> None:
+        """End the engine's own thread; requests that wait fail."""
+        await self.engine.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenFolder:
+    """A frozen policy that is loaded."""
+
+    name: str
+    section: PolicyConfig
+    tokenizer: Any
+    sampler: Requests
+
+    def speak(self, thread: ThreadPoolExecutor | None = None) -> FolderSpeaker:
+        """Who speaks for it. thread: as for LocalEngine."""
+        engine = LocalEngine(self.sampler, thread)
+        return FolderSpeaker(self.name, self.section, self.tokenizer, engine)
+
+
+def list_folders(config: Config) -> dict[str, PolicyConfig]:
+    """Frozen policies that are folders, by name."""
+    return {name: one for name, one in config.policies.items() if one.path and not one.trained}
+
+
+def assemble_folder(name: str, section: PolicyConfig, parts: ModelBundle) -> ModelBundle:
+    """The parts of a frozen policy on the trained one's mesh, with a tokenizer of its own; reads no
+    weights. UserError for what is no language model that answers messages."""
+    key = f"policies.{name}.path"
+    assert section.path is not None, "it is a folder"
+    folder = find_folder(section.path, weights=True, key=key)
+    if (folder / "checkpoints").is_dir() or (folder / PEFT_CONFIG).is_file():
+        what, verb = "a run", "export"
+        if (folder / PEFT_CONFIG).is_file():
+            what, verb = "an adapter", "merge"
+        raise UserError(
+            f"{key} {section.path!r} is {what}; name a model folder, such as what"
+            f" `jaxtrain {verb} {section.path} --output FOLDER` writes"
+        )
+    check_files(folder, key)
+    dtype = parts.options["dtype"]
+    model = ModelConfig(
+        path=str(folder),
+        param_dtype=dtype,
+        compute_dtype=dtype,
+        attention=parts.options["attention_impl"],
+    )
+    tokenizer = find_tokenizer(model)
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{key} {section.path!r} has no chat template, and is asked by messages; name a chat"
+            " model, or write chat_template.jinja into the folder"
+        )
+    return assemble_beside(model, dataclasses.replace(parts, tokenizer=tokenizer), key)
+
+
+def check_files(folder: Path, key: str) -> None:
+    """UserError for a folder that is no model, or has no tokenizer."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{key}: {folder} has no config.json; name a Hugging Face model folder")
+    if not any(folder.glob("tokenizer*")):
+        raise UserError(
+            f"{key}: {folder} has no tokenizer; copy the model's tokenizer.json and"
+            " tokenizer_config.json into it"
+        )
+
+
+def frozen_shapes(config: Config, parts: ModelBundle) -> dict[str, Shapes]:
+    """Shapes of each frozen policy's weights, placed as they will be where the trainer's devices
+    sample; UserError as assemble_folder."""
+    mesh = make_sampler_mesh(list(parts.mesh.devices.flat), parts.mesh)
+    return {
+        name: abstract_params(assemble_folder(name, section, parts), mesh)[0]
+        for name, section in list_folders(config).items()
+    }
+
+
+def open_folders(
+    config: Config,
+    parts: ModelBundle,
+    devices: Sequence[Device],
+    log: Callable[[str], None] = print,
+) -> dict[str, FrozenFolder]:
+    """Load the frozen policies that are folders; UserError. devices: where they are drawn."""
+    return {
+        name: open_folder(name, section, parts, make_sampler_mesh(list(devices), parts.mesh), log)
+        for name, section in list_folders(config).items()
+    }
+
+
+def open_folder(
+    name: str,
+    section: PolicyConfig,
+    parts: ModelBundle,
+    mesh: jax.sharding.Mesh,
+    log: Callable[[str], None],
+) -> FrozenFolder:
+    """One of them, on `mesh`."""
+    own = dataclasses.replace(assemble_folder(name, section, parts), mesh=mesh)
+    devices = tuple(device.id for device in mesh.devices.flat)
+    place = str(own.folder), own.options["dtype"], devices, tuple(mesh.shape.items())
+    model = _MODELS.get(place)
+    if model is None:
+        with jax.set_mesh(mesh):
+            model = unstack(abstract_params(own)[1](open_params(own, 0)))
+        _MODELS[place] = model
+        size = sum(x.nbytes for x in jax.tree.leaves(model) if hasattr(x, "nbytes"))
+        log(f"policies.{name}: {section.path}, {size / 2**30:.3f} GiB")
+    sampler = LocalSampler(
+        model,
+        end_of_turn_ids(own.tokenizer),
+        max_len=own.architecture.longest,
+        max_batch=section.concurrency,
+        to_text=own.tokenizer.decode,
+        mesh=mesh,
+    )
+    sampler.use(model, 0)
+    return FrozenFolder(name, section, own.tokenizer, sampler)

@@ -1,0 +1,110 @@
+"""Opens the local engine: where it samples, and how the trainer's weights come there."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from jaxtrain.config import Config
+from jaxtrain.config.policies import list_trained
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.data.chat.template import end_of_turn_ids
+from jaxtrain.distributed.mesh import is_main_process, split_devices
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Engine, EngineKind
+from jaxtrain.generation.local.adapters import AdaptersPublisher
+from jaxtrain.generation.local.drafts import check_draft, make_draft_copier, open_draft
+from jaxtrain.generation.local.engine import LocalEngine, LocalPublisher
+from jaxtrain.generation.local.frozen_folder import assemble_folder, list_folders, open_folders
+from jaxtrain.generation.local.sampler import LocalSampler
+from jaxtrain.generation.local.weights import Copier, make_sampler_mesh, sampling_devices
+from jaxtrain.generation.multi_policy import gather, with_policies
+from jaxtrain.generation.publisher import Publisher
+from jaxtrain.layers.attention import store_cache
+from jaxtrain.layers.kv_cache import Stored
+from jaxtrain.models import build
+from jaxtrain.models.routing import route_shape
+
+
+class LocalKind(EngineKind):
+    """Samples in the training process, on its devices or on some that are set aside."""
+
+    several = True
+    serves = False
+
+    def reserved(self, config: Config) -> int:
+        """See EngineKind."""
+        return config.rollout.devices
+
+    def ahead(self, config: Config) -> bool:
+        """See EngineKind."""
+        return config.rollout.mode != "sync" or config.rollout.streaming
+
+    def check(self, config: Config, parts: ModelBundle) -> None:
+        """See EngineKind."""
+        if config.rollout.draft is not None:
+            check_draft(config.rollout.draft, parts, "rollout.draft")
+        check_cache(config.rollout.local.cache, parts)
+        for name, section in list_folders(config).items():
+            assemble_folder(name, section, parts)
+
+    def open(
+        self, config: Config, parts: ModelBundle, log: Callable[[str], None]
+    ) -> tuple[Engine | None, Publisher]:
+        """See EngineKind."""
+        devices = split_devices(self.reserved(config))[1] or sampling_devices(parts)
+        ahead = self.ahead(config)
+        if ahead and not config.rollout.devices and len(devices) > 1:
+            raise UserError(
+                f"rollout.mode {config.rollout.mode!r}, streaming {config.rollout.streaming}: the"
+                f" local engine would sample on {len(devices)} devices that the trainer uses at the"
+                " same time; set rollout.devices to how many of them sample, or rollout.mode to"
+                ' "sync" and streaming to false'
+            )
+        mesh = make_sampler_mesh(devices, parts.mesh)
+        local = config.rollout.local
+        copy = Copier(parts, mesh, local.weights, local.cache)
+        copy_draft = make_draft_copier(mesh)
+        policies = list_trained(config)
+        if not is_main_process():
+            if policies:
+                return None, AdaptersPublisher(policies, {}, copy, rests=not ahead)
+            return None, LocalPublisher(None, copy, rests=not ahead, copy_draft=copy_draft)
+
+        def make_sampler() -> LocalSampler:
+            return LocalSampler(
+                None,
+                end_of_turn_ids(parts.tokenizer),
+                max_len=min(parts.architecture.longest, config.data.sequence_len),
+                max_batch=config.rollout.max_batch,
+                to_text=parts.tokenizer.decode,
+                mesh=mesh,
+                draft_rows=config.rollout.draft_rows,
+                routes=route_shape(parts.architecture) if config.rollout.router_replay else None,
+            )
+
+        # Whoever draws on the same devices takes turns.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
+        folders = open_folders(config, parts, devices, log)
+        speakers = {name: folder.speak(thread) for name, folder in folders.items()}
+        if policies:
+            engines = {name: LocalEngine(make_sampler(), thread) for name in policies}
+            publisher = AdaptersPublisher(policies, engines, copy, rests=not ahead, thread=thread)
+            return with_policies(gather(engines), speakers), publisher
+        engine = LocalEngine(make_sampler(), thread)
+        named, draft = config.rollout.draft, None
+        if named and config.rollout.draft_refresh is None:
+            draft = open_draft(named, parts, mesh, "rollout.draft")
+        publisher = LocalPublisher(
+            engine, copy, rests=not ahead, draft=draft, copy_draft=copy_draft, thread=thread
+        )
+        return with_policies(engine, speakers), publisher
+
+
+def check_cache(cache: Stored, parts: ModelBundle) -> None:
+    """UserError where no layer keeps keys and values as rollout.local.cache says."""
+    model = build.abstract(parts.architecture)
+    if cache != "default" and not store_cache(model, cache):
+        raise UserError(
+            f'rollout.local.cache "{cache}" is for attention with keys and values, and'
+            f" {parts.architecture.architecture} has none (its layers keep latents or recurrent"
+            " states); remove it"
+        )

@@ -1,0 +1,185 @@
+"""Requests: what every sampler in the process shares: prompts that wait, and weights that change.
+
+    add(request) ─> waiting ─> step() returns what has ended
+
+Samplers differ in how `step` writes answers: token by token (sampler.py), or all at once and better
+with every pass (unmasking.py).
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.generation.acceptance import Acceptance
+from jaxtrain.generation.engine import Completion, FinishReason, Sampling
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt to continue, and what was drawn of its answer."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    ends: tuple[int, ...]
+    """Tokens that end the answer, those of the sampler among them."""
+    number: int
+    """With sampling.seed it determines the noise."""
+    limit: int
+    """Tokens that may be drawn."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    """Of each speculative cycle: 1 + the guesses accepted."""
+    routed: list[np.ndarray] = field(default_factory=list)
+    """Where the prompt's tokens went, then, chunk by chunk, those that were drawn."""
+    next_version: int = -1
+    """Of the weights that drew the token which has not been handed out yet."""
+    finish_reason: FinishReason = "length"
+    aborted: bool = False
+
+    @property
+    def completion(self) -> Completion:
+        routed = None
+        if self.routed:  # nobody has read the last token
+            read = len(self.prompt) + len(self.tokens) - 1
+            routed = np.concatenate(self.routed)[:read]
+        return Completion(self.tokens, self.logprobs, self.finish_reason, self.versions, routed)
+
+
+class Requests(ABC):
+    """Continues prompts with a model of `jaxtrain.models`; see `LocalSampler`."""
+
+    acceptance: Acceptance | None = None
+    """Of all cycles of a draft so far; None before the first."""
+
+    def __init__(
+        self,
+        model: Any,
+        eos_ids: Iterable[int],
+        pad_id: int = 0,
+        *,
+        max_len: int,
+        max_batch: int = 64,
+        to_text: Callable[[list[int]], str] | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
+        """mesh: where the weights lie, by default the one that is set where `step` is called."""
+        self.eos_ids = frozenset(eos_ids)
+        self.pad_id = pad_id
+        self.max_len = max_len
+        self.max_batch = max_batch
+        self.to_text = to_text
+        self.mesh = mesh
+        self._weights: tuple[Any, int] = (model, -1)
+        self._waiting: deque[Request] = deque()
+
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+
+    @abstractmethod
+    def step(self) -> "list[Request]":
+        """Begin what waits and go on with what runs; the requests that have ended."""
+
+    @abstractmethod
+    def drop_all(self) -> None:
+        """Forget all requests, as after an error."""
+
+    def use(self, model: Any, version: int = -1) -> None:
+        """Sample from these weights from the next chunk on; a model of the same shape compiles
+        nothing. May be called from any thread."""
+        self._weights = (model, version)
+
+    def on_mesh(self) -> AbstractContextManager:
+        """Where the sampler's programs run."""
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    @property
+    def version(self) -> int:
+        """What `use` was told of the weights."""
+        return self._weights[1]
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        stop_ids: Iterable[int] = (),
+        draws: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """One Completion per prompt, in order; see `engine.Completion` for its log-probs.
+
+        Tokens of `stop_ids` end an answer besides those of the constructor. A draw depends on the
+        seed and the prompt's number in `draws` (by default its index) alone, not on which rows
+        share its batch. Raises UserError for an empty prompt, one that leaves no room, and stop
+        texts without `to_text`.
+        """
+        stop_ids = tuple(stop_ids)
+        numbers = range(len(prompts)) if draws is None else draws
+        requests = [
+            self.request(prompt, sampling, stop_ids, number, f"prompt {index}")
+            for index, (prompt, number) in enumerate(zip(prompts, numbers, strict=True))
+        ]
+        # Prompts of like length together: less padding where they are read.
+        for request in sorted(requests, key=lambda one: len(one.prompt)):
+            self.add(request)
+        while self.busy:
+            self.step()
+        return [request.completion for request in requests]
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Iterable[int] = (),
+        number: int = 0,
+        name: str = "the prompt",
+    ) -> Request:
+        """A checked request, to be added; raises UserError as `generate` does."""
+        vocab_size = self._weights[0].head().shape[0]
+        if not 0 < len(prompt) < self.max_len:
+            raise UserError(
+                f"{name} has {len(prompt)} tokens; it needs at least 1 and at most "
+                f"{self.max_len - 1}, to leave room for an answer within {self.max_len}"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise UserError(
+                f"{name} holds token {max(prompt)}, the model has {vocab_size}; use "
+                "the tokenizer that belongs to the model"
+            )
+        if sampling.stop and self.to_text is None:
+            raise UserError("sampling.stop: stop texts need the sampler's to_text function")
+        ends = tuple(sorted({*self.eos_ids, *stop_ids}))
+        limit = min(sampling.max_new_tokens, self.max_len - len(prompt))
+        return Request(prompt, sampling, ends, number, limit)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for a row."""
+        self._waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """Give up a request; its row is free after the next step, which does not return it."""
+        request.aborted = True
+
+    def _find_stop(self, tokens: list[int], seen: int, stop: Sequence[str]) -> int | None:
+        """Number of tokens after which the text first holds a stop text; None: it does not."""
+        if not stop:
+            return None
+
+        assert self.to_text is not None, "request() asks for it"
+
+        def holds(count: int, to_text: Any = self.to_text) -> bool:
+            text = to_text(tokens[:count])
+            return any(word in text for word in stop)
+
+        if not holds(len(tokens)):
+            return None
+        return next(count for count in range(seen + 1, len(tokens) + 1) if holds(count))

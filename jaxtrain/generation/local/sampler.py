@@ -1,0 +1,280 @@
+"""LocalSampler: continuous batching in the training process, on its own devices.
+
+    add(request) ─> queue ─> free rows ─┐ prompts are read, each different one once
+                                        ├─ chunk of tokens ─> step() returns what has ended
+                              busy rows ┘
+
+Requests of any kind share the rows, and a row that ends is filled again after the chunk. Rows and
+slots come in few sizes, so a run compiles a handful of programs; they grow while there is work and
+are given back when there is none. `slots.py` has the device's side. A model with a draft (Drafted)
+draws the same tokens in fewer passes: `speculation.py`.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.batch import RouteShape
+from jaxtrain.generation.acceptance import Acceptance
+from jaxtrain.generation.local.draws import find_kind, read_draws
+from jaxtrain.generation.local.requests import Request, Requests
+from jaxtrain.generation.local.slots import (
+    CHUNK,
+    RowInsert,
+    SamplerRows,
+    decode_chunk,
+    empty_rows,
+    fill,
+    grow,
+    insert,
+    keep,
+)
+from jaxtrain.generation.local.speculation import DraftedModel, speculate_chunk
+
+PROMPT_TOKENS = 32768
+"""Slots of prompts that are read at once, which bounds the memory of their activations."""
+REFILL = 8
+"""A chunk ends early when one row in so many has ended in it."""
+
+
+class LocalSampler(Requests):
+    """Continues prompts with a model of `jaxtrain.models`.
+
+    `use` swaps the weights, also while answers are under way: what they have read stays as the
+    old weights saw it. `to_text` turns tokens into text, for stop texts. At most `max_batch` rows
+    are decoded together, and no row grows beyond `max_len` tokens.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        eos_ids: Iterable[int],
+        pad_id: int = 0,
+        *,
+        max_len: int,
+        max_batch: int = 64,
+        to_text: Callable[[list[int]], str] | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        draft_rows: int = 0,
+        routes: RouteShape | None = None,
+    ):
+        """mesh: where the weights lie, by default the one that is set where `step` is called.
+        draft_rows: a draft guesses only while no more rows are busy; 0: always. routes: record to
+        which experts tokens go, of a model without a draft."""
+        super().__init__(
+            model, eos_ids, pad_id, max_len=max_len, max_batch=max_batch, to_text=to_text, mesh=mesh
+        )
+        self.draft_rows, self.routes = draft_rows, routes
+        self._running: list[Request | None] = []
+        self._rows: SamplerRows | None = None
+        self._size = (0, 0, 0)
+        """Rows, slots and ends of `_rows`."""
+
+    def drop_all(self) -> None:
+        """Forget all requests, as after an error."""
+        self._waiting.clear()
+        self._running, self._rows = [], None
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._waiting) or any(self._running)
+
+    def step(self) -> list[Request]:
+        """Begin what waits and draw a chunk of tokens; the requests that have ended.
+
+        Blocks until the device has answered. When nothing is left, the rows are given back.
+        """
+        with self.on_mesh():
+            self._begin()
+            ended = self._draw() if any(self._running) else []
+        if not self.busy:
+            self._rows, self._running = None, []
+        return ended
+
+    def _begin(self) -> None:
+        """Fill free rows from the queue."""
+        busy = sum(one is not None for one in self._running)
+        new: list[Request] = []
+        while self._waiting and busy + len(new) < self.max_batch:
+            request = self._waiting.popleft()  # others may add meanwhile
+            if not request.aborted:
+                new.append(request)
+        if not new:
+            return
+        self._make_room(busy + len(new), new)
+        free = [row for row, one in enumerate(self._running) if one is None]
+        start = 0
+        while start < len(new):
+            stop = find_end(new, start)
+            self._fill(new[start:stop], free[start:stop])
+            start = stop
+
+    def _make_room(self, count: int, new: Sequence[Request]) -> None:
+        """Rows for `count` requests and slots for the longest of the new ones."""
+        model = self._weights[0]
+        # A cycle may read guesses behind the row's limit.
+        spare = model.draft.num_drafted if isinstance(model, DraftedModel) else 0
+        longest = max(len(one.prompt) + one.limit for one in new) + spare
+        B = min(bucket(count, 1), self.max_batch)
+        S = roomy(max(longest, *(bucket(len(one.prompt), 32) for one in new)))
+        E = bucket(max(len(one.ends) for one in new), 1)
+        old = self._size
+        if self._rows is None:
+            self._size = (B, S, E)
+            self._rows = empty_rows(model, B=B, S=S, E=E)
+        else:
+            B, S, E = self._size = tuple(map(max, (B, S, E), old))
+            if self._size != old:
+                self._rows = grow(model, self._rows, B=B, S=S, E=E)
+        self._running += [None] * (B - len(self._running))
+
+    def _fill(self, new: Sequence[Request], rows: Sequence[int]) -> None:
+        """Read the prompts of some requests, each different one once, into these rows."""
+        model, version = self._weights
+        prompts = list(dict.fromkeys(tuple(one.prompt) for one in new))
+        U, P = bucket(len(prompts), 1, 4), bucket(max(map(len, prompts)), 32)
+        R = bucket(len(new), 1, 4)
+        tokens_UP, lengths_U = np.full((U, P), self.pad_id, np.int32), np.ones(U, np.int32)
+        for index, prompt in enumerate(prompts):
+            tokens_UP[index, : len(prompt)] = prompt
+            lengths_U[index] = len(prompt)
+        padding = R - len(new)
+        places = {prompt: index for index, prompt in enumerate(prompts)}
+        samplings = [one.sampling for one in new]
+        ends_RE = np.full((R, self._rows.ends.shape[1]), -1, np.int32)
+        for index, one in enumerate(new):
+            ends_RE[index, : len(one.ends)] = one.ends
+
+        def column(values: Iterable[int], pad: int) -> np.ndarray:
+            return np.array([*values, *[pad] * padding], np.int64).astype(np.int32)
+
+        entry = RowInsert(
+            row=column(rows, len(self._running)),
+            source=column((places[tuple(one.prompt)] for one in new), 0),
+            limit=column((one.limit for one in new), 0),
+            seed=column((one.sampling.seed for one in new), 0),
+            number=column((one.number for one in new), 0),
+            draw=read_draws([*samplings, *samplings[-1:] * padding]),
+            ends=ends_RE,
+        )
+        filled = fill(model, tokens_UP, lengths_U, self.routes)
+        if filled.routed is not None:
+            routed_UPR = np.asarray(filled.routed)
+            for one in new:
+                one.routed.append(routed_UPR[places[tuple(one.prompt)], : len(one.prompt)])
+            filled = filled._replace(routed=None)
+        self._rows = insert(model, self._rows, filled, entry, find_kind(samplings))
+        for one, row in zip(new, rows, strict=True):
+            one.next_version = version
+            self._running[row] = one
+
+    def _draw(self) -> list[Request]:
+        """A chunk of tokens of all rows; the requests that ended, their rows being free now."""
+        model, version = self._weights
+        speculates = isinstance(model, DraftedModel) and self._is_calm()
+        there = [(row, one) for row, one in enumerate(self._running) if one is not None]
+        stop_B = np.array([one is None or one.aborted for one in self._running])
+        patience = np.int32(max(1, len(self._running) // REFILL))
+        kind = find_kind([one.sampling for _, one in there])
+        if speculates:
+            start = time.perf_counter()
+            self._rows, (*found, lengths) = speculate_chunk(
+                model, self._rows, stop_B, patience, kind
+            )
+            lengths_BN, handed = np.asarray(lengths), int(np.asarray(found[2]).sum())
+            seconds = time.perf_counter() - start
+            self._count_cycles(there, lengths_BN, model.draft.num_drafted, handed, seconds)
+        else:
+            self._rows, *found, routed = decode_chunk(
+                model, self._rows, stop_B, patience, kind, self.routes
+            )
+            if routed is not None:
+                routed_BCR, count_B = np.asarray(routed), np.asarray(found[2])
+                for row, one in there:
+                    one.routed.append(routed_BCR[row, : count_B[row]].copy())
+        tokens_BC, logprobs_BC, handed_B, done_B = map(np.asarray, (*found, self._rows.done))
+        ended = []
+        for row, one in there:
+            if one.aborted:
+                self._running[row] = None
+                continue
+            seen, count = len(one.tokens), int(handed_B[row])
+            one.tokens += tokens_BC[row, :count].tolist()
+            one.logprobs += logprobs_BC[row, :count].tolist()
+            one.versions += [one.next_version, *[version] * (count - 1)][:count]
+            one.next_version = version if count else one.next_version
+            over = bool(done_B[row])
+            if over and one.tokens and one.tokens[-1] in one.ends:
+                one.finish_reason = "stop"
+            cut = self._find_stop(one.tokens, seen, one.sampling.stop)
+            if cut is not None:
+                del one.tokens[cut:], one.logprobs[cut:], one.versions[cut:]
+                one.finish_reason, over = "stop", True
+            if over:
+                # A row that a stop text ended runs on until it is told, or filled anew.
+                self._running[row] = None
+                ended.append(one)
+        return ended
+
+    def _is_calm(self) -> bool:
+        """Whether so few rows are busy that guesses pay; those that idle are then given up, for a
+        cycle would read guesses for them, too."""
+        most, busy = self.draft_rows, sum(one is not None for one in self._running)
+        if not most:
+            return True
+        if busy > most:
+            return False
+        B = min(bucket(busy, 1, 4), most)
+        if len(self._running) > B:
+            kept = [row for row, one in enumerate(self._running) if one is not None]
+            kept += [row for row, one in enumerate(self._running) if one is None]
+            kept = kept[:B]
+            self._rows = keep(self._rows, np.array(kept, np.int32))
+            self._running = [self._running[row] for row in kept]
+            self._size = (B, *self._size[1:])
+        return True
+
+    def _count_cycles(
+        self,
+        there: Sequence[tuple[int, Request]],
+        lengths_BN: np.ndarray,
+        num_drafted: int,
+        tokens: int,
+        seconds: float,
+    ) -> None:
+        """Tell requests and the sampler what became of the guesses of a chunk."""
+        if self.acceptance is None:
+            self.acceptance = Acceptance(num_drafted)
+        for row, one in there:
+            one.lengths += lengths_BN[row][lengths_BN[row] > 0].tolist()
+        self.acceptance.add(lengths_BN.ravel(), tokens, seconds)
+
+
+def find_end(requests: Sequence[Request], start: int) -> int:
+    """How far from `start` requests can be read at once within PROMPT_TOKENS; at least one."""
+    prompts: set[tuple[int, ...]] = set()
+    longest = 0
+    for index in range(start, len(requests)):
+        prompts.add(tuple(requests[index].prompt))
+        longest = max(longest, len(requests[index].prompt))
+        if index > start and bucket(len(prompts), 1, 4) * bucket(longest, 32) > PROMPT_TOKENS:
+            return index
+    return len(requests)
+
+
+def bucket(size: int, smallest: int, factor: int = 2) -> int:
+    """The smallest `smallest * factor**n` that holds `size`: few shapes."""
+    while smallest < size:
+        smallest *= factor
+    return smallest
+
+
+def roomy(size: int) -> int:
+    """`size` rounded up to eighths of a power of two and to whole chunks: at most an eighth of
+    the slots is never used."""
+    step = max(CHUNK, bucket(size, 1) // 8)
+    return -(-size // step) * step

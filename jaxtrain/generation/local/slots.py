@@ -1,0 +1,253 @@
+"""Rows of a cache on the device: prompts go in, tokens come out, ended rows make room.
+
+    fill(model, tokens, lengths)           prompts, each once ──> their states, first logits
+    insert(model, rows, filled, entry)     into free rows; several rows may take one prompt
+    decode_chunk(model, rows, stop, ...)   up to CHUNK tokens of every row
+
+Shapes: B rows, U different prompts of P slots, R rows to fill, S slots of a row, C tokens of a
+chunk, V vocab.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.batch import RouteShape
+from jaxtrain.generation.local.draws import DrawKind, DrawParameters, sample
+from jaxtrain.layers.mixer import SharedSlots
+
+CHUNK = 32
+
+
+class SamplerRows(NamedTuple):
+    """State of all rows between chunks."""
+
+    cache: Any
+    """The model's own."""
+    token: jax.Array
+    """int32 [B] the last token drawn, not yet seen by the model."""
+    logprob: jax.Array
+    """float32 [B] its log-probability."""
+    count: jax.Array
+    """int32 [B] tokens drawn so far, `token` among them."""
+    limit: jax.Array
+    """int32 [B] tokens that the row may draw."""
+    done: jax.Array
+    """bool [B]: ended, or never begun."""
+    keys: jax.Array
+    """[B] one random key a row; folded with `count` for each draw."""
+    draw: DrawParameters
+    ends: jax.Array
+    """int32 [B, E] tokens that end the row, -1 where it has fewer."""
+    shared: SharedSlots
+    """Of rows that were filled together with the same prompt."""
+
+
+class FilledPrompts(NamedTuple):
+    """Prompts that the model has read."""
+
+    cache: Any
+    """Of U rows and P slots."""
+    logits: jax.Array
+    """float32 [U, V] behind each prompt's last token."""
+    length: jax.Array
+    """int32 [U] tokens of each prompt."""
+    routed: jax.Array | None = None
+    """[U, P, R] where each token of the prompts went, where that is recorded."""
+
+
+class RowInsert(NamedTuple):
+    """What R rows begin with. A row beyond B is padding and goes nowhere."""
+
+    row: np.ndarray
+    """int32 [R] which row."""
+    source: np.ndarray
+    """int32 [R] which of the U prompts."""
+    limit: np.ndarray
+    """int32 [R]."""
+    seed: np.ndarray
+    """int32 [R]; with `number` it makes the row's random key."""
+    number: np.ndarray
+    """int32 [R]."""
+    draw: DrawParameters
+    ends: np.ndarray
+    """int32 [R, E]."""
+
+
+@jax.jit
+def unstack(model: Any) -> Any:
+    """The model with its layers stored one by one: a token then costs no copies of weights."""
+    return model.unstack()
+
+
+@functools.partial(jax.jit, static_argnames=("B", "S", "E"))
+def empty_rows(model: Any, *, B: int, S: int, E: int) -> SamplerRows:
+    """B rows of S slots in which nothing runs."""
+    zeros_B, no_B = jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.float32)
+    return SamplerRows(
+        cache=model.init_cache(B, S),
+        token=zeros_B,
+        logprob=no_B,
+        count=zeros_B,
+        limit=zeros_B,
+        done=jnp.ones(B, bool),
+        keys=jax.vmap(jax.random.key)(zeros_B),
+        draw=DrawParameters(jnp.ones(B, jnp.float32), zeros_B, jnp.ones(B, jnp.float32), no_B),
+        ends=jnp.full((B, E), -1, jnp.int32),
+        shared=SharedSlots(jnp.arange(B, dtype=jnp.int32), zeros_B),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("B", "S", "E"))
+def grow(model: Any, rows: SamplerRows, *, B: int, S: int, E: int) -> SamplerRows:
+    """The same rows with more rows, slots or ends; none may shrink."""
+    more = B - rows.token.shape[0]
+
+    def longer(x: jax.Array, fill: Any = 0) -> jax.Array:
+        return jnp.concatenate([x, jnp.full((more, *x.shape[1:]), fill, x.dtype)])
+
+    ends = jnp.pad(rows.ends, ((0, 0), (0, E - rows.ends.shape[1])), constant_values=-1)
+    new_keys = jax.vmap(jax.random.key)(jnp.zeros(more, jnp.int32))
+    alone = jnp.arange(B - more, B, dtype=jnp.int32)
+    return SamplerRows(
+        cache=model.grow_cache(rows.cache, B, S),
+        token=longer(rows.token),
+        logprob=longer(rows.logprob),
+        count=longer(rows.count),
+        limit=longer(rows.limit),
+        done=longer(rows.done, True),
+        keys=jnp.concatenate([rows.keys, new_keys]),
+        draw=DrawParameters(*map(longer, rows.draw)),
+        ends=longer(ends, -1),
+        shared=SharedSlots(jnp.concatenate([rows.shared.leader, alone]), longer(rows.shared.until)),
+    )
+
+
+@jax.jit
+def keep(rows: SamplerRows, index_R: jax.Array) -> SamplerRows:
+    """Some of the rows, in this order; all arrays of models' states are [B, ...]."""
+    kept = jax.tree.map(lambda x: x[index_R], rows)
+    return kept._replace(shared=elect(kept.shared, len(rows.token)))
+
+
+@functools.partial(jax.jit, static_argnames=("routes",))
+def fill(
+    model: Any, tokens_UP: jax.Array, lengths_U: jax.Array, routes: RouteShape | None = None
+) -> FilledPrompts:
+    """Read prompts, left-aligned in [U, P]. routes: record where tokens go."""
+    U, P = tokens_UP.shape
+    read = model.decode(tokens_UP, model.init_cache(U, P), lengths_U)
+    last_UD = jnp.take_along_axis(read.hidden, (lengths_U - 1)[:, None, None], axis=1)[:, 0]
+    routed = None if routes is None else read.routed.astype(routes.dtype)
+    logits = model.logits(last_UD).astype(jnp.float32)
+    return FilledPrompts(read.cache, logits, lengths_U.astype(jnp.int32), routed)
+
+
+@functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("rows",))
+def insert(
+    model: Any, rows: SamplerRows, filled: FilledPrompts, entry: RowInsert, kind: DrawKind
+) -> SamplerRows:
+    """Begin rows behind their prompts, with the first token of each drawn."""
+    make = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))
+    keys = make(entry.seed, entry.number)
+    first = _fold(keys, jnp.zeros_like(entry.number))
+    token, logprob = sample(filled.logits[entry.source], first, entry.draw, kind)
+
+    def put(all_: jax.Array, new: jax.Array) -> jax.Array:
+        return all_.at[entry.row].set(new, mode="drop")
+
+    return SamplerRows(
+        cache=model.insert(rows.cache, entry.row, filled.cache, entry.source),
+        token=put(rows.token, token),
+        logprob=put(rows.logprob, logprob),
+        count=put(rows.count, jnp.ones_like(entry.limit)),
+        limit=put(rows.limit, entry.limit),
+        done=put(rows.done, entry.limit < 1),
+        keys=put(rows.keys, keys),
+        draw=DrawParameters(*map(put, rows.draw, entry.draw)),
+        ends=put(rows.ends, entry.ends),
+        shared=share(rows.shared, entry, filled.length),
+    )
+
+
+def share(shared: SharedSlots, entry: RowInsert, length_U: jax.Array) -> SharedSlots:
+    """What rows have in common once these are filled: those that take one prompt."""
+    B, U = len(shared.leader), len(length_U)
+    left_B = shared.until.at[entry.row].set(0, mode="drop")
+    leader_B, until_B = elect(shared._replace(until=left_B), B)
+    leader_U = jnp.full(U, B, jnp.int32).at[entry.source].min(entry.row)
+    return SharedSlots(
+        leader_B.at[entry.row].set(leader_U[entry.source], mode="drop"),
+        until_B.at[entry.row].set(length_U[entry.source], mode="drop"),
+    )
+
+
+def elect(shared: SharedSlots, B: int) -> SharedSlots:
+    """The same R rows behind the first of each group that is still there; `leader` is one of B rows
+    of before, and alike in a group."""
+    own_R = jnp.arange(len(shared.leader), dtype=jnp.int32)
+    there_R = shared.until > 0
+    first_B = jnp.full(B, B, jnp.int32).at[shared.leader].min(jnp.where(there_R, own_R, B))
+    return SharedSlots(jnp.where(there_R, first_B[shared.leader], own_R), shared.until)
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "routes"), donate_argnames=("rows",))
+def decode_chunk(
+    model: Any,
+    rows: SamplerRows,
+    stop_B: jax.Array,
+    patience: jax.Array,
+    kind: DrawKind,
+    routes: RouteShape | None = None,
+) -> tuple[SamplerRows, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """(rows, tokens [B, C], log-probs [B, C], tokens handed out of each row [B], and with `routes`
+    where each of these tokens went [B, C, R]: of the one that ends a row it means nothing).
+
+    Hands out the token that waits and draws the next, until C times are over, all rows are done,
+    or `patience` rows have ended in this chunk. `stop_B` ends rows beforehand.
+    """
+    rows = rows._replace(done=rows.done | stop_B)
+    B = rows.token.shape[0]
+    running = (~rows.done).sum()
+
+    def step(carry):
+        i, rows, tokens_BC, logprobs_BC, handed_B, routed_BCR = carry
+        handed_B += ~rows.done
+        tokens_BC = tokens_BC.at[:, i].set(jnp.where(rows.done, -1, rows.token))
+        logprobs_BC = logprobs_BC.at[:, i].set(jnp.where(rows.done, 0.0, rows.logprob))
+        ended = (rows.token[:, None] == rows.ends).any(1) | (rows.count >= rows.limit)
+        # No way around the last, useless draw: a branch here would copy the cache every step.
+        rows, routed_B1R = advance(rows._replace(done=rows.done | ended))
+        if routes is not None:
+            routed_BCR = routed_BCR.at[:, i].set(routed_B1R[:, 0].astype(routes.dtype))
+        return i + 1, rows, tokens_BC, logprobs_BC, handed_B, routed_BCR
+
+    def advance(rows: SamplerRows) -> tuple[SamplerRows, jax.Array | None]:
+        count_B = (~rows.done).astype(jnp.int32)
+        read = model.decode(rows.token[:, None], rows.cache, count_B, shared=rows.shared)
+        token, logprob = sample(
+            model.logits(read.hidden[:, 0]), _fold(rows.keys, rows.count), rows.draw, kind
+        )
+        rows = rows._replace(
+            cache=read.cache, token=token, logprob=logprob, count=rows.count + ~rows.done
+        )
+        return rows, read.routed
+
+    def going(carry):
+        left = (~carry[1].done).sum()
+        return (carry[0] < CHUNK) & (left > 0) & (running - left < patience)
+
+    tokens_BC = jnp.full((B, CHUNK), -1, jnp.int32)
+    logprobs_BC = jnp.zeros((B, CHUNK), jnp.float32)
+    zeros_B, routed_BCR = jnp.zeros(B, jnp.int32), None
+    if routes is not None:
+        routed_BCR = jnp.zeros((B, CHUNK, routes.width), routes.dtype)
+    start = (jnp.zeros((), jnp.int32), rows, tokens_BC, logprobs_BC, zeros_B, routed_BCR)
+    return jax.lax.while_loop(going, step, start)[1:]
+
+
+def _fold(keys: jax.Array, count_B: jax.Array) -> jax.Array:
+    return jax.vmap(jax.random.fold_in)(keys, count_B)

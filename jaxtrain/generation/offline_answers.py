@@ -1,0 +1,72 @@
+"""Answers that the data have: for methods that draw some answers and take others as they are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.config import DatasetConfig
+from jaxtrain.data.formats import make_row_tokenizer
+from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.generation.engine import EpisodeFailed, PromptRequest
+from jaxtrain.generation.episodes import Episode, TokenSequence
+
+
+class OfflineAnswers:
+    """Which prompts are answered by the data, and these answers as an episode.
+
+    Whether one is depends on the seed and the prompt's number alone, so that a resumed run and any
+    order of playing decide alike.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[DatasetConfig],
+        tokenizer: Any,
+        *,
+        row_tokens: int,
+        own_share: float,
+        seed: int,
+    ):
+        """own_share: of the prompts, which are played. row_tokens: longest sequence."""
+        self.tokenize = [make_row_tokenizer(one, tokenizer, row_tokens, "drop") for one in datasets]
+        self.tokenizer, self.own_share, self.seed = tokenizer, own_share, seed
+
+    def __call__(self, ask: PromptRequest) -> list[Episode] | None:
+        """See producer.Given."""
+        if np.random.default_rng((self.seed, ask.draw)).random() < self.own_share:
+            return None
+        name = f"prompt {ask.draw}"
+        return [read_episode(self.tokenize[ask.dataset], self.tokenizer, ask.row, name)]
+
+
+def read_episode(tokenize: Any, tokenizer: Any, row: Any, name: str) -> Episode:
+    """What a row of training data says, its trained tokens as `sampled`; raises EpisodeFailed where
+    it gives no sample. tokenize: of formats.make_row_tokenizer."""
+    items = tokenize(row, name)
+    samples = [item for item in items if isinstance(item, Sample)]
+    if not samples:
+        reasons = [item.reason for item in items if isinstance(item, Dropped)]
+        raise EpisodeFailed(f"row: {reasons[0] if reasons else 'gives nothing'}", again=False)
+    sequences = [
+        TokenSequence(
+            one.tokens.tolist(),
+            (one.weights > 0).tolist(),
+            [0.0] * len(one.tokens),
+            [-1] * len(one.tokens),
+        )
+        for one in samples
+    ]
+    *earlier, last = sequences
+    first = int(np.argmax(samples[-1].weights > 0))
+    return Episode(
+        last.tokens,
+        last.sampled,
+        last.logprobs,
+        last.versions,
+        "stop",
+        completion=tokenizer.decode(last.tokens[first:], skip_special_tokens=True),
+        prompt=tokenizer.decode(last.tokens[:first]),
+        earlier=earlier,
+        given=True,
+    )

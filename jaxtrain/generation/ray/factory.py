@@ -1,0 +1,162 @@
+"""What a trainer sends to its service and the workers, and what these make of it.
+
+trainer: settings(config, tokenizer, ...) ──> service ──> worker: open_worker(settings)
+                                                          environment, rewards, engine: no jax
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config import (
+    Config,
+    DataConfig,
+    EnvConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+)
+from jaxtrain.config.ray import service_name
+from jaxtrain.environments.rewards import open_rewards
+from jaxtrain.generation.engine import SharedServers
+from jaxtrain.generation.engines import count_envs, list_envs, open_envs, seed_sampling
+from jaxtrain.generation.frozen_policy import open_frozen
+from jaxtrain.generation.multi_policy import with_policies
+from jaxtrain.generation.producer import GroupPlayer, GroupRules
+from jaxtrain.generation.ray.actors import start_service
+from jaxtrain.generation.ray.ray_cluster import join
+from jaxtrain.generation.ray.remote_producer import RemoteProducer
+
+WORKER = "jaxtrain.generation.ray.factory:open_worker"
+
+
+def worker_settings(
+    config: Config, tokenizer: Any, shared: SharedServers, room: int, media: Any
+) -> dict[str, Any]:
+    """What `open_worker` reads. room: tokens of the longest episode. media: of open_envs."""
+    dumped = config.model_dump(mode="json")
+    rollout = ("group_size", "reward_workers", "retries")
+    return {
+        **{name: dumped[name] for name in ("env", "rewards", "sampling", "data", "policies")},
+        "run": {name: dumped["run"][name] for name in ("output_dir", "seed")},
+        "rollout": {name: dumped["rollout"][name] for name in rollout},
+        "engine": (shared.opener, shared.settings),
+        "tokenizer": tokenizer,
+        "room": room,
+        "media": dict(media or {}),
+        "folder": os.getcwd(),
+    }
+
+
+def open_remote(
+    config: Config,
+    tokenizer: Any,
+    shared: SharedServers,
+    opener: str,
+    rules: GroupRules,
+    *,
+    room: int,
+    media: Any,
+    facts: Callable[[], dict[str, Any]],
+    stack: ExitStack,
+    log: Callable[[str], None],
+) -> RemoteProducer:
+    """The run's service on Ray: its own, or the one that rollout.service names. opener: makes the
+    service's producer. stack: leaves the cluster. UserError, also where another run holds it."""
+    ray, name = config.rollout.ray, service_name(config.rollout.service)
+    cluster = join(ray)
+    stack.callback(cluster.close)
+    service = start_service(cluster) if name is None else cluster.find(name)
+    settings = {
+        "service": {
+            "config": config.model_dump(mode="json"),
+            "tokenizer": tokenizer,
+            "folder": os.getcwd(),
+        },
+        "worker": (WORKER, worker_settings(config, tokenizer, shared, room, media)),
+    }
+    who = f"{config.run.output_dir} on {os.uname().nodename}, process {os.getpid()}"
+    log(f"episodes are played by {ray.episode_workers} workers on Ray, {cluster.describe()}")
+    return RemoteProducer(
+        service,
+        who,
+        opener,
+        settings,
+        rules,
+        engine=shared.sender,
+        facts=facts,
+        wait_seconds=ray.wait_seconds,
+        log=log,
+    )
+
+
+class RunWorkerSetup:
+    """`worker.Opened` of a run."""
+
+    def __init__(self, settings: dict[str, Any]):
+        enter(settings["folder"])
+        config = read_sections(settings)
+        opener, asked = settings["engine"]
+        rollout, tokenizer = config.rollout, settings["tokenizer"]
+        with ExitStack() as stack:
+            self.rewards = open_rewards(config.rewards, rollout.reward_workers, rollout.retries)
+            stack.callback(self.rewards.close)
+            env, own = open_envs(
+                config, tokenizer, self.rewards, settings["room"], stack, settings["media"]
+            )
+            self.engine = EntryPoint("engine", opener, "").load()(asked, name_worker())
+            self.asked = with_policies(self.engine.engine, open_frozen(config))
+            self.player = GroupPlayer(
+                env,
+                self.asked,
+                self.rewards,
+                seed_sampling(config),
+                GroupRules(rollout.group_size, self.rewards.weights, retries=rollout.retries),
+                own=own,
+            )
+            self._closing = stack.pop_all()
+        self.envs = list_envs(env, own)
+        self.update = self.engine.update
+
+    def report(self) -> dict[str, Any]:
+        """See worker.Opened."""
+        counters = {**self.rewards.counters, **self.asked.counters(), **count_envs(self.envs)}
+        return {"counters": counters, "reports": self.engine.reports()}
+
+    def close(self) -> None:
+        """See worker.Opened."""
+        self._closing.close()
+
+
+def open_worker(settings: dict[str, Any]) -> RunWorkerSetup:
+    """What plays in a worker; UserError."""
+    return RunWorkerSetup(settings)
+
+
+def read_sections(settings: dict[str, Any]) -> Config:
+    """A config of the sections that matter to episodes; the others are as by default, unchecked."""
+    return Config.model_construct(
+        run=RunConfig(**settings["run"]),
+        env=EnvConfig(**settings["env"]),
+        rewards=[RewardConfig(**one) for one in settings["rewards"]],
+        sampling=SamplingConfig(**settings["sampling"]),
+        data=DataConfig(**settings["data"]),
+        policies={name: PolicyConfig(**one) for name, one in settings["policies"].items()},
+        rollout=RolloutConfig(**settings["rollout"]),
+    )
+
+
+def enter(folder: str) -> None:
+    """Relative paths of the config mean what they meant where the run was started."""
+    if Path(folder).is_dir():
+        os.chdir(folder)
+
+
+def name_worker() -> str:
+    """A name that no other worker of the run has."""
+    return f"{os.uname().nodename}-{os.getpid()}"

@@ -1,0 +1,342 @@
+"""VllmEngine: one prompt at a time for many coroutines, from servers that may come and go.
+
+generate ──bounded──> its session's server ──answer──> checked ──> Completion
+              ^                        │
+              │   refused, cut off, 5xx, late, dropped: back-off, ask again, elsewhere if possible
+              └────────────────────────┘
+                no server at all: wait, up to wait_seconds, then RunStopped
+
+One call of `generate` gives one Completion or an exception, so nothing is lost and nothing comes
+twice; what a dead server had already drawn is thrown away. An answer that was interrupted for new
+weights keeps its tokens and goes on behind them.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import aiohttp
+import numpy as np
+
+from jaxtrain.batch import RouteShape
+from jaxtrain.data.packing.routes import join_routes
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.generation.engine import Completion, EpisodeFailed, KeepLost, Sampling
+from jaxtrain.generation.version_tracker import note_version
+from jaxtrain.generation.vllm.control import explain, headers
+from jaxtrain.generation.vllm.kept_servers import KeptServers
+from jaxtrain.generation.vllm.messages import (
+    GarbageAnswer,
+    ServerAnswer,
+    build_request,
+    derive_seed,
+    parse_answer,
+)
+from jaxtrain.generation.vllm.pool import Pool, VllmServer
+
+MAX_ASKS = 50
+"""Of one request, whatever happened to the servers: an end even where they flap for ever."""
+SESSION = "X-Session-ID"
+"""Header by which a router keeps what shares a prefix on one server."""
+MOST_BYTES = 2**28
+"""Of an answer; one with the experts of 100,000 tokens is a third of that."""
+LOOK_SECONDS = 0.25
+"""How often a waiting request looks whether its server was dropped."""
+
+
+class AnswerLost(Exception):
+    """No answer to this request, but another try may bring one. kind: few words, to be counted."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(text)
+        self.kind = kind
+
+
+class LoopConnection(NamedTuple):
+    """What one event loop holds."""
+
+    session: aiohttp.ClientSession
+    room: asyncio.Semaphore
+    gate: asyncio.Lock
+    """Held by the one request that waits for a server; the others wait behind it."""
+
+
+class VllmEngine:
+    """`engine.Engine` over HTTP. adapters: versions are LoRA adapters, chosen by name.
+
+    May be used from several event loops, one after the other or at once.
+    """
+
+    def __init__(
+        self,
+        servers: Pool,
+        *,
+        adapters: bool,
+        first_pause: float = 0.5,
+        routes: RouteShape | None = None,
+        group_size: int | None = None,
+        kept: KeptServers | None = None,
+        policy: str = "",
+    ):
+        """routes: ask the servers where tokens went, and refuse one that does not say.
+        group_size: so many indices in a row are of one prompt, a session, and prefer one server;
+        None: every request goes to the least loaded one. kept: ask these servers alone, and have
+        all tokens of the version that they keep. policy: draw with this one's adapters."""
+        self.policy = policy
+        self.servers, self.adapters, self.first_pause = servers, adapters, first_pause
+        self.routes, self.group_size, self.kept = routes, group_size, kept
+        self._lines: dict[asyncio.AbstractEventLoop, LoopConnection] = {}
+        self._told: set[str] = set()
+
+    @property
+    def version(self) -> int:
+        """Newest published version, or the one that is kept."""
+        return self.servers.version if self.kept is None else self.kept.version
+
+    def keep(self) -> "VllmEngine | None":
+        """See types.Keeping; which servers, rollout.vllm.eval_servers says."""
+        found = self.servers.keep(self.servers.config.eval_servers)
+        if not found:
+            return None
+        return VllmEngine(
+            self.servers,
+            adapters=self.adapters,
+            first_pause=self.first_pause,
+            routes=self.routes,
+            group_size=self.group_size,
+            kept=KeptServers(self.servers, found),
+        )
+
+    def release(self) -> None:
+        """See engine.KeptEngine."""
+        assert self.kept is not None, "of a kept one"
+        self.kept.release()
+
+    def counters(self) -> dict[str, float]:
+        """Requests, retries, servers lost and the like since the start, and how many servers there
+        are now."""
+        return {f"vllm/{name}": number for name, number in self.servers.measure().items()}
+
+    async def close(self) -> None:
+        """Close the connections of the running event loop."""
+        line = self._lines.pop(asyncio.get_running_loop(), None)
+        if line is not None:
+            await line.session.close()
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        index: int = 0,
+    ) -> Completion:
+        """Continue a prompt; see `engine.Engine`."""
+        line = self._line()
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        routed: np.ndarray | None = None
+        failures, pause = 0, self.first_pause
+        session = index // (self.group_size or 1)
+        direct = False
+        async with line.room:
+            for _ in range(MAX_ASKS):
+                server = await self._take(line, session, direct)
+                epoch = server.epoch
+                note_version(min(versions, default=server.version))
+                try:
+                    seed = derive_seed(sampling.seed, index, len(prompt) + len(tokens))
+                    left = sampling.max_new_tokens - len(tokens)
+                    answer, drawn = await self._ask(
+                        line, server, [*prompt, *tokens], sampling, stop_ids, left, seed, session
+                    )
+                except AnswerLost as lost:
+                    self.servers.count("retries")
+                    if server is self.servers.front:
+                        await self._leave_router(lost)
+                        direct = True
+                        continue
+                    self.servers.suspect(server)
+                    # A server that died is no fault of the request.
+                    failures += server.epoch == epoch
+                    if failures > self.servers.config.retries:
+                        self._tell(lost)
+                        raise EpisodeFailed(f"vllm: {lost.kind}") from None
+                    await asyncio.sleep(pause * (1 + random.random()))
+                    pause = min(2 * pause, 30.0)
+                    continue
+                finally:
+                    self.servers.release(server)
+                tokens += answer.tokens
+                logprobs += answer.logprobs
+                versions += drawn
+                routed = join_routes(routed, answer.routed)
+                if answer.finish_reason == "abort" and len(tokens) < sampling.max_new_tokens:
+                    self.servers.count("interrupted")
+                    continue
+                reason = "stop" if answer.finish_reason == "stop" else "length"
+                return Completion(tokens, logprobs, reason, versions, routed)
+        raise EpisodeFailed("vllm: asked too often")
+
+    def _tell(self, lost: AnswerLost) -> None:
+        """Why a request was given up, once a kind; the others are counted by the caller."""
+        if lost.kind not in self._told:
+            self._told.add(lost.kind)
+            times = self.servers.config.retries + 1
+            self.servers.log(f"a request failed {times} times, the last time: {lost}")
+
+    async def _leave_router(self, lost: AnswerLost) -> None:
+        """A request through the router failed: it is asked again, of a server itself."""
+        if lost.kind == "connection lost":
+            self.servers.lose_front(str(lost))
+        if lost.kind == "unknown weights":
+            await asyncio.to_thread(self.servers.drop_strangers)
+
+    async def _take(self, line: LoopConnection, session: int, direct: bool) -> VllmServer:
+        """A server to ask, waited for; RunStopped when none comes. direct: not the router."""
+        servers = self.servers
+        if self.kept is not None:
+            return await self.kept.take(session if self.group_size else None)
+        async with line.gate:
+            deadline = servers.clock() + servers.config.wait_seconds
+            while True:
+                server = None if direct else servers.acquire_front()
+                if server is None:
+                    server = servers.acquire(session if self.group_size else None)
+                if server is not None:
+                    return server
+                # While all take new weights, sleep or are full, no server is missing.
+                if servers.asleep or servers.publishing or servers.ready():
+                    deadline = servers.clock() + servers.config.wait_seconds
+                servers.check(servers.clock() > deadline)
+                await asyncio.sleep(0.05)
+
+    async def _ask(
+        self,
+        line: LoopConnection,
+        server: VllmServer,
+        prompt: list[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        max_tokens: int,
+        seed: int,
+        session: int,
+    ) -> tuple[ServerAnswer, list[int]]:
+        """(answer, version of each token) of one request to one server."""
+        if 0 < server.max_model_len <= len(prompt):
+            raise EpisodeFailed("vllm: the prompt fills the server's max_model_len")
+        self.servers.check_length(server, len(prompt), max_tokens)
+        began = server.version
+        model = self.servers.label(began, self.policy) if self.adapters else server.model
+        route = server.route
+        body = build_request(
+            route, prompt, sampling, stop_ids, max_tokens=max_tokens, seed=seed, model=model
+        )
+        self.servers.count("requests")
+        status, raw = await self._post(line, server, body, session)
+        self.servers.note_progress(server)
+        if status >= 500 or status in (408, 425, 429):
+            raise AnswerLost(
+                f"HTTP {status}", f"HTTP {status} from {server.url}: {explain(raw, 120)}"
+            )
+        if status == 404 and self.adapters:
+            # It was restarted, or someone took our adapter away: bring it again.
+            if server is not self.servers.front:
+                self.servers.drop(server, f"does not serve {model} any more")
+            raise AnswerLost("adapter gone", f"{server.url} does not serve {model}")
+        if status != 200:
+            raise UserError(
+                f"{server.url} refuses a prompt of {len(prompt)} tokens with max_new_tokens"
+                f" {max_tokens}: HTTP {status}, {explain(raw)}"
+            )
+        try:
+            answer = parse_answer(route, raw, max_tokens, len(prompt), self.routes)
+        except GarbageAnswer as error:
+            raise RunStopped(
+                f"{server.url}{route} answers garbage: {error}; is it a vLLM server, and is"
+                " anything between it and here that changes answers?"
+            ) from None
+        if self.routes is not None and answer.routed is None and answer.tokens:
+            raise RunStopped(
+                f"{server.url} does not say to which experts tokens went, which"
+                " rollout.router_replay needs; start it with --enable-return-routed-experts"
+            )
+        versions = self._date(server, answer, began)
+        if self.kept is not None and any(version != self.kept.version for version in versions):
+            raise KeepLost(f"{server.url} went on to other weights")
+        return answer, versions
+
+    def _date(self, server: VllmServer, answer: ServerAnswer, began: int) -> list[int]:
+        """The version of each token; drops a server whose weights are not this run's."""
+        count = len(answer.tokens)
+        if self.adapters:
+            return [began] * count
+        if answer.labels is None:
+            # Requests are cut when weights change, so a whole answer is of one version; one that
+            # raced with the change could be of either.
+            if server.version != began and answer.finish_reason != "abort":
+                raise AnswerLost("weights changed", "the weights changed while it was answered")
+            return [began] * count
+        versions: list[int] = []
+        for label in answer.labels:
+            version = self.servers.read_label(label)
+            if version is None:
+                self.servers.count("unknown_version")
+                why = f"it samples from weights {label!r}, which this run never sent"
+                if server is not self.servers.front:
+                    self.servers.drop(server, why)
+                raise AnswerLost("unknown weights", f"{server.url} sampled from unknown weights")
+            versions.append(version)
+        return versions
+
+    async def _post(
+        self, line: LoopConnection, server: VllmServer, body: dict, session: int
+    ) -> tuple[int, bytes]:
+        """(status, body) of the answer; Lost when there is none or the server was dropped."""
+        epoch = server.epoch
+        limit = self.servers.config.request_seconds
+        task = asyncio.ensure_future(self._exchange(line.session, server, body, session, limit))
+        try:
+            while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+                if server.epoch != epoch:
+                    raise AnswerLost("server gone", f"{server.url} is gone")
+            return task.result()
+        except TimeoutError:
+            raise AnswerLost(
+                "time-out", f"no answer from {server.url} within {limit:g} s"
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise AnswerLost("connection lost", f"{server.url}: {error or error!r}") from None
+        finally:
+            task.cancel()
+
+    async def _exchange(
+        self,
+        connections: aiohttp.ClientSession,
+        server: VllmServer,
+        body: dict,
+        session: int,
+        limit: float,
+    ) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(total=limit, sock_connect=10)
+        url, named = f"{server.url}{server.route}", {SESSION: f"{self.servers.session}-{session}"}
+        async with connections.post(url, json=body, timeout=timeout, headers=named) as answer:
+            raw = bytearray()
+            async for part in answer.content.iter_any():
+                raw += part
+                if len(raw) > MOST_BYTES:
+                    raise aiohttp.ClientPayloadError(f"an answer of more than {MOST_BYTES} bytes")
+            return answer.status, bytes(raw)
+
+    def _line(self) -> LoopConnection:
+        loop = asyncio.get_running_loop()
+        if loop not in self._lines:
+            room = self.servers.config.concurrency
+            if self.kept is not None:
+                room = max(1, int(room * self.kept.share))
+            # Shorter than the server's 5 s, or a request meets the end of its connection half way.
+            connector = aiohttp.TCPConnector(limit=room + 16, keepalive_timeout=2.0)
+            session = aiohttp.ClientSession(connector=connector, headers=headers())
+            self._lines[loop] = LoopConnection(session, asyncio.Semaphore(room), asyncio.Lock())
+        return self._lines[loop]

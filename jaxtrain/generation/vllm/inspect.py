@@ -1,0 +1,170 @@
+"""What a server is, before it gets work: version, model, route, log-probs, tokenizer, length."""
+
+import json
+from collections.abc import Callable
+
+from jaxtrain.config.vllm import VllmConfig
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Sampling
+from jaxtrain.generation.vllm.control import ServerRefused, call
+from jaxtrain.generation.vllm.discover import list_workers
+from jaxtrain.generation.vllm.messages import (
+    COMPLETIONS,
+    GENERATE,
+    GarbageAnswer,
+    build_request,
+    parse_answer,
+)
+from jaxtrain.generation.vllm.pool import VllmServer
+
+TESTED = ((0, 32), (0, 33))
+"""vLLM versions from the first, before the second."""
+PROBE_SECONDS = 120.0
+PROBE_TEXT = "The quick brown fox: naïve 3.14159 × 42 = ? \n\tdef f(x):  return x**2  # 東京 🙂"
+
+
+class Inspector:
+    """Looks at servers for a run. tokenize: the trainer's own token ids of a text, to be compared
+    with theirs."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        sampling: Sampling,
+        log: Callable[[str], None],
+        tokenize: Callable[[str], list[int]] | None = None,
+    ):
+        self.config, self.sampling, self.log, self.tokenize = config, sampling, log, tokenize
+
+    def refuse_router(self, url: str) -> None:
+        """UserError for the address of a router, whose /health and control calls are those of any
+        one server behind it."""
+        if list_workers(url) is not None:
+            raise UserError(
+                f"{url} is a router: new weights would reach one of its servers alone. Remove it"
+                f' from rollout.vllm.servers and set rollout.vllm.discover to "router+{url}"'
+            )
+
+    def inspect(self, server: VllmServer) -> None:
+        """Learn what the server is; UserError where this run cannot use it."""
+        url = server.url
+        found = call(url, "GET", "/version", timeout=30)
+        self._check_version(url, found.get("version") if isinstance(found, dict) else found)
+        listed = call(url, "GET", "/v1/models", timeout=30)
+        try:
+            base = next(model for model in listed["data"] if not model.get("parent"))
+            server.max_model_len = int(base.get("max_model_len") or 0)
+            model = base["id"]
+        except (TypeError, KeyError, StopIteration, ValueError):
+            raise UserError(
+                f"{url}/v1/models does not list a model; is this a vLLM server?"
+            ) from None
+        self._end_pause(url)
+        server.route = self._find_route(url, model)
+        if self.config.routed and server.route == COMPLETIONS:
+            raise UserError(
+                f"{url} does not say which weights drew a token, so no router may stand between;"
+                ' start it with --enable-scale-out, or set rollout.vllm.via to "direct"'
+            )
+        server.processed = self.probe(server.route, url, model) == 0.0
+        self._check_logprobs(server)
+        self._compare_tokens(url, model)
+        self.check_length(server, 1, self.sampling.max_new_tokens)
+        server.model = model
+
+    def _end_pause(self, url: str) -> None:
+        """A sync that broke off, of this run or an earlier one, may have left it paused: no request
+        would ever be answered."""
+        try:
+            found = call(url, "GET", "/is_paused", timeout=30)
+            if isinstance(found, dict) and found.get("is_paused") is True:
+                call(url, "POST", "/resume", timeout=30)
+                self.log(f"vllm {url} was paused, which a sync that broke off leaves behind")
+        except ServerRefused:
+            pass  # it was started without these routes
+
+    def check_length(self, server: VllmServer, prompt: int, new: int) -> None:
+        """Say once when a prompt and its answer are longer than what the server takes."""
+        limit = server.max_model_len
+        if 0 < limit < prompt + new and not server.short:
+            server.short = True
+            self.log(
+                f"warning: vllm {server.url} takes {limit} tokens (max_model_len), but a prompt of"
+                f" {prompt} and sampling.max_new_tokens {new} are {prompt + new}: such answers are"
+                f" cut off at {max(0, limit - prompt)} tokens; start it with --max-model-len"
+                f" {prompt + new} or more"
+            )
+
+    def _compare_tokens(self, url: str, model: str) -> None:
+        """Say when the server's tokenizer is another than the trainer's."""
+        if self.tokenize is None:
+            return
+        body = {"model": model, "prompt": PROBE_TEXT, "add_special_tokens": False}
+        try:
+            found = call(url, "POST", "/tokenize", body, timeout=30)
+            theirs = [int(token) for token in found["tokens"]]
+        except (ServerRefused, KeyError, TypeError, ValueError):
+            return  # started without a tokenizer: it gets and gives ids all the same
+        ours = self.tokenize(PROBE_TEXT)
+        if theirs != ours:
+            place = next(
+                (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if len({*pair}) > 1),
+                min(len(ours), len(theirs)),
+            )
+            self.log(
+                f"warning: vllm {url} has another tokenizer than the trainer: {len(theirs)} tokens"
+                f" of a text of {len(ours)} here, which differ from place {place} on (there"
+                f" {theirs[place : place + 3]}, here {ours[place : place + 3]}); start it with the"
+                " tokenizer of model.path, or stop texts are looked for in other words than ours"
+            )
+
+    def _check_version(self, url: str, version: object) -> None:
+        try:
+            numbers = tuple(int(part) for part in str(version).split(".")[:2])
+        except ValueError:
+            numbers = ()
+        if not self.config.any_version and not TESTED[0] <= numbers < TESTED[1]:
+            low, high = (".".join(map(str, numbers)) for numbers in TESTED)
+            raise UserError(
+                f"{url} runs vLLM {version}; tested are versions from {low} before {high}. Install"
+                " one of those there, or set rollout.vllm.any_version to true"
+            )
+
+    def _find_route(self, url: str, model: str) -> str:
+        try:
+            self.probe(GENERATE, url, model)
+        except ServerRefused as error:
+            if error.status not in (403, 404, 405):
+                raise
+            self.log(f"vllm {url} runs without --enable-scale-out: sampling over {COMPLETIONS}")
+            return COMPLETIONS
+        return GENERATE
+
+    def probe(self, route: str, url: str, model: str, timeout: float = PROBE_SECONDS) -> float:
+        """Log-prob of the one token that top_k 1 leaves: 0 exactly where log-probs are taken after
+        truncation."""
+        sampling = Sampling(temperature=1.0, top_k=1, max_new_tokens=1)
+        # Two tokens: a lone one ends vLLM 0.32 where a CPU runs layers of linear attention.
+        body = build_request(route, [1, 1], sampling, (), max_tokens=1, seed=0, model=model)
+        raw = call(url, "POST", route, body, timeout=timeout)
+        try:
+            return parse_answer(route, json.dumps(raw).encode(), 1).logprobs[0]
+        except GarbageAnswer as error:
+            raise UserError(f"{url}{route} answers what no vLLM server does: {error}") from None
+
+    def _check_logprobs(self, server: VllmServer) -> None:
+        """The log-probs that it returns must be those of softmax(logits / temperature)."""
+        draw = self.sampling
+        cut = draw.top_p < 1 or draw.top_k > 0 or draw.min_p > 0
+        if draw.temperature not in (0.0, 1.0) and not server.processed:
+            raise UserError(
+                f"sampling.temperature is {draw.temperature:g}, but {server.url} returns log-probs"
+                " as of temperature 1; start it with --logprobs-mode processed_logprobs"
+            )
+        if draw.temperature and cut and server.processed:
+            raise UserError(
+                f"sampling.top_p, top_k or min_p cut the distribution, and {server.url} returns"
+                " log-probs of what is left, which the trainer cannot reproduce; set them to 1, 0"
+                " and 0 (or keep temperature 1 and start the server with --logprobs-mode"
+                " raw_logprobs)"
+            )

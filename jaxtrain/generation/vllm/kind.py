@@ -1,0 +1,248 @@
+"""A run's parameters as the servers want them: the device's side of `publish_*.py`.
+
+The name map that loads and saves a model also publishes it, so a server gets exactly what an export
+would hold.
+"""
+
+import collections
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.adapters.peft import adapter_entries, write_gathered
+from jaxtrain.config import Config
+from jaxtrain.config.policies import list_trained
+from jaxtrain.core.bundle import ModelBundle, abstract_params
+from jaxtrain.distributed.mesh import is_main_process
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Engine, EngineKind, SharedServers
+from jaxtrain.generation.multi_policy import gather
+from jaxtrain.generation.publisher import Publisher
+from jaxtrain.generation.ray.hosts import open_source
+from jaxtrain.generation.ray.ray_cluster import join
+from jaxtrain.generation.vllm.command import check_python
+from jaxtrain.generation.vllm.discover import open_sources
+from jaxtrain.generation.vllm.engine import VllmEngine
+from jaxtrain.generation.vllm.launch import FOLDER, open_launcher
+from jaxtrain.generation.vllm.listing import Listing
+from jaxtrain.generation.vllm.lora_limits import check_adapter
+from jaxtrain.generation.vllm.remote import share
+from jaxtrain.generation.vllm.servers import Servers
+from jaxtrain.generation.weight_sync.device_image import DeviceImage
+from jaxtrain.generation.weight_sync.device_layout import PublishedCopy, list_pieces, list_rows
+from jaxtrain.generation.weight_sync.publish_lora import LoraPublisher
+from jaxtrain.generation.weight_sync.publish_weights import WeightPublisher
+from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.methods.rl.shared_rounds import SharedPublisher
+from jaxtrain.models.build import family, to_host, wide_tensors
+from jaxtrain.models.parameters import Params
+from jaxtrain.models.routing import route_shape
+from jaxtrain_vllm.cuda import Cuda, CudaError
+
+
+class VllmKind(EngineKind):
+    """vLLM servers over HTTP."""
+
+    several = True
+
+    def check(self, config: Config, parts: ModelBundle) -> None:
+        """See EngineKind."""
+        vllm = config.rollout.vllm
+        if vllm.sync == "lora":
+            check_adapter(vllm, parts)
+        if vllm.launch == "local":
+            if jax.process_count() > 1:
+                raise UserError(
+                    'rollout.vllm.launch "local" is for a trainer of one process, which may use'
+                    " several GPUs; start the servers yourself and name them in"
+                    " rollout.vllm.servers"
+                )
+            check_python(vllm.python)
+
+    def open(
+        self, config: Config, parts: ModelBundle, log: Callable[[str], None]
+    ) -> tuple[Engine | None, Publisher]:
+        """See EngineKind."""
+        return open_vllm(config, parts, log)
+
+    def share(self, engine: VllmEngine, workers: int) -> SharedServers:
+        """See EngineKind."""
+        return share(engine, workers)
+
+
+def open_vllm(
+    config: Config, parts: ModelBundle, log: Callable[[str], None] = print
+) -> tuple[Engine | None, Publisher]:
+    """The servers of section rollout.vllm, inspected, and what brings them the weights.
+
+    Of several processes the first talks to the servers; the others have no engine, and their
+    publisher takes part in gathering. Nothing may be asked of the engine before the first publish.
+    Raises UserError for servers that do not come or cannot do what the run needs.
+    """
+    vllm = config.rollout.vllm
+    adapters, policies = vllm.sync == "lora", list_trained(config)
+    engine = own = None
+    if is_main_process():
+        with ExitStack() as stack:
+            sources, launcher = open_sources(vllm), None
+            if vllm.launch == "local":
+                home = Path(config.run.output_dir) / FOLDER
+                launcher = open_launcher(config, home, log, parts.architecture.longest)
+                stack.callback(launcher.close)
+                launcher.start()
+                sources.append(launcher)
+            if vllm.launch == "ray":
+                sources.append(open_source(config, parts.architecture.longest, log))
+                cluster = join(config.rollout.ray)
+                stack.callback(cluster.close)
+                if "listen" not in vllm.model_fields_set:
+                    vllm = vllm.model_copy(update={"listen": cluster.address})
+            servers = Servers(
+                vllm,
+                config.sampling,
+                log,
+                lambda text: parts.tokenizer.encode(text, add_special_tokens=False),
+                sources,
+            )
+            stack.callback(servers.close)
+            listing = Path(config.run.output_dir) / "servers.json"
+            servers.closing.enter_context(Listing(listing, lambda: servers.all))
+            servers.open()
+            if vllm.launch == "ray":
+                servers.closing.callback(join(config.rollout.ray).close)
+            if launcher is not None:
+                servers.closing.callback(launcher.close)
+                launcher.watch(servers.lose, servers.fail)
+            replay = config.rollout.router_replay
+            routes = route_shape(parts.architecture) if replay else None
+            size = config.rollout.group_size
+            engines = {
+                name: VllmEngine(
+                    servers, adapters=adapters, routes=routes, group_size=size, policy=name
+                )
+                for name in policies or ("",)
+            }
+            engine = gather(engines) if policies else engines[""]
+            folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
+            if adapters:
+                run, base = config.run.output_dir, config.model.path
+                own = open_lora(servers, folder, run, parts, base, policies)
+            else:
+                ahead = config.rollout.mode != "sync"
+                own = open_weights(servers, parts, delta=vllm.sync == "delta", ahead=ahead)
+            stack.pop_all()  # the publisher closes them
+    gather_one = open_gather(parts, vllm.weight_dtype, adapters=adapters)
+    if policies:
+
+        def gather_all(params: Any) -> dict[str, Any]:
+            return {name: gather_one(params[name]) for name in policies}
+
+        return engine, SharedPublisher(own, gather_all)
+    return engine, SharedPublisher(own, gather_one)
+
+
+def open_gather(
+    parts: ModelBundle, dtype: str, *, adapters: bool
+) -> Callable[[Params], dict[str, Any]]:
+    """What every process does with its parameters before process 0 publishes them.
+
+    Adapters are small and are gathered as they are. Of whole models process 0 takes one slice after
+    the other while it puts them together; what the others do is answer each of its gathers.
+    """
+    if adapters:
+        assert parts.adapter is not None, "the config says that there is one"
+        paths = {entry.param: None for entry in adapter_entries(parts.architecture, parts.adapter)}
+        return lambda params: {path: to_host(params[path]) for path in paths}
+    if is_main_process():
+        return lambda params: params
+    entries = family(parts.architecture).names(parts.architecture)
+    wide = wide_tensors(parts.architecture)
+
+    def take_part(params: Params) -> Params:
+        collections.deque(list_pieces(params, entries, dtype, wide=wide), maxlen=0)
+        return {}
+
+    return take_part
+
+
+def open_lora(
+    servers: Servers,
+    folder: Path,
+    run: str,
+    parts: ModelBundle,
+    base_name: str | None = None,
+    policies: Sequence[str] = (),
+) -> LoraPublisher:
+    """Publishes the run's adapter, or those of several policies, which it gets in numpy. run: the
+    run's folder."""
+    adapter = parts.adapter
+    assert adapter is not None, "the config says that there is one"
+    entries = adapter_entries(parts.architecture, adapter)
+
+    def write(params: Params, target: Path) -> None:
+        write_gathered(params, parts.architecture, adapter, target, base_name)
+
+    def measure(params: Params) -> int:
+        # The header of a few hundred bytes a tensor, and adapter_config.json.
+        return sum(params[entry.param].nbytes for entry in entries) + 2**20
+
+    return LoraPublisher(servers, folder, os.path.abspath(run), write, measure, policies)
+
+
+def open_weights(
+    servers: Servers, parts: ModelBundle, *, delta: bool, ahead: bool = False
+) -> WeightPublisher:
+    """Publishes all weights of a run without adapters. ahead: while the trainer goes on."""
+    entries = family(parts.architecture).names(parts.architecture)
+    shapes = {}
+    for path, like in abstract_params(parts)[0].items():
+        entry = next(entry for entry in entries if entry.param == path)
+        shapes |= entry.op.shapes(like.shape)
+    dtype, device = servers.config.weight_dtype, None
+    wide = wide_tensors(parts.architecture)
+    if servers.config.transport == "device":
+        device = open_device_image(shapes, dtype, entries, servers.log, wide)
+    kept = PublishedCopy() if delta and servers.config.delta_base == "device" else None
+    write = partial(list_pieces, entries=entries, dtype=dtype, kept=kept, wide=wide)
+    return WeightPublisher(
+        servers,
+        write,
+        shapes,
+        delta=delta,
+        ahead=ahead,
+        find=kept and partial(write, compare=True),
+        device=device,
+        wide=wide,
+        carried=parts.architecture.carries,
+    )
+
+
+def open_device_image(
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    entries: list[ParameterEntry],
+    log: Callable[[str], None],
+    wide: frozenset[str] = frozenset(),
+) -> DeviceImage | None:
+    """Room for all weights on the trainer's GPUs; None, and a line why, where that cannot be."""
+    try:
+        if jax.process_count() > 1:
+            raise CudaError("the run has several processes")
+        if jax.default_backend() not in ("gpu", "cuda"):
+            raise CudaError(f"the run trains on {jax.default_backend()}, not on NVIDIA GPUs")
+        cuda = Cuda()
+    except CudaError as error:
+        log(f"rollout.vllm.transport device: {error}; weights go through the host's memory")
+        return None
+    return DeviceImage(
+        shapes,
+        dtype,
+        lambda params, homes: list_rows(params, entries, dtype, homes, wide),
+        cuda,
+        wide,
+    )

@@ -1,0 +1,217 @@
+"""Servers that belong to a run: started on this machine with it, started again, ended with it.
+
+    Launcher ── ServerProcess ── hold.py ── jaxtrain_vllm.serve ── vLLM and its workers
+       |  a thread looks every second who has ended: dropped at once, started again where it was
+       '- poll: a Source with the same URLs as long as the run lasts; the pool's watchers see who
+          is back and give it the newest weights
+
+RUN/servers/N.log    what server N says, of all its starts
+RUN/servers/N.json   who it is, as long as it runs: a run that was killed leaves it to the next one
+"""
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxtrain.config import Config
+from jaxtrain.distributed import gpus
+from jaxtrain.distributed.child_processes import ServerProcess
+from jaxtrain.distributed.orphans import end_left
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.generation.vllm.command import build_command, build_environment, check_python
+from jaxtrain.generation.vllm.control import KEY_VARIABLE
+from jaxtrain.generation.vllm.discover import DiscoveredServer
+from jaxtrain.text_safety import escape_control_chars
+
+FOLDER = "servers"
+MAX_RESTARTS, RESTART_WINDOW_SECONDS = 3, 600.0
+"""A server that ends more often than that within that time is given up."""
+LOOK_SECONDS = 1.0
+STOP_SECONDS = 20.0
+TAIL_LINES, TAIL_BYTES = 12, 16_384
+"""Of a log, where a server did not even come up."""
+
+
+@dataclass
+class Launched:
+    """One server, over all its starts."""
+
+    url: str
+    make: Callable[[], ServerProcess]
+    """Its next process, not started yet."""
+    log_file: Path
+    process: ServerProcess | None = None
+    restarts: deque[float] = field(default_factory=deque)
+    """When it was started again, within the window."""
+    given_up: bool = False
+
+
+class Launcher:
+    """A `Source` of servers that it runs itself."""
+
+    name = 'rollout.vllm.launch "local"'
+    fixed = True
+
+    def __init__(
+        self,
+        servers: Sequence[Launched],
+        log: Callable[[str], None] = print,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.servers, self.log, self.clock = list(servers), log, clock
+        self.restarts = 0
+        """Of all servers so far."""
+        self._lock = threading.Lock()
+        self._watching = False
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Start all of them; who waits for them is whoever polls."""
+        for server in self.servers:
+            self._start(server)
+
+    def poll(self) -> list[DiscoveredServer]:
+        """All of them. UserError, with the end of its log, for one that ends before `watch`: what
+        does not even come up is a mistake in the config."""
+        if not self._watching:
+            for server in self.servers:
+                status = server.process and server.process.poll()
+                if status is not None:
+                    raise UserError(
+                        f"rollout.vllm.launch: the server on {server.url} ended with status"
+                        f" {status} before it answered; the end of {server.log_file}:\n"
+                        + read_tail(server.log_file)
+                    )
+        return [DiscoveredServer(server.url) for server in self.servers]
+
+    def watch(
+        self, lost: Callable[[str, str], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        """From now on start again who ends. lost: told the URL and why as soon as that is seen.
+        failed: told what ends the run, once all are given up."""
+        self._watching = True
+
+        def work() -> None:
+            while not self._closed.wait(LOOK_SECONDS):
+                self.look(lost, failed)
+
+        threading.Thread(target=work, name="servers", daemon=True).start()
+
+    def look(
+        self, lost: Callable[[str, str], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        """Look once who has ended; see `watch`."""
+        for server in self.servers:
+            if server.given_up or server.process is None:
+                continue
+            status = server.process.poll()
+            if status is None or self._closed.is_set():
+                continue
+            why = f"its process ended with status {status}; {server.log_file}"
+            lost(server.url, why)
+            while server.restarts and self.clock() - server.restarts[0] > RESTART_WINDOW_SECONDS:
+                server.restarts.popleft()
+            again = len(server.restarts) + 1
+            if again > MAX_RESTARTS:
+                server.given_up = True
+                self.log(
+                    f"vllm {server.url} is not started again: it ended {again} times within"
+                    f" {RESTART_WINDOW_SECONDS / 60:g} minutes; {server.log_file}"
+                )
+                continue
+            server.restarts.append(self.clock())
+            self.restarts += 1
+            self.log(f"vllm {server.url} is started again ({again} of {MAX_RESTARTS}): {why}")
+            try:
+                self._start(server)
+            except (OSError, UserError) as error:
+                self.log(f"vllm {server.url}: {error}")
+        if self.servers and all(server.given_up for server in self.servers):
+            logs = ", ".join(str(server.log_file) for server in self.servers)
+            failed(RunStopped(f"all vLLM servers of rollout.vllm.launch ended; see {logs}"))
+
+    def close(self) -> None:
+        """End all of them, at once and for good; again: nothing."""
+        self._closed.set()
+        with self._lock:
+            running = [server.process for server in self.servers if server.process is not None]
+        if running:
+            with ThreadPoolExecutor(len(running)) as pool:
+                list(pool.map(lambda process: process.stop(STOP_SECONDS), running))
+
+    def _start(self, server: Launched) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                return
+            process = server.make()
+            server.log_file.parent.mkdir(parents=True, exist_ok=True)
+            with server.log_file.open("a") as log_file:
+                log_file.write(f"--- {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {process.command}\n")
+            process.start()
+            server.process = process
+
+
+def open_launcher(
+    config: Config, folder: Path, log: Callable[[str], None], longest: int | None = None
+) -> Launcher:
+    """The servers that section rollout.vllm asks for, not started yet; what a run that was killed
+    left of them is ended.
+
+    folder: RUN/servers. longest: tokens of a sequence that the model takes. Raises UserError where
+    vLLM or GPUs are missing.
+    """
+    vllm = config.rollout.vllm
+    check_python(vllm.python)
+    assigned = gpus.assign(vllm)
+    folder.mkdir(parents=True, exist_ok=True)
+    left = sum(map(end_left, folder.glob("*.json")))
+    if left:
+        log(f"ended {left} processes of vLLM servers that a run before this one left")
+    # Nobody else on this machine is to pause them, or to give them weights.
+    key = os.environ.setdefault(KEY_VARIABLE, secrets.token_urlsafe(32))
+    with_trainer = vllm.transport == "device" and not vllm.sleep
+    servers = []
+    for place, (port, own) in enumerate(zip(find_ports(vllm.replicas), assigned, strict=True)):
+        ranks = max(1, len(own))
+        command = build_command(config, port, ranks=ranks, longest=longest)
+        # It takes the first ones; of the trainer's it only reads weights.
+        visible = [*own, *(gpus.list_gpus(os.environ) if with_trainer and own else [])]
+        env = build_environment(folder / "path", key, visible, vllm.python)
+        log_file, note = folder / f"{place}.log", folder / f"{place}.json"
+
+        def make(
+            command=command, env=env, log_file=log_file, port=port, note=note
+        ) -> ServerProcess:
+            return ServerProcess(command, env, log_file, port, note=note)
+
+        servers.append(Launched(f"http://127.0.0.1:{port}", make, log_file))
+    where = " | ".join(",".join(own) or "CPU" for own in assigned)
+    count = f"{len(servers)} vLLM server{'s' if len(servers) > 1 else ''}"
+    log(f"starting {count} (GPUs: {where}); logs in {folder}")
+    return Launcher(servers, log)
+
+
+def find_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Different ports of an address of this machine that nobody listens on."""
+    with ExitStack() as stack:
+        found = [stack.enter_context(socket.create_server((host, 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in found]
+
+
+def read_tail(log_file: Path) -> str:
+    """The last lines of a log, as people may see them."""
+    try:
+        with log_file.open("rb") as file:
+            file.seek(max(0, log_file.stat().st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"  ({error.strerror or error})"
+    return "\n".join(f"  {escape_control_chars(line)}" for line in text.splitlines()[-TAIL_LINES:])

@@ -1,0 +1,88 @@
+"""What vLLM 0.32 serves of an adapter, and what a run refuses before its servers would.
+
+On a CPU no mixture of experts is served with an adapter, whatever has one: with adapters vLLM runs
+experts in kernels for GPUs alone, so that a server starts and its engine fails at the first
+request.
+Experts that a folder has as one tensor get one pair in PEFT (adapters/peft_experts.py), which two
+of vLLM's classes read; all others want a pair for each expert. Either refuses the other's form.
+"""
+
+from collections.abc import Iterable
+
+from jaxtrain.adapters.peft_experts import find_wrapped
+from jaxtrain.adapters.spec import Linears, find_linears
+from jaxtrain.config.vllm import VllmConfig
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.distributed import gpus
+from jaxtrain.errors import UserError
+
+JOINT = {"GptOssForCausalLM", "Qwen3_5MoeForConditionalGeneration"}
+"""Architectures of which vLLM reads one pair for all experts (is_3d_moe_weight)."""
+
+INSTEAD = (
+    'set adapter.target to "attention", or train all weights: adapter.kind "none" with'
+    ' rollout.vllm.sync "full" or "delta"'
+)
+UNREAD = {"Glm4ForCausalLM": ("gate_up_proj",)}
+"""Modules of folders, of which vLLM's class wants pairs under other names."""
+
+
+def check_adapter(vllm: VllmConfig, parts: ModelBundle) -> None:
+    """Refuse an adapter that vLLM would not serve, or as something else; UserError."""
+    adapter = parts.adapter
+    assert adapter is not None, "the config says that there is one"
+    if adapter.full or adapter.rows:
+        keys = "adapter.train_embeddings and adapter.train_head to false"
+        raise UserError(
+            "rollout.vllm.sync lora: vLLM does not serve embeddings or heads of an adapter;"
+            + (
+                f" set {keys}, or train and sync in full"
+                if adapter.full
+                else " train the tokens that section model adds first (task.kind sft), merge, and"
+                " name that folder as model.path"
+            )
+        )
+    if len({(slot.rank, slot.alpha) for slot in adapter.slots.values()}) > 1:
+        raise UserError(
+            "rollout.vllm.sync lora: vLLM scales all layers by one rank and alpha; remove"
+            " adapter.rank_pattern and adapter.alpha_pattern"
+        )
+    (architecture,) = parts.architecture.to_hf()["architectures"]
+    linears = find_linears(parts.architecture)
+    check_modules(architecture, linears, adapter.slots)
+    if parts.architecture.experts_per_token is None:
+        return
+    if vllm.launch == "local" and not gpus.find_theirs(vllm):
+        raise UserError(
+            f"rollout.vllm.sync lora: {architecture} is a mixture of experts, which vLLM on a CPU"
+            " does not serve with an adapter, whatever adapter.target is; give the servers GPUs"
+            ' (rollout.vllm.gpus), or set rollout.engine to "local"'
+        )
+    wrapped = find_wrapped(parts.architecture, linears)
+    experts = [path for path in adapter.slots if path in wrapped]
+    joint = any(not wrapped[path].alone for path in experts)
+    if experts and joint != (architecture in JOINT):
+        forms = ("a pair for each expert", "one pair for all experts")
+        raise UserError(
+            f"rollout.vllm.sync lora: adapter.target reaches {', '.join(experts)}, of which an"
+            f" adapter of this folder has {forms[joint]}, and vLLM takes {forms[not joint]} of"
+            f" {architecture}; {INSTEAD}"
+        )
+
+
+def check_modules(architecture: str, linears: Linears, paths: Iterable[str]) -> None:
+    """Refuse Linears of which vLLM's class takes no adapter, or half of one; UserError."""
+    for path in paths:
+        if path.endswith(".attention.k") and f"{path[:-1]}v" not in linears:
+            raise UserError(
+                f"rollout.vllm.sync lora: adapter.target reaches {path}, which makes the values,"
+                " too, and vLLM corrects the keys alone; name the other Linears in adapter.target"
+                ' (such as ["mlp", "attention.q", "attention.v", "attention.out"]), or train all'
+                ' weights: adapter.kind "none" with rollout.vllm.sync "full" or "delta"'
+            )
+        module = linears[path].modules[0].rpartition(".")[2]
+        if module in UNREAD.get(architecture, ()):
+            raise UserError(
+                f"rollout.vllm.sync lora: adapter.target reaches {path}, and vLLM refuses an"
+                f" adapter of {architecture}'s {module}; {INSTEAD}"
+            )

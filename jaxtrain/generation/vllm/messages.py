@@ -1,0 +1,168 @@
+"""Requests for tokens and their answers: two public routes of vLLM, one checked result.
+
+`/inference/v1/generate` (servers started with --enable-scale-out) tells which weights drew each
+token. `/v1/completions` with token ids does not; there the caller knows what it asked.
+"""
+
+import base64
+import hashlib
+import io
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxtrain.batch import RouteShape
+from jaxtrain.generation.engine import Sampling
+
+GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+
+
+class GarbageAnswer(Exception):
+    """An answer of status 200 that is not what the route promises."""
+
+
+class ServerAnswer(NamedTuple):
+    """What came back for one prompt."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    """stop, length, or abort: the server was told to give back what it had."""
+    labels: list[str] | None
+    """The server's name for the weights that drew each token; None where it does not say."""
+    routed: np.ndarray | None = None
+    """A record (data.routes) of the prompt's tokens and these; None where the server keeps none."""
+
+
+def build_request(
+    route: str,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    stop_ids: Sequence[int],
+    *,
+    max_tokens: int,
+    seed: int,
+    model: str,
+) -> dict[str, Any]:
+    """The body of a request. Everything that changes the distribution is sent: what is left out
+    would be taken from the model's generation_config.json."""
+    greedy = sampling.temperature == 0
+    params = {
+        "n": 1,
+        "max_tokens": max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": 1.0 if greedy else sampling.top_p,
+        "top_k": 0 if greedy else sampling.top_k,
+        "min_p": 0.0 if greedy else sampling.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": seed,
+        "stop_token_ids": [int(token) for token in stop_ids],
+        "stop": list(sampling.stop),
+        "logprobs": 0,
+    }
+    tokens = [int(token) for token in prompt]
+    if route == GENERATE:
+        return {"model": model, "token_ids": tokens, "sampling_params": params}
+    return {"model": model, "prompt": tokens, "return_token_ids": True, **params}
+
+
+def derive_seed(seed: int, index: int, position: int) -> int:
+    """A seed for one request: the same for the same place of an episode, unlike any other's."""
+    text = f"{seed}/{index}/{position}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1
+
+
+def parse_answer(
+    route: str, raw: bytes, max_tokens: int, num_prompt: int = 0, routes: RouteShape | None = None
+) -> ServerAnswer:
+    """The tokens of an answer; GarbageAnswer says what is wrong with it. routes: what to read of
+    the experts that the `num_prompt` tokens of the prompt and those of the answer went to."""
+    try:
+        found = json.loads(raw)
+    except ValueError:
+        raise GarbageAnswer(f"no JSON but {_short(raw)}") from None
+    choices = found.get("choices") if isinstance(found, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise GarbageAnswer(f"no list of one choice: {_short(raw)}")
+    choice = choices[0]
+    tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
+    if not isinstance(tokens, list) or not all(type(t) is int and t >= 0 for t in tokens):
+        raise GarbageAnswer(f"token_ids are no list of token ids: {_short(raw)}")
+    if reason not in ("stop", "length", "abort"):
+        raise GarbageAnswer(f"finish_reason is {reason!r}")
+    if len(tokens) > max_tokens or (not tokens and reason != "abort"):
+        raise GarbageAnswer(f"{len(tokens)} tokens, 1 to {max_tokens} were asked for")
+    logprobs = _read_logprobs(route, choice, tokens)
+    bad = [x for x in logprobs if not isinstance(x, int | float) or not -1e30 < x < 1e-3]
+    if len(logprobs) != len(tokens) or bad:
+        told = f"{bad[0]!r} among them" if bad else "as many are needed"
+        raise GarbageAnswer(f"{len(logprobs)} log-probs for {len(tokens)} tokens, {told}")
+    labels, routed = _read_labels(choice, len(tokens)), None
+    if routes is not None:
+        routed = _read_routed(choice, num_prompt + len(tokens) - 1, routes)
+    return ServerAnswer(tokens, [float(x) for x in logprobs], reason, labels, routed)
+
+
+def _read_logprobs(route: str, choice: dict[str, Any], tokens: list[int]) -> list[Any]:
+    found = choice.get("logprobs") or {}
+    if not isinstance(found, dict):
+        return []
+    if route == COMPLETIONS:
+        return found.get("token_logprobs") or []
+    content = found.get("content") or []
+    if not all(isinstance(item, dict) for item in content):
+        return [math.nan]
+    ids = [item.get("token_id", token) for item, token in zip(content, tokens, strict=False)]
+    if ids != tokens[: len(ids)]:
+        raise GarbageAnswer("the log-probs belong to other tokens than token_ids")
+    return [item.get("logprob", math.nan) for item in content]
+
+
+def _read_labels(choice: dict[str, Any], count: int) -> list[str] | None:
+    """Which weights drew each token; None where the answer does not say."""
+    spans = choice.get("weight_versions")
+    if spans is None:
+        return None
+    labels: list[str] = []
+    try:
+        for span in spans:
+            if span["start"] != len(labels):
+                break
+            labels += [str(span["version"])] * (span["end"] - span["start"])
+    except (KeyError, TypeError):
+        raise GarbageAnswer(f"weight_versions {spans!r}") from None
+    if len(labels) != count:
+        raise GarbageAnswer(f"weight_versions {spans!r} do not cover {count} tokens")
+    return labels
+
+
+def _read_routed(choice: dict[str, Any], length: int, routes: RouteShape) -> np.ndarray | None:
+    """A record of `length` tokens. vLLM has a row of all layers, dense ones among them, for every
+    token but the last (its own documentation, "return_routed_experts"), in base64 of a .npy file.
+    """
+    found = choice.get("routed_experts")
+    if found is None:
+        return None
+    try:
+        array = np.load(io.BytesIO(base64.b64decode(found, validate=True)), allow_pickle=False)
+    except (ValueError, TypeError, OSError, EOFError):
+        raise GarbageAnswer("routed_experts is no .npy file in base64") from None
+    layers, top = routes.layers, routes.top
+    fits = array.ndim == 3 and array.shape[0] == length and array.shape[2] == top
+    if not fits or array.shape[1] <= layers[-1] or array.dtype.kind not in "ui":
+        raise GarbageAnswer(
+            f"routed_experts is {array.dtype} of shape {array.shape}; {length} tokens in more than"
+            f" {layers[-1]} layers with {top} experts each were wanted"
+        )
+    chosen = array[:, list(layers)].reshape(length, routes.width)
+    return np.where(chosen < routes.experts, chosen, routes.missing).astype(routes.dtype)
+
+
+def _short(raw: bytes) -> str:
+    text = " ".join(raw[:400].decode(errors="replace").split())
+    return repr(text if len(text) <= 120 else text[:117] + "...")

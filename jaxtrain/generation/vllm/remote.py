@@ -1,0 +1,193 @@
+"""The trainer's servers as other processes ask them: a table goes there, reports come back.
+
+    trainer: Servers ── TableSender.table() ──> {"session", "version", "servers": [...]}
+                                                      │ a service hands it to its workers
+    worker:  RemotePool.update(table) <──────────────────┘
+             VllmEngine(RemotePool) asks; what fails is told: RemotePool.reports()
+                                                      │
+    trainer: TableSender.hear(reports) <──────────────┘ suspect, drop, requests under way
+
+There is one writer, the trainer's `Servers`: it alone watches, inspects and brings weights. A
+worker chooses for itself (`choose.py`), by its own requests alone.
+"""
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtrain.batch import RouteShape
+from jaxtrain.config.vllm import VllmConfig
+from jaxtrain.generation.engine import Sampling, SharedServers
+from jaxtrain.generation.vllm.engine import VllmEngine
+from jaxtrain.generation.vllm.inspect import Inspector
+from jaxtrain.generation.vllm.pool import Pool, VllmServer
+
+TOLD = ("url", "state", "version", "epoch", "capacity", "updating", "kept", "model", "route")
+TOLD += ("max_model_len", "processed")
+"""Fields of a server that travel."""
+
+
+class TableSender:
+    """The trainer's side."""
+
+    def __init__(self, pool: Pool):
+        self.pool = pool
+        self._epoch, self._last = 0, None
+        self._lock = threading.Lock()
+        self._elsewhere: Counter[tuple[str, str]] = Counter()
+
+    def table(self) -> tuple[int, Any]:
+        """(a number that grows with each change, the table)."""
+        pool = self.pool
+        table = {
+            "session": pool.session,
+            "version": pool.version,
+            "publishing": pool.publishing,
+            "asleep": pool.asleep,
+            "servers": [{name: getattr(one, name) for name in TOLD} for one in pool.all],
+        }
+        with self._lock:
+            if table != self._last:
+                self._epoch, self._last = self._epoch + 1, table
+            return self._epoch, table
+
+    def hear(self, reports: Sequence[dict[str, Any]]) -> None:
+        """What workers met; servers that were dropped since are none of it."""
+        servers = {server.url: server for server in self.pool.all}
+        for report in reports:
+            server = servers.get(report["url"])
+            if server is None:
+                continue
+            match report["what"]:
+                case "suspect":
+                    self.pool.suspect(server)
+                case "drop" if report["epoch"] == server.epoch:
+                    self.pool.drop(server, report["why"])
+                case "answered":
+                    self.pool.note_progress(server)
+                case "load":
+                    self._count_load(server, report["worker"], report["count"])
+
+    def _count_load(self, server: VllmServer, worker: str, count: int) -> None:
+        """Requests of a worker count as the trainer's own: a hanging server is found by them, and
+        one that drains is not let go of while there are any."""
+        change = count - self._elsewhere[server.url, worker]
+        self._elsewhere[server.url, worker] = count
+        self.pool.add_load(server, change)
+
+
+class RemotePool(Pool):
+    """A worker's copy of the table. It waits for servers as long as the trainer does."""
+
+    def __init__(self, config: VllmConfig, name: str, log: Callable[[str], None]):
+        super().__init__(config, log)
+        self.inspector = Inspector(config, Sampling(), log)
+        self.name = name
+        self._epochs: dict[str, int] = {}
+        """Of each server, as the table had it last."""
+        self._reports: list[dict[str, Any]] = []
+        self._loads: dict[str, int] = {}
+        self._answered: set[str] = set()
+
+    def update(self, table: Any) -> None:
+        """Take over what the trainer knows."""
+        if table is None:
+            return
+        with self._lock:
+            known = {server.url: server for server in self.all}
+            self.session, self.version = table["session"], table["version"]
+            self.publishing, self.asleep = table["publishing"], table["asleep"]
+            found = []
+            for told in table["servers"]:
+                server = known.pop(told["url"], None) or VllmServer(told["url"])
+                for name in TOLD:
+                    if name != "epoch":
+                        setattr(server, name, told[name])
+                if self._epochs.get(server.url, told["epoch"]) != told["epoch"]:
+                    server.epoch += 1  # dropped: what is under way will not be answered
+                self._epochs[server.url] = told["epoch"]
+                found.append(server)
+            for server in known.values():
+                server.state = "gone"
+                server.epoch += 1
+                self._epochs.pop(server.url, None)
+            self.all = found
+
+    def reports(self) -> list[dict[str, Any]]:
+        """What the trainer has not heard yet."""
+        with self._lock:
+            found, self._reports = self._reports, []
+            found += [{"what": "answered", "url": url} for url in sorted(self._answered)]
+            self._answered.clear()
+            loads = {server.url: server.in_flight for server in self.all}
+            for url, count in loads.items():
+                if self._loads.get(url, 0) != count:
+                    found.append({"what": "load", "url": url, "worker": self.name, "count": count})
+            self._loads = loads
+            return found
+
+    def read_label(self, label: str) -> int | None:
+        """See Pool; versions that the table does not have yet are the run's, too."""
+        start, _, number = label.rpartition("-")
+        return int(number) if start == f"jaxtrain-{self.session}" and number.isdigit() else None
+
+    def suspect(self, server: VllmServer) -> None:
+        """See Pool: the trainer looks."""
+        self._tell("suspect", server)
+
+    def drop(self, server: VllmServer, why: str) -> None:
+        """See Pool: here at once, and told; the next table says what became of it."""
+        with self._lock:
+            if not server.lost:
+                self._tell("drop", server, why=why, epoch=self._epochs.get(server.url, 0))
+                self._set(server, "down", why)
+                server.epoch += 1
+
+    def note_progress(self, server: VllmServer) -> None:
+        """See Pool."""
+        self._answered.add(server.url)
+
+    def check(self, too_late: bool) -> None:
+        """See Pool: it is the trainer that gives up."""
+
+    def check_length(self, server: VllmServer, prompt: int, new: int) -> None:
+        """See Inspector."""
+        self.inspector.check_length(server, prompt, new)
+
+    def _tell(self, what: str, server: VllmServer, **more: Any) -> None:
+        with self._lock:
+            self._reports.append({"what": what, "url": server.url, **more})
+
+
+class RemoteVllm:
+    """A worker's engine with its pool."""
+
+    def __init__(self, settings: dict[str, Any], name: str, log: Callable[[str], None] = print):
+        """settings: of `share`. name: the worker's."""
+        config = VllmConfig(**settings["config"])
+        routes = settings["routes"]
+        self.pool = RemotePool(config, name, log)
+        self.engine = VllmEngine(
+            self.pool,
+            adapters=settings["adapters"],
+            routes=None if routes is None else RouteShape(**routes),
+            group_size=settings["group_size"],
+        )
+        self.update, self.reports = self.pool.update, self.pool.reports
+
+
+def share(engine: VllmEngine, workers: int) -> SharedServers:
+    """How so many workers ask the servers of this engine."""
+    config = engine.servers.config
+    fair = math.ceil(config.concurrency / workers)
+    settings = {
+        "config": config.model_copy(update={"concurrency": fair, "servers": []}).model_dump(),
+        "adapters": engine.adapters,
+        "routes": None if engine.routes is None else engine.routes._asdict(),
+        "group_size": engine.group_size,
+    }
+    return SharedServers(
+        TableSender(engine.servers), "jaxtrain.generation.vllm.remote:FarVllm", settings
+    )

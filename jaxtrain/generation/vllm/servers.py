@@ -1,0 +1,195 @@
+"""The servers of a run, opened: sources are polled, who is listed is taken in and watched.
+
+sources ──poll each health_seconds──> join / leave ──> Pool (who may be asked)
+                                                         ^
+                           a Watcher's thread a server ──┘ health, weights
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from jaxtrain.config.vllm import VllmConfig
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Sampling
+from jaxtrain.generation.vllm.control import ServerGone, ServerRefused
+from jaxtrain.generation.vllm.discover import NamedServers, ServerSource
+from jaxtrain.generation.vllm.inspect import Inspector
+from jaxtrain.generation.vllm.pool import Pool, VllmServer
+from jaxtrain.generation.vllm.watch import Watcher
+
+__all__ = ["VllmServer", "Servers"]
+
+
+class Servers(Pool):
+    """A pool with its sources and watchers."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        sampling: Sampling,
+        log: Callable[[str], None] = print,
+        tokenize: Callable[[str], list[int]] | None = None,
+        sources: Sequence[ServerSource] | None = None,
+    ):
+        """tokenize: the trainer's own token ids of a text, to be compared with the servers'.
+        sources: where servers are listed; by default those of config.servers."""
+        super().__init__(config, log)
+        self.inspector = Inspector(config, sampling, log, tokenize)
+        self.watcher = Watcher(self, self.inspector)
+        self.sources = list(sources) if sources is not None else [NamedServers(config.servers)]
+        self.silent: set[int] = set()
+        """Places of the sources that did not answer last time."""
+        self._known: dict[int, set[str]] = {}
+        """{place of a source: URLs that it listed last}"""
+        self.fixed = all(source.fixed for source in self.sources)
+        """Whether no other servers can come."""
+        self.closing = ExitStack()
+        """What ends with them."""
+        self._opened = False
+        if config.routed:
+            self.front = VllmServer(config.discover.removeprefix("router+").rstrip("/"))
+        self.poll()
+
+    @property
+    def bring(self) -> Callable[[VllmServer], None] | None:
+        """See Watcher."""
+        return self.watcher.bring
+
+    @bring.setter
+    def bring(self, bring: Callable[[VllmServer], None]) -> None:
+        self.watcher.bring = bring
+
+    def open(self) -> None:
+        """Wait for the servers, inspect them and begin to watch them.
+
+        Goes on without a server that stays away. Raises UserError when none comes, and for one
+        that cannot do what this run needs.
+        """
+        deadline = time.monotonic() + self.config.wait_seconds
+        told = False
+        while True:
+            for server in [server for server in self.all if not server.model]:
+                try:
+                    self.watcher.look(server)
+                except (ServerGone, ServerRefused) as error:
+                    server.why = str(error)
+            waiting = [server for server in self.all if not server.model]
+            if self.all and not waiting or time.monotonic() > deadline:
+                break
+            if not told:
+                self.log(f"waiting for {self._tell_awaited(waiting)}")
+                told = True
+            time.sleep(min(1.0, self.config.health_seconds))
+            self.poll()
+        if len(waiting) == len(self.all):
+            names = " and ".join(source.name for source in self.sources)
+            raise UserError(
+                f"{names}: none answered within {self.config.wait_seconds:g} s"
+                f" (rollout.vllm.wait_seconds): {self._tell_awaited(waiting)}"
+            )
+        for server in waiting:
+            self.give_up_at_start(server)
+        with self._lock:
+            self._opened = True
+            for server in self.all:
+                self.watcher.start(server)
+        if not self.fixed:
+            threading.Thread(target=self._poll_on, name="discover", daemon=True).start()
+
+    def close(self) -> None:
+        self.watcher.close()
+        self.closing.close()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with that, as soon as it asks for a server."""
+        self.error = error
+
+    def lose(self, url: str, why: str) -> None:
+        """Drop a server that is known to have ended."""
+        self.count("processes_ended")
+        for server in self.all:
+            if server.url == url:
+                self.drop(server, why)
+
+    def give_up_at_start(self, server: VllmServer) -> None:
+        """Begin without a server that did not come."""
+        self._set(server, "down", server.why)
+        self.log(f"going on without {server.tell()}; it is taken in when it answers")
+
+    def poll(self) -> None:
+        """Ask every source once; take in who is new, let go of who is listed no more."""
+        listed = []
+        for place, source in enumerate(self.sources):
+            found = source.poll()
+            if found is None:
+                if place not in self.silent:
+                    self.counters["sources_lost"] += 1
+                    self.log(f"{source.name} does not answer; the last list of servers stays")
+                self.silent.add(place)
+                continue
+            if place in self.silent:
+                self.log(f"{source.name} answers again")
+            self.silent.discard(place)
+            if self.front is not None and self.front.url in source.name:
+                self.regain_front()
+            self._known[place] = {one.url.rstrip("/") for one in found}
+            listed += found
+        for one in listed:
+            server = self.join(one)
+            if server is not None and self._opened:
+                self.log(f"vllm {server.url} joins; it is inspected and given the newest weights")
+                self.watcher.start(server)
+                server.nudge.set()
+        known = set().union(*self._known.values())
+        for server in self.all:
+            if server.url not in known and server.listed:
+                self.log(f"vllm {server.url} leaves: listed no more")
+                self.leave(server, "listed no more")
+
+    def waits_on(self) -> bool:
+        """Whether a source that may list others answers, so that an empty pool may fill."""
+        return any(
+            not source.fixed and place not in self.silent
+            for place, source in enumerate(self.sources)
+        )
+
+    def check(self, too_late: bool) -> None:
+        """See Pool: with a source that answers, no waiting is too long."""
+        super().check(too_late and not self.waits_on())
+
+    def tell_wait(self) -> str:
+        """See Pool."""
+        return "waiting for one to be listed" if self.waits_on() else super().tell_wait()
+
+    def measure(self) -> dict[str, float]:
+        """Totals since the start, and what there is now, by name."""
+        found = super().measure()
+        asked, first = found.pop("sessions_asked", 0.0), found.pop("sessions_at_first", 0.0)
+        if asked:
+            found["affinity"] = first / asked
+        found["servers_up"] = float(len(self.up()))
+        if self.config.eval_servers:
+            found["servers_kept"] = float(sum(server.kept is not None for server in self.all))
+        if not self.fixed:
+            draining = sum(server.state == "draining" for server in self.all)
+            found |= {
+                "servers_draining": float(draining),
+                "sources_silent": float(len(self.silent)),
+            }
+        return dict(sorted(found.items()))
+
+    def check_length(self, server: VllmServer, prompt: int, new: int) -> None:
+        """See Inspector."""
+        self.inspector.check_length(server, prompt, new)
+
+    def _poll_on(self) -> None:
+        """The thread of the sources."""
+        while not self.watcher.closed.wait(self.config.health_seconds):
+            self.poll()
+
+    def _tell_awaited(self, waiting: list[VllmServer]) -> str:
+        if not self.all:
+            return "servers: " + ", ".join(f"{source.name} lists none" for source in self.sources)
+        return ", ".join(server.tell() for server in waiting)

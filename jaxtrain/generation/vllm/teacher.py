@@ -1,0 +1,160 @@
+"""A teacher behind a vLLM server: what it thinks of token sequences that others wrote.
+
+    batch of trees ─> the branches with trained tokens ─> POST /v1/completions, prompt_logprobs k
+        ─> the k likeliest tokens at each trained place
+
+Every branch is asked whole; the server's own prefix cache spares it what branches share.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.generation.engine import pause_before
+from jaxtrain.generation.vllm.control import ServerGone, ServerRefused, call
+from jaxtrain.text_safety import escape_control_chars
+
+ROUTE = "/v1/completions"
+TRIES = 4
+NOTHING = -1
+"""Id of a place without a token."""
+
+
+class TeacherServer:
+    """Asks one address, which may be a load balancer; nothing is asked before the first batch."""
+
+    def __init__(
+        self,
+        url: str,
+        k: int,
+        *,
+        concurrency: int = 32,
+        seconds: float = 300.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        """k: likeliest tokens of each place. seconds: longest wait for one sequence. sleep: called
+        with the seconds of a pause."""
+        self.url, self.k = url.rstrip("/"), k
+        self.concurrency, self.seconds = concurrency, seconds
+        self.sleep = sleep
+        self.model: str | None = None
+
+    def score(self, batch: Batch, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32 [A, B, T, k], log-probs float32 [A, B, T, k]) where `wanted` [A, B, T] says;
+        elsewhere and where fewer are known the ids are -1.
+
+        The log-probs are those at temperature 1. Raises RunStopped when the server cannot be
+        reached, UserError when it refuses.
+        """
+        shape = (*batch.tokens.shape, self.k)
+        ids, logp = np.full(shape, NOTHING, np.int32), np.zeros(shape, np.float32)
+        rows = [
+            (place, path)
+            for place in np.ndindex(batch.tokens.shape[:-1])
+            for path in find_branches(batch.prev[place], wanted[place])
+        ]
+        if not rows:
+            return ids, logp
+        self.find_model()
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            tokens = [batch.tokens[place][path].tolist() for place, path in rows]
+            for (place, path), found in zip(rows, pool.map(self.ask, tokens), strict=True):
+                for index, entry in zip(path, found, strict=True):
+                    if not wanted[place][index]:
+                        continue
+                    pairs = read_entry(entry, self.k, self.url)
+                    ids[place][index, : len(pairs)] = [pair[0] for pair in pairs]
+                    logp[place][index, : len(pairs)] = [pair[1] for pair in pairs]
+        return ids, logp
+
+    def find_model(self) -> None:
+        """The name under which the server knows its model."""
+        if self.model is None:
+            found = self._call("GET", "/v1/models")
+            try:
+                self.model = str(found["data"][0]["id"])
+            except (KeyError, IndexError, TypeError):
+                raise UserError(
+                    f"task.teacher.url {self.url}: /v1/models names no model; is it a vLLM server?"
+                ) from None
+
+    def ask(self, tokens: list[int]) -> list[Any]:
+        """One entry for each token of a sequence; that of the first is null."""
+        body = {
+            "model": self.model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": self.k,
+        }
+        found = self._call("POST", ROUTE, body)
+        try:
+            entries = found["choices"][0]["prompt_logprobs"]
+        except (KeyError, IndexError, TypeError):
+            entries = None
+        if not isinstance(entries, list) or len(entries) != len(tokens):
+            raise RunStopped(
+                f"{self.url}{ROUTE} gives no prompt_logprobs for {len(tokens)} tokens; is it a vLLM"
+                " server, and is anything between it and here that changes answers?"
+            )
+        return entries
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        """The answer's JSON, asked for again where that may help."""
+        reason = ""
+        for attempt in range(TRIES):
+            if attempt:
+                self.sleep(pause_before(attempt))
+            try:
+                return call(self.url, method, path, body, timeout=self.seconds)
+            except ServerGone as gone:
+                reason = str(gone)
+            except ServerRefused as refused:
+                reason = str(refused)
+                if not refused.passes:
+                    raise UserError(
+                        f"task.teacher.url {self.url} refuses {path}: {escape_control_chars(reason)}; a"
+                        f" server for task.top_k {self.k} is started with --max-logprobs {self.k}"
+                        " or more, and with --max-model-len for the longest row"
+                    ) from None
+        raise RunStopped(
+            f"task.teacher.url {self.url}: {path} failed {TRIES} times, the last time:"
+            f" {escape_control_chars(reason)}"
+        )
+
+
+def find_branches(prev_T: np.ndarray, wanted_T: np.ndarray) -> list[np.ndarray]:
+    """Indices of the tokens of each branch, root first, up to its last wanted token; every wanted
+    token is on one of them."""
+    paths, covered = [], np.zeros(len(prev_T), bool)
+    # In preorder a token's children lie behind it: from the end, the first that is not on a known
+    # branch ends one of its own.
+    for end in np.flatnonzero(wanted_T)[::-1]:
+        if covered[end]:
+            continue
+        path, index = [], int(end)
+        while index >= 0:
+            path.append(index)
+            index = int(prev_T[index])
+        found = np.array(path[::-1])
+        covered[found] = True
+        paths.append(found)
+    return paths[::-1]
+
+
+def read_entry(entry: Any, k: int, url: str) -> list[tuple[int, float]]:
+    """The k likeliest of {"7": {"logprob": -0.1, "rank": 1}, ...}; the token that stands there is
+    among the answer's even if it is none of them."""
+    try:
+        assert isinstance(entry, Mapping)
+        pairs = [(int(token), float(value["logprob"])) for token, value in entry.items()]
+    except (AssertionError, KeyError, TypeError, ValueError):
+        raise RunStopped(
+            f"{url}{ROUTE} gives {str(entry)[:80]} where log-probs should be"
+        ) from None
+    return sorted((p for p in pairs if p[1] > -np.inf), key=lambda pair: -pair[1])[:k]

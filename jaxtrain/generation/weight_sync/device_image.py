@@ -1,0 +1,206 @@
+"""The newest weights in the trainer's own GPU memory, for servers of its host to read there.
+
+    whole tensors, laid out on the device (`device_layout.list_whole`)
+          v  copied within the GPU
+    device image: all tensors, 2 bytes a weight, outside jax's pool, which cannot be lent
+          v  a handle, over the authenticated link
+    each worker opens it once (`jaxtrain_vllm/lent.py`), adds up what lies there, and loads from it
+
+The host's part of it is one page that says which version it holds, so that a reader notices that
+it was written meanwhile: what `image.Image` has in front of its bits.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxtrain.generation.weight_sync.image import (
+    AHEAD_BYTES,
+    choose_dtypes,
+    look_ahead,
+    measure_all,
+)
+from jaxtrain_vllm import wire
+from jaxtrain_vllm.cuda import CudaError
+from jaxtrain_vllm.segment import SharedMemorySegment
+
+ALIGNED = 512
+"""Every tensor begins at a multiple of that."""
+
+
+class DeviceRows(NamedTuple):
+    """Whole rows of a tensor, on one device."""
+
+    name: str
+    first: int
+    array: Any
+    """jax's, as [rows, ...] of the tensor (or a scalar), in the dtype that is sent."""
+    sum: Any
+    """What they add to the tensor's sum (`wire.combine_sums`), int32."""
+
+
+class DeviceTensorLocation(NamedTuple):
+    """Where a tensor lies."""
+
+    block: int
+    start: int
+
+
+class DeviceBlock(NamedTuple):
+    """Memory of one GPU."""
+
+    device: int
+    place: int
+    size: int
+    handle: bytes
+
+
+class DeviceImage:
+    """All tensors of a model as raw bits of `dtype`, those named in `wide` of float32, in blocks
+    on the GPUs that train it.
+
+    list_rows(params, homes): all of the model; homes: which device of `list_devices` each tensor
+    is wanted on. cuda: `jaxtrain_vllm.cuda.Cuda`, or what stands in for it. All may raise
+    CudaError, after which the image is of no further use.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: str,
+        list_rows: Callable[[Any, Mapping[str, Any]], Iterable[DeviceRows]],
+        cuda: Any,
+        wide: Collection[str] = (),
+    ):
+        self.shapes, self._list_rows, self._cuda = dict(shapes), list_rows, cuda
+        self.dtypes = choose_dtypes(shapes, dtype, wide)
+        self.sizes = measure_all(shapes, self.dtypes)
+        self.state = SharedMemorySegment.create(0)
+        self._spots: dict[str, DeviceTensorLocation] = {}
+        self._blocks: list[DeviceBlock] = []
+        self._homes: dict[str, Any] = {}
+        self._sums: list[tuple[str, Any]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(self.sizes.values())
+
+    def take(self, params: Any) -> None:
+        """Write all weights over what is there; when it returns nothing of `params` is needed."""
+        if not self._blocks:
+            self._allocate(list_devices(params))
+        self.state.begin()
+        missing, self._sums = dict(self.sizes), []
+        held, held_bytes = [], 0
+        for rows in look_ahead(self._list_rows(params, self._homes)):
+            block, place = self._find(rows.name)
+            size = rows.array.nbytes
+            missing[rows.name] -= size
+            if not size:
+                continue
+            rows.array.block_until_ready()
+            row_bytes = size // (rows.array.shape[0] if rows.array.ndim else 1)
+            target = place + rows.first * row_bytes
+            self._cuda.copy(block.device, target, rows.array.unsafe_buffer_pointer(), size)
+            self._sums.append((rows.name, rows.sum))
+            held.append(rows.array)  # until it is copied
+            held_bytes += size
+            if held_bytes > AHEAD_BYTES:
+                self._wait()
+                held, held_bytes = [], 0
+        self._wait()
+        del held
+        assert not any(missing.values()), f"unwritten parts: {[n for n, m in missing.items() if m]}"
+
+    def seal(self, version: int) -> int:
+        """It is written; returns the checksum of what was sent there."""
+        sums = dict.fromkeys(self.shapes, 0)
+        for _, found in self._sums:
+            if hasattr(found, "copy_to_host_async"):
+                found.copy_to_host_async()
+        for name, found in self._sums:
+            sums[name] += int(found)
+        tensors = {
+            name: wire.WireTensor(shape, self.dtypes[name], np.empty(0))
+            for name, shape in self.shapes.items()
+        }
+        checksum = wire.combine_sums(tensors, sums)
+        self.state.seal(version, checksum)
+        return checksum
+
+    def describe(self) -> dict[str, Any]:
+        """What a worker needs to open it, and where it finds each tensor: parts of a message."""
+        blocks = [{"handle": block.handle.hex(), "bytes": block.size} for block in self._blocks]
+        tensors = [
+            {"name": n, "shape": list(s), "dtype": self.dtypes[n], **self._spots[n]._asdict()}
+            for n, s in self.shapes.items()
+        ]
+        return {"memory": {"state": self.state.described, "blocks": blocks}, "tensors": tensors}
+
+    def read(self, name: str, bits: np.ndarray) -> None:
+        """Copy a tensor's bits into an array of the host."""
+        block, place = self._find(name)
+        if bits.nbytes:
+            self._cuda.copy_to_host(block.device, bits.ctypes.data, place, bits.nbytes)
+
+    def free(self) -> None:
+        """Give its memory back, once no server reads it."""
+        for block in self._blocks:
+            with contextlib.suppress(CudaError):  # the device is gone, and its memory with it
+                self._cuda.free(block.device, block.place)
+        self._blocks = []
+
+    def _find(self, name: str) -> tuple[DeviceBlock, int]:
+        spot = self._spots[name]
+        block = self._blocks[spot.block]
+        return block, block.place + spot.start
+
+    def _wait(self) -> None:
+        for block in self._blocks:
+            self._cuda.wait(block.device)
+
+    def _allocate(self, devices: Mapping[Any, int]) -> None:
+        """Room on every device that holds weights, about as much on each. devices: and a place
+        in the memory of each, by which the driver knows it."""
+        if self.state.described is None:
+            raise CudaError("this system has no memory that processes share")
+        self._spots, room = spread(self.sizes, len(devices))
+        try:
+            for size, near in zip(room, devices.values(), strict=True):
+                device = self._cuda.locate(near)
+                place = self._cuda.allocate(device, max(size, ALIGNED))
+                self._blocks.append(DeviceBlock(device, place, size, b""))
+                self._blocks[-1] = DeviceBlock(
+                    device, place, size, self._cuda.export(device, place)
+                )
+        except CudaError as error:
+            self.free()
+            raise CudaError(f"{error}, for {sum(room) / 2**30:.1f} GiB beside jax's pool") from None
+        homes = list(devices)
+        self._homes = {name: homes[spot.block] for name, spot in self._spots.items()}
+
+
+def list_devices(params: Mapping[str, Any]) -> dict[Any, int]:
+    """{device that holds parameters: a place in its memory}."""
+    found: dict[Any, int] = {}
+    for array in params.values():
+        for shard in array.addressable_shards:
+            if shard.data.nbytes:
+                found.setdefault(shard.device, shard.data.unsafe_buffer_pointer())
+    return dict(sorted(found.items(), key=lambda item: item[0].id))
+
+
+def spread(
+    sizes: Mapping[str, int], count: int
+) -> tuple[dict[str, DeviceTensorLocation], list[int]]:
+    """Where each tensor goes when `count` blocks share them about evenly, and the blocks' bytes."""
+    room = [0] * count
+    spots = {}
+    for name, size in sizes.items():
+        block = room.index(min(room))
+        spots[name] = DeviceTensorLocation(block, room[block])
+        room[block] += -(-size // ALIGNED) * ALIGNED
+    return spots, room

@@ -1,0 +1,235 @@
+"""Weights cast and laid out as Hugging Face's tensors on the device, on their way to the host.
+
+The name map that loads and saves a model says how, traced: a stacked parameter goes a layer at a
+time, so that little device memory is needed, and all layers run one compiled function.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.generation.weight_sync.device_image import DeviceRows
+from jaxtrain.generation.weight_sync.image import DeviceChange
+from jaxtrain.huggingface.ops import Index, ParameterEntry, SplitPiece, StackedOps, TensorOp
+from jaxtrain.models.build import to_host
+from jaxtrain.models.parameters import Params
+from jaxtrain_vllm.cuda import CudaError
+
+SMALL_BYTES = 2**26
+"""A stack up to that size goes in one call."""
+BLOCK_BYTES = 2**27
+PINNED = "pinned_host"
+ROOM, LEAST_ROOM = 16, 1024
+"""Changes of one in so many items are taken from the device, or so many; of more, everything."""
+
+
+class PublishedCopy:
+    """The last published weights on their devices, to be compared with there."""
+
+    def __init__(self):
+        self._arrays: dict[Any, jax.Array] = {}
+
+    def replace(self, piece: SplitPiece, *, compare: bool) -> SplitPiece:
+        """Keep a piece's array, of one device; with `compare` its changes come in its place."""
+        new: Any = piece.array
+        key = (piece.name, tuple((part.start, part.stop) for part in piece.index))
+        old, self._arrays[key] = self._arrays.get(key), new
+        if not compare or old is None:
+            return piece._replace(array=_to_pinned(new))
+        room = min(new.size, max(LEAST_ROOM, new.size // ROOM))
+        found = (_to_pinned(array) for array in _find_changes(old, new, room))
+        return piece._replace(array=DeviceChange(*found, lambda: _to_pinned(new), new.shape))
+
+
+def list_pieces(
+    params: Params,
+    entries: list[ParameterEntry],
+    dtype: str,
+    kept: PublishedCopy | None = None,
+    *,
+    compare: bool = False,
+    wide: Collection[str] = (),
+) -> Iterator[SplitPiece]:
+    """All Hugging Face tensors of a model in `dtype`, those named in `wide` in float32, rounded to
+    nearest even.
+
+    Of one process their arrays are jax's, on their way into host memory which the device writes
+    directly; with `compare` what has changed in them since the pieces that were `kept`. Of several
+    processes, which must all go through the list, a layer is gathered at a time.
+    """
+    for entry in entries:
+        value = params[entry.param]
+        sent = sent_as(entry, value, dtype, wide)
+        if value.is_fully_addressable:
+            for piece in lay_out(entry.op, value, sent):
+                if kept is None:
+                    yield piece._replace(array=_to_pinned(piece.array))
+                else:
+                    yield kept.replace(piece, compare=compare)
+        else:
+            yield from entry.op.write(value, partial(_gather, dtype=sent))
+
+
+def sent_as(entry: ParameterEntry, value: Any, dtype: str, wide: Collection[str]) -> str:
+    """What the tensors of a parameter are sent as: all in float32, or none."""
+    if not wide:
+        return dtype
+    return "float32" if any(name in wide for name in entry.op.shapes(value.shape)) else dtype
+
+
+def list_rows(
+    params: Params,
+    entries: list[ParameterEntry],
+    dtype: str,
+    homes: Mapping[str, Any],
+    wide: Collection[str] = (),
+) -> Iterator[DeviceRows]:
+    """All Hugging Face tensors of a model of one process in `dtype` (of `wide` in float32), on the
+    device where each is wanted; CudaError for a part of a tensor that is not whole rows of it."""
+    for entry in entries:
+        value = params[entry.param]
+        for piece in _write_all(entry.op, value, sent_as(entry, value, dtype, wide)):
+            array: Any = piece.array
+            if any(
+                (part.start, part.stop) != (0, size)
+                for part, size in zip(piece.index[1:], piece.shape[1:], strict=True)
+            ):
+                raise CudaError(f"{piece.name} is put together from columns")
+            home = homes[piece.name]
+            if array.devices() != {home}:
+                array = _bring_home(array, value.sharding, home)
+            first = piece.index[0].start if piece.index else 0
+            yield DeviceRows(piece.name, first, array, _add_up(array, first))
+
+
+def _bring_home(array: jax.Array, sharding: Any, home: Any) -> jax.Array:
+    """The whole array on one device."""
+    if len(array.devices()) > 1:
+        everywhere = jax.NamedSharding(sharding.mesh, jax.P())
+        copies = jax.jit(_same, out_shardings=everywhere)(array).addressable_shards
+        return next((copy.data for copy in copies if copy.device == home), copies[0].data)
+    return jax.device_put(array, home)
+
+
+def _same(array: jax.Array) -> jax.Array:
+    return array
+
+
+@jax.jit
+def _add_up(array: jax.Array, first: Any) -> jax.Array:
+    """A part of the sum of a tensor, modulo 2**32; see `wire.combine_sums`. first: its row."""
+    bits = "int16" if array.dtype.itemsize == 2 else "int32"
+    signed = jax.lax.bitcast_convert_type(array, bits)
+    rows = signed.reshape(array.shape[0] if array.ndim else 1, -1)
+    sums = rows.astype("int32").sum(1, dtype="int32")
+    weights = jnp.arange(1, len(sums) + 1, dtype="int32") + jnp.int32(first)
+    return (sums * weights).sum(dtype="int32")
+
+
+def lay_out(op: TensorOp, value: jax.Array, dtype: str) -> Iterator[SplitPiece]:
+    """The pieces of one parameter on their devices; a piece of a sharded one is a shard's."""
+    for piece in _write_all(op, value, dtype):
+        array: Any = piece.array
+        for shard in array.addressable_shards:
+            if shard.replica_id == 0:
+                where = _compose(piece.index, shard.index)
+                for rows, block in _cut_rows(shard.data):
+                    yield piece._replace(index=_compose(where, rows), array=block)
+
+
+def _write_all(op: TensorOp, value: jax.Array, dtype: str) -> Iterator[SplitPiece]:
+    """The pieces of one parameter, their arrays jax's and sharded like it, as XLA sees fit."""
+    if isinstance(op, StackedOps) and value.nbytes > SMALL_BYTES:
+        calls = [(part, index) for index, part in enumerate(op.ops)]
+    else:
+        calls = [(op, None)]
+    for part, index in calls:
+        like = np.broadcast_to(np.zeros((), bool), value.shape[index is not None :])
+        named = list(part.write(like, lambda array: array))
+        arrays: Any = _write(_without_names(part), dtype, value, index)
+        for piece, array in zip(named, arrays, strict=True):
+            yield piece._replace(array=array)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _write(op: TensorOp, dtype: str, value: jax.Array, index: Any) -> list[jax.Array]:
+    part = value if index is None else jax.lax.dynamic_index_in_dim(value, index, keepdims=False)
+    written = op.write(part.astype(jnp.dtype(dtype)), lambda array: array)
+    return [jnp.asarray(piece.array) for piece in written]
+
+
+def _gather(part: Any, dtype: str) -> np.ndarray:
+    return to_host(_cast(part, dtype) if isinstance(part, jax.Array) else part)
+
+
+@partial(jax.jit, static_argnums=1)
+def _cast(array: jax.Array, dtype: str) -> jax.Array:
+    return array.astype(jnp.dtype(dtype))
+
+
+@partial(jax.jit, static_argnums=2)
+def _find_changes(old: jax.Array, new: jax.Array, room: int) -> tuple[jax.Array, ...]:
+    """(number of items whose bits differ, flat places of the first `room` of them, new values)."""
+    bits = "uint16" if new.dtype.itemsize == 2 else "uint32"
+    was, now = (jax.lax.bitcast_convert_type(a, bits).reshape(-1) for a in (old, new))
+    differs = was != now
+    place = jnp.cumsum(differs, dtype="int32")
+    target = jnp.where(differs, place - 1, room)
+    every = jnp.arange(new.size, dtype="uint32")
+    empty = jnp.zeros(room, "uint32")
+    positions = empty.at[target].set(every, mode="drop", unique_indices=True)
+    return place[-1], positions, now[positions]
+
+
+def _cut_rows(array: jax.Array) -> Iterator[tuple[Index, Any]]:
+    """Blocks of rows of an array of one device, none much larger than BLOCK_BYTES: copies of few
+    sizes find room in host memory that was used before; new such memory is slow to get."""
+    count = -(-array.nbytes // BLOCK_BYTES)
+    if count < 2 or array.ndim == 0:
+        yield tuple(slice(0, size) for size in array.shape), array
+        return
+    height = -(-array.shape[0] // count)
+    for start in range(0, array.shape[0], height):
+        size = min(height, array.shape[0] - start)
+        block = _take_rows(array, start, size)
+        yield (slice(start, start + size), *(slice(0, n) for n in array.shape[1:])), block
+
+
+@partial(jax.jit, static_argnums=2)
+def _take_rows(array: jax.Array, start: Any, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(array, start, size)
+
+
+def _to_pinned(array: Any) -> Any:
+    """Begin to copy to memory of the host that the device writes without a detour, and that numpy
+    reads where it is."""
+    [device] = array.devices()
+    if device.platform == "cpu" or PINNED not in {m.kind for m in device.addressable_memories()}:
+        return array
+    return jax.device_put(array, jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED))
+
+
+def _without_names(op: TensorOp) -> TensorOp:
+    """The same op for whatever tensors, as the key of a compiled function."""
+    if isinstance(op, StackedOps):
+        return StackedOps(tuple(_without_names(part) for part in op.ops))
+    found: Any = op
+    if hasattr(found, "op"):
+        return dataclasses.replace(found, op=_without_names(found.op))
+    return dataclasses.replace(found, name="")
+
+
+def _compose(index: Index, inner: tuple[slice, ...]) -> Index:
+    """A part of a part."""
+    found = []
+    for outer, part in zip(index, inner, strict=True):
+        step = outer.step or 1
+        start, stop, _ = part.indices(len(range(outer.start, outer.stop, step)))
+        last = outer.start + (stop - 1) * step
+        found.append(slice(outer.start + start * step, last + 1, outer.step))
+    return tuple(found)

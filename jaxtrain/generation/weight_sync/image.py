@@ -1,0 +1,239 @@
+"""The newest weights as the servers get them: one block of host memory, written in place.
+
+    pieces, from the device or the host    the loop thread waits for each to arrive
+          v  chunks, in threads            compared with what was there (delta), copied
+    image: all tensors end to end          shared with this host's servers (`jaxtrain_vllm/segment`)
+
+`publish_weights.collect` says in plain steps what comes out.
+"""
+
+import itertools
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jaxtrain.huggingface.ops import Index, SplitPiece, whole
+from jaxtrain_vllm import wire
+from jaxtrain_vllm.segment import SharedMemorySegment
+
+AHEAD_BYTES = 2**30
+"""Pieces that are on their way from the device at once."""
+CHUNK_ITEMS = 2**22
+THREADS = min(16, os.cpu_count() or 1)
+SPARSE = 16
+"""Changes of fewer than one in so many items are quicker written one by one."""
+Place = int | Index
+"""Where a job's part begins in its tensor: flat where it is contiguous there, else its index, of
+which only starts and steps count."""
+Part = tuple[np.ndarray, np.ndarray]
+"""(flat positions, new values) of some changes."""
+
+
+def as_numpy(dtype: str) -> np.dtype:
+    """numpy's dtype of a name on the wire."""
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def choose_dtypes(names: Iterable[str], dtype: str, wide: Collection[str]) -> dict[str, str]:
+    """{tensor: what it is sent as}, the wider ones first: end to end, all of them are aligned."""
+    chosen = {name: "float32" if name in wide else dtype for name in names}
+    return dict(sorted(chosen.items(), key=lambda item: -wire.ITEM_BYTES[item[1]]))
+
+
+def measure_all(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> dict[str, int]:
+    """{tensor: its bytes}."""
+    return {
+        name: int(np.prod(shapes[name], dtype=np.int64)) * wire.ITEM_BYTES[dtype]
+        for name, dtype in dtypes.items()
+    }
+
+
+class DeviceChange(NamedTuple):
+    """Instead of a piece's array: what a device found to have changed in it."""
+
+    count: Any
+    """How many items; more than there are positions: they did not fit."""
+    positions: Any
+    """u32 flat places in the piece, ascending."""
+    values: Any
+    whole: Callable[[], Any]
+    """The array after all."""
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are on their way."""
+        return self.positions.nbytes + self.values.nbytes
+
+
+class Image:
+    """All tensors of a model as raw bits of `dtype`, those named in `wide` of float32."""
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: str, wide: Collection[str] = ()
+    ):
+        dtypes = choose_dtypes(shapes, dtype, wide)
+        sizes = measure_all(shapes, dtypes)
+        self.segment = SharedMemorySegment.create(sum(sizes.values()))
+        self.tensors: dict[str, wire.WireTensor] = {}
+        start = 0
+        for name, chosen in dtypes.items():
+            found = self.segment.room[start : start + sizes[name]]
+            bits = found.view(wire.BITS[wire.ITEM_BYTES[chosen]])
+            self.tensors[name] = wire.WireTensor(tuple(shapes[name]), chosen, bits)
+            start += sizes[name]
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
+
+    def take(
+        self, pieces: Iterable[SplitPiece], *, compare: bool
+    ) -> dict[str, wire.Changes] | None:
+        """Write the pieces, which are all of the model, over what is there; with `compare` also
+        what has changed by that.
+
+        Returns when nothing of the pieces is needed any more. Their arrays are numpy's, or of a
+        device's memory that numpy can read.
+        """
+        self.segment.begin()
+        missing = {name: tensor.bits.size for name, tensor in self.tensors.items()}
+        parts: dict[str, list[Future[Part | None]]] = {name: [] for name in self.tensors}
+        room = threading.BoundedSemaphore(4 * THREADS)
+        for piece in look_ahead(pieces):
+            tensor = self.tensors[piece.name]
+            assert piece.shape == tensor.shape, f"{piece.name}: {piece.shape} is not {tensor.shape}"
+            missing[piece.name] -= piece.array.size
+            for job in self._cut(tensor, piece):
+                room.acquire()
+                done = self._pool.submit(job, compare)
+                done.add_done_callback(lambda done: room.release())
+                parts[piece.name].append(done)
+        assert not any(missing.values()), f"unwritten parts: {[n for n, m in missing.items() if m]}"
+        found = {name: [done.result() for done in jobs] for name, jobs in parts.items()}
+        if not compare:
+            return None
+        joined = self._pool.map(self._join, found, found.values())
+        return dict(zip(found, joined, strict=True))
+
+    def _cut(self, tensor: wire.WireTensor, piece: SplitPiece) -> Iterator["WriteJob | ScatterJob"]:
+        """The jobs of a piece, some rows each; waits until it has arrived."""
+        array: Any = piece.array
+        if isinstance(array, DeviceChange):
+            count = int(np.asarray(array.count))
+            if count <= array.positions.size:
+                yield ScatterJob(piece, tensor, array, count)
+                return
+            array = array.whole()
+        new = np.atleast_1d(np.asarray(array))
+        old, flat = tensor.bits, piece.index == whole(tensor.shape)
+        old = old.reshape(new.shape) if flat else old.reshape(tensor.shape)[piece.index]
+        width = new[:1].size
+        rows = max(1, CHUNK_ITEMS // max(1, width))
+        for start in range(0, len(new), rows):
+            place: Place = start * width
+            if not flat:
+                rows_index = piece.index[0]
+                first = rows_index.start + start * (rows_index.step or 1)
+                place = (slice(first, None, rows_index.step), *piece.index[1:])
+            stop = start + rows
+            target = as_numpy(tensor.dtype)
+            yield WriteJob(target, old[start:stop], new[start:stop], tensor, place)
+
+    def _join(self, name: str, parts: list[Part]) -> wire.Changes:
+        tensor = self.tensors[name]
+        kind = np.dtype("<u4") if tensor.bits.size <= 2**32 else np.dtype("<u8")
+        positions = np.concatenate([part[0] for part in parts] or [np.empty(0, kind)])
+        values = np.concatenate([part[1] for part in parts] or [np.empty(0, tensor.bits.dtype)])
+        if len(parts) > 1 and np.any(positions[1:] < positions[:-1]):  # parts that lie side by side
+            order = np.argsort(positions)
+            positions, values = positions[order], values[order]
+        return wire.Changes(positions.astype(kind, copy=False), values, tensor.bits.size)
+
+
+class WriteJob(NamedTuple):
+    """One job: write `new` as `target` over `old`, and find what that changes."""
+
+    target: np.dtype
+    old: np.ndarray
+    new: np.ndarray
+    tensor: wire.WireTensor
+    """Of which `old` is a part."""
+    place: Place
+
+    def __call__(self, compare: bool) -> Part | None:
+        old, size = self.old, self.tensor.bits.size
+        new = self.new.astype(self.target, order="C", copy=False).view(old.dtype)
+        if not compare:
+            old[...] = new
+            return None
+        index = np.uint32 if size <= 2**32 else np.uint64
+        if isinstance(self.place, int):
+            old, new = old.reshape(-1), new.reshape(-1)
+            where = np.flatnonzero(old != new)
+            values = new[where]
+            if len(where) * SPARSE < new.size:
+                old[where] = values
+            else:
+                old[...] = new
+            where += self.place
+            return where.astype(index), values
+        found = np.nonzero(old != new)
+        values = new[found]
+        old[...] = new
+        moved = _moved(found, self.place)
+        return np.ravel_multi_index(moved, self.tensor.shape).astype(index), values
+
+
+class ScatterJob(NamedTuple):
+    """One job: write what a device found to have changed."""
+
+    piece: SplitPiece
+    tensor: wire.WireTensor
+    found: DeviceChange
+    count: int
+
+    def __call__(self, compare: bool) -> Part:
+        shape = self.tensor.shape
+        where: np.ndarray = np.asarray(self.found.positions)[: self.count]
+        values = np.asarray(self.found.values)[: self.count].view(self.tensor.bits.dtype)
+        place = self.piece.index
+        if self.found.shape[1:] == shape[1:] and not any(part.step for part in place):  # rows
+            first = place[0].start * math.prod(shape[1:]) if place else 0
+            where = np.add(where, first, dtype=np.int64)
+        else:
+            inner = np.unravel_index(where, self.found.shape)
+            where = np.asarray(np.ravel_multi_index(_moved(inner, place), shape))
+        index = np.uint32 if self.tensor.bits.size <= 2**32 else np.uint64
+        where = np.asarray(where, index)
+        self.tensor.bits[where] = values
+        return where, values.copy()
+
+
+def _moved(inside: tuple[np.ndarray, ...], place: Index) -> tuple[np.ndarray, ...]:
+    """Indices within a part as those of its tensor."""
+    pairs = zip(inside, place, strict=True)
+    return tuple(at * (part.step or 1) + part.start for at, part in pairs)
+
+
+def look_ahead(pieces: Iterable[Any]) -> Iterator[Any]:
+    """The pieces in order, with some of them begun beforehand: copies from a device overlap.
+
+    A piece has an `array`.
+    """
+    source, waiting, size = iter(pieces), deque[Any](), 0
+    for piece in itertools.chain(source, [None]):
+        if piece is not None:
+            waiting.append(piece)
+            size += piece.array.nbytes
+        while waiting and (piece is None or size > AHEAD_BYTES):
+            size -= waiting[0].array.nbytes
+            yield waiting.popleft()

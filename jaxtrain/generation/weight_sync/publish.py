@@ -1,0 +1,130 @@
+"""What both ways of bringing weights to servers share: to all at once, and when to give up.
+
+    loop thread   publish(v): keep v as the newest, then bring it to every server that is up,
+                  in a Delivery, which it need not wait for
+    watchers      a server came back: bring it the newest
+
+Which of the two brings it makes no difference; `VllmServer.sync_lock` keeps them apart.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.generation.vllm.control import Deadline, ServerGone, ServerRefused, call
+from jaxtrain.generation.vllm.servers import Servers, VllmServer
+
+CONTROL_SECONDS = 60.0
+CLOSE_SECONDS = 15.0
+
+
+def bring_to_all(servers: Servers, bring: Callable[[VllmServer], None], version: int) -> None:
+    """Bring `version` to every server that is up or new and keeps no other, all at once.
+
+    A server that fails, or is not done after sync_seconds, is dropped; returns as soon as the
+    others hold the version, waits when there are none, and raises RunStopped when that takes too
+    long. Raises UserError when a server says that the run is set up wrongly.
+    """
+    limit = servers.config.sync_seconds
+    there = [s for s in servers.all if s.state == "up" or (s.state == "new" and s.model)]
+    wanted = [server for server in there if not server.keeps]
+    failures: queue.Queue[tuple[VllmServer, BaseException | None]] = queue.Queue()
+
+    def try_one(server: VllmServer) -> None:
+        try:
+            bring(server)
+        except BaseException as error:  # handed over to the caller's thread
+            failures.put((server, error))
+        else:
+            failures.put((server, None))
+
+    deadline = Deadline(limit)
+    for server in wanted:
+        threading.Thread(target=try_one, args=(server,), daemon=True).start()
+    while wanted:
+        try:
+            server, error = failures.get(timeout=deadline.left())
+        except queue.Empty:
+            break
+        wanted.remove(server)
+        if isinstance(error, ServerGone | ServerRefused | RunStopped):
+            servers.drop(server, f"weight sync: {error}")
+        elif error is not None:
+            raise error
+    for server in wanted:
+        servers.drop(
+            server,
+            f"weight sync: version {version} not taken within {limit:g} s"
+            " (rollout.vllm.sync_seconds)",
+        )
+    servers.wait_for(version)
+
+
+class Delivery:
+    """One publish under way, in a thread of its own."""
+
+    def __init__(self, servers: Servers):
+        self.servers = servers
+        self._thread: threading.Thread | None = None
+        self._found: dict[str, float] = {}
+        self._error: BaseException | None = None
+
+    def start(self, version: int, work: Callable[[], dict[str, float]], started: float) -> None:
+        """Run `work`, which brings `version` to the servers; requests wait for it from now on.
+
+        started: of the whole publish (perf_counter), for "sync/seconds".
+        """
+        assert self._thread is None, "one publish at a time"
+        self.servers.begin_publish(version)
+
+        def run() -> None:
+            try:
+                self._found = {**work(), "sync/seconds": time.perf_counter() - started}
+            except BaseException as error:  # handed over: to who waits here, and to all requests
+                self._error = self.servers.error = error
+            finally:
+                self.servers.publishing = False
+
+        self._thread = threading.Thread(target=run, name="publish", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> dict[str, float]:
+        """What the last one found, once it is over; raises what it raised."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+            if not self._thread.is_alive():
+                self._thread = None
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+    def close(self) -> None:
+        """Let the last one end, or the servers would stay paused; not for long."""
+        with contextlib.suppress(BaseException):
+            self.wait(CLOSE_SECONDS)
+
+
+def put_to_sleep(servers: Servers) -> None:
+    """Make the servers give their GPU memory back; nobody asks them until `wake`."""
+    servers.asleep = True
+    for server in servers.up():
+        try:
+            call(server.url, "POST", "/sleep", timeout=CONTROL_SECONDS, level=1)
+        except ServerRefused as error:
+            if error.status == 404:
+                raise UserError(
+                    f"rollout.vllm.sleep: {server.url} has no /sleep; start it with"
+                    " --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 in its environment"
+                ) from None
+            servers.drop(server, f"/sleep: {error}")
+        except ServerGone as error:
+            servers.drop(server, f"/sleep: {error}")
+
+
+def wake(server: VllmServer, deadline: Deadline, *tags: str) -> None:
+    """Bring memory back: of "weights", before they are replaced, or of "kv_cache", after."""
+    for tag in tags:
+        call(server.url, "POST", "/wake_up", timeout=deadline.left(CONTROL_SECONDS), tags=tag)

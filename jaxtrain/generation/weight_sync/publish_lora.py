@@ -1,0 +1,260 @@
+"""Weights as LoRA adapters: a PEFT folder and a name per version, loaded over a public route.
+
+A new version never takes an old one's name or path: vLLM keys its prefix cache by both, and would
+go on with keys and values of the old weights. Answers under way end with the adapter they began
+with; older versions are unloaded, then deleted.
+
+A server that does not see the folder is sent the files (`send_adapter.py`) and loads them from a
+folder of its own.
+
+Each folder holds a note of which run made it under which name. An earlier process of the same run
+may leave such folders, and these alone are cleared away: adapter_dir may be anybody's, and several
+runs' at once.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.generation.vllm.control import Deadline, ServerGone, ServerRefused, call
+from jaxtrain.generation.vllm.servers import Servers, VllmServer
+from jaxtrain.generation.weight_sync.publish import (
+    CONTROL_SECONDS,
+    bring_to_all,
+    put_to_sleep,
+    wake,
+)
+from jaxtrain.generation.weight_sync.send_adapter import remove_adapter, send_adapter
+from jaxtrain.safe_io import parse_json, read_text
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+NOTE = "made_by_jaxtrain.json"
+UNFINISHED = ".{}.unfinished"
+
+
+class LoraPublisher:
+    """`publisher.Publisher` by adapter folders.
+
+    run: what tells this run from others, its folder. write(params, folder): writes a PEFT folder.
+    measure(params): how many bytes that takes. policies: names of several whose adapters are
+    published together, as {policy: params}: a server has a version once it has that of each.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        folder: Path,
+        run: str,
+        write: Callable[[Any, Path], None],
+        measure: Callable[[Any], int],
+        policies: Sequence[str] = (),
+    ):
+        self.policies = tuple(policies) or ("",)
+        self.servers, self.folder = servers, Path(folder).absolute()
+        self.run, self.write, self.measure = run, write, measure
+        self.version = -1
+        self._written: list[str] = []
+        """Names of the folders that lie there, the oldest first."""
+        self._loaded: defaultdict[VllmServer, set[str]] = defaultdict(set)
+        self._sends: set[VllmServer] = set()
+        """Those that do not see the folder."""
+        self._lock = threading.Lock()
+        servers.bring = self.bring
+        self._clear_leftovers()
+
+    def publish(self, version: int, params: Any, rebuild: Any = None) -> dict[str, float]:
+        """Write the version and have every server load it; see `publisher.Publisher`."""
+        started = time.perf_counter()
+        for policy in self.policies:
+            self._write(version, params[policy] if policy else params, policy)
+        self.version = version
+        written = time.perf_counter()
+        bring_to_all(self.servers, self.bring, version)
+        self.servers.asleep = False
+        self._prune()
+        return {
+            "sync/seconds": time.perf_counter() - started,
+            "sync/write_seconds": written - started,
+            "sync/bytes": float(
+                sum(self.measure(params[name] if name else params) for name in self.policies)
+            ),
+        }
+
+    def sleep(self) -> None:
+        """Let the servers sleep until the next publish, where rollout.vllm.sleep says so."""
+        if self.servers.config.sleep:
+            put_to_sleep(self.servers)
+
+    def close(self) -> None:
+        """Unload and delete all versions; stop watching the servers."""
+        self.servers.close()
+        self._prune(keep=0)
+
+    def bring(self, server: VllmServer) -> None:
+        """Have one server load the newest version."""
+        deadline = Deadline(self.servers.config.sync_seconds)
+        with server.alone(deadline):
+            epoch, version = server.epoch, self.version
+            if server.state == "up" and server.version == version and not self.servers.asleep:
+                return  # who had it alone before, a publish or a watcher, has just brought it
+            if server.state in ("new", "down"):
+                self._loaded[server].clear()  # it was restarted, or its state is not known
+            if self.servers.asleep:
+                wake(server, deadline, "weights", "kv_cache")
+            for policy in self.policies:
+                name = self.servers.label(version, policy)
+                self._load(server, name, deadline)
+                self._loaded[server].add(name)
+            self.servers.mark_up(server, version, epoch)
+
+    def _load(self, server: VllmServer, name: str, deadline: Deadline) -> None:
+        how, path = self.servers.config.adapter_transport, str(self.folder / name)
+        if how == "http" or server in self._sends:
+            self._sends.add(server)
+            path = send_adapter(server.url, self.folder, name, deadline)
+        body = {"lora_name": name, "lora_path": path}
+        try:
+            call(server.url, "POST", "/v1/load_lora_adapter", body, timeout=deadline.left())
+        except ServerRefused as error:
+            if error.status == 400 and "already" in error.message:
+                return
+            if error.status == 404 and error.message == "Not Found":
+                raise UserError(
+                    f"{server.url} has no /v1/load_lora_adapter; start it with --enable-lora and"
+                    " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+                ) from None
+            if error.status == 404 and how == "auto" and server not in self._sends:
+                self.servers.log(
+                    f"vllm {server.url} does not see {self.folder}: adapters are sent to it over"
+                    " HTTP"
+                )
+                self._sends.add(server)
+                return self._load(server, name, deadline)
+            if error.status == 404:
+                raise UserError(
+                    f"{server.url} cannot read {body['lora_path']}: {error.message}; set"
+                    " rollout.vllm.adapter_dir to a folder that the server sees under the same path"
+                ) from None
+            if "rank" in error.message.lower():
+                raise UserError(
+                    f"{server.url} does not take the adapter: {error.message}; start it with"
+                    " --max-lora-rank of at least adapter.rank"
+                ) from None
+            raise
+
+    def _write(self, version: int, params: Any, policy: str) -> None:
+        """The folder of a version, whole or not at all; a full disk costs older versions first."""
+        target = self.folder / self.servers.label(version, policy)
+        for last in (False, True):
+            unfinished = target.with_name(UNFINISHED.format(target.name))
+            shutil.rmtree(unfinished, ignore_errors=True)
+            try:
+                unfinished.mkdir(parents=True)
+                note = {"run": self.run, "name": target.name}
+                (unfinished / NOTE).write_text(json.dumps(note) + "\n")
+                reserve(unfinished, self.measure(params))
+                self.write(params, unfinished)
+                shutil.rmtree(target, ignore_errors=True)
+                os.replace(unfinished, target)
+                self._written = [n for n in self._written if n != target.name] + [target.name]
+                return
+            except OSError as error:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                if error.errno not in FULL or last:
+                    raise RunStopped(
+                        f"rollout.vllm.adapter_dir {self.folder}: version {version} cannot be"
+                        f" written: {error.strerror or error}; make room there or name another"
+                        " folder. Training can be resumed"
+                    ) from None
+                self.servers.log(f"{self.folder} is full: deleting all versions but the newest")
+                self._prune(keep=1)
+
+    def _prune(self, keep: int | None = None) -> None:
+        """Unload and delete all but the newest `keep` versions."""
+        keep = self.servers.config.keep_adapters if keep is None else keep
+        count = len(self.policies)
+        # While a version is written, the one before it is still served.
+        keep = keep * count + (len(self._written) % count if keep else 0)
+        with self._lock:
+            for name in self._written[: max(0, len(self._written) - keep)]:
+                if all([self._unload(server, name) for server in self.servers.all]):
+                    shutil.rmtree(self.folder / name, ignore_errors=True)
+                    self._written.remove(name)
+
+    def _unload(self, server: VllmServer, name: str) -> bool:
+        """Whether the server has let go of an adapter, so that its folder may be deleted."""
+        if name not in self._loaded[server]:
+            return True
+        if server.lost:
+            return True  # taken back, it counts as one that holds none
+        if server.kept is not None and name == self.servers.label(server.kept):
+            return False  # an evaluation asks for it
+        try:
+            body = {"lora_name": name}
+            call(server.url, "POST", "/v1/unload_lora_adapter", body, timeout=CONTROL_SECONDS)
+        except ServerRefused as error:
+            if error.status != 404:
+                return False
+        except ServerGone:
+            return server.lost
+        self._loaded[server].discard(name)
+        if server in self._sends:
+            with contextlib.suppress(ServerGone):  # then it is removed with the server's process
+                remove_adapter(server.url, name, CONTROL_SECONDS)
+        return True
+
+    def _clear_leftovers(self) -> None:
+        """Adapters of an earlier process of this run: unload those still served, delete all."""
+        own = self._find_own()
+        names = {path.name for path in own}
+        if not own:
+            return
+        for server in self.servers.all:
+            try:
+                listed = call(server.url, "GET", "/v1/models", timeout=CONTROL_SECONDS)
+                for model in listed["data"]:
+                    here = Path(model.get("root", "")) in own
+                    if model.get("parent") and (here or model["id"] in names):
+                        body = {"lora_name": model["id"]}
+                        path = "/v1/unload_lora_adapter"
+                        call(server.url, "POST", path, body, timeout=CONTROL_SECONDS)
+                        if not here:  # it was sent there
+                            remove_adapter(server.url, model["id"], CONTROL_SECONDS)
+            except (ServerGone, ServerRefused, TypeError, KeyError):
+                return  # in doubt they stay: a served adapter must keep its folder
+        for path in own:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _find_own(self) -> set[Path]:
+        """Folders that an earlier process of this run made, by the note in each: one that somebody
+        copied or renamed is theirs."""
+        found = set()
+        for path in [*self.folder.glob("jaxtrain-*"), *self.folder.glob(".jaxtrain-*")]:
+            try:
+                note = parse_json(read_text(path / NOTE, 2**16))
+                name = note["name"]
+                if note["run"] == self.run and path.name in (name, UNFINISHED.format(name)):
+                    found.add(path)
+            except (OSError, ValueError, TypeError, KeyError):
+                continue  # no note, or none of ours
+        return found
+
+
+def reserve(folder: Path, size: int) -> None:
+    """OSError (ENOSPC) now, where writing `size` bytes would fail half way.
+
+    Tensors are written through memory maps, where a full disk is a signal that kills the process.
+    """
+    path = folder / ".room"
+    with path.open("wb") as stream:
+        os.posix_fallocate(stream.fileno(), 0, max(1, size))
+    path.unlink()

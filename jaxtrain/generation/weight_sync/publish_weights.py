@@ -1,0 +1,460 @@
+"""Whole weights over TCP, in full or as what changed, committed by one short pause.
+
+Per server: stage over its links while it goes on sampling, then
+
+    /pause keep (or abort) -> /start_weight_update -> /update_weights -> /finish_weight_update
+    -> /resume, whatever happened -> ask every worker for version and checksum
+
+The last published bits stay on the host, in the image: the next delta is taken against them, and a
+server that came back gets them whole. Or they stay on the device, where every server can read them
+there (`device_image.py`); once one cannot, the host's image takes their place for the rest of the
+run.
+"""
+
+import contextlib
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from jaxtrain.errors import UserError
+from jaxtrain.generation.vllm.control import Deadline, ServerGone, ServerRefused, call
+from jaxtrain.generation.vllm.messages import GENERATE
+from jaxtrain.generation.vllm.servers import Servers, VllmServer
+from jaxtrain.generation.weight_sync.device_image import DeviceImage
+from jaxtrain.generation.weight_sync.image import Image, as_numpy, choose_dtypes
+from jaxtrain.generation.weight_sync.publish import (
+    CONTROL_SECONDS,
+    Delivery,
+    bring_to_all,
+    put_to_sleep,
+    wake,
+)
+from jaxtrain.generation.weight_sync.staging import WORTH, Staging, WeightVersion
+from jaxtrain.generation.weight_sync.weight_links import WeightLinks, WorkerLink
+from jaxtrain.huggingface.ops import TIED_COPY, SplitPiece
+from jaxtrain_vllm import BACKEND, wire
+from jaxtrain_vllm.cuda import CudaError
+
+COUNTED = (
+    "sync/bytes",
+    "sync/tcp_bytes",
+    "sync/chains",
+    "sync/relayed_bytes",
+    "sync/relay_failures",
+    "sync/stage_seconds",
+    "sync/pause_seconds",
+)
+LINK_SECONDS = 60.0
+RESUME_SECONDS = 5.0
+"""For a server that is late: no longer waited for, but not left paused if that can be helped."""
+FEW_BYTES = 2**28
+"""Weights so small that what has changed is told whether anybody needs it or not."""
+
+
+class WeightPublisher:
+    """`publisher.Publisher` by TCP.
+
+    write(params): the pieces of all Hugging Face tensors, of any float dtype. shapes: their names
+    and shapes. dtype: what is sent; wide: the names of those that are sent in float32 all the same.
+    carried: what the names begin with of tensors that servers have and no run trains. delta: send
+    only changes where that is less.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        write: Callable[[Any], Iterable[SplitPiece]],
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        delta: bool,
+        ahead: bool = False,
+        find: Callable[[Any], Iterable[SplitPiece]] | None = None,
+        device: DeviceImage | None = None,
+        wide: Collection[str] = (),
+        carried: tuple[str, ...] = (),
+    ):
+        """find: like `write`, but what has changed since the last call of either (`image.Found`).
+        ahead: `publish` returns once the weights are copied, and servers take them meanwhile.
+        device: where to keep them as long as all servers can read them there."""
+        config = servers.config
+        self.servers, self.write, self.shapes = servers, write, dict(shapes)
+        self.find, self.device = find, device
+        self.wide, self.carried = frozenset(wide), carried
+        self._left: list[DeviceImage] = []
+        """Device images of no further use, which servers may still have open."""
+        self.dtype, self.delta, self.ahead = config.weight_dtype, delta, ahead
+        self.links = WeightLinks(config.listen, config.listen_port)
+        self.image: Image | None = None
+        self.newest: WeightVersion | None = None
+        self.staging = Staging(
+            self._count,
+            offers=self.links.offers,
+            streams=config.streams,
+            fan_out=config.fan_out,
+        )
+        self.delivery = Delivery(servers)
+        self._since_full = 0
+        self._sent: dict[str, float] = {}
+        self._lock, self._host_lock = threading.Lock(), threading.Lock()
+        self._readers, self._readers_changed = 0, threading.Condition()
+        servers.bring = self.bring
+
+    def publish(self, version: int, params: Any, rebuild: Any = None) -> dict[str, float]:
+        """Send the weights to every server; see `publisher.Publisher`.
+
+        Ahead of the servers, all but the first time, it returns as soon as the parameters may
+        change; requests wait until a server holds the version. Numbers are then those of the
+        delivery before, and its errors come out.
+        """
+        started = time.perf_counter()
+        before = self.delivery.wait()
+        first = self.newest is None
+        with self._writing():
+            edition = self._copy(version, params)
+        copied = time.perf_counter() - started
+
+        def deliver() -> dict[str, float]:
+            start = time.perf_counter()
+            last, self.newest = self.newest, self._seal(edition)
+            self.staging.history.add(last, self.newest)
+            self._sent = dict.fromkeys(COUNTED, 0.0)
+            self._sent["sync/checksum_seconds"] = time.perf_counter() - start
+            left, self._left = self._left, []
+            hosts = {urllib.parse.urlsplit(s.url).hostname for s in self.servers.all}
+            self.staging.relays.begin(version, len(hosts))
+            kept = [server.url for server in self.servers.all if server.keeps]
+            self.staging.pass_over([link for url in kept for link in self.links.known(url)])
+            bring_to_all(self.servers, self.bring, version)
+            for image in left:  # by now all that are up read something else
+                image.free()
+            self.servers.asleep = False
+            return {**self._describe(edition), **self._sent}
+
+        self.delivery.start(version, deliver, started)
+        done = before if self.ahead and not first else self.delivery.wait()
+        return {
+            **done,
+            "sync/gather_seconds": copied,
+            "sync/blocked_seconds": time.perf_counter() - started,
+        }
+
+    def sleep(self) -> None:
+        """Let the servers sleep until the next publish, where rollout.vllm.sleep says so."""
+        if self.servers.config.sleep:
+            self.delivery.wait()
+            put_to_sleep(self.servers)
+
+    def close(self) -> None:
+        """Hang up on the servers, which keep what they hold, and stop watching them."""
+        self.delivery.close()
+        self.servers.close()
+        self.links.close()
+        for image in filter(None, [self.device, *self._left]):
+            image.free()
+
+    def bring(self, server: VllmServer) -> None:
+        """Bring the newest version to one server and see that it has arrived."""
+        deadline = Deadline(self.servers.config.sync_seconds)
+        with server.alone(deadline), self._reading(deadline) as edition:
+            epoch = server.epoch
+            links = self._find_links(server, deadline)
+            start = time.perf_counter()
+            try:
+                edition = self._stage(links, edition, deadline)
+            except ServerGone:
+                if server.state != "up" or not deadline.left():
+                    raise
+                # The link broke while nothing was sent; once more, over a new one.
+                self.links.forget(server.url)
+                links = self._find_links(server, deadline)
+                edition = self._stage(links, edition, deadline)
+            self._note_longest("sync/stage_seconds", time.perf_counter() - start)
+            self._commit(server, edition, deadline)
+            self._verify(server, links, edition, deadline)
+            self.servers.mark_up(server, edition.version, epoch)
+
+    @property
+    def _image(self) -> Image:
+        if self.image is None:
+            self.image = Image(self.shapes, self.dtype, self.wide)
+        return self.image
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the image, once nobody reads it any more, and keep new readers off."""
+        with self._readers_changed:
+            # Who is later than that fails by what the image says of itself, or by a checksum.
+            limit = self.servers.config.sync_seconds
+            self._readers_changed.wait_for(lambda: not self._readers, limit)
+            self.links.offers.clear()
+            yield
+
+    @contextlib.contextmanager
+    def _reading(self, deadline: Deadline) -> Iterator[WeightVersion]:
+        """The newest version, as long as its bits are needed."""
+        if not self._readers_changed.acquire(timeout=deadline.left()):
+            raise ServerGone("the weights were being written all the time")
+        try:
+            self._readers += 1
+        finally:
+            self._readers_changed.release()
+        try:
+            assert self.newest is not None, "nothing was published yet"
+            yield self.newest
+        finally:
+            with self._readers_changed:
+                self._readers -= 1
+                self._readers_changed.notify_all()
+
+    def _copy(self, version: int, params: Any) -> WeightVersion:
+        """The weights in the image, and what that changed there."""
+        if self.device is not None:
+            try:
+                self.device.take(params)
+                return WeightVersion(version, {}, 0, None, device=self.device)
+            except CudaError as error:
+                self._leave_device(str(error))
+        old, image = self.newest, self._image
+        self._since_full += 1
+        compare = self.delta and old is not None and old.device is None
+        compare = compare and self._since_full < self.servers.config.full_every
+        few = image.segment.room.nbytes <= FEW_BYTES
+        if self.find is None and not few and self.links.all_share():
+            compare = False  # nobody is sent what is found, and it takes longer than the copy
+        write = self.find if compare and self.find is not None else self.write
+        changes = image.take(write(params), compare=compare)
+        if changes is not None:
+            size = sum(change.nbytes for change in changes.values())
+            if size > WORTH * image.segment.room.nbytes:
+                changes = None
+        if changes is None:
+            self._since_full = 0
+        base = -1 if changes is None or old is None else old.version
+        return WeightVersion(version, image.tensors, 0, changes, base)
+
+    def _seal(self, edition: WeightVersion) -> WeightVersion:
+        """The edition with its checksum, and its image readable."""
+        if edition.device is not None:
+            return edition._replace(checksum=edition.device.seal(edition.version))
+        checksum = wire.checksum(edition.tensors)
+        self._image.segment.seal(edition.version, checksum)
+        return edition._replace(checksum=checksum)
+
+    def _leave_device(self, why: str) -> None:
+        """From now on weights go through the host's memory."""
+        if self.device is not None:
+            self._left.append(self.device)
+            self.device = None
+            self.servers.log(
+                f"rollout.vllm.transport device: {why}; weights go through the host's memory from"
+                " now on"
+            )
+
+    def _to_host(self, edition: WeightVersion, why: str, deadline: Deadline) -> WeightVersion:
+        """The same version in the host's image, for a server that cannot read the device's."""
+        assert edition.device is not None, "it is there already"
+        state = edition.device.state
+        with self._host_lock:
+            newest, image = self.newest, self._image
+            if newest is not None and newest.version == edition.version and newest.device is None:
+                return newest
+            if state.state() == (edition.version, edition.checksum) and deadline.left():
+                self._leave_device(why)
+                image.segment.begin()
+                try:
+                    for name, tensor in image.tensors.items():
+                        edition.device.read(name, tensor.bits)
+                except CudaError as error:
+                    raise ServerGone(f"the device's memory cannot be read: {error}") from None
+                total = image.segment.room.nbytes
+                added = wire.in_threads(wire.add_up, image.tensors.values(), total)
+                sums = dict(zip(image.tensors, added, strict=True))
+                if wire.combine_sums(image.tensors, sums) != edition.checksum:
+                    raise ServerGone("the device's memory does not hold what was written there")
+                checksum = wire.checksum(image.tensors)
+                # Who is too late may have been overtaken by the next version.
+                if state.state() == (edition.version, edition.checksum) and deadline.left():
+                    image.segment.seal(edition.version, checksum)
+                    self.newest = WeightVersion(edition.version, image.tensors, checksum, None)
+                    return self.newest
+            raise ServerGone("it was too late for this version")
+
+    def _describe(self, edition: WeightVersion) -> dict[str, float]:
+        if edition.changes is None:
+            return {"sync/delta": 0.0}
+        total = sum(tensor.bits.size for tensor in edition.tensors.values())
+        changed = sum(change.positions.size for change in edition.changes.values())
+        return {"sync/delta": 1.0, "sync/changed": changed / total}
+
+    def _find_links(self, server: VllmServer, deadline: Deadline) -> list[WorkerLink]:
+        """The links to all workers of a server, made where there are none."""
+        count = self._ask_world_size(server, deadline)
+        if server.state == "up":
+            try:
+                return self.links.wait_for(server.url, count, 0.0)
+            except ServerGone:
+                pass
+        self.links.forget(server.url)
+        info = {"init_info": self.links.describe(server.url)}
+        try:
+            limit = deadline.left(CONTROL_SECONDS)
+            call(server.url, "POST", "/init_weight_transfer_engine", info, timeout=limit)
+        except ServerRefused as error:
+            raise UserError(
+                f"{server.url} cannot take weights: {error.message}; start it with python -m"
+                " jaxtrain_vllm.serve, or with --weight-transfer-config"
+                f' \'{{"backend": "{BACKEND}"}}\', and see that rollout.vllm.listen is an address'
+                " of this machine that it reaches"
+            ) from None
+        links = self.links.wait_for(server.url, count, deadline.left(LINK_SECONDS))
+        for link in links:
+            self._compare(server, link.hello.get("tensors"))
+        return links
+
+    def _ask_world_size(self, server: VllmServer, deadline: Deadline) -> int:
+        try:
+            found = call(server.url, "GET", "/get_world_size", timeout=deadline.left(30))
+            return int(found["world_size"])
+        except ServerRefused as error:
+            if error.status != 404:
+                raise
+            raise UserError(
+                f"{server.url} has no routes for weights; start it with python -m"
+                " jaxtrain_vllm.serve, or with VLLM_SERVER_DEV_MODE=1 in its environment"
+            ) from None
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{server.url}/get_world_size answers {found!r}") from None
+
+    def _compare(self, server: VllmServer, theirs: Any) -> None:
+        """The whole list of names, and the shapes that the server knows; one UserError."""
+        if not isinstance(theirs, dict):
+            raise UserError(f"{server.url} does not say which tensors it holds")
+        tied = TIED_COPY not in self.shapes
+        problems = [f"missing there: {name}" for name in self.shapes if name not in theirs]
+        for name, shape in theirs.items():
+            if name == TIED_COPY and tied:
+                continue
+            if name.startswith(self.carried):
+                continue
+            if name not in self.shapes:
+                problems.append(f"only there: {name}")
+            elif shape is not None and tuple(shape) != self.shapes[name]:
+                problems.append(
+                    f"{name} is {tuple(shape)} there, {self.shapes[name]} in the trainer"
+                )
+        if problems:
+            more = f"\n  and {len(problems) - 6} more" if len(problems) > 6 else ""
+            listed = "".join(f"\n  {problem}" for problem in problems[:6])
+            raise UserError(
+                f"{server.url} serves another model than the one in training; start it with"
+                f" model.path or a model of that shape:{listed}{more}"
+            )
+
+    def _stage(
+        self, links: list[WorkerLink], edition: WeightVersion, deadline: Deadline
+    ) -> WeightVersion:
+        """Have every worker hold the version beside the one that it samples from; returns the
+        edition that they hold, which is the host's where one cannot read the device's."""
+        if edition.device is not None:
+            refused = self._lend(links, edition, edition.device, deadline)
+            if refused is None:
+                return edition
+            edition = self._to_host(edition, refused, deadline)
+        self.staging.stage(links, edition, self._image.segment, deadline)
+        return edition
+
+    def _lend(
+        self,
+        links: list[WorkerLink],
+        edition: WeightVersion,
+        device: DeviceImage,
+        deadline: Deadline,
+    ) -> str | None:
+        """Have every worker look at the device's image; why one cannot, or None."""
+        header = {"kind": "lent", **device.describe()}
+        for link in links:
+            if link.host != link.own_host:
+                return f"a server is on another host ({link.host})"
+            answer = self.staging.send(link, edition, header, (), deadline)
+            if answer.get("staged") != edition.version:
+                return f"a server cannot read it: {answer.get('error')}"
+            self._count("sync/bytes", device.nbytes)
+        return None
+
+    def _note_longest(self, name: str, seconds: float) -> None:
+        with self._lock:
+            self._sent[name] = max(self._sent.get(name, 0.0), seconds)
+
+    def _count(self, name: str, number: float) -> None:
+        with self._lock:
+            self._sent[name] = self._sent.get(name, 0.0) + number
+
+    def _commit(self, server: VllmServer, edition: WeightVersion, deadline: Deadline) -> None:
+        """Replace the weights that the server samples from; requests under way are kept."""
+        url, left = server.url, deadline.left
+        # Only the newer route says which weights drew a token; on the other one, cut and go on.
+        mode = "keep" if server.route == GENERATE else "abort"
+        if self.servers.asleep:
+            wake(server, deadline, "weights")
+        server.updating = True
+        started = time.perf_counter()
+        try:
+            call(url, "POST", "/pause", timeout=left(), mode=mode)
+            try:
+                commit = {"version": edition.version, "checksum": edition.checksum}
+                label = {"weight_version": self.servers.label(edition.version)}
+                call(url, "POST", "/start_weight_update", timeout=left())
+                call(url, "POST", "/update_weights", {"update_info": commit}, timeout=left())
+                call(url, "POST", "/finish_weight_update", label, timeout=left())
+                if mode == "abort":
+                    server.version = edition.version
+            finally:
+                call(url, "POST", "/resume", timeout=max(RESUME_SECONDS, left(CONTROL_SECONDS)))
+            if self.servers.asleep:
+                wake(server, deadline, "kv_cache")
+        finally:
+            server.updating = False
+        self._note_longest("sync/pause_seconds", time.perf_counter() - started)
+
+    def _verify(
+        self,
+        server: VllmServer,
+        links: list[WorkerLink],
+        edition: WeightVersion,
+        deadline: Deadline,
+    ) -> None:
+        """What the workers hold is what was sent; ServerGone otherwise."""
+        for link in links:
+            answer = link.ask({"command": "status"}, timeout=deadline.left())
+            found = (answer.get("version"), answer.get("checksum"))
+            if found != (edition.version, edition.checksum):
+                raise ServerGone(
+                    f"after the sync a worker holds version {found[0]} with checksum {found[1]},"
+                    f" not version {edition.version} with {edition.checksum}"
+                )
+            link.held = (edition.version, edition.checksum)
+
+
+def collect(
+    pieces: Iterable[SplitPiece],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    wide: Collection[str] = (),
+) -> dict[str, wire.WireTensor]:
+    """Pieces put together as bits of `dtype` (of `wide` of float32), rounded to nearest even as the
+    trainer's cast is: in plain steps what `image.Image` holds."""
+    found = {
+        name: wire.WireTensor(shapes[name], sent, wire.empty_bits(shapes[name], sent))
+        for name, sent in choose_dtypes(shapes, dtype, wide).items()
+    }
+    missing = {name: tensor.bits.size for name, tensor in found.items()}
+    for piece in pieces:
+        tensor = found[piece.name]
+        assert piece.shape == tensor.shape, f"{piece.name}: {piece.shape} is not {tensor.shape}"
+        target = as_numpy(tensor.dtype)
+        tensor.bits.view(target).reshape(tensor.shape)[piece.index] = piece.array.astype(target)
+        missing[piece.name] -= piece.array.size
+    assert not any(missing.values()), f"unwritten parts: {[n for n, m in missing.items() if m]}"
+    return found

@@ -1,0 +1,100 @@
+"""An adapter's files on their way to a server that does not see the run's disk.
+
+The other end is `jaxtrain_vllm/adapters.py`: a folder of the server's own, whole or not at all.
+"""
+
+import http.client
+import json
+import threading
+import urllib.parse
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxtrain.errors import UserError
+from jaxtrain.generation.vllm.control import (
+    KEY_VARIABLE,
+    Deadline,
+    ServerGone,
+    ServerRefused,
+    explain,
+    headers,
+)
+from jaxtrain_vllm.adapters import FILES, FILES_HEADER, ROUTE
+from jaxtrain_vllm.wire import cut_after
+
+PIECE = 2**20
+MOST_ANSWER = 2**16
+
+
+def send_adapter(url: str, folder: Path, name: str, deadline: Deadline) -> str:
+    """Send the files of folder/name; the folder of the server that holds them. ServerGone,
+    ServerRefused, or UserError for a server that takes none."""
+    sizes = {file: describe(folder / name / file) for file in FILES}
+    length = sum(size for size, _ in sizes.values())
+    told = {FILES_HEADER: json.dumps(sizes), "Content-Length": str(length)}
+    status, raw = _request(url, "PUT", name, told, read_all(folder / name), deadline)
+    if status == 200:
+        try:
+            return str(json.loads(raw)["path"])
+        except (ValueError, KeyError, TypeError):
+            status = 404
+    if status in (403, 404, 405):
+        raise UserError(
+            f"{url} does not see {folder}, where the adapters lie, and takes no files (HTTP"
+            f" {status}: {explain(raw, 120)}); set rollout.vllm.adapter_dir to a folder that it"
+            " sees under the same path, or start it with python -m jaxtrain_vllm.serve and"
+            f" {KEY_VARIABLE} in its environment and here"
+        )
+    raise ServerRefused(status, f"the adapter was not taken: {explain(raw)}")
+
+
+def remove_adapter(url: str, name: str, seconds: float) -> None:
+    """Have the server delete what it was sent; ServerGone."""
+    _request(url, "DELETE", name, {}, None, Deadline(seconds))
+
+
+def describe(file: Path) -> tuple[int, int]:
+    """(bytes, crc32) of a file."""
+    found = 0
+    with file.open("rb") as stream:
+        while piece := stream.read(PIECE):
+            found = zlib.crc32(piece, found)
+    return file.stat().st_size, found
+
+
+def read_all(folder: Path) -> Iterator[bytes]:
+    """The files of an adapter, one behind the other."""
+    for file in FILES:
+        with (folder / file).open("rb") as stream:
+            while piece := stream.read(PIECE):
+                yield piece
+
+
+def _request(
+    url: str,
+    method: str,
+    name: str,
+    more: dict[str, str],
+    body: Iterator[bytes] | None,
+    deadline: Deadline,
+) -> tuple[int, bytes]:
+    """(status, answer) of one request, all of it before the deadline."""
+    base = urllib.parse.urlsplit(url)
+    make = http.client.HTTPSConnection if base.scheme == "https" else http.client.HTTPConnection
+    late, seconds = threading.Event(), deadline.left()
+    if seconds <= 0:
+        raise ServerGone("there is no time left to send the adapter")
+    connection = make(base.hostname or "", base.port, timeout=seconds)
+    try:
+        connection.connect()
+        with cut_after(seconds, connection.sock, late):
+            sent = {**headers(), "Content-Type": "application/octet-stream", **more}
+            connection.request(method, f"{base.path}{ROUTE}{name}", body, sent)
+            answer = connection.getresponse()
+            return answer.status, answer.read(MOST_ANSWER)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        why = "it took too long" if late.is_set() else str(error) or repr(error)
+        raise ServerGone(f"an adapter did not get there: {why}") from None
+    finally:
+        connection.close()

@@ -1,0 +1,353 @@
+"""A version on its way from the trainer's memory to every worker: once over the network for a host.
+
+    trainer ── the changes, or all ──> the first worker of a host to come (others of it wait)
+                                           | its memory
+                                       other workers of that host, of whatever server
+
+Workers of a server are sent it side by side. On the trainer's own host all read the trainer's
+memory. Who cannot read another's memory (a container, another user) is sent its own copy.
+Beyond so many hosts they pass a version on to each other (`relays.py`).
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxtrain.generation.vllm.control import Deadline, ServerGone
+from jaxtrain.generation.weight_sync.device_image import DeviceImage
+from jaxtrain.generation.weight_sync.relays import Relays
+from jaxtrain.generation.weight_sync.weight_links import WorkerLink
+from jaxtrain_vllm import ranges, wire
+from jaxtrain_vllm.ranges import PayloadOffers
+from jaxtrain_vllm.segment import SharedMemorySegment
+
+WORTH = 0.7
+"""A delta larger than this share of the whole is not worth its trouble."""
+KEPT_DELTAS = 8
+OWNER_SECONDS = 30.0
+"""How long the workers of a host wait for the one whose memory they read the last time: the others
+have no base for a delta of their own."""
+
+STREAM_BYTES = 2**28
+"""What is larger travels over several connections."""
+
+
+class WeightVersion(NamedTuple):
+    """A published version."""
+
+    version: int
+    tensors: dict[str, wire.WireTensor]
+    """On the host; none where they lie on the device."""
+    checksum: int
+    changes: dict[str, wire.Changes] | None
+    """Since the version before; None where everything is to be sent."""
+    base: int = -1
+    device: DeviceImage | None = None
+
+
+class DeltaChange(NamedTuple):
+    """What one delta changed."""
+
+    base: tuple[int, int]
+    """(version, checksum) before it."""
+    positions: dict[str, np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(where.nbytes for where in self.positions.values())
+
+
+class DeltaHistory:
+    """Where the last deltas changed something, for a server that missed some of them: the values
+    are those of the newest version, so that several deltas are one."""
+
+    def __init__(self) -> None:
+        self._steps: deque[DeltaChange] = deque(maxlen=KEPT_DELTAS)
+        self._newest = (-1, 0)
+
+    def add(self, before: WeightVersion | None, edition: WeightVersion) -> None:
+        """An edition that is complete, and the one before it."""
+        total = sum(tensor.bits.nbytes for tensor in edition.tensors.values())
+        if edition.changes is None or before is None:
+            self._steps.clear()
+        else:
+            positions = {name: one.positions for name, one in edition.changes.items()}
+            self._steps.append(DeltaChange((before.version, before.checksum), positions))
+            while sum(step.nbytes for step in self._steps) > total / 2:
+                self._steps.popleft()
+        self._newest = (edition.version, edition.checksum)
+
+    def since(
+        self, held: tuple[int, int], edition: WeightVersion
+    ) -> dict[str, wire.Changes] | None:
+        """What turns the version `held`, given with its checksum, into the newest; None where that
+        is not known, or not worth it."""
+        bases = [step.base for step in self._steps]
+        if held not in bases or self._newest != (edition.version, edition.checksum):
+            return None
+        steps = [*self._steps][bases.index(held) :]
+        if len(steps) == 1:
+            return edition.changes
+        found = {}
+        for name, tensor in edition.tensors.items():
+            parts = [step.positions[name] for step in steps if name in step.positions]
+            where = np.unique(np.concatenate(parts)) if parts else np.empty(0, "<u4")
+            found[name] = wire.Changes(where, tensor.bits[where], tensor.bits.size)
+        total = sum(tensor.bits.nbytes for tensor in edition.tensors.values())
+        return found if sum(one.nbytes for one in found.values()) <= WORTH * total else None
+
+
+class StagingHost:
+    """The workers of one machine, and whose memory there holds the newest version."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.version, self.segment = -1, None
+        self.owner: WorkerLink | None = None
+        self.busy: WorkerLink | None = None
+
+    def claim(self, link: WorkerLink, version: int, deadline: Deadline, *, patient: bool) -> Any:
+        """What describes memory that holds the version, once there is some; None: this link is to
+        be sent it, and `done` is to be called. patient: whether to wait for the last owner."""
+        patience = Deadline(OWNER_SECONDS if patient else 0.0)
+        with self.changed:
+            while self.version != version:
+                owner = self.owner
+                waits = owner is not None and owner is not link and not owner.closed
+                waits = waits and patience.left() > 0
+                if self.busy is None and not waits:
+                    self.busy = link
+                    return None
+                if not deadline.left():
+                    raise ServerGone("the weights did not reach its host in time")
+                most = patience.left() if self.busy is None else 1.0
+                self.changed.wait(deadline.left(max(most, 0.01)))
+            return self.segment
+
+    def done(self, link: WorkerLink, version: int, segment: Any) -> None:
+        """The link that claimed it was sent it (segment: where it lies now), or was not (None)."""
+        with self.changed:
+            self.busy = None
+            if segment is not None:
+                self.version, self.segment, self.owner = version, segment, link
+            self.changed.notify_all()
+
+    def lost(self, segment: Any) -> None:
+        """That memory cannot be read: its owner has ended."""
+        with self.changed:
+            if self.segment == segment:
+                self.version, self.segment, self.owner = -1, None, None
+
+
+class Staging:
+    """Has workers hold an edition beside the one that they serve."""
+
+    def __init__(
+        self,
+        count: Callable[[str, float], None],
+        *,
+        offers: PayloadOffers | None = None,
+        streams: int = 1,
+        fan_out: int = 0,
+    ):
+        """count: adds to a metric. offers: where workers fetch what is not sent over their links;
+        None: all is. fan_out: see `Relays`."""
+        self.count, self.history = count, DeltaHistory()
+        self.offers, self.streams, self.relays = offers, streams, Relays(fan_out)
+        self._packed: tuple[int, dict[int, Any]] = (-1, {})
+        """The newest version, and its deltas by what they begin with."""
+        self._lock, self._packing = threading.Lock(), threading.Lock()
+        self._hosts: dict[str, StagingHost] = {}
+
+    def stage(
+        self,
+        links: Sequence[WorkerLink],
+        edition: WeightVersion,
+        own: SharedMemorySegment,
+        deadline: Deadline,
+    ) -> None:
+        """Bring it to all of them, at once; ServerGone where one did not take it in time.
+
+        own: the trainer's memory, which holds the edition.
+        """
+        if len(links) == 1:
+            return self._stage_one(links[0], edition, own, deadline)
+        with ThreadPoolExecutor(len(links), thread_name_prefix="stage") as pool:
+            tasks = [pool.submit(self._stage_one, one, edition, own, deadline) for one in links]
+            for task in tasks:
+                task.result()
+
+    def pass_over(self, links: Collection[WorkerLink]) -> None:
+        """Workers that keep what they hold: others of their hosts shall not wait for them."""
+        with self._lock:
+            hosts = list(self._hosts.values())
+        for host in hosts:
+            with host.changed:
+                host.owner = None if host.owner in links else host.owner
+
+    def send(
+        self,
+        link: WorkerLink,
+        edition: WeightVersion,
+        header: dict[str, Any],
+        payload: Sequence[np.ndarray],
+        deadline: Deadline,
+    ) -> dict[str, Any]:
+        """A worker's answer to a message of kind stage."""
+        known = {"command": "stage", "version": edition.version, "checksum": edition.checksum}
+        answer = link.ask({**known, **header}, payload, timeout=deadline.left())
+        self.count("sync/tcp_bytes", sum(part.nbytes for part in payload))
+        return answer
+
+    def _stage_one(
+        self, link: WorkerLink, edition: WeightVersion, own: SharedMemorySegment, deadline: Deadline
+    ) -> None:
+        if link.host == link.own_host and link.shares and own.described is not None:
+            if self._share(link, edition, own.described, deadline):
+                return
+        host = self._host(link.host)
+        while link.shares:
+            patient = edition.changes is not None
+            segment = host.claim(link, edition.version, deadline, patient=patient)
+            if segment is None:
+                found = None
+                try:
+                    found = self._transfer(link, edition, deadline).get("segment")
+                finally:
+                    host.done(link, edition.version, found if isinstance(found, dict) else None)
+                return
+            if self._share(link, edition, segment, deadline):
+                return
+            if host.owner is not None and host.owner.closed:
+                host.lost(segment)
+                link.shares = True  # that it could not read it says nothing of the next
+        self._transfer(link, edition, deadline)
+
+    def _host(self, address: str) -> StagingHost:
+        with self._lock:
+            return self._hosts.setdefault(address, StagingHost())
+
+    def _share(
+        self, link: WorkerLink, edition: WeightVersion, segment: Any, deadline: Deadline
+    ) -> bool:
+        """Have it read memory of its host; if it cannot, it is not asked again on this link."""
+        described, whole = wire.pack_full(edition.tensors)
+        header = {"kind": "shared", "segment": segment, "tensors": described}
+        answer = self.send(link, edition, header, (), deadline)
+        link.shares = "error" not in answer
+        if link.shares:
+            link.own = False
+            self._check(answer, edition)
+            delta = edition.changes is not None
+            size = sum(one.nbytes for one in (edition.changes or {}).values())
+            self.count("sync/bytes", size if delta else sum(part.nbytes for part in whole))
+        return link.shares
+
+    def _transfer(
+        self, link: WorkerLink, edition: WeightVersion, deadline: Deadline
+    ) -> dict[str, Any]:
+        """Send it what it lacks, or everything; its answer."""
+        changes, base = None, edition.base
+        if link.own and link.held is not None:
+            if link.held[0] == edition.base:
+                changes = edition.changes
+            else:
+                changes, base = self.history.since(link.held, edition), link.held[0]
+                self.count("sync/chains", float(changes is not None))
+        if changes is not None:
+            changed, payload = self._pack(edition.version, base, changes)
+            header = {"kind": "delta", "base": base, "tensors": changed}
+            answer = self._deliver(link, edition, header, payload, deadline)
+            if "error" not in answer:
+                return self._check(answer, edition)
+        link.held, link.own = None, True  # what it holds makes room
+        described, whole = wire.pack_full(edition.tensors)
+        header = {"kind": "full", "tensors": described}
+        return self._check(self._deliver(link, edition, header, whole, deadline), edition)
+
+    def _pack(
+        self, version: int, base: int, changes: dict[str, wire.Changes]
+    ) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+        """`wire.pack_delta`, once for all hosts."""
+        with self._packing:
+            if self._packed[0] != version:
+                self._packed = (version, {})
+            packed = self._packed[1]
+            if base not in packed:
+                packed[base] = wire.pack_delta(changes)
+            return packed[base]
+
+    def _deliver(
+        self,
+        link: WorkerLink,
+        edition: WeightVersion,
+        header: dict[str, Any],
+        payload: Sequence[np.ndarray],
+        deadline: Deadline,
+    ) -> dict[str, Any]:
+        """Its answer to a payload from another host, or from here where that fails."""
+        name, full = (
+            ranges.name_payload(edition.version, edition.checksum, base)
+            for base in (header.get("base"), None)
+        )
+        size = sum(part.nbytes for part in payload)
+        while True:
+            turn = self.relays.take(edition.version, name, {name, full}, link, deadline)
+            answer: dict[str, Any] | None = None
+            try:
+                if turn.source is not None:
+                    told = self._tell(link, size, turn.seconds, turn.source.place)
+                    answer = self.send(link, edition, {**header, **told}, (), deadline)
+                else:
+                    answer = self._send_from_here(link, edition, name, header, payload, deadline)
+            finally:
+                there = self.relays.done(turn, link, answer)
+            assert answer is not None, "an error was raised otherwise"
+            if there:
+                self.count("sync/bytes", size)
+            if turn.source is not None:
+                self.count("sync/relayed_bytes", size * there)
+                self.count("sync/relay_failures", not there)
+            if there or turn.source is None:
+                return answer
+
+    def _send_from_here(
+        self,
+        link: WorkerLink,
+        edition: WeightVersion,
+        name: str,
+        header: dict[str, Any],
+        payload: Sequence[np.ndarray],
+        deadline: Deadline,
+    ) -> dict[str, Any]:
+        """Over several connections where it is large, or else over the link alone."""
+        size = sum(part.nbytes for part in payload)
+        if self.offers is not None and link.streams and self._count_streams(size) > 1:
+            self.offers.put(name, payload)
+            told = self._tell(link, size, deadline.left())
+            answer = self.send(link, edition, {**header, **told}, (), deadline)
+            self.count("sync/tcp_bytes", size)
+            if "error" not in answer:
+                return answer
+            link.streams = False
+        told = {"pass_on": self.relays.wants(link)}
+        return self.send(link, edition, {**header, **told}, payload, deadline)
+
+    def _tell(
+        self, link: WorkerLink, size: int, seconds: float, place: tuple[str, int] | None = None
+    ) -> dict[str, Any]:
+        """What a message says of a payload that is to be fetched; place: None: here."""
+        told = {"bytes": size, "streams": self._count_streams(size), "seconds": seconds}
+        return {"from": {**told, "place": place}, "pass_on": self.relays.wants(link)}
+
+    def _count_streams(self, size: int) -> int:
+        return self.streams if size >= STREAM_BYTES else 1
+
+    def _check(self, answer: dict[str, Any], edition: WeightVersion) -> dict[str, Any]:
+        if answer.get("staged") != edition.version:
+            raise ServerGone(f"a worker did not take the weights: {answer.get('error')}")
+        return answer

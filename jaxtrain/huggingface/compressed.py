@@ -1,0 +1,204 @@
+"""Matrices in the layouts of compressed-tensors, which vLLM and transformers read; both directions.
+
+    scheme  tensors of a matrix X [out, in]                                   w =
+    fp8     X.weight float8_e4m3fn [out, in], X.weight_scale [out, 1]         weight x scale
+    int8    X.weight int8 [out, in], X.weight_scale [out, 1]                  weight x scale
+    int4    X.weight_packed int32 [out, in / 8], X.weight_scale [out, in / g],  (nibble - 8) x scale
+            X.weight_shape int64 [2]
+
+A nibble is a code + 8, the lowest of a word first; g is the group, whose numbers share a scale.
+Scales are bfloat16 and rounded to it before anything is divided by them (github.com/vllm-project/
+compressed-tensors). fp8 and int8 have vLLM round the activations, too, each token by itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.files import describe, shorten, spell
+from jaxtrain.huggingface.ops import Fetch, Index, whole
+from jaxtrain.huggingface.safetensors import TensorLocation
+
+METHOD = "compressed-tensors"
+"""quantization_config.quant_method of such folders."""
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+NIBBLES = 8
+"""Codes of 4 bits in a word of weight_packed."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the weights of a matrix are stored, and what vLLM does with activations."""
+
+    format: str
+    """quantization_config.format."""
+    bits: int
+    kind: str
+    """"float" or "int"."""
+    steps: float
+    """The largest magnitude of a scale's numbers becomes this code: half of an integer's range, so
+    that the largest positive one is half a step off and all others are finer."""
+    grouped: bool = False
+    activations: bool = True
+    """Whether activations are rounded to the same numbers."""
+
+
+SCHEMES = {
+    "fp8": Scheme("float-quantized", 8, "float", 448.0),
+    "int8": Scheme("int-quantized", 8, "int", 127.5),
+    "int4": Scheme("pack-quantized", 4, "int", 7.5, grouped=True, activations=False),
+}
+FORMATS = {scheme.format: name for name, scheme in SCHEMES.items()}
+
+
+def encoded_shapes(
+    scheme: Scheme, shape: tuple[int, ...], group: int
+) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """{ending of the name: (shape, dtype)} of the tensors of a matrix [out, in]."""
+    num_out, num_in = shape
+    if not scheme.grouped:
+        codes = np.dtype(np.int8) if scheme.kind == "int" else FLOAT8
+        return {"": (shape, codes), "_scale": ((num_out, 1), BFLOAT16)}
+    return {
+        "_packed": ((num_out, num_in // NIBBLES), np.dtype(np.int32)),
+        "_scale": ((num_out, num_in // group), BFLOAT16),
+        "_shape": ((2,), np.dtype(np.int64)),
+    }
+
+
+def encode(scheme: Scheme, matrix: np.ndarray, group: int) -> dict[str, np.ndarray]:
+    """{ending: array} of rows [rows, in] of finite numbers, rounded to nearest; weight_shape is not
+    among them. Rows do not depend on each other."""
+    wide = matrix.astype(np.float32)
+    rows, num_in = wide.shape
+    groups = wide.reshape(rows, -1, group if scheme.grouped else num_in)
+    scale = (np.abs(groups).max(-1) / np.float32(scheme.steps)).astype(BFLOAT16)
+    # So small that no bfloat16 is left for it, or all zeros: its codes are 0.
+    scale = np.where(scale > 0, scale, np.array(1, BFLOAT16))
+    codes = (groups / scale.astype(np.float32)[..., None]).reshape(rows, num_in)
+    if scheme.kind == "float":
+        return {"": np.clip(codes, -448, 448).astype(FLOAT8), "_scale": scale}
+    top = 2 ** (scheme.bits - 1)
+    codes = np.clip(np.rint(codes), -top, top - 1).astype(np.int8)
+    if scheme.bits == 8:
+        return {"": codes, "_scale": scale}
+    nibbles = (codes + 8).astype(np.uint32).reshape(rows, -1, NIBBLES)
+    shifts = np.arange(NIBBLES, dtype=np.uint32) * 4
+    packed = np.bitwise_or.reduce(nibbles << shifts, axis=-1)
+    return {"_packed": packed.view(np.int32), "_scale": scale}
+
+
+class Compressed:
+    """A matrix [out, in] of such tensors, as packed.Packed."""
+
+    def __init__(self, name: str, tensors: Mapping[str, TensorLocation]):
+        """name: "X.weight"."""
+        self.grouped = f"{name}_packed" in tensors
+        parts = ("_packed", "_scale", "_shape") if self.grouped else ("", "_scale")
+        self.parts = tuple(name + part for part in parts)
+        codes, scales = tensors[self.parts[0]], tensors[self.parts[1]]
+        shape = codes.shape
+        if self.grouped:
+            said = tensors.get(self.parts[2])
+            if said is None or said.shape != (2,) or said.dtype != np.int64:
+                raise UserError(f"{codes.file}: {shorten(name)}_packed has no {name}_shape of 2")
+            shape = tuple(int(size) for size in said.read(whole((2,))))
+        num_out, num_in = shape if len(shape) == 2 else (0, 0)
+        count = scales.shape[1] if len(scales.shape) == 2 else 0
+        fits = count > 0 and num_in % count == 0 and scales.shape[0] == num_out
+        if self.grouped:
+            fits = fits and codes.shape == (num_out, -(-num_in // NIBBLES))
+        if not fits:
+            raise UserError(
+                f"{codes.file}: {shorten(self.parts[0])} {codes.shape} and {self.parts[1]}"
+                f" {scales.shape} do not belong together as weights {shape}: one scale for each"
+                " row, or for each group of a row"
+            )
+        self.shape = shape
+        self.group = num_in // count
+
+    def read(self, fetch: Fetch, index: Index) -> np.ndarray:
+        """[index] in bfloat16, as transformers decodes it."""
+        rows, columns = index
+        if self.grouped:
+            first, last = columns.start // NIBBLES, -(-columns.stop // NIBBLES)
+            words = fetch(self.parts[0], (rows, slice(first, last))).view(np.uint32)
+            shifts = np.arange(NIBBLES, dtype=np.uint32) * 4
+            codes = ((words[..., None] >> shifts) & 15).astype(np.float32).reshape(len(words), -1)
+            inside = slice(columns.start - first * NIBBLES, columns.stop - first * NIBBLES)
+            wide = codes[:, inside][:, :: columns.step or 1] - 8
+        else:
+            wide = fetch(self.parts[0], index).astype(np.float32)
+        first = columns.start // self.group
+        scales = fetch(self.parts[1], (rows, slice(first, -(-columns.stop // self.group))))
+        place = np.arange(columns.start, columns.stop, columns.step or 1) // self.group - first
+        wide *= scales.astype(np.float32)[:, place]
+        return wide.astype(BFLOAT16)
+
+
+def find_compressed(tensors: Mapping[str, TensorLocation]) -> dict[str, Compressed]:
+    """The matrices that these hold in one of the layouts."""
+    found = {}
+    for name in tensors:
+        base = name.removesuffix("_scale")
+        if base == name or not base.endswith(".weight"):
+            continue
+        codes, words = tensors.get(base), tensors.get(f"{base}_packed")
+        if words is not None and words.dtype == np.int32:
+            found[base] = Compressed(base, tensors)
+        elif codes is not None and codes.dtype in (np.dtype(np.int8), FLOAT8):
+            found[base] = Compressed(base, tensors)
+    return found
+
+
+def write_config(scheme: Scheme, group: int, ignore: list[str]) -> dict[str, Any]:
+    """quantization_config of a folder; ignore: the modules that it holds as they were."""
+    kind = {"num_bits": scheme.bits, "type": scheme.kind, "symmetric": True}
+    form = {"strategy": "group", "group_size": group} if scheme.grouped else {"strategy": "channel"}
+    token = {**kind, "strategy": "token", "dynamic": True}
+    return {
+        "quant_method": METHOD,
+        "format": scheme.format,
+        "quantization_status": "compressed",
+        "ignore": ignore,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**kind, **form, "dynamic": False},
+                "input_activations": token if scheme.activations else None,
+                "output_activations": None,
+            }
+        },
+    }
+
+
+def check_config(packing: Mapping[str, Any]) -> None:
+    """UserError where a folder's quantization_config says what is not read."""
+    place = f"config.json: quantization_config of {METHOD}"
+    advice = "; convert such weights to plain ones with transformers"
+    if packing.get("format") not in FORMATS:
+        raise UserError(
+            f"{place}: format is {describe(packing.get('format'))}; read are"
+            f" {', '.join(FORMATS)}{advice}"
+        )
+    groups = packing.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise UserError(f"{place}: config_groups is {describe(groups)}, not the schemes by name")
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise UserError(f"{place}: {spell(name)}.weights is {describe(weights)}")
+        for key, wanted in (("symmetric", (True, None)), ("actorder", (None,))):
+            if weights.get(key) not in wanted:
+                raise UserError(f"{place}: {spell(name)}.weights.{key} is not read{advice}")
+        form = (weights.get("type"), weights.get("num_bits"))
+        if form not in {(scheme.kind, scheme.bits) for scheme in SCHEMES.values()}:
+            raise UserError(
+                f"{place}: {spell(name)} has weights of {describe(form[1])} bits, type"
+                f" {describe(form[0])}; read are fp8, int8 and int4{advice}"
+            )

@@ -1,0 +1,175 @@
+"""config.json to a frozen dataclass and back; an attribute that we would ignore is refused.
+
+transformers' own config class fills in what the file leaves out and brings old spellings
+(`rope_theta`, `rope_scaling`) and the new one (`rope_parameters`) to one form, so a default here is
+always the default there.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.config_checks import (
+    KEPT,
+    allows_none,
+    check_kept,
+    check_rope,
+    check_total,
+    check_value,
+    is_number,
+    split_fixed,
+)
+from jaxtrain.huggingface.files import shorten, spell
+
+IGNORED = {
+    *KEPT,
+    *("_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path"),
+    *("architectures", "model_type", "tokenizer_class", "transformers_version"),
+    *("auto_map", "is_llama_config", "transformers.js_config"),
+    *("unsloth_fixed", "unsloth_version"),
+    *(
+        "dtype",
+        "torch_dtype",
+        "gradient_checkpointing",
+        "pretraining_tp",
+        "chunk_size_feed_forward",
+    ),
+    # What it is used for, and how answers are drawn.
+    *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
+    *("output_attentions", "output_hidden_states", "return_dict", "torchscript"),
+    *("do_sample", "max_length", "max_new_tokens", "num_beams", "repetition_penalty"),
+    *("temperature", "top_k", "top_p", "typical_p"),
+}
+"""Neither these nor KEPT change what the network computes."""
+TRAINING_NOISE = re.compile(r".*(dropout|_pdrop|_dropout_prob|jitter_noise)")
+"""Only where transformers trains; evaluation computes the same, and no training here draws any."""
+
+OWN = {"rope", "kept", "grown", "row_tokens", "score", "around", "said", "prefix", "fused_experts"}
+"""Fields of the dataclass that are no attributes of a config.json."""
+ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
+OLD_ROPE = {"partial_rotary_factor", "rope_local_base_freq"}
+"""What older files have beside rope_scaling, of families that read it."""
+
+
+def hf_defaults(model_type: str) -> dict[str, Any]:
+    """All attributes of transformers' config class of that type, at their defaults."""
+    return _config_class(model_type)().to_dict()
+
+
+def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for the dataclass `cls` from the content of a config.json.
+
+    Every field of `cls` but those in OWN is named as in config.json, or as `cls.renamed` says.
+    Raises UserError for an attribute that is not a field, says something about the network and
+    differs from transformers' default. `cls.rope_keys`: what the family reads of rope_parameters
+    beside its type's keys. `cls.fixed`: see DecoderConfig.
+    """
+    model_type = getattr(cls, "text_type", cls.model_type)
+    positions = ROPE | OLD_ROPE & {*getattr(cls, "rope_keys", ())}
+    by_kind = getattr(cls, "rope_by_kind", False)
+    hints = get_type_hints(cls)
+    hints |= {theirs: hints[ours] for ours, theirs in cls.renamed.items()}
+    names = {field.name for field in dataclasses.fields(cls)} - OWN
+    names = {cls.renamed.get(name, name) for name in names}
+    defaults = hf_defaults(model_type)
+    fixed = getattr(cls, "fixed", {})
+    raw, said = split_fixed(raw, {key: fixed[key] for key in fixed if key not in names})
+    for key, value in raw.items():
+        if key in names or key in IGNORED or key in positions:
+            continue
+        # A switch that is off cannot change what the network computes.
+        if value is None or value is False or (key in defaults and defaults[key] == value):
+            continue
+        if TRAINING_NOISE.fullmatch(key) and is_number(value) and 0 <= value < 1:
+            continue
+        known = f"the default {shorten(defaults[key])}" if key in defaults else "that it is absent"
+        raise UserError(
+            f"config.json: {spell(key)}={shorten(value)} is not supported for model_type"
+            f" {spell(model_type)!r}; this implementation only knows {known}"
+        )
+    for name in names & set(raw):
+        if raw[name] is not None:
+            check_value(name, raw[name], hints[name])
+    check_rope(raw, by_kind)
+    check_kept(raw)
+    used = {key: raw[key] for key in raw if key in names or key in positions or key in KEPT}
+    try:
+        full = _config_class(model_type).from_dict(json.loads(json.dumps(used))).to_dict()
+        stated = full.get("rope_parameters") or {}
+        rope = {key: value for key, value in stated.items() if value is not None}
+        assert not by_kind or all(isinstance(value, dict) for value in rope.values())
+    except Exception as error:  # transformers checks as it likes
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"config.json ({model_type}): {said[:500]}") from error
+    values = {name: _freeze(full[name]) for name in names if name in full}
+    for name, value in values.items():
+        if not (value is None and allows_none(hints[name])):
+            check_value(name, _thaw(value), hints[name])
+    check_total(values)
+    check_rope({"rope_parameters": rope}, by_kind)
+    values |= {ours: values.pop(theirs) for ours, theirs in cls.renamed.items() if theirs in values}
+    values["rope"] = tuple(sorted((key, _freeze(value)) for key, value in rope.items()))
+    values["said"] = tuple((key, json.dumps(value)) for key, value in sorted(said.items()))
+    values["kept"] = tuple((key, json.dumps(raw[key])) for key in KEPT if key in raw)
+    return values
+
+
+def write_fields(config: Any) -> dict[str, Any]:
+    """The content of a config.json that transformers 4 and 5 read as `config`."""
+    raw: dict[str, Any] = {"architectures": [config.architecture], "model_type": config.model_type}
+    for field in dataclasses.fields(config):
+        if field.name not in OWN:
+            name = config.renamed.get(field.name, field.name)
+            raw[name] = _thaw(getattr(config, field.name))
+    # A null under a name that transformers does not know says nothing; others read it as a number.
+    defaults = hf_defaults(getattr(type(config), "text_type", config.model_type))
+    raw = {key: v for key, v in raw.items() if v is not None or key in defaults}
+    if config.head_dim is None:  # families without the attribute divide by a null
+        raw.pop("head_dim", None)
+    rope = thaw_rope(config.rope)
+    if rope:
+        raw["rope_parameters"] = rope
+        rope = rope.get("full_attention", rope)  # which version 4 has names for
+        raw["rope_theta"] = rope["rope_theta"]
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        plain = rope.get("rope_type", "default") == "default"
+        raw["rope_scaling"] = None if plain else scaling
+        if "partial_rotary_factor" in rope:
+            raw["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    raw.update({key: json.loads(value) for key, value in (*config.said, *config.kept)})
+    return raw
+
+
+def _config_class(model_type: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # seconds: only here
+
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(
+            f"transformers knows no model_type {model_type!r}; register its config class where the"
+            " family is written: transformers.AutoConfig.register(model_type, ConfigClass)"
+        )
+    return CONFIG_MAPPING[model_type]
+
+
+def thaw_rope(rope: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """rope_parameters as in a config.json: of all layers, or {kind of layer: its own}."""
+    return {
+        key: thaw_rope(value)
+        if value and isinstance(value, tuple) and type(value[0]) is tuple
+        # Numbers, or the items of a kind of layer.
+        else _thaw(value)
+        for key, value in rope
+    }
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple(sorted((key, _freeze(v)) for key, v in value.items() if v is not None))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _thaw(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,103 @@
+"""A Hugging Face folder written anew, tensor by tensor: cast, cut into shards, corrected.
+
+Works by tensor names alone, so the host never holds more than one of them, whatever the size or the
+family of the model.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.files import check_inside, read_object
+from jaxtrain.huggingface.ops import SplitPiece, whole
+from jaxtrain.huggingface.packed import is_packed, open_folder, without_packing
+from jaxtrain.huggingface.safetensors import CODES, MAX_SHARD_BYTES, SHARD, write_folder
+
+
+def copy_folder(
+    base: Path,
+    output: Path,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    change: Callable[[str, np.ndarray, int | None], np.ndarray] = lambda name, array, index: array,
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    keys: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Write the model of `base` to the folder `output`, with its tokenizer and configs.
+
+    dtype: of all floating-point tensors, by default their own; those in a few bits that are read
+    (huggingface/packed.py) are written as what they stand for. A shard holds at most `max_shard_bytes`, or
+    one tensor. change: (name, array, None) -> what is written instead; a tensor of three dims comes
+    a matrix at a time, with its index. shapes: of tensors that `change` makes larger. keys: of
+    config.json, which say something else now. Raises UserError for a folder that is none, and for
+    a cast of a model that is stored quantized.
+    """
+    files = open_folder(base)
+    config = read_object(base / "config.json") if (base / "config.json").is_file() else None
+    packed = config is not None and is_packed(config)
+    if config is not None and packed:
+        config = without_packing(config)
+    if dtype and config and config.get("quantization_config") is not None:
+        raise UserError(
+            f"{base / 'config.json'} has a quantization_config: its tensors are codes, which no"
+            " cast makes weights of; leave out the dtype"
+        )
+    plan = {
+        name: (
+            shapes.get(name, stored.shape),
+            np.dtype(dtype) if dtype and is_float(stored.dtype) else stored.dtype,
+        )
+        for name, stored in files.tensors.items()
+    }
+
+    def pieces() -> Iterator[SplitPiece]:
+        for name, stored in files.tensors.items():
+            if len(stored.shape) != 3:
+                array = change(name, files.fetch(name, whole(stored.shape)), None)
+                yield SplitPiece(name, array.shape, whole(array.shape), array)
+                continue
+            for index in range(stored.shape[0]):
+                place = (slice(index, index + 1), *whole(stored.shape[1:]))
+                array = change(name, files.fetch(name, place)[0], index)
+                yield SplitPiece(name, stored.shape, place, array[None])
+
+    write_folder(output, plan, pieces(), max_shard_bytes)
+    copy_beside(base, output)
+    if dtype and config is not None:
+        config = {**config, "torch_dtype": str(np.dtype(dtype))}
+        config.pop("dtype", None)
+    if config is not None and keys:
+        config = with_keys(config, keys)
+    if config is not None and (dtype or packed or keys):
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (output / "config.json").write_text(text)
+
+
+def with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with other values, in its text_config where they stand there."""
+    inner = config.get("text_config")
+    if not isinstance(inner, dict):
+        return {**config, **keys}
+    own = {key: value for key, value in keys.items() if key in config or key not in inner}
+    below = {key: value for key, value in keys.items() if key in inner}
+    return {**config, **own, "text_config": {**inner, **below}}
+
+
+def copy_beside(base: Path, output: Path) -> None:
+    """Copy what lies beside a folder's weights: configs, tokenizer, template."""
+    for file in base.iterdir():
+        if file.is_file() and not SHARD.fullmatch(file.name) and not file.name.startswith("."):
+            if file.suffix in (".json", ".jinja", ".txt", ".model"):
+                check_inside(base, file)  # the folder may be given to others
+                shutil.copyfile(file, output / file.name)
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Whether a stored tensor holds plain floating-point weights."""
+    return CODES[dtype] in ("F64", "F32", "F16", "BF16")

@@ -1,0 +1,78 @@
+"""generation_config.json: how a model's makers draw answers. Section sampling alone counts here, so
+what the file says otherwise is told, and so is a file that servers of this folder stumble over. An
+export has one, for those servers."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.files import describe, read_object
+
+NAME = "generation_config.json"
+NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+NEUTRAL = {"temperature": 1, "top_p": 1, "top_k": 50, "min_p": 0, "repetition_penalty": 1}
+"""What transformers takes where nothing is said."""
+
+
+def find_problem(folder: Path) -> str | None:
+    """What is wrong with the folder's file, in words; None where it is fine or not there."""
+    try:
+        _read(folder)
+    except UserError as error:
+        return (
+            f"{error}; nothing here reads it (section sampling says how answers are drawn), but"
+            " vLLM and transformers do: mend it or delete it"
+        )
+    return None
+
+
+def describe_ignored(folder: Path) -> str | None:
+    """What a good file says about drawing, which does not count; None where it says nothing."""
+    try:
+        found = _read(folder)
+    except UserError:
+        return None  # told by find_problem
+    said = [
+        f"{key} {found[key]:g}"
+        for key in NEUTRAL
+        if found.get(key) is not None and found[key] != NEUTRAL[key]
+    ]
+    if not said:
+        return None
+    own = [f"sampling.{one.replace(' ', '=')}" for one in said if not one.startswith("rep")]
+    return (
+        f"{folder / NAME} says {', '.join(said)}, which is not read: answers are drawn as section"
+        f" sampling says{' (' if own else ''}{' '.join(own)}{')' if own else ''}"
+    )
+
+
+def write_generation(folder: Path, base: Path | None, ends: Collection[int]) -> None:
+    """Write the file beside exported weights: what that of `base` says, where it is a good one, and
+    the tokens with which this model's answers end. vLLM and transformers stop at all of them;
+    config.json names the base's alone."""
+    try:
+        found = {} if base is None else _read(base)
+    except UserError:
+        found = {}  # told when the run began
+    known = found.get("eos_token_id")
+    ids = list(known) if isinstance(known, list) else [] if known is None else [known]
+    found["eos_token_id"] = ids + [token for token in sorted(ends) if token not in ids]
+    (folder / NAME).write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    file = folder / NAME
+    if not file.exists():
+        return {}
+    found = read_object(file)
+    for key in NUMBERS:
+        value = found.get(key)
+        if value is not None and type(value) not in (int, float):
+            raise UserError(f"{file}: {key} is {describe(value)}; it is a number")
+    value = found.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(item) is int for item in ids):
+        raise UserError(f"{file}: eos_token_id is {describe(value)}; it is an id or a list of them")
+    return found

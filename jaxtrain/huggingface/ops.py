@@ -1,0 +1,328 @@
+"""The invertible map between our parameters and the tensors of a Hugging Face folder.
+
+An `ParameterEntry` says which tensors a parameter is made of, as a small tree of ops. Each op knows both
+directions and the shapes, so load, save, adapter export and weight publishing walk one list:
+
+    Entry("stack.block.mlp.up.kernel",
+          Stack([Transpose(Tensor(f"model.layers.{i}.mlp.up_proj.weight")) for i in range(L)]))
+
+Reading is by index: a device that holds a slice of the parameter reads just those bytes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+from jaxtrain.errors import UserError
+
+Index = tuple[slice, ...]
+"""One slice(start, stop) per dim, no open ends; of what is stored also with a step."""
+Fetch = Callable[[str, Index], np.ndarray]
+"""(tensor name, index) -> that part of it."""
+TIED_COPY = "lm_head.weight"
+"""The head; some folders store one that is tied to the embedding a second time."""
+
+
+class SplitPiece(NamedTuple):
+    """Split of a tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    index: Index
+    """Where the part lies in it."""
+    array: np.ndarray
+
+
+class TensorOp(Protocol):
+    """Target: the array that the op makes. Host: turns a device array into numpy."""
+
+    def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The tensors needed for a target of `shape`, and their whole shapes."""
+        ...
+
+    def read(self, fetch: Fetch, index: Index) -> np.ndarray:
+        """target[index]."""
+        ...
+
+    def write(self, array: Any, host: Callable[[Any], np.ndarray]) -> Iterator[SplitPiece]:
+        """The pieces that a target of that content is stored as."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRef:
+    """One tensor as it is (a rename)."""
+
+    name: str
+
+    def shapes(self, shape):
+        return {self.name: shape}
+
+    def read(self, fetch, index):
+        return fetch(self.name, index)
+
+    def write(self, array, host):
+        array = host(array)
+        yield SplitPiece(self.name, array.shape, whole(array.shape), array)
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstRow:
+    """The only row of a tensor whose first axis is 1."""
+
+    name: str
+
+    def shapes(self, shape):
+        return {self.name: (1, *shape)}
+
+    def read(self, fetch, index):
+        return fetch(self.name, (slice(0, 1), *index))[0]
+
+    def write(self, array, host):
+        array = host(array)[None]
+        yield SplitPiece(self.name, array.shape, whole(array.shape), array)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitRows:
+    """Rows [start, start + size) of `axis` of one tensor of `total` there: a split; the other
+    entries that name the tensor hold the rest of it."""
+
+    name: str
+    axis: int
+    start: int
+    total: int
+
+    def shapes(self, shape):
+        return {self.name: (*shape[: self.axis], self.total, *shape[self.axis + 1 :])}
+
+    def _shifted(self, index):
+        moved = slice(index[self.axis].start + self.start, index[self.axis].stop + self.start)
+        return (*index[: self.axis], moved, *index[self.axis + 1 :])
+
+    def read(self, fetch, index):
+        return fetch(self.name, self._shifted(index))
+
+    def write(self, array, host):
+        array = host(array)
+        shape = self.shapes(array.shape)[self.name]
+        yield SplitPiece(self.name, shape, self._shifted(whole(array.shape)), array)
+
+
+@dataclasses.dataclass(frozen=True)
+class Interleaved:
+    """Every `step`-th row of `axis` of one tensor, from the row `start` on; the other entries that
+    name the tensor hold the rest of it."""
+
+    name: str
+    axis: int
+    start: int
+    step: int
+
+    def shapes(self, shape):
+        axis = self.axis % len(shape)
+        return {self.name: (*shape[:axis], shape[axis] * self.step, *shape[axis + 1 :])}
+
+    def _spread(self, index):
+        axis = self.axis % len(index)
+        first, last = (self.start + at * self.step for at in (index[axis].start, index[axis].stop))
+        rows = slice(first, last - self.step + 1, self.step)
+        return (*index[:axis], rows, *index[axis + 1 :])
+
+    def read(self, fetch, index):
+        return fetch(self.name, self._spread(index))
+
+    def write(self, array, host):
+        array = host(array)
+        shape = self.shapes(array.shape)[self.name]
+        yield SplitPiece(self.name, shape, self._spread(whole(array.shape)), array)
+
+
+@dataclasses.dataclass(frozen=True)
+class PermutedRows:
+    """Rows of `axis` of one tensor of `total` there, in another order: `runs` are (start, size) of
+    rows that follow each other in the tensor. Where they are not all, other entries hold the rest.
+    """
+
+    name: str
+    axis: int
+    runs: tuple[tuple[int, int], ...]
+    total: int
+
+    def shapes(self, shape):
+        assert shape[self.axis] == sum(size for _, size in self.runs), f"{self.name}: {shape}"
+        return {self.name: (*shape[: self.axis], self.total, *shape[self.axis + 1 :])}
+
+    def _pieces(self, wanted: slice) -> Iterator[tuple[slice, slice]]:
+        """(rows of the target, the same rows of the tensor) within `wanted`."""
+        place = 0
+        for start, size in self.runs:
+            first, stop = max(place, wanted.start), min(place + size, wanted.stop)
+            if first < stop:
+                shift = start - place
+                yield slice(first, stop), slice(first + shift, stop + shift)
+            place += size
+
+    def _at(self, index, rows):
+        return (*index[: self.axis], rows, *index[self.axis + 1 :])
+
+    def read(self, fetch, index):
+        parts = [
+            fetch(self.name, self._at(index, rows)) for _, rows in self._pieces(index[self.axis])
+        ]
+        return np.concatenate(parts, self.axis)
+
+    def write(self, array, host):
+        array = host(array)
+        shape, index = self.shapes(array.shape)[self.name], whole(array.shape)
+        for here, there in self._pieces(index[self.axis]):
+            yield SplitPiece(self.name, shape, self._at(index, there), array[self._at(index, here)])
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixBlock:
+    """Rows `runs` (as in `PermutedRows`) and columns from `start` of a matrix of `total` rows and `columns`
+    columns there, whose other rows are 0 in these columns."""
+
+    name: str
+    runs: tuple[tuple[int, int], ...]
+    total: int
+    start: int
+    columns: int
+
+    def shapes(self, shape):
+        assert shape[0] == sum(size for _, size in self.runs), f"{self.name}: {shape}"
+        return {self.name: (self.total, self.columns)}
+
+    def read(self, fetch, index):
+        rows, columns = index
+        moved = slice(columns.start + self.start, columns.stop + self.start)
+        return PermutedRows(self.name, 0, self.runs, self.total).read(fetch, (rows, moved))
+
+    def write(self, array, host):
+        array = host(array)
+        shape, width = (self.total, self.columns), array.shape[1]
+        columns, place = slice(self.start, self.start + width), 0
+        left = np.ones(self.total, bool)
+        for first, size in self.runs:
+            yield SplitPiece(
+                self.name, shape, (slice(first, first + size), columns), array[place : place + size]
+            )
+            left[first : first + size] = False
+            place += size
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], left.astype(np.int8), [0]])))
+        for first, stop in edges.reshape(-1, 2).tolist():
+            zeros = np.zeros((stop - first, width), array.dtype)
+            yield SplitPiece(self.name, shape, (slice(first, stop), columns), zeros)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transpose:
+    """The last two dims swapped: Hugging Face keeps kernels as [out, in], we as [in, out]."""
+
+    op: TensorOp
+
+    def shapes(self, shape):
+        return self.op.shapes((*shape[:-2], shape[-1], shape[-2]))
+
+    def read(self, fetch, index):
+        swapped = (*index[:-2], index[-1], index[-2])
+        return self.op.read(fetch, swapped).swapaxes(-1, -2)
+
+    def write(self, array, host):
+        yield from self.op.write(host(array).swapaxes(-1, -2), host)
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedOps:
+    """Equal ops side by side on a new leading axis (layers, experts)."""
+
+    ops: Sequence[TensorOp]
+
+    def shapes(self, shape):
+        assert shape[0] == len(self.ops), f"{len(self.ops)} ops for a leading axis of {shape[0]}"
+        return {k: v for op in self.ops for k, v in op.shapes(shape[1:]).items()}
+
+    def read(self, fetch, index):
+        chosen = self.ops[index[0]]
+        first = chosen[0].read(fetch, index[1:])
+        out = np.empty((len(chosen), *first.shape), first.dtype)
+        out[0] = first
+        for i, op in enumerate(chosen[1:], 1):
+            out[i] = op.read(fetch, index[1:])
+        return out
+
+    def write(self, array, host):
+        for i, op in enumerate(self.ops):
+            yield from op.write(array[i], host)
+
+
+@dataclasses.dataclass(frozen=True)
+class GrownRows:
+    """`op`, of which only the first `stored` rows are there: the others are their mean."""
+
+    op: TensorOp
+    stored: int
+
+    def shapes(self, shape):
+        return self.op.shapes((self.stored, *shape[1:]))
+
+    def read(self, fetch, index):
+        rows, rest = index[0], index[1:]
+        parts, stop = [], min(rows.stop, self.stored)
+        if rows.start < stop:
+            parts.append(self.op.read(fetch, (slice(rows.start, stop), *rest)))
+        missing = rows.stop - max(rows.start, self.stored)
+        if missing > 0:
+            everything = self.op.read(fetch, (slice(0, self.stored), *rest))
+            mean = everything.astype(np.float32).mean(0, keepdims=True)
+            parts.append(np.repeat(mean, missing, 0).astype(everything.dtype))
+        return np.concatenate(parts)
+
+    def write(self, array, host):
+        raise NotImplementedError("what was grown is written whole")
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftVocabulary:
+    """Ascending ids [P] of those below `total` that a draft model can say: `d2t` int64 [P], how far
+    each lies behind its index, and `t2d` bool [total], whether an id is one of them."""
+
+    total: int
+
+    dtypes: ClassVar[Mapping[str, Any]] = {"d2t": np.dtype(np.int64), "t2d": np.dtype(bool)}
+    """What the tensors are stored as, whatever the weights are."""
+
+    def shapes(self, shape):
+        return {"d2t": shape, "t2d": (self.total,)}
+
+    def read(self, fetch, index):
+        ids = fetch("d2t", index) + np.arange(index[0].start, index[0].stop)
+        if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= self.total:
+            raise UserError(
+                f"the tensor d2t does not hold ascending ids below {self.total}: the draft belongs"
+                " to another vocabulary, or the file is damaged"
+            )
+        return ids
+
+    def write(self, array, host):
+        ids = host(array).astype(np.int64)
+        yield SplitPiece("d2t", ids.shape, whole(ids.shape), ids - np.arange(len(ids)))
+        kept = np.zeros(self.total, bool)
+        kept[ids] = True
+        yield SplitPiece("t2d", kept.shape, whole(kept.shape), kept)
+
+
+class ParameterEntry(NamedTuple):
+    """One parameter: its dotted path in the model and what it is made of."""
+
+    param: str
+    op: TensorOp
+
+
+def whole(shape: Sequence[int]) -> Index:
+    """The index of all of an array."""
+    return tuple(slice(0, size) for size in shape)

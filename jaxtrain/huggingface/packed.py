@@ -1,0 +1,213 @@
+"""Folders that hold weights in few bits, seen as the tensors that they stand for.
+
+MXFP4 (OCP Microscaling 1.0; gpt-oss): `X_blocks` uint8 [..., out, in / 32, 16] and `X_scales` uint8
+[..., out, in / 32] stand for `X` [..., in, out] in bfloat16, which holds every such number exactly.
+A byte is two codes of E2M1, the first in its low half; a scale is a power of two.
+
+FP8 in blocks (DeepSeek-V3: arXiv:2412.19437, section 3.3.2): `X` float8_e4m3fn [..., out, in] is
+to be multiplied with `X_scale_inv` [..., out / 128, in / 128], rounded up, each number for a block
+of 128 x 128.
+
+What compressed-tensors and `jaxtrain quantize` write: huggingface/compressed.py.
+
+Only what is fetched is decoded, and the parts of a tensor may lie in different shards.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.compressed import BFLOAT16, FLOAT8, METHOD, check_config, find_compressed
+from jaxtrain.huggingface.files import describe, shorten, spell
+from jaxtrain.huggingface.ops import Fetch, Index, whole
+from jaxtrain.huggingface.safetensors import SafetensorsFolder, TensorLocation
+
+SCALES = "_scale_inv"
+METHODS = ("mxfp4", "fp8", METHOD)
+"""Values of quantization_config.quant_method that are read."""
+MXFP4_BLOCK = 32
+FP8_BLOCK = 128
+E4M3 = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
+"""float32 [256]: what each byte stands for."""
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], -1)
+"""float32 [256, 2]: both codes of a byte."""
+PAIR_BITS = PAIRS.astype(BFLOAT16).view(np.uint32)[:, 0]
+"""The same in bfloat16, as one number."""
+MIDDLE_SCALES = (2, 252)
+"""Between these, both included, a scale moves no exponent of bfloat16 out of its range."""
+
+
+class PackedTensor(Protocol):
+    """A tensor made of others when it is read."""
+
+    parts: tuple[str, ...]
+    """The stored tensors."""
+    shape: tuple[int, ...]
+
+    def read(self, fetch: Fetch, index: Index) -> np.ndarray:
+        """[index] of it in bfloat16, with steps, too; fetch: of the stored tensors."""
+        ...
+
+
+class MXFP4Tensor:
+    """See the module."""
+
+    def __init__(self, name: str, blocks: TensorLocation, scales: TensorLocation):
+        self.parts = (f"{name}_blocks", f"{name}_scales")
+        *lead, num_out, count, width = blocks.shape
+        if width * 2 != MXFP4_BLOCK or scales.shape != blocks.shape[:-1]:
+            raise UserError(
+                f"{blocks.file}: {shorten(self.parts[0])} {blocks.shape} and {self.parts[1]}"
+                f" {scales.shape} are no MXFP4 weights: blocks are [..., out, in / 32, 16], scales"
+                " [..., out, in / 32]"
+            )
+        self.shape = (*lead, count * MXFP4_BLOCK, num_out)
+        self.stored = (blocks, scales)
+
+    def view(self) -> tuple[np.ndarray, np.ndarray]:
+        """uint8 [..., out, in / 2] and [..., out, in / 32] as they are stored, still on disk."""
+        blocks, scales = (stored.read(whole(stored.shape)) for stored in self.stored)
+        return blocks.reshape(*scales.shape[:-1], -1), scales
+
+    def read(self, fetch, index):
+        *lead, inputs, outputs = index
+        first, last = inputs.start // MXFP4_BLOCK, -(-inputs.stop // MXFP4_BLOCK)
+        stored = (*lead, outputs, slice(first, last))
+        blocks, scales = fetch(self.parts[0], (*stored, slice(0, 16))), fetch(self.parts[1], stored)
+        inside = slice(
+            inputs.start - first * MXFP4_BLOCK, inputs.stop - first * MXFP4_BLOCK, inputs.step
+        )
+        values = np.empty((*scales.shape[:-1], MXFP4_BLOCK * scales.shape[-1]), BFLOAT16)
+        for place in np.ndindex(scales.shape[:-2]):  # a matrix at a time: few are wide at once
+            values[place] = decode_mxfp4(blocks[place], scales[place])
+        return values[..., inside].swapaxes(-1, -2)
+
+
+def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """[out, in] of uint8 [out, in / 32, 16] and [out, in / 32], in bfloat16 or in float32."""
+    low, high = MIDDLE_SCALES
+    if scales.size and low <= scales.min() and scales.max() <= high:  # ten times as fast
+        bits = PAIR_BITS[blocks].view(np.uint16).reshape(*scales.shape, MXFP4_BLOCK)
+        moved = ((scales.astype(np.int16) - 127) << 7).view(np.uint16)
+        bits += moved[..., None] * ((bits & 0x7FFF) != 0)  # 0 has no exponent
+        return bits.view(BFLOAT16).reshape(len(scales), -1)
+    values = PAIRS[blocks].reshape(*scales.shape, MXFP4_BLOCK)
+    with np.errstate(over="ignore"):  # infinite, as which it is reported
+        values *= np.ldexp(np.float32(1), scales.astype(np.int32) - 127)[..., None]
+    return values.reshape(len(scales), -1)
+
+
+class FP8:
+    """See the module."""
+
+    def __init__(self, name: str, codes: TensorLocation, scales: TensorLocation):
+        self.parts = (name, f"{name}{SCALES}")
+        *lead, num_out, num_in = codes.shape
+        wanted = (*lead, -(-num_out // FP8_BLOCK), -(-num_in // FP8_BLOCK))
+        if scales.shape != wanted:
+            raise UserError(
+                f"{scales.file}: {shorten(self.parts[1])} {scales.shape} does not fit weights"
+                f" {codes.shape} in FP8: {wanted}, one scale for each {FP8_BLOCK} x {FP8_BLOCK}"
+            )
+        self.shape = codes.shape
+
+    def read(self, fetch, index):
+        *lead, rows, columns = index
+        places = [np.arange(dim.start, dim.stop, dim.step) // FP8_BLOCK for dim in (rows, columns)]
+        blocks = [
+            slice(dim.start // FP8_BLOCK, -(-dim.stop // FP8_BLOCK)) for dim in (rows, columns)
+        ]
+        codes, scales = fetch(self.parts[0], index), fetch(self.parts[1], (*lead, *blocks))
+        own_rows, own_columns = (p - b.start for p, b in zip(places, blocks, strict=True))
+        values = np.empty(codes.shape, BFLOAT16)
+        for place in np.ndindex(codes.shape[:-2]):  # a matrix at a time, as above
+            wide = E4M3[codes[place].view(np.uint8)]
+            factor = scales[place].astype(np.float32)[:, own_columns]
+            wide *= factor[own_rows]
+            values[place] = wide
+        return values
+
+
+class PackedFolder(SafetensorsFolder):
+    """A Folder in which tensors in few bits are those that they stand for."""
+
+    def __init__(self, folder: Any):
+        super().__init__(folder)
+        self._stored = dict(self.tensors)
+        self.packed: dict[str, PackedTensor] = {
+            **find_mxfp4(self._stored),
+            **find_fp8(self._stored),
+            **find_compressed(self._stored),
+        }
+        for name, packed in self.packed.items():
+            home = self._stored[packed.parts[0]]
+            for part in packed.parts:
+                del self.tensors[part]
+            self.tensors[name] = TensorLocation(home.file, BFLOAT16, packed.shape, home.offset)
+
+    def fetch(self, name: str, index: Index) -> np.ndarray:
+        """See Folder; decoded here."""
+        packed = self.packed.get(name)
+        if packed is None:
+            return super().fetch(name, index)
+        return packed.read(lambda part, where: self._stored[part].read(where), index)
+
+
+def find_mxfp4(tensors: Mapping[str, TensorLocation]) -> dict[str, MXFP4Tensor]:
+    """The tensors that these hold in MXFP4."""
+    found = {}
+    for name, stored in tensors.items():
+        base, end = name.rsplit("_", 1) if "_" in name else (name, "")
+        scales = tensors.get(f"{base}_scales")
+        if end == "blocks" and scales is not None and stored.dtype == scales.dtype == np.uint8:
+            found[base] = MXFP4Tensor(base, stored, scales)
+    return found
+
+
+def find_fp8(tensors: Mapping[str, TensorLocation]) -> dict[str, FP8]:
+    """The tensors that these hold in FP8 with scales of blocks."""
+    found = {}
+    for name, scales in tensors.items():
+        codes = tensors.get(name.removesuffix(SCALES))
+        if name.endswith(SCALES) and codes is not None and codes.dtype == FLOAT8:
+            found[name.removesuffix(SCALES)] = FP8(name.removesuffix(SCALES), codes, scales)
+    return found
+
+
+def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a config.json as of a folder of plain weights; UserError where weights are
+    stored in a way that is not read."""
+    packing = raw.get("quantization_config")
+    if packing is not None and not is_packed(raw):
+        method = packing.get("quant_method") if isinstance(packing, Mapping) else None
+        said = f"quant_method={spell(method)}" if isinstance(method, str) else describe(packing)
+        raise UserError(
+            f"config.json: quantization_config with {said} is not supported; read are"
+            f" {', '.join(METHODS)} and plain weights, to which transformers can convert others"
+        )
+    packing = packing or {}
+    block = packing.get("weight_block_size")
+    if packing.get("quant_method") == "fp8" and block != [FP8_BLOCK, FP8_BLOCK]:
+        raise UserError(
+            f"config.json: quantization_config.weight_block_size is {describe(block)}; weights in"
+            f" FP8 are read with scales of blocks of {FP8_BLOCK} x {FP8_BLOCK} only; convert others"
+            " to plain weights with transformers"
+        )
+    if packing.get("quant_method") == METHOD:
+        check_config(packing)
+    return {key: value for key, value in raw.items() if key != "quantization_config"}
+
+
+def is_packed(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a folder whose weights are in a few bits that are read."""
+    packing = raw.get("quantization_config")
+    return isinstance(packing, Mapping) and packing.get("quant_method") in METHODS
+
+
+def open_folder(folder: Any) -> SafetensorsFolder:
+    """The tensors of a model's folder, whatever they are stored as; UserError as Folder's."""
+    return PackedFolder(Path(folder))

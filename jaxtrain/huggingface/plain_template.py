@@ -1,0 +1,220 @@
+"""Chat templates that write message by message: what every beginning of a conversation renders as,
+from one rendering of the whole.
+
+Most templates are one loop over the messages with something before and behind it:
+
+    before                          what is behind reads no single message
+    {% for message in messages %}   its body sees messages[0] and one neighbor on each side,
+    ...                             and leaves nothing behind for the next turn
+    {% endfor %}
+    behind
+
+Of these the first k messages alone render as: before, the bodies of the first k - 1, that of the
+last (whose loop.last is true and which has no next message), behind. So a program is made of the
+template that writes, for each message, its body both ways and what would be behind it, with marks
+between. Which templates those are is read from their syntax trees; all others, such as those that
+look for the last question first or that count, are None here and are rendered anew for each k.
+"""
+
+import functools
+import itertools
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.visitor import NodeTransformer
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.chat_template import BudgetInstrumenter, TemplateFailed, parse, run
+
+MARK, NOTHING = "jaxtrain_mark", "jaxtrain_nothing"
+OF_LOOP = frozenset("first last index index0 previtem nextitem depth depth0".split())
+STATEMENTS = (nodes.Output, nodes.If, nodes.For, nodes.Assign, nodes.AssignBlock)
+KEEPING = frozenset({"joiner", "cycler", "lipsum", MARK, NOTHING})
+"""Names of what changes by being used, and our own."""
+WAYS = 4
+"""Texts of each message."""
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """What the first k messages render as, for every k from 1 on."""
+
+    bodies: tuple[str, ...]
+    """What is before all, then what each message writes with others behind it."""
+    lasts: tuple[str, ...]
+    """What each message writes as the last one, and what is behind."""
+    prompts: tuple[str, ...]
+    """The same with the generation prompt."""
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """Characters before each message."""
+        return list(itertools.accumulate(len(body) for body in self.bodies))
+
+    @property
+    def text(self) -> str:
+        """All of it, without the generation prompt."""
+        return "".join(self.bodies[:-1]) + self.lasts[-1]
+
+    def whole(self, count: int, generation: bool = False) -> str:
+        """The rendering of the first `count` messages; 1 or more."""
+        ends = self.prompts if generation else self.lasts
+        return "".join(self.bodies[:count]) + ends[count - 1]
+
+
+def render_prefixes(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any
+) -> Prefixes | None:
+    """All beginnings of a conversation; None where only rendering each of them tells."""
+    try:
+        program = mark_template(tokenizer.get_chat_template(tools=tools or None))
+        if program is None or not messages:
+            return None
+        mark = secrets.token_hex(16)
+        text = run(tokenizer, messages, tools, False, program, **{MARK: mark})
+    except (UserError, TemplateFailed, ValueError):
+        return None  # of some beginning, or of all: rendering each says which and why
+    before, *rest = text.split(mark)
+    if len(rest) != WAYS * len(messages):
+        return None
+    bodies, lasts, ends, prompts = (rest[way::WAYS] for way in range(WAYS))
+    return Prefixes(
+        (before, *bodies),
+        tuple(last + end for last, end in zip(lasts, ends, strict=True)),
+        tuple(last + prompt for last, prompt in zip(lasts, prompts, strict=True)),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def mark_template(text: str) -> nodes.Template | None:
+    """The program for a template, guarded as all are; None where it is not one of these."""
+    tree = parse(text)
+    loops = [index for index, node in enumerate(tree.body) if _is_loop(node)]
+    if len(loops) != 1:
+        return None
+    place = loops[0]
+    loop: Any = tree.body[place]
+    if not _is_plain(tree, loop, tree.body[place + 1 :]):
+        return None
+    # Each way from a tree of its own, for they are changed.
+    last, behind, prompt = (parse(text).body[place:] for _ in range(3))
+    ways = (
+        [_Body(as_last=False).visit(node) for node in loop.body],
+        [_Body(as_last=True).visit(node) for node in last[0].body],  # pyright: ignore
+        [_Generation(False).visit(node) for node in behind[1:]],
+        [_Generation(True).visit(node) for node in prompt[1:]],
+    )
+    loop.body = [
+        node
+        for way in ways
+        for node in (nodes.Output([nodes.Name(MARK, "load")]), nodes.Scope(way))
+    ]
+    tree.body = tree.body[: place + 1]
+    assert tree.environment is not None, "a parsed tree has one"
+    tree.set_environment(tree.environment)
+    return BudgetInstrumenter().visit(tree)
+
+
+def _is_loop(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.For) and _is_messages(node.iter)
+
+
+def _is_plain(tree: nodes.Template, loop: nodes.For, behind: list[nodes.Node]) -> bool:
+    """Whether the module's docstring describes the template."""
+    if loop.recursive or loop.else_ or loop.test or not isinstance(loop.target, nodes.Name):
+        return False
+    for node in (*loop.body, *behind):
+        for one in (node, *node.find_all(nodes.Stmt)):
+            if not isinstance(one, STATEMENTS):
+                return False
+        if any(True for _ in node.find_all((nodes.NSRef, nodes.Break, nodes.Continue))):
+            return False
+    fine = {id(loop.iter)}
+    fine |= {id(n.node) for n in tree.find_all(nodes.Getitem) if _is_const(n.arg, 0)}
+    inner = [one for node in loop.body for one in _outside_loops(node)]
+    for node in inner:
+        if isinstance(node, nodes.Getattr) and node.attr in OF_LOOP:
+            fine.add(id(node.node))
+        if isinstance(node, nodes.Getitem) and _neighbor(node.arg):
+            fine.add(id(node.node))
+    own = {id(node) for node in inner}
+    flags = {id(n) for node in behind for n in (node, *node.find_all(nodes.Name))}
+    for name in tree.find_all(nodes.Name):
+        if name.name in KEEPING:
+            return False
+        if name.name == "messages" and (id(name) not in fine or name.ctx != "load"):
+            return False
+        if name.name == "loop" and id(name) in own and id(name) not in fine:
+            return False
+        if name.name == "add_generation_prompt" and (id(name) not in flags or name.ctx != "load"):
+            return False
+        if id(name) in flags and name.name in ("loop", loop.target.name):
+            return False
+    return True
+
+
+def _outside_loops(node: nodes.Node) -> Iterator[nodes.Node]:
+    """A node and all within it, but for bodies of loops, which have a `loop` of their own."""
+    yield node
+    children = [node.iter] if isinstance(node, nodes.For) else node.iter_child_nodes()
+    for child in children:
+        yield from _outside_loops(child)
+
+
+def _is_messages(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Name) and node.name == "messages"
+
+
+def _is_const(node: nodes.Node, value: int) -> bool:
+    return isinstance(node, nodes.Const) and type(node.value) is int and node.value == value
+
+
+def _neighbor(node: nodes.Node) -> int:
+    """1 for loop.index0 + 1, -1 for loop.index0 - 1, 0 for all else."""
+    if isinstance(node, nodes.Add | nodes.Sub) and _is_const(node.right, 1):
+        left = node.left
+        if isinstance(left, nodes.Getattr) and left.attr == "index0":
+            if isinstance(left.node, nodes.Name) and left.node.name == "loop":
+                return 1 if isinstance(node, nodes.Add) else -1
+    return 0
+
+
+class _Body(NodeTransformer):
+    """The loop's body, of a message with others behind it or of the last."""
+
+    def __init__(self, *, as_last: bool):
+        self.as_last = as_last
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        node.iter = self.visit(node.iter)
+        return node
+
+    def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
+        of_loop = isinstance(node.node, nodes.Name) and node.node.name == "loop"
+        if self.as_last and of_loop and node.attr == "last":
+            return nodes.Const(True)
+        if self.as_last and of_loop and node.attr == "nextitem":
+            return nodes.Name(NOTHING, "load")
+        return self.generic_visit(node)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        side = _neighbor(node.arg) if _is_messages(node.node) else 0
+        if self.as_last and side == 1:
+            return nodes.Name(NOTHING, "load")
+        if side == -1:  # messages[-1] at the first message is the last of all: nobody may look
+            fails = nodes.Call(nodes.Name(NOTHING, "load"), [], [], None, None)
+            return nodes.CondExpr(node.arg.left, node, fails)  # pyright: ignore
+        return self.generic_visit(node)
+
+
+class _Generation(NodeTransformer):
+    """What is behind the loop, with or without the generation prompt."""
+
+    def __init__(self, wanted: bool):
+        self.wanted = wanted
+
+    def visit_Name(self, node: nodes.Name) -> nodes.Node:
+        return nodes.Const(self.wanted) if node.name == "add_generation_prompt" else node

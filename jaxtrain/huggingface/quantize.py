@@ -1,0 +1,153 @@
+"""A Hugging Face folder written anew with matrices in few bits, a part of a tensor at a time."""
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.compressed import NIBBLES, SCHEMES, encode, encoded_shapes, write_config
+from jaxtrain.huggingface.copy import copy_beside, is_float
+from jaxtrain.huggingface.files import read_object, shorten, spell
+from jaxtrain.huggingface.ops import TIED_COPY, SplitPiece, whole
+from jaxtrain.huggingface.packed import is_packed
+from jaxtrain.huggingface.safetensors import CODES, MAX_SHARD_BYTES, SafetensorsFolder, write_folder
+
+PART_NUMBERS = 1 << 24
+"""Of a matrix, so many are in memory at once, or one row."""
+
+
+class QuantizeResult(NamedTuple):
+    """What came of a folder."""
+
+    matrices: int
+    before: int
+    """Bytes of all tensors."""
+    after: int
+
+
+def quantize_folder(
+    base: Path,
+    output: Path,
+    scheme: str,
+    group: int,
+    names: Collection[str],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> QuantizeResult:
+    """Write the model of `base` to `output`, the matrices `names` in a scheme of SCHEMES, all else
+    byte by byte as it is; with its tokenizer and configs.
+
+    group: numbers of a row that share a scale, for a scheme with groups. Raises UserError, before
+    writing, for a folder that is quantized already and for matrices that do not fit; for numbers
+    that are not finite when they are read.
+    """
+    config = read_object(base / "config.json")
+    require_plain(config, base)
+    files, how = SafetensorsFolder(base), SCHEMES[scheme]
+    check_matrices(files, names, group if how.grouped else None)
+    plan: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+    for name, stored in files.tensors.items():
+        if name not in names:
+            plan[name] = (stored.shape, stored.dtype)
+            continue
+        for ending, spec in encoded_shapes(how, stored.shape, group).items():
+            plan[name + ending] = spec
+
+    def pieces() -> Iterator[SplitPiece]:
+        for name, stored in files.tensors.items():
+            if name not in names:
+                for place in cut(stored.shape):
+                    yield SplitPiece(name, stored.shape, place, files.fetch(name, place))
+                continue
+            shapes = encoded_shapes(how, stored.shape, group)
+            for rows, columns in cut(stored.shape):
+                matrix = files.fetch(name, (rows, columns))
+                if not np.isfinite(matrix.astype(np.float32)).all():
+                    raise UserError(f"{base}: {shorten(name)} holds NaN or infinite values")
+                for ending, array in encode(how, matrix, group).items():
+                    shape = shapes[ending][0]
+                    yield SplitPiece(name + ending, shape, (rows, slice(0, shape[1])), array)
+            if "_shape" in shapes:
+                yield SplitPiece(
+                    f"{name}_shape", (2,), whole((2,)), np.array(stored.shape, np.int64)
+                )
+
+    write_folder(output, plan, pieces(), max_shard_bytes)
+    copy_beside(base, output)
+    ignore = list_ignored(files, names)
+    config["quantization_config"] = write_config(how, group, ignore)
+    (output / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    sizes = [
+        sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for shape, dtype in one)
+        for one in ([(s.shape, s.dtype) for s in files.tensors.values()], plan.values())
+    ]
+    return QuantizeResult(len(names), *sizes)
+
+
+def require_plain(config: dict, base: Path) -> None:
+    """UserError for a folder whose weights are stored in few bits already."""
+    packing = config.get("quantization_config")
+    if packing is None:
+        return
+    method = packing.get("quant_method") if isinstance(packing, dict) else None
+    advice = (
+        f"jaxtrain export {base} --output PLAIN writes what they stand for"
+        if is_packed(config)
+        else "start from the folder that it was made of"
+    )
+    raise UserError(
+        f"{base} is quantized already (quant_method {spell(str(method))}), and rounding twice loses"
+        f" twice; {advice}"
+    )
+
+
+def check_matrices(files: SafetensorsFolder, names: Collection[str], group: int | None) -> None:
+    """UserError for what no scheme can store: no matrix of floats, rows that groups do not fill."""
+    for name in sorted(names):
+        stored = files.tensors.get(name)
+        if stored is None:
+            raise UserError(f"{files.path} has no tensor {shorten(name)}; download it again")
+        if len(stored.shape) != 2 or not is_float(stored.dtype):
+            raise UserError(
+                f"{files.path}: {shorten(name)} is {CODES[stored.dtype]} {stored.shape}; quantized"
+                " are matrices of floats"
+            )
+        if group is not None and (stored.shape[1] % group or group % NIBBLES):
+            raise UserError(
+                f"--group {group} does not divide the {stored.shape[1]} inputs of {shorten(name)}"
+                f" into groups of a multiple of {NIBBLES}; choose another, such as"
+                f" {find_group(files, names)}"
+            )
+
+
+def find_group(files: SafetensorsFolder, names: Collection[str]) -> str:
+    """The groups of common sizes that divide all matrices, in words."""
+    fitting = [
+        str(group)
+        for group in (128, 64, 32, 16, 8)
+        if all(files.tensors[name].shape[1] % group == 0 for name in names)
+    ]
+    return " or ".join(fitting) or "none: quantize to int8 or fp8"
+
+
+def list_ignored(files: SafetensorsFolder, names: Collection[str]) -> list[str]:
+    """The modules whose matrices stay as they are, with a head even where it is tied."""
+    kept = {
+        name.removesuffix(".weight")
+        for name, stored in files.tensors.items()
+        if name not in names and name.endswith(".weight") and len(stored.shape) > 1
+    }
+    return sorted(kept | {TIED_COPY.removesuffix(".weight")})
+
+
+def cut(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Indices of parts that cover an array, by its first dim."""
+    if not shape:
+        yield ()
+        return
+    per_row = max(1, int(np.prod(shape[1:], dtype=np.int64)))
+    step = max(1, PART_NUMBERS // per_row)
+    for first in range(0, shape[0], step):
+        yield (slice(first, min(shape[0], first + step)), *whole(shape[1:]))

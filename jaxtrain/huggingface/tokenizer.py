@@ -1,0 +1,260 @@
+"""A folder's tokenizer: its files looked at, loaded by transformers, compared with tokenizer.json.
+
+transformers builds some classes of tokenizers anew from the vocabulary and leaves out what their
+tokenizer.json says beyond it, such as another pre-tokenizer, without a word.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.config_checks import check_names
+from jaxtrain.huggingface.files import describe, read_object, read_text, shorten, spell
+from jaxtrain.huggingface.patterns import check_patterns
+from jaxtrain.text_safety import escape_control_chars
+
+MAX_TOKENIZER_BYTES = 2**27
+TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(TOKENS, (str, dict)),
+    "tokenizer_class": (str,),
+    "model_max_length": (int, float),
+    "added_tokens_decoder": (dict,),
+    "additional_special_tokens": (list,),
+    "extra_special_tokens": (dict, list),
+    "chat_template": (str, list, dict),
+    "auto_map": (dict,),
+    "add_bos_token": (bool,),
+    "add_eos_token": (bool,),
+    "clean_up_tokenization_spaces": (bool,),
+    "padding_side": (str,),
+}
+"""What transformers takes these keys of tokenizer_config.json and special_tokens_map.json for."""
+PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor", "decoder")
+PROBES = (
+    "Hello world, don't I'LL we've",
+    " lead  two   spaces\n\n lines\r\n\ttab  ",
+    "1234567 3.14 2024-01-01 0x1F",
+    "na\u00efve cafe\u0301 \uff21\uff22 \ufb01 \u00c5 \u0130 \u00df",
+    "\u4f60\u597d\uff0c\u4e16\u754c \u3053\u3093\u306b\u3061\u306f \u0645\u0631\u062d\u0628\u0627",
+    "\U0001f642\U0001f469\u200d\U0001f469 \u200b\u00a0x",
+    "def f(x):\n    return x**2  # http://a.b/c?d=e",
+    "<s></s> [INST] <|x|> __a__ ####",
+)
+
+
+def open_tokenizer(place: str) -> Any:
+    """The fast tokenizer of a folder or a Hub id.
+
+    Raises UserError, with file and key, where a file is not what it should be.
+    """
+    from transformers import AutoTokenizer  # slow to import
+
+    check_files(Path(place))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True, trust_remote_code=False)
+        size = len(tokenizer) if tokenizer.is_fast else 0
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # foreign files in foreign code, whose Rust parts panic
+        reason = _say(error)
+        raise UserError(
+            f"cannot load the tokenizer {place} (key model.tokenizer): {reason}\n"
+            'Give a folder with tokenizer.json, a Hub id that can be reached, or "builtin".'
+        ) from error
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"the tokenizer {place} is a slow one ({type(tokenizer).__name__}); jaxtrain needs a "
+            "fast one: convert it to tokenizer.json with transformers and name that folder"
+        )
+    if not size:
+        raise UserError(f"the tokenizer {place} (key model.tokenizer) has no tokens")
+    check_template(tokenizer.chat_template, place)
+    check_patterns(tokenizer.backend_tokenizer, place)
+    return tokenizer
+
+
+def check_files(folder: Path) -> None:
+    """UserError where a file of a tokenizer's folder or a key of one is not of its type."""
+    if not folder.is_dir():
+        return  # a Hub id: transformers downloads it
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).exists():
+            _check_config(folder / name, read_object(folder / name))
+    if (file := folder / "added_tokens.json").exists():
+        for token, number in read_object(file).items():
+            if type(number) is not int or number < 0:
+                raise UserError(f"{file}: {spell(token)} is {describe(number)}; it must be an id")
+    if (folder / "config.json").exists():  # it may name the class of the tokenizer
+        check_names(read_object(folder / "config.json"), str(folder / "config.json"))
+    if (file := folder / "tokenizer.json").exists():
+        _check_tokenizer(file, read_object(file, MAX_TOKENIZER_BYTES))
+    if (file := folder / "chat_template.jinja").exists():
+        read_text(file)
+
+
+def _check_config(file: Path, found: dict[str, Any]) -> None:
+    for key, kinds in TYPES.items():
+        value = found.get(key)
+        if value is not None and not (
+            isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        ):
+            allowed = " or ".join(dict.fromkeys(_KINDS[kind] for kind in kinds))
+            raise UserError(f"{file}: {key} is {describe(value)}; it must be {allowed}")
+    for key in (*TOKENS, "additional_special_tokens", "extra_special_tokens"):
+        value = found.get(key)
+        several = list(value.values()) if isinstance(value, dict) and key not in TOKENS else value
+        for token in several if isinstance(several, list) else [value]:
+            _check_token(f"{file}: {key}", token)
+    for number, token in (found.get("added_tokens_decoder") or {}).items():
+        place = f"{file}: added_tokens_decoder.{spell(number)}"
+        if not number.isascii() or not number.isdigit() or not isinstance(token, dict):
+            raise UserError(f"{place} is {describe(token)}; it must be the object of an id")
+        _check_token(place, token)
+    templates = found.get("chat_template")
+    for entry in templates if isinstance(templates, list) else []:
+        texts = entry if isinstance(entry, dict) else {}
+        if not all(isinstance(texts.get(key), str) for key in ("name", "template")):
+            raise UserError(
+                f"{file}: chat_template holds {describe(entry)}; each of several must be an object"
+                " with the texts name and template"
+            )
+
+
+def _check_token(place: str, token: Any) -> None:
+    content = token.get("content") if isinstance(token, dict) else token
+    if (
+        content is not None
+        and not isinstance(content, str)
+        or content is None
+        and token is not None
+    ):
+        raise UserError(
+            f"{place} is {describe(token)}; a token is a text, or an object with content"
+        )
+
+
+def _check_tokenizer(file: Path, found: dict[str, Any]) -> None:
+    model = found.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocabulary, dict | list) or not vocabulary:
+        raise UserError(
+            f"{file}: model is {describe(model)}; it must be an object with the vocabulary, vocab"
+        )
+    added = found.get("added_tokens")
+    if not isinstance(added, list):
+        raise UserError(f"{file}: added_tokens is {describe(added)}; it must be a list")
+    for token in added:
+        fits = isinstance(token, dict) and isinstance(token.get("content"), str)
+        if not fits or type(token.get("id")) is not int:
+            raise UserError(
+                f"{file}: added_tokens holds {describe(token)}; each has an id and a content"
+            )
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if not isinstance(found.get(part), dict | None):
+            raise UserError(f"{file}: {part} is {describe(found[part])}; it is an object or null")
+
+
+def check_template(template: Any, place: str) -> None:
+    """UserError for a chat template that is neither a text nor several by name."""
+    several = isinstance(template, dict) and all(isinstance(t, str) for t in template.values())
+    if not (template is None or isinstance(template, str) or several):
+        raise UserError(
+            f"the tokenizer {place}: chat_template is {describe(template)}; it must be a text, or"
+            " a list of {name, template}"
+        )
+
+
+def find_differences(tokenizer: Any) -> str | None:
+    """What transformers made of the tokenizer's tokenizer.json, where that is something else.
+
+    A sentence for people with both token sequences of a text, and the parts that differ; None where
+    both are alike or there is no such file here.
+    """
+    from tokenizers import Tokenizer
+
+    place = str(tokenizer.name_or_path)
+    file = _find_file(place)
+    if file is None:
+        return None
+    try:
+        own = Tokenizer.from_file(str(file))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # as above
+        return f"{file} cannot be read by itself ({_say(error)}), though transformers loads it"
+    check_patterns(own, place)
+    own.no_truncation()
+    own.no_padding()
+    loaded = tokenizer.backend_tokenizer
+    added = [token.content for token in own.get_added_tokens_decoder().values()][:40]
+    for text in (*PROBES, *(f"a {token} b{token}c" for token in added)):
+        for special in (False, True):
+            theirs = loaded.encode(text, add_special_tokens=special).ids
+            ours = own.encode(text, add_special_tokens=special).ids
+            if theirs != ours:
+                parts = ", ".join(_compare(loaded, own)) or "no part by name"
+                return (
+                    f"transformers ({type(tokenizer).__name__}) does not tokenize as {file} says:"
+                    f" {shorten(text)} becomes {_cut(theirs)}, by the file {_cut(ours)}; they"
+                    f" differ in {parts}. This run goes on"
+                    " with the first; if the model was trained with the second, set tokenizer_class"
+                    ' to "PreTrainedTokenizerFast" in tokenizer_config.json'
+                )
+    return None
+
+
+def _find_file(place: str) -> Path | None:
+    if Path(place).is_dir():
+        file = Path(place) / "tokenizer.json"
+        return file if file.is_file() else None
+    try:
+        found = try_to_load_from_cache(place, "tokenizer.json")
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _compare(first: Any, second: Any) -> list[str]:
+    one, other = (json.loads(tokenizer.to_str()) for tokenizer in (first, second))
+    return [part for part in PARTS if one.get(part) != other.get(part)]
+
+
+def _cut(ids: list[int]) -> str:
+    return f"[{', '.join(map(str, ids[:12]))}{', ...' if len(ids) > 12 else ''}]"
+
+
+def _say(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return escape_control_chars(lines[0])[:300]
+
+
+_KINDS = {
+    str: "a text",
+    dict: "an object",
+    list: "a list",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+}
+
+
+def compare_vocabularies(ours: Any, theirs: Any) -> str | None:
+    """In what two tokenizers' token ids do not mean the same, as a part of a sentence; None: they
+    agree on all."""
+    left, right = ({i: token for token, i in one.get_vocab().items()} for one in (ours, theirs))
+    differs = sorted(i for i in left.keys() | right.keys() if left.get(i) != right.get(i))
+    if not differs:
+        return None
+    first = differs[0]
+    mine, other = (
+        shorten(repr(one[first])) if first in one else "no token" for one in (left, right)
+    )
+    return (
+        f"{len(differs):,} of {max(len(left), len(right)):,} ids differ, the first of them {first}:"
+        f" {escape_control_chars(mine)} here, {escape_control_chars(other)} there"
+    )

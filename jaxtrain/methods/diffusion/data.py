@@ -1,0 +1,112 @@
+"""Documents for models that see both sides: none shows an answer what was said after it.
+
+    conversation   user A1 user A2          two trained stretches
+    documents      user A1 end end          each ends with its own, and some more of its end token
+                   user A1 user A2 end
+
+A model that sees what follows would read A1 off the user's next words, which are not there yet when
+it has to write A1.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.config.data import DataConfig, DatasetConfig
+from jaxtrain.data.formats import Probe
+from jaxtrain.data.packing.pack import Fields
+from jaxtrain.data.sample import Sample
+from jaxtrain.data.sequences import Sequences
+from jaxtrain.data.sources.readers import MixturePart
+
+BOTH_SIDES = Fields(since=True)
+"""Batches say which tokens see later ones."""
+
+
+class SingleAnswers(Sequences):
+    """`pipeline.Recipe` of chat, completion and text data, a document for each trained stretch."""
+
+    fields: Fields = BOTH_SIDES
+
+    def __init__(
+        self, data: DataConfig, tokenizer: Any, ends: Collection[int], padding: int, split: bool
+    ):
+        """ends: tokens that end an answer; behind one at most `padding` more of it are put. split:
+        False leaves documents with several trained stretches whole."""
+        super().__init__(data, tokenizer, trees=False)
+        self.ends, self.padding, self.split = frozenset(ends), padding, split
+
+    def open(self, dataset: DatasetConfig) -> MixturePart:
+        """See pipeline.Recipe."""
+        part = super().open(dataset)
+        return MixturePart(part.name, part.rows, self._cut(part.tokenize), part.weight)
+
+    open_held_out = open
+
+    def settings(self, dataset: DatasetConfig) -> str | None:
+        """See pipeline.Recipe."""
+        shaping = Sequences(self.data, self.tokenizer).settings(dataset)
+        own = ("single answers", sorted(self.ends), self.padding, self.split)
+        return None if shaping is None else repr((shaping, *own))
+
+    def probe(self, dataset: DatasetConfig) -> Probe:
+        """See pipeline.Recipe."""
+        found, cut = super().probe(dataset), self._cut(None)
+        samples = tuple(one for item in found.samples for one in cut.split_up(item))
+        return dataclasses.replace(found, samples=samples)
+
+    def _cut(self, tokenize: Any) -> "TruncatedAnswers":
+        return TruncatedAnswers(
+            tokenize, self.ends, self.padding, self.data.sequence_len, self.split
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TruncatedAnswers:
+    """(row, origin) -> what another row_tokenizer makes, samples cut and padded."""
+
+    tokenize: Any
+    ends: frozenset[int]
+    padding: int
+    sequence_len: int
+    split: bool
+
+    def __call__(self, row: Any, origin: str) -> Sequence[Any]:
+        """See readers.Tokenize."""
+        return [one for item in self.tokenize(row, origin) for one in self.split_up(item)]
+
+    def split_up(self, item: Any) -> list[Any]:
+        """A sample as documents; anything else as it is."""
+        if not isinstance(item, Sample):
+            return [item]
+        trained = np.flatnonzero(item.weights)
+        stops = trained[np.append(np.diff(trained) > 1, True)] + 1
+        starts = trained[np.append(True, np.diff(trained) > 1)]
+        if not self.split:
+            starts, stops = starts[:1], np.array([len(item.tokens)])
+        documents = []
+        for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            weights = item.weights[:stop].copy()
+            weights[:start] = 0.0
+            one = dataclasses.replace(item, tokens=item.tokens[:stop], weights=weights)
+            documents.append(
+                dataclasses.replace(self.pad(one), controls=item.controls * (not number))
+            )
+        return documents
+
+    def pad(self, sample: Sample) -> Sample:
+        """With more end tokens behind one; how many, the document says."""
+        tokens, weights = sample.tokens, sample.weights
+        room = min(self.padding, self.sequence_len - len(tokens))
+        if room <= 0 or int(tokens[-1]) not in self.ends or not weights[-1]:
+            return sample
+        seed = zlib.crc32(tokens.astype(np.int32).tobytes())
+        more = int(np.random.default_rng(seed).integers(0, room + 1))
+        return dataclasses.replace(
+            sample,
+            tokens=np.append(tokens, np.full(more, tokens[-1], tokens.dtype)),
+            weights=np.append(weights, np.full(more, weights[-1], weights.dtype)),
+        )

@@ -1,0 +1,125 @@
+"""Masked diffusion (LLaDA, arXiv:2502.09992): tokens are masked, and guessed from both sides.
+
+    rows ─> a document for each answer                    methods/diffusion/data.py
+         ─> prepare: which tokens are masked, `since`      methods/diffusion/masks.py, by seed and step
+    step: the model, seeing both sides ──> loss            methods/diffusion/loss.py
+    answers: masks, unmasked pass by pass                  generation/local/diffusion_sampler.py
+
+`since` of the batch lets every token see its whole document, and no other. A document is a branch:
+branches that share a prefix would need a prefix each, for it sees what follows, so none share one.
+"""
+
+import dataclasses
+import sys
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.config import Config, DiffusionTask
+from jaxtrain.core.bundle import ModelBundle, build_model_bundle, keep_task
+from jaxtrain.core.roles import Role
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.task import POLICY, Round, Task, of_policy
+from jaxtrain.data.chat.template import end_of_turn_ids
+from jaxtrain.distributed.mesh import is_main_process
+from jaxtrain.errors import UserError
+from jaxtrain.generation.local.diffusion_sampler import Unmasking, UnmaskingSampler
+from jaxtrain.methods.diffusion.config import WRITING
+from jaxtrain.methods.diffusion.data import SingleAnswers
+from jaxtrain.methods.diffusion.loss import COMPONENT, diffusion_loss
+from jaxtrain.methods.diffusion.mask_token import MaskToken, choose_mask_token
+from jaxtrain.methods.diffusion.masks import RATIO, TARGET, Noise, mask, mask_held_out
+from jaxtrain.methods.offline import OfflineData
+from jaxtrain.models.trees import require_both_sides
+
+Section = DiffusionTask
+
+
+def open_data(config: Config, tokenizer: Any) -> OfflineData:
+    """Documents, conversations, prompts with answers; a document for each answer."""
+    task = config.task
+    assert isinstance(task, DiffusionTask)
+    ends = end_of_turn_ids(tokenizer)
+    recipe = SingleAnswers(config.data, tokenizer, ends, task.padding, task.split_turns)
+    return OfflineData(config, recipe)
+
+
+def make(config: Config) -> Task:
+    """The model that guesses what is masked."""
+    task = config.task
+    assert isinstance(task, DiffusionTask)
+    parts = build_model_bundle(config)
+    require_both_sides(
+        parts.architecture, f'task.kind "{task.kind}" fills in what is masked from both sides'
+    )
+    parts, mask_token = with_mask(config, task, parts)
+    noise = Noise(
+        mask_id=mask_token.id,
+        schedule=task.noise_schedule,
+        low=max(task.min_mask_ratio, task.eps),
+        high=task.max_mask_ratio,
+        stratified=task.stratified,
+        weighted=task.importance_weighting,
+        normalize=task.normalize,
+        component=COMPONENT,
+    )
+    how = Unmasking(
+        mask_token.id,
+        task.shift,
+        task.steps,
+        task.block_length,
+        task.confidence,
+        task.threshold,
+        task.cache,
+    )
+    data = open_data(config, parts.tokenizer)
+    data.note = mask_token.told
+    return Task(
+        roles={POLICY: Role(parts)},
+        loss=of_policy(partial(diffusion_loss, shift=task.shift, impl=config.model.logp)),
+        coef={COMPONENT: 1.0},
+        data=data,
+        prepare=partial(mask_round, noise=noise, seed=config.run.seed, draws=task.held_out_draws),
+        prepared={TARGET: np.int32, RATIO: np.float32},
+        sampler=partial(UnmaskingSampler, how=how, most_rows=task.most_rows),
+    )
+
+
+def mask_round(round: Round, scorer: Scorer, *, noise: Noise, seed: int, draws: int) -> Round:
+    """The round masked, by run.seed and the step. A held-out batch comes several times, always
+    masked alike."""
+    if round.held_out:
+        found = [one for b in round.batches for one in mask_held_out(b, noise, seed, draws)]
+        return round._replace(batches=found)
+    seeds = ([seed, round.version, round.part, index] for index in range(len(round.batches)))
+    drawn = [mask(b, noise, s) for b, s in zip(round.batches, seeds, strict=True)]
+    metrics = {**round.metrics, **(drawn[0].metrics if drawn else {})}
+    return round._replace(batches=[one.batch for one in drawn], metrics=metrics)
+
+
+def with_mask(
+    config: Config, task: DiffusionTask, parts: ModelBundle
+) -> tuple[ModelBundle, MaskToken]:
+    """The parts with a mask token in tokenizer, embedding and exports, and that token."""
+    rows = parts.architecture.vocab_size
+    found = choose_mask_token(parts.tokenizer, rows, task.mask_token_id, task.mask_token)
+    architecture = parts.architecture
+    if grown := found.rows - rows:
+        if parts.adapter is not None:
+            raise UserError(
+                f"{found.told}, which an adapter's base does not have; name a token that is there"
+                " as task.mask_token_id, or train without adapter"
+            )
+        architecture = dataclasses.replace(architecture, vocab_size=found.rows, grown=grown)
+    elif parts.adapter is not None and not config.adapter.train_embeddings and is_main_process():
+        print(
+            f"note: the embedding of the mask token ({found.id}) stays as it is; with"
+            " adapter.train_embeddings it is trained",
+            file=sys.stderr,
+        )
+    said = {"kind": task.kind, "shift": task.shift, "mask_token_id": found.id}
+    given = task.model_dump(exclude_defaults=True)
+    said |= {key: given[key] for key in WRITING if key in given}
+    architecture = keep_task(architecture, said, mask_token_id=found.id)
+    return dataclasses.replace(parts, architecture=architecture), found

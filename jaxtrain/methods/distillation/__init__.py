@@ -1,0 +1,1 @@
+"""Distillation from a teacher."""

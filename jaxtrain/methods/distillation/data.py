@@ -1,0 +1,260 @@
+"""Rows for distillation: SFT's sequences, with a teacher's log-probs where rows hold them.
+
+Log-probs come in any of these forms, one entry for each of the last n tokens of the sequence, n at
+least the answer's; each entry says what the teacher gave to the token that stands there (as vLLM
+and Axolotl write them), never to the one behind it:
+
+    target_token_ids, target_logprobs (or logprobs)    [n][k] ids, [n][k] numbers
+    logprobs                                           [n][k] of {"token": "token_id:7", "logprob"}
+    logprobs                                           vLLM's {"content": [{"top_logprobs": [...]}]}
+    prompt_logprobs                                    [n] of {"7": {"logprob": -0.1}} or null
+
+Where the row also holds input_ids or prompt_token_ids, they must be the tokens that the tokenizer
+makes of it: log-probs of other tokens teach nonsense.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from jaxtrain.config.data import DataConfig, DatasetConfig
+from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.formats import Probe, probe
+from jaxtrain.data.packing.pack import Fields
+from jaxtrain.data.packing.rows import to_tree
+from jaxtrain.data.packing.tree import Node, Tree
+from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.sequences import Sequences
+from jaxtrain.data.sources.dataset import open_rows
+from jaxtrain.data.sources.readers import MixturePart
+from jaxtrain.errors import UserError
+from jaxtrain.text_safety import show
+
+COLUMNS = ("target_token_ids", "target_logprobs", "logprobs", "prompt_logprobs")
+TOKENS = ("input_ids", "prompt_token_ids")
+ALSO_CALLED = {"logprobs": ("llm_text_generation_vllm_logprobs",)}
+"""Other names that published data have for a column."""
+NOTHING = -1
+"""Id of an empty place where fewer than k tokens are known."""
+
+
+class TeacherRecipe(Sequences):
+    """`pipeline.Recipe` of chat, completion and text data whose weights are a component's, with
+    streams of the teacher's likeliest tokens where rows hold them."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: Any,
+        *,
+        component: str,
+        fields: Fields,
+        trees: bool = False,
+        streams: tuple[str, str] | None = None,
+        top_k: int | None = None,
+    ):
+        """streams: names of those of ids and of log-probs, [T, top_k] each, or None."""
+        super().__init__(data, tokenizer, trees and streams is None)
+        self.component, self.fields = component, fields
+        self.streams, self.top_k = streams, top_k
+
+    def open(self, dataset: DatasetConfig) -> MixturePart:
+        """See pipeline.Recipe."""
+        part = super().open(without_columns(dataset))
+        renamed = {w: f for w, f in dataset.fields.items() if w in (*COLUMNS, *TOKENS)}
+        reader = None
+        if self.streams is not None:
+            assert self.top_k is not None, "the config has both"
+            reader = LogProbReader(self.streams, self.top_k, renamed, len(self.tokenizer))
+        tokenize = TeacherTokenizer(part.tokenize, self.component, reader)
+        return MixturePart(part.name, part.rows, tokenize, part.weight)
+
+    open_held_out = open
+
+    def settings(self, dataset: DatasetConfig) -> str | None:
+        """Nothing is kept between runs: log-probs are larger than what is saved."""
+        return None
+
+    def probe(self, dataset: DatasetConfig) -> Probe:
+        """See pipeline.Recipe; UserError where hardly a row has log-probs that fit its tokens."""
+        found = probe(without_columns(dataset), self.tokenizer, self.data, self.trees)
+        if self.streams is None:
+            return found
+        part, rows = self.open(dataset), open_rows(dataset)
+        reasons: list[str] = []
+        for index, row in enumerate(rows if not hasattr(rows, "__len__") else map_rows(rows)):
+            if index == 16:
+                break
+            items = part.tokenize(row, f"row {index}")
+            if any(isinstance(item, Tree) for item in items):
+                return found
+            reasons += [item.reason for item in items if isinstance(item, Dropped)]
+        common = max(set(reasons), key=reasons.count, default="no row gives anything")
+        raise UserError(
+            f"{dataset.path}: no row looked at has a teacher's log-probs that fit it:\n  {common}\n"
+            'task.teacher.kind "data" reads the columns target_token_ids + target_logprobs,'
+            " logprobs or prompt_logprobs (docs/distillation.md); fields renames others"
+        )
+
+    def show_example(self, found: Probe, console: Console) -> None:
+        """See pipeline.Recipe."""
+        super().show_example(found, console)
+        if self.streams is not None:
+            console.print(f"with the teacher's {self.top_k} likeliest tokens of each", markup=False)
+
+
+def map_rows(rows: Any) -> Any:
+    """Rows with random access, one after the other."""
+    return (rows[index] for index in range(len(rows)))
+
+
+def without_columns(dataset: DatasetConfig) -> DatasetConfig:
+    """The dataset without renamed columns that only the log-probs' reader knows."""
+    fields = {w: f for w, f in dataset.fields.items() if w not in (*COLUMNS, *TOKENS)}
+    return dataset.model_copy(update={"fields": fields})
+
+
+class TeacherTokenizer:
+    """(row, origin) -> trees and drops: what another row_tokenizer makes, under another component."""
+
+    def __init__(self, tokenize: Any, component: str, reader: "LogProbReader | None"):
+        self.tokenize, self.component, self.reader = tokenize, component, reader
+
+    def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | Dropped]:
+        """Log-probs belong to one sequence: a row that becomes several is dropped."""
+        items = self.tokenize(row, origin)
+        if self.reader is None:
+            return [self.rename(item) for item in items]
+        samples = [item for item in items if isinstance(item, Sample)]
+        if len(samples) != 1 or len(items) != 1:
+            dropped = [item for item in items if isinstance(item, Dropped)]
+            return [*(dropped or [Dropped("several sequences, log-probs of one", origin)])]
+        try:
+            streams = self.reader(row, samples[0])
+        except MalformedRow as error:
+            return [Dropped(f"log-probs: {error}", origin)]
+        tree = self.rename(samples[0])
+        assert isinstance(tree, Tree)
+        (node,) = tree.nodes
+        node = Node(node.parent, node.tokens, node.weights, streams)
+        return [Tree((node,), origin=tree.origin, controls=tree.controls)]
+
+    def rename(self, item: Sample | Tree | Dropped) -> Tree | Dropped:
+        """As a tree whose weights are the component's."""
+        if isinstance(item, Dropped):
+            return item
+        if isinstance(item, Sample):
+            return to_tree(item, self.component)
+        nodes = tuple(
+            Node(n.parent, n.tokens, {self.component: n.weights["nll"]}, n.streams, n.role, n.since)
+            for n in item.nodes
+        )
+        return Tree(nodes, item.ends, item.origin, item.controls)
+
+
+class LogProbReader:
+    """(row, sample) -> {ids' stream: int32 [n, k], log-probs' stream: float32 [n, k]}."""
+
+    def __init__(self, names: tuple[str, str], k: int, renamed: Mapping[str, str], vocabulary: int):
+        """vocabulary: ids from there on are refused."""
+        self.names, self.k, self.renamed, self.vocabulary = names, k, dict(renamed), vocabulary
+
+    def __call__(self, row: Mapping[str, Any], sample: Sample) -> dict[str, np.ndarray]:
+        """Raises Malformed for what does not belong to the sample's tokens."""
+        length = len(sample.tokens)
+        for name in TOKENS:
+            given = self._column(row, name)
+            if given is not None and list(given)[-length:] != sample.tokens.tolist():
+                raise MalformedRow(f"{name} are not the tokens that the tokenizer makes of the row")
+        entries = self._entries(row)
+        if len(entries) > length:
+            raise MalformedRow(f"{len(entries)} entries for a sequence of {length} tokens")
+        ids = np.full((length, self.k), NOTHING, np.int32)
+        logp = np.zeros((length, self.k), np.float32)
+        first = length - len(entries)
+        for place in np.flatnonzero(sample.weights):
+            pairs = entries[place - first] if place >= first else []
+            if not pairs:
+                raise MalformedRow("a trained token has none")
+            pairs = sorted(pairs, key=lambda pair: -pair[1])[: self.k]
+            ids[place, : len(pairs)] = [pair[0] for pair in pairs]
+            logp[place, : len(pairs)] = [pair[1] for pair in pairs]
+        return dict(zip(self.names, (ids, logp), strict=True))
+
+    def _column(self, row: Mapping[str, Any], name: str) -> Any:
+        for one in (self.renamed.get(name, name), *ALSO_CALLED.get(name, ())):
+            if row.get(one) is not None:
+                return row[one]
+        return None
+
+    def _entries(self, row: Mapping[str, Any]) -> list[list[tuple[int, float]]]:
+        ids = self._column(row, "target_token_ids")
+        given = {name: self._column(row, name) for name in COLUMNS[1:]}
+        values = next((value for value in given.values() if value is not None), None)
+        if values is None:
+            raise MalformedRow("no column target_logprobs, logprobs or prompt_logprobs")
+        if isinstance(values, Mapping) and "content" in values:
+            values = values["content"]
+        if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str):
+            raise MalformedRow(f"a list is needed, one entry a token, found {show(values)}")
+        if ids is None:
+            return [self._checked(read_entry(entry)) for entry in values]
+        if len(ids) != len(values):
+            raise MalformedRow(f"{len(ids)} target_token_ids for {len(values)} log-probs")
+        return [
+            self._checked(list(zip(own, numbers, strict=True))) if len(own) == len(numbers) else []
+            for own, numbers in zip(ids, values, strict=True)
+        ]
+
+    def _checked(self, pairs: list[tuple[Any, Any]]) -> list[tuple[int, float]]:
+        """Pairs of which something is known; Malformed for what is no log-prob of a token."""
+        kept = []
+        for token, value in pairs:
+            if value is None or value == -math.inf:
+                continue
+            try:
+                token, value = int(token), float(value)
+            except (TypeError, ValueError, OverflowError):
+                raise MalformedRow(
+                    f"{show(token)}: {show(value)} is no log-prob of a token"
+                ) from None
+            if not 0 <= token < self.vocabulary:
+                raise MalformedRow(
+                    f"token id {token} is outside the vocabulary of {self.vocabulary}"
+                )
+            if not value < 1e-3:  # a little above 0 is rounding
+                raise MalformedRow(f"{value:g} is no log-probability")
+            kept.append((token, min(value, 0.0)))
+        if len({token for token, _ in kept}) < len(kept):
+            raise MalformedRow("a token occurs twice in one entry")
+        return kept
+
+
+def read_entry(entry: Any) -> list[tuple[Any, Any]]:
+    """[(token id, log-prob)] of what one token of the sequence has."""
+    if entry is None:
+        return []
+    if isinstance(entry, Mapping) and "top_logprobs" in entry:
+        entry = entry["top_logprobs"]
+    if isinstance(entry, Mapping):  # vLLM's prompt_logprobs
+        return [
+            (token, value.get("logprob") if isinstance(value, Mapping) else value)
+            for token, value in entry.items()
+            if value is not None  # a table's columns are those of all its rows
+        ]
+    if not isinstance(entry, Sequence | np.ndarray) or isinstance(entry, str):
+        raise MalformedRow(f"an entry must be a list or a table, found {show(entry)}")
+    pairs = []
+    for one in entry:
+        if not isinstance(one, Mapping) or "logprob" not in one:
+            raise MalformedRow(
+                f"without target_token_ids an entry needs token and logprob: {show(one)}"
+            )
+        token = one.get("token_id", one.get("token"))
+        if isinstance(token, str):
+            token = token.removeprefix("token_id:")
+        pairs.append((token, one["logprob"]))
+    return pairs

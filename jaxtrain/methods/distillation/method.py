@@ -1,0 +1,265 @@
+"""Distillation: a student follows a teacher's distributions, on the data or on its own answers.
+
+    rows ─> sequences, or with on_policy_share the student's answers to their prompts
+        ─> divergence between both models' distributions of each trained token (losses/)
+
+The teacher is a role of this process, the student's own past, columns of the data, or a server.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config, DatasetConfig, DistillationTask
+from jaxtrain.core.bundle import ModelBundle, assemble_beside, build_model_bundle, find_tokenizer
+from jaxtrain.core.roles import Models, Role
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.task import POLICY, Round, Task
+from jaxtrain.data.packing.pack import Fields
+from jaxtrain.data.packing.steps import StepShape
+from jaxtrain.distributed.agree import broadcast_or_raise
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engines import find_engine
+from jaxtrain.generation.offline_answers import OfflineAnswers
+from jaxtrain.generation.vllm.teacher import TeacherServer
+from jaxtrain.huggingface.tokenizer import compare_vocabularies
+from jaxtrain.methods.distillation.data import TeacherRecipe
+from jaxtrain.methods.distillation.loss import (
+    COMPONENT,
+    IDS,
+    LOGP,
+    OWN,
+    Distillation,
+    distillation_loss,
+)
+from jaxtrain.methods.offline import OfflineData, check_packing
+from jaxtrain.methods.rl.batch_builder import DRAWN, BatchBuilder
+from jaxtrain.methods.rl.prompt_data import PromptData, RoundPlan
+from jaxtrain.methods.rl.round import AdvantageOptions
+from jaxtrain.models.trees import follows_trees, require_trees
+
+Section = DistillationTask
+TEACHER = "teacher"
+
+
+def open_data(config: Config, tokenizer: Any) -> "TeacherData | OnPolicyData":
+    """Sequences as SFT reads them, or prompts."""
+    return _open(config, tokenizer, follows=True)
+
+
+def _open(config: Config, tokenizer: Any, *, follows: bool) -> "TeacherData | OnPolicyData":
+    task = config.task
+    assert isinstance(task, DistillationTask)
+    draws = task.on_policy_share > 0
+    recipe = TeacherRecipe(
+        config.data,
+        tokenizer,
+        component=COMPONENT,
+        fields=Fields((COMPONENT,), read_streams(task, draws)),
+        trees=config.data.share_prefixes and follows,
+        streams=(IDS, LOGP) if task.teacher.kind == "data" else None,
+        top_k=task.top_k,
+    )
+    if not draws:
+        return TeacherData(config, recipe)
+    seen = OfflineAnswers(
+        config.data.datasets,
+        tokenizer,
+        row_tokens=config.data.sequence_len,
+        own_share=task.on_policy_share,
+        seed=config.run.seed,
+    )
+    plan = RoundPlan(
+        labels=partial(read_labels, task, config),
+        estimator=AdvantageOptions("none", "none"),
+        updates=1,
+        parts=1,
+        fields=recipe.fields,
+        judged=False,
+        given=seen if task.on_policy_share < 1 else None,
+    )
+    return OnPolicyData(config, tokenizer, plan, recipe)
+
+
+def make(config: Config) -> Task:
+    """The student, its teacher, and the loss between them."""
+    task = config.task
+    assert isinstance(task, DistillationTask)
+    draws = task.on_policy_share > 0
+    engine = find_engine(config) if draws else None
+    parts = build_model_bundle(config, engine.reserved(config) if engine else 0)
+    if engine:
+        engine.check(config, parts)
+    roles = {POLICY: Role(parts)}
+    if (role := open_teacher(task, parts, config.data.sequence_len)) is not None:
+        roles[TEACHER] = role
+    check_packing(config, parts.architecture)
+    architectures = [role.parts.architecture for role in roles.values()]
+    for architecture in architectures:
+        check_packing(config, architecture)
+        if draws and task.share_prompts:
+            found = "task.share_prompts packs answers behind one prompt"
+            require_trees(architecture, found, "set task.share_prompts and data.packing to false")
+    follows = all(follows_trees(architecture) for architecture in architectures)
+    data = _open(config, parts.tokenizer, follows=follows)
+    return Task(
+        roles=roles,
+        loss=partial(distil, numbers=read_numbers(task)),
+        coef={COMPONENT: 1.0},
+        data=data,
+        prepare=data.prepare,
+    )
+
+
+def distil(models: Models, batch: Batch, numbers: Distillation):
+    """The loss of the student beside its teacher, where that is a model of this process."""
+    return distillation_loss(models[POLICY], models.get(TEACHER), batch, numbers)
+
+
+def open_teacher(task: DistillationTask, parts: ModelBundle, row_tokens: int) -> Role | None:
+    """The teacher's role; None: it is no model of this process. UserError for one whose token ids
+    mean something else than the student's."""
+    teacher = task.teacher
+    if teacher.kind == "self":
+        adapter = parts.adapter
+        if adapter is not None and adapter.full:
+            raise UserError(
+                f'task.teacher.kind "self": the adapter of adapter.path trains'
+                f" {', '.join(adapter.full)} in full, which stays when the adapter is off; set"
+                ' task.teacher.kind to "start"'
+            )
+        return Role(parts, "bare")
+    if teacher.kind == "start":
+        return Role(parts, "start")
+    if teacher.kind == "data":
+        return None
+    if teacher.path or teacher.tokenizer:
+        difference = compare_vocabularies(parts.tokenizer, find_tokenizer(teacher))
+        if difference is not None:
+            raise UserError(
+                "task.teacher reads other tokens than the student (model), so that their"
+                f" distributions cannot be compared: {difference}; choose a teacher of the"
+                " student's own family"
+            )
+    if teacher.kind == "server":
+        return None
+    beside = assemble_beside(teacher, parts, "task.teacher")
+    if row_tokens > beside.architecture.longest:
+        raise UserError(
+            f"data.sequence_len {row_tokens} is longer than the teacher's"
+            f" {beside.architecture.longest_said}; lower the first"
+        )
+    return Role(beside, "own")
+
+
+def read_numbers(task: DistillationTask) -> Distillation:
+    """The numbers of the loss."""
+    return Distillation(
+        beta=task.beta,
+        temperature=task.temperature,
+        top_k=task.top_k,
+        rest=task.rest,
+        scale=task.temperature**2 if task.scale_by_temperature else 1.0,
+        ce_weight=task.ce_weight,
+    )
+
+
+def read_streams(task: DistillationTask, draws: bool) -> dict[str, Any]:
+    """Dtype of each stream that the loss reads."""
+    streams: dict[str, Any] = {OWN: np.float32} if draws else {}
+    if task.teacher.kind in ("data", "server"):
+        streams[IDS] = np.dtype((np.int32, (task.top_k,)))
+        streams[LOGP] = np.dtype((np.float32, (task.top_k,)))
+    return streams
+
+
+def read_labels(task: DistillationTask, config: Config, rows: int) -> BatchBuilder:
+    """How a round becomes batches of `rows` rows a microstep: all trained tokens count alike."""
+    data = config.data
+    return BatchBuilder(
+        StepShape(rows, 1, data.sequence_len, tuple(data.length_buckets), units=1),
+        "token",
+        (COMPONENT,),
+        share_prompts=task.share_prompts,
+        packing=data.packing,
+        dtype=np.float64 if config.model.compute_dtype == "float64" else np.float32,
+    )
+
+
+class TeacherData(OfflineData):
+    """`core.task.Data` of rows; a teacher behind a server is asked for each batch."""
+
+    def __init__(self, config: Config, recipe: TeacherRecipe):
+        super().__init__(config, recipe)
+        self.server = open_server(config)
+
+    def prepare(self, round: Round, scorer: Scorer) -> Round:
+        """See Task.prepare."""
+        return round._replace(batches=[ask(self.server, batch) for batch in round.batches])
+
+
+class OnPolicyData(PromptData):
+    """`core.task.Data` of prompts that the student answers, some of them; held-out data are rows
+    with answers, whose divergence is that of SFT data."""
+
+    def __init__(self, config: Config, tokenizer: Any, plan: RoundPlan, recipe: TeacherRecipe):
+        super().__init__(config, tokenizer, plan)
+        self.recipe, self.server = recipe, open_server(config)
+        self.held_out = OfflineData(config, recipe)
+
+    def check(self) -> Iterator[str]:
+        """See task.Data."""
+        yield from super().check()
+        for dataset in self.config.data.eval_datasets:
+            yield str(self.recipe.probe(dataset))
+
+    def eval_batches(self, dataset: DatasetConfig, parts: ModelBundle) -> Iterator[Batch]:
+        """See task.Data."""
+        return self.held_out.eval_batches(dataset, parts)
+
+    def prepare(self, round: Round, scorer: Scorer) -> Round:
+        """See Task.prepare: of what describes answers the loss needs who drew them; held-out rows
+        were drawn by nobody."""
+        batches = [
+            ask(self.server, batch._replace(streams={OWN: batch.streams.get(DRAWN, nobody(batch))}))
+            for batch in round.batches
+        ]
+        weights = [batch.weights[COMPONENT] for batch in batches]
+        total = sum(float(weight.sum()) for weight in weights)
+        own = sum(float((b.weights[COMPONENT] * b.streams[OWN]).sum()) for b in batches)
+        metrics = {"own_token_share": own / total} if total else {}
+        return round._replace(batches=batches, metrics={**round.metrics, **metrics})
+
+
+def nobody(batch: Batch) -> np.ndarray:
+    """The stream OWN of rows of data."""
+    return np.zeros(batch.tokens.shape, np.float32)
+
+
+def open_server(config: Config) -> TeacherServer | None:
+    """Who tells the teacher's log-probs, where that is a server; nothing is asked yet."""
+    task = config.task
+    assert isinstance(task, DistillationTask)
+    teacher = task.teacher
+    if teacher.kind != "server":
+        return None
+    assert teacher.url is not None and task.top_k is not None, "the config has both"
+    return TeacherServer(
+        teacher.url,
+        task.top_k,
+        concurrency=teacher.concurrency,
+        seconds=teacher.request_seconds,
+    )
+
+
+def ask(server: TeacherServer | None, batch: Batch) -> Batch:
+    """The batch with the teacher's likeliest tokens, by process 0; as it is without a server."""
+    if server is None:
+        return batch
+    ids, logp = broadcast_or_raise(
+        "the teacher's log-probs", lambda: server.score(batch, batch.weights[COMPONENT] != 0)
+    )
+    return batch._replace(streams={**batch.streams, IDS: ids, LOGP: logp})

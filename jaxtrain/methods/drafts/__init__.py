@@ -1,0 +1,1 @@
+"""Draft models: DFlash and Eagle3."""

@@ -1,0 +1,91 @@
+"""A target run for its states alone, on a mesh of its own or on that of the training."""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.core.bundle import ModelBundle, abstract_params, open_params
+from jaxtrain.distributed.feed import feed, row_shards
+from jaxtrain.methods.drafts.target_states import LAST, STATES, run_target
+from jaxtrain.models.parameters import Params, Rebuild
+
+States = dict[str, jax.Array]
+"""{STATES: [A, B, T, C * D], LAST: [A, B, T, D] where it is wanted}, in the compute dtype."""
+
+
+class FrozenTarget:
+    """A frozen target on the mesh of its parts; its weights are read when it is first asked."""
+
+    def __init__(self, parts: ModelBundle, layers: Sequence[int], *, last: bool, seed: int):
+        """layers: whose outputs are captured, in this order. last: whether the final-normed states
+        are wanted, too. seed: of weights that are drawn."""
+        self.parts, self.layers, self.last = parts, tuple(layers), last
+        self._seed = seed
+        self._params: Params | None = None
+        self._run: Callable[[Params, Batch], States] | None = None
+        self._launch = threading.Lock()
+
+    @property
+    def streams(self) -> dict[str, Any]:
+        """Dtypes of the states, each a vector a token."""
+        features = self.parts.architecture.hidden_size
+        dtype = jnp.dtype(self.parts.options["dtype"])
+        captured = {STATES: np.dtype((dtype, (len(self.layers) * features,)))}
+        return {**captured, LAST: np.dtype((dtype, (features,)))} if self.last else captured
+
+    def open(self) -> None:
+        """Read or draw the weights, once."""
+        if self._params is None:
+            self._params = open_params(self.parts, self._seed)
+            rebuild = abstract_params(self.parts)[1]
+            self._run = make_capture(rebuild, self.layers, self.last)
+
+    def __call__(self, batch: Batch) -> States:
+        """The states of a host batch's tokens, on the target's mesh; its devices may still be at
+        work. There are more rows where the batch's do not divide among the devices: the last ones
+        mean nothing. From any thread."""
+        mesh = self.parts.mesh
+        bare = batch._replace(weights={}, streams={}, denoms={})
+        # Programs of several devices must reach all of them in one order.
+        with self._launch, jax.set_mesh(mesh):
+            self.open()
+            assert self._params is not None and self._run is not None
+            return self._run(self._params, feed(pad_rows(bare, row_shards(mesh)), mesh))
+
+
+@functools.lru_cache(maxsize=8)
+def make_capture(
+    rebuild: Rebuild, layers: tuple[int, ...], last: bool
+) -> Callable[[Params, Batch], States]:
+    """Compiled once `(params, batch [A, B, T]) -> States`."""
+
+    def capture(params: Params, batch: Batch) -> States:
+        model = rebuild(params)
+        found = jax.lax.map(lambda micro: run_target(model, micro, layers, last=last), batch)
+        states = {STATES: found.captured}
+        return states if found.last is None else {**states, LAST: found.last}
+
+    return jax.jit(capture)
+
+
+def pad_rows(batch: Batch, multiple: int) -> Batch:
+    """A host batch [A, B, T] with empty rows up to a multiple."""
+    more = -batch.tokens.shape[1] % multiple
+    if not more:
+        return batch
+
+    def pad(name: str, values: np.ndarray) -> np.ndarray:
+        added = np.zeros((len(values), more, *values.shape[2:]), values.dtype)
+        index = np.arange(values.shape[2], dtype=values.dtype)
+        empty = {"prev": -1, "owner": -1, "until": index + 1, "since": index}
+        added += np.asarray(empty.get(name, 0), values.dtype)
+        return np.concatenate([values, added], axis=1)
+
+    fields = {n: pad(n, v) for n, v in batch._asdict().items() if isinstance(v, np.ndarray)}
+    return batch._replace(**fields)

@@ -1,0 +1,174 @@
+"""Sections of draft models: the draft that is trained, and where its target's states come from."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jaxtrain.config.base import Place, Section
+from jaxtrain.config.limits import ROWS, TOKENS
+from jaxtrain.config.model import DTYPE
+from jaxtrain.config.task import TaskSection
+
+
+class DraftConfig(Section):
+    """The draft model. Sizes that are left out are the target's."""
+
+    path: Place | None = None
+    """Draft folder (config.json and safetensors) to go on from; it fixes all sizes below. Unset: a
+    new draft."""
+    num_layers: int | None = Field(None, ge=1, le=256)
+    """Its layers; unset: 5 for dflash, 1 for eagle3."""
+    intermediate_size: int | None = Field(None, ge=1, le=2**22)
+    """Width of its MLPs."""
+    num_attention_heads: int | None = Field(None, ge=1, le=2**14)
+    """Query heads."""
+    num_key_value_heads: int | None = Field(None, ge=1, le=2**14)
+    """Key-value heads."""
+    head_dim: int | None = Field(None, ge=2, le=2**14)
+    """Dims of a head."""
+    attention_bias: bool = False
+    """Biases on the four projections of attention."""
+    target_layers: list[int] | None = None
+    """Layers of the target whose output it reads, from 0, each once. Unset: for dflash as many as
+    the draft has layers, spread evenly from 1 to the third last; for eagle3 1, the middle one and
+    the fourth last."""
+    mask_token_id: int | None = Field(None, ge=0, le=2**24)
+    """dflash: token in the place of what is guessed. Unset: the tokenizer's mask token, else the
+    first row of the embedding that the tokenizer does not use, else its pad token."""
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    """Which layers see all of the context and which only the last sliding_window tokens of it;
+    inside a block a sliding layer is causal. Unset: all see all."""
+    sliding_window: int | None = Field(None, ge=1, le=TOKENS)
+    """Window of the sliding layers."""
+    param_dtype: DTYPE = "float32"
+    """Type of the trained weights and the optimizer state."""
+    compute_dtype: DTYPE | None = None
+    """Type of activations and matrix products; unset: model.compute_dtype."""
+    remat: Literal["none", "elementwise", "dots", "save_attention", "full"] = "none"
+    """What the draft's backward pass recomputes: see model.remat."""
+    scan_layers: bool = True
+    """Compile one layer and loop over it, rather than compile every layer."""
+
+
+SIZES = (
+    *("num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("attention_bias", "target_layers", "mask_token_id", "layer_types", "sliding_window"),
+)
+"""Keys that a draft folder fixes."""
+
+
+class TargetConfig(Section):
+    """Where the states of the target come from."""
+
+    source: Literal["step", "ahead", "disk"] = "step"
+    """step: the target runs in the training step itself. ahead: on devices of its own, a few
+    batches before they are trained. disk: `jaxtrain capture` wrote them to path; no layer of the
+    target is run."""
+    devices: int = Field(1, ge=1, le=ROWS)
+    """ahead: devices of this process, the last ones, that run the target; section parallel is about
+    the others. They split its weights and the rows."""
+    tensor: int = Field(1, ge=1, le=ROWS)
+    """ahead: of these devices, how many split each layer."""
+    expert: int = Field(1, ge=1, le=ROWS)
+    """ahead: of these devices, how many split the experts of a mixture."""
+    queue: int = Field(2, ge=1, le=1024)
+    """ahead and disk: batches whose states wait, or are being made, on the devices that train; two
+    more are in training at most."""
+    path: Place | None = None
+    """disk: the folder of the states."""
+    quantize: Literal["none", "nf4", "int8"] = "none"
+    """Store the target's matrices in fewer bits, as adapter.quantize does; its states are those of
+    the rounded weights."""
+
+
+class DraftTask(TaskSection):
+    """What the methods that train a draft have in common."""
+
+    draft: DraftConfig = DraftConfig()
+    """The draft model, which is trained."""
+    target: TargetConfig = TargetConfig()
+    """Where the target's states come from."""
+    min_loss_tokens: int = Field(0, ge=0, le=TOKENS)
+    """Samples with fewer trained tokens are left out, and counted."""
+
+    def find_conflicts(self, config: Any) -> Iterator[str]:
+        """See find_draft_conflicts."""
+        yield from find_draft_conflicts(config)
+        yield from self.find_own_conflicts()
+
+    def find_own_conflicts(self) -> Iterator[str]:
+        """Yield one sentence for each impossible combination of keys of this section."""
+        return iter(())
+
+    def started_from(self, config: Any) -> str:
+        """See TaskSection."""
+        target = super().started_from(config)
+        return f"{self.draft.path or 'random weights'} as a draft of {target}"
+
+
+def find_draft_conflicts(config: Any) -> Iterator[str]:
+    """Yield one sentence for each impossible combination around a task that trains a draft."""
+    draft, model, adapter = config.task.draft, config.model, config.adapter
+    given = draft.model_dump(exclude_defaults=True)
+    if draft.path is not None and (fixed := [key for key in SIZES if key in given]):
+        yield f"task.draft.{fixed[0]} is fixed by task.draft.path {draft.path!r}; remove it"
+    if draft.sliding_window and "sliding_attention" not in (draft.layer_types or []):
+        yield (
+            "task.draft.sliding_window has no effect without a sliding_attention layer in"
+            " task.draft.layer_types; add one or remove it"
+        )
+    if "sliding_attention" in (draft.layer_types or []) and not draft.sliding_window:
+        yield "task.draft.layer_types has sliding_attention; set task.draft.sliding_window"
+    yield from find_target_conflicts(config.task.target, adapter)
+    if adapter.kind != "none" and adapter.path is None:
+        yield (
+            f"adapter.kind {adapter.kind!r} without adapter.path: the target of a draft is not"
+            " trained; name the adapter that it has, or remove the section"
+        )
+    if balancing := model.find_balancing():
+        yield f"{balancing} trains a router, and the target of a draft is not trained; remove it"
+    if config.eval.sets:
+        yield (
+            "eval.sets asks for answers, which a draft alone does not write; remove [[eval.sets]]"
+            " and measure with `jaxtrain speculate`"
+        )
+    yield from find_width_conflicts(config.task, config)
+
+
+def find_width_conflicts(task: DraftTask, config: Any) -> Iterator[str]:
+    """One sentence where a draft would compute in more bits than its weights have."""
+    draft, wide = task.draft, {"float64": 8, "float32": 4, "bfloat16": 2}
+    compute = draft.compute_dtype or config.model.compute_dtype
+    if wide[compute] > wide[draft.param_dtype]:
+        yield (
+            f"task.draft.compute_dtype {compute} is wider than task.draft.param_dtype"
+            f" {draft.param_dtype}; lower the first or raise the second"
+        )
+
+
+def find_target_conflicts(target: TargetConfig, adapter: Any) -> Iterator[str]:
+    """One sentence for each key of the target that is missing or has no effect."""
+    readers = {
+        **dict.fromkeys(("devices", "tensor", "expert"), ("ahead",)),
+        "queue": ("ahead", "disk"),
+        "path": ("disk",),
+    }
+    for key in target.model_dump(exclude_defaults=True):
+        if target.source not in readers.get(key, (target.source,)):
+            wanted = " or ".join(f'"{source}"' for source in readers[key])
+            yield (
+                f'task.target.{key} has no effect with task.target.source "{target.source}"; set'
+                f" source to {wanted}, or remove it"
+            )
+    if target.source == "disk" and target.path is None:
+        yield 'task.target.source "disk" needs task.target.path, the folder of the states'
+    if target.devices % (target.tensor * target.expert):
+        yield (
+            f"task.target.devices {target.devices} is not a multiple of tensor x expert"
+            f" {target.tensor} x {target.expert}; change one of them"
+        )
+    if "none" not in (target.quantize, adapter.quantize):
+        yield "task.target.quantize and adapter.quantize both store the target; remove one"
+    if target.quantize != "none" and adapter.kind == "dora":
+        yield "task.target.quantize: dora reads the norms of whole matrices; merge the adapter"

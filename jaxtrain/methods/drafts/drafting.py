@@ -1,0 +1,149 @@
+"""What the methods that train a draft model share: roles, data, what is drawn for each batch.
+
+    rows ─> sequences, as SFT reads them, with enough to guess          methods/drafts/data.py
+         ─> prepare: what is drawn on the host, by seed and step         methods/drafts/anchors.py
+    step: target ── states of the captured layers ──> draft ──> loss     methods/drafts/target_states.py
+
+The target is never trained. What is written at the end is the draft alone.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config, DraftTask
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.roles import Models, Role
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.task import DRAFT, Round, Task
+from jaxtrain.errors import UserError
+from jaxtrain.methods.drafts.data import DraftSequences
+from jaxtrain.methods.drafts.draft_model import ends_of
+from jaxtrain.methods.drafts.prefetch import CaptureStage, PrefetchedRounds
+from jaxtrain.methods.drafts.stored_states import StoredStates
+from jaxtrain.methods.drafts.target_stages import open_stage
+from jaxtrain.methods.offline import OfflineData, OfflineRounds, check_packing
+from jaxtrain.models.trees import follows_trees
+
+TARGET = "target"
+"""The role beside DRAFT."""
+
+Label = Callable[[Batch, np.random.Generator], Batch]
+"""What a method adds to a batch [A, B, T] before its step; all that is random comes from the
+generator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftObjective:
+    """How a draft learns from batches of whatever origin: what its method gives as `teach(config,
+    target)`, for runs that train a draft and for those that refresh one."""
+
+    parts: ModelBundle
+    """The draft."""
+    loss: Callable[[Models, Batch], tuple[dict[str, Any], dict[str, Any]]]
+    """As Task.loss, of DRAFT and TARGET."""
+    component: str
+    """The loss's one component."""
+    label: Label
+    streams: Mapping[str, Any]
+    """Dtypes of the streams that `label` adds."""
+    reads_last: bool = False
+    """Whether the loss reads the target's final-normed states, too."""
+
+
+class DraftData(OfflineData):
+    """`core.task.Data` of rows, each batch with what the method draws for it."""
+
+    def __init__(
+        self,
+        config: Config,
+        recipe: DraftSequences,
+        label: Label,
+        stage: CaptureStage | None = None,
+    ):
+        """stage: who adds the target's states; None: the step makes them."""
+        super().__init__(config, recipe)
+        self.label, self.stage = label, stage
+
+    @property
+    def states(self) -> Mapping[str, Any]:
+        """Dtypes of the streams that the stage adds."""
+        return {} if self.stage is None else self.stage.streams
+
+    def check(self) -> Iterator[str]:
+        """See task.Data."""
+        yield from super().check()
+        if isinstance(self.stage, StoredStates):
+            yield self.stage.check(self)
+
+    def open(self, parts: ModelBundle, log: Callable[[str], None]) -> OfflineRounds:
+        """See task.Data."""
+        rounds = super().open(parts, log)
+        if self.stage is None:
+            return rounds
+        assert isinstance(self.config.task, DraftTask)
+        return PrefetchedRounds(rounds, self.stage, self.config.task.target.queue, log)
+
+    def describe(self, console: Console) -> None:
+        """See task.Data."""
+        super().describe(console)
+        if isinstance(self.stage, StoredStates):
+            try:
+                console.print(self.stage.check(self), markup=False)
+            except UserError as error:
+                console.print(f"not yet: {error}", markup=False)
+        elif self.stage is not None:
+            console.print(self.stage.describe(self.row_tokens), markup=False)
+
+    def prepare(self, round: Round, scorer: Scorer) -> Round:
+        """See Task.prepare. The draw is a function of run.seed and the step; of held-out batches it
+        is always the same."""
+        seed = self.config.run.seed
+        rng = np.random.default_rng([seed, 0] if round.held_out else [seed, 1, round.version])
+        batches = [self.label(batch, rng) for batch in round.batches]
+        if round.held_out and self.stage is not None:
+            batches = [self.stage.fill(batch) for batch in batches]
+        return round._replace(batches=batches)
+
+
+def open_draft_data(
+    config: Config,
+    tokenizer: Any,
+    label: Label,
+    target: Any = None,
+    stage: CaptureStage | None = None,
+) -> DraftData:
+    """The data of a task that trains a draft; target: its architecture, where it is known; stage:
+    of target_stages.open_stage."""
+    task = config.task
+    assert isinstance(task, DraftTask)
+    trees = config.data.share_prefixes and (target is None or follows_trees(target))
+    recipe = DraftSequences(config.data, tokenizer, task.min_loss_tokens, trees)
+    return DraftData(config, recipe, label, stage)
+
+
+def make_draft_task(config: Config, target: ModelBundle, lesson: DraftObjective) -> Task:
+    """The task of a run that trains a draft on section data."""
+    stage = open_stage(config, target, lesson.parts, last=lesson.reads_last)
+    data = open_draft_data(config, target.tokenizer, lesson.label, target.architecture, stage)
+    return Task(
+        roles=draft_roles(config, target, lesson.parts),
+        loss=lesson.loss,
+        coef={lesson.component: 1.0},
+        data=data,
+        prepare=data.prepare,
+        prepared={**lesson.streams, **data.states},
+    )
+
+
+def draft_roles(config: Config, target: ModelBundle, draft: ModelBundle) -> dict[str, Role]:
+    """The roles of a task that trains a draft. UserError for rows that the target cannot read."""
+    check_packing(config, target.architecture)
+    assert isinstance(config.task, DraftTask)
+    if config.task.target.source != "step":
+        target = ends_of(target)
+    return {DRAFT: Role(draft), TARGET: Role(target, "own")}

@@ -1,0 +1,245 @@
+"""Target states made before they are trained on: a stage that runs ahead, a bounded queue.
+
+    source ─> stage.fill (thread "target")  ──queue──>  next(live) ─> prepare ─> step
+              target on its own devices,      at most `queue` batches, their states already
+              or the disk                     on the devices that train
+
+The stage waits where the queue is full, the loop where it is empty. A cursor is that of the batch
+that came out last: what waits in the queue is made again after a resume.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+
+from jaxtrain.batch import Batch
+from jaxtrain.core.task import TrainingContext
+from jaxtrain.errors import Interrupted
+from jaxtrain.methods.offline import OfflineRounds
+
+PATIENCE = 0.2
+"""Seconds between two looks at whether the run is to stop."""
+
+WARM = 2
+"""Batches after which times are counted."""
+
+
+class CaptureStage(Protocol):
+    """Who adds the target's states to batches."""
+
+    name: str
+    """"the target" or "the disk", for people."""
+
+    @property
+    def streams(self) -> Mapping[str, Any]:
+        """Dtypes of the streams that it adds, as in pack.Fields."""
+        ...
+
+    def fill(self, batch: Batch) -> Batch:
+        """The host batch with states as streams, which may still be on their way to the devices
+        that train; from any thread."""
+        ...
+
+    def describe(self, row_tokens: int) -> str:
+        """A line for the dry run; row_tokens: of the longest row."""
+        ...
+
+    def advise(self, busy: float, waiting: float) -> str:
+        """What people should change, by the stage's seconds of work a batch and those of training;
+        empty where nothing would help."""
+        ...
+
+
+@dataclass
+class WaitingBatch:
+    """A batch that waits for its step."""
+
+    batches: list[Batch]
+    cursor: dict[str, Any]
+    """Of the source behind it."""
+    counters: dict[str, Any]
+    begun: float
+    """When the stage began with it."""
+
+    @property
+    def streams(self) -> list[Any]:
+        """What is made on devices."""
+        found = (value for batch in self.batches for value in batch.streams.values())
+        return [value for value in found if isinstance(value, jax.Array)]
+
+    @property
+    def ready(self) -> bool:
+        """Whether its states are there."""
+        return all(value.is_ready() for value in self.streams)
+
+    def settle(self) -> None:
+        """Wait for its states."""
+        jax.block_until_ready(self.streams)
+
+
+@dataclass
+class WaitTimes:
+    """Who waited for whom, in seconds."""
+
+    began: float = field(default_factory=time.monotonic)
+    batches: int = 0
+    """That came out."""
+    busy: float = 0.0
+    """The stage worked, in the thread's count of what it finished."""
+    finished: int = 0
+    held: float = 0.0
+    """The stage waited for room in the queue."""
+    starved: float = 0.0
+    """The training devices had nothing to do, because no states were there."""
+
+    @property
+    def total(self) -> float:
+        """Since the first batch was asked for."""
+        return max(time.monotonic() - self.began, 1e-9)
+
+    def share(self, seconds: float) -> float:
+        """Of that time."""
+        return min(seconds / self.total, 1.0)
+
+
+class PrefetchedRounds(OfflineRounds):
+    """`core.task.Rounds` whose batches come with states, made ahead of their step."""
+
+    def __init__(
+        self, rounds: OfflineRounds, stage: CaptureStage, depth: int, log: Callable[[str], None]
+    ):
+        """rounds: those without states; nothing of them was asked yet. depth: of the queue."""
+        super().__init__(rounds.source, rounds.total_steps, rounds.tell)
+        self.stage, self.log = stage, log
+        self.times = WaitTimes()
+        self._room = threading.Semaphore(depth)
+        self._items: queue.SimpleQueue[WaitingBatch | BaseException] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._last: WaitingBatch | None = None
+
+    def draw(self, live: TrainingContext) -> list[Batch]:
+        """The next batch with its states; StopIteration where epochs end."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="target", daemon=True)
+            self._thread.start()
+        item = self._take(live)
+        self._last = item
+        self._room.release()
+        self.times.batches += 1
+        if self.times.batches == WARM:  # what came before was compiling and reading weights
+            self.times = WaitTimes(batches=WARM)
+        return item.batches
+
+    def finish(self, live: TrainingContext, *, interrupted: bool) -> dict[str, float]:
+        """At the end of the run: who waited for whom."""
+        if live.step >= self.total_steps and self.times.batches > WARM + 1:
+            self.log(self.summary())
+        return {}
+
+    def summary(self) -> str:
+        """How busy the stage was, how long training waited, and what would be better."""
+        times = self.times
+        work = times.busy / max(times.finished, 1)
+        step = (times.total - times.starved) / max(times.batches - WARM, 1)
+        text = (
+            f"{self.stage.name}: busy {times.share(times.busy):.0%} of the time, waited"
+            f" {times.held:.1f} s for training; training waited {times.starved:.1f} s of"
+            f" {times.total:.1f} s for states"
+        )
+        advice = self.stage.advise(work, step)
+        return f"{text}. {advice}" if advice else text
+
+    def _take(self, live: TrainingContext) -> WaitingBatch:
+        """The next item, with the time that the training devices stood still for it."""
+        item = self._peek()
+        starved = not isinstance(item, WaitingBatch) or not item.ready
+        with live.phase("waiting for target states"):
+            if starved:
+                # Until here they had work: the step that was dispatched last.
+                jax.block_until_ready(next(iter(live.held().params().values())))
+            begun = time.monotonic()
+            while item is None:
+                item = self._peek(PATIENCE)
+                # Several processes stop together, between steps.
+                if item is None and jax.process_count() == 1 and live.stop_requested():
+                    raise Interrupted
+            if isinstance(item, BaseException):
+                self._items.put(item)  # whoever asks again hears the same
+                raise item
+            item.settle()
+        if starved:
+            self.times.starved += time.monotonic() - begun
+        return item
+
+    def _peek(self, timeout: float = 0.0) -> "WaitingBatch | BaseException | None":
+        try:
+            return self._items.get(timeout=timeout) if timeout else self._items.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _work(self) -> None:
+        """The thread: draws, fills, hands over; ends with what was raised."""
+        pending: WaitingBatch | None = None
+        done = 0.0
+
+        def settle() -> None:
+            nonlocal pending, done
+            if pending is not None:
+                pending.settle()
+                now = time.monotonic()
+                self.times.busy += now - max(done, pending.begun, self.times.began)
+                self.times.finished += 1
+                pending, done = None, now
+
+        try:
+            while not self._stopped.is_set():
+                if not self._room.acquire(blocking=False):
+                    settle()
+                    begun = time.monotonic()
+                    while not self._room.acquire(timeout=PATIENCE):
+                        if self._stopped.is_set():
+                            return
+                    self.times.held += time.monotonic() - max(begun, self.times.began)
+                batches = next(self.source)
+                cursor, counters = self.source.state(), self.source.counters()
+                begun = time.monotonic()
+                filled = [self.stage.fill(batch) for batch in batches]
+                item = WaitingBatch(filled, cursor, counters, begun)
+                self._items.put(item)
+                settle()  # of the one before: while this one is made
+                pending = item
+        except BaseException as error:  # the loop's thread raises it
+            self._items.put(error)
+
+    def state(self) -> dict[str, Any]:
+        """Cursor of the batch that came out last."""
+        return self.source.state() if self._last is None else self._last.cursor
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See task.Rounds."""
+        assert self._thread is None, "a run is restored before its first batch"
+        self.source.restore(state)
+
+    def counters(self) -> dict[str, Any]:
+        """Those of the source with the batch that came out last, and who waits."""
+        if self._last is None:
+            return self.source.counters()
+        times, found = self.times, self._last.counters
+        shares = {
+            "target/busy": times.share(times.busy),
+            "target/starved": times.share(times.starved),
+        }
+        return {**found, "metrics": {**found.get("metrics", {}), **shares}}
+
+    def close(self) -> None:
+        """Stop both threads."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(timeout=60)
+        self.source.close()

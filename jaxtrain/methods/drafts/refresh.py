@@ -1,0 +1,120 @@
+"""A draft that is trained further between the rounds of its policy, so that it follows it.
+
+    prepare(round) ── keeps the round's batches ──> the method's own
+    after_round    ── drawn tokens of these batches, labeled as the draft's method does it
+                   ─> live.beside["draft"].train: the policy's new weights are the target
+    publish        ── both go to the sampler
+
+Whatever is random is a function of run.seed, the round and the step within it; nothing is kept from
+one round to the next but what lies in the draft's state.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config
+from jaxtrain.config.refresh import DraftRefresh
+from jaxtrain.core.auxiliary import AuxiliaryObjective
+from jaxtrain.core.metrics import Pair, add_pairs, average
+from jaxtrain.core.roles import Role
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.task import DRAFT, Round, Task, TrainingContext
+from jaxtrain.errors import UserError
+from jaxtrain.methods.drafts.anchors import WEIGHTS
+from jaxtrain.methods.drafts.drafting import TARGET, DraftObjective, Label
+from jaxtrain.methods.rl.batch_builder import DRAWN
+
+
+def with_refresh(task: Task, config: Config, method: Any) -> Task:
+    """The task of a policy with rollout.draft, which learns between rounds as section
+    rollout.draft_refresh says. method: the module of the draft's kind."""
+    section = config.rollout.draft_refresh
+    assert section is not None and config.rollout.draft is not None
+    if DRAWN not in task.data.fields.streams:
+        raise UserError(
+            f"rollout.draft_refresh learns from drawn answers, and task.kind {config.task.kind}"
+            " draws none here; remove it"
+        )
+    trained = next(role.parts for role in task.roles.values() if role.weights == "trained")
+    draft = section.task.draft.model_copy(update={"path": config.rollout.draft})
+    own = section.task.model_copy(update={"draft": draft})
+    try:
+        lesson: DraftObjective = method.teach(config.model_copy(update={"task": own}), trained)
+    except UserError as error:
+        text = str(error).replace("task.draft.path", "rollout.draft")
+        raise UserError(text.replace("task.", "rollout.draft_refresh.task.")) from None
+    refresh = Refresh(section, lesson.label, config.run.seed)
+    return dataclasses.replace(
+        task,
+        prepare=functools.partial(refresh.prepare, task),
+        after_round=functools.partial(refresh.after_round, task),
+        beside={
+            **task.beside,
+            DRAFT: AuxiliaryObjective(
+                name=DRAFT,
+                role=Role(lesson.parts),
+                teacher=TARGET,
+                loss=lesson.loss,
+                coef={lesson.component: 1.0},
+                optim=section.optim,
+            ),
+        },
+    )
+
+
+class Refresh:
+    """Remembers a round until its end, and trains the draft on it."""
+
+    def __init__(self, section: DraftRefresh, label: Label, seed: int):
+        self.section, self.label, self.seed = section, label, seed
+        self.batches: list[Batch] = []
+        self.version = 0
+
+    def prepare(self, task: Task, round: Round, scorer: Scorer) -> Round:
+        """See Task.prepare: the method's own, of a round whose batches are kept."""
+        if not round.held_out:
+            kept = self.batches if round.part else []
+            self.batches, self.version = [*kept, *round.batches], round.version
+        return task.prepare(round, scorer)
+
+    def after_round(self, task: Task, live: TrainingContext, before: int) -> dict[str, float]:
+        """See Task.after_round: the method's own, then the draft's steps."""
+        found = dict(task.after_round(live, before) or {})
+        batches, self.batches = self.batches, []
+        if not batches or (self.version + 1) % self.section.every:
+            return found
+        with live.phase("training the draft"):
+            return found | self.train(live, batches)
+
+    def train(self, live: TrainingContext, batches: Sequence[Batch]) -> dict[str, float]:
+        """So many passes over the round; means over their steps: {"draft/loss": ...}."""
+        start, target, outputs = time.monotonic(), live.held(), []
+        for number in range(self.section.passes):
+            for index, batch in enumerate(batches):
+                rng = np.random.default_rng([self.seed, 2, self.version, number, index])
+                labeled = self.label(only_drawn(batch), rng)
+                outputs.append(live.beside[DRAFT].train(labeled, target))
+        total: dict[str, Pair] = {}
+        skipped = 0
+        for output in jax.device_get(outputs):
+            skipped += not output.finite
+            if output.finite:
+                pairs = {name: (float(s), float(w)) for name, (s, w) in output.metrics.items()}
+                total = add_pairs(total, pairs)
+        found = {f"draft/{name}": value for name, value in average(total).items()}
+        found["draft/seconds"] = time.monotonic() - start
+        return {**found, "draft/skipped": float(skipped)} if skipped else found
+
+
+def only_drawn(batch: Batch) -> Batch:
+    """The trees of a round with nothing but the weights of a draft's data: 1 on the tokens that the
+    policy drew (no branches share these)."""
+    weights = (batch.streams[DRAWN] > 0).astype(next(iter(batch.weights.values())).dtype)
+    return batch._replace(weights={WEIGHTS: weights}, streams={}, denoms={})

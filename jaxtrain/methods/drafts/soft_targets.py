@@ -1,0 +1,281 @@
+"""Several guesses of one distribution: an unrolled draft against its teacher, over kept tokens.
+
+    chunk of C positions:   teacher [C, E] ── full logits [C, V] ── likeliest token, is it kept?
+                                           └─ logits of the kept [C, P] ── p, renormalized
+                            draft [L, C, D] ── logits [L, C, P] ── q of each of the L guesses
+                            loss(p, q) and its gradient ── d hidden [L, C, D], d head += [P, D]
+
+A loop over the chunks that hold a weight. The teacher's logits are made once for all L guesses, and
+gradients in the forward pass, as in distillation.py, so that neither pass holds more than a chunk
+of logits. On a mesh each device does this for its tokens and its slice of both vocabularies.
+
+Shapes: L guesses, B rows, T positions, D the draft's features, E the teacher's, V ids, P kept ids,
+C positions of a chunk.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtrain_kernels.logp_gather.slices import Axis
+from jaxtrain_kernels.precision import accumulator
+
+from jaxtrain.core.losses.divergence import add_up, likeliest, log_softmax
+from jaxtrain.core.losses.vocabulary import place_tokens, stored_axes, whole_head
+from jaxtrain.distributed.sharding import constrain
+from jaxtrain.methods.distillation.loss import MAX_LOGITS
+
+Kind = Literal["soft", "alpha", "lambda"]
+
+
+@dataclass(frozen=True)
+class SoftTargets:
+    """The numbers of the loss. With p the teacher's distribution over the kept tokens, q the
+    draft's and a = sum min(p, q), the share of p that a draft is accepted with:
+
+    soft     -sum p log q
+    alpha    -log a
+    lambda   k KL(p | q) + (1 - k) (1 - a), with k = kl_scale exp(-kl_decay a) of that position,
+             which carries no gradient
+    """
+
+    kind: Kind = "soft"
+    kl_scale: float = 1.0
+    kl_decay: float = 3.0
+    chunk: int | None = None
+    """Positions of a chunk; None: so many that no logits of it are more than MAX_LOGITS."""
+
+
+class Teacher(NamedTuple):
+    """Whose distributions are guessed; no gradient flows there."""
+
+    states: Any
+    """[B, T, E] final-normed hidden states: row t says what follows token t."""
+    head: Any
+    """[V, E]."""
+    kept: Any
+    """int32 [P] ids that the draft can say, ascending; all V of them: nothing is left out."""
+
+
+class GuessMetrics(NamedTuple):
+    """Numbers of each guess, [L, B, T]; they carry no gradient and are 0 where nothing weighs."""
+
+    hit: Any
+    """1 where the draft's likeliest token is the teacher's of the whole vocabulary."""
+    loss: Any
+    """Before the weight; 0 where the teacher's likeliest token is not kept."""
+    accepted: Any
+    """a; 0 where the teacher's likeliest token is not kept."""
+    kept: Any
+    """1 where the teacher's likeliest token is kept."""
+
+
+def sum_soft(
+    hidden_LBTD: jax.Array,
+    head_PD: jax.Array,
+    teacher: Teacher,
+    weight_LBT: jax.Array,
+    numbers: SoftTargets,
+) -> tuple[jax.Array, GuessMetrics]:
+    """(sum of weight x loss over the positions whose likeliest token is kept, Guessed).
+
+    Gradients flow to hidden and head. The arrays may be sharded in any way.
+    """
+    states_BTE, head_VE, kept_P = (lax.stop_gradient(x) for x in teacher)
+    rows_PE = None if len(kept_P) == len(head_VE) else constrain(head_VE[kept_P], "vocab", "embed")
+    weight_LBT = weight_LBT.astype(accumulator(hidden_LBTD.dtype))
+
+    def local(axes, hidden_LBTD, head_PD, states_BTE, head_VE, kept_P, weight_LBT, *rows):
+        flat = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])  # noqa: E731
+        known = (states_BTE.reshape(-1, states_BTE.shape[-1]), head_VE, kept_P, *rows)
+        spec = SoftTargetSpec(numbers, *axes)
+        given: Any = soft_sum(spec, flat(hidden_LBTD), head_PD, known, flat(weight_LBT))
+        total, found = given
+        return total, GuessMetrics(*(field.reshape(weight_LBT.shape) for field in found))
+
+    spec_BTD, own = place_tokens(hidden_LBTD[0], head_PD)
+    rows = () if rows_PE is None else (rows_PE,)
+    if spec_BTD is None:
+        axes = (None, None)
+        return local(axes, hidden_LBTD, head_PD, states_BTE, head_VE, kept_P, weight_LBT, *rows)
+    _, whole = place_tokens(states_BTE, head_VE)
+    by_token = PartitionSpec(*spec_BTD[:2])
+    by_guess = PartitionSpec(None, *by_token)
+    shards: list[str] = []
+    for axes in by_token:
+        shards += [axes] if isinstance(axes, str) else axes or ()
+    stored = [stored_axes(table) for table in (head_PD, head_VE, *rows)]
+
+    def summed(hidden_LBTD, head_PD, states_BTE, head_VE, kept_P, weight_LBT, *rows):
+        head_PD = whole_head(head_PD, hidden_LBTD.dtype, stored[0])
+        head_VE = whole_head(head_VE, states_BTE.dtype, stored[1])
+        rows = [whole_head(x, states_BTE.dtype, stored[2]) for x in rows]
+        total, found = local(
+            (own, whole), hidden_LBTD, head_PD, states_BTE, head_VE, kept_P, weight_LBT, *rows
+        )
+        return lax.psum(total, tuple(shards)) if shards else total, found
+
+    return jax.shard_map(
+        summed,
+        in_specs=(
+            PartitionSpec(None, *by_token, None),
+            PartitionSpec(own, stored[0] or None),
+            PartitionSpec(*by_token, None),
+            PartitionSpec(whole, stored[1] or None),
+            PartitionSpec(),
+            by_guess,
+            *(PartitionSpec(own, stored[2] or None) for _ in rows),
+        ),
+        out_specs=(PartitionSpec(), by_guess),
+        check_vma=False,
+    )(hidden_LBTD, head_PD, states_BTE, head_VE, kept_P, weight_LBT, *rows)
+
+
+class SoftTargetSpec(NamedTuple):
+    """What the compiled program depends on, beside shapes."""
+
+    numbers: SoftTargets
+    own: Axis
+    """What the kept tokens are split over."""
+    whole: Axis
+    """What the whole vocabulary is split over."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def soft_sum(spec: SoftTargetSpec, hidden_LTD, head_PD, known, weight_LT):
+    """(sum, Guessed) of flat local positions. known: (states [T, E], head [V, E], kept [P], rows
+    [P, E] of the head unless all are kept)."""
+    total, found, _ = walk(spec, hidden_LTD, head_PD, known, weight_LT, None)
+    return total, found
+
+
+def _fwd(spec, hidden, head, known, weight):
+    values = [one.value for one in (hidden, head, *known, weight)]
+    wanted = (hidden.perturbed, head.perturbed)
+    total, found, grads = walk(spec, values[0], values[1], tuple(values[2:-1]), values[-1], wanted)
+    return (total, found), (grads, len(known))
+
+
+def _bwd(spec: SoftTargetSpec, kept, cotangents):
+    (d_hidden, d_head), num_known = kept
+    nothing = (None,) * num_known
+    g, _ = cotangents
+    if isinstance(g, jax.custom_derivatives.SymbolicZero):
+        return None, None, nothing, None
+    if spec.own is not None:
+        # Every device of the axis returned the same sum and was handed its share of g.
+        g = lax.psum(g, spec.own)
+    scaled = lambda x: None if x is None else (g * x.astype(g.dtype)).astype(x.dtype)  # noqa: E731
+    return scaled(d_hidden), scaled(d_head), nothing, None
+
+
+soft_sum.defvjp(_fwd, _bwd, symbolic_zeros=True)
+
+
+def walk(spec: SoftTargetSpec, hidden_LTD, head_PD, known, weight_LT, wanted: Any):
+    """(sum, Guessed, (d hidden, d head)) chunk by chunk over the positions that weigh.
+
+    wanted: whether the gradients by hidden and by head are, or None for neither.
+    """
+    states_TE, head_VE, kept_P, *rows = known
+    (L, T, _), P, V = hidden_LTD.shape, len(head_PD), len(head_VE)
+    compute = accumulator(hidden_LTD.dtype)
+    chunk = spec.numbers.chunk or max(MAX_LOGITS // max(V, L * P) // 128, 1) * 128
+    chunk = min(chunk, T)
+    # Positions that weigh first; what fills up the last chunk lies beyond the end and is dropped.
+    weighs_T = (weight_LT != 0).any(0)
+    order = jnp.argsort(~weighs_T, stable=True).astype(jnp.int32)
+    count = jnp.sum(weighs_T)
+    order = jnp.where(jnp.arange(T) < count, order, T)
+    order = jnp.pad(order, (0, -T % chunk), constant_values=T)
+    low_PD, low_VE = head_PD.astype(hidden_LTD.dtype), head_VE.astype(states_TE.dtype)
+    low_PE = rows[0].astype(states_TE.dtype) if rows else None
+    d_hidden = d_head = None
+    if wanted is not None and wanted[0]:
+        d_hidden = jnp.zeros_like(hidden_LTD)
+    if wanted is not None and wanted[1]:
+        d_head = jnp.zeros(head_PD.shape, compute)
+    numbers = GuessMetrics(*[jnp.zeros((L, T), compute)] * 4)
+    start = (jnp.zeros((), compute), numbers, d_hidden, d_head)
+
+    def step(number, carry):
+        total, found, d_hidden, d_head = carry
+        index_C = lax.dynamic_slice(order, (number * chunk,), (chunk,))
+        pick = lambda x: x.at[:, index_C].get(mode="fill", fill_value=0)  # noqa: E731
+        s_CE = states_TE.at[index_C].get(mode="fill", fill_value=0)
+        full_CV = jnp.einsum("CE,VE->CV", s_CE, low_VE, preferred_element_type=compute)
+        best_C = likeliest(full_CV, spec.whole)
+        if low_PE is None:
+            v_CP, kept_C = full_CV, jnp.ones(chunk, bool)
+        else:
+            v_CP = jnp.einsum("CE,PE->CP", s_CE, low_PE, preferred_element_type=compute)
+            kept_C = holds(kept_P, best_C)
+        h_LCD, weight_LC = pick(hidden_LTD), pick(weight_LT) * kept_C
+        z_LCP = jnp.einsum("LCD,PD->LCP", h_LCD, low_PD, preferred_element_type=compute)
+        here, dz_LCP = measure(z_LCP, v_CP, spec)
+        real_LC = pick(weight_LT) != 0
+        said_LC = kept_P[likeliest(z_LCP.reshape(-1, P), spec.own)].reshape(L, -1)
+        here = GuessMetrics(
+            jnp.where(real_LC, said_LC == best_C, False).astype(compute),
+            jnp.where(real_LC & kept_C, here.loss, 0.0),
+            jnp.where(real_LC & kept_C, here.accepted, 0.0),
+            (real_LC & kept_C).astype(compute),
+        )
+        total += jnp.sum(weight_LC * here.loss)
+        found = GuessMetrics(
+            *(x.at[:, index_C].set(y, mode="drop") for x, y in zip(found, here, strict=True))
+        )
+        dz_LCP = jnp.where(weight_LC[..., None] != 0, weight_LC[..., None] * dz_LCP, 0.0)
+        dz_LCP = dz_LCP.astype(hidden_LTD.dtype)
+        if d_hidden is not None:
+            d_LCD = jnp.einsum("LCP,PD->LCD", dz_LCP, low_PD, preferred_element_type=compute)
+            d_hidden = d_hidden.at[:, index_C].set(d_LCD.astype(d_hidden.dtype), mode="drop")
+        if d_head is not None:
+            d_head += jnp.einsum("LCP,LCD->PD", dz_LCP, h_LCD, preferred_element_type=compute)
+        return total, found, d_hidden, d_head
+
+    total, found, d_hidden, d_head = lax.fori_loop(0, -(-count // chunk), step, start)
+    d_head = None if d_head is None else d_head.astype(head_PD.dtype)
+    return total, found, (d_hidden, d_head)
+
+
+def holds(kept_P: jax.Array, ids_C: jax.Array) -> jax.Array:
+    """bool [C]: whether ascending ids hold each of others."""
+    place_C = jnp.minimum(jnp.searchsorted(kept_P, ids_C), len(kept_P) - 1)
+    return kept_P[place_C] == ids_C
+
+
+class GuessDivergence(NamedTuple):
+    """Of each guess, [L, C]."""
+
+    loss: Any
+    accepted: Any
+
+
+def measure(z_LCP, v_CP, spec: SoftTargetSpec) -> tuple[GuessDivergence, jax.Array]:
+    """(numbers of each guess, gradient [L, C, P] of its loss by the draft's logits z). v: the
+    teacher's logits of the same tokens."""
+    numbers, axis = spec.numbers, spec.own
+    lp_CP, lq_LCP = log_softmax(v_CP, axis), log_softmax(z_LCP, axis)
+    p_CP, q_LCP = jnp.exp(lp_CP), jnp.exp(lq_LCP)
+    a_LC = jnp.minimum(add_up(jnp.minimum(p_CP, q_LCP), axis), 1.0)
+    if numbers.kind == "soft":
+        return GuessDivergence(-add_up(p_CP * lq_LCP, axis), a_LC), q_LCP - p_CP
+    # a grows with the logits of what the draft says too rarely.
+    rare_LCP = jnp.where(q_LCP < p_CP, q_LCP, 0.0)
+    da_LCP = rare_LCP - q_LCP * add_up(rare_LCP, axis)[..., None]
+    if numbers.kind == "alpha":
+        least = jnp.finfo(a_LC.dtype).tiny
+        return GuessDivergence(-jnp.log(jnp.maximum(a_LC, least)), a_LC), -da_LCP / jnp.maximum(
+            a_LC, least
+        )[..., None]
+    k_LC = numbers.kl_scale * jnp.exp(-numbers.kl_decay * a_LC)
+    kl_LC = add_up(p_CP * (lp_CP - lq_LCP), axis)
+    loss_LC = k_LC * kl_LC + (1.0 - k_LC) * (1.0 - a_LC)
+    return GuessDivergence(loss_LC, a_LC), (
+        k_LC[..., None] * (q_LCP - p_CP) - (1.0 - k_LC[..., None]) * da_LCP
+    )

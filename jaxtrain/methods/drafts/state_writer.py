@@ -1,0 +1,246 @@
+"""Writes a state store (state_store.py), and goes on with one that was interrupted.
+
+    add(sample) ─> buffer of one shard ─full─> written by tensorstore, meanwhile the next is filled
+                                          └─> then, when the next is full: its part of the index
+
+What was written is where it would be without the interruption, byte for byte, as long as the same
+samples come in the same order.
+"""
+
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from jaxtrain.errors import UserError
+from jaxtrain.methods.drafts.state_store import (
+    DTYPES,
+    FORMAT,
+    INDEX,
+    KEY_BYTES,
+    MANIFEST,
+    IndexSegment,
+    StateLayout,
+    array_spec,
+    read_layout,
+    read_manifest,
+    read_segments,
+    segment_path,
+)
+
+
+class StateWriter:
+    """Appends samples; a context that closes what was begun, whole or not."""
+
+    def __init__(self, folder: Path, layout: StateLayout, about: Mapping[str, Any]):
+        """about: all that the states depend on besides tokens, as JSON. A folder with other states
+        is refused with a UserError that names what differs."""
+        self.folder, self.layout = folder, layout
+        self.about: dict[str, Any] = {"format": FORMAT, **about, "datasets": {}}
+        found = self._open()
+        if found is not None:
+            self.layout = read_layout(found)
+            self.about["datasets"] = found["datasets"]
+        self._write_manifest()
+        self._arrays = {
+            name: self._open_array(folder / name, width)
+            for name, width in self.layout.widths.items()
+        }
+        segments = read_segments(folder)
+        self.keys = {key.tobytes() for segment in segments for key in segment.keys}
+        """Samples that are there."""
+        self.tokens = int(sum(segment.counts.sum() for segment in segments))
+        """Of these samples."""
+        self._entries: list[tuple[bytes, int, int]] = []
+        self._writing: tuple[int, list[Any], IndexSegment] | None = None
+        written = int(segments[-1].stop) if segments else 0
+        self._number = written // self.layout.shard_tokens
+        self._buffer = self._new_buffer()
+        self._recall(segments, written)
+
+    def _open(self) -> dict[str, Any] | None:
+        """Lock the folder; what its manifest says, None for a new one."""
+        try:
+            (self.folder / INDEX).mkdir(parents=True, exist_ok=True)
+            self._lock = (self.folder / ".lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process captures into {self.folder} right now") from None
+        except OSError as error:
+            raise UserError(
+                f"{self.folder} cannot be written ({error.strerror}); change task.target.path"
+            ) from None
+        if not (self.folder / MANIFEST).exists():
+            others = sorted(p.name for p in self.folder.iterdir() if p.name not in (INDEX, ".lock"))
+            if others:
+                raise UserError(
+                    f"{self.folder} holds {others[0]} and no target states; name an empty folder"
+                )
+            return None
+        found = read_manifest(self.folder)
+        if differences := find_differences(found, self.about):
+            raise UserError(
+                f"{self.folder} holds states of another target: {', '.join(differences)}; capture"
+                " into another folder (task.target.path)"
+            )
+        return found
+
+    def add(self, key: bytes, states: Mapping[str, np.ndarray]) -> bool:
+        """Append a sample's states {array: [n, width]}; False where it is there already."""
+        if key in self.keys:
+            return False
+        count, size = len(next(iter(states.values()))), self.layout.shard_tokens
+        start, self.tokens = self.tokens, self.tokens + count
+        done = max(self._number * size - start, 0)  # written before an interruption
+        while done < count:
+            at = start + done - self._number * size
+            here = min(count - done, size - at)
+            for name, values in states.items():
+                self._buffer[name][at : at + here] = values[done : done + here]
+            done += here
+            if done == count:
+                self._entries.append((key, start, count))
+            if at + here == size:
+                self._flush(size)
+        self.keys.add(key)
+        return True
+
+    def finish(self, datasets: Mapping[str, str]) -> None:
+        """Write what is left and say that all samples of these datasets ({digest: name}) are there,
+        besides those that were before."""
+        left = self.tokens - self._number * self.layout.shard_tokens
+        if left > 0:
+            self._flush(left)
+        self._settle()
+        self.about["datasets"] = {**self.about["datasets"], **datasets}
+        self._write_manifest()
+
+    def close(self) -> None:
+        """Wait for what is being written; what is in the buffer is captured again next time."""
+        try:
+            self._settle()
+        finally:
+            self._lock.close()
+
+    def __enter__(self) -> "StateWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _recall(self, segments: list[IndexSegment], written: int) -> None:
+        """Go on behind a last shard that is not full: it is written once more, with more in it."""
+        begin = self._number * self.layout.shard_tokens
+        if written == begin:
+            return
+        for name, array in self._arrays.items():
+            self._buffer[name][: written - begin] = array[begin:written].read().result()
+        last = segments[-1]
+        for key, start, count in zip(last.keys, last.starts, last.counts, strict=True):
+            self._entries.append((key.tobytes(), int(start), int(count)))
+
+    def _flush(self, count: int) -> None:
+        """Hand the first `count` tokens of the buffer to the disk."""
+        self._settle()
+        begin = self._number * self.layout.shard_tokens
+        keys, starts, counts = zip(*self._entries, strict=True) if self._entries else ((), (), ())
+        segment = IndexSegment(
+            np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES),
+            np.array(starts, np.int64),
+            np.array(counts, np.int64),
+            np.array(begin + count),
+        )
+        futures = []
+        for name, array in self._arrays.items():
+            wide = self._result(array.resize(exclusive_max=[begin + count, array.shape[1]]))
+            self._arrays[name] = wide
+            futures.append(wide[begin : begin + count].write(self._buffer[name][:count]))
+        self._writing = (self._number, futures, segment)
+        if count == self.layout.shard_tokens:
+            self._number, self._entries = self._number + 1, []
+            self._buffer = self._new_buffer()
+
+    def _settle(self) -> None:
+        """Wait for the shard that is being written, then write its part of the index."""
+        if self._writing is None:
+            return
+        (number, futures, segment), self._writing = self._writing, None
+        for future in futures:
+            self._result(future)
+        path = segment_path(self.folder, number)
+        unfinished = path.with_suffix(".unfinished")
+        try:
+            with unfinished.open("wb") as file:
+                np.savez(file, **segment._asdict())
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        except OSError as error:
+            raise self._refused(error.strerror or str(error)) from None
+
+    def _new_buffer(self) -> dict[str, np.ndarray]:
+        dtype = DTYPES[self.layout.dtype]
+        shape = self.layout.shard_tokens
+        return {name: np.zeros((shape, width), dtype) for name, width in self.layout.widths.items()}
+
+    def _open_array(self, path: Path, width: int) -> Any:
+        if (path / "zarr.json").exists():
+            return self._result(ts.open(array_spec(path), open=True))
+        little = {"name": "bytes", "configuration": {"endian": "little"}}
+        checked = [little, {"name": "crc32c"}]
+        inner = {
+            "chunk_shape": [self.layout.chunk_tokens, width],
+            "codecs": checked,
+            "index_codecs": checked,
+        }
+        metadata = {
+            "shape": [0, width],
+            "data_type": self.layout.dtype,
+            "fill_value": "NaN",
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": [self.layout.shard_tokens, width]},
+            },
+            "codecs": [{"name": "sharding_indexed", "configuration": inner}],
+        }
+        spec = {**array_spec(path), "metadata": metadata}
+        return self._result(ts.open(spec, create=True, open=True))
+
+    def _result(self, future: Any) -> Any:
+        try:
+            return future.result()
+        except ValueError as error:  # tensorstore's own kind for all of them
+            raise self._refused(str(error)[:300]) from None
+
+    def _refused(self, reason: str) -> UserError:
+        return UserError(
+            f"{self.folder} cannot be written: {reason}. What was captured so far is kept; make"
+            " room and run the same command again"
+        )
+
+    def _write_manifest(self) -> None:
+        body = {**self.about, "layout": dataclasses.asdict(self.layout)}
+        path = self.folder / MANIFEST
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(body, indent=1))
+        unfinished.replace(path)
+
+
+def find_differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """What of `wanted`, a table of what states depend on, a manifest says otherwise, in words."""
+    listed = []
+    for name, value in wanted.items():
+        other = found.get(name)
+        if other == value or name in ("format", "datasets"):
+            continue
+        if isinstance(value, str) and len(value) == 64:  # a digest tells people nothing
+            listed.append(f"other {name}")
+        else:
+            listed.append(f"{name} {other} there, {value} here")
+    return listed

@@ -1,0 +1,267 @@
+"""A target's states on disk: written by the verb `capture`, read a few batches ahead of training.
+
+    capture   rows ─> batches, as held-out data are read ─> target ─> methods/drafts/state_writer.py
+    train     batch ─> its samples, by their tokens ─> methods/drafts/state_store.py ─> streams on the mesh
+
+The folder tells what it was made of: target, layers, datasets. Whatever differs is refused by name,
+and a sample that is not in it ends the run: no state is ever taken for that of other tokens.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config, DatasetConfig, DraftTask
+from jaxtrain.data.progress import Progress
+from jaxtrain.data.sources.cache import describe_tokenizer
+from jaxtrain.data.sources.readers import is_stream
+from jaxtrain.distributed.agree import broadcast_or_raise
+from jaxtrain.distributed.feed import place_of, put
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.fingerprint import fingerprint
+from jaxtrain.methods.drafts.capture import FrozenTarget
+from jaxtrain.methods.drafts.state_store import (
+    KEY_BYTES,
+    StateLayout,
+    StateStore,
+    UnknownSample,
+    list_samples,
+)
+from jaxtrain.methods.drafts.state_writer import StateWriter, find_differences
+from jaxtrain.methods.drafts.target_states import LAST, STATES
+from jaxtrain.methods.offline import OfflineData
+from jaxtrain.models.build import to_host
+
+NAMES = {"captured": STATES, "last": LAST}
+"""Array of the store: stream."""
+LOOKED_AT = 256
+"""Rows of a dataset that tell it from others, spread evenly."""
+GIB = 2.0**30
+
+
+class StoredStates:
+    """`ahead.Stage` of states on disk, and what writes them."""
+
+    name = "the disk"
+
+    def __init__(self, config: Config, target: FrozenTarget):
+        """target: whose states they are; it is run by `capture` alone."""
+        assert isinstance(config.task, DraftTask) and config.task.target.path is not None
+        self.config, self.target = config, target
+        self.folder = Path(config.task.target.path)
+        self.mesh = target.parts.mesh
+        self.streams = target.streams
+        arrays = {name: self.streams[s] for name, s in NAMES.items() if s in self.streams}
+        self.widths = {name: dtype.shape[0] for name, dtype in arrays.items()}
+        self.store: StateStore | None = None
+
+    def fill(self, batch: Batch) -> Batch:
+        """See Stage."""
+        try:
+            found = self.open().read(batch, tuple(self.widths), own_rows(batch, self.mesh))
+        except UnknownSample:
+            raise UserError(
+                f"a sample of the data is not among the target states in {self.folder}; its rows or"
+                " the keys that shape them changed since. Run `jaxtrain capture` with this config:"
+                " it adds what is missing"
+            ) from None
+        streams = {NAMES[name]: put(values, self.mesh) for name, values in found.items()}
+        return batch._replace(streams={**batch.streams, **streams})
+
+    def describe(self, row_tokens: int) -> str:
+        """See Stage."""
+        row = row_tokens * sum(dtype.itemsize for dtype in self.streams.values())
+        return f"target states from {self.folder}: {tell_size(row)} a row of {row_tokens} tokens"
+
+    def advise(self, busy: float, waiting: float) -> str:
+        """See Stage."""
+        if busy <= waiting:
+            return ""
+        return "Reading is slower than training: lay task.target.path on a faster disk"
+
+    def open(self) -> StateStore:
+        """The store, checked against the target once."""
+        if self.store is None:
+            self.store = StateStore(self.folder)
+        return self.store
+
+    def check(self, data: OfflineData) -> str:
+        """A line about the store; UserError where it is not that of this target and these data."""
+        store = self.open()
+        wanted = {k: value for k, value in self.identify().items() if k != "widths"}
+        if differences := find_differences(store.about, wanted):
+            raise UserError(
+                f"{self.folder} holds states of another target (task.target.path):"
+                f" {', '.join(differences)}. Capture this one's into another folder"
+            )
+        if missing := self.widths.keys() - store.layout.widths.keys():
+            raise UserError(
+                f"{self.folder} has no array {missing.pop()!r}, which this task needs; capture into"
+                " another folder with its config"
+            )
+        known = store.about["datasets"]
+        for digest, dataset in self.digests(data).items():
+            if digest not in known:
+                raise UserError(
+                    f"{self.folder} does not hold the states of all samples of {dataset.path!r}:"
+                    " its rows or the keys that shape them changed since, or a capture of them was"
+                    " interrupted. Run `jaxtrain capture` with this config: it adds what is missing"
+                )
+        return f"target states of {len(store.places):,} samples, read from {self.folder}"
+
+    def identify(self) -> dict[str, Any]:
+        """All that states depend on besides tokens."""
+        parts, config = self.target.parts, self.config
+        weights = ["random", config.run.seed]
+        found: dict[str, Any] = {
+            "weights": _digest(weights) if parts.folder is None else fingerprint(parts.folder),
+            "architecture": _digest(parts.architecture.to_hf()),
+            "layers": list(self.target.layers),
+            "dtype": parts.options["dtype"],
+            "stored_dtype": parts.options["param_dtype"],
+            "widths": self.widths,
+        }
+        adapter = parts.adapter
+        if adapter is not None:
+            found["quantize"] = adapter.quantize
+            if adapter.source is not None:
+                files = sorted(Path(adapter.source).glob("adapter_*"))
+                found["adapter"] = _digest(
+                    [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+                )
+        return {"quantize": "none", "adapter": "none", **found}
+
+    def digests(self, data: OfflineData) -> dict[str, DatasetConfig]:
+        """{digest of what is in it: dataset} of all datasets that train or are held out."""
+        found = {}
+        config = self.config.data
+        for dataset in [*config.datasets, *config.eval_datasets]:
+            part = data.recipe.open(dataset)
+            if is_stream(part.rows):
+                raise UserError(
+                    f"data {dataset.path!r} streams, so that nobody can say which samples it has;"
+                    " set its streaming to false, or task.target.source to another"
+                )
+            settings = data.recipe.settings(dataset) or dataset.model_dump_json()
+            tokenizer = self.target.parts.tokenizer
+            digest = hashlib.sha256()
+            for text in (part.name, settings, *describe_tokenizer(tokenizer), len(part.rows)):
+                digest.update(repr(text).encode("utf-8", "surrogatepass"))
+            for index in np.unique(np.linspace(0, len(part.rows) - 1, LOOKED_AT).astype(int)):
+                row = json.dumps(part.rows[int(index)], sort_keys=True, default=repr)
+                digest.update(row.encode("utf-8", "surrogatepass"))
+            found[digest.hexdigest()] = dataset
+        return found
+
+    def capture(self, data: OfflineData, log: Callable[[str], None]) -> None:
+        """Write the states of all samples of the run's data that are not there yet; on every
+        process. What an interrupted capture wrote stays."""
+        about = broadcast_or_raise("the target's description", self.identify)
+        datasets = self.digests(data)
+        layout = StateLayout.choose(self.widths, self.target.parts.options["dtype"])
+        writer: StateWriter | None = None
+
+        def begin() -> np.ndarray:
+            nonlocal writer
+            writer = StateWriter(self.folder, layout, about)
+            return np.frombuffer(b"".join(writer.keys), np.uint8)
+
+        joined = broadcast_or_raise("what was captured before", begin).tobytes()
+        known = {joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)}
+        try:
+            log("counting tokens: tokenizing the data once")
+            tokens = self.count(data, datasets, known)
+            self.announce(tokens, len(known), layout, log)
+            self.run(data, datasets, known, writer, Progress("capturing", sum(tokens), log))
+            if writer is not None:
+                writer.finish({digest: one.path for digest, one in datasets.items()})
+        finally:
+            if writer is not None:
+                writer.close()
+        log(f"target states of {len(known):,} samples are in {self.folder}")
+
+    def count(
+        self, data: OfflineData, datasets: dict[str, DatasetConfig], known: set[bytes]
+    ) -> list[int]:
+        """Tokens of each sample that is to be captured."""
+        found: dict[bytes, int] = {}
+        for dataset in datasets.values():
+            for batch in data.eval_batches(dataset, self.target.parts):
+                for sample in list_samples(batch):
+                    if sample.key not in known:
+                        found[sample.key] = sample.stop - sample.start
+        return list(found.values())
+
+    def announce(
+        self, tokens: list[int], known: int, layout: StateLayout, log: Callable[[str], None]
+    ) -> None:
+        """Say what comes; UserError where the disk has no room for it."""
+        need = sum(tokens) * layout.token_bytes
+        log(
+            f"capturing {len(tokens):,} samples ({known:,} are there already): {sum(tokens):,}"
+            f" tokens x {layout.token_bytes:,} bytes = {tell_size(need)} in {self.folder}"
+        )
+        free = broadcast_or_raise("free space", lambda: shutil.disk_usage(self.folder).free)
+        if need > free:
+            raise UserError(
+                f"{self.folder} has {tell_size(free)} left, {tell_size(need)} are needed"
+                f" ({layout.token_bytes:,} bytes a token); make room, name a folder on another disk"
+                ' (task.target.path), or train with task.target.source "step" or "ahead"'
+            )
+
+    def run(
+        self,
+        data: OfflineData,
+        datasets: dict[str, DatasetConfig],
+        known: set[bytes],
+        writer: StateWriter | None,
+        progress: Progress,
+    ) -> None:
+        """Capture what is not in `known`, which grows; the next batch runs while one is written."""
+        waiting: list[tuple[Batch, dict[str, Any]]] = []
+
+        def write() -> None:
+            batch, states = waiting.pop(0)
+            here = {name: np.asarray(to_host(states[NAMES[name]])) for name in self.widths}
+            for sample in list_samples(batch):
+                part = slice(sample.start, sample.stop)
+                if sample.key in known:
+                    continue
+                known.add(sample.key)
+                if writer is not None:
+                    own = {name: values[sample.row][part] for name, values in here.items()}
+                    writer.add(sample.key, own)
+                progress.count()
+
+        for dataset in datasets.values():
+            for batch in data.eval_batches(dataset, self.target.parts):
+                if all(sample.key in known for sample in list_samples(batch)):
+                    continue
+                waiting.append((batch, self.target(batch)))
+                if len(waiting) > 1:
+                    write()
+        while waiting:
+            write()
+
+
+def own_rows(batch: Batch, mesh: Mesh) -> set[int]:
+    """Rows of the microsteps of a batch [A, B, T] that devices of this process hold."""
+    shape = batch.tokens.shape
+    indices = place_of(shape, mesh).addressable_devices_indices_map(shape).values()
+    return {row for index in indices if index for row in range(*index[1].indices(shape[1]))}
+
+
+def tell_size(size: int) -> str:
+    """Bytes as people read them."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

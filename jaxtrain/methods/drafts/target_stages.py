@@ -1,0 +1,102 @@
+"""Where a draft's target states come from, other than from the training step: see methods/drafts/config.py.
+
+ahead   its own devices ── move, device to device ──┐
+                                                    ├─> streams on the devices that train
+disk    stored_states.py ── fed like any batch ─────┘
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config, DraftTask
+from jaxtrain.core.bundle import ModelBundle, abstract_params
+from jaxtrain.distributed.feed import place_of
+from jaxtrain.distributed.move import move
+from jaxtrain.methods.drafts.capture import FrozenTarget
+from jaxtrain.methods.drafts.draft_model import move_target
+from jaxtrain.methods.drafts.prefetch import CaptureStage
+from jaxtrain.methods.drafts.stored_states import StoredStates
+from jaxtrain.models.draft import BaseDraftConfig
+
+WORTH = 1.05
+"""Gain from which another split is worth telling."""
+
+
+@dataclasses.dataclass
+class OtherDevices:
+    """`ahead.CaptureStage` of a target on devices of its own."""
+
+    target: FrozenTarget
+    mesh: Mesh
+    """Of the training."""
+    name: str = "the target"
+
+    @property
+    def streams(self) -> Mapping[str, Any]:
+        """See Stage."""
+        return self.target.streams
+
+    def fill(self, batch: Batch) -> Batch:
+        """See Stage."""
+        moved = {}
+        for name, states in self.target(batch).items():
+            shape = (*batch.tokens.shape, states.shape[-1])
+            moved[name] = move(states, place_of(shape, self.mesh), shape)
+        return batch._replace(streams={**batch.streams, **moved})
+
+    def describe(self, row_tokens: int) -> str:
+        """See Stage."""
+        shapes = abstract_params(self.target.parts)[0].values()
+        held = sum(
+            math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in shapes
+        )
+        row = row_tokens * sum(dtype.itemsize for dtype in self.streams.values())
+        return (
+            f"target on {self.target.parts.mesh.size} devices of its own: {held / 2**30:.3f} GiB of"
+            f" weights on each; states of a row of {row_tokens} tokens: {row / 2**20:,.1f} MiB"
+        )
+
+    def advise(self, busy: float, waiting: float) -> str:
+        """See Stage: the split by which neither side would wait, if both scale."""
+        own, others = self.target.parts.mesh.size, self.mesh.size
+        best, gain = find_split(own, others, busy, waiting)
+        if gain < WORTH:
+            return f"task.target.devices {own} is the best split of these {own + others}"
+        return (
+            f"By these times task.target.devices {best} of {own + others} would be about"
+            f" {gain:.1f}x as fast"
+        )
+
+
+def find_split(own: int, others: int, busy: float, step: float) -> tuple[int, float]:
+    """(devices for the target, times as fast as now) of the best split, for a target that takes
+    `busy` seconds a batch on `own` devices and training that takes `step` on `others`; both are
+    taken to scale with devices."""
+    total = own + others
+
+    def pace(devices: int) -> float:
+        return max(busy * own / devices, step * others / (total - devices))
+
+    best = min(range(1, total), key=lambda devices: (pace(devices), abs(devices - own)))
+    return best, pace(own) / max(pace(best), 1e-12) if math.isfinite(pace(own)) else 1.0
+
+
+def open_stage(
+    config: Config, target: ModelBundle, draft: ModelBundle, *, last: bool
+) -> CaptureStage | None:
+    """Who makes the states that the draft reads; None: the step itself does. last: whether the
+    final-normed states are needed, too."""
+    task, architecture = config.task, draft.architecture
+    assert isinstance(task, DraftTask) and isinstance(architecture, BaseDraftConfig)
+    if task.target.source == "step":
+        return None
+    parts = move_target(config, target)
+    runs = FrozenTarget(parts, architecture.capture, last=last, seed=config.run.seed)
+    if task.target.source == "ahead":
+        return OtherDevices(runs, draft.mesh)
+    return StoredStates(config, runs)

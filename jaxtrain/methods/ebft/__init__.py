@@ -1,0 +1,1 @@
+"""Feature-matching (energy-based) fine-tuning."""

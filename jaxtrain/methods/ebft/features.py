@@ -1,0 +1,206 @@
+"""The feature network of EBFT: a frozen role, and features of token sequences by it.
+
+    sequences of a group ──merge──> trees ──pack──> [A, B, T] ──Scorer.features──> [A, B, S, F]
+      (prompt once, an answer a branch)   streams: which tokens count in which feature
+
+Several devices compute a round's features together, each on rows of its own, as they train.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config, ModelConfig
+from jaxtrain.core.bundle import ModelBundle, assemble_beside, find_tokenizer
+from jaxtrain.core.roles import Role
+from jaxtrain.core.scorer import POOLING
+from jaxtrain.data.packing.pack import Fields, PackedTree, fit_rows, lay_out
+from jaxtrain.data.packing.prefixes import FlatSequence
+from jaxtrain.data.packing.steps import StepShape
+from jaxtrain.data.packing.tree import Tree
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.tokenizer import compare_vocabularies
+from jaxtrain.methods.ebft.config import FeatureConfig
+from jaxtrain.methods.ebft.feature_matching import Pooling, pooling_weights
+from jaxtrain.methods.rl.batch_builder import grow
+
+FEATURES = "features"
+"""The role."""
+CACHED_BYTES = 2**28
+"""Of features of ground truths that are kept."""
+
+
+def feature_role(features: FeatureConfig, config: Config, parts: ModelBundle) -> Role:
+    """The network of task.features; UserError for one that reads other tokens than the policy, is
+    too short for its rows, or lacks a named layer."""
+    full = () if parts.adapter is None else parts.adapter.full
+    network = features.network
+    if network == "bare" and full:
+        raise UserError(
+            f'task.features.network "bare": the adapter of adapter.path trains {", ".join(full)} in'
+            ' full, which stays when the adapter is off; set it to "start"'
+        )
+    if network == "auto":
+        network = "start" if parts.adapter is None or full else "bare"
+    if network == "bare":
+        role = Role(parts, "bare", in_loss=False)
+    elif network == "start":
+        role = Role(parts, "start", in_loss=False, dtype="bfloat16")
+    else:
+        role = Role(_open_beside(network, config, parts), "own", in_loss=False)
+    try:
+        features.find_layers(role.parts.architecture.num_hidden_layers)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return role
+
+
+def _open_beside(path: str, config: Config, parts: ModelBundle) -> ModelBundle:
+    """Another model's folder on the policy's mesh."""
+    dtype = config.model.compute_dtype
+    model = ModelConfig(
+        path=path,
+        param_dtype=dtype,
+        compute_dtype=dtype,
+        attention=config.model.attention,
+        scan_layers=config.model.scan_layers,
+    )
+    key = "task.features.network"
+    difference = compare_vocabularies(parts.tokenizer, find_tokenizer(model))
+    if difference is not None:
+        raise UserError(
+            f"{key} reads other tokens than the policy, whose tokens it is shown: {difference};"
+            " choose a model of the policy's own family"
+        )
+    beside = assemble_beside(model, parts, key)
+    if config.data.sequence_len > beside.architecture.longest:
+        raise UserError(
+            f"data.sequence_len {config.data.sequence_len} is longer than the feature network's"
+            f" {beside.architecture.longest_said}; lower the first"
+        )
+    return beside
+
+
+class FeatureSequence(NamedTuple):
+    """One token sequence of which a feature is wanted."""
+
+    tokens: np.ndarray
+    """int32 [n], the prompt first."""
+    prompt: int
+    """Tokens of the prompt."""
+
+
+class FeatureRequest(NamedTuple):
+    """Features to be computed: a batch, and where in its result each sequence's stands."""
+
+    batch: Batch
+    places: list[tuple[int, int, int]]
+    """(microstep, row, number in the row) by sequence."""
+
+
+def ask(
+    groups: Sequence[Sequence[FeatureSequence]], method: Pooling, shape: StepShape, *, share: bool
+) -> FeatureRequest:
+    """A batch of the sequences of some groups, in order. share: what the sequences of a group begin
+    with is computed once; else each stands in a row alone. Longer ones are cut to a row."""
+    trees: list[Tree] = []
+    members: list[list[tuple[int, FeatureSequence]]] = []
+    number = 0
+    for group in groups:
+        numbered = [
+            (number + place, one._replace(tokens=one.tokens[: shape.row_tokens]))
+            for place, one in enumerate(group)
+        ]
+        number += len(group)
+        for together in _partition(numbered):
+            branches = [FlatSequence(one.tokens, {}) for _, one in together]
+            grown = grow(branches, shape.row_tokens, share)
+            taken = 0
+            for tree in grown:
+                trees.append(tree)
+                members.append(together[taken : taken + tree.num_branches])
+                taken += tree.num_branches
+    sizes = [tree.num_tokens for tree in trees]
+    rows = fit_rows(sizes, shape.row_tokens) if share else [[i] for i in range(len(trees))]
+    most = max(sum(trees[i].num_branches for i in row) for row in rows)
+    width = 1 << (most - 1).bit_length()  # few different programs
+    P = len(pooling_weights(method, 1))
+    places: list[tuple[int, int, int]] = [(-1, -1, -1)] * number
+    packed = []
+    for index, row in enumerate(rows):
+        at, first = [], 0
+        for i in row:
+            for k, (owner, _) in enumerate(members[i]):
+                places[owner] = (index // shape.rows, index % shape.rows, first + k)
+            sequences = [one for _, one in members[i]]
+            at.append(_weigh(trees[i], sequences, method, first, width, P))
+            first += trees[i].num_branches
+        packed.append(at)
+    fields = Fields((), {POOLING: np.dtype((np.float32, (width * P,)))})
+    return FeatureRequest(replace(shape, fields=fields).build(packed), places)
+
+
+def _partition(
+    numbered: Sequence[tuple[int, FeatureSequence]],
+) -> list[list[tuple[int, FeatureSequence]]]:
+    """By the first token: what a tree can hold."""
+    found: dict[int, list[tuple[int, FeatureSequence]]] = {}
+    for number, one in numbered:
+        found.setdefault(int(one.tokens[0]), []).append((number, one))
+    return list(found.values())
+
+
+def _weigh(
+    tree: Tree,
+    sequences: Sequence[FeatureSequence],
+    method: Pooling,
+    first: int,
+    width: int,
+    P: int,
+) -> PackedTree:
+    """The tree laid out, with what each token counts in the features first, first + 1, ... of the
+    `width` of its row."""
+    packed = lay_out(tree, "branch")
+    weights_TN = np.zeros((len(packed.tokens), width, P), np.float32)
+    for place, (end, one) in enumerate(zip(tree.ends, sequences, strict=True)):
+        path, node = [], end
+        while node >= 0:
+            path.append(node)
+            node = tree.nodes[node].parent
+        on_path = np.flatnonzero(np.isin(packed.node, path))  # in preorder: root first
+        counts_PT = pooling_weights(method, len(on_path), one.prompt)
+        weights_TN[on_path, first + place] = counts_PT.T
+    return replace(packed, streams={POOLING: weights_TN.reshape(len(packed.tokens), -1)})
+
+
+class FeatureCache:
+    """Features of ground truths, which a frozen network need not compute twice; those that were
+    used last, within CACHED_BYTES."""
+
+    def __init__(self, most: int = CACHED_BYTES):
+        self.most, self.bytes = most, 0
+        self._found: OrderedDict[bytes, np.ndarray] = OrderedDict()
+
+    @staticmethod
+    def key(one: FeatureSequence) -> bytes:
+        """The same for the same tokens and prompt."""
+        return hashlib.blake2b(one.tokens.tobytes() + b"%d" % one.prompt, digest_size=16).digest()
+
+    def get(self, key: bytes) -> np.ndarray | None:
+        """What was kept."""
+        if key in self._found:
+            self._found.move_to_end(key)
+        return self._found.get(key)
+
+    def put(self, key: bytes, feature: np.ndarray) -> None:
+        """Keep a feature; the oldest ones go."""
+        if key not in self._found:
+            self._found[key] = feature
+            self.bytes += feature.nbytes
+        while self.bytes > self.most and len(self._found) > 1:
+            self.bytes -= self._found.popitem(last=False)[1].nbytes

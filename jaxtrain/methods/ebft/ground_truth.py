@@ -1,0 +1,168 @@
+"""Prompts that have a ground truth: its tokens, and how long answers to them may become.
+
+    row ─ GroundTruthRows ─> prompt, ground_truth, remaining_turns ─> environment draws G answers
+                             └─ GroundTruths ─> an Episode of the data's own, beside the group's
+
+The truth is tokenized as training data are: by the chat template's incremental prefixes, so that it
+stands behind the very prompt that the answers are drawn behind.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtrain.config import DatasetConfig
+from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.template import end_of_turn_ids
+from jaxtrain.data.formats import make_row_tokenizer
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import PromptRequest, Sampling
+from jaxtrain.generation.episodes import Episode
+from jaxtrain.generation.offline_answers import read_episode
+from jaxtrain.generation.prompt_rows import PromptRows
+from jaxtrain.methods.ebft.ground_truth_rows import (
+    Thinking,
+    Turns,
+    count_examples,
+    list_turns,
+    read_example,
+    write_answer,
+)
+from jaxtrain.safe_io import UnreadableRow
+
+LOOKED_AT = 16
+ANSWER, REMAINING = "ground_truth_message", "remaining_turns"
+"""Columns that rows get beside `prompt` and `ground_truth`."""
+
+
+class GroundTruthRows:
+    """A dataset's rows as examples, with random access; a row without a ground truth is Unreadable,
+    which whoever asks for it counts as failed."""
+
+    def __init__(self, rows: PromptRows, turns: Turns, thinking: Thinking, column: str, key: str):
+        """UserError where none of the first rows has one."""
+        self.rows, self.dataset = rows, rows.dataset
+        self.turns: Turns = turns
+        self.thinking: Thinking = thinking
+        self.column = column
+        # With all turns a row gives several examples, and only reading it tells how many.
+        self.places = count_examples(rows, turns) if turns == "all" else None
+        if len(self) == 0:
+            return
+        looked = [self[place] for place in range(min(len(self), LOOKED_AT))]
+        unusable = [row for row in looked if isinstance(row, UnreadableRow)]
+        if len(unusable) == len(looked):
+            raise UserError(
+                f"{key} ({self.dataset.path}): none of the first {len(looked)} rows can be used:"
+                f" {unusable[0].reason}. Its columns: {', '.join(map(str, rows[0])) or 'none'};"
+                ' rename others by fields, wanted = found: {ground_truth = "answer"}'
+            )
+
+    def __len__(self) -> int:
+        return len(self.rows) if self.places is None else len(self.places)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        at, place = (index, None) if self.places is None else self.places[index]
+        row = self.rows[at]
+        if isinstance(row, UnreadableRow):
+            return row
+        try:
+            if place is None:
+                places = list_turns(row, self.turns)
+                place = places[0] if places else -1
+            if place < 0:
+                raise MalformedRow(
+                    "no ground truth: the conversation has no turn of the assistant's"
+                )
+            found = read_example(row, place, self.thinking, self.column)
+        except MalformedRow as error:
+            return UnreadableRow(f"malformed row: {error}")
+        return {
+            **{name: value for name, value in row.items() if name != "messages"},
+            self.column: found.prompt,
+            "ground_truth": write_answer(found.answer),
+            ANSWER: found.answer,
+            REMAINING: found.remaining if self.turns == "first" else [],
+        }
+
+
+class GroundTruths:
+    """What a group's answers are compared with, and the longest answer that it allows."""
+
+    def __init__(
+        self,
+        datasets: Sequence[DatasetConfig],
+        tokenizer: Any,
+        *,
+        row_tokens: int,
+        column: str,
+        system: str | None,
+        raw: bool,
+        played: bool,
+        multiplier: float | None,
+        least: int,
+    ):
+        """row_tokens: longest sequence. column, system, raw: of the environment that asks. played:
+        whether it plays the turns that remain, too. multiplier: answers may have so many times the
+        tokens of the ground truth, but `least` always; None: as sampling says."""
+        self.tokenizer, self.ends = tokenizer, frozenset(end_of_turn_ids(tokenizer, raw))
+        self.column, self.system, self.played = column, system, played
+        self.raw = raw or not tokenizer.chat_template
+        self.multiplier, self.least = multiplier, least
+        form = {"fields": {}, "roles": {}, "as_chat": False, "train_on": "last"}
+        form["format"] = "prompt_completion" if self.raw else "chat"
+        self.tokenize = [
+            make_row_tokenizer(one.model_copy(update=form), tokenizer, row_tokens, "drop")
+            for one in datasets
+        ]
+
+    def __call__(self, ask: PromptRequest) -> Episode:
+        """The ground truth behind its prompt, as an episode whose `sampled` tokens are the truth's.
+        With remaining turns its last sequence is the whole conversation, of which nothing is
+        `sampled`. Raises EpisodeFailed for a row that gives none."""
+        found = self.read(ask, [])
+        remaining = ask.row[REMAINING] if self.played else []
+        if not remaining:
+            return found
+        whole = self.read(ask, remaining)
+        whole.earlier, whole.sampled = found.sequences, [False] * len(whole.tokens)
+        return whole
+
+    def read(self, ask: PromptRequest, remaining: Sequence[Mapping[str, Any]]) -> Episode:
+        """The prompt, its answer and what remains, the last turn `sampled`; nothing of what the
+        template writes behind it, which no answer has either."""
+        made = self.write(ask.row, remaining)
+        found = read_episode(self.tokenize[ask.dataset], self.tokenizer, made, f"prompt {ask.draw}")
+        end = len(found.sampled) - found.sampled[::-1].index(True)
+        for name in ("tokens", "sampled", "logprobs", "versions"):
+            setattr(found, name, getattr(found, name)[:end])
+        return found
+
+    def write(
+        self, row: Mapping[str, Any], remaining: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """A row of training data."""
+        prompt = row[self.column]
+        if self.raw:
+            return {"prompt": prompt, "completion": row["ground_truth"]}
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.system is not None and messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        tools = {"tools": row["tools"]} if row.get("tools") else {}
+        return {"messages": [*messages, row[ANSWER], *remaining], **tools}
+
+    def limit(self, truth: Episode, sampling: Sampling) -> Sampling:
+        """Sampling with this prompt's own budget: `multiplier` times the ground truth's tokens, its
+        end aside, at least `least`, and never more than sampling.max_new_tokens."""
+        if self.multiplier is None:
+            return sampling
+        length = len(truth.tokens) - count_prompt(truth)
+        length -= bool(truth.tokens and truth.tokens[-1] in self.ends)
+        most = max(int(self.multiplier * length), self.least)
+        if most >= sampling.max_new_tokens:
+            return sampling
+        return sampling.model_copy(update={"max_new_tokens": most})
+
+
+def count_prompt(episode: Episode) -> int:
+    """Tokens before the first one that was drawn, or is the ground truth's."""
+    return episode.sequences[0].sampled.index(True)

@@ -1,0 +1,161 @@
+"""Rows with a prompt and its ground truth: what EBFT compares drawn answers with.
+
+| columns                      | prompt                         | ground truth              |
+|------------------------------|--------------------------------|---------------------------|
+| prompt, ground_truth         | the text, or the messages      | ground_truth              |
+| prompt, completion           | the text, or the messages      | completion                |
+| input, output                | input, as the user's message   | output                    |
+| messages (or conversations)  | what stands before the turn    | the turn of the assistant |
+
+Of a conversation the turn is the assistant's first one, the last one, or each in turn; behind the
+first one the others remain, which an environment may have played (`remaining_turns`).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from jaxtrain.data.chat.messages import MalformedRow, read_messages
+
+Turns = Literal["first", "last", "all"]
+Thinking = Literal["keep", "split", "answer_only"]
+
+TAGS = (
+    ("<think>", "</think>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+)
+"""What thoughts stand between in a text."""
+
+
+class GroundTruthExample(NamedTuple):
+    """A prompt and what should follow."""
+
+    prompt: Any
+    """A text or messages."""
+    answer: dict[str, Any]
+    """The assistant's message that is the ground truth."""
+    remaining: list[dict[str, Any]]
+    """The conversation behind it, up to the assistant's last turn."""
+
+
+def list_turns(row: Mapping[str, Any], turns: Turns) -> list[int]:
+    """Places of the assistant's turns in a row's messages of which examples are made; [0] for a row
+    of another form, [] for a conversation without any."""
+    messages = _conversation(row)
+    if messages is None:
+        return [0]
+    found = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    match turns:
+        case "first":
+            return found[:1]
+        case "last":
+            return found[-1:]
+    return found
+
+
+def read_example(
+    row: Mapping[str, Any], place: int, thinking: Thinking = "keep", column: str = "prompt"
+) -> GroundTruthExample:
+    """The example of a row at one of `list_turns`; raises Malformed where there is no prompt or no
+    ground truth.
+
+    thinking: of the ground truth. "keep": as it stands there. "split": thoughts between tags become
+    reasoning_content, which the chat template writes in its own way, of all the assistant's turns.
+    "answer_only": none; what was said before keeps its own. column: of the prompt.
+    """
+    messages = _conversation(row)
+    if messages is not None:
+        prompt: Any = messages[:place]
+        answer, remaining = messages[place], messages[place + 1 :]
+        while remaining and remaining[-1]["role"] != "assistant":
+            remaining = remaining[:-1]
+    else:
+        prompt, answer, remaining = *_pair(row, column), []
+    if not prompt:
+        raise MalformedRow("no prompt before the ground truth")
+    if thinking == "split":
+        answer = split_thinking(answer)
+        remaining = [split_thinking(message) for message in remaining]
+        if not isinstance(prompt, str):
+            prompt = [split_thinking(message) for message in prompt]
+    elif thinking == "answer_only":
+        answer = drop_thinking(answer)
+    if not any(answer.get(key) for key in ("content", "reasoning_content", "tool_calls")):
+        raise MalformedRow("the ground truth is empty")
+    return GroundTruthExample(prompt, answer, remaining)
+
+
+def _conversation(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The messages of a row that is a conversation; None of one that is not."""
+    if row.get("ground_truth") is not None or row.get("completion") is not None:
+        return None
+    value = row.get("messages") if row.get("messages") is not None else row.get("conversations")
+    return None if value is None else read_messages(value, {}, {})
+
+
+def _pair(row: Mapping[str, Any], column: str) -> tuple[Any, dict[str, Any]]:
+    """(prompt, the assistant's message) of a row of two columns."""
+    for before, after in ((column, "ground_truth"), (column, "completion"), ("input", "output")):
+        prompt, answer = row.get(before), row.get(after)
+        if prompt is None and before == column:
+            prompt = row.get("messages")
+        if prompt is not None and answer is not None:
+            break
+    else:
+        raise MalformedRow(
+            "no ground truth: a row needs messages with an assistant's turn, or columns"
+            f" {column} and ground_truth, {column} and completion, or input and output"
+        )
+    if not isinstance(prompt, str):
+        prompt = read_messages(prompt, {}, {})
+    if isinstance(answer, str):
+        return prompt, {"role": "assistant", "content": answer}
+    found = read_messages(answer, {}, {})
+    if [message["role"] for message in found] != ["assistant"]:
+        raise MalformedRow("the ground truth must be a text, or one message of the assistant's")
+    return prompt, found[0]
+
+
+def split_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+    """An assistant's message with the thoughts of its text as reasoning_content; others, and those
+    that have it already, as they are."""
+    found = dict(message)
+    text = found.get("content")
+    if found["role"] != "assistant" or found.get("reasoning_content") or not isinstance(text, str):
+        return found
+    for opening, closing in TAGS:
+        match = re.search(f"{re.escape(opening)}(.*?){re.escape(closing)}", text, re.DOTALL)
+        if match:
+            found["reasoning_content"] = match[1].strip()
+            found["content"] = (text[: match.start()] + text[match.end() :]).strip()
+            break
+    return found
+
+
+def drop_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+    """An assistant's message without its thoughts, tagged or apart."""
+    found = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if isinstance(found.get("content"), str):
+        text = re.sub(r"<think>.*?</think>\s*", "", found["content"], flags=re.DOTALL)
+        found["content"] = text.strip()
+    return found
+
+
+def write_answer(message: Mapping[str, Any]) -> str:
+    """An assistant's message as one text, its thoughts in <think> tags: for people and rewards."""
+    thoughts, said = message.get("reasoning_content"), message.get("content") or ""
+    return f"<think>\n{thoughts}\n</think>\n\n{said}" if thoughts else said
+
+
+def count_examples(rows: Any, turns: Turns) -> list[tuple[int, int]]:
+    """(row, place of the turn) of every example of rows with random access; a row that gives none,
+    or cannot be read, stands there once, so that it is counted where it is asked for."""
+    found: list[tuple[int, int]] = []
+    for index in range(len(rows)):
+        try:
+            places = list_turns(rows[index] or {}, turns)
+        except MalformedRow:
+            places = []
+        found += [(index, place) for place in places] or [(index, -1)]
+    return found

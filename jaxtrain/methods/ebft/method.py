@@ -1,0 +1,297 @@
+"""Energy-based fine-tuning, structured (docs/ebft.md): answers that have the features of the truth.
+
+    prompt ─ engine ─> G answers ─┐  one tree: the prompt once
+    row    ─ ground truth ────────┴─ feature network ─> rewards ─> advantages ─> any RL objective
+                                                                └─ and cross-entropy of the truth
+
+Everything about drawing and training is reinforcement learning's (rl.py); here is what an answer is
+worth, which is known once the round lies on the devices that train.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config, DatasetConfig, EBFTTask
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.roles import ModelSnapshot
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.task import POLICY, Round, Task, of_policy
+from jaxtrain.data.chat.template import end_of_turn_ids
+from jaxtrain.data.packing.pack import Fields
+from jaxtrain.data.packing.steps import StepShape
+from jaxtrain.data.sequences import Sequences
+from jaxtrain.distributed.agree import broadcast_or_raise
+from jaxtrain.distributed.feed import row_shards
+from jaxtrain.distributed.mesh import is_main_process
+from jaxtrain.errors import RunStopped
+from jaxtrain.generation.episodes import Episode, Group
+from jaxtrain.generation.prompt_rows import PromptRows, open_prompts
+from jaxtrain.methods.ebft.feature_matching import rewards
+from jaxtrain.methods.ebft.features import (
+    FEATURES,
+    FeatureCache,
+    FeatureRequest,
+    FeatureSequence,
+    ask,
+    feature_role,
+)
+from jaxtrain.methods.ebft.ground_truth import GroundTruthRows, GroundTruths, count_prompt
+from jaxtrain.methods.ebft.loss import COMPONENT, ebft_loss
+from jaxtrain.methods.offline import OfflineData
+from jaxtrain.methods.rl import method as rl
+from jaxtrain.methods.rl.batch_builder import BatchBuilder
+from jaxtrain.methods.rl.judges import add_column, describe_table
+from jaxtrain.methods.rl.prompt_data import PromptData
+from jaxtrain.methods.rl.round import RewardTable, RoundSource
+from jaxtrain.models.trees import follows_trees
+
+Section = EBFTTask
+REWARD = "features"
+"""What the reward is called where several are listed."""
+
+
+class FeatureMatchingData(PromptData):
+    """`core.task.Data` of prompts with ground truths; held-out data are what SFT reads."""
+
+    def __init__(self, config: Config, tokenizer: Any):
+        task = config.task
+        assert isinstance(task, EBFTTask)
+        env, plan = config.env, rl.make_plan(config)
+        truths = GroundTruths(
+            config.data.datasets,
+            tokenizer,
+            row_tokens=config.data.sequence_len,
+            column=env.prompt_column,
+            system=env.system,
+            raw=env.raw,
+            played=env.kind == "dialogue",
+            multiplier=task.gt_length_multiplier if task.adaptive_max_tokens else None,
+            least=task.adaptive_min_tokens,
+        )
+        plan = dataclasses.replace(
+            plan,
+            labels=partial(read_labels, task, config),
+            fields=Fields(tuple(read_coef(task)), plan.fields.streams),
+            judged=False,
+            truths=truths,
+        )
+        super().__init__(config, tokenizer, plan)
+        self.task, self.held_out = task, OfflineData(config, Sequences(config.data, tokenizer))
+
+    def check(self) -> Iterator[str]:
+        """See task.Data."""
+        yield from super().check()
+        for dataset in self.config.data.eval_datasets:
+            yield str(self.held_out.recipe.probe(dataset))
+
+    def _open_prompts(self) -> Sequence[Any]:
+        return [self._open(dataset, i) for i, dataset in enumerate(self.config.data.datasets)]
+
+    def _open(self, dataset: DatasetConfig, index: int) -> GroundTruthRows:
+        key = f"data.datasets.{index}"
+        rows: PromptRows = open_prompts(dataset, key)
+        task, column = self.task, self.config.env.prompt_column
+        return GroundTruthRows(rows, task.turns, task.thinking, column, key)
+
+    def evaluate(self, parts: ModelBundle, held: ModelSnapshot, scorer: Scorer) -> dict[str, float]:
+        """Cross-entropy of the held-out data, as SFT has it: eval/loss, eval/perplexity."""
+        found = {}
+        for index, dataset in enumerate(self.config.data.eval_datasets):
+            name, total, weight = "eval" if index == 0 else f"eval/{index}", 0.0, 0.0
+            most = self.config.eval.max_batches or math.inf
+            for number, batch in enumerate(self.held_out.eval_batches(dataset, parts)):
+                if number >= most:
+                    break
+                weights = batch.weights["nll"].astype(np.float64)
+                logp = scorer.logp(batch, POLICY).astype(np.float64)
+                total -= float(np.where(weights != 0, weights * logp, 0.0).sum())
+                weight += float(weights.sum())
+            if weight:
+                found[f"{name}/loss"] = total / weight
+                found[f"{name}/perplexity"] = math.exp(min(total / weight, 80.0))
+        return found
+
+
+def open_data(config: Config, tokenizer: Any) -> FeatureMatchingData:
+    """Prompts with ground truths."""
+    return FeatureMatchingData(config, tokenizer)
+
+
+def make(config: Config) -> Task:
+    """Reinforcement learning with the feature network beside the policy."""
+    task = config.task
+    assert isinstance(task, EBFTTask)
+    base = rl.make(config)
+    parts = base.roles[POLICY].parts
+    role = feature_role(task.features, config, parts)
+    data = FeatureMatchingData(config, parts.tokenizer)
+    judges = base.prepare.judges if isinstance(base.prepare, rl.PolicyPreparation) else ()
+    objective = rl.read_objective(task, config)
+    return dataclasses.replace(
+        base,
+        roles={**base.roles, FEATURES: role},
+        loss=of_policy(partial(ebft_loss, objective=objective, impl=config.model.logp)),
+        coef=read_coef(task),
+        data=data,
+        prepare=FeatureMatchingPreparation(task, config, data, judges, role.parts),
+        evaluate=partial(data.evaluate, parts),
+    )
+
+
+def read_coef(task: EBFTTask) -> dict[str, float]:
+    """Factor of each component of the loss."""
+    return rl.rl_coef(task) | ({COMPONENT: task.ce_coef} if task.ce_coef > 0 else {})
+
+
+def read_labels(task: EBFTTask, config: Config, rows: int) -> BatchBuilder:
+    """How a round becomes batches; with ce_coef the ground truth is a branch beside the answers."""
+    labels = rl.read_labels(task, config, rows)
+    return dataclasses.replace(labels, truth=COMPONENT) if task.ce_coef > 0 else labels
+
+
+class FeatureMatchingPreparation(rl.PolicyPreparation):
+    """What reinforcement learning prepares, after the answers were rewarded by their features."""
+
+    def __init__(
+        self,
+        task: EBFTTask,
+        config: Config,
+        data: FeatureMatchingData,
+        judges: Any,
+        network: ModelBundle,
+    ):
+        """network: of the feature role."""
+        super().__init__(task, config, data, judges)
+        self.judges_late = True
+        self.features, self.network = task.features, network
+        self.layers = task.features.find_layers(network.architecture.num_hidden_layers)
+        share = task.share_prompts and follows_trees(network.architecture)
+        self.share = share and config.data.packing
+        self.ends = end_of_turn_ids(network.tokenizer, config.env.raw)
+        rows = config.data.micro_batch_size * row_shards(network.mesh)
+        row_tokens, buckets = config.data.sequence_len, tuple(config.data.length_buckets)
+        self.shape = StepShape(rows, 1, row_tokens, buckets, units=1)
+        parts = task.num_minibatches if config.rollout.streaming else 1
+        self.most_groups = config.rollout.prompts_per_step // parts
+        self.kept = FeatureCache()
+        """Features of ground truths; on process 0."""
+        self.rewards_N: np.ndarray | None = None
+        self.numbers: dict[str, float] = {}
+        self.match = jax.jit(
+            partial(
+                rewards,
+                alignment=self.features.alignment_coef,
+                diversity=self.features.diversity_coef,
+                whitening=self.features.whitening,
+            )
+        )
+
+    def __call__(self, round: Round, scorer: Scorer) -> Round:
+        """See rl.Preparation."""
+        if round.batches:
+            self.reward_answers(scorer)
+        return super().__call__(round, scorer)
+
+    @property
+    def source(self) -> RoundSource:
+        """Of the rounds, on process 0."""
+        assert self.data.source is not None, "process 0 rewards"
+        return self.data.source
+
+    def reward_answers(self, scorer: Scorer) -> None:
+        """Rewards of the part's episodes, for `judge`; features are computed by all processes."""
+        start, asked = time.monotonic(), []
+
+        def begin() -> Batch:
+            asked.append(self.collect(self.source.groups))
+            return asked[0].batch
+
+        batch = broadcast_or_raise("answers that need features", begin)
+        places = 3 if self.features.pooling == "concat" else 1
+        found = scorer.features(batch, FEATURES, self.layers, places)
+        if is_main_process():
+            features_NF = np.stack([found[place] for place in asked[0].places])
+            self.settle(self.source.groups, features_NF)
+            self.numbers["ebft/feature_seconds"] = time.monotonic() - start
+
+    def collect(self, groups: Sequence[Group]) -> FeatureRequest:
+        """The answers of all groups, and the ground truths whose features are not known yet."""
+        told = []
+        for group in groups:
+            own = [self.tell(episode) for episode in group.episodes]
+            truth = self.tell(truth_of(group))
+            told.append(
+                own if self.kept.get(FeatureCache.key(truth)) is not None else [*own, truth]
+            )
+        return ask(told, self.features.pooling, self.shape, share=self.share)
+
+    def tell(self, episode: Episode) -> FeatureSequence:
+        """The sequence that an episode is seen as: the last one, without the token that ended it,
+        which an answer that was cut off has not."""
+        tokens = episode.tokens
+        if len(tokens) > 1 and tokens[-1] in self.ends:
+            tokens = tokens[:-1]
+        return FeatureSequence(np.asarray(tokens, np.int32), count_prompt(episode))
+
+    def settle(self, groups: Sequence[Group], features_NF: np.ndarray) -> None:
+        """Rewards and metrics from what `collect` asked for. Raises RunStopped for features that
+        are no numbers."""
+        if not np.isfinite(features_NF).all():
+            raise RunStopped("the feature network's hidden states are not finite")
+        generated, truths, start, known = [], [], 0, 0
+        for group in groups:
+            stop = start + len(group.episodes)
+            generated.append(features_NF[start:stop])
+            key = FeatureCache.key(self.tell(truth_of(group)))
+            feature = self.kept.get(key)
+            known += feature is not None
+            if feature is None:
+                feature, stop = features_NF[stop], stop + 1
+            truths.append((key, feature))
+            start = stop
+        assert start == len(features_NF), "every feature belongs to a group"
+        for key, feature in truths:
+            self.kept.put(key, feature)
+        count, empty = len(groups), max(self.most_groups - len(groups), 0)
+        found = self.match(  # as many as a round has: one program
+            np.pad(np.stack(generated), ((0, empty), (0, 0), (0, 0))),
+            np.pad(np.stack([feature for _, feature in truths]), ((0, empty), (0, 0))),
+        )
+        matched = jax.tree.map(lambda values: np.asarray(values)[:count], found)
+        self.rewards_N = matched.rewards.reshape(-1).astype(np.float64)
+        for group, own in zip(groups, matched.rewards, strict=True):
+            group.rewards = [
+                {**row, REWARD: float(value)} for row, value in zip(group.rewards, own, strict=True)
+            ]
+        self.numbers = {
+            "ebft/reward": float(matched.rewards.mean()),
+            "ebft/alignment": float(matched.alignment.mean()),
+            "ebft/diversity": float(matched.diversity.mean()),
+            "ebft/cfm_loss": float(matched.cfm.mean()),
+            "ebft/cached_truths": known / count,
+        }
+
+    def judge(
+        self, table: RewardTable, batches: list[Batch]
+    ) -> tuple[RewardTable, dict[str, float]]:
+        """See rl.Preparation; on process 0."""
+        assert self.rewards_N is not None, "answers were rewarded before"
+        table = add_column(table, self.rewards_N[:, None], 1.0)
+        table, metrics = super().judge(table, batches)
+        if self.source.last_part:
+            self.source.samples = self.source.choose_samples()
+        return table, {**metrics, **describe_table(table), **self.numbers}
+
+
+def truth_of(group: Group) -> Episode:
+    """What the data say; every group of this method has it."""
+    assert group.truth is not None, "groups are played with their ground truths"
+    return group.truth

@@ -1,0 +1,139 @@
+"""Rows for training by blocks inside of documents: SFT's sequences, of which some have no room."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.config.data import DataConfig, DatasetConfig
+from jaxtrain.data.formats import Probe
+from jaxtrain.data.packing.pack import Fields
+from jaxtrain.data.packing.tree import Node, Tree
+from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.sequences import Sequences
+from jaxtrain.data.sources.readers import STREAM_ROWS, MixturePart
+from jaxtrain.errors import UserError
+from jaxtrain.methods.ebft.blocks import CE, RL, BlockStrides
+
+THOUGHTS = ("<think>", "</think>")
+NO_ROOM = "no room for a block"
+
+
+class BlockSequences(Sequences):
+    """`pipeline.Recipe` of chat, completion and text data, each sequence a document of its own."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: Any,
+        strides: BlockStrides,
+        *,
+        keep_short: bool,
+        mask_thinking: bool,
+        dtype: Any = np.float32,
+    ):
+        """keep_short: whether documents without a block train all the same, by their likelihood.
+        mask_thinking: no likelihood of what stands between the tags of thoughts."""
+        super().__init__(data, tokenizer)
+        self.strides, self.keep_short = strides, keep_short
+        self.tags: tuple[tuple[int, ...], ...] | None = None
+        if mask_thinking:
+            self.tags = tuple(
+                tuple(tokenizer.encode(tag, add_special_tokens=False)) for tag in THOUGHTS
+            )
+        self.fields = Fields((CE, RL), dtype=dtype)
+
+    def open(self, dataset: DatasetConfig) -> MixturePart:
+        """See pipeline.Recipe."""
+        part = super().open(dataset)
+        tokenize = PaddedTokenizer(part.tokenize, self.strides, self.keep_short, self.tags)
+        return MixturePart(part.name, part.rows, tokenize, part.weight)
+
+    open_held_out = open
+
+    def probe(self, dataset: DatasetConfig) -> Probe:
+        """See pipeline.Recipe; UserError also where no row has room for a block."""
+        found = super().probe(dataset)
+        samples = [sample for sample in found.samples if isinstance(sample, Sample)]
+        if any(len(self.strides.find(sample.weights)) for sample in samples):
+            return found
+        part, longest = super().open(dataset), 0
+        rows, which = iter(part.rows), "no row"
+        if not hasattr(part.rows, "__len__"):
+            rows = itertools.islice(rows, STREAM_ROWS)
+            which = f"none of the first {STREAM_ROWS} rows"
+        for index, row in enumerate(rows):
+            for item in part.tokenize(row, f"{dataset.path} row {index}"):
+                if isinstance(item, Sample):
+                    if len(self.strides.find(item.weights)):
+                        return found
+                    longest = max(longest, len(item.tokens))
+        strides = self.strides
+        raise UserError(
+            f"{dataset.path}: {which} has room for a block; the longest has {longest} tokens. A"
+            f" block needs task.generate_max_len {strides.length} tokens of an answer behind"
+            f" task.context_length {strides.context} tokens and task.min_completion_prefix"
+            f" {strides.prefix} of the answer; lower these, or choose longer rows"
+        )
+
+
+class PaddedTokenizer:
+    """(row, origin) -> what another row_tokenizer makes, as documents with weights of both losses."""
+
+    def __init__(
+        self,
+        tokenize: Any,
+        strides: BlockStrides,
+        keep_short: bool,
+        tags: tuple[tuple[int, ...], ...] | None,
+    ):
+        self.tokenize, self.strides = tokenize, strides
+        self.keep_short, self.tags = keep_short, tags
+
+    def __call__(self, row: Any, origin: str) -> Sequence[Any]:
+        """See readers.Tokenize."""
+        return [self.judge(item) for item in self.tokenize(row, origin)]
+
+    def judge(self, item: Any) -> Any:
+        """The document, or why it is left out."""
+        if not isinstance(item, Sample) or not np.any(item.weights[1:]):
+            return item  # a drop, or what will be dropped under a reason of its own
+        likely = item.weights
+        if self.tags is not None:
+            likely = np.where(between(item.tokens, *self.tags), 0.0, likely).astype(likely.dtype)
+        if not len(self.strides.find(item.weights)) and not (
+            self.keep_short and np.any(likely[1:])
+        ):
+            return Dropped(NO_ROOM, item.origin)
+        node = Node(-1, np.asarray(item.tokens, np.int32), {CE: likely, RL: item.weights})
+        return Tree((node,), origin=item.origin, controls=item.controls)
+
+
+def between(tokens: np.ndarray, opened: Sequence[int], closed: Sequence[int]) -> np.ndarray:
+    """bool [n]: tokens of the tags and between them; what is opened and not closed goes to the
+    end."""
+    marks = sorted(
+        [(at, 1) for at in find_all(tokens, opened)]
+        + [(at + len(closed), -1) for at in find_all(tokens, closed)]
+    )
+    inside = np.zeros(len(tokens), bool)
+    start = None
+    for at, kind in marks:
+        if kind == 1 and start is None:
+            start = at
+        elif kind == -1 and start is not None:
+            inside[start:at] = True
+            start = None
+    if start is not None:
+        inside[start:] = True
+    return inside
+
+
+def find_all(tokens: np.ndarray, wanted: Sequence[int]) -> list[int]:
+    """Where a sequence of ids begins."""
+    size = len(wanted)
+    if not size or size > len(tokens):
+        return []
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, size)
+    return np.flatnonzero((windows == np.asarray(wanted)).all(1)).tolist()

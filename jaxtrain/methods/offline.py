@@ -1,0 +1,239 @@
+"""Data that lie there before training: what methods that train on datasets have in common."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config, DatasetConfig
+from jaxtrain.core.bundle import ModelBundle, count_microsteps
+from jaxtrain.core.task import Round, TrainingContext
+from jaxtrain.data.packing.steps import count_part
+from jaxtrain.data.pipeline import BatchSource, Recipe, eval_batches, open_source, plan_steps
+from jaxtrain.data.sources.cache import cache_part, default_folder
+from jaxtrain.data.sources.readers import MixturePart
+from jaxtrain.data.tally import describe_controls, describe_counts
+from jaxtrain.data.text_only import only_text
+from jaxtrain.distributed.feed import row_shards
+from jaxtrain.distributed.mesh import is_main_process
+from jaxtrain.models.trees import require_trees
+
+LOOK_SECONDS = 10.0
+"""How long a dry run tokenizes each dataset."""
+
+
+LOOK_WINDOW = 1024
+"""Samples looked ahead at where only a few batches are shown."""
+
+
+class OfflineData:
+    """`core.task.Data` of section data, its rows made into trees by a recipe."""
+
+    def __init__(self, config: Config, recipe: Recipe, note: str = ""):
+        """note: what people should know about the data beside what is found in them."""
+        self.config, self.recipe, self.note = config, recipe, note
+        self.log: Callable[[str], None] = print if is_main_process() else _say_nothing
+        self._told: set[str] = set()
+        self.row_tokens = recipe.row_tokens
+        self.fields = recipe.fields
+
+    def check(self) -> Iterator[str]:
+        """See task.Data."""
+        for dataset in self._all():
+            yield str(self.recipe.probe(dataset))
+        if self.note:
+            yield self.note
+
+    def open(self, parts: ModelBundle, log: Callable[[str], None]) -> "OfflineRounds":
+        """See task.Data."""
+        config = self.config
+        shape = {
+            "seed": config.run.seed,
+            "rows_per_microstep": config.data.micro_batch_size * row_shards(parts.mesh),
+            "microsteps": count_microsteps(config, parts.mesh),
+        }
+        epochs, total_steps = config.run.num_epochs, config.run.max_steps
+        self.log, media, counted = log, parts.architecture.media_tokens, total_steps is None
+        open_part = self._open_cached if counted else self._open
+        opened = [only_text(open_part(one, parts), media) for one in config.data.datasets]
+        if total_steps is None:
+            assert epochs is not None, "the config has one of the two"
+            log("counting steps: tokenizing and packing the data once")
+            total_steps, counts = plan_steps(
+                config.data, self.recipe, **shape, num_epochs=epochs, opened=opened
+            )
+            log(f"{total_steps} steps in {epochs:g} epochs")
+            self.tell(counts, f"data of {epochs:g} epochs")
+        source = open_source(config.data, self.recipe, **shape, num_epochs=epochs, opened=opened)
+        return OfflineRounds(source, total_steps, None if counted else self.tell)
+
+    def _open(self, dataset: DatasetConfig, parts: ModelBundle) -> MixturePart:
+        return self.recipe.open(dataset)
+
+    def _open_cached(self, dataset: DatasetConfig, parts: ModelBundle) -> MixturePart:
+        """The dataset, tokenized, if it can be kept on disk."""
+        data, part = self.config.data, self.recipe.open(dataset)
+        if not data.cache:
+            return part
+        return cache_part(
+            part,
+            self.recipe.settings(dataset),
+            parts.tokenizer,
+            Path(data.cache_dir) if data.cache_dir else default_folder(),
+            row_tokens=self.row_tokens,
+            num_workers=data.num_workers,
+            log=self.log,
+        )
+
+    def tell(self, counts: Mapping[str, int], what: str) -> None:
+        """Say what of the data was dropped and why, and what sharing prefixes saves."""
+        data = self.config.data
+        controls = describe_controls(data.datasets)
+        if line := describe_counts(counts, data.sequence_len, controls):
+            self.log(f"{what}: {line}")
+
+    def eval_batches(self, dataset: DatasetConfig, parts: ModelBundle) -> Iterator[Batch]:
+        """See task.Data."""
+        rows = self.config.data.micro_batch_size * row_shards(parts.mesh)
+
+        def done(counts: Mapping[str, int]) -> None:
+            key = f"{dataset.path} {dataset.split}"
+            if key not in self._told:
+                self._told.add(key)
+                self.tell(counts, f"held-out {dataset.path}")
+
+        part = only_text(self.recipe.open_held_out(dataset), parts.architecture.media_tokens)
+        return eval_batches(dataset, self.config.data, self.recipe, rows, done, part)
+
+    def show(self, console: Console, num_samples: int) -> None:
+        """See task.Data."""
+        for dataset in self._all():
+            console.print(str(self.recipe.probe(dataset)), style="bold", markup=False)
+            self.recipe.show(dataset, num_samples, console)
+        self.show_packing(console)
+
+    def describe(self, console: Console) -> None:
+        """See task.Data."""
+        probes = [self.recipe.probe(dataset) for dataset in self._all()]
+        for found in probes:
+            console.print(str(found), markup=False)
+        if self.note:
+            console.print(self.note, markup=False)
+        self.show_counts(console)
+        self.show_packing(console, num_batches=4)
+        self.recipe.show_example(probes[0], console)
+
+    def show_counts(self, console: Console) -> None:
+        """What becomes of the rows, of as many as are tokenized in LOOK_SECONDS."""
+        controls = describe_controls(self.config.data.datasets)
+        for dataset in self._all():
+            counts, whole = count_part(self.recipe.open(dataset), self.row_tokens, LOOK_SECONDS)
+            rows = f"{'all' if whole else 'the first'} {counts['draws']:,} rows"
+            line = describe_counts(counts, self.config.data.sequence_len, controls)
+            line = line or f"{counts['trees']:,} examples, none dropped"
+            side = " (held out)" if dataset.part == "held_out" else ""
+            console.print(f"{dataset.path}{side}, {rows}: {line}", markup=False, soft_wrap=True)
+
+    def show_packing(self, console: Console, num_batches: int = 20) -> None:
+        """How full the first batches' rows are."""
+        data = self.config.data
+        # A look, not a pass: a wide window is filled before it gives its first row.
+        data = data.model_copy(update={"packing_window": min(data.packing_window, LOOK_WINDOW)})
+        source = open_source(
+            data,
+            self.recipe,
+            seed=self.config.run.seed,
+            rows_per_microstep=data.micro_batch_size,
+            microsteps=1,
+            num_epochs=1.0 if self.config.run.num_epochs else None,
+        )
+        # One at a time: a batch may take a good part of the memory.
+        documents = [
+            count_roots(round_[0]) for _, round_ in zip(range(num_batches), source, strict=False)
+        ]
+        counters = source.counters()
+        source.close()
+        console.print(
+            f"packing of the first {len(documents)} batches: {data.micro_batch_size} rows of"
+            f" {self.row_tokens} tokens, {counters['packing_efficiency']:.1%} filled,"
+            f" {np.mean(documents):.1f} samples a batch"
+        )
+
+    def _all(self) -> list[DatasetConfig]:
+        return [*self.config.data.datasets, *self.config.data.eval_datasets]
+
+
+class OfflineRounds:
+    """`core.task.Rounds` of a data source: a round is one batch."""
+
+    engine: Any = None
+    serves = pauses = False
+
+    def __init__(
+        self,
+        source: BatchSource,
+        total_steps: int,
+        tell: Callable[[Mapping[str, int], str], None] | None = None,
+    ):
+        """tell: gets the counts of what was read, after the first batch and with the last."""
+        self.source, self.total_steps = source, total_steps
+        self.tell, self._told = tell, 0
+
+    def ready(self, live: TrainingContext) -> None:
+        """Nothing waits for weights."""
+
+    def next(self, live: TrainingContext) -> Round:
+        """The next batch; StopIteration where epochs end."""
+        batches = self.draw(live)
+        last = live.step + 1 >= self.total_steps
+        if self.tell is not None and (last or not self._told):
+            counts = self.counters()["counts"]
+            if counts["draws"] > self._told:
+                self.tell(counts, "data read so far")
+            self._told = counts["draws"]
+        return live.prepare(Round(batches, version=live.step))
+
+    def draw(self, live: TrainingContext) -> list[Batch]:
+        """What the source gives next."""
+        with live.phase("waiting for data"):
+            return next(self.source)
+
+    def finish(self, live: TrainingContext, *, interrupted: bool) -> dict[str, float]:
+        """Nothing waits for weights."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """Cursor of the source."""
+        return self.source.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See task.Rounds."""
+        self.source.restore(state)
+
+    def counters(self) -> dict[str, Any]:
+        """Those of the source."""
+        return self.source.counters()
+
+    def close(self) -> None:
+        """Stop the source's thread and workers."""
+        self.source.close()
+
+
+def _say_nothing(text: str) -> None:
+    """What other processes say."""
+
+
+def count_roots(batch: Batch) -> int:
+    """Trees in a host batch: roots that are not padding."""
+    index = np.arange(batch.prev.shape[-1])
+    return int(((batch.prev < 0) & (batch.until > index + 1)).sum())
+
+
+def check_packing(config: Config, architecture: Any) -> None:
+    """Refuse rows of several documents for a model whose layers would run from one to the next."""
+    if config.data.packing:
+        found = "data.packing puts several documents into a row"
+        require_trees(architecture, found, "set data.packing to false")

@@ -1,0 +1,120 @@
+"""What a comparison needs of the others in its optimizer step: sums, ranks, mismatched answers.
+
+    KTO   prompt 1, answer 1     its baseline is the mean log-ratio of   prompt 1, answer 3
+          prompt 2, answer 2     answers behind prompts that are not     prompt 2, answer 1
+          prompt 3, answer 3     theirs, each prompt with the answers    prompt 3, answer 2
+                                 of the one before it in the step
+    AOT   pairs are compared with the pair of the same rank in the step
+
+Batches are those of data/comparisons/pairs.py, [A, B, T] host arrays of the whole step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.data.comparisons.pairs import CHOSEN, PREFERENCE, REJECTED, SCORE, SHARE
+from jaxtrain.data.packing.branches import list_branches
+from jaxtrain.data.packing.pack import Fields, fit_rows, lay_out
+from jaxtrain.data.packing.steps import StepShape
+from jaxtrain.data.packing.tree import Node, Tree
+
+FIELDS = Fields((SCORE,), dtype=np.float64)
+
+
+class SlotSums(NamedTuple):
+    """Sums over the answers' tokens, for each of the n slots of a batch in its order."""
+
+    places: tuple[np.ndarray, ...]
+    """Index arrays of the slots in [A, B, T]."""
+    chosen: np.ndarray
+    """float64 [n]; nan where the slot has no such side."""
+    rejected: np.ndarray
+
+    def spread(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
+        """values [n] on their slots, 0 elsewhere, in the shape and dtype of `like`."""
+        found = np.zeros(like.shape, like.dtype)
+        found[self.places] = values
+        return found
+
+
+def sum_sides(batch: Batch, values: np.ndarray) -> SlotSums:
+    """Sums of values [A, B, T] (log-probs) over the answers that the slots point to."""
+    length = values.shape[-1]
+    mask = (batch.weights[SCORE] != 0).reshape(-1, length)
+    share = batch.streams.get(SHARE)
+    counted = np.where(mask, values.reshape(-1, length), 0.0).astype(np.float64)
+    if share is not None:
+        counted *= share.reshape(-1, length)
+    owner = np.maximum(np.asarray(batch.owner), 0).reshape(-1, length)
+    sums = np.zeros(counted.shape)
+    np.add.at(sums, (np.arange(len(sums))[:, None], owner), counted)
+    places = np.nonzero(batch.weights[PREFERENCE])
+    rows = np.ravel_multi_index(places[:-1], values.shape[:-1])
+    sides = []
+    for name in (CHOSEN, REJECTED):
+        index = places[-1] + batch.streams[name][places]
+        found = sums[rows, owner[rows, np.maximum(index, 0)]]
+        sides.append(np.where(index >= 0, found, np.nan))
+    return SlotSums(places, *sides)
+
+
+def at_same_rank(own: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """[n]: for each of `own` the one of `others` that has its rank; equal ones in their order."""
+    found = np.empty(len(own))
+    found[np.argsort(own, kind="stable")] = np.sort(others)
+    return found
+
+
+def mismatch(batch: Batch, shape: StepShape) -> Batch | None:
+    """The answers behind other prompts, with weights SCORE; None where all have the same prompt.
+
+    Each prompt gets the answers of the prompt before it, the first one those of the last, so that
+    in TRL's order of one answer a prompt it is TRL's rotation. A prompt is what stands before an
+    answer's first trained token. An answer that does not fit behind its new prompt is cut.
+    """
+    groups = list_groups(batch)
+    if len(groups) < 2:
+        return None
+    trees = []
+    for (_, answers), (prompt, _) in pairwise([groups[-1], *groups]):
+        whole = _grow(prompt, answers)
+        if whole.num_tokens > shape.row_tokens:
+            room = shape.row_tokens - len(prompt)
+            trees += [_grow(prompt, [(t[:room], w[:room])]) for t, w in answers]
+        else:
+            trees.append(whole)
+    rows = fit_rows([tree.num_tokens for tree in trees], shape.row_tokens)
+    packed = [[lay_out(trees[index], "branch") for index in row] for row in rows]
+    return replace(shape, units=1, fields=FIELDS, normalize="branch").build(packed)
+
+
+Answer = tuple[np.ndarray, np.ndarray]
+"""Tokens and weights [n]."""
+
+
+def list_groups(batch: Batch) -> list[tuple[np.ndarray, list[Answer]]]:
+    """[(prompt, its answers)] of a batch in its order; answers side by side with equal prompts are
+    those of one prompt, whether they share a tree or not."""
+    bare = batch._replace(weights={SCORE: batch.weights[SCORE]}, streams={})
+    groups: list[tuple[np.ndarray, list[Answer]]] = []
+    for branch in list_branches(bare):
+        weights = branch.weights[SCORE]
+        if not weights.any():
+            continue
+        start = int(np.argmax(weights != 0))
+        prompt, answer = branch.tokens[:start], (branch.tokens[start:], weights[start:])
+        if groups and np.array_equal(groups[-1][0], prompt):
+            groups[-1][1].append(answer)
+        else:
+            groups.append((prompt, [answer]))
+    return groups
+
+
+def _grow(prompt: np.ndarray, answers: Sequence[Answer]) -> Tree:
+    root = Node(-1, prompt, {SCORE: np.zeros(len(prompt))})
+    return Tree((root, *(Node(0, tokens, {SCORE: weights}) for tokens, weights in answers)))

@@ -1,0 +1,222 @@
+"""Preferences: answers of which one is better, or each of which is good or bad
+(docs/preferences.md).
+
+A prompt with its answers is a tree; here is what the method makes of it: the loss, the reference,
+and what a step's comparisons need of each other before its update.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config, PreferenceTask
+from jaxtrain.core.bundle import build_model_bundle
+from jaxtrain.core.roles import Role
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.task import POLICY, Round, Task, of_policy
+from jaxtrain.data.comparisons.pairs import (
+    CHOSEN,
+    NLL,
+    PREFERENCE,
+    REJECTED,
+    SCORE,
+    SHARE,
+    PairTrees,
+)
+from jaxtrain.data.comparisons.preferences import Preferences
+from jaxtrain.data.packing.pack import Fields
+from jaxtrain.data.packing.steps import StepShape
+from jaxtrain.methods.offline import OfflineData
+from jaxtrain.methods.preference.cross_batch_stats import at_same_rank, mismatch, sum_sides
+from jaxtrain.methods.preference.loss import PreferenceObjective, preference_loss
+from jaxtrain.methods.preference.precomputed import Precomputed
+from jaxtrain.methods.reference_model import REFERENCE, find_reference, mixing
+from jaxtrain.models.trees import require_trees
+
+Section = PreferenceTask
+CONSTANTS = {
+    "kto": ("kto",),
+    "aot": ("aot",),
+    "aot_unpaired": ("aot_chosen", "aot_rejected"),
+}
+"""Streams with what a loss needs of the others in a step."""
+
+
+def open_data(config: Config, tokenizer: Any) -> OfflineData:
+    """Prompts with answers that are compared, or judged one by one."""
+    task = config.task
+    assert isinstance(task, PreferenceTask)
+    build = PairTrees(
+        task.share_prompts,
+        nll=task.resolved("nll_on") if task.nll_weight else "none",
+        tail=task.ld_alpha,
+        average=task.average,
+    )
+    recipe = Preferences(
+        config.data,
+        tokenizer,
+        build,
+        read_fields(task, config.model.compute_dtype),
+        "labels" if task.of_labels else "pairs",
+        row_tokens=task.max_packed_tokens,
+        units=task.units_per_step,
+    )
+    return OfflineData(config, recipe)
+
+
+def make(config: Config) -> Task:
+    """The policy, its reference where one is needed, and what stands around a step."""
+    task = config.task
+    assert isinstance(task, PreferenceTask)
+    parts = build_model_bundle(config)
+    found = "task.kind preference puts the answers to a prompt into one row"
+    require_trees(parts.architecture, found, 'train good answers with task.kind "sft"')
+    roles = {POLICY: Role(parts)}
+    kind = reads_reference(task)
+    weights = None
+    if kind not in ("none", "precomputed"):
+        weights = find_reference(kind, parts.adapter)
+        roles[REFERENCE] = Role(parts, weights, in_loss=False)
+    data = open_data(config, parts.tokenizer)
+    reference: Reference = ask_reference
+    if kind == "precomputed":
+        reference = Precomputed(config, parts, data)
+    loss = partial(preference_loss, objective=read_objective(task), impl=config.model.logp)
+    return Task(
+        roles=roles,
+        loss=of_policy(loss),
+        coef=preference_coef(task),
+        data=data,
+        prepare=PreferencePreparation(task, config, data, reference),
+        after_round=mixing(weights, task.reference_every, task.reference_alpha),
+    )
+
+
+def reads_reference(task: PreferenceTask) -> str:
+    """task.reference, "none" where no loss asks for one."""
+    return task.reference if task.needs_reference else "none"
+
+
+def preference_coef(task: PreferenceTask) -> dict[str, float]:
+    """Factor of each component of the loss; the weights of several losses are in the objective."""
+    return {"preference": 1.0, **({"nll": task.nll_weight} if task.nll_weight else {})}
+
+
+def read_fields(task: PreferenceTask, compute_dtype: str) -> Fields:
+    """What every batch holds."""
+    dtype = np.float64 if compute_dtype == "float64" else np.float32
+    streams: dict[str, Any] = {CHOSEN: np.int32, REJECTED: np.int32}
+    if task.ld_alpha is not None:
+        streams[SHARE] = dtype
+    if reads_reference(task) != "none":
+        streams["ref_logp"] = dtype
+    for name in constants(task):
+        streams[name] = dtype
+    components = (PREFERENCE, SCORE, *([NLL] if task.nll_weight else []))
+    return Fields(components, streams, dtype=dtype)
+
+
+def constants(task: PreferenceTask) -> list[str]:
+    """Streams of what the losses need of the others in a step."""
+    return [stream for name in task.names for stream in CONSTANTS.get(name, ())]
+
+
+def read_objective(task: PreferenceTask) -> PreferenceObjective:
+    """The numbers of the loss."""
+    return PreferenceObjective(
+        losses=tuple(task.losses),
+        beta=task.resolved("beta"),
+        epsilon=task.resolved("label_smoothing"),
+        divergence=task.f_divergence,
+        divergence_alpha=task.f_alpha,
+        gamma=task.resolved("simpo_gamma"),
+        alpha=task.resolved("alphapo_alpha"),
+        discopop_tau=task.discopop_tau,
+        desirable=task.desirable_weight,
+        undesirable=task.undesirable_weight,
+        reference=reads_reference(task) != "none",
+        weighted=task.use_weighting,
+    )
+
+
+Reference = Callable[[Batch, Scorer], np.ndarray]
+"""(batch, scorer) -> the reference's log-probs [A, B, T]."""
+
+
+def ask_reference(batch: Batch, scorer: Scorer) -> np.ndarray:
+    """From the reference's weights of now."""
+    return scorer.logp(batch, REFERENCE)
+
+
+class PreferencePreparation:
+    """What a step's comparisons need before its update: reference log-probs, and constants of the
+    whole step. On every process alike, from numbers that all of them get."""
+
+    def __init__(
+        self,
+        task: PreferenceTask,
+        config: Config,
+        data: OfflineData,
+        reference: Reference = ask_reference,
+    ):
+        self.task, self.data, self.reference = task, data, reference
+        self.kind = reads_reference(task)
+        self.buckets = tuple(config.data.length_buckets)
+
+    def __call__(self, round: Round, scorer: Scorer) -> Round:
+        """The round with its streams filled in."""
+        batches = [self.fill(batch, scorer) for batch in round.batches]
+        slots = sum(int(np.count_nonzero(batch.weights[PREFERENCE])) for batch in batches)
+        metrics = {**round.metrics, "num_pairs": float(slots)}
+        return round._replace(batches=batches, metrics=metrics)
+
+    def fill(self, batch: Batch, scorer: Scorer) -> Batch:
+        """One optimizer step's batch."""
+        streams = dict(batch.streams)
+        if self.kind != "none":
+            streams["ref_logp"] = self.reference(batch, scorer)
+        batch = batch._replace(streams=streams)
+        names = self.task.names
+        if "kto" in names:
+            base = self.baseline(batch, scorer)
+            streams["kto"] = np.where(batch.weights[PREFERENCE] != 0, base, 0).astype(
+                streams["kto"].dtype
+            )
+        if "aot" in names or "aot_unpaired" in names:
+            streams |= self.ranks(batch, scorer)
+        return batch._replace(streams=streams)
+
+    def baseline(self, batch: Batch, scorer: Scorer) -> float:
+        """KTO's z0: the mean log-ratio of answers behind prompts that are not theirs, over the
+        whole step, at least 0; 0 where a step has a single prompt."""
+        # units: the answers fill as many microsteps as they need.
+        rows = batch.tokens.shape[1]
+        other = mismatch(batch, StepShape(rows, 1, self.data.row_tokens, self.buckets, units=1))
+        if other is None:
+            return 0.0
+        policy, reference = (scorer.logp(other, role) for role in (POLICY, REFERENCE))
+        mask = other.weights[SCORE] != 0
+        total = float(np.sum((policy.astype(np.float64) - reference)[mask]))
+        slots = np.count_nonzero(batch.weights[PREFERENCE])
+        return max(total / max(int(slots), 1), 0.0)
+
+    def ranks(self, batch: Batch, scorer: Scorer) -> dict[str, np.ndarray]:
+        """AOT's constants: with whom the policy's log-probs of now rank each pair."""
+        policy = sum_sides(batch, scorer.logp(batch, POLICY))
+        ref_logp = batch.streams.get("ref_logp")
+        reference = sum_sides(batch, np.zeros(batch.tokens.shape) if ref_logp is None else ref_logp)
+        like, found = batch.weights[PREFERENCE], {}
+        if "aot" in self.task.names:
+            margins, others = policy.chosen - policy.rejected, reference.chosen - reference.rejected
+            found["aot"] = policy.spread(at_same_rank(margins, others), like)
+        if "aot_unpaired" in self.task.names:
+            chosen, rejected = (
+                policy.chosen - reference.chosen,
+                policy.rejected - reference.rejected,
+            )
+            found["aot_chosen"] = policy.spread(at_same_rank(chosen, rejected), like)
+            found["aot_rejected"] = policy.spread(at_same_rank(rejected, chosen), like)
+        return found

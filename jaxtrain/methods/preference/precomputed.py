@@ -1,0 +1,174 @@
+"""A reference that is asked once: the starting weights' log-probs of all data, kept on disk.
+
+    first step   the trained weights are still those that the run starts from: they score every row
+    later        a table in data.cache_dir, found by a key of the weights and all that shapes their
+                 numbers; no second copy of the weights, no second forward pass
+
+An answer is found by its own tokens and those of its prompt, so other data, another tokenizer or
+template never get numbers that are not theirs. A run that goes on from a checkpoint has its
+starting weights no more: without its table, or for answers that are not in it, it stops with a
+message that says what differs.
+"""
+
+import hashlib
+import json
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.task import POLICY
+from jaxtrain.data.sources.cache import clear_folder, default_folder, find_key
+from jaxtrain.data.sources.readers import is_stream
+from jaxtrain.distributed.agree import broadcast_or_raise
+from jaxtrain.errors import UserError
+from jaxtrain.methods.offline import OfflineData
+from jaxtrain.methods.preference.logp_table import (
+    Arrays,
+    LogpTable,
+    UnknownAnswer,
+    list_tables,
+    read_about,
+    read_table,
+    write_table,
+)
+from jaxtrain.runs.manifest import hash_file
+
+COVERED = "datasets"
+"""Key of a table's description: digests of the datasets that it holds all answers of."""
+
+
+class Precomputed:
+    """Reference log-probs out of the table; made or read when the first batch asks."""
+
+    def __init__(self, config: Config, parts: ModelBundle, data: OfflineData):
+        self.config, self.parts, self.data = config, parts, data
+        cache = config.data.cache_dir
+        self.folder = (Path(cache) if cache else default_folder()) / "reference"
+        self.table: LogpTable | None = None
+
+    def __call__(self, batch: Batch, scorer: Scorer) -> np.ndarray:
+        """The log-probs [A, B, T] of a batch's answers; on all processes."""
+        if self.table is None:
+            self.table = self.open(scorer)
+        try:
+            return self.table.fill(batch)
+        except UnknownAnswer:
+            raise UserError(
+                "an answer of the data is not among the reference log-probs in"
+                f" {self.folder} (task.reference precomputed); its rows changed since they were"
+                " computed. Restore the data, or delete that folder and start a new run"
+            ) from None
+
+    def open(self, scorer: Scorer) -> LogpTable:
+        """The table: process 0 reads it and tells all, or all compute and process 0 keeps it."""
+        about = broadcast_or_raise("the reference's key", self.describe)
+        folder = self.folder / hashlib.sha256(json.dumps(about).encode()).hexdigest()
+        found: Arrays | None = broadcast_or_raise("reference log-probs", lambda: read_table(folder))
+        table = LogpTable(found)
+        if found is not None:
+            self.data.log(f"reference log-probs of {len(table):,} answers, read from {folder}")
+        if scorer.held().step > 0:
+            if found is None:
+                raise UserError(
+                    f"the reference log-probs that this run began with are not in {self.folder}"
+                    f" (task.reference precomputed): {self.differences(about)}. Restore it, or"
+                    ' start anew with run.resume = "never"'
+                )
+            return table
+        covered, wanted = broadcast_or_raise(
+            "what the reference knows", lambda: (read_covered(folder), self.keys())
+        )
+        if missing := [number for number, key in wanted.items() if key not in covered]:
+            self.compute(table, scorer, missing)
+            self.data.log(f"reference log-probs of {len(table):,} answers are kept in {folder}")
+            covered = sorted({*covered, *wanted.values()})
+            about = {**about, COVERED: covered}
+            broadcast_or_raise("keeping log-probs", lambda: self.keep(table, folder, about))
+        return table
+
+    def compute(self, table: LogpTable, scorer: Scorer, datasets: list[int]) -> None:
+        """Add the answers of datasets under the weights of now, which are the starting ones."""
+        for number in datasets:
+            dataset = self._datasets()[number]
+            self.data.log(f"{dataset.path}: the reference's log-probs are computed, once")
+            for batch in self.data.eval_batches(dataset, self.parts):
+                try:
+                    table.fill(batch)
+                except UnknownAnswer:
+                    table.add(batch, scorer.logp(batch, POLICY))
+
+    def keep(self, table: LogpTable, folder: Path, about: dict[str, Any]) -> None:
+        """Write the table; a disk that refuses costs the next run a pass, not this one its work."""
+        try:
+            clear_folder(folder.parent)
+            write_table(table, folder, about)
+        except OSError as error:
+            self.data.log(f"reference log-probs are not kept: {error.strerror or error}")
+
+    def describe(self) -> dict[str, Any]:
+        """All that an answer's numbers depend on besides its tokens, as digests by name."""
+        config = self.config
+        found: dict[str, Any] = {"weights": self._weights()}
+        found["model"] = _digest(
+            [self.parts.architecture.to_hf(), config.model.param_dtype, config.model.compute_dtype]
+        )
+        adapter = config.adapter
+        if adapter.kind != "none":
+            found["adapter"] = _digest(
+                [adapter.model_dump(mode="json"), _hash_folder(adapter.path)]
+            )
+        return found
+
+    def keys(self) -> dict[int, str]:
+        """Digest of the rows of each dataset and of all that shapes what becomes of them."""
+        found = {}
+        for number, dataset in enumerate(self._datasets()):
+            part = self.data.recipe.open(dataset)
+            settings = self.data.recipe.settings(dataset) or dataset.model_dump_json()
+            if is_stream(part.rows):
+                continue  # eval_datasets; config refuses streams that train
+            try:
+                found[number] = find_key(part, settings, self.parts.tokenizer, self.data.log)
+            except (TypeError, ValueError):  # rows that are no JSON: looked at in every new run
+                found[number] = _digest([settings, secrets.token_hex()])
+        return found
+
+    def differences(self, about: dict[str, Any]) -> str:
+        """What the newest table was made of otherwise."""
+        for other in list_tables(self.folder):
+            names = [name for name in about if other.get(name) != about[name]]
+            if names:
+                return f"the newest one there differs in {', '.join(names)}"
+        return "there is none of this model"
+
+    def _weights(self) -> str:
+        if self.parts.folder is None:
+            return _digest(["random", self.config.run.seed])
+        return _hash_folder(self.parts.folder)
+
+    def _datasets(self) -> list[Any]:
+        return [*self.config.data.datasets, *self.config.data.eval_datasets]
+
+
+def read_covered(folder: Path) -> list[str]:
+    """Digests of the datasets that a table holds all answers of."""
+    return read_about(folder).get(COVERED, [])
+
+
+def _hash_folder(folder: str | Path | None) -> str:
+    if folder is None:
+        return ""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    with ThreadPoolExecutor(4) as pool:
+        return _digest(list(pool.map(hash_file, files)))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

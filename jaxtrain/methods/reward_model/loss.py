@@ -1,0 +1,75 @@
+"""Losses of models that score: which of two answers is better, and which steps are right.
+
+A score stands on the token whose hidden state it is read from: nothing is shifted. A comparison
+sits on its slot and says where the last tokens of its answers are (data/comparisons/pairs.py), so answers may
+share their prompt. Shapes: B rows, T packed tokens, C classes.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.batch import Batch
+
+
+def pair_loss(model, batch: Batch, center: float = 0.0):
+    """Bradley-Terry: -log sigma(R_c - R_r - margin) + center (R_c + R_r)^2, summed over pairs.
+
+    The second term keeps scores around 0, which comparisons alone do not fix (Eisenstein et al.
+    2023, arXiv:2312.09244). batch: weights["preference"] is the pair's on its slot; streams
+    "chosen" and "rejected" the distances from there to the answers' last tokens, "margin".
+    Returns ({"preference": sum}, metrics as {name: (sum, weight)}); the caller divides the sum by
+    the weights of the whole step.
+    """
+    score_BT = model.scores(model.hidden(batch).hidden)[..., 0]
+    weight_BT = batch.weights["preference"].astype(score_BT.dtype)
+    slot_BT = weight_BT != 0
+    chosen_BT, rejected_BT = (
+        fetch(score_BT, batch.streams[side], slot_BT) for side in ("chosen", "rejected")
+    )
+    gap_BT = chosen_BT - rejected_BT
+    margin_BT = batch.streams["margin"].astype(score_BT.dtype)
+    loss_BT = -jax.nn.log_sigmoid(gap_BT - margin_BT)
+    if center:
+        loss_BT += center * (chosen_BT + rejected_BT) ** 2
+    total = jnp.sum(weight_BT)
+
+    def mean(values_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.sum(weight_BT * values_BT), total
+
+    found = jnp.any(slot_BT).astype(total.dtype)
+    low_BT, high_BT = jnp.minimum(chosen_BT, rejected_BT), jnp.maximum(chosen_BT, rejected_BT)
+    metrics = {
+        "accuracy": mean((gap_BT > 0).astype(total.dtype)),
+        "margin": mean(gap_BT),
+        "mean_reward": mean((chosen_BT + rejected_BT) / 2),
+        "min_reward": (jnp.min(jnp.where(slot_BT, low_BT, jnp.inf)), found),
+        "max_reward": (jnp.max(jnp.where(slot_BT, high_BT, -jnp.inf)), found),
+    }
+    return {"preference": mean(loss_BT)[0]}, metrics
+
+
+def fetch(values_BT: jax.Array, distance_BT: jax.Array, slot_BT: jax.Array) -> jax.Array:
+    """For each slot [B, T] the value that lies so far behind it; 0 where there is no slot."""
+    index_BT = jnp.arange(values_BT.shape[1], dtype=distance_BT.dtype) + distance_BT
+    found_BT = jnp.take_along_axis(values_BT, jnp.where(slot_BT, index_BT, 0), axis=1)
+    return jnp.where(slot_BT, found_BT, 0.0)
+
+
+def step_loss(model, batch: Batch):
+    """Cross-entropy of the classes of labeled tokens, such as "this step is right".
+
+    (Lightman et al. 2023, arXiv:2305.20050.) batch: weights["step"] is 1 on labeled tokens,
+    streams["label"] int32 their class. Returns as `pair_loss`, with the component "step".
+    """
+    score_BTC = model.scores(model.hidden(batch).hidden)
+    label_BT = batch.streams["label"]
+    weight_BT = batch.weights["step"].astype(score_BTC.dtype)
+    logp_BTC = jax.nn.log_softmax(score_BTC)
+    logp_BT = jnp.take_along_axis(logp_BTC, label_BT[:, :, None], axis=2)[..., 0]
+    right_BT = (jnp.argmax(score_BTC, axis=-1) == label_BT).astype(weight_BT.dtype)
+    total = jnp.sum(weight_BT)
+    metrics = {
+        "accuracy": (jnp.sum(weight_BT * right_BT), total),
+        "mean_label": (jnp.sum(weight_BT * label_BT), total),
+    }
+    return {"step": -jnp.sum(weight_BT * logp_BT)}, metrics

@@ -1,0 +1,114 @@
+"""Reward models: a head that scores, trained on pairs of answers or on steps right or wrong.
+
+The model starts from a language model, whose head is replaced by a drawn one, or from a reward
+model; what is exported is transformers' *ForSequenceClassification or *ForTokenClassification.
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.config import Config, RewardModelTask
+from jaxtrain.core.bundle import ModelBundle, build_model_bundle
+from jaxtrain.core.roles import Role
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.task import POLICY, Round, Task, of_policy
+from jaxtrain.data.comparisons.pairs import CHOSEN, MARGIN, PREFERENCE, REJECTED, SCORE, PairTrees
+from jaxtrain.data.comparisons.preferences import Preferences
+from jaxtrain.data.comparisons.stepwise import STEP, Stepwise
+from jaxtrain.data.packing.pack import Fields
+from jaxtrain.methods.offline import OfflineData, check_packing
+from jaxtrain.methods.reward_model.loss import pair_loss, step_loss
+from jaxtrain.models.scores import ScoreHead, split_architecture
+from jaxtrain.models.trees import require_trees
+
+Section = RewardModelTask
+HEADS = {
+    "pairs": ScoreHead("sequence", ("reward",)),
+    "steps": ScoreHead("token", ("wrong", "right")),
+}
+"""What scores, by task.labels."""
+
+
+def open_data(config: Config, tokenizer: Any) -> OfflineData:
+    """Pairs of answers, or answers in steps."""
+    return _open(config, tokenizer)
+
+
+def _open(config: Config, tokenizer: Any, note: str = "") -> OfflineData:
+    task, data = config.task, config.data
+    assert isinstance(task, RewardModelTask)
+    dtype = np.float64 if config.model.compute_dtype == "float64" else np.float32
+    if task.labels == "steps":
+        recipe = Stepwise(
+            data,
+            tokenizer,
+            separator=task.step_separator,
+            last_only=task.train_on_last_step_only,
+            max_completion=task.max_completion_length,
+            dtype=dtype,
+        )
+    else:
+        streams = {CHOSEN: np.int32, REJECTED: np.int32, MARGIN: dtype}
+        fields = Fields((PREFERENCE, SCORE), streams, dtype=dtype)
+        build = PairTrees(share_prompts=task.share_prompts)
+        recipe = Preferences(data, tokenizer, build, fields, want="pairs")
+    return OfflineData(config, recipe, note)
+
+
+def make(config: Config) -> Task:
+    """Bradley-Terry on pairs, or cross-entropy on steps."""
+    task = config.task
+    assert isinstance(task, RewardModelTask)
+    parts = build_model_bundle(config, score=HEADS[task.labels])
+    if task.labels == "pairs":
+        found = 'task.labels "pairs" compares answers that lie in one row'
+        require_trees(parts.architecture, found, "choose a model of attention layers")
+        loss = partial(pair_loss, center=task.center_rewards_coefficient)
+    else:
+        check_packing(config, parts.architecture)
+        loss = step_loss
+    return Task(
+        roles={POLICY: Role(parts)},
+        loss=of_policy(loss),
+        coef={PREFERENCE if task.labels == "pairs" else STEP: 1.0},
+        data=_open(config, parts.tokenizer, describe_start(parts)),
+        prepare=count_labels,
+    )
+
+
+def count_labels(round: Round, scorer: Scorer) -> Round:
+    """The round as it is, with the number of its pairs or labeled steps."""
+    found = {
+        name: float(sum(np.count_nonzero(b.weights[component]) for b in round.batches))
+        for name, component in (("num_pairs", PREFERENCE), ("num_steps", STEP))
+        if component in round.batches[0].weights
+    }
+    return round._replace(metrics={**round.metrics, **found})
+
+
+def describe_start(parts: ModelBundle) -> str:
+    """What people should know about the head, and where transformers will look for the last token
+    of a text."""
+    head, said = parts.architecture.score, []
+    if head.drawn:
+        said.append(
+            "the model is a language model: its head is replaced by a drawn one that scores"
+        )
+    pad, eos = parts.tokenizer.pad_token_id, parts.tokenizer.eos_token_id
+    if head.per == "sequence" and pad is None:
+        said.append("the tokenizer has no pad token: transformers will score one text at a time")
+    elif head.per == "sequence" and pad == eos:
+        said.append(
+            "the tokenizer pads with its eos token: transformers takes the token before it for the"
+            " last one of a text and gives other scores; give the tokenizer a pad token of its own"
+        )
+    return "; ".join(said)
+
+
+def find_section(architecture: str) -> dict[str, str]:
+    """Section task of whoever opens a model folder of that architecture; {}: a language model."""
+    _, per = split_architecture(architecture)
+    kind = RewardModelTask.model_fields["kind"].default
+    return next(({"kind": kind, "labels": k} for k, head in HEADS.items() if head.per == per), {})

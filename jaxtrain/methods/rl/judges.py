@@ -1,0 +1,154 @@
+"""Reward models as judges of a round: on the devices that train, asked before its first update.
+
+    [[rewards]] model.path ──> Role "judge_0" (weights of its own, frozen)
+    batches of a round ──Scorer.scores──> [A, B, T, n] ──> what each episode, or turn, has earned
+                                          ──> its column of the reward table ──> advantages anew
+
+A judge reads the very tokens that the policy drew, so both must have the same ones. A model that
+scores texts is read at an episode's last drawn token; a process reward model at the last one of
+each turn, where the probability that it is right is the turn's reward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config
+from jaxtrain.core.bundle import ModelBundle, assemble_beside, find_architecture, find_tokenizer
+from jaxtrain.core.roles import Role
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.config_checks import check_names
+from jaxtrain.methods.reward_model.method import HEADS
+from jaxtrain.methods.rl.advantages import deviation, weigh
+from jaxtrain.methods.rl.batch_builder import EPISODE, TURN
+from jaxtrain.methods.rl.round import RewardTable
+from jaxtrain.models.scores import split_architecture
+
+
+@dataclass(frozen=True)
+class RewardModelJudge:
+    """One [[rewards]] with a model."""
+
+    role: str
+    label: str
+    weight: float
+    steps: bool
+    """Whether it scores turns instead of episodes."""
+
+
+def open_judges(config: Config, parts: ModelBundle) -> dict[RewardModelJudge, Role]:
+    """The judges of a run and their models; UserError for a folder that is no reward model, or
+    reads other tokens than the policy."""
+    found = {}
+    for index, reward in enumerate(config.rewards):
+        if reward.model is None:
+            continue
+        key = f"rewards.{index}.model"
+        named, _ = check_names(find_architecture(reward.model)[1])
+        per = split_architecture(named[0])[1] if named else None
+        if per is None:
+            raise UserError(
+                f"{key} holds {named[0] if named else 'no architecture'}, which gives no scores;"
+                ' name a reward model, such as one that task.kind "reward_model" trained'
+            )
+        head = next(head for head in HEADS.values() if head.per == per)
+        if find_tokenizer(reward.model).get_vocab() != parts.tokenizer.get_vocab():
+            raise UserError(
+                f"{key} reads other tokens than the policy, whose tokens it is to judge; serve it"
+                ' with vLLM and use function "vllm_reward", which sends texts'
+            )
+        role = Role(assemble_beside(reward.model, parts, key, head), "own", in_loss=False)
+        found[RewardModelJudge(f"judge_{index}", reward.label, reward.weight, per == "token")] = (
+            role
+        )
+    return found
+
+
+def ask_judges(
+    judges: Sequence[RewardModelJudge], batch: Batch, scorer: Scorer
+) -> dict[str, np.ndarray]:
+    """{role: float [A, B, T]}: what each says at every token of a batch; on all processes."""
+    found = {}
+    for judge in judges:
+        scores = scorer.scores(batch, judge.role).astype(np.float64)
+        gap = scores[..., -1] - scores[..., 0]
+        found[judge.role] = 1 / (1 + np.exp(-gap)) if judge.steps else scores[..., 0]
+    return found
+
+
+def judge_table(
+    table: RewardTable, judges: Sequence[RewardModelJudge], batches: Sequence[Batch]
+) -> tuple[RewardTable, dict[str, float]]:
+    """The rewards with a column for each judge, and the metrics that change by it.
+
+    batches: with the judges' answers among the streams.
+    """
+    num_episodes, metrics = len(table.rewards_TNK[0]), {}
+    for judge in judges:
+        earned_NT = read_turns(batches, judge.role, num_episodes)
+        if not judge.steps:
+            earned_NT = keep_last(earned_NT)
+        table = add_column(table, earned_NT, judge.weight)
+        there = table.rewards_TNK[0][:, -1]
+        there = there[~np.isnan(there)]
+        if len(there):
+            metrics[f"rewards/{judge.label}/mean"] = float(there.mean())
+            metrics[f"rewards/{judge.label}/std"] = float(deviation(there))
+    return table, metrics | describe_table(table)
+
+
+def describe_table(table: RewardTable) -> dict[str, float]:
+    """Means and spreads of the weighted rewards, under TRL's names."""
+    totals_N = weigh(table.rewards_TNK[0], table.weights)
+    spreads = [float(deviation(p)) for p in np.split(totals_N, np.cumsum(table.sizes)[:-1])]
+    return {
+        "reward": float(np.nan_to_num(totals_N).mean()),
+        "reward_std": float(np.mean(spreads)),
+        "frac_reward_zero_std": float(np.mean(np.isclose(spreads, 0.0))),
+    }
+
+
+def read_turns(batches: Sequence[Batch], name: str, num_episodes: int) -> np.ndarray:
+    """float64 [N, turns]: a stream at the last drawn token of each turn; NaN where none trains."""
+    own = [batch.streams[EPISODE] >= 0 for batch in batches]
+    episode, turn, position, value = (
+        np.concatenate(
+            [np.asarray(of(batch))[mask] for batch, mask in zip(batches, own, strict=True)]
+        )
+        for of in (
+            lambda batch: batch.streams[EPISODE],
+            lambda batch: batch.streams[TURN],
+            lambda batch: batch.positions,
+            lambda batch: batch.streams[name],
+        )
+    )
+    found = np.full((num_episodes, int(turn.max(initial=0)) + 1), np.nan)
+    order = np.lexsort((position, turn, episode))
+    found[episode[order], turn[order]] = value[order]  # the last one of a place stays
+    return found
+
+
+def keep_last(values_NT: np.ndarray) -> np.ndarray:
+    """[N, 1]: the last value of each row that is not NaN; NaN of a row without any."""
+    there = ~np.isnan(values_NT)
+    last = values_NT.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
+    return np.where(there.any(axis=1), values_NT[np.arange(len(values_NT)), last], np.nan)[:, None]
+
+
+def add_column(table: RewardTable, earned_NT: np.ndarray, weight: float) -> RewardTable:
+    """The table with one reward more, as seen from each turn: what of it is still to come.
+
+    earned [N, turns]; with one column it is earned by the episode as a whole.
+    """
+    turns = earned_NT.shape[1]
+    nothing_N = np.isnan(earned_NT).all(axis=1)
+    tables = []
+    for turn in range(max(turns, len(table.rewards_TNK))):
+        rest_N = np.nansum(earned_NT[:, turn if turns > 1 else 0 :], axis=1)
+        column_N = np.where(nothing_N, np.nan, rest_N)
+        before = table.rewards_TNK[min(turn, len(table.rewards_TNK) - 1)]
+        tables.append(np.concatenate([before, column_N[:, None]], axis=1))
+    return replace(table, rewards_TNK=tables, weights=(*table.weights, weight))

@@ -1,0 +1,369 @@
+"""Reinforcement learning on groups of answers: GRPO and its family (docs/rl.md).
+
+Where answers come from is prompts.py; here is what the method makes of them: the loss, the models,
+what is computed before a round's first update.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.batch import ROUTED, Batch, RouteShape
+from jaxtrain.config import Config, PolicyTask, RLTask
+from jaxtrain.config.policies import list_trained
+from jaxtrain.core.bundle import build_model_bundle, read_architecture, read_start
+from jaxtrain.core.roles import Role
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.task import POLICY, Round, Task, of_policy
+from jaxtrain.data.packing.pack import Fields
+from jaxtrain.data.packing.steps import StepShape
+from jaxtrain.distributed.relay import broadcast
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engines import find_engine
+from jaxtrain.methods.offline import check_packing
+from jaxtrain.methods.reference_model import REFERENCE, find_reference, mixing
+from jaxtrain.methods.rl.batch_builder import EPISODE, TURN, BatchBuilder, stream_dtypes
+from jaxtrain.methods.rl.judges import RewardModelJudge, ask_judges, judge_table, open_judges
+from jaxtrain.methods.rl.loss import LOGP_FLOOR, PolicyObjective, policy_loss
+from jaxtrain.methods.rl.mismatch import RoundComparison
+from jaxtrain.methods.rl.prompt_data import PromptData, RoundPlan
+from jaxtrain.methods.rl.round import AdvantageOptions, RewardTable
+from jaxtrain.models.routing import route_shape
+from jaxtrain.models.trees import require_trees
+
+Section = RLTask
+
+
+def open_data(config: Config, tokenizer: Any) -> PromptData:
+    """Prompts, and how the answers to them become batches."""
+    return PromptData(config, tokenizer, make_plan(config))
+
+
+def make_plan(config: Config) -> RoundPlan:
+    """What the method makes of a round."""
+    task = config.task
+    assert isinstance(task, PolicyTask)
+    return RoundPlan(
+        labels=partial(read_labels, task, config),
+        estimator=AdvantageOptions(
+            task.resolved("baseline"),
+            task.resolved("scale_rewards"),
+            task.resolved("combine_rewards"),
+            task.reward_clip_range,
+            task.resolved("normalize_advantages"),
+        ),
+        updates=task.num_minibatches * task.num_iterations,
+        parts=task.num_minibatches if config.rollout.streaming else 1,
+        fields=Fields(tuple(rl_coef(task)), stream_dtypes(find_routes(config))),
+        # What a model will say of the answers is not known when they are drawn.
+        judged=not any(reward.model and reward.weight for reward in config.rewards),
+    )
+
+
+def make(config: Config) -> Task:
+    """The policy, its reference where one is needed, and what stands around a round."""
+    task = config.task
+    assert isinstance(task, PolicyTask)
+    engine = find_engine(config)
+    parts = build_model_bundle(config, engine.reserved(config))
+    engine.check(config, parts)
+    if list_trained(config) and parts.adapter is not None and parts.adapter.full:
+        raise UserError(
+            f"policies share one base, but the adapter of adapter.path trains"
+            f" {', '.join(parts.adapter.full)} in full; choose another one"
+        )
+    for name in list_trained(config):
+        if (folder := config.policies[name].path) is not None:
+            read_start(folder, parts, f"policies.{name}.path")
+    if task.share_prompts:
+        found = "task.share_prompts packs answers behind one prompt"
+        fix = "set task.share_prompts and data.packing to false"
+        require_trees(parts.architecture, found, fix)
+    check_packing(config, parts.architecture)
+    roles, judges = {POLICY: Role(parts)}, open_judges(config, parts)
+    roles |= {judge.role: role for judge, role in judges.items()}
+    kind = find_reference(task.reference, parts.adapter) if scores_reference(task) else None
+    if kind is not None:
+        roles[REFERENCE] = Role(parts, kind, in_loss=False)
+    data = open_data(config, parts.tokenizer)
+    return Task(
+        roles=roles,
+        loss=of_policy(
+            partial(policy_loss, objective=read_objective(task, config), impl=config.model.logp)
+        ),
+        coef=rl_coef(task),
+        data=data,
+        prepare=PolicyPreparation(task, config, data, tuple(judges)),
+        after_round=mixing(kind, task.reference_every, task.reference_alpha),
+    )
+
+
+def rl_coef(task: PolicyTask) -> dict[str, float]:
+    """Factor of each component of the loss."""
+    coef = {"pg": 1.0}
+    if task.beta > 0 and task.resolved("kl_in") == "loss":
+        coef["kl"] = task.beta
+    if task.entropy_coef > 0:
+        coef["entropy"] = task.entropy_coef
+    return coef
+
+
+def scores_policy(task: PolicyTask, streaming: bool = False) -> bool:
+    """Whether the policy's log-probs are computed before a round's first update.
+
+    Not for one update a round, nor for the parts of a streamed one, each of which is judged by the
+    weights that it meets: there they are those of the update itself.
+    """
+    if task.objective == "m2po_mask" or (task.beta > 0 and task.resolved("kl_in") == "reward"):
+        return True
+    once = streaming or task.num_minibatches * task.num_iterations == 1
+    return task.resolved("old_logp") == "recomputed" and not once
+
+
+def scores_reference(task: PolicyTask) -> bool:
+    """Whether a reference policy is needed."""
+    return task.beta > 0
+
+
+def read_objective(task: PolicyTask, config: Config) -> PolicyObjective:
+    """The numbers of the loss."""
+    temperature = config.sampling.temperature
+    from_sampler = task.resolved("old_logp") == "sampler"
+    return PolicyObjective(
+        ratio=task.resolved("ratio"),
+        clip=task.resolved("clip"),
+        low=task.resolved("epsilon"),
+        high=task.resolved("epsilon_high"),
+        delta=task.delta,
+        sapo=(task.sapo_temperature_pos, task.sapo_temperature_neg),
+        vespo=(
+            (task.vespo_k_pos, task.vespo_lambda_pos),
+            (task.vespo_k_neg, task.vespo_lambda_neg),
+        ),
+        own_old=not from_sampler and not scores_policy(task, config.rollout.streaming),
+        m2_threshold=task.m2_threshold if task.objective == "m2po_clip" else None,
+        correction="none" if from_sampler else task.importance_correction,
+        correction_max=task.importance_max,
+        correction_min=task.importance_min,
+        off_policy_threshold=task.off_policy_threshold,
+        top_entropy=task.top_entropy_quantile,
+        kl=task.kl_estimator if "kl" in rl_coef(task) else None,
+        kl_bias_correction=task.kl_bias_correction,
+        entropy_bonus=task.entropy_coef > 0,
+        temperature=None if temperature == 1.0 else temperature,
+    )
+
+
+def read_labels(task: PolicyTask, config: Config, rows: int) -> BatchBuilder:
+    """How a round becomes batches of `rows` rows a microstep."""
+    data = config.data
+    # units: the number of microsteps follows from what the groups fill.
+    shape = StepShape(rows, 1, data.sequence_len, tuple(data.length_buckets), units=1)
+    return BatchBuilder(
+        shape,
+        task.resolved("average"),
+        tuple(rl_coef(task)),
+        longest=config.sampling.max_new_tokens,
+        share_prompts=task.share_prompts,
+        packing=data.packing,
+        mask_truncated=task.mask_truncated_completions,
+        # A streamed round comes out by minibatches already.
+        num_minibatches=1 if config.rollout.streaming else task.num_minibatches,
+        dtype=np.float64 if config.model.compute_dtype == "float64" else np.float32,
+        routes=find_routes(config),
+    )
+
+
+def find_routes(config: Config) -> RouteShape | None:
+    """What is recorded of the experts that tokens go to; None: nothing. UserError where the model
+    has none."""
+    if not config.rollout.router_replay:
+        return None
+    architecture = read_architecture(config.model)
+    if architecture.experts_per_token is None:
+        raise UserError(
+            f"rollout.router_replay is for mixtures of experts, and {architecture.architecture} has"
+            " none; remove it"
+        )
+    return route_shape(architecture)
+
+
+LOOK_EVERY = 20
+"""Of the rounds' versions, those that it divides are looked at where that costs a forward pass of
+its own: a resumed run looks where one that was never stopped does."""
+
+
+class PolicyPreparation:
+    """Everything about a round that needs the current weights, before its first update.
+
+    Every process scores, for that takes all devices; what follows from the scores is computed on
+    process 0 and told to the others.
+    """
+
+    def __init__(
+        self,
+        task: PolicyTask,
+        config: Config,
+        data: PromptData,
+        judges: Sequence[RewardModelJudge] = (),
+    ):
+        """data: opened when the first round comes. judges: models that reward, among the roles."""
+        self.task, self.data, self.judges = task, data, judges
+        self.judges_late = bool(judges)
+        """Whether some rewards are known only here."""
+        temperature = config.sampling.temperature
+        self.temperature = None if temperature == 1.0 else temperature
+        self.comparison = RoundComparison(temperature, lambda text: data.log(text))
+        self.scores_policy = scores_policy(task, config.rollout.streaming)
+        self._looked: set[str] = set()
+        """Policies of which a round was looked at since the start."""
+
+    def __call__(self, round: Round, scorer: Scorer) -> Round:
+        """The round as it is trained: streams filled in, one batch for each update.
+
+        Sampler and trainer are compared on the first part of a streamed round: those that follow
+        meet other weights. After a start the first round is looked at, whatever its version, for
+        servers may have changed; its numbers are then told by what is wrong with them alone.
+        """
+        if not round.batches:
+            return round
+        first = round.part == 0 or round.policy != ""
+        due = first and (self.scores_policy or round.version % LOOK_EVERY == 0)
+        compares = due or (first and round.policy not in self._looked)
+        if first:
+            self._looked.add(round.policy)
+        scored = [self.score(batch, scorer, compares) for batch in round.batches]
+        if any(scored) or self.judges_late:
+            parts, metrics = broadcast(
+                "scores of a round", lambda: self.finish(round.batches, scored, compares, due)
+            )
+        else:
+            parts, metrics = self.finish(round.batches, scored, compares, due)
+        slim = [
+            batch._replace(weights=weights, streams=streams)
+            for batch, (weights, streams) in zip(round.batches, parts, strict=True)
+        ]
+        return round._replace(batches=slim * self.task.num_iterations, metrics=metrics)
+
+    def score(self, batch: Batch, scorer: Scorer, compares: bool) -> dict[str, np.ndarray]:
+        """The log-probs that a batch needs; on all processes."""
+        found = {}
+        if self.scores_policy or compares:
+            found["policy_logp"] = scorer.logp(batch, POLICY, self.temperature)
+        if scores_reference(self.task):
+            found["ref_logp"] = scorer.logp(batch, REFERENCE, self.temperature)
+        return {**found, **ask_judges(self.judges, batch, scorer)}
+
+    def finish(
+        self, batches: list[Batch], scored: list[dict[str, np.ndarray]], compares: bool, tells: bool
+    ) -> tuple[list[tuple[dict, dict]], dict[str, float]]:
+        """([(weights, streams) of each batch], metrics). tells: how the sampler compares is among
+        the metrics."""
+        task, metrics = self.task, {}
+        from_sampler = task.resolved("old_logp") == "sampler"
+        old = "sampler_logp" if from_sampler else "policy_logp"
+        filled = []
+        for batch, found in zip(batches, scored, strict=True):
+            streams = {**batch.streams, **found}
+            streams["old_logp"] = streams.get(old, streams["old_logp"])
+            filled.append(batch._replace(streams=streams))
+        if compares:
+            compared = self.compare(filled)
+            metrics |= compared if tells else {}
+        in_reward = task.beta > 0 and task.resolved("kl_in") == "reward"
+        if self.judges_late or in_reward:
+            filled, found = self.reward(filled, in_reward)
+            metrics |= found
+        if task.objective == "m2po_mask":
+            filled, metrics["m2/masked_share"] = self.mask(filled)
+        wanted = ["advantage", "sampler_logp"]
+        if self.scores_policy or from_sampler:
+            wanted.append("old_logp")
+        if "kl" in rl_coef(task):
+            wanted.append("ref_logp")
+        if filled and ROUTED in filled[0].streams:
+            wanted.append(ROUTED)
+        parts = [(b.weights, {name: b.streams[name] for name in wanted}) for b in filled]
+        return parts, metrics
+
+    def compare(self, batches: list[Batch]) -> dict[str, float]:
+        """The sampler's log-probs of the round's trained tokens beside the trainer's."""
+        masks = [batch.weights["pg"] != 0 for batch in batches]
+        sampler, trainer = (
+            np.concatenate([b.streams[name][m] for b, m in zip(batches, masks, strict=True)])
+            for name in ("sampler_logp", "policy_logp")
+        )
+        source = self.data.source
+        assert source is not None, "process 0 compares"
+        return self.comparison(sampler, trainer, source.metrics.get("lag/max") == 0)
+
+    def reward(self, batches: list[Batch], in_reward: bool) -> tuple[list[Batch], dict[str, float]]:
+        """Advantages anew, with what the judges say, and, if `in_reward`, with beta
+        sum_t (old - reference) off each episode's clipped reward; and metrics."""
+        source = self.data.source
+        assert source is not None, "process 0 rewards"
+        assert source.table is not None, "a round was handed out"
+        table, metrics = self.judge(source.table, batches)
+        penalty_N = None
+        if in_reward:
+            kl_N = np.zeros(len(table.rewards_TNK[0]))
+            for batch in batches:
+                mask = batch.weights["pg"] != 0
+                gap = batch.streams["old_logp"] - batch.streams["ref_logp"]
+                np.add.at(kl_N, batch.streams[EPISODE][mask].astype(int), gap[mask])
+            penalty_N, metrics["kl"] = self.task.beta * kl_N, float(kl_N.mean())
+        advantages_NT = source.advantages(table, penalty_N)
+        last = advantages_NT.shape[1] - 1
+        changed = []
+        for batch in batches:
+            place = np.maximum(batch.streams[EPISODE], 0).astype(int)
+            turn = np.clip(batch.streams[TURN], 0, last).astype(int)
+            found = np.where(batch.weights["pg"] != 0, advantages_NT[place, turn], 0.0)
+            streams = {**batch.streams, "advantage": found.astype(np.float32)}
+            changed.append(batch._replace(streams=streams))
+        return changed, metrics
+
+    def judge(
+        self, table: RewardTable, batches: list[Batch]
+    ) -> tuple[RewardTable, dict[str, float]]:
+        """The table with the rewards that are known only now, and what metrics change by them."""
+        return judge_table(table, self.judges, batches) if self.judges else (table, {})
+
+    def mask(self, batches: list[Batch]) -> tuple[list[Batch], float]:
+        """M2PO's hard mask over the tokens of the whole round; the share that it leaves out."""
+        masks = [batch.weights["pg"] != 0 for batch in batches]
+        gaps = [
+            np.maximum(b.streams["sampler_logp"][m], LOGP_FLOOR)
+            - np.maximum(b.streams["policy_logp"][m], LOGP_FLOOR)
+            for b, m in zip(batches, masks, strict=True)
+        ]
+        kept = m2_mask(np.concatenate(gaps).astype(np.float64), self.task.m2_threshold)
+        parts = np.split(kept, np.cumsum([len(gap) for gap in gaps])[:-1])
+        changed = []
+        for batch, mask, part in zip(batches, masks, parts, strict=True):
+            keep = np.zeros(mask.shape, bool)
+            keep[mask] = part
+            weights = {name: np.where(keep, w, 0) for name, w in batch.weights.items()}
+            changed.append(batch._replace(weights=weights))
+        return changed, 1.0 - float(kept.mean())
+
+
+def m2_mask(log_ratio_n: np.ndarray, threshold: float) -> np.ndarray:
+    """bool [n]: tokens that M2PO's hard mask keeps (arXiv 2510.01161, AReaL's form).
+
+    The largest squared log-ratios are dropped until the mean of the rest is below `threshold`; one
+    token always stays. log_ratio: sampler - policy before the update.
+    """
+    if not len(log_ratio_n):
+        return np.zeros(0, bool)
+    squares = log_ratio_n**2
+    order = np.argsort(-squares, kind="stable")
+    left = np.arange(len(squares), 0, -1)
+    suffix_means = np.cumsum(squares[order][::-1])[::-1] / left
+    good = np.flatnonzero(suffix_means < threshold)
+    first = int(good[0]) if len(good) else len(squares) - 1
+    kept = np.zeros(len(squares), bool)
+    kept[order[first:]] = True
+    return kept

@@ -1,0 +1,84 @@
+"""The dry run of a method that draws: everything around the model is tried once, without one.
+
+    row ─> environment, with an engine that says what it is told to ─> episode ─> all rewards
+
+So a reward that cannot be imported, a column that is missing, a prompt that does not fit and an
+environment that raises are told before any weight is read. Nothing is trained or written.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from jaxtrain.config import Config
+from jaxtrain.environments.scripted import ScriptedEngine, ScriptedSpeaker
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import EpisodeFailed
+from jaxtrain.generation.episodes import Env, Episode
+from jaxtrain.methods.rl.round_metrics import excerpt
+from jaxtrain.safe_io import UnreadableRow
+from jaxtrain.text_safety import shorten
+
+SAYS = "I do not know."
+SECONDS = 60.0
+"""Longest rehearsal of one episode, whatever env.timeout says."""
+
+
+def rehearse(
+    config: Config,
+    tokenizer: Any,
+    parts: list[tuple[str, Any, Env, Any]],
+    log: Callable[[str], None],
+    *,
+    judged: bool = True,
+) -> None:
+    """Play and judge one row of each dataset. parts: (its key and path, rows, environment, rewards
+    or None) of each. judged: whether there must be a reward. Raises UserError with what went wrong.
+    """
+    for name, rows, env, rewards in parts:
+        if getattr(env, "remote", False):
+            log(f"{name}: its environment plays in servers, where a dry run plays nothing")
+            continue
+        row = next((one for one in (rows[i] for i in range(len(rows))) if one), UnreadableRow(""))
+        try:
+            episode, scores = asyncio.run(
+                asyncio.wait_for(play(config, tokenizer, row, env, rewards), SECONDS)
+            )
+        except TimeoutError:
+            raise UserError(
+                f"{name}: one episode with a scripted model took longer than {SECONDS:g} s; look"
+                " for what waits in the environment or the rewards"
+            ) from None
+        except EpisodeFailed as failure:
+            more = f"\n{failure.trace}" if failure.trace else ""
+            raise UserError(
+                shorten(f"{name}: a first episode failed ({failure}): {failure.cause}{more}")
+            ) from None
+        if judged and not scores:
+            raise UserError(
+                f"{name}: no reward judges the answers: add a [[rewards]] table with a function, or"
+                " an env that gives rewards itself for rows such as these"
+            )
+        log(
+            f"{name}: played one episode of {episode.num_tokens} tokens with a scripted model:"
+            f" prompt {excerpt(episode.prompt)}, answer {excerpt(episode.completion)}"
+            + (f", rewards {scores}" if scores else "")
+        )
+
+
+async def play(
+    config: Config, tokenizer: Any, row: dict[str, Any], env: Env, rewards: Any
+) -> tuple[Episode, dict[str, float | None]]:
+    """A row's episode by an engine that always says the same, and what it is worth."""
+    others = {
+        name: ScriptedEngine(tokenizer, [SAYS] * 1000)
+        if one.trained
+        else ScriptedSpeaker([SAYS] * 1000)
+        for name, one in config.policies.items()
+    }
+    engine = ScriptedEngine(tokenizer, [SAYS] * 1000, others)
+    episode = await env.run(dict(row), engine, config.sampling, 0)
+    if rewards is None:
+        return episode, dict(episode.all_rewards)
+    scores = await rewards.score([episode], row)
+    return episode, scores[0]

@@ -1,0 +1,44 @@
+"""Supervised fine-tuning and pre-training: the weights of the batch say which tokens train."""
+
+from functools import partial
+from typing import Any
+
+from jaxtrain.config import Config, SFTTask
+from jaxtrain.core.bundle import build_model_bundle
+from jaxtrain.core.losses.nll import nll_loss
+from jaxtrain.core.roles import Role
+from jaxtrain.core.task import POLICY, Task, of_policy
+from jaxtrain.data.sequences import Sequences
+from jaxtrain.methods.offline import OfflineData, check_packing
+from jaxtrain.models.trees import follows_trees
+
+Section = SFTTask
+
+
+def open_data(config: Config, tokenizer: Any) -> OfflineData:
+    """Documents, conversations, prompts with answers."""
+    return _open(config, tokenizer, follows=True)
+
+
+def _open(config: Config, tokenizer: Any, *, follows: bool) -> OfflineData:
+    share = config.data.share_prefixes
+    note = ""
+    if share and not follows:
+        note = (
+            "the model has layers that do not follow trees: turns of a conversation whose chat"
+            " template rewrites history are samples of their own (data.share_prefixes)"
+        )
+    return OfflineData(config, Sequences(config.data, tokenizer, trees=share and follows), note)
+
+
+def make(config: Config) -> Task:
+    """Token-mean negative log-likelihood."""
+    parts = build_model_bundle(config)
+    check_packing(config, parts.architecture)
+    follows = follows_trees(parts.architecture)
+    return Task(
+        roles={POLICY: Role(parts)},
+        loss=of_policy(partial(nll_loss, impl=config.model.logp)),
+        coef={"nll": 1.0},
+        data=_open(config, parts.tokenizer, follows=follows),
+    )

@@ -1,0 +1,1 @@
+"""Tree training on agent trajectories."""

@@ -1,0 +1,185 @@
+"""Rows to training units by mode: the tree, or one of the baselines on the same data.
+
+| mode       | unit of a row                                          | a shared token is computed |
+|------------|--------------------------------------------------------|----------------------------|
+| tree       | one tree                                               | once                       |
+| per_branch | each root-to-leaf path alone, weight 1                 | g times                    |
+| grouped    | all paths of one tree together, each with weight 1/K   | g times, loss of the tree  |
+| current_rl | flat samples by prompt-prefix extension                | once a turn with a thought |
+| flat       | the transcript with every thought in place             | once                       |
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from jaxtrain.data.chat.control_tokens import SpecialTokens
+from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.template import (
+    Renderer,
+    RetokenizationError,
+    TemplateFailed,
+    TemplateOmission,
+)
+from jaxtrain.data.packing.prefixes import FlatSequence, merge_prefixes
+from jaxtrain.data.packing.tree import Tree, TreeGroup, chain, split_branches
+from jaxtrain.data.sample import Dropped
+from jaxtrain.errors import UserError
+from jaxtrain.methods.trees.trajectory import (
+    read_row,
+    render_chatml,
+    render_template,
+    split_thinking,
+)
+from jaxtrain.methods.trees.turns import (
+    AssistantTurn,
+    TrainedParts,
+    build_caterpillar,
+    build_current_rl,
+    build_flat,
+    make_turns,
+)
+
+Mode = Literal["tree", "per_branch", "grouped", "current_rl", "flat"]
+Split = Literal["trajectory", "think", "turns"]
+
+
+@dataclass(frozen=True)
+class LengthLimits:
+    """What fits."""
+
+    path_tokens: int
+    """Longest root-to-leaf path, and flat sample."""
+    packed_tokens: int
+    """Largest packed tree; at least path_tokens."""
+
+    def allow(self, tree: Tree) -> bool:
+        """Whether a tree fits both."""
+        longest = max(tree.branch_lengths())
+        return tree.num_tokens <= self.packed_tokens and longest <= self.path_tokens
+
+
+def build_units(
+    group: Sequence[Sequence[AssistantTurn]],
+    mode: Mode,
+    trained: TrainedParts,
+    limits: LengthLimits,
+    origin: str = "",
+) -> list[Tree | TreeGroup | Dropped]:
+    """Units of several trajectories that begin alike: one tree of all their branches."""
+    if mode in ("current_rl", "flat"):
+        samples = []
+        for turns in group:
+            if mode == "flat":
+                samples.append(build_flat(turns, trained, origin))
+            else:
+                samples += build_current_rl(turns, trained, origin)
+        if any(sample.num_tokens > limits.path_tokens for sample in samples):
+            return [Dropped("too long", origin)]
+        return samples
+    try:
+        trees = [build_caterpillar(turns, trained, origin) for turns in group]
+    except ValueError as error:
+        return [Dropped(f"no tree: {error}", origin)]
+    if len(trees) > 1:
+        trees = merge_trees(trees, origin)
+    units: list[Tree | TreeGroup | Dropped] = []
+    for tree in trees:
+        units += _units_of_tree(tree, mode, limits, origin)
+    return units
+
+
+def merge_trees(trees: Iterable[Tree], origin: str = "") -> list[Tree]:
+    """One tree of the branches of all (several, where they do not begin alike)."""
+    branches = [
+        FlatSequence(tokens, weights) for tree in trees for tokens, weights in split_branches(tree)
+    ]
+    return merge_prefixes(branches, origin=origin)
+
+
+def _units_of_tree(
+    tree: Tree, mode: Mode, limits: LengthLimits, origin: str
+) -> list[Tree | TreeGroup | Dropped]:
+    if mode == "tree":
+        return [tree if limits.allow(tree) else Dropped("too long", origin)]
+    fits = [length <= limits.path_tokens for length in tree.branch_lengths()]
+    if mode == "per_branch":
+        return [
+            chain(tokens, weights, origin=origin) if fit else Dropped("too long", origin)
+            for (tokens, weights), fit in zip(split_branches(tree), fits, strict=True)
+        ]
+    assert mode == "grouped", mode
+    if not all(fits):
+        return [Dropped("too long", origin)]
+    k = tree.num_branches
+    return [
+        TreeGroup(
+            tuple(
+                chain(tokens, {name: w / k for name, w in weights.items()}, origin=origin)
+                for tokens, weights in split_branches(tree)
+            )
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class TreeBuilder:
+    """RowTokenizer of tree training: (row, origin) -> units and drops. Picklable."""
+
+    tokenizer: Any
+    split: Split
+    """trajectory: messages with reasoning_content; think: an answer with <think>...</think>;
+    turns: token ids, as the synthetic generator makes them."""
+    mode: Mode
+    rendering: Literal["template", "chatml"]
+    trained: TrainedParts
+    limits: LengthLimits
+    fields: Mapping[str, str]
+    roles: Mapping[str, str]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Schemas for rows that bring none."""
+    too_long: Literal["drop", "error"] = "drop"
+    special_tokens: SpecialTokens = "text"
+    """What a control token is that a text spells."""
+
+    def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | TreeGroup | Dropped]:
+        rows = row["group"] if set(row) == {"group"} else [row]
+        try:
+            group = [self.read_turns(member) for member in rows]
+        except (MalformedRow, TemplateFailed) as error:
+            return [Dropped(f"malformed row: {error}", origin)]
+        except TemplateOmission as part:
+            return [Dropped(f"the chat template leaves out {part}", origin)]
+        except RetokenizationError:
+            return [Dropped("turn is tokenized differently in context", origin)]
+        units = build_units(group, self.mode, self.trained, self.limits, origin)
+        if self.too_long == "error" and any(
+            isinstance(unit, Dropped) and unit.reason == "too long" for unit in units
+        ):
+            raise UserError(
+                f"{origin}: a path is longer than data.sequence_len {self.limits.path_tokens}, or"
+                f" the tree larger than {self.limits.packed_tokens}; raise data.sequence_len or"
+                ' task.max_packed_tokens, or set data.too_long to "drop"'
+            )
+        return units
+
+    def read_turns(self, row: Mapping[str, Any]) -> list[AssistantTurn]:
+        """Turns of one row; raises Malformed, TemplateFailed or Retokenized."""
+        if self.split == "turns":
+            return make_turns(row["turns"])
+        completion = row.get("completion")
+        if self.split == "think" and isinstance(completion, list):
+            row = {**row, "completion": completion[:1]}
+        messages, tools = read_row(row, self.fields, self.roles)
+        if self.split == "think":
+            return split_thinking(
+                messages, tools or self.tools, self.tokenizer, self.special_tokens
+            )
+        if self.rendering == "chatml":
+            return render_chatml(messages, self.tokenizer, self.special_tokens)
+        return render_template(messages, tools or self.tools, self._renderer)
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        return Renderer(self.tokenizer, self.special_tokens)

@@ -1,0 +1,220 @@
+"""Rows of agent data to turns, rendered by the chat template or in a fixed ChatML form.
+
+- "template" (default): the tokenizer's own chat template, tools included. The visible trunk is the
+  conversation without its thoughts; a thought is what the template shows between the generation
+  prompt and the end of the thinking block.
+- "chatml": ChatML with Qwen's XML tool calls, each message tokenized apart, no tool definitions;
+  the form of the published tree-training data, for comparisons.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data.chat.control_tokens import SpecialTokens, encoder_of
+from jaxtrain.data.chat.messages import MalformedRow, check_readable, read_messages, read_tools
+from jaxtrain.data.chat.template import Renderer, TemplateFailed, render_text
+from jaxtrain.methods.trees.turns import AssistantTurn, make_turns
+
+START, END = "<|im_start|>", "<|im_end|>"
+THINK, THINK_END = "<think>", "</think>"
+
+
+def read_row(
+    row: Mapping[str, Any], fields: Mapping[str, str], roles: Mapping[str, str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """(messages, tools) of a row with `messages`, or with `prompt` and `completion` lists.
+
+    Contents are stripped of outer white space. Raises Malformed.
+    """
+    check_readable(row)
+    row = {**row, **{to: row[at] for to, at in fields.items() if "." not in to and at in row}}
+    if row.get("messages") is not None or row.get("conversations") is not None:
+        found = row.get("messages")
+        listed = _with_roles(row["conversations"] if found is None else found, "user")
+    else:
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if not isinstance(prompt, list) or not isinstance(completion, list) or not completion:
+            raise MalformedRow("needs messages, or prompt and a non-empty completion, as lists")
+        listed = _with_roles(prompt, "user") + _with_roles(completion, "assistant")
+    messages = read_messages(listed, fields, roles)
+    for message in messages:
+        message["content"] = message["content"].strip()
+    if not any(message["role"] == "assistant" for message in messages):
+        raise MalformedRow("no assistant message")
+    return messages, read_tools(row.get("tools"))
+
+
+def _with_roles(messages: Any, role: str) -> list[Any]:
+    if not isinstance(messages, list):
+        raise MalformedRow("messages must be a list of {role, content}")
+    named = []
+    for message in messages:
+        if isinstance(message, str):
+            message = {"content": message}
+        if isinstance(message, Mapping) and not message.get("role") and "from" not in message:
+            message = {**message, "role": role}
+        named.append(message)
+    return named
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """The thought of an assistant message, stripped; "" without one."""
+    return (message.get("reasoning_content") or "").strip()
+
+
+def render_chatml(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, special_tokens: SpecialTokens = "text"
+) -> list[AssistantTurn]:
+    """Turns in the fixed form. What follows the last assistant message is left out.
+
+    Raises Malformed for roles that the form does not know and a start with an assistant.
+    """
+    encoder = encoder_of(tokenizer, special_tokens)
+    messages, mark, _ = encoder.protect(messages)
+    parts, pending = [], []
+    for index, message in enumerate(messages):
+        before = messages[index - 1]["role"] if index else None
+        after = messages[index + 1]["role"] if index + 1 < len(messages) else None
+        if message["role"] != "assistant":
+            pending += encoder(_context_text(message, before, after), mark)
+            continue
+        if index == 0:
+            raise MalformedRow("the conversation starts with an assistant message")
+        thought = reasoning_of(message)
+        reasoning = encoder(f"{THINK}{thought}{THINK_END}", mark) if thought else []
+        parts.append((pending, reasoning, encoder(_assistant_text(message), mark)))
+        pending = []
+    return make_turns(parts)
+
+
+def _context_text(message: Mapping[str, Any], before: str | None, after: str | None) -> str:
+    role, content = message["role"], message["content"]
+    if role in ("system", "user"):
+        text = f"{START}{role}\n{content}{END}\n"
+    elif role == "tool":
+        text = "" if before == "tool" else f"{START}user\n"
+        text += f"<tool_response>\n{content}\n</tool_response>\n"
+        text += "" if after == "tool" else f"{END}\n"
+    else:
+        raise MalformedRow(f"the chatml rendering has no role {role!r}")
+    return text + (f"{START}assistant\n" if after == "assistant" else "")
+
+
+def _assistant_text(message: Mapping[str, Any]) -> str:
+    content, calls = message["content"], message.get("tool_calls")
+    if not calls:
+        return f"{content}\n{END}\n" if content else f"{END}\n"
+    return "\n".join([*([content] if content else []), *map(_call_text, calls)]) + f"{END}\n"
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    lines = [f"<tool_call>\n<function={function['name']}>"]
+    for key, value in function["arguments"].items():
+        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        lines.append(f"<parameter={key}>\n{shown}\n</parameter>")
+    return "\n".join([*lines, "</function>\n</tool_call>"])
+
+
+def render_template(
+    messages: Sequence[Mapping[str, Any]], tools: Any, renderer: Renderer
+) -> list[AssistantTurn]:
+    """Turns as the chat template shows them; raises TemplateFailed or Retokenized.
+
+    A response ends with its end-of-turn token; white space behind it belongs to the next prompt.
+    """
+    (messages, tools), mark, _ = renderer.encoder.protect((messages, tools))
+    keys = ("reasoning_content", "train")
+    visible = [{k: v for k, v in m.items() if k not in keys} for m in messages]
+    wanted = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if wanted[0] == 0:
+        raise MalformedRow("the conversation starts with an assistant message")
+    place = {}
+    for rendering in renderer.render(visible, tools, wanted, mark):
+        for index in wanted:
+            own = np.flatnonzero(rendering.author == index)
+            if len(own):
+                place[index] = (rendering.tokens, int(own[0]), int(own[-1]) + 1)
+    turns = []
+    for index in wanted:
+        if index not in place:
+            raise TemplateFailed(f"chat template: message {index + 1} is not shown")
+        tokens, start, stop = place[index]
+        thought = _thought_text(visible, messages[index], index, tools, renderer.tokenizer)
+        reasoning = renderer.encoder(thought, mark) if thought else []
+        prompt, response = tokens[:start], tokens[start:stop]
+        turns.append(AssistantTurn(prompt, np.asarray(reasoning, np.int32), response))
+    return turns
+
+
+def _thought_text(
+    visible: Sequence[Mapping[str, Any]],
+    message: Mapping[str, Any],
+    index: int,
+    tools: Any,
+    tokenizer: Any,
+) -> str:
+    """What the template shows of a thought, from the generation prompt to the closing tag."""
+    thought = reasoning_of(message)
+    if not thought:
+        return ""
+    prompt = render_text(tokenizer, visible[:index], tools, generation=True)
+    spoken = {**visible[index], "reasoning_content": thought}
+    shown = render_text(tokenizer, [*visible[:index], spoken], tools)
+    tail = shown[len(prompt) :] if shown.startswith(prompt) else ""
+    stop = tail.find(thought)
+    if stop < 0:  # a template that knows no reasoning
+        return f"{THINK}\n{thought}\n{THINK_END}"
+    stop += len(thought)
+    close = tail.find(THINK_END, stop)
+    return tail[:stop] if close < 0 else tail[: close + len(THINK_END)]
+
+
+def _thinks(message: Mapping[str, Any]) -> bool:
+    tagged = THINK_END in message["content"].partition(THINK)[2]
+    return message["role"] == "assistant" and (tagged or bool(reasoning_of(message)))
+
+
+def split_thinking(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    tokenizer: Any,
+    special_tokens: SpecialTokens = "text",
+) -> list[AssistantTurn]:
+    """The one turn of an answer with a thought: before, thought, after.
+
+    The answer is the last assistant message whose text holds <think>...</think> or that has
+    reasoning_content; what follows it is left out. The three parts are encoded apart, so no
+    tokenizer can hide a tag in a merge. Raises Malformed when a tag or a part is missing.
+    """
+    place = next((i for i in range(len(messages) - 1, -1, -1) if _thinks(messages[i])), 0)
+    if place == 0:
+        raise MalformedRow(f"no answer has {THINK}...{THINK_END} or reasoning_content")
+    encoder = encoder_of(tokenizer, special_tokens)
+    (messages, tools), mark, _ = encoder.protect((messages, tools))
+    before, answer = messages[:place], dict(messages[place])
+    thought = reasoning_of(answer)
+    if thought:
+        answer["content"] = f"{THINK}\n{thought}\n{THINK_END}\n\n{answer['content']}"
+    prompt = render_text(tokenizer, before, tools, generation=True)
+    spoken = {k: v for k, v in answer.items() if k in ("role", "content", "tool_calls")}
+    whole = render_text(tokenizer, [*before, spoken], tools)
+    if not whole.startswith(prompt):
+        prompt = render_text(tokenizer, before, tools)
+        if not whole.startswith(prompt):
+            raise TemplateFailed("chat template: the answer rewrites what precedes it")
+    # Some generation prompts open the thinking block themselves.
+    begin = whole.find(THINK, max(len(prompt) - len(THINK) - 1, 0))
+    close = whole.find(THINK_END, begin)
+    if begin < 0 or close < 0:
+        raise TemplateFailed("chat template: strips the thinking of the answer")
+    close += len(THINK_END)
+    context, thought, response = (
+        encoder(text, mark) for text in (whole[:begin], whole[begin:close], whole[close:])
+    )
+    if not (context and thought and response):
+        raise MalformedRow("think: the prompt, the thought or the response is empty")
+    return make_turns([(context, thought, response)])

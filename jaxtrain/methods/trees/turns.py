@@ -1,0 +1,163 @@
+"""Turns of an agent: what an assistant saw, thought and said, whatever the row looked like.
+
+A thought hangs beside the conversation, because later turns do not see it:
+
+    prompt ─┬─ reasoning              prompt 2 = prompt + response + what came back
+            └─ response ── ... ─┬─ reasoning 2
+                                └─ response 2
+
+Every way of training on a trajectory (tree, per branch, flat samples) is made from these turns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxtrain.data.packing.prefixes import FlatSequence, merge_prefixes
+from jaxtrain.data.packing.tree import Tree, build_tree, chain
+
+
+@dataclass(frozen=True, eq=False)
+class AssistantTurn:
+    """One assistant turn; all int32 token ids."""
+
+    prompt: np.ndarray
+    """Everything visible before it, generation header included."""
+    reasoning: np.ndarray
+    """Its hidden thought; may be empty."""
+    response: np.ndarray
+    """What stays visible."""
+
+
+@dataclass(frozen=True)
+class TrainedParts:
+    """Which parts train."""
+
+    response: bool = True
+    reasoning: bool = True
+
+
+def make_turns(
+    parts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]],
+) -> list[AssistantTurn]:
+    """Turns from (context since the last response, reasoning, response)."""
+    turns, visible = [], np.zeros(0, np.int32)
+    for context, reasoning, response in parts:
+        prompt = np.concatenate([visible, np.asarray(context, np.int32)])
+        turn = AssistantTurn(
+            prompt, np.asarray(reasoning, np.int32), np.asarray(response, np.int32)
+        )
+        turns.append(turn)
+        visible = np.concatenate([prompt, turn.response])
+    return turns
+
+
+def starts_with(tokens: np.ndarray, prefix: np.ndarray) -> bool:
+    """Whether `tokens` begin with `prefix`."""
+    return len(tokens) >= len(prefix) and bool((tokens[: len(prefix)] == prefix).all())
+
+
+def build_caterpillar(
+    turns: Sequence[AssistantTurn], trained: TrainedParts, origin: str = ""
+) -> Tree:
+    """The tree of a trajectory: K = turns with reasoning, plus one.
+
+    Nodes per turn: context, thought (side leaf), response (trunk). A chat template that rewrites
+    earlier turns gives no such trunk; its tree then comes from merging the prefixes of what the
+    model saw. Raises ValueError for no turns, or a turn with nothing new before it.
+    """
+    if not turns:
+        raise ValueError("a trajectory needs at least one turn")
+    parts: list[tuple[int, np.ndarray, np.ndarray, str]] = []
+    trunk, visible = -1, np.zeros(0, np.int32)
+    for turn in turns:
+        if not starts_with(turn.prompt, visible):
+            return _merge_rewritten(turns, trained, origin)
+        context = turn.prompt[len(visible) :]
+        if not len(context):
+            raise ValueError("two assistant turns in a row, or a conversation that starts with one")
+        parts.append((trunk, context, np.zeros(len(context)), "context"))
+        fork = len(parts) - 1
+        if len(turn.reasoning):
+            weights = np.full(len(turn.reasoning), float(trained.reasoning))
+            parts.append((fork, turn.reasoning, weights, "think"))
+        weights = np.full(len(turn.response), float(trained.response))
+        parts.append((fork, turn.response, weights, "response"))
+        trunk = len(parts) - 1
+        visible = np.concatenate([turn.prompt, turn.response])
+    return build_tree(parts, origin=origin)
+
+
+def _merge_rewritten(turns: Sequence[AssistantTurn], trained: TrainedParts, origin: str) -> Tree:
+    """Tree of the visible sequences and, off each, the thoughts."""
+    visible: list[tuple[np.ndarray, np.ndarray]] = []
+    thoughts: list[FlatSequence] = []
+    for turn in turns:
+        place = next((i for i, v in enumerate(visible) if starts_with(turn.prompt, v[0])), None)
+        before = visible.pop(place)[1] if place is not None else np.zeros(0)
+        mask = np.concatenate([before, np.zeros(len(turn.prompt) - len(before))])
+        if len(turn.reasoning):
+            weights = np.full(len(turn.reasoning), float(trained.reasoning))
+            tokens = np.concatenate([turn.prompt, turn.reasoning])
+            thoughts.append(FlatSequence(tokens, {"nll": np.concatenate([mask, weights])}))
+        weights = np.full(len(turn.response), float(trained.response))
+        tokens = np.concatenate([turn.prompt, turn.response])
+        visible.append((tokens, np.concatenate([mask, weights])))
+    branches = [*thoughts, *(FlatSequence(tokens, {"nll": mask}) for tokens, mask in visible)]
+    trees = merge_prefixes(branches, origin=origin)
+    assert len(trees) == 1, "all turns of a trajectory begin alike"
+    return trees[0]
+
+
+def build_current_rl(
+    turns: Sequence[AssistantTurn], trained: TrainedParts, origin: str = ""
+) -> list[Tree]:
+    """Flat samples as RL trainers make them: a turn extends the first sample that is its prefix.
+
+    A response is conditioned on its own thought; a turn with a thought cannot be extended, because
+    the next prompt does not show it. Each turn trains once.
+    """
+    samples: list[tuple[np.ndarray, np.ndarray]] = []
+    for turn in turns:
+        completion = np.concatenate([turn.reasoning, turn.response])
+        weights = _completion_weights(turn, trained)
+        for index, (tokens, mask) in enumerate(samples):
+            if starts_with(turn.prompt, tokens):
+                context = np.zeros(len(turn.prompt) - len(tokens))
+                samples[index] = (
+                    np.concatenate([turn.prompt, completion]),
+                    np.concatenate([mask, context, weights]),
+                )
+                break
+        else:
+            samples.append(
+                (
+                    np.concatenate([turn.prompt, completion]),
+                    np.concatenate([np.zeros(len(turn.prompt)), weights]),
+                )
+            )
+    return [chain(tokens, {"nll": mask}, origin=origin) for tokens, mask in samples]
+
+
+def build_flat(turns: Sequence[AssistantTurn], trained: TrainedParts, origin: str = "") -> Tree:
+    """One sequence with every thought left in place: ordinary SFT on the whole transcript."""
+    tokens, weights = [], []
+    visible = np.zeros(0, np.int32)
+    for turn in turns:
+        shared = 0
+        if starts_with(turn.prompt, visible):
+            shared = len(visible)
+        tokens += [turn.prompt[shared:], turn.reasoning, turn.response]
+        weights += [np.zeros(len(turn.prompt) - shared), _completion_weights(turn, trained)]
+        visible = np.concatenate([turn.prompt, turn.response])
+    return chain(np.concatenate(tokens), {"nll": np.concatenate(weights)}, origin=origin)
+
+
+def _completion_weights(turn: AssistantTurn, trained: TrainedParts) -> np.ndarray:
+    return np.concatenate(
+        [
+            np.full(len(turn.reasoning), float(trained.reasoning)),
+            np.full(len(turn.response), float(trained.response)),
+        ]
+    )

@@ -1,5 +1,0 @@
-"""Rewards: functions that judge completions, run in processes that may hang or crash."""
-
-from jaxtrain.rewards.score import Rewards, open_rewards
-
-__all__ = ["Rewards", "open_rewards"]

@@ -1,0 +1,137 @@
+"""What a person looks at: the runs, what was chosen, and what was drawn already."""
+
+import re
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from rich.text import Text
+
+from jaxtrain.runs.dashboard.chart import COLORS, Window
+from jaxtrain.runs.dashboard.run_data import WatchedRun
+
+SCREENS = ("metrics", "samples", "log", "runs", "servers")
+"""Keys 1 to 5, in this order."""
+SMOOTH = (0.0, 0.05, 0.2)
+X_AXES = ("step", "time", "tokens")
+MOST_DRAWN = 400
+"""Parts of screens that are kept."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class ViewState:
+    """What a person chose by keys. Who draws brings numbers that are too large back into range."""
+
+    screen: str = "metrics"
+    open: bool = False
+    """Whether the selected chart or sample has the whole screen."""
+    help: bool = False
+    selected: dict[str, int] = field(default_factory=dict)
+    """Chosen chart, sample, line or run by screen."""
+    scrolled: int = 0
+    """Lines of an open sample that are above the screen."""
+    filters: dict[str, str] = field(default_factory=dict)
+    """Regular expression by screen: names of metrics, texts of the others."""
+    typed: str | None = None
+    """What is being typed behind "/"; None: nobody types."""
+    log_y: bool = False
+    smooth: int = 0
+    x: int = 0
+    columns: int = 0
+    """Columns of charts; 0: by the width."""
+    paused: bool = False
+    sidebar: bool = False
+    hidden: set[str] = field(default_factory=set)
+    """Paths of runs that are not drawn."""
+    marked: str | None = None
+    """Path of the run that others are compared with."""
+    order: str = "newest"
+    """Of samples: newest, best or worst first."""
+    unfolded: bool = False
+    """Whether tool calls and their results are shown whole."""
+    follow: bool = True
+    """Whether the log shows its end."""
+    warnings: bool = False
+    """Whether the log shows warnings only."""
+    cursor: float | None = None
+    """Share of the open chart's width, 0 to 1."""
+    window: Window | None = None
+    """Part of the open chart's x axis."""
+    said: str = ""
+    """Message in the last line."""
+
+
+class ClickTarget(NamedTuple):
+    """A place of the screen that can be clicked: columns and rows from 0, ends left out."""
+
+    left: int
+    top: int
+    right: int
+    bottom: int
+    action: str
+    """screen or select."""
+    value: Any
+
+
+class Frame(NamedTuple):
+    """A screen as it is shown."""
+
+    lines: list[Text]
+    spots: list[ClickTarget]
+
+
+class DashboardView:
+    """Runs and choice together, with a memory of parts that were drawn."""
+
+    def __init__(
+        self, runs: list[WatchedRun], choice: ViewState | None = None, now: float | None = None
+    ):
+        self.runs, self.choice = runs, choice or ViewState()
+        self.now = now
+        """Unix time for everything that is told relative to it; None: the clock."""
+        self.grid: tuple[int, int] = (2, 3)
+        """Columns and rows of charts on the last picture."""
+        self._drawn: dict[Hashable, Any] = {}
+
+    @property
+    def shown(self) -> list[WatchedRun]:
+        """Runs that are drawn over each other."""
+        return [run for run in self.runs if str(run.path) not in self.choice.hidden]
+
+    @property
+    def first(self) -> WatchedRun | None:
+        """The run that head line, samples, log and servers are about: chosen on screen 4."""
+        if not self.runs:
+            return None
+        place = min(self.choice.selected.get("runs", 0), len(self.runs) - 1)
+        return self.runs[place]
+
+    def color(self, run: WatchedRun) -> str:
+        """A run's color on all screens."""
+        return COLORS[self.runs.index(run) % len(COLORS)]
+
+    def pattern(self, screen: str | None = None) -> re.Pattern[str] | None:
+        """What was searched for; a text that is no regular expression is taken literally."""
+        text = self.choice.filters.get(screen or self.choice.screen, "")
+        if not text:
+            return None
+        try:
+            return re.compile(text, re.IGNORECASE)
+        except re.error:
+            return re.compile(re.escape(text), re.IGNORECASE)
+
+    def select(self, screen: str, count: int) -> int:
+        """The chosen place among `count` on a screen, brought into range."""
+        place = min(max(self.choice.selected.get(screen, 0), 0), max(count - 1, 0))
+        self.choice.selected[screen] = place
+        return place
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What make() gave for this key, made once."""
+        if key not in self._drawn:
+            if len(self._drawn) >= MOST_DRAWN:
+                self._drawn.clear()
+            self._drawn[key] = make()
+        return self._drawn[key]

@@ -1,0 +1,381 @@
+"""The folder of a run: who may use it, what it holds, and where a resumed run goes on.
+
+.lock            held while a process trains here; the system frees it when the process dies
+run.json         the names of what the run makes here, which alone it may replace: belongings.py
+config.json      resolved config of the newest attempt
+attempts.jsonl   one line for each start: when, command, versions, devices, code from outside
+heartbeat.json   what the run is doing, and how it ended: watchdog.py
+hardware/        what each host's accelerators, memory and disk did: hardware.py
+checkpoints/ metrics.jsonl samples.jsonl log.txt ...   written by the other parts
+"""
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.config import Config
+from jaxtrain.config.base import list_places
+from jaxtrain.config.load import read_saved, validate_config
+from jaxtrain.config.provenance import list_outside
+from jaxtrain.config.secrets import redact, redact_command
+from jaxtrain.errors import UserError
+from jaxtrain.runs.checkpoint_folder import find_steps
+from jaxtrain.runs.manifest import write_atomically
+from jaxtrain.runs.records import MetricsRecord, ends_whole, read_records
+from jaxtrain.runs.run_files import delete_own, read_names, require_own, take_names
+from jaxtrain.runs.saved_config import flatten
+
+ALWAYS = (
+    "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt stacks.txt"
+    " heartbeat.json hardware nonfinite_batch_step_*.npz"
+).split()
+"""What any run makes in its folder."""
+
+FREE_KEYS = (
+    "run.output_dir",
+    "run.resume",
+    "run.overwrite",
+    "run.allow_config_change",
+    "run.compile_cache",
+    "run.export",
+    "log.*",
+    "observers*",
+    "checkpoint.*",
+    "eval.*",
+    "sampling.*",
+    "parallel.*",
+    "env.timeout",
+    "env.step_timeout",
+    *(f"*env.gym.{name}" for name in "head start python directory own_environments".split()),
+    *(f"*env.gym.{name}" for name in "start_seconds concurrency host port api_key".split()),
+    "rewards.*.timeout",
+    "rollout.retries",
+    *(f"rollout.vllm.{name}" for name in "servers launch python replicas gpus args".split()),
+    *(f"rollout.vllm.{name}" for name in "discover via eval_servers adapter_transport".split()),
+    *(
+        f"rollout.vllm.{name}"
+        for name in "listen listen_port streams fan_out concurrency *_seconds".split()
+    ),
+    "rollout.max_failures",
+    "rollout.max_idle_rounds",
+    "rollout.samples",
+    "rollout.reward_workers",
+    "data.eval_datasets*",
+    "data.prefetch",
+    "data.cache",
+    "data.cache_dir",
+    "model.remat",
+    "model.attention",
+    "model.logp",
+    "model.experts",
+    "task.target.source",
+    "task.target.devices",
+    "task.target.tensor",
+    "task.target.expert",
+    "task.target.queue",
+    "task.target.path",
+)
+"""Keys that may differ when a run is resumed: they do not shape the weights that come out, but for
+rounding. `find_changes` knows more that depend on their values or on the task."""
+
+PACKAGES = "jax jaxlib flax optax orbax-checkpoint grain numpy transformers tokenizers datasets"
+
+
+class RunFolder:
+    """Context: claims config.run.output_dir for this process. Only process 0 writes to it."""
+
+    def __init__(self, config: Config, command: list[str]):
+        self.path = Path(config.run.output_dir)
+        self.config, self.command = config, command
+        self.attempt = 0
+        """Number of this start, from 1."""
+        self.changes: list[str] = []
+        """Keys that differ from the resumed run's config, as "key: old -> new"."""
+        self._lock: int | None = None
+
+    def __enter__(self) -> "RunFolder":
+        if jax.process_index() == 0:
+            self._claim()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def rewind(self, step: int) -> None:
+        """Training goes on after `step`: drop what later steps wrote before the run was stopped.
+
+        0 means from the beginning. Raises UserError where run.resume = "required" forbids that.
+        """
+        if step == 0 and self.config.run.resume == "required":
+            raise UserError(
+                f'run.resume is "required" but {self.path} holds no usable checkpoint; set it to'
+                ' "auto", or name the folder of a run in run.output_dir'
+            )
+        if jax.process_index() == 0:
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                # An evaluation before the first step is step 0; a fresh start repeats that, too.
+                try:
+                    cut_lines(self.path / name, step if step else -1)
+                except OSError as error:
+                    raise UserError(
+                        f"{self.path / name} cannot be continued: {error.strerror or error}; move"
+                        " it away, or free some space"
+                    ) from error
+
+    def describe(self) -> list[str]:
+        """What people should see first: where, which versions, and what changed since last time."""
+        versions = ", ".join(f"{name} {version}" for name, version in find_versions().items())
+        lines = [f"run {self.path}, attempt {self.attempt}: {versions}"]
+        if self.changes:
+            lines.append("the config changed since the last attempt: " + "; ".join(self.changes))
+        return lines
+
+    def _claim(self) -> None:
+        """All checks in order; nothing is written before the last of them passed."""
+        run = self.config.run
+        if run.overwrite and run.resume == "required":
+            raise UserError('run.overwrite is true and run.resume is "required"; keep one')
+        names = list_names(self.config)
+        try:
+            require_own(self.path, names)
+            self._check_inputs(names)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = take_lock(self.path / ".lock", self.path)
+            if run.overwrite:
+                delete_own(self.path)
+            self._check_resume()
+            take_names(self.path, names)
+            for name in ALWAYS:
+                path = self.path / name
+                if "." in name and path.exists() and not path.is_file():
+                    raise UserError(f"{path} is no regular file; move it away, it is the run's")
+            attempts = self.path / "attempts.jsonl"
+            self.attempt = 1 + (sum(1 for _ in read_records(attempts)) if attempts.exists() else 0)
+            start = "" if ends_whole(attempts) else "\n"
+            write_atomically(self.path / "config.json", json.dumps(self.config.saved(), indent=2))
+            with attempts.open("a") as file:
+                record = describe_attempt(self.attempt, redact_command(self.command))
+                record["plugins"] = list_outside(self.config)
+                file.write(start + json.dumps(record) + "\n")
+        except OSError as error:
+            self.__exit__()
+            raise UserError(
+                f"run.output_dir {str(self.path)!r} cannot be used: {error.strerror or error}."
+                " Name a folder that this user may write to, on a disk with free space"
+            ) from error
+        except UserError:
+            self.__exit__()
+            raise
+
+    def _check_inputs(self, names: Collection[str]) -> None:
+        """Refuse to read from what this run replaces, or with run.overwrite deletes."""
+        home, own = os.path.realpath(self.path), {*names, *(read_names(self.path) or ())}
+        for key, value in list_places(self.config):
+            if not os.path.exists(value):
+                value = value.partition(":")[0]  # "file.py:name", "builtin:data"
+            first = os.path.relpath(os.path.realpath(value), home).split(os.sep)[0]
+            made_here = key in ("run.output_dir", "rollout.vllm.adapter_dir", "data.cache_dir")
+            if not made_here and any(fnmatchcase(first, name) for name in own):
+                raise UserError(
+                    f"{key} {value!r} lies in {first!r} of run.output_dir {str(self.path)!r},"
+                    " which this run replaces; name another run.output_dir, or copy it elsewhere"
+                )
+
+    def _check_resume(self) -> None:
+        run = self.config.run
+        has_steps = bool(find_steps(self.path / "checkpoints"))
+        metrics = self.path / "metrics.jsonl"
+        has_metrics = metrics.exists() and metrics.stat().st_size > 0
+        if run.resume == "never" and (has_steps or has_metrics):
+            raise UserError(
+                f'run.output_dir {str(self.path)!r} holds a run and run.resume is "never"; name'
+                " another folder, or set run.overwrite=true to delete that run"
+            )
+        if run.resume == "required" and not has_steps:
+            self.rewind(0)
+        if not (has_steps or has_metrics):
+            return
+        self.changes, forbidden = find_changes(
+            redact(read_config(self.path / "config.json"), references=True),
+            redact(self.config.model_dump(mode="json"), references=True),
+            last_device_count(self.path / "attempts.jsonl"),
+            jax.device_count(),
+            self.config.task.reads,
+        )
+        if forbidden and not run.allow_config_change:
+            more = f"\n  ... and {len(forbidden) - 8} more" if len(forbidden) > 8 else ""
+            listed = "\n  ".join(forbidden[:8])
+            raise UserError(
+                f"run.output_dir {str(self.path)!r} holds a run with another config"
+                f" (saved -> now):\n  {listed}{more}\nName another folder, restore the old values,"
+                " set run.allow_config_change=true to go on with the new ones, or"
+                " run.overwrite=true to start again"
+            )
+
+
+def list_names(config: Config) -> list[str]:
+    """What a run with this config makes in its folder."""
+    log, vllm = config.log, config.rollout.vllm
+    samples_there = config.rollout.engine == "vllm"
+    places = [config, *config.data.datasets, *config.eval.sets]
+    gym = any(one.env is not None and one.env.gym.start for one in places)
+    made = {
+        "curves.png": log.plot,
+        "report.html": log.report,
+        "tensorboard": log.tensorboard,
+        "wandb": log.wandb_project,
+        "wandb_id": log.wandb_project,
+        "profile": log.profile_start,
+        "model": config.run.export,
+        "adapters": samples_there and vllm.sync == "lora",
+        "servers.json": samples_there,
+        "evaluating.json": samples_there and vllm.eval_servers,
+        "servers": samples_there and vllm.launch == "local",
+        "gym": gym,
+        "gym.log": gym,
+        "observers": config.observers,
+    }
+    return [*ALWAYS, *(name for name, wanted in made.items() if wanted)]
+
+
+def find_changes(
+    saved: dict,
+    now: dict,
+    devices_saved: int | None,
+    devices_now: int,
+    reads: Collection[str] = (),
+) -> tuple[list[str], list[str]]:
+    """All keys that differ as "key: old -> new", and those of them that shape the result.
+
+    reads: sections that the task trains on; elsewhere env and rewards serve eval.sets.
+    """
+    before, after = flatten(saved), flatten(now)
+    keys = [*before, *(key for key in after if key not in before)]
+    differing = [key for key in keys if before.get(key) != after.get(key)]
+    same_batch = before.get("data.global_batch_size") is not None
+    forbidden = []
+    for key in differing:
+        old, new = before.get(key), after.get(key)
+        longer = key in ("run.max_steps", "run.num_epochs") and old and new and new > old
+        split = key in ("data.micro_batch_size", "optim.gradient_accumulation_steps") and same_batch
+        section = key.split(".")[0]
+        judged = section in ("env", "rewards") and section not in reads
+        if not (
+            longer or split or judged or any(fnmatchcase(key, pattern) for pattern in FREE_KEYS)
+        ):
+            forbidden.append(key)
+    shown = [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in differing]
+    refused = [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in forbidden]
+    if devices_saved not in (None, devices_now) and not same_batch:
+        line = f"devices: {devices_saved} -> {devices_now}"
+        shown.append(line)
+        refused.append(line + " (without data.global_batch_size a step's batch follows them)")
+    return shown, refused
+
+
+def take_lock(path: Path, folder: Path) -> int:
+    """Lock the folder for this process; raises UserError when a living one holds it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
+        raise UserError(
+            f"run.output_dir {str(folder)!r} is in use by {holder}; wait for it, stop it, or name"
+            " another folder"
+        ) from None
+    except OSError:
+        # Some network file systems have no locks; two runs in one folder are then the user's care.
+        return descriptor
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
+    return descriptor
+
+
+def cut_lines(path: Path, step: int) -> None:
+    """Keep the lines of a jsonl file whose "step" is at most `step`; blank and damaged ones go.
+
+    Raises OSError. The file is read line by line, since it may hold all answers of weeks.
+    """
+    if not path.exists():
+        return
+    staying = sum(len(one.raw) + 1 for one in read_records(path) if _stays(one, step))
+    if staying == path.stat().st_size:
+        return
+    kept = path.with_name(path.name + ".tmp")
+    with kept.open("wb") as file:
+        for record in read_records(path):
+            if _stays(record, step):
+                file.write(record.raw + b"\n")
+    kept.replace(path)
+
+
+def _stays(record: MetricsRecord, step: int) -> bool:
+    return record.step is not None and record.step <= step and record.whole
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A saved config, with the defaults of keys that are newer than it; raises UserError when it is
+    missing or broken."""
+    try:
+        saved = read_saved(path)
+    except UserError as error:
+        why = str(error) if os.path.lexists(path) else f"{path} is missing"
+        raise UserError(
+            f"{why}, so nobody can tell which config its checkpoints belong to; put it back, or"
+            " set run.overwrite=true to start again"
+        ) from None
+    with contextlib.suppress(UserError):  # find_changes names what is no longer allowed
+        return validate_config(saved, str(path)).model_dump(mode="json")
+    return saved
+
+
+def last_device_count(attempts: Path) -> int | None:
+    """Number of devices of the newest attempt; None when that is not recorded."""
+    try:
+        newest = [record for record in read_records(attempts) if record.value][-1:]
+    except OSError:
+        return None
+    devices = newest[0].value.get("devices") if newest and newest[0].value else None
+    return len(devices) if isinstance(devices, list) else None
+
+
+def describe_attempt(number: int, command: list[str]) -> dict[str, Any]:
+    """What is needed to tell two starts apart later."""
+    return {
+        "attempt": number,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": command,
+        "process": os.getpid(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "versions": find_versions(),
+        "devices": [device.device_kind for device in jax.devices()],
+        "processes": jax.process_count(),
+    }
+
+
+def find_versions() -> dict[str, str]:
+    """Versions of Python, jaxtrain and the libraries that shape a run."""
+    import jaxtrain
+
+    versions = {"python": platform.python_version(), "jaxtrain": jaxtrain.__version__}
+    for package in PACKAGES.split():
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,191 @@
+"""The observers of a run: opened by the config, told on process 0, their verdicts kept.
+
+    loop thread ── tell("step", ...) ──> each observer ──> verdicts ── take() ──> the loop
+    seal thread ── saved(...) ──> a queue, told to them by the loop's next tell
+
+One that fails is switched off with a warning; one that cannot be made or started ends the run
+before it trains. No jax here.
+"""
+
+import queue
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from jaxtrain import plugins
+from jaxtrain.config import Config
+from jaxtrain.config.construct import make
+from jaxtrain.config.observers import OBSERVERS, ObserverConfig
+from jaxtrain.config.secrets import reveal
+from jaxtrain.errors import UserError
+from jaxtrain.runs.observers.protocol import VERDICTS, ObservedRun
+from jaxtrain.text_safety import escape_control_chars, shorten, show
+
+MOMENT = 1.0
+"""Seconds that a call may take before people are told: training waits for it."""
+
+
+class Observers:
+    """Context: tells all observers of one run. On other processes than the first there are none."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        log: Callable[[str], None],
+        *,
+        attempt: int = 1,
+        phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        primary: bool = True,
+    ):
+        """Makes them; UserError where one cannot be found or made. phase: says what the run waits
+        for."""
+        self.config, self.folder, self.log, self.attempt = config, folder, log, attempt
+        self.phase = phase
+        self._all = open_observers(config) if primary else {}
+        self._told: list[str] = []
+        """Those that were started: only they hear of the end."""
+        self._verdicts: dict[str, str] = {}
+        self._saved: queue.SimpleQueue[tuple[int, Path]] = queue.SimpleQueue()
+        self._slow: set[str] = set()
+        self._alerting = False
+        self._stopped = ""
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def start(self, total_steps: int, start_step: int) -> None:
+        """Training goes from `start_step` (steps already done) to `total_steps`."""
+        for label, observer in list(self._all.items()):
+            run = ObservedRun(
+                self.folder,
+                self.folder / "observers" / label,
+                self.config.saved(),
+                total_steps,
+                start_step,
+                self.attempt,
+                self.log,
+                lambda text, label=label: self._alert(label, text),
+            )
+            try:
+                self._note(label, getattr(observer, "start", _nothing)(run))
+            except UserError:
+                raise
+            except Exception as error:  # the border: whatever foreign code may raise
+                raise UserError(
+                    f"observer {label} cannot start: {plugins.describe(error)}"
+                ) from error
+            self._told.append(label)
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Call a method of all that have it, on the loop's thread."""
+        while not self._saved.empty():
+            self._tell("checkpoint", *self._saved.get())
+        self._tell(method, *args)
+
+    def saved(self, step: int, path: Path) -> None:
+        """A checkpoint is complete; from any thread."""
+        if self._all:
+            self._saved.put((step, path))
+
+    def take(self) -> dict[str, str]:
+        """Verdicts since the last call, each with the observer that gave it first."""
+        found, self._verdicts = self._verdicts, {}
+        return found
+
+    def stopped(self, reason: str) -> None:
+        """The run ends by a signal."""
+        self._stopped = reason
+
+    def __enter__(self) -> "Observers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object
+    ) -> None:
+        state, message = ("stopped", self._stopped) if self._stopped else ("finished", "")
+        if isinstance(error, KeyboardInterrupt):
+            state, message = "stopped", "SIGINT"
+        elif error is not None:
+            state = "failed"
+            message = shorten(escape_control_chars(f"{type(error).__name__}: {error}"), 500)
+        self._all = {label: one for label, one in self._all.items() if label in self._told}
+        with self.phase("waiting for observers"):
+            self.tell("end", state, message)
+        self._all = {}
+
+    def _tell(self, method: str, *args: Any) -> None:
+        for label, observer in list(self._all.items()):
+            began = time.monotonic()
+            try:
+                self._note(label, getattr(observer, method, _nothing)(*args))
+            except Exception as error:  # the border: a broken observer must not cost the run
+                self._all.pop(label, None)
+                self.log(
+                    f"warning: observer {label} failed and is switched off: {method}():"
+                    f" {plugins.describe(error)}"
+                )
+            seconds = time.monotonic() - began
+            if seconds > MOMENT and method != "end" and label not in self._slow:
+                self._slow.add(label)
+                self.log(
+                    f"warning: observer {label} took {seconds:.1f} s in {method}(), for which"
+                    " training waited; this is said once"
+                )
+
+    def _note(self, label: str, verdict: object) -> None:
+        if verdict is None:
+            return
+        if verdict not in VERDICTS:
+            raise ValueError(
+                f"it returned {show(verdict)}; a verdict is None,"
+                f" {', '.join(map(repr, VERDICTS[:-1]))} or {VERDICTS[-1]!r}"
+            )
+        self._verdicts.setdefault(str(verdict), label)
+
+    def _alert(self, label: str, text: str) -> None:
+        self.log(f"warning: {label}: {text}")
+        if not self._alerting:  # who warns of a warning is not told on
+            self._alerting = True
+            try:
+                self._tell("alert", f"{label}: {text}")
+            finally:
+                self._alerting = False
+
+
+def open_observers(config: Config) -> dict[str, Any]:
+    """All observers by what messages call them; UserError where one cannot be found or made."""
+    tables = list_observers(config)
+    made: dict[str, Any] = {}
+    for key, one in tables:
+        label = one.kind.rpartition("/")[2]
+        label = label if label not in made else f"{label} ({key})"
+        options = reveal(one.options, f"{key}.options")
+        found = plugins.find("observers", one.kind, OBSERVERS, key=f"{key}.kind")
+        made[label] = make(
+            found,
+            options=options,
+            key=f"{key}.kind {one.kind!r}",
+            options_key=f"{key}.options",
+        )
+    return made
+
+
+def list_observers(config: Config) -> list[tuple[str, ObserverConfig]]:
+    """(key, table) of each: the config's own, and what eval.patience stands for."""
+    found = [(f"observers.{index}", one) for index, one in enumerate(config.observers)]
+    if config.eval.patience is not None:
+        options = {
+            "metric": config.checkpoint.best_metric,
+            "mode": config.checkpoint.best_mode,
+            "patience": config.eval.patience,
+            "min_delta": config.eval.min_delta,
+        }
+        found.insert(0, ("eval.patience", ObserverConfig(kind="early_stop", options=options)))
+    return found
+
+
+def _nothing(*args: Any) -> None:
+    """Stands for a method that an observer does not have."""

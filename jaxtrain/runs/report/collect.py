@@ -1,0 +1,230 @@
+"""What the page shows of runs, as JSON: thinned, cut to bounds, without secrets."""
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.config.secrets import HIDDEN, is_secret, redact, redact_command, redact_text
+from jaxtrain.runs.dashboard.names import order_charts
+from jaxtrain.runs.dashboard.run_data import WatchedRun
+from jaxtrain.runs.dashboard.screens.hardware import list_gpus
+from jaxtrain.runs.dashboard.screens.samples import content, messages
+from jaxtrain.runs.dashboard.status import facts, is_warning, time_passed
+from jaxtrain.runs.plot import is_number
+from jaxtrain.runs.saved_config import differing_keys
+from jaxtrain.text_safety import escape_control_chars, shorten
+
+POINTS = 2000
+"""Of a curve; longer ones are thinned."""
+MOST_STEPS, MOST_EACH, MOST_TEXT, MOST_MESSAGES = 24, 3, 4000, 40
+"""Steps whose samples are shown, best and worst of each, characters and messages of one."""
+MOST_METRICS, MOST_KEYS, MOST_WARNINGS = 400, 3000, 200
+
+TOKEN = re.compile(
+    r"\b(?:hf_|sk-|sk_|ghp_|gho_|github_pat_|glpat-|xox[abpr]-|AKIA|AIza|nvapi-|pypi-)[\w-]{8,}"
+    r"|\b[0-9a-f]{40}\b|\beyJ[\w-]{20,}\.[\w.-]+"
+)
+"""What keys of known services look like, wherever they stand."""
+
+
+def collect(runs: Sequence[WatchedRun], ended: str | None = None) -> dict[str, Any]:
+    """The page's data. ended: the state of the run that is just writing its own page."""
+    names = dict.fromkeys(name for run in runs for name in run.metrics)
+    kind = str(runs[0].key("task.kind") or "") if runs else ""
+    charts = order_charts(names, kind)[:MOST_METRICS]
+    flat = [{k: hide(v, k) for k, v in run.flat.items()} for run in runs]
+    return {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "charts": [escape_control_chars(name) for name in charts],
+        "differing": differing_keys(flat) if len(runs) > 1 else [],
+        "runs": [collect_run(run, charts, ended) for run in runs],
+    }
+
+
+def collect_run(run: WatchedRun, charts: Sequence[str], ended: str | None) -> dict[str, Any]:
+    """One run."""
+    told = facts(run)
+    if ended is not None:
+        told |= {"state": ended, "message": ""}
+    chosen = ("state", "message", "task", "model", "devices", "step", "total_steps", "best")
+    last = {name: told["metrics"].get(name) for name in charts}
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        **{name: told[name] for name in chosen},
+        "seconds": time_passed(run),
+        "last": {
+            escape_control_chars(name): value for name, value in last.items() if value is not None
+        },
+        "curves": {
+            escape_control_chars(n): curve(*run.curve(n)) for n in charts if n in run.metrics
+        },
+        "clock": {kind: axis(run, kind) for kind in ("time", "tokens")},
+        "config": {k: hide(v, k) for k, v in list(run.flat.items())[:MOST_KEYS]},
+        "attempts": [attempt(one) for one in run.attempts[-20:]],
+        "samples": pick_samples(run),
+        "warnings": [hide_text(line)[:600] for line in run.log if is_warning(line)][
+            -MOST_WARNINGS:
+        ],
+        "hardware": hardware(run),
+    }
+
+
+def curve(x: np.ndarray, y: np.ndarray) -> list[list[float]]:
+    """[x, y] of at most POINTS points: the least and the greatest of each part of a longer one."""
+    keep = thin(x, y)
+    return [[short(v) for v in x[keep].tolist()], [short(v) for v in y[keep].tolist()]]
+
+
+def thin(x: np.ndarray, y: np.ndarray, most: int = POINTS) -> np.ndarray:
+    """Indices of points, rising: all, or ends and extremes of equal parts; int64 [<= most]."""
+    if len(y) <= most:
+        return np.arange(len(y))
+    parts = (most - 2) // 2
+    edges = np.linspace(0, len(y), parts + 1).astype(int)
+    found = [0, len(y) - 1]
+    for low, high in zip(edges[:-1], edges[1:], strict=True):
+        part = y[low:high]
+        found += [low + int(part.argmin()), low + int(part.argmax())]
+    return np.unique(found)
+
+
+def axis(run: WatchedRun, kind: str) -> list[list[float]]:
+    """[steps, seconds or tokens] at some lines; the page interpolates between them."""
+    steps, along = np.array(run.steps), np.array(run.along(kind))
+    keep = thin(steps, along, 600)
+    return [steps[keep].tolist(), [short(v) for v in along[keep].tolist()]]
+
+
+def short(value: float) -> float:
+    """A number of six digits."""
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
+
+
+def attempt(one: dict[str, Any]) -> dict[str, Any]:
+    """One start, its command without secrets."""
+    command = one.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    versions = one.get("versions")
+    return {
+        "time": text(one.get("time")),
+        "host": text(one.get("host")),
+        "command": " ".join(hide_text(word) for word in hide_command(words))[:4000],
+        "versions": {text(k): text(v) for k, v in versions.items()}
+        if isinstance(versions, dict)
+        else {},
+        "devices": text(one.get("devices")),
+    }
+
+
+def hide_command(words: Sequence[str]) -> list[str]:
+    """A command line without secrets: those of overrides, and what follows --api-key."""
+    shown, secret = [], False
+    for word in redact_command(words):
+        name, equals, _ = word.partition("=")
+        flag = name.startswith("--") and is_secret(name)
+        shown.append(HIDDEN if secret else f"{name}={HIDDEN}" if flag and equals else word)
+        secret = flag and not equals
+    return shown
+
+
+def hide(value: Any, key: str) -> Any:
+    """A config value without secrets, in a size that can be shown."""
+    last = key.rpartition(".")[2]
+    found = redact({last: value})[last]
+    if isinstance(found, str):
+        return shorten(hide_text(found), 2000)
+    if isinstance(found, list | dict):
+        return shorten(hide_text(str(found)), 2000)
+    return found if found is None or isinstance(found, bool) or is_number(found) else text(found)
+
+
+def hide_text(value: str) -> str:
+    """A text without what looks like a key."""
+    return TOKEN.sub(HIDDEN, redact_text(escape_control_chars(value)))
+
+
+def text(value: Any) -> str:
+    """Any value as a short text."""
+    return "" if value is None else shorten(escape_control_chars(str(value)), 500)
+
+
+def pick_samples(run: WatchedRun) -> list[dict[str, Any]]:
+    """Best and worst of some steps, the newest step first."""
+    by_step: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for one in run.samples:
+        step = one.get("step")
+        if isinstance(step, int) and not isinstance(step, bool):
+            by_step[step].append(one)
+    steps = sorted(by_step)
+    if len(steps) > MOST_STEPS:
+        places = np.unique(np.linspace(0, len(steps) - 1, MOST_STEPS).astype(int))
+        steps = [steps[place] for place in places]
+    found = []
+    for step in reversed(steps):
+        rewarded = [s for s in by_step[step] if is_number(s.get("reward"))]
+        rewarded.sort(key=lambda s: -s["reward"])
+        others = [s for s in by_step[step] if not is_number(s.get("reward"))]
+        best = rewarded[:MOST_EACH]
+        worst = rewarded[MOST_EACH:][-MOST_EACH:]
+        found.append(
+            {"step": step, "samples": [show_sample(s) for s in (*best, *worst, *others[:2])]}
+        )
+    return found
+
+
+def show_sample(sample: dict[str, Any]) -> dict[str, Any]:
+    """One answer as texts."""
+    known = ("prompt", "completion", "step", "reward", "rewards")
+    rewards = sample.get("rewards")
+    told = {**(rewards if isinstance(rewards, dict) else {})}
+    told |= {k: v for k, v in sample.items() if k not in known}
+    return {
+        "reward": sample["reward"] if is_number(sample.get("reward")) else None,
+        "facts": [[text(k)[:80], v if is_number(v) else text(v)[:200]] for k, v in told.items()],
+        "prompt": [show_message(m, "prompt") for m in messages(sample.get("prompt"))[-6:]],
+        "answer": [
+            show_message(m, "answer") for m in messages(sample.get("completion"))[:MOST_MESSAGES]
+        ],
+    }
+
+
+def show_message(message: dict[str, Any], kind: str) -> list[str]:
+    """[role, text, tool calls]"""
+    role = f"{text(message.get('role') or kind)} {text(message.get('name'))}".strip()[:80]
+    calls = message.get("tool_calls")
+    shown = shorten(escape_control_chars(content(message)), MOST_TEXT)
+    return [role, shown, "" if not calls else shorten(escape_control_chars(str(calls)), MOST_TEXT)]
+
+
+def hardware(run: WatchedRun) -> dict[str, list[list[float]]]:
+    """Curves over seconds: for each host mean use, most memory and sum of watts of its GPUs, and
+    its CPUs' use."""
+    found: dict[str, list[list[float]]] = {}
+    for host, lines in run.hardware.items():
+        begun = float(run.clock[0]) if run.clock else 0.0
+        series: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for line in lines:
+            now, gpus = line.get("time"), list_gpus(line)
+            if not is_number(now):
+                continue
+            uses = [g["use"] for g in gpus if is_number(g.get("use"))]
+            memory = [g["memory"] / 2**30 for g in gpus if is_number(g.get("memory"))]
+            power = [g["power"] for g in gpus if is_number(g.get("power"))]
+            values = {
+                "GPU use": sum(uses) / len(uses) if uses else None,
+                "GPU memory, GiB": max(memory, default=None),
+                "GPU power, W": sum(power) if power else None,
+                "CPU use": line.get("cpu"),
+            }
+            for name, value in values.items():
+                if is_number(value):
+                    series[f"{name} ({text(host)[:40]})"].append((now - begun, float(value)))
+        for name, points in series.items():
+            pairs = np.array(points)
+            found[name] = curve(pairs[:, 0], pairs[:, 1])
+    return found

@@ -1,0 +1,197 @@
+"""Signs of life, what is being waited for when there are none, and a clean way to stop.
+
+    loop thread       beat(step) after each step; with phase("waiting for data"): around what blocks
+    watchdog thread   writes heartbeat.json; speaks up and dumps all stacks when nothing has moved
+    signal thread     counts SIGTERM/SIGINT as they arrive, even while the loop thread compiles
+
+No thread here ever waits for another. No jax.
+"""
+
+import contextlib
+import faulthandler
+import json
+import math
+import os
+import platform
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.runs.manifest import write_atomically
+from jaxtrain.text_safety import escape_control_chars, shorten
+
+Say = Callable[[str], None]
+
+BEAT_SECONDS = 10.0
+"""heartbeat.json is written at least so often while the process lives, whatever the loop does."""
+
+
+class Watchdog:
+    """Context: heartbeat.json at most once a second, and a report when nothing moves for long.
+
+    heartbeat.json: `state` ("running"; at the end "finished", "stopped" or "failed", with a
+    `message`), `step` of `total_steps`, `phase`, `time` of writing and `moved`, the time of the
+    last sign of progress (both Unix seconds), `started`, `start_step`, `attempt`, `pid`, `host`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        seconds: float,
+        log: Say,
+        *,
+        attempt: int = 1,
+        primary: bool = True,
+    ):
+        self.folder, self.seconds, self.log, self.primary = Path(folder), seconds, log, primary
+        self._facts: dict[str, Any] = {
+            "state": "running",
+            "message": "",
+            "total_steps": None,
+            "start_step": None,
+            "attempt": attempt,
+            "started": round(time.time(), 3),
+            "pid": os.getpid(),
+            "host": platform.node(),
+        }
+        self._step, self._phases = 0, ["training"]
+        self._written = -math.inf
+        self._move()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def beat(self, step: int) -> None:
+        """Step `step` is done."""
+        self._step = step
+        self._move()
+
+    def start(self, total_steps: int, start_step: int) -> None:
+        """Training goes from `start_step` (steps already done) to `total_steps`."""
+        self._facts |= {"total_steps": total_steps, "start_step": start_step}
+        self._step = max(self._step, start_step)
+        self._move()
+
+    def stopped(self, reason: str) -> None:
+        """Training ends before its last step, because of a signal."""
+        self._facts |= {"state": "stopped", "message": reason}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say what the loop is doing meanwhile: "waiting for data", "saving a checkpoint"."""
+        self._phases.append(name)
+        self._move()
+        try:
+            yield
+        finally:
+            self._phases.pop()
+            self._move()
+
+    def __enter__(self) -> "Watchdog":
+        self._move()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        if isinstance(error, KeyboardInterrupt):
+            self.stopped("SIGINT")
+        elif error is not None:
+            message = shorten(escape_control_chars(f"{type(error).__name__}: {error}"), 500)
+            self._facts |= {"state": "failed", "message": message}
+        elif self._facts["state"] == "running":
+            self._facts["state"] = "finished"
+        self._write_heartbeat()
+
+    def _move(self) -> None:
+        self._moved, self._reports, self._changed = time.monotonic(), 0, True
+        self._moved_at = time.time()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(min(1.0, self.seconds / 4)):
+            if self._changed or time.monotonic() - self._written >= BEAT_SECONDS:
+                self._write_heartbeat()
+            idle = time.monotonic() - self._moved
+            if idle >= self.seconds * 2**self._reports:
+                self._reports += 1
+                self._report(idle)
+
+    def _write_heartbeat(self) -> None:
+        self._changed, self._written = False, time.monotonic()
+        beat = {
+            **self._facts,
+            "step": self._step,
+            "phase": self._phases[-1],
+            "time": round(time.time(), 3),
+            "moved": round(self._moved_at, 3),
+        }
+        if self.primary:
+            with contextlib.suppress(OSError):  # a full disk is the checkpoint's to report
+                write_atomically(self.folder / "heartbeat.json", json.dumps(beat), durable=False)
+
+    def _report(self, idle: float) -> None:
+        path, stacks = self.folder / "stacks.txt", ""
+        with contextlib.suppress(OSError), path.open("a") as file:
+            file.write(f"\n=== {time.ctime()}: {self._phases[-1]}, {idle:.0f} s\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+            stacks = f"; the stacks of all threads are in {path}"
+        self.log(
+            f"warning: nothing has moved for {idle:.0f} s after step {self._step}:"
+            f" {self._phases[-1]}{stacks}"
+        )
+
+
+class Signals:
+    """Context: the first SIGTERM or SIGINT sets `stop`, the second ends the process at once.
+
+    Python runs signal handlers between two bytecodes of the main thread, which a compilation keeps
+    busy for minutes; the C handler's wake-up socket is read by a thread of its own instead.
+    """
+
+    WATCHED = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self, log: Say, tell: Say | None = None):
+        """tell: called with the first signal's name, in the signal thread."""
+        self.log, self.tell = log, tell
+        self.stop = False
+        self.name = ""
+
+    def __enter__(self) -> "Signals":
+        assert threading.current_thread() is threading.main_thread()
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._old = {number: signal.signal(number, _ignore) for number in self.WATCHED}
+        self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        signal.set_wakeup_fd(self._old_fd)
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._writer.close()
+
+    def _listen(self) -> None:
+        while received := self._reader.recv(1):
+            if received[0] not in self.WATCHED:
+                continue
+            if self.stop:
+                os.write(2, b"\n\x1b[?25h" if os.isatty(2) else b"\n")
+                os._exit(128 + received[0])
+            self.name = signal.Signals(received[0]).name
+            self.stop = True
+            if self.tell is not None:
+                self.tell(self.name)
+            self.log(f"{self.name}: stopping after this step; once more to exit at once")
+        self._reader.close()
+
+
+def _ignore(number: int, frame: object) -> None:
+    """A handler must be installed for the wake-up socket to be written to."""

@@ -1,0 +1,171 @@
+"""Files from outside, read within bounds: text that is UTF-8, JSON that is not nested without end.
+
+What is found wrong is a ValueError of one line, without the file's name: who reads knows how to
+name the place, and whether it costs a row or the run.
+"""
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.text_safety import show
+
+DEPTH = 100
+"""Tables and lists within each other; deeper ones have no use and overflow what walks them."""
+
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_BOMS = {b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32"} | {
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+
+
+class InvalidValue(ValueError):
+    """Sound JSON with a value that nobody can use."""
+
+
+class UnreadableRow(dict):
+    """Stands for a row that is there but cannot be used; it has no columns, and says why."""
+
+    def __init__(self, reason: str):
+        super().__init__()
+        self.reason = reason
+        """Short and countable."""
+
+
+def read_text(path: str | Path, most: int) -> str:
+    """The text of a regular file of at most `most` bytes in UTF-8, with or without a mark.
+
+    Raises ValueError with the reason ("is a folder", "is not UTF-8 text: ..."), or OSError.
+    """
+    return decode(read_bytes(path, most))
+
+
+def read_bytes(path: str | Path, most: int) -> bytes:
+    """The content of a regular file of at most `most` bytes. ValueError, OSError: see read_text."""
+    # Not to wait for a writer, should it be a pipe.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise ValueError("is a folder, not a file")
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("is no regular file but a pipe or a device")
+        if found.st_size > most:
+            raise ValueError(f"has {found.st_size:,} bytes; at most {most:,} are read")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(most)
+    finally:
+        os.close(descriptor)
+
+
+def decode(raw: bytes) -> str:
+    """Bytes as text; ValueError where they are not UTF-8, or hold a NUL, as no text does."""
+    for mark, name in _BOMS.items():
+        if raw.startswith(mark):
+            raise ValueError(f"is {name} text; save it as UTF-8")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"is not UTF-8 text: byte 0x{raw[error.start]:02x} in line {line}; save it as UTF-8"
+        ) from None
+    if "\0" in text:
+        raise ValueError(
+            f"holds a NUL byte in line {text.count(chr(10), 0, text.index(chr(0))) + 1}"
+        )
+    return text
+
+
+def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
+    """The value of a JSON text; ValueError with a reason of one line.
+
+    It is Unfit where a value is nested deeper than DEPTH, a text has half a surrogate pair, which
+    nothing can encode, or a whole number has more than 4,300 digits. strict refuses keys that stand
+    twice in one table, NaN and Infinity as well.
+    """
+    if isinstance(text, bytes):
+        try:
+            text = text.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not UTF-8 text: byte 0x{error.object[error.start]:02x}") from None
+    try:
+        if strict:
+            value = json.loads(text, object_pairs_hook=_Once(text), parse_constant=_no_constant)
+        else:
+            value = json.loads(text)
+    except RecursionError:
+        raise InvalidValue(f"nested deeper than {DEPTH} levels") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} (line {error.lineno}, column {error.colno})") from None
+    except ValueError as error:
+        kind = InvalidValue if "digits" in str(error) else ValueError
+        raise kind(str(error).partition(";")[0][:200]) from None
+    # Nearly all rows end here: a few brackets, no escaped surrogates.
+    if text.count("{") + text.count("[") > DEPTH and too_deep(value):
+        raise InvalidValue(f"nested deeper than {DEPTH} levels")
+    if (_ESCAPED_SURROGATE.search(text) or _SURROGATE.search(text)) and has_surrogates(value):
+        raise InvalidValue("a text with half a surrogate pair")
+    return value
+
+
+def too_deep(value: Any, depth: int = DEPTH) -> bool:
+    """Whether tables and lists lie in each other deeper than `depth`; without recursion."""
+    level = _inner([value])
+    for _ in range(depth):
+        if not level:
+            return False
+        level = [inner for one in level for inner in _inner(one)]
+    return bool(level)
+
+
+def has_surrogates(value: Any) -> bool:
+    """Whether any text in a value, keys included, holds half a surrogate pair."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            if _SURROGATE.search(one):
+                return True
+        elif isinstance(one, dict):
+            left += [*one, *one.values()]
+        elif isinstance(one, list | tuple):
+            left += one
+    return False
+
+
+def _inner(value: Any) -> list[Any]:
+    """The tables and lists right inside a table or list."""
+    values = value.values() if isinstance(value, dict) else value
+    return [one for one in values if isinstance(one, dict | list | tuple)]
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number that JSON has")
+
+
+class _Once:
+    """json's object_pairs_hook that refuses a key that stands twice, with its lines."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) == len(pairs):
+            return table
+        seen: set[str] = set()
+        key = next(key for key, _ in pairs if key in seen or seen.add(key))
+        places = re.finditer(re.escape(json.dumps(key)) + r"\s*:", self.text)
+        lines = [
+            str(self.text.count("\n", 0, place.start()) + 1)
+            for place, _ in zip(places, range(5), strict=False)
+        ]
+        raise ValueError(
+            f"the key {show(key)} stands twice in one table (lines {', '.join(lines)})"
+        )

@@ -1,0 +1,90 @@
+"""Text from strangers as people may see it: no control characters, and never more than a page.
+
+Whatever is printed, logged or put into a message goes through here: model answers, rows, names of
+files, words of servers. A terminal would obey an escape sequence in them, and a text that turns
+the direction of writing shows something else than it says.
+"""
+
+import re
+import reprlib
+from typing import Any
+
+MESSAGE = 1_900
+"""Characters of a message to people; a word before it and a line after it fit into 2,000."""
+
+UNSEEN = re.compile(
+    r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e"
+    r"\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+"""C0 and C1 but tab and line ends, marks of the direction of writing, lone surrogates."""
+
+
+def escape_control_chars(text: str) -> str:
+    """The text with what a terminal would obey written out, as \\x1b; line ends become "\\n"."""
+    return UNSEEN.sub(_written_out, text).replace("\r\n", "\n")
+
+
+def shorten(text: str, longest: int = MESSAGE) -> str:
+    """A text of at most `longest` characters: the middle of a longer one is left out and counted.
+    (Its end stays, where a message says what to do.)"""
+    if len(text) <= longest:
+        return text
+    tail = longest // 4
+    head = longest - tail - 48
+    return f"{text[:head]} ... ({len(text) - head - tail:,} characters left out) ... {text[-tail:]}"
+
+
+def show(value: Any, longest: int = 100) -> str:
+    """A value in a message: its repr where that is short, else its beginning and its size."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        if len(value) <= longest:
+            return escape_control_chars(repr(value))
+        return f"{escape_control_chars(repr(value[: longest // 2]))}... (a text of {len(value):,} characters)"
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes"
+    text = escape_control_chars(_SHORT.repr(value))
+    if len(text) <= longest:
+        return text
+    size = f" of {len(value):,}" if hasattr(value, "__len__") else ""
+    return f"{text[: longest // 2]}... ({name_type(value)}{size})"
+
+
+def name_type(value: Any) -> str:
+    """What people call the type of a value from a file: "a list", "a text", "null"."""
+    names = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+        tuple: "a list",
+        dict: "a table",
+        type(None): "null",
+        bytes: "bytes",
+    }
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def _written_out(found: re.Match[str]) -> str:
+    code = ord(found.group())
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+class _Short(reprlib.Repr):
+    """repr of a value of any size in little time and space."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxlist, self.maxtuple, self.maxdict = 3, 6, 6, 6
+        self.maxstring = self.maxother = 60
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python itself refuses to write out more than 4,300 digits.
+        if abs(x) < 10**40:
+            return repr(x)
+        return f"{'-' if x < 0 else ''}1e{int((abs(x).bit_length() - 1) * 0.30103)} or more"
+
+
+_SHORT = _Short()

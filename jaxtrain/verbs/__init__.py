@@ -1,1 +1,0 @@
-"""What the command line does besides training; each is imported when it is called."""

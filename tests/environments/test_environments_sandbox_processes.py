@@ -1,0 +1,132 @@
+"""Server processes: nothing of them outlives the run, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxtrain.distributed.child_processes import ServerProcess
+from jaxtrain.distributed.orphans import end_left
+from jaxtrain.errors import UserError
+
+# A server with a child that has daemonised and does not hear SIGTERM.
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+    os._exit(0)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+TRAINER = """
+import sys, time
+from pathlib import Path
+from jaxtrain.distributed.child_processes import ServerProcess
+log = Path(sys.argv[2])
+one = ServerProcess([sys.executable, "-c", sys.argv[1]], None, log, 0, note=log.with_name("note"))
+one.start()
+time.sleep(600)
+"""
+
+
+def wait_for(what, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
+    return found
+
+
+def pids(log):
+    words = log.read_text().split() if log.exists() else []
+    return [int(word) for word in words] if len(words) == 2 else []
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_stopped_with_all_that_it_started(tmp_path):
+    log = tmp_path / "logs" / "one.log"
+    one = ServerProcess([sys.executable, "-c", STUBBORN], None, log, 0)
+    one.start()
+    both = wait_for(lambda: pids(log))
+    assert one.poll() is None
+    assert one.stop(0.2) == 128 + signal.SIGKILL == one.stop()
+    assert not any(map(alive, both))
+
+
+def test_a_killed_run_leaves_nothing(tmp_path):
+    log = tmp_path / "one.log"
+    server = STUBBORN.replace("SIG_IGN", "SIG_DFL")
+    run = subprocess.Popen([sys.executable, "-c", TRAINER, server, str(log)])
+    both = wait_for(lambda: pids(log))
+    assert all(map(alive, both))
+    run.kill()
+    run.wait()
+    wait_for(lambda: not any(map(alive, both)))
+
+
+def test_what_ends_by_itself_says_how(tmp_path):
+    one = ServerProcess([sys.executable, "-c", "exit(7)"], None, tmp_path / "log", 0, tmp_path)
+    one.start()
+    assert wait_for(one.poll) == 7 == one.stop()
+    quick = ServerProcess(["/bin/false"], None, tmp_path / "log", 0)
+    quick.start()
+    assert wait_for(quick.poll) == 1
+    with pytest.raises(UserError, match="no such folder"):
+        ServerProcess(["true"], None, tmp_path / "log", 0, tmp_path / "none").start()
+
+
+# A server with a child of its own session, which a lost parent does not end.
+PAIR = """
+import os, time
+os.fork()
+os.write(1, f"{os.getpid()} ".encode())
+time.sleep(600)
+"""
+
+
+def find_keeper(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[3])  # its session
+
+
+def test_a_killed_keeper_takes_the_rest_along(tmp_path):
+    log, note = tmp_path / "log", tmp_path / "note"
+    one = ServerProcess([sys.executable, "-c", PAIR], None, log, 0, note=note)
+    one.start()
+    both = wait_for(lambda: pids(log))
+    assert end_left(note) == 0 and note.exists()  # its run is there
+    os.kill(find_keeper(both[0]), signal.SIGKILL)
+    assert wait_for(one.poll) == 128 + signal.SIGKILL
+    wait_for(lambda: not any(map(alive, both)))
+    assert one.stop() == 128 + signal.SIGKILL and not note.exists()
+
+
+def test_what_a_run_killed_with_its_keeper_left_is_ended_by_the_next(tmp_path):
+    log, note = tmp_path / "log", tmp_path / "note"
+    run = subprocess.Popen([sys.executable, "-c", TRAINER, PAIR, str(log)])
+    both = wait_for(lambda: pids(log))
+    wait_for(note.exists)
+    run.send_signal(signal.SIGSTOP)  # so that it sees nothing of what follows
+    os.kill(find_keeper(both[0]), signal.SIGKILL)
+    run.kill()
+    run.wait()
+    left = [pid for pid in both if alive(pid)]
+    assert left, "a child of the server has nobody who would end it"
+    assert end_left(note) >= 1
+    assert not any(map(alive, both)) and not note.exists()
+    note.write_text("no note")
+    assert end_left(note) == 0 and not note.exists()

@@ -1,0 +1,239 @@
+"""Continuous batching: rows are filled again, kinds of requests mix, weights change on the way."""
+
+import asyncio
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.distributed.mesh import make_mesh
+from jaxtrain.generation.engine import EpisodeFailed, Sampling
+from jaxtrain.generation.local import sampler as local
+from jaxtrain.generation.local import slots
+from jaxtrain.generation.local.engine import LocalEngine
+from jaxtrain.generation.local.sampler import LocalSampler, find_end, roomy
+from jaxtrain.generation.version_tracker import VersionedEngine, VersionTracker
+from jaxtrain.models import build
+
+RAW = {
+    "model_type": "qwen3",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    return [build.init(build.config_from_hf(RAW), seed) for seed in (0, 1)]
+
+
+def open_sampler(model, **options):
+    return LocalSampler(model, eos_ids=(3,), max_len=128, **options)
+
+
+def run(sampler, requests):
+    """(the requests in the order in which they ended, steps taken)."""
+    for request in requests:
+        sampler.add(request)
+    ended, steps = [], 0
+    while sampler.busy:
+        ended += sampler.step()
+        steps += 1
+    return ended, steps
+
+
+def test_rows_are_filled_again_and_answers_do_not_know(models):
+    rng = np.random.default_rng(0)
+    alone, together = open_sampler(models[0], max_batch=1), open_sampler(models[0], max_batch=4)
+    limits = [5, 70, 6, 7, 40, 5, 9, 33, 8]
+    prompts = [rng.integers(4, 61, rng.integers(1, 30)).tolist() for _ in limits]
+
+    def make(sampler):
+        return [
+            sampler.request(prompt, Sampling(temperature=0.9, max_new_tokens=limit), number=i)
+            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        ]
+
+    mine, theirs = make(together), make(alone)
+    ended, steps = run(together, mine)
+    run(alone, theirs)
+    assert {id(one) for one in ended} == {id(one) for one in mine}
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.tokens == other.tokens and one.finish_reason == other.finish_reason
+        # float32 in batches of four and of one.
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    # The long answer runs through while the others pass by it.
+    assert ended.index(mine[1]) == len(ended) - 1 or len(mine[1].tokens) < 70
+    assert steps < sum(-(-limit // slots.CHUNK) for limit in limits)
+    assert together._rows is None, "an idle sampler holds no memory"
+
+
+@pytest.mark.slow
+def test_kinds_of_requests_share_a_batch(models):
+    kinds = [
+        Sampling(max_new_tokens=20),
+        Sampling(max_new_tokens=12, temperature=1.0, seed=5),
+        Sampling(max_new_tokens=9, temperature=1.3, top_k=4, seed=6),
+    ]
+    sampler = open_sampler(models[0])
+    mixed = [sampler.request([7, 8], kind, number=i) for i, kind in enumerate(kinds)]
+    run(sampler, mixed)
+    for i, (request, kind) in enumerate(zip(mixed, kinds, strict=True)):
+        (single,) = open_sampler(models[0]).generate([[7, 8]], kind, draws=[i])
+        assert request.tokens == single.tokens
+        np.testing.assert_allclose(request.logprobs, single.logprobs, atol=1e-4)
+
+
+def test_a_prompt_is_read_once_for_its_whole_group(models, monkeypatch):
+    shapes = []
+
+    def watch(model, tokens, *rest):
+        shapes.append(tokens.shape)
+        return slots.fill(model, tokens, *rest)
+
+    monkeypatch.setattr(local, "fill", watch)
+    sampling = Sampling(temperature=1.0, max_new_tokens=4)
+    answers = open_sampler(models[0]).generate([[5, 6, 7]] * 8, sampling)
+    assert shapes == [(1, 32)]
+    assert len({tuple(answer.tokens) for answer in answers}) > 1
+
+
+@pytest.mark.slow
+def test_new_weights_take_over_between_chunks(models):
+    """Tokens name the weights that drew them, and their log-probs are of those weights, given
+    what the old weights had made of the earlier tokens."""
+    sampler = open_sampler(None)
+    sampler.use(models[0], 4)
+    request = sampler.request([9, 10, 11], Sampling(max_new_tokens=50))
+    sampler.add(request)
+    assert sampler.step() == []
+    sampler.use(models[1], 5)
+    assert sampler.step() == [request]
+    # The first token of the second chunk was drawn with the old weights already.
+    first = slots.CHUNK + 1
+    assert request.versions == [4] * first + [5] * (50 - first)
+    tokens = [9, 10, 11, *request.tokens]
+    cache = models[0].init_cache(1, 64)
+    decode = jax.jit(type(models[0]).decode)
+    hidden, cache, *_ = decode(models[0], jnp.array([tokens[: 3 + slots.CHUNK]]), cache)
+    old = models[0].logits(hidden)[0, 2:]
+    new = []
+    for token in tokens[3 + slots.CHUNK : -1]:
+        hidden, cache, *_ = decode(models[1], jnp.array([[token]]), cache)
+        new.append(hidden[0, 0])
+    logp = jax.nn.log_softmax(jnp.stack([*old, *models[1].logits(jnp.stack(new))]))
+    wanted = logp[jnp.arange(50), jnp.array(request.tokens)]
+    np.testing.assert_allclose(request.logprobs, wanted, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_rows_and_slots_grow_while_others_run(models):
+    sampler = open_sampler(models[0])
+    first = sampler.request([9, 10], Sampling(max_new_tokens=60))
+    sampler.add(first)
+    sampler.step()
+    more = [sampler.request([i] * 40, Sampling(max_new_tokens=70), number=i) for i in (5, 6, 7)]
+    run(sampler, more)
+    for request in (first, *more):
+        kind, prompt = request.sampling, request.prompt
+        (single,) = open_sampler(models[0]).generate([prompt], kind, draws=[request.number])
+        assert request.tokens == single.tokens
+
+
+def test_an_aborted_request_frees_its_row(models):
+    sampler = open_sampler(models[0], max_batch=1)
+    sampling = Sampling(max_new_tokens=100)
+    first, second, third = (sampler.request([i], sampling) for i in (7, 8, 9))
+    for request in (first, second, third):
+        sampler.add(request)
+    sampler.step()
+    sampler.abort(first)
+    sampler.abort(second)
+    ended, _ = run(sampler, [])
+    assert ended == [third]
+
+
+def test_sizes():
+    assert [roomy(n) for n in (1, 33, 300, 1274, 1281)] == [32, 64, 320, 1280, 1536]
+    sampler = LocalSampler(build.init(build.config_from_hf(RAW), 0), (), max_len=50000)
+    requests = [sampler.request([i] * 20000, Sampling()) for i in (4, 4, 5)]
+    assert find_end(requests, 0) == 2 and find_end(requests, 2) == 3
+
+
+def test_turns_meet_and_a_cancelled_coroutine_lets_go(models):
+    """Coroutines of several turns through the engine, one of them cancelled on the way."""
+    engine = LocalEngine(open_sampler(None, mesh=make_mesh(jax.devices()[:1])))
+    engine.use(models[0], 7)
+
+    async def talk(index):
+        tokens = [4 + index]
+        for _ in range(3):
+            answer = await engine.generate(tokens, Sampling(max_new_tokens=6), index=index)
+            assert set(answer.versions) == {7}
+            tokens = [*tokens, *answer.tokens, 5]
+        return tokens
+
+    async def play():
+        tasks = [asyncio.create_task(talk(i)) for i in range(5)]
+        await asyncio.sleep(0)
+        tasks[4].cancel()
+        found = await asyncio.gather(*tasks[:4])
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[4]
+        late = asyncio.create_task(talk(5))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EpisodeFailed, match="closed"):
+            await late
+        return found
+
+    found = asyncio.run(play())
+    assert found == asyncio.run(play()), "the engine works again in another event loop"
+    for index, tokens in enumerate(found):
+        (answer,) = open_sampler(models[0]).generate([[4 + index]], Sampling(max_new_tokens=6))
+        assert tokens[1 : 1 + len(answer.tokens)] == answer.tokens
+
+
+def test_what_is_given_up_had_told_its_version_and_leaves_no_row(models):
+    """The version of the first chunk, once; the coroutine is cancelled behind it."""
+    engine = LocalEngine(LocalSampler(None, (), max_len=128))
+    engine.use(models[0], 7)
+    ages, told = VersionTracker(), []
+    ages.told = lambda: told.append(ages.oldest)
+    sampling = Sampling(max_new_tokens=120)
+
+    async def play():
+        old = asyncio.create_task(VersionedEngine(engine, ages, 0).generate([7], sampling))
+        while not told:
+            await asyncio.sleep(0.001)
+        engine.use(models[0], 8)
+        old.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await old
+        await VersionedEngine(engine, ages, 1).generate([8], Sampling(max_new_tokens=4))
+        await engine.close()
+
+    asyncio.run(play())
+    assert told == [7, 7, 7] and ages._found == {(0, 1): 7, (1, 2): 8}
+    assert not engine._unbegun and not engine._futures and not engine.sampler.busy
+
+
+def test_an_error_of_the_device_reaches_all_who_wait(models, monkeypatch):
+    engine = LocalEngine(open_sampler(models[0]))
+    monkeypatch.setattr(local, "decode_chunk", lambda *_: 1 / 0)
+
+    async def ask():
+        asks = [engine.generate([5], Sampling(max_new_tokens=4), index=i) for i in range(3)]
+        return await asyncio.gather(*asks, return_exceptions=True)
+
+    assert [type(error) for error in asyncio.run(ask())] == [ZeroDivisionError] * 3
+    monkeypatch.undo()
+    assert len(asyncio.run(engine.generate([5], Sampling(max_new_tokens=4))).tokens) > 0

@@ -1,0 +1,139 @@
+"""Real drafts with random weights: through folders, the command line and runs nothing they guess
+changes an answer, and drafts that do not fit are named."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from test_generation_continuous import RAW
+
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Sampling
+from jaxtrain.generation.local.drafts import check_draft
+from jaxtrain.generation.local.sampler import LocalSampler
+from jaxtrain.generation.local.slots import unstack
+from jaxtrain.generation.local.speculation import DraftedModel
+from jaxtrain.main import main
+from jaxtrain.models import build
+
+TARGET = {
+    **RAW,
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "num_hidden_layers": 3,
+}
+
+
+def make_dflash(target: dict, **changes):
+    """The config of a small DFlash draft for a target."""
+    raw = {
+        **target,
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": 2,
+        "block_size": 4,
+        "num_target_layers": target["num_hidden_layers"],
+        "dflash_config": {"mask_token_id": 500, "target_layer_ids": [0, 2]},
+        "tie_word_embeddings": False,
+        **changes,
+    }
+    return build.config_from_hf(raw)
+
+
+def save(config, seed, folder):
+    build.save(build.init(config, seed), config, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(target, DFlash draft) of random weights."""
+    place = tmp_path_factory.mktemp("models")
+    target = save(build.config_from_hf(TARGET), 0, place / "target")
+    return target, save(make_dflash(TARGET), 1, place / "draft")
+
+
+PROMPTS = [[5, 9, 2], [7, 100, 101, 102], [8, 3]]
+
+
+def make_eagle3():
+    """A small Eagle3 draft of random weights for the target."""
+    raw = {key: value for key, value in TARGET.items() if key != "model_type"}
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "ttt_length": 3}
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "rope_theta": 1e4}
+    return build.init(build.config_from_hf({**raw, **own, "eagle_config": layers}), 1)
+
+
+@pytest.mark.parametrize("family", ["dflash", "eagle3"])
+def test_answers_do_not_depend_on_a_draft(folders, family):
+    target = unstack(build.load(folders[0]))
+    draft = unstack(build.load(folders[1]) if family == "dflash" else make_eagle3())
+    sampling = Sampling(max_new_tokens=30, temperature=0.8, top_k=50, seed=4)
+    plain, drafted = (
+        LocalSampler(model, (3,), max_len=128) for model in (target, DraftedModel(target, draft))
+    )
+    for one, other in zip(
+        plain.generate(PROMPTS, sampling), drafted.generate(PROMPTS, sampling), strict=True
+    ):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert drafted.acceptance.cycles > 50
+
+
+@pytest.mark.slow
+def test_generate_and_speculate_use_a_draft(folders, tmp_path, capsys):
+    target, draft = map(str, folders)
+    words = [target, "model.tokenizer=builtin", "sampling.max_new_tokens=12"]
+    asked = ["--raw", "--prompt", "What is 2 + 3?"]
+    assert main(["generate", *words, *asked]) == 0
+    plain = capsys.readouterr().out
+    assert main(["generate", *words, *asked, "--draft", draft]) == 0
+    found = capsys.readouterr()
+    assert found.out == plain and "tokens a pass" in found.err
+    report = tmp_path / "report.json"
+    rows = ["--input", "builtin:calculator", "--most", "3", "--output", str(report)]
+    assert main(["speculate", *words, "--draft", draft, *rows, "--rows", "1;2"]) == 2
+    assert "'1;2' is no list such as 1,4,16" in capsys.readouterr().err
+    target, tokenizer, length = words  # overrides may stand behind it
+    words = [target, tokenizer, "--draft", draft, *rows, "--rows", "1,2", length]
+    assert main(["speculate", *words]) == 0
+    told, (one,) = capsys.readouterr().out, json.loads(report.read_text())["sets"]
+    assert "all 3 equal" in told
+    assert one["prompts"] == 3 and [timing["rows"] for timing in one["timings"]] == [1, 2]
+    assert sum(one["histogram"]) == one["cycles"] and len(one["histogram"]) == 4
+    assert one["tau_pooled"] == 1 + one["accepted"] / one["cycles"]
+    assert sum(one["accepted_by_position"]) == pytest.approx(one["tau_pooled"] - 1)
+    for timing in one["timings"]:
+        assert timing["different_answers"] == 0 and timing["largest_logprob_difference"] < 1e-4
+        assert timing["tokens"] <= 36 and timing["drafted_tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"hidden_size": 64}, "reads states of 64 features.*hidden_size 32"),
+        ({"vocab_size": 1024}, "vocabulary of 1024 tokens.*of 512"),
+        ({"num_target_layers": 7}, "target of 7 layers.*has 3"),
+    ],
+)
+def test_drafts_of_another_target_are_refused(folders, tmp_path, capsys, changes, expected):
+    config = make_dflash(TARGET, **changes)
+    save(config, 0, tmp_path / "draft")
+    words = ["generate", str(folders[0]), "model.tokenizer=builtin", "--raw", "--prompt", "x"]
+    assert main([*words, "--draft", str(tmp_path / "draft")]) == 2
+    assert re.search(expected, capsys.readouterr().err)
+
+
+def test_what_is_no_draft_is_refused(folders, tmp_path):
+    class Parts:
+        architecture = build.config_from_hf(TARGET)
+
+    check_draft(str(folders[1]), Parts, "--draft")
+    with pytest.raises(UserError, match="--draft .* holds Qwen3ForCausalLM, which is no draft"):
+        check_draft(str(folders[0]), Parts, "--draft")
+    with pytest.raises(UserError, match="--draft './nothing' is not a folder here"):
+        check_draft("./nothing", Parts, "--draft")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="is a run; name the draft folder"):
+        check_draft(str(tmp_path), Parts, "rollout.draft")

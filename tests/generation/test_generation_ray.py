@@ -1,0 +1,201 @@
+"""Rollouts on a real Ray cluster of two nodes on this machine: the same groups as in one process,
+and what happens when a worker, a service, a server, a node or the whole cluster goes."""
+
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.config.ray import RayConfig
+from jaxtrain.errors import UserError
+from jaxtrain.generation.episode_codec import pack
+from jaxtrain.generation.producer import GroupPlayer, Producer
+from jaxtrain.generation.ray.actors import start_service
+from jaxtrain.generation.ray.hosts import HOST, PORT, RaySource, find_hosts, start_hosts
+from jaxtrain.generation.ray.ray_cluster import join
+from jaxtrain.generation.ray.remote_producer import RemoteProducer
+from tests.generation.far_toy import (
+    OPENER,
+    SAMPLING,
+    Judge,
+    Table,
+    World,
+    make_prompts,
+    rules,
+    settings,
+)
+
+pytest.importorskip("ray", reason="rollouts on several machines need ray: extra cluster")
+pytestmark = pytest.mark.slow
+
+CHILD = [sys.executable, str(Path(__file__).with_name("child_server.py")), HOST, PORT]
+
+
+class Nodes:
+    """A cluster of a head and one more node, and this process as its driver."""
+
+    def __init__(self, others=1):
+        from ray.cluster_utils import Cluster
+
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 4, "include_dashboard": False},
+        )
+        self.more = [self.add() for _ in range(others)]
+        self.config = RayConfig(
+            address=self.cluster.address,
+            episode_workers=2,
+            worker_cpus=2,
+            episode_seconds=4.0,
+            wait_seconds=120,
+        )
+
+    def add(self):
+        return self.cluster.add_node(num_cpus=4)
+
+    def join(self):
+        return join(self.config)
+
+    def end(self):
+        for node in list(self.cluster.list_all_nodes()):  # shutdown() refuses without a head
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    made = Nodes()
+    yield made
+    made.join().close()
+    made.end()
+
+
+@pytest.fixture
+def attach(nodes):
+    made = []
+
+    def attach(service=None, said=None, **asked):
+        cluster = nodes.join()
+        service = service or start_service(cluster)
+        options = {key: asked.pop(key) for key in ("rows", "worker", "ahead") if key in asked}
+        log = ([] if said is None else said).append
+        producer = RemoteProducer(
+            service, asked.pop("who", "test"), OPENER, settings(**options), rules(), log=log
+        )
+        made.append(producer)
+        return producer
+
+    yield attach
+    for producer in made:
+        producer.close()
+        if producer.service.error is None:
+            producer.service.kill()
+
+
+def take(producer, count):
+    slots = producer.next_slots(count)
+    producer.mark_done(slots)
+    return slots
+
+
+def drawn(slots):
+    return sorted(slot.group.draw for slot in slots)
+
+
+def wait_until(condition, seconds=90.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.2)
+
+
+def test_groups_are_those_of_one_process_and_losses_cost_nothing(attach, tmp_path):
+    alone = Producer(make_prompts(30), GroupPlayer(World({}), Table(), Judge(), SAMPLING, rules()))
+    said = []
+    # The first worker that plays an episode dies of it; the service is killed later.
+    there = attach(said=said, worker={"dies": str(tmp_path / "died")}, ahead=2)
+    try:
+        for lose in (False, True):
+            here, far = take(alone, 4), take(there, 4)
+            assert [pack(slot.group, ()) for slot in here] == [pack(s.group, ()) for s in far]
+            if not lose:
+                there.service.end()
+        assert alone.state() == there.state()
+    finally:
+        alone.close()
+    assert (tmp_path / "died").exists() and any("was lost" in line for line in said)
+    assert there.restarts == 1 and there.counters()["ray/service_restarts"] == 1
+
+
+def test_a_worker_whose_episode_blocks_it_is_started_again(attach, tmp_path):
+    producer = attach(worker={"blocks": str(tmp_path / "blocked")})
+    assert drawn(take(producer, 4)) == list(range(4))
+    assert producer.counters()["ray/workers_hung"] == 1
+
+
+def test_a_second_run_is_refused_and_a_named_service_outlives_its_runs(nodes, attach):
+    service = start_service(nodes.join(), "kept")
+    first = attach(service, who="the first")
+    assert drawn(take(first, 2)) == [0, 1]
+    found = nodes.join().find("kept")
+    with pytest.raises(UserError, match="held by the first"):
+        attach(found, who="the second")
+    state = first.state()
+    first.close()
+    second = attach(found, who="the second")
+    second.restore(state)
+    assert drawn(take(second, 2)) == [2, 3]
+    with pytest.raises(UserError, match="no such service"):
+        nodes.join().find("another")
+
+
+def listed(source):
+    return {found.url for found in source.poll() or []}
+
+
+def answers(url):
+    try:
+        return urllib.request.urlopen(f"{url}/", timeout=5).status == 200
+    except OSError:
+        return False
+
+
+def test_servers_are_started_again_where_there_is_room(nodes, attach, tmp_path):
+    cluster, said = nodes.join(), []
+    made = start_hosts(cluster, CHILD, str(tmp_path), 2, 0, "fleet")
+    source = RaySource(cluster, lambda: find_hosts(cluster, "fleet"), "fleet", said.append)
+    wait_until(lambda: len(listed(source)) == 2)
+    before = listed(source)
+    wait_until(lambda: all(map(answers, before)))
+    # A server that is killed: its actor ends, and comes back with another.
+    made[0].end()
+    wait_until(lambda: len(listed(source)) == 2 and listed(source) != before)
+    now = listed(source)
+    assert len(now & before) == 1
+    # Its process ended with it: nobody listens there any more.
+    wait_until(lambda: not answers((before - now).pop()), 20)
+    # A node that goes takes a server and a worker along; both come back on the other.
+    producer = attach()
+    assert take(producer, 2)
+    nodes.cluster.remove_node(nodes.more.pop(), allow_graceful=False)
+    assert drawn(take(producer, 4)) == [2, 3, 4, 5]
+    nodes.more.append(nodes.add())
+    wait_until(lambda: len(listed(source)) == 2)
+    for host in made:
+        host.call("stop").result(30)
+        host.kill()
+    wait_until(lambda: not listed(source))
+
+
+def test_the_end_of_the_cluster_ends_the_run():
+    """In a process of its own, which Ray ends once it has lost its head."""
+    script = Path(__file__).with_name("ray_head_lost.py")
+    found = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300
+    )
+    lines = [line for line in found.stdout.splitlines() if line.startswith(("stopped", "ended"))]
+    assert len(lines) == 2 and "Ray cluster lost" in lines[0], found.stdout + found.stderr

@@ -1,0 +1,173 @@
+"""Answers by unmasking, against passes of the plain model written out here; blocks and batches."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import SamplingConfig
+from jaxtrain.errors import UserError
+from jaxtrain.generation.local.diffusion_device import Unmasking
+from jaxtrain.generation.local.diffusion_sampler import UnmaskingSampler
+from jaxtrain.models import build
+
+MASK, LENGTH = 60, 8
+SIZES = {
+    "model_type": "qwen3",
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.5,
+}
+PROMPTS = [[5, 9, 11], [7, 3, 2, 8, 1], [4, 4, 12]]
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {
+        layers: build.init(build.config_from_hf({**SIZES, "num_hidden_layers": layers}), 3)
+        for layers in (1, 2)
+    }
+
+
+def answer(model, prompts=PROMPTS, ends=(), sampling=None, draws=None, rows=64, **how):
+    chosen = {"max_new_tokens": LENGTH, **(sampling or {})}
+    sampler = UnmaskingSampler(model, ends, max_len=64, how=Unmasking(MASK, **how), most_rows=rows)
+    found = sampler.generate(prompts, SamplingConfig(**chosen), draws=draws)
+    assert not sampler.busy
+    return found
+
+
+@jax.jit
+def read(model, canvas):
+    """Logits [C, V] of a canvas of which each token sees all."""
+    index = jnp.arange(canvas.shape[0], dtype=jnp.int32)[None]
+    batch = Batch(
+        tokens=canvas[None],
+        positions=index,
+        prev=index - 1,
+        until=jnp.full_like(index, canvas.shape[0]),
+        weights={},
+        since=jnp.zeros_like(index),
+    )
+    return model.logits(model.hidden(batch).hidden)[0]
+
+
+def by_hand(model, prompt, shift, steps, block, confidence="probability", threshold=None):
+    """(tokens, log-probs) of the answer: one canvas, pass by pass, as the docs say."""
+    canvas = np.array([*prompt, *[MASK] * LENGTH], np.int32)
+    logprobs = np.zeros(len(canvas))
+    for start in range(len(prompt), len(canvas), block):
+        stop = min(start + block, len(canvas))
+        passes = -(-steps * (stop - start) // LENGTH)
+        for k in range(passes):
+            left = [i for i in range(start, stop) if canvas[i] == MASK]
+            if not left:
+                break
+            logits = np.array(read(model, jnp.asarray(canvas)))[np.array(left) - int(shift)]
+            logits[:, MASK] = -np.inf
+            prob = np.exp(logits - logits.max(-1, keepdims=True))
+            prob /= prob.sum(-1, keepdims=True)
+            best = prob.argmax(-1)
+            top = np.sort(prob, -1)
+            score = {
+                "probability": top[:, -1],
+                "margin": top[:, -1] - top[:, -2],
+                "entropy": (prob * np.log(np.maximum(prob, 1e-30))).sum(-1),
+            }[confidence]
+            count = len(left) if k == passes - 1 else max(1, len(left) // (passes - k))
+            if threshold is not None:
+                count = max(count, int((top[:, -1] >= threshold).sum()))
+            for place in np.argsort(-score, kind="stable")[:count]:
+                canvas[left[place]] = best[place]
+                logprobs[left[place]] = np.log(prob[place, best[place]])
+    return canvas[len(prompt) :].tolist(), logprobs[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"shift": True, "steps": 8, "block_length": 3, "threshold": 0.4},
+        {"shift": False, "steps": 3, "block_length": 8, "confidence": "margin"},
+        pytest.param(
+            {"shift": True, "steps": 4, "block_length": 3, "confidence": "entropy"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"shift": True, "steps": 8, "block_length": 8}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_sampler_does_what_is_written_out_here(models, how):
+    wanted = dict(how, block=how["block_length"])
+    del wanted["block_length"]
+    for prompt, found in zip(PROMPTS, answer(models[2], **how), strict=True):
+        tokens, logprobs = by_hand(models[2], prompt, **wanted)
+        assert found.tokens == tokens and MASK not in tokens
+        np.testing.assert_allclose(found.logprobs, logprobs, atol=2e-5)
+        assert found.finish_reason == "length" and len(found.versions) == LENGTH
+
+
+def test_a_cache_is_exact_where_the_rest_of_the_text_cannot_change(models):
+    """In a single layer, keys and values of a token are its own: the block alone reads the same."""
+    how = {"shift": True, "block_length": 4, "steps": 8}
+    exact, cached = (answer(models[1], cache=cache, **how) for cache in (False, True))
+    assert [one.tokens for one in exact] == [one.tokens for one in cached]
+    for one, other in zip(exact, cached, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
+
+
+def test_answers_end_with_the_first_end_token(models):
+    free = answer(models[2], steps=8, block_length=2)[0].tokens
+    end = free[3]
+    first = free.index(end)
+    found = answer(models[2], ends=(end,), steps=8, block_length=2)[0]
+    assert found.tokens == free[: first + 1] and found.finish_reason == "stop"
+    assert len(found.logprobs) == len(found.versions) == first + 1
+    words = SamplingConfig(max_new_tokens=LENGTH, stop=[f"<{end}>"])
+    sampler = UnmaskingSampler(
+        models[2], (), max_len=64, how=Unmasking(MASK, steps=8, block_length=2),
+        to_text=lambda tokens: "".join(f"<{t}>" for t in tokens),
+    )  # fmt: skip
+    assert sampler.generate(PROMPTS[:1], words)[0].tokens == free[: first + 1]
+
+
+def test_a_draw_is_its_own_whoever_shares_the_batch(models):
+    hot = {"temperature": 1.0, "seed": 4}
+    together = [one.tokens for one in answer(models[2], sampling=hot, steps=4)]
+    alone = answer(models[2], PROMPTS[1:2], sampling=hot, draws=[1], steps=4)
+    assert alone[0].tokens == together[1]
+    in_pairs = [one.tokens for one in answer(models[2], sampling=hot, rows=2, steps=4)]
+    assert in_pairs == together
+    other = answer(models[2], sampling={**hot, "seed": 5}, steps=4)
+    assert [one.tokens for one in other] != together
+
+
+@pytest.mark.slow
+def test_gumbel_noise_draws_from_the_softmax(models):
+    """Of an answer of one token: its frequencies over many draws."""
+    count = 512
+    found = answer(
+        models[2], [PROMPTS[0]] * count, sampling={"temperature": 0.7, "max_new_tokens": 1}
+    )
+    drawn = np.bincount([one.tokens[0] for one in found], minlength=61) / count
+    logits = np.array(read(models[2], jnp.asarray([*PROMPTS[0], MASK])))[2] / 0.7
+    logits[MASK] = -np.inf
+    wanted = np.exp(logits - logits.max())
+    wanted /= wanted.sum()
+    assert np.abs(drawn - wanted).max() < 4 * np.sqrt(0.25 / count)
+    for one in found[:20]:
+        np.testing.assert_allclose(one.logprobs[0], np.log(wanted[one.tokens[0]]), atol=1e-4)
+
+
+def test_what_only_next_tokens_have_is_refused(models):
+    with pytest.raises(UserError, match="top_k"):
+        answer(models[1], sampling={"top_k": 5})
+    with pytest.raises(UserError, match="tokens"):
+        answer(models[1], [[]])
+    assert dataclasses.replace(Unmasking(MASK), steps=3).passes(4, 8) == 2

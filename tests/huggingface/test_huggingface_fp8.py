@@ -1,0 +1,124 @@
+"""FP8 folders with scales of blocks, as DeepSeek, Kimi, GLM, MiniMax and Qwen publish them."""
+
+import json
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.ops import SplitPiece, whole
+from jaxtrain.huggingface.packed import BFLOAT16, FLOAT8, open_folder
+from jaxtrain.huggingface.safetensors import write_folder
+from jaxtrain.models import build
+
+BLOCK = 128
+QUANTIZED = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+}
+
+
+def store(folder, tensors):
+    plan = {name: (array.shape, array.dtype) for name, array in tensors.items()}
+    pieces = (SplitPiece(n, a.shape, whole(a.shape), a) for n, a in tensors.items())
+    # A few to a shard: codes and scales then lie in different ones.
+    write_folder(folder, plan, pieces, max_shard_bytes=40_000)
+
+
+def quantize(array):
+    """(codes, scales) of [out, in], by hand: each block's largest magnitude becomes 448."""
+    rows, columns = (-(-size // BLOCK) for size in array.shape)
+    codes, scales = np.empty(array.shape, FLOAT8), np.empty((rows, columns), np.float32)
+    for i in range(rows):
+        for j in range(columns):
+            part = np.s_[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
+            scales[i, j] = np.abs(array[part]).max() / 448
+            codes[part] = (array[part] / scales[i, j]).astype(FLOAT8)
+    return codes, scales
+
+
+def test_any_part_is_codes_times_the_scale_of_its_block(tmp_path):
+    rng = np.random.default_rng(0)
+    # Blocks at the edges are short; sizes of blocks differ by far.
+    wide = rng.standard_normal((200, 300)) * np.exp(rng.standard_normal((200, 1)) * 3)
+    codes, scales = quantize(wide.astype(np.float32))
+    store(tmp_path, {"a.weight": codes, "a.weight_scale_inv": scales, "b": np.ones(3, np.float32)})
+    files = open_folder(tmp_path)
+    assert set(files.tensors) == {"a.weight", "b"}
+    stored = files.tensors["a.weight"]
+    assert stored.shape == (200, 300) and stored.dtype == BFLOAT16
+    wanted = np.empty((200, 300), np.float32)
+    for i, j in np.ndindex(200, 300):
+        wanted[i, j] = np.float32(codes[i, j]) * scales[i // BLOCK, j // BLOCK]
+    wanted = wanted.astype(BFLOAT16)
+    for index in [
+        whole((200, 300)),
+        (slice(100, 200), slice(0, 300)),
+        (slice(130, 131), slice(127, 257)),
+        (slice(0, 200, 2), slice(5, 300, 7)),
+    ]:
+        assert files.fetch("a.weight", index).tobytes() == wanted[index].tobytes(), index
+
+
+def test_a_model_in_fp8_is_one_of_its_decoded_weights(tmp_path):
+    """Also the layers that are only carried along, which an export has in bfloat16, too."""
+    raw = {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        **dict(vocab_size=50, hidden_size=160, intermediate_size=144, num_hidden_layers=2),
+        **dict(num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64),
+        **dict(q_lora_rank=16, kv_lora_rank=140, qk_nope_head_dim=8, qk_rope_head_dim=4),
+        **dict(v_head_dim=8, moe_intermediate_size=16, n_routed_experts=4, n_group=2),
+        **dict(num_experts_per_tok=2, topk_group=1, first_k_dense_replace=1),
+        **dict(num_nextn_predict_layers=1),
+    }
+    config = build.config_from_hf(raw)
+    shapes = {}
+    params = dict(nnx.to_flat_state(nnx.state(build.abstract(config))))
+    params = {".".join(map(str, path)): leaf.get_value().shape for path, leaf in params.items()}
+    for entry in build.family(config).names(config):
+        shapes |= entry.op.shapes(params[entry.param])
+    rng = np.random.default_rng(1)
+    tensors, wanted = {}, {}
+    found = {name: rng.standard_normal(shape).astype(BFLOAT16) for name, shape in shapes.items()}
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    found[bias] = found[bias].astype(np.float32)
+    ahead = "model.layers.2.eh_proj.weight"
+    found[ahead] = rng.standard_normal((160, 320)).astype(BFLOAT16)
+    for name, array in found.items():
+        linear = "_proj" in name
+        if linear:
+            codes, scales = quantize(np.asarray(array, np.float32))
+            tensors |= {name: codes, f"{name}_scale_inv": scales}
+            blown = np.kron(scales, np.ones((BLOCK, BLOCK), np.float32))
+            blown = blown[: array.shape[0], : array.shape[1]]
+            wanted[name] = (codes.astype(np.float32) * blown).astype(BFLOAT16)
+        else:
+            tensors[name] = wanted[name] = array
+    store(tmp_path / "fp8", tensors)
+    text = json.dumps({**config.to_hf(), "quantization_config": QUANTIZED})
+    (tmp_path / "fp8" / "config.json").write_text(text)
+
+    loaded = build.load(tmp_path / "fp8", param_dtype="bfloat16")
+    build.save(loaded, build.read_config(tmp_path / "fp8"), tmp_path / "out")
+    out = open_folder(tmp_path / "out")
+    assert set(out.tensors) == set(wanted)
+    for name, array in wanted.items():
+        got = out.fetch(name, whole(array.shape))
+        assert got.dtype == array.dtype and got.tobytes() == array.tobytes(), name
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in written and written["torch_dtype"] == "bfloat16"
+    assert written["num_nextn_predict_layers"] == 1
+
+
+def test_what_is_not_read_is_named(tmp_path):
+    codes, scales = quantize(np.ones((130, 64), np.float32))
+    store(tmp_path, {"a.weight": codes, "a.weight_scale_inv": scales[:1]})
+    with pytest.raises(UserError, match=r"a.weight_scale_inv.*\(1, 1\) does not fit.*\(2, 1\)"):
+        open_folder(tmp_path)
+    raw = {"model_type": "qwen3", "quantization_config": {**QUANTIZED, "weight_block_size": None}}
+    with pytest.raises(UserError, match="weight_block_size is null.*128 x 128 only"):
+        build.config_from_hf(raw)

@@ -1,0 +1,270 @@
+"""Folders in fp8, int8 and int4: what compressed-tensors says that they stand for, what of a folder
+is quantized and what stays, what is refused, and that nothing half-written is left."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from jaxtrain.cli.quantize import choose_matrices, list_notes
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.compressed import BFLOAT16, SCHEMES, encode
+from jaxtrain.huggingface.copy import copy_folder
+from jaxtrain.huggingface.ops import SplitPiece, whole
+from jaxtrain.huggingface.packed import open_folder
+from jaxtrain.huggingface.quantize import cut, quantize_folder
+from jaxtrain.huggingface.safetensors import SafetensorsFolder, write_folder
+from jaxtrain.main import main
+from jaxtrain.models import build
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from doors import run_verb
+from tiny_models import RAW, SIZES
+
+
+def make(folder: Path, raw: dict) -> Path:
+    """A folder in bfloat16 whose numbers nobody trained."""
+    config = build.config_from_hf({**SIZES, **raw})
+    rng = np.random.default_rng(0)
+    shapes = {}
+    for entry in build.family(config).names(config):
+        path = entry.param
+        shapes |= entry.op.shapes(param_shapes(config)[path])
+    plan = {name: (shape, BFLOAT16) for name, shape in shapes.items()}
+    pieces = (SplitPiece(n, s, whole(s), rng.normal(0, 0.1, s)) for n, s in shapes.items())
+    write_folder(folder, plan, pieces)
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    return folder
+
+
+def param_shapes(config) -> dict:
+    state = nnx.to_flat_state(nnx.state(build.abstract(config)))
+    return {".".join(map(str, path)): leaf.get_value().shape for path, leaf in state}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("quantize") / "base", RAW["qwen3"])
+
+
+@pytest.fixture(scope="module")
+def names(base):
+    return choose_matrices(base)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_folder_stands_for_weights_within_half_a_step(base, names, tmp_path, scheme):
+    """By hand, from the stored tensors alone; whatever part is read, and as a plain export."""
+    assert len(names) == 14
+    quantize_folder(base, tmp_path / "q", scheme, 16, names)
+    plain, files = load_file(base / "model.safetensors"), open_folder(tmp_path / "q")
+    assert files.tensors.keys() == plain.keys()
+    stored = load_file(tmp_path / "q/model.safetensors") if scheme != "fp8" else None
+    for name, wide in plain.items():
+        read = files.fetch(name, whole(wide.shape))
+        if name not in names:
+            assert read.tobytes() == wide.tobytes(), name
+            continue
+        wide, read = wide.astype(np.float32), read.astype(np.float32)
+        groups = wide.reshape(len(wide), -1, 16) if scheme == "int4" else wide[:, None]
+        top = np.abs(groups).max(-1, keepdims=True)
+        # Half a step of a scale, the largest codes cut; then bfloat16 of scale and product.
+        step = {
+            "int4": top / 15,
+            "int8": top / 255,
+            "fp8": np.maximum(np.abs(groups) / 16, top / 448),
+        }
+        room = step[scheme] + np.abs(groups) / 128 + top * (1 / 128 if scheme != "int4" else 0)
+        assert (np.abs(read.reshape(groups.shape) - groups) <= room + 1e-6).all(), name
+        for index in [(slice(3, 4), slice(5, 23)), (slice(0, len(wide), 2), slice(1, 32, 7))]:
+            assert (files.fetch(name, index).astype(np.float32) == read[index]).all(), index
+        if scheme == "int4":
+            words = stored[f"{name}_packed"].view(np.uint32)
+            code = int((words[2, 1] >> 12) & 15) - 8  # the fourth of the second word: column 11
+            scale = np.float32(stored[f"{name}_scale"][2, 0])
+            assert read[2, 11] == np.float32((code * scale).astype(BFLOAT16))
+            assert (stored[f"{name}_shape"] == wide.shape).all()
+    copy_folder(tmp_path / "q", tmp_path / "again")
+    assert "quantization_config" not in (tmp_path / "again/config.json").read_text()
+    again = load_file(tmp_path / "again/model.safetensors")
+    name = min(names)
+    assert again[name].tobytes() == files.fetch(name, whole(plain[name].shape)).tobytes()
+
+
+def test_rows_of_zeros_and_of_tiny_numbers_stay_finite():
+    rows = np.zeros((2, 16), np.float32)
+    rows[1, 3] = 1e-45
+    for scheme in SCHEMES.values():
+        made = encode(scheme, rows, 16)
+        assert all(np.isfinite(array.astype(np.float32)).all() for array in made.values())
+
+
+def test_parts_cover_a_tensor():
+    for shape in [(), (5,), (3, 1 << 23), (2, 3, 4)]:
+        marked = np.zeros(shape, np.int8)
+        for place in cut(shape):
+            marked[place] += 1
+        assert (marked == 1).all(), shape
+
+
+def test_experts_are_quantized_one_by_one_and_routers_stay(tmp_path):
+    folder = make(tmp_path / "moe", {**RAW["qwen3_moe"], "num_hidden_layers": 1})
+    names = choose_matrices(folder)
+    assert "model.layers.0.mlp.experts.7.down_proj.weight" in names
+    quantize_folder(folder, tmp_path / "q", "int8", 128, names)
+    assert "not in int8" in next(list_notes("int8", 128, names))
+    assert not list(list_notes("int4", 128, names)) and list(list_notes("int4", 16, names))
+    packing = json.loads((tmp_path / "q/config.json").read_text())["quantization_config"]
+    assert packing["ignore"] == ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"]
+    build.check_folder(tmp_path / "q", build.read_config(tmp_path / "q"))
+
+
+def test_what_is_only_carried_along_stays(base, names, tmp_path):
+    """A tower's matrices: byte by byte, and named among those that nobody is to expect in bits."""
+    files = SafetensorsFolder(base)
+    arrays = {n: files.fetch(n, whole(s.shape)) for n, s in files.tensors.items()}
+    arrays["visual.blocks.0.qkv.weight"] = np.ones((6, 2), BFLOAT16)
+    folder = tmp_path / "seeing"
+    plan = {n: (a.shape, a.dtype) for n, a in arrays.items()}
+    write_folder(
+        folder, plan, (SplitPiece(n, a.shape, whole(a.shape), a) for n, a in arrays.items())
+    )
+    shutil.copy(base / "config.json", folder)
+    quantize_folder(folder, tmp_path / "q", "fp8", 128, names)
+    packing = json.loads((tmp_path / "q/config.json").read_text())["quantization_config"]
+    assert "visual.blocks.0.qkv" in packing["ignore"]
+    assert open_folder(tmp_path / "q").tensors["visual.blocks.0.qkv.weight"].dtype == BFLOAT16
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "told"),
+    [
+        ({}, ["--scheme", "int4", "--group", "24"], "--group 24 does not divide the 32 inputs"),
+        ({}, ["--scheme", "int4"], "such as 16 or 8"),
+        ({}, ["--scheme", "int4", "--group", "0"], "no size of a group"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, [], "quantized already"),
+        ({"quantization_config": {"quant_method": "fp8"}}, [], "jaxtrain export"),
+    ],
+)
+def test_refused(base, tmp_path, capsys, change, options, told):
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    out = tmp_path / "out"
+    code, said = run_verb(
+        ["quantize", str(folder), "--output", str(out), *(options or ["--scheme", "fp8"])], capsys
+    )
+    assert code == 2 and told in said, said
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_numbers_that_are_not_finite_leave_no_folder(base, tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    stored = open_folder(folder).tensors["model.layers.1.mlp.up_proj.weight"]
+    out = np.memmap(stored.file, stored.dtype, "r+", stored.offset, stored.shape)
+    out[3, 3] = np.nan
+    out.flush()
+    argv = ["quantize", str(folder), "--scheme", "int8", "--output", str(tmp_path / "out")]
+    code, said = run_verb(argv, capsys)
+    assert code == 2 and "up_proj.weight" in said and "holds NaN" in said, said
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.slow
+def test_experts_in_one_tensor_are_refused_by_name(tmp_path):
+    raw = {"model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2}
+    folder = make(tmp_path / "fused", {**raw, "num_hidden_layers": 1})
+    with pytest.raises(UserError, match="GraniteMoeForCausalLM keeps all experts"):
+        choose_matrices(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"format": "marlin-24"}, "marlin-24"),
+        ({"config_groups": {"g": {"weights": {"symmetric": False}}}}, "symmetric is not read"),
+        ({"config_groups": {"g": {"weights": {"type": "int", "num_bits": 3}}}}, "read are fp8"),
+        ({"config_groups": {"g": {"weights": None}}}, "g.weights"),
+        ({"config_groups": []}, "config_groups"),
+    ],
+)
+def test_folders_of_others_that_are_not_read(base, names, tmp_path, change, told):
+    quantize_folder(base, tmp_path / "q", "int4", 16, names)
+    config = json.loads((tmp_path / "q/config.json").read_text())
+    config["quantization_config"] |= change
+    (tmp_path / "q/config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=told):
+        build.read_config(tmp_path / "q")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.slow
+def test_transformers_decodes_the_same_numbers(base, names, tmp_path, scheme):
+    """Bit for bit; its own forward pass also rounds activations of fp8 and int8, so logits are near
+    the decoded model's."""
+    pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
+    import torch
+    import transformers
+
+    folder = tmp_path / "q"
+    quantize_folder(base, folder, scheme, 16, names)
+    auto = transformers.AutoModelForCausalLM
+    plain = transformers.CompressedTensorsConfig(dequantize=True)
+    decoded = auto.from_pretrained(folder, dtype=torch.float32, quantization_config=plain)
+    files, count = open_folder(folder), 0
+    for name, value in decoded.state_dict().items():
+        if name in files.tensors:
+            ours = files.fetch(name, whole(files.tensors[name].shape)).astype(np.float32)
+            assert (value.numpy() == ours).all(), name
+            count += 1
+    assert count == len(files.tensors)
+    packed = auto.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        error = (packed(ids).logits - decoded(ids).logits).abs().max()
+    # Seen, of logits of deviation 0.6: int4 0.01 (bfloat16), int8 0.05, fp8 0.2.
+    assert error < {"int4": 0.05, "int8": 0.2, "fp8": 0.6}[scheme]
+
+
+@pytest.mark.slow
+def test_a_run_with_an_adapter_is_merged_and_measured(tmp_path, capsys):
+    base = make(tmp_path / "base", {**RAW["qwen3"], "vocab_size": 512, "num_hidden_layers": 1})
+    (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n' * 8)
+    data = f'{{ path = "{tmp_path / "rows.jsonl"}" }}'
+    (tmp_path / "config.toml").write_text(
+        f"""
+[model]
+path = "{base}"
+tokenizer = "builtin"
+compute_dtype = "float32"
+[adapter]
+kind = "lora"
+[data]
+datasets = [{data}]
+eval_datasets = [{data}]
+sequence_len = 32
+[optim]
+learning_rate = 0.1
+[run]
+max_steps = 2
+output_dir = "{tmp_path / "run"}"
+"""
+    )
+    assert main(["--config", str(tmp_path / "config.toml")]) == 0
+    argv = ["quantize", str(tmp_path / "run"), "--scheme", "int4", "--group", "16"]
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    assert "jaxtrain merge" in said
+    line = next(line for line in said.splitlines() if line.startswith("held-out loss of"))
+    before, after = (float(word) for word in line.split(": ")[1].split(" (")[0].split(" -> "))
+    assert 0 < abs(before - after) < 0.3, line
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "quantized-int4" in names and not any(name.startswith(".q") for name in names)

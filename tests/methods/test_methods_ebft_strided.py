@@ -1,0 +1,305 @@
+"""EBFT inside of documents through the step and whole runs."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toy_run import MODEL
+
+from jaxtrain.config.load import validate_config
+from jaxtrain.core.roles import ModelSnapshot, Roles
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.step import init_state, make_step
+from jaxtrain.core.task import Round
+from jaxtrain.data.packing.pack import Fields, build_batch, lay_out, stack_batches
+from jaxtrain.data.packing.tree import Node, Tree
+from jaxtrain.distributed.feed import feed
+from jaxtrain.distributed.mesh import make_mesh
+from jaxtrain.errors import UserError
+from jaxtrain.main import main
+from jaxtrain.methods.ebft.block_rewards import BlockRewardOptions, advantages, judge
+from jaxtrain.methods.ebft.blocks import CE, RL, BlockStrides, lay_blocks
+from jaxtrain.methods.ebft.features import FEATURES
+from jaxtrain.methods.ebft.strided_loss import ADVANTAGE, NUMBERS
+from jaxtrain.methods.registry import make_task
+from jaxtrain.models import build
+from tests.docs.metric_names import require_rows
+
+ARCHITECTURE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+TABLE = {
+    "run": {"max_steps": 4, "output_dir": "unused"},
+    "model": {"architecture": ARCHITECTURE, "tokenizer": "builtin", "compute_dtype": "float32"},
+    "parallel": {"data": 1, "fsdp": -1},
+    "data": {"sequence_len": 32, "datasets": [{"path": "builtin:calculator"}]},
+    "task": {
+        "kind": "ebft_strided",
+        "stride": 4,
+        "context_length": 4,
+        "generate_max_len": 3,
+        "n_samples": 3,
+        "temperature": 1.0,
+        "ce_coef": 0.1,
+        "features": {"layers": [1, 2]},
+    },
+}
+DOCUMENTS = [[(32, 0)], [(20, 6), (12, 0)], [(5, 0)], [(30, 12)]]
+"""(tokens, of these the prompt's) of each row; one has no room for a block."""
+
+
+def make(**task):
+    """The task of TABLE with some keys of its section changed."""
+    return make_task(validate_config({**TABLE, "task": {**TABLE["task"], **task}}, "test"))
+
+
+def documents(rows=DOCUMENTS):
+    """[1, B, 32]."""
+    rng = np.random.default_rng(0)
+
+    def one(length: int, prompt: int):
+        weights = (np.arange(length) >= prompt).astype(np.float64)
+        tokens = rng.integers(1, 300, length).astype(np.int32)
+        return lay_out(Tree((Node(-1, tokens, {CE: weights, RL: weights}),)), "branch")
+
+    packed = [[one(*document) for document in row] for row in rows]
+    return stack_batches([build_batch(packed, 32, Fields((CE, RL)))])
+
+
+def update(task, microsteps: int = 1, rows=DOCUMENTS, version: int = 3, **axes: int):
+    """(metrics, gradient by path, the prepared batch) of one step on a mesh of these axes."""
+    mesh = make_mesh(jax.devices()[: math.prod(axes.values())], **axes)
+    batch = documents(rows)
+    batch = jax.tree.map(lambda x: x.reshape(microsteps, -1, *x.shape[2:]), batch)
+    roles = Roles({n: replace(r, parts=replace(r.parts, mesh=mesh)) for n, r in task.roles.items()})
+    keep = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params: (jax.tree.map(jnp.zeros_like, params), grads),
+    )
+    with jax.set_mesh(mesh):
+        trained, frozen, _ = roles.open(0)
+        scorer = Scorer(lambda: ModelSnapshot(roles, {**frozen, **trained}, 0))
+        (ready,) = task.prepare(Round([batch], version=version), scorer).batches
+        step = make_step(roles.build, task.loss, task.coef, keep, None)
+        state, output = step(init_state(trained, keep), feed(ready, mesh), frozen)
+    return *jax.device_get((output.metrics, state.opt_state)), jax.device_get(ready)
+
+
+@pytest.fixture(scope="module")
+def one():
+    return update(make())
+
+
+def check_same(found, wanted, most: float):
+    """Draws, metrics, and gradients relative to the largest of each parameter."""
+    assert (found[2].tokens.reshape(-1) == wanted[2].tokens.reshape(-1)).all()
+    for name, (total, weight) in wanted[0].items():
+        assert np.allclose(found[0][name], (total, weight), rtol=1e-4, atol=1e-5), name
+    for path, gradient in wanted[1].items():
+        scale = np.abs(gradient).max()
+        assert scale > 0, path
+        assert np.abs(found[1][path] - gradient).max() < most * scale, path
+
+
+def test_microsteps_are_one_batch(one):
+    """Rows with 8, 5, 0 and 4 blocks: the same draws, and every drawn token counts alike in
+    whatever microstep. float32, the order of sums: 1e-5 of the largest gradient."""
+    check_same(update(make(), 4), one, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"fsdp": 2, "tensor": 2},
+        pytest.param({"data": 2, "context": 2}, marks=pytest.mark.slow),
+    ],
+    ids="_".join,
+)
+def test_meshes_are_one_device(one, axes):
+    """As above; features of a copy in bfloat16 are rounded otherwise where sums are cut."""
+    check_same(update(make(), **axes), one, 2e-2 if "tensor" in axes else 1e-4)
+
+
+def test_advantages_lie_on_the_tokens_of_their_own_draw(one):
+    """Three tokens of a draw share a number; RLOO's add up to 0 over a block's draws; one of a
+    block's numbers lies on its first token alone."""
+    metrics, _, batch = one
+    drawn = batch.weights[RL] > 0
+    values = batch.streams[ADVANTAGE]
+    assert not values[~drawn].any()
+    for row in range(4):
+        found = values[0, row][drawn[0, row]].reshape(-1, 3, 3)  # blocks, draws, tokens
+        assert (found == found[:, :, :1]).all()
+        assert np.abs(found[:, :, 0].sum(1)).max(initial=0.0) < 1e-5
+    assert np.unique(np.abs(values[drawn])).size > 10
+    blocks = drawn.sum() / 9
+    assert batch.streams[NUMBERS][..., 0].sum() == blocks == metrics["ebft/reward"][1] == 16
+    spread = metrics["ebft/advantages_std"][0] / blocks
+    assert np.allclose(spread, values[drawn].std(), rtol=1e-4)
+
+
+def test_rows_without_blocks_change_nothing():
+    """No denominator of 0, gradients of exactly 0 everywhere, nothing that is not finite."""
+    short = [[(6, 0)], [(5, 3)]]
+    metrics, gradients, batch = update(make(ce_coef=0.0), rows=short)
+    assert not batch.weights[RL].any()
+    assert all((gradient == 0).all() for gradient in gradients.values())
+    assert metrics["loss"][0] == 0 and metrics["ebft/reward"] == (0, 0)
+
+
+@pytest.mark.slow
+def test_equal_draws_give_no_gradient():
+    """Greedy draws of a block are one: every advantage is 0 (float32: 1e-6)."""
+    _, gradients, batch = update(make(temperature=0.0, ce_coef=0.0))
+    assert np.abs(batch.streams[ADVANTAGE]).max() < 1e-6
+    assert max(np.abs(gradient).max() for gradient in gradients.values()) < 1e-6
+
+
+def test_noise_goes_by_seed_and_step(one):
+    """So a run that goes on draws what it would have drawn; the same is in
+    `test_microsteps_are_one_batch`."""
+    other = update(make(), version=4)
+    assert (other[2].tokens != one[2].tokens).any()
+
+
+@pytest.mark.parametrize("whitening", [False, True])
+def test_the_truth_itself_is_worth_two(whitening):
+    """Draws that are what the text has there: alignment 2 at every pooling, and cfm 0; as draws
+    are alike, diversity is 2, too, or among three whitened ones 2/3 (their products are 1/3). One
+    layer weighs the diversity as two do."""
+    batch = documents([[(32, 0)]])
+    forest, spots = lay_blocks(batch, BlockStrides(stride=4, context=4, length=3, samples=3))
+    at = spots.start[0, 0][:, None, None] + np.arange(9).reshape(3, 3)
+    forest.tokens[0, 0, at] = forest.tokens[0, 0, spots.truth.reshape(-1, 1, 3)]
+    model = build.init(build.config_from_hf(ARCHITECTURE), 0)
+    only = jax.tree.map(lambda x: jnp.asarray(x[0]), forest)
+    given = (only, jnp.asarray(spots.start[0]), jnp.asarray(spots.truth[0]).reshape(1, -1, 3))
+    ways = [((1,), "last_token"), ((0, 1), "mean_pooling"), ((0, 1), "concat")]
+    judging = [BlockRewardOptions(layers, 3, 3, pooling, whitening) for layers, pooling in ways]
+    for found in jax.jit(lambda *given: [judge(model, *given, how) for how in judging])(*given):
+        assert np.allclose(found.alignment, 2.0, atol=1e-4)
+        assert np.allclose(found.diversity, 2 / 3 if whitening else 2.0, atol=1e-4)
+        assert np.allclose(found.cfm, 0.0, atol=1e-4)
+        assert np.abs(found.advantage).max() < 1e-4
+
+
+def test_advantages():
+    """Against loops; one draw alone keeps its reward."""
+    rewards = np.random.default_rng(0).normal(size=(2, 3, 4))
+    found = np.asarray(advantages(jnp.asarray(rewards), "rloo"))
+    for index in np.ndindex(2, 3):
+        for n in range(4):
+            others = [rewards[index][m] for m in range(4) if m != n]
+            assert np.isclose(found[index][n], rewards[index][n] - np.mean(others), atol=1e-6)
+    grouped = np.asarray(advantages(jnp.asarray(rewards), "group_norm"))
+    assert np.allclose(grouped.std(-1, ddof=1), 1, atol=1e-5)
+    assert np.allclose(grouped.mean(-1), 0, atol=1e-6)
+    for kind in ("rloo", "group_norm", "reinforce"):
+        alone = jnp.asarray(rewards[..., :1])
+        assert (advantages(alone, kind) == alone).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"context_length": 30}, "no block has room"),
+        ({"rl_coef": 0.0, "ce_coef": 0.0}, "nothing would train"),
+        ({"temperature": 0.0, "tempered_logp": True}, "no meaning with task.temperature 0"),
+        ({"n_samples": 1, "features": {"diversity_coef": 0.0}}, "compares the draws of a block"),
+        ({"n_samples": 1, "advantage": "reinforce"}, "task.features.diversity_coef compares"),
+        ({"features": {"layers": [3]}}, "the feature network has 2"),
+        ({"n_samples": 60000, "generate_max_len": 6, "stride": 1}, "tokens of one forward pass"),
+    ],
+)
+def test_what_is_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        make(**changes)
+
+
+def test_the_network_is_a_copy_or_the_bare_model():
+    assert make().roles[FEATURES].weights == "start"
+    adapter = {**TABLE, "adapter": {"kind": "lora", "rank": 2}}
+    assert make_task(validate_config(adapter, "test")).roles[FEATURES].weights == "bare"
+
+
+CONFIG = (
+    MODEL.replace("num_hidden_layers = 1", "num_hidden_layers = 2")
+    + """
+[run]
+seed = 3
+max_steps = 4
+
+[data]
+sequence_len = 64
+micro_batch_size = 2
+
+[[data.datasets]]
+path = "ROWS"
+
+[[data.eval_datasets]]
+path = "ROWS"
+
+[task]
+kind = "ebft_strided"
+generate_max_len = 2
+stride = 3
+context_length = 3
+n_samples = 2
+ce_coef = 0.1
+
+[optim]
+learning_rate = 1e-2
+
+[checkpoint]
+every = 2
+
+[log]
+every = 1
+plot = false
+"""
+)
+
+
+def read_lines(folder):
+    require_rows(folder)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    names = ("loss", "ebft/", "eval/", "grad")
+    return {
+        (line["step"], name): value
+        for line in lines
+        for name, value in line.items()
+        if name.startswith(names)
+    }
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_exactly(tmp_path):
+    rows, config = tmp_path / "rows.jsonl", tmp_path / "config.toml"
+    pairs = [{"prompt": f"{n} and", "completion": f" {n + 1} and {n + 2} end"} for n in range(40)]
+    rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    config.write_text(CONFIG.replace("ROWS", str(rows)))
+    words = ["--config", str(config), f"run.output_dir={tmp_path / 'run'}"]
+    assert main([*words, "--dry-run"]) == 0
+    assert main(words) == 0
+    first = read_lines(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    shutil.rmtree(tmp_path / "run" / "model")
+    assert main(words) == 0
+    again = read_lines(tmp_path / "run")
+    assert again == first and (4, "eval/ebft/reward") in first and (4, "ebft/num_blocks") in first

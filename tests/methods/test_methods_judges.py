@@ -1,0 +1,62 @@
+"""Reward models in a round: where they are read, and how their scores become rewards."""
+
+import numpy as np
+import pytest
+
+from jaxtrain.batch import Batch
+from jaxtrain.methods.rl.batch_builder import EPISODE, TURN
+from jaxtrain.methods.rl.judges import RewardModelJudge, ask_judges, judge_table
+from jaxtrain.methods.rl.round import RewardTable
+
+NAN = np.nan
+
+
+def make_batches():
+    """Two batches: episode 0 has two turns (in sequences of their own), 1 one, 2 was left out; the
+    stream "judge" is 10 times the place in the row."""
+    index = np.arange(8, dtype=np.int32)
+    rows = [
+        # position, episode, turn of each token
+        ([0, 1, 2, 3, 2, 3, 4, 0], [-1, -1, 0, 0, -1, 0, 0, -1], [-1, -1, 0, 0, -1, 1, 1, -1]),
+        ([0, 1, 2, 3, 4, 5, 6, 0], [-1, -1, -1, 1, 1, 1, -1, -1], [-1, -1, -1, 0, 0, 0, -1, -1]),
+    ]
+    for position, episode, turn in rows:
+        streams = {EPISODE: [[episode]], TURN: [[turn]], "judge": [[10.0 * index]]}
+        streams = {name: np.array(values) for name, values in streams.items()}
+        empty = np.zeros((1, 1, 8), np.int32)
+        yield Batch(empty, np.array([[position]]), empty, empty, weights={}, streams=streams)
+
+
+def test_texts_are_judged_at_their_last_drawn_token_and_steps_at_each_turns():
+    batches, table = (
+        list(make_batches()),
+        RewardTable([np.array([[1.0], [NAN], [3.0]])], (2.0,), (2, 1)),
+    )
+    whole, metrics = judge_table(
+        table, [RewardModelJudge("judge", "rm", 0.5, steps=False)], batches
+    )
+    (rewards,) = whole.rewards_TNK
+    np.testing.assert_array_equal(rewards, [[1, 60], [NAN, 50], [3, NAN]])
+    assert whole.weights == (2.0, 0.5)
+    assert metrics["rewards/rm/mean"] == 55.0
+    assert metrics["reward"] == pytest.approx((2 + 30 + 25 + 6) / 3)
+    # A turn sees what is still to come: of episode 0 both turns' scores, then the second's.
+    turns, _ = judge_table(table, [RewardModelJudge("judge", "prm", 0.5, steps=True)], batches)
+    first, second = turns.rewards_TNK
+    np.testing.assert_array_equal(first, [[1, 90], [NAN, 50], [3, NAN]])
+    np.testing.assert_array_equal(second, [[1, 60], [NAN, 0], [3, NAN]])
+
+
+def test_a_process_reward_model_gives_the_probability_of_right():
+    class Scores:
+        def scores(self, batch, role):
+            return np.array([[[[1.0, 1.0], [0.0, 2.0]]]], np.float32)
+
+    batch = next(make_batches())
+    judges = [
+        RewardModelJudge("a", "a", 1.0, steps=True),
+        RewardModelJudge("b", "b", 1.0, steps=False),
+    ]
+    found = ask_judges(judges, batch, Scores())
+    np.testing.assert_allclose(found["a"], [[[0.5, 1 / (1 + np.exp(-2.0))]]])
+    np.testing.assert_array_equal(found["b"], [[[1.0, 0.0]]])

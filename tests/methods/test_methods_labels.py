@@ -1,0 +1,429 @@
+"""Groups as batches: a tree is its flat rows for loss and gradient, and averages are what they say.
+
+In float64 the two packings differ by the order of sums alone: 1e-10 relative, as for trees
+elsewhere; a mask wrong in one pair would show at 1e-3.
+"""
+
+import functools
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.batch import check_batch
+from jaxtrain.config import validate_config
+from jaxtrain.core.step import denominator
+from jaxtrain.core.task import Round
+from jaxtrain.data.packing.steps import StepShape
+from jaxtrain.generation.episode_codec import pack, unpack
+from jaxtrain.generation.episodes import Episode, Group, TokenSequence
+from jaxtrain.methods.rl.advantages import turn_tables
+from jaxtrain.methods.rl.batch_builder import EPISODE, TURN, BatchBuilder, label
+from jaxtrain.methods.rl.config import OBJECTIVES, RLTask
+from jaxtrain.methods.rl.loss import PolicyObjective, policy_loss
+from jaxtrain.methods.rl.method import PolicyPreparation
+from jaxtrain.methods.rl.round import AdvantageOptions, RoundSource
+from jaxtrain.methods.rl.round import RewardTable as RewardTable
+from jaxtrain.models import build
+from jaxtrain.models.parameters import split_model
+
+VOCABULARY = 31
+ARCHITECTURE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": True,
+}
+
+
+def make_episode(rng, prompt, turns=1, finish="stop"):
+    """Turns of drawn tokens with a tool's tokens in between."""
+    tokens, sampled = list(prompt), [False] * len(prompt)
+    for turn in range(turns):
+        if turn:
+            tokens += rng.integers(0, VOCABULARY, 2).tolist()
+            sampled += [False, False]
+        count = int(rng.integers(1, 5))
+        tokens += rng.integers(0, VOCABULARY, count).tolist()
+        sampled += [True] * count
+    logprobs = [float(rng.normal(-2, 0.3)) if s else 0.0 for s in sampled]
+    versions = [0 if s else -1 for s in sampled]
+    return Episode(tokens, sampled, logprobs, versions, finish)
+
+
+def make_rewritten(rng, prompt, turns=3):
+    """A conversation whose template drops the thought of a turn once the next one is asked for."""
+    history, sequences = list(prompt), []
+    for turn in range(turns):
+        thought, answer, question = (
+            rng.integers(0, VOCABULARY, int(rng.integers(1, 4))).tolist() for _ in range(3)
+        )
+        drawn, start = [*thought, *answer], len(history)
+        sequences.append(
+            TokenSequence(
+                [*history, *drawn],
+                [False] * start + [True] * len(drawn),
+                [0.0] * start + rng.normal(-2, 0.3, len(drawn)).tolist(),
+                [-1] * start + [0] * len(drawn),
+                [-1] * start + [turn] * len(drawn),
+            )
+        )
+        history += answer + question
+    *earlier, last = sequences
+    return Episode(
+        last.tokens,
+        last.sampled,
+        last.logprobs,
+        last.versions,
+        "stop",
+        turns=last.turns,
+        earlier=earlier,
+    )
+
+
+def make_rewritten_groups(turn_advantages=False):
+    rng = np.random.default_rng(5)
+    groups = []
+    for draw, size in enumerate((3, 2)):
+        prompt = rng.integers(0, VOCABULARY, 4).tolist()
+        episodes = [make_rewritten(rng, prompt, turns=1 + i) for i in range(size)]
+        groups.append(Group(draw, {}, episodes, [{} for _ in episodes]))
+        groups[-1].advantages = rng.normal(size=(size, 3) if turn_advantages else size)
+    return groups
+
+
+def make_groups(seed=0, sizes=(4, 3, 2)):
+    rng = np.random.default_rng(seed)
+    groups = []
+    for draw, size in enumerate(sizes):
+        prompt = rng.integers(0, VOCABULARY, int(rng.integers(2, 6))).tolist()
+        episodes = [make_episode(rng, prompt, turns=1 + i % 2) for i in range(size)]
+        if size > 3:  # two answers that begin, or are, the same
+            episodes[1] = episodes[0]
+        group = Group(draw, {}, episodes, [{} for _ in episodes])
+        group.advantages = rng.normal(size=size)
+        groups.append(group)
+    return groups
+
+
+def make_labels(**changes):
+    shape = StepShape(changes.pop("rows", 2), 1, changes.pop("row_tokens", 40), units=1)
+    options = {"average": "token", "dtype": np.float64, "components": ("pg", "kl")}
+    return BatchBuilder(shape, **{**options, **changes})
+
+
+@functools.cache
+def start():
+    with jax.enable_x64(True):
+        model = build.init(
+            build.config_from_hf(ARCHITECTURE), 0, param_dtype="float64", dtype="float64"
+        )
+        return split_model(model)
+
+
+def loss_and_gradient(labeled, objective):
+    params, rebuild = start()
+
+    def total(params, batch, denoms):
+        sums, _ = policy_loss(rebuild(params), batch, objective, "reference")
+        return sums["pg"] / denoms["pg"] + 0.1 * sums["kl"] / denoms["kl"]
+
+    grad = jax.jit(jax.value_and_grad(total))
+    (batch,) = labeled.batches
+    denoms = {name: denominator(batch, name) for name in ("pg", "kl")}
+    found = [
+        grad(params, jax.tree.map(lambda leaf, a=a: leaf[a], batch), denoms)
+        for a in range(len(batch.tokens))
+    ]
+    return functools.reduce(lambda x, y: jax.tree.map(np.add, x, y), found)
+
+
+@pytest.mark.parametrize(
+    ("average", "make"),
+    [
+        ("token", make_groups),
+        pytest.param("sequence", make_groups, marks=pytest.mark.slow),
+        pytest.param("constant", make_groups, marks=pytest.mark.slow),
+        ("sequence", make_rewritten_groups),
+    ],
+)
+def test_a_group_tree_is_its_flat_rows(average, make):
+    """Loss and gradients; answers that are equal stay two branches."""
+    objective = PolicyObjective(
+        ratio="sequence" if average == "sequence" else "token",
+        kl="k3",
+        correction="token_truncate",
+        off_policy_threshold=0.5,
+    )
+    with jax.enable_x64(True):
+        found = [
+            loss_and_gradient(
+                label(make(), make_labels(average=average, share_prompts=share, longest=9)),
+                objective,
+            )
+            for share in (True, False)
+        ]
+    (tree_loss, tree_slope), (flat_loss, flat_slope) = found
+    np.testing.assert_allclose(tree_loss, flat_loss, rtol=1e-10)
+    for path, value in tree_slope.items():
+        size = np.abs(flat_slope[path]).max()
+        assert size > 0, f"{path} has no gradient, so this test says nothing of it"
+        np.testing.assert_allclose(value, flat_slope[path], atol=1e-10 * size, err_msg=path)
+
+
+def test_every_drawn_token_trains_once_and_nothing_else():
+    groups = make_groups()
+    for share in (True, False):
+        labeled = label(groups, make_labels(share_prompts=share))
+        for batch in labeled.batches:
+            check_batch(batch)
+        drawn = sum(e.num_sampled for group in groups for e in group.episodes)
+        assert labeled.trained_tokens == drawn
+        (batch,) = labeled.batches
+        mask = batch.weights["pg"] != 0
+        counts = np.bincount(batch.streams[EPISODE][mask])
+        assert counts.tolist() == [e.num_sampled for g in groups for e in g.episodes]
+        # An episode's tokens have one owner in one row, and its advantage.
+        advantages = np.concatenate([group.advantages for group in groups])
+        places = batch.streams[EPISODE][mask]
+        np.testing.assert_allclose(batch.streams["advantage"][mask], advantages[places], rtol=1e-6)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_rewritten_history_trains_each_drawn_token_where_it_was_drawn(share):
+    """With the log-prob that it was drawn with, the advantage of its episode's turn, and episodes
+    that count alike in a mean of sequences, however many sequences they have."""
+    groups = make_rewritten_groups(turn_advantages=True)
+    labeled = label(groups, make_labels(share_prompts=share, average="sequence"))
+    (batch,) = labeled.batches
+    check_batch(batch)
+    mask = batch.weights["pg"] != 0
+    found = sorted(
+        zip(
+            *(batch.streams[name][mask].tolist() for name in (EPISODE, TURN)),
+            batch.tokens[mask].tolist(),
+            batch.streams["sampler_logp"][mask].round(4).tolist(),
+            batch.streams["advantage"][mask].round(4).tolist(),
+            strict=True,
+        )
+    )
+    wanted, number = [], 0
+    for group in groups:
+        for episode, advantages in zip(group.episodes, group.advantages, strict=True):
+            for one in episode.sequences:
+                wanted += [
+                    (number, turn, token, logprob, advantages[turn])
+                    for token, drawn, logprob, turn in zip(
+                        one.tokens, one.sampled, one.logprobs, one.turns, strict=True
+                    )
+                    if drawn
+                ]
+            number += 1
+    assert len(found) == len(wanted) == labeled.trained_tokens
+    np.testing.assert_allclose(found, sorted(wanted), atol=1e-3)
+    weights = np.bincount(batch.streams[EPISODE][mask], batch.weights["pg"][mask])
+    np.testing.assert_allclose(weights, np.ones(number), rtol=1e-6)
+    # The questions and kept answers that two sequences show are computed once.
+    saved = labeled.saving.saved_tokens
+    prompts = sum(4 * (sum(len(e.sequences) for e in g.episodes) - 1) for g in groups)
+    assert saved > prompts if share else saved == 0
+    short = max(len(one.tokens) for e in groups[0].episodes[:2] for one in e.sequences)
+    cut = label(groups, make_labels(row_tokens=short))
+    assert cut.too_long == sum(
+        any(len(one.tokens) > short for one in e.sequences) for g in groups for e in g.episodes
+    )
+
+
+def test_the_tokens_saved_are_the_shared_prompts():
+    groups = make_groups()
+    saving = label(groups, make_labels()).saving
+    flat = sum(len(e.tokens) for group in groups for e in group.episodes)
+    prompts = [
+        (len(g.episodes) - 1) * next(i for i, s in enumerate(g.episodes[0].sampled) if s)
+        for g in groups
+    ]
+    assert saving.flat_tokens == flat
+    assert saving.saved_tokens == sum(prompts)
+    assert label(groups, make_labels(share_prompts=False)).saving.saved_tokens == 0
+
+
+def test_a_group_larger_than_a_row_is_cut_into_several_trees():
+    rng = np.random.default_rng(0)
+    episodes = [make_episode(rng, range(10)) for _ in range(12)]
+    group = Group(0, {}, episodes, [{} for _ in episodes], advantages=np.ones(12))
+    labeled = label([group], make_labels(row_tokens=24))
+    assert labeled.trained_tokens == sum(e.num_sampled for e in episodes)
+    assert labeled.batches[0].tokens.shape[0] * 2 > 1
+    long = make_episode(rng, range(25))
+    group = Group(0, {}, [*episodes, long], [{} for _ in range(13)], advantages=np.ones(13))
+    assert label([group], make_labels(row_tokens=24)).too_long == 1
+
+
+def weigh(average, **changes):
+    """{episode: sum of its weights / denominator} of one group of three."""
+    rng = np.random.default_rng(1)
+    episodes = [make_episode(rng, [1, 2], finish=f) for f in ("stop", "length", "stop")]
+    group = Group(0, {}, episodes, [{}, {}, {}], advantages=np.ones(3))
+    labeled = label([group], make_labels(average=average, **changes))
+    (batch,) = labeled.batches
+    mask = batch.weights["pg"] != 0
+    share = batch.weights["pg"][mask] / float(denominator(batch, "pg"))
+    counts = [e.num_sampled for e in episodes]
+    return np.bincount(batch.streams[EPISODE][mask], share, minlength=3), counts
+
+
+def test_averages_by_hand():
+    with jax.enable_x64(True):
+        found, counts = weigh("token")
+        np.testing.assert_allclose(found, np.array(counts) / sum(counts))
+        np.testing.assert_allclose(weigh("sequence")[0], [1 / 3] * 3)
+        np.testing.assert_allclose(weigh("constant", longest=7)[0], np.array(counts) / (3 * 7))
+        # One microstep: the same as over tokens.
+        np.testing.assert_allclose(weigh("microstep")[0], np.array(counts) / sum(counts))
+
+
+def test_masked_truncated_answers_still_count_in_the_mean_of_sequences():
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(weigh("sequence", mask_truncated=True)[0], [1 / 3, 0, 1 / 3])
+        found, counts = weigh("token", mask_truncated=True)
+        kept = counts[0] + counts[2]
+        np.testing.assert_allclose(found, [counts[0] / kept, 0, counts[2] / kept])
+
+
+def test_microsteps_weigh_alike_whatever_their_tokens():
+    groups = make_groups(sizes=(4, 4, 4, 2))
+    labeled = label(groups, make_labels(average="microstep", rows=1, row_tokens=32))
+    (batch,) = labeled.batches
+    assert len(batch.tokens) > 1
+    sums = batch.weights["pg"].sum((1, 2))
+    np.testing.assert_allclose(sums[sums > 0], 1.0)
+    assert batch.denoms["pg"].tolist() == [np.count_nonzero(sums)] * len(batch.tokens)
+
+
+def test_luspo_sums_tokens_and_divides_by_sequences():
+    groups = make_groups(sizes=(2, 2))
+    (batch,) = label(groups, make_labels(average="sum")).batches
+    assert set(np.unique(batch.weights["pg"])) == {0.0, 1.0}
+    assert set(batch.denoms["pg"].tolist()) == {4.0}
+
+
+def test_minibatches_divide_the_groups():
+    groups = make_groups(sizes=(2, 2, 2, 2))
+    labeled = label(groups, make_labels(num_minibatches=2))
+    seen = [set(b.streams[EPISODE][b.weights["pg"] != 0].tolist()) for b in labeled.batches]
+    assert seen == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+
+
+def test_every_objective_sets_every_knob():
+    knobs = set(OBJECTIVES["grpo"])
+    assert all(set(preset) == knobs for preset in OBJECTIVES.values())
+    task = RLTask(objective="dr_grpo", scale_rewards="batch")
+    assert (task.resolved("average"), task.resolved("scale_rewards")) == ("constant", "batch")
+
+
+def test_a_penalty_of_the_episode_comes_off_every_turn():
+    """KL in the reward with rewarded turns: each token's advantage is that of its turn, from what
+    was still to come less beta times the episode's sum of old - reference."""
+    groups = make_rewritten_groups(turn_advantages=True)
+    rng = np.random.default_rng(2)
+    for group in groups:
+        for episode in group.episodes:
+            episode.turn_rewards = [{"step": float(v)} for v in rng.normal(size=3)]
+        group.rewards = [episode.all_rewards for episode in group.episodes]
+    (batch,) = label(groups, make_labels()).batches
+    mask = batch.weights["pg"] != 0
+    streams = {**batch.streams, "old_logp": rng.normal(size=mask.shape)}
+    streams["ref_logp"] = rng.normal(size=mask.shape)
+    batch = batch._replace(streams=streams)
+    sizes = tuple(len(group.episodes) for group in groups)
+    tables = turn_tables(groups, ["step"])
+    own = SimpleNamespace(estimator=AdvantageOptions("leave_one_out", "none"))
+    source = SimpleNamespace(
+        table=RewardTable(tables, (1.0,), sizes),
+        advantages=functools.partial(RoundSource.advantages, own),
+    )
+    config = validate_config(
+        {
+            "run": {"max_steps": 1},
+            "model": {"path": "x"},
+            "data": {"datasets": [{"path": "x"}]},
+            "task": {"kind": "rl", "objective": "rloo", "beta": 0.5},
+            "env": {"kind": "calculator"},
+            "sampling": {"temperature": 1.0},
+        },
+        "test",
+    )
+    preparation = PolicyPreparation(config.task, config, SimpleNamespace(source=source))
+    (changed,), metrics = preparation.reward([batch], in_reward=True)
+    mean = metrics["kl"]
+    gap = np.where(mask, streams["old_logp"] - streams["ref_logp"], 0.0)
+    kl_N = np.bincount(streams[EPISODE][mask], gap[mask])
+    assert mean == pytest.approx(kl_N.mean())
+    for turn, table in enumerate(tables):
+        totals = table[:, 0] - 0.5 * kl_N
+        first = [t - (totals[:3].sum() - t) / 2 for t in totals[:3]]
+        second = [totals[3] - totals[4], totals[4] - totals[3]]
+        here = mask & (streams[TURN] == turn)
+        wanted = np.array([*first, *second])[streams[EPISODE][here]]
+        np.testing.assert_allclose(changed.streams["advantage"][here], wanted, rtol=1e-5)
+
+
+def test_sampler_and_trainer_are_compared_on_rounds_that_a_resumed_run_compares_on():
+    """And on the first after a start, which then counts in the log alone."""
+    table = {"kind": "rl", "objective": "grpo", "beta": 0.0}
+    config = validate_config(
+        {
+            "run": {"max_steps": 1},
+            "model": {"path": "x"},
+            "data": {"datasets": [{"path": "x"}]},
+            "task": table,
+            "env": {"kind": "calculator"},
+            "sampling": {"temperature": 1.0},
+        },
+        "test",
+    )
+    (batch,) = label(make_groups(), make_labels()).batches
+    said = []
+
+    def looks(first, last):
+        source = SimpleNamespace(metrics={"lag/max": 0})
+        data = SimpleNamespace(source=source, log=said.append)
+        preparation = PolicyPreparation(config.task, config, data)
+        scored = []
+        scorer = SimpleNamespace(
+            logp=lambda b, *rest: scored.append(0) or np.asarray(b.streams["sampler_logp"])
+        )
+        told = []
+        for version in range(first, last):
+            before = len(scored)
+            found = preparation(Round([batch], version=version), scorer)
+            told.append(("mismatch/kl" in found.metrics, len(scored) > before))
+        return told
+
+    whole = looks(0, 45)
+    assert [version for version, (told, _) in enumerate(whole) if told] == [0, 20, 40]
+    resumed = looks(7, 45)
+    assert [told for told, _ in resumed] == [told for told, _ in whole[7:]]
+    assert resumed[0][1] and not resumed[1][1]
+
+
+def test_the_replay_buffer_of_a_checkpoint_keeps_sequences_and_rewards_of_turns():
+    (group, _) = make_rewritten_groups()
+    group.dataset = 1
+    for episode in group.episodes:
+        episode.turn_rewards, episode.rewards = [{"step": 0.5}, {}, {}], {"goal": None}
+    again = unpack(json.loads(json.dumps(pack(group))))
+    assert again.dataset == 1
+    for found, wanted in zip(again.episodes, group.episodes, strict=True):
+        assert list(map(vars, found.sequences)) == list(map(vars, wanted.sequences))
+        assert (found.rewards, found.turn_rewards) == (wanted.rewards, wanted.turn_rewards)
