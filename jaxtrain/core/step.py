@@ -243,7 +243,9 @@ def make_step(
             params = follow(params, metrics.pop(LOADS)[0])
         new = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
         # A bad step must not spoil what a checkpoint may still save.
-        guarded_state = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
+        guarded_state = jax.tree.map(
+            lambda after, before: jnp.where(finite, after, before), new, state
+        )
         guarded_state = guarded_state._replace(opt_state=put_back(guarded_state.opt_state))
         weight = jnp.ones((), micro_losses.dtype)
         metrics = {"loss": (jnp.sum(micro_losses), weight), **metrics}

@@ -65,7 +65,7 @@ def test_a_reference_that_cannot_be_is_told_before_anything_opens(workers, monke
     broken = dataclasses.replace(
         build_model_bundle(config), adapter=Adapter({}, ("embed.embedding",))
     )
-    monkeypatch.setattr(rl, "assemble", lambda *_: broken)
+    monkeypatch.setattr(rl, "build_model_bundle", lambda *_: broken)
     with pytest.raises(UserError, match="embed.embedding"):
         session.open_session(config, make_task(config), print)
     assert not workers
