@@ -168,7 +168,7 @@ def test_one_server_passes_weights_on_to_the_other(replicas, tmp_path, monkeypat
             super().__init__(connection, hello)
             self.host, self.own_host = hello["server"], "elsewhere"
 
-    monkeypatch.setattr(weight_links, "Link", Far)
+    monkeypatch.setattr(weight_links, "WorkerLink", Far)
     monkeypatch.setattr(staging, "STREAM_BYTES", 1)
     names = [f"http://{name}:{one.port}" for name, one in zip(NAMES, replicas, strict=True)]
     more = {"servers": names, "fan_out": 1, "weight_dtype": "bfloat16"}

@@ -233,7 +233,7 @@ def test_workers_elsewhere_are_sent_bytes_once_a_server(monkeypatch):
             super().__init__(*arguments)
             self.own_host = "elsewhere"
 
-    monkeypatch.setattr(weight_links, "Link", Far)
+    monkeypatch.setattr(weight_links, "WorkerLink", Far)
     fake = FakeVllm(tensors=HELD, world_size=3)
     params = draw_params()
     with open_weights([fake], delta=True) as (_, publisher, _):
@@ -253,7 +253,7 @@ def test_hosts_pass_weights_on_to_each_other(monkeypatch):
             super().__init__(connection, hello)
             self.host, self.own_host = hello["server"], "elsewhere"
 
-    monkeypatch.setattr(weight_links, "Link", Far)
+    monkeypatch.setattr(weight_links, "WorkerLink", Far)
     fakes = [FakeVllm(tensors=HELD) for _ in range(3)]
     fakes[0].name = "localhost"  # as many hosts as names
     params = draw_params()
