@@ -54,7 +54,7 @@ def pace(rate: float) -> None:
 
 def work(port: int, token: str, server: str, rate: float) -> None:
     """A worker: connects, and answers until the trainer hangs up."""
-    from jaxtrain_vllm.shelf import WeightReceiver, connect
+    from jaxtrain_vllm.weight_receiver import WeightReceiver, connect
 
     pace(rate)
     shelf = WeightReceiver()
@@ -82,7 +82,7 @@ def measure(
 ) -> list[tuple[str, float, float]]:
     """(kind, GiB that the trainer sent, seconds) of a whole version and of a delta."""
     from jaxtrain.generation.vllm.control import Deadline
-    from jaxtrain.generation.weight_sync.image import Image
+    from jaxtrain.generation.weight_sync.host_image import Image
     from jaxtrain.generation.weight_sync.staging import Staging, WeightVersion
     from jaxtrain.generation.weight_sync.weight_links import WeightLinks
     from jaxtrain_vllm import wire

@@ -82,10 +82,10 @@ def draw(body):
 
 
 def connect(body):
-    from jaxtrain_vllm import shelf
+    from jaxtrain_vllm import weight_receiver
 
     info = body["init_info"]
-    link = shelf.connect(info, 0, Receiver.held, Receiver.shelf.begin(info["token"]))
+    link = weight_receiver.connect(info, 0, Receiver.held, Receiver.shelf.begin(info["token"]))
     Receiver.listener = threading.Thread(target=Receiver.shelf.listen, args=(link,), daemon=True)
     Receiver.listener.start()
 
@@ -101,7 +101,7 @@ def load(tensors):
         return
     import torch
 
-    from jaxtrain_vllm.pinned import to_torch
+    from jaxtrain_vllm.pinned_memory import to_torch
 
     where = find_device()
     for name, (shape, dtype, bits) in tensors.items():
@@ -143,11 +143,11 @@ def find_device():
 
 def open_shelf(transport):
     """What receives, by one transport."""
-    from jaxtrain_vllm.segment import SharedMemorySegment
-    from jaxtrain_vllm.shelf import WeightReceiver
+    from jaxtrain_vllm.shared_memory import SharedMemorySegment
+    from jaxtrain_vllm.weight_receiver import WeightReceiver
 
     if transport == "device":
-        from jaxtrain_vllm.lent import CudaIpcMemory, open_lent
+        from jaxtrain_vllm.cuda_ipc import CudaIpcMemory, open_lent
 
         opened = open_lent(find_device())
         return WeightReceiver(opened or (lambda told: CudaIpcMemory(told, "cpu", stand_in())))
@@ -188,7 +188,7 @@ def serve(options):
     """A server, until its input ends."""
     Receiver.shelf = open_shelf(options.transport)
     if options.load:
-        from jaxtrain_vllm.pinned import PinnedArray
+        from jaxtrain_vllm.pinned_memory import PinnedArray
 
         Receiver.device = PinnedArray()
         if find_device() == "cuda":
@@ -346,7 +346,7 @@ def open_device(named, entries):
 
     from jaxtrain.generation.weight_sync.device_image import DeviceImage
     from jaxtrain.generation.weight_sync.device_layout import list_rows
-    from jaxtrain_vllm.cuda import Cuda
+    from jaxtrain_vllm.cuda_driver import Cuda
 
     def rows(params, homes):
         return list_rows(params, entries, "bfloat16", homes)
@@ -363,7 +363,7 @@ def verify(urls, entries, params):
 
     from jaxtrain.generation.vllm.control import call
     from jaxtrain.generation.weight_sync.device_layout import list_pieces
-    from jaxtrain.generation.weight_sync.image import look_ahead
+    from jaxtrain.generation.weight_sync.host_image import look_ahead
     from jaxtrain_vllm import wire
 
     start = time.perf_counter()

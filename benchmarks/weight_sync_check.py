@@ -28,7 +28,7 @@ HELD_GB = {"8b": (33.0, 16.4), "tiny": (0.1, 0.1)}
 
 def lend(folder):
     """Owner of lent memory, until it is killed."""
-    from jaxtrain_vllm.cuda import Cuda
+    from jaxtrain_vllm.cuda_driver import Cuda
 
     cuda = Cuda()
     place = cuda.allocate(0, SIZE)
@@ -45,7 +45,7 @@ def borrow(folder):
     """Reads lent memory, has its owner killed, and says what becomes of the own GPU."""
     import torch
 
-    from jaxtrain_vllm.cuda import Cuda
+    from jaxtrain_vllm.cuda_driver import Cuda
 
     owner = subprocess.Popen([sys.executable, __file__, "--role", "lend", "--folder", str(folder)])
     torch.zeros(1, device="cuda")

@@ -31,7 +31,7 @@ from jaxtrain.data.packing.tree import chain
 from jaxtrain.distributed.feed import feed, row_shards
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion
-from jaxtrain.generation.local.drafts import open_draft
+from jaxtrain.generation.local.draft_model import open_draft
 from jaxtrain.generation.local.requests import Requests
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.speculation import DraftedModel

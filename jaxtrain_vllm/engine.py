@@ -30,10 +30,10 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from jaxtrain_vllm import wire
-from jaxtrain_vllm.lent import open_lent
-from jaxtrain_vllm.names import ServedNames, describe, read_shapes
-from jaxtrain_vllm.pinned import PinnedArray, to_torch
-from jaxtrain_vllm.shelf import WeightReceiver, connect
+from jaxtrain_vllm.cuda_ipc import open_lent
+from jaxtrain_vllm.pinned_memory import PinnedArray, to_torch
+from jaxtrain_vllm.tensor_names import ServedNames, describe, read_shapes
+from jaxtrain_vllm.weight_receiver import WeightReceiver, connect
 
 logger = init_logger("vllm.jaxtrain")
 MAPPED = ("substr", "prefix", "suffix")

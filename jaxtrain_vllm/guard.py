@@ -12,8 +12,8 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from jaxtrain_vllm.adapters import FILES_HEADER, ROUTE, AdapterStore
-from jaxtrain_vllm.leave import VARIABLE, ShutdownState
+from jaxtrain_vllm.adapter_store import FILES_HEADER, ROUTE, AdapterStore
+from jaxtrain_vllm.shutdown import VARIABLE, ShutdownState
 
 MIDDLEWARE = "jaxtrain_vllm.guard.RequestGuard"
 KEY_VARIABLE = "VLLM_API_KEY"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxtrain_vllm import BACKEND
 from jaxtrain_vllm.guard import MIDDLEWARE
-from jaxtrain_vllm.leave import VARIABLE
+from jaxtrain_vllm.shutdown import VARIABLE
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json by which families count their experts."""

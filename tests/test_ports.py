@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config.vllm import VllmConfig
-from jaxtrain.distributed.relay import Sender
+from jaxtrain.distributed.broadcast import Sender
 from jaxtrain.generation.weight_sync.weight_links import WeightLinks
-from jaxtrain_vllm.gate import LOOPBACK
 from jaxtrain_vllm.guard import MAX_BODY_BYTES, MIDDLEWARE, RequestGuard
+from jaxtrain_vllm.listener import LOOPBACK
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("jaxtrain/**/*.py"), *ROOT.glob("jaxtrain_vllm/**/*.py")])
@@ -29,9 +29,9 @@ LISTENS = re.compile(
     r"|HTTPServer\(|uvicorn|open_listeners\("
 )
 LISTENS_ALLOWED = {
-    "jaxtrain_vllm/gate.py": "whoever does not show the token is not heard",
+    "jaxtrain_vllm/listener.py": "whoever does not show the token is not heard",
     "jaxtrain/distributed/hub.py": "behind a gate; looks for a free port",
-    "jaxtrain/distributed/relay.py": "behind a gate",
+    "jaxtrain/distributed/broadcast.py": "behind a gate",
     "jaxtrain/generation/weight_sync/weight_links.py": "behind a gate",
     "jaxtrain/generation/vllm/launch.py": "looks for free ports",
     "jaxtrain/environments/policy_server.py": "a token on every route",
@@ -63,7 +63,10 @@ def test_every_port_is_known():
     """One that is new belongs in the list, with what keeps strangers out, and below."""
     found = {
         str(path.relative_to(ROOT)) for path in SOURCES if LISTENS.search(path.read_text())
-    } - {"jaxtrain_vllm/shelf.py", "jaxtrain_vllm/engine.py"}  # their "listen" reads a link
+    } - {
+        "jaxtrain_vllm/weight_receiver.py",
+        "jaxtrain_vllm/engine.py",
+    }  # their "listen" reads a link
     assert found == set(LISTENS_ALLOWED)
 
 

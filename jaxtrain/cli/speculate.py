@@ -20,7 +20,7 @@ from jaxtrain.config import SamplingConfig
 from jaxtrain.data.chat.template import TemplateFailed, encode, end_of_turn_ids, prompt_tokens
 from jaxtrain.errors import UserError
 from jaxtrain.generation.acceptance import Acceptance
-from jaxtrain.generation.local.drafts import open_draft
+from jaxtrain.generation.local.draft_model import open_draft
 from jaxtrain.generation.local.requests import Request
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.slots import unstack

@@ -17,7 +17,7 @@ from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.step import make_eval
 from jaxtrain.core.task import Round, Task
 from jaxtrain.data.chat.template import end_of_turn_ids
-from jaxtrain.distributed.agree import broadcast_or_raise
+from jaxtrain.distributed.broadcast import broadcast_or_raise
 from jaxtrain.distributed.feed import feed
 from jaxtrain.generation.engine import Engine
 from jaxtrain.generation.evaluation.background import BackgroundEval

@@ -22,10 +22,10 @@ from jaxtrain.core.saving import LOOK_EVERY, Saves, is_due
 from jaxtrain.core.session import Session, open_session, start_state
 from jaxtrain.core.step_metrics import ExpertOverflowWarning, PendingStep, StepReader
 from jaxtrain.core.task import Round
+from jaxtrain.distributed.broadcast import broadcast
 from jaxtrain.distributed.feed import feed
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.distributed.processes import peers, stop_requested
-from jaxtrain.distributed.relay import broadcast
 from jaxtrain.errors import Interrupted
 from jaxtrain.generation.engine import KeepsVersions
 from jaxtrain.generation.evaluation.background import BackgroundEval, find_broken_off

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtrain.core.session import Session
-from jaxtrain.distributed.agree import can_act_together, seen_by_all
-from jaxtrain.distributed.relay import broadcast
+from jaxtrain.distributed.broadcast import broadcast, can_act_together, seen_by_all
 from jaxtrain.errors import RunStopped
 from jaxtrain.runs.checkpoint import Checkpoints
 

@@ -6,7 +6,7 @@ A small program of its own, started by process 0 beside it, so that it outlives 
     process 1 ──┼──────────────────────────────────> hub    hosts jax's coordination service, too
     process 2 ──┘  <── start, say, open, note, halt, stop_at, quit
 
-Only who knows the run's token is heard (`jaxtrain_vllm/gate.py`). A line that makes no
+Only who knows the run's token is heard (`jaxtrain_vllm/listener.py`). A line that makes no
 sense changes nothing.
 
 Nothing here computes. What goes wrong is told once: the lowest process that is still there gets the
@@ -20,7 +20,7 @@ import socket
 import sys
 from typing import Any, NamedTuple
 
-from jaxtrain_vllm.gate import LOOPBACK, AuthenticatedListener, is_absent, open_listeners
+from jaxtrain_vllm.listener import LOOPBACK, AuthenticatedListener, is_absent, open_listeners
 
 HELLO_SECONDS = 10.0
 MAX_LINE = 2**16

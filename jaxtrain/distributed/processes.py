@@ -27,7 +27,7 @@ from jaxtrain.distributed.hub import free_port
 from jaxtrain.distributed.peers import Peers, leave
 from jaxtrain.distributed.run_token import LOCAL, VARIABLE, RunToken
 from jaxtrain.errors import UserError
-from jaxtrain_vllm.gate import LOOPBACK
+from jaxtrain_vllm.listener import LOOPBACK
 
 
 class Launch(NamedTuple):

@@ -17,8 +17,8 @@ from jaxtrain.generation.lengths import some_rows
 MOST_INSPECTED = 4096
 """Rows of a dataset of which servers are asked whether they can play them."""
 ENGINES = {
-    "local": "jaxtrain.generation.local.kind:Local",
-    "vllm": "jaxtrain.generation.vllm.kind:Vllm",
+    "local": "jaxtrain.generation.local.factory:LocalKind",
+    "vllm": "jaxtrain.generation.vllm.factory:VllmKind",
 }
 
 

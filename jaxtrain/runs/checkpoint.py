@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from jaxtrain.distributed.relay import broadcast
+from jaxtrain.distributed.broadcast import broadcast
 from jaxtrain.errors import UserError
 from jaxtrain.runs.checkpoint_folder import (
     ORBAX_TMP,

@@ -114,7 +114,7 @@ def test_servers_are_let_go_when_what_publishes_to_them_fails(monkeypatch):
         def close(self):
             told.append("close")
 
-    publishing = pytest.importorskip("jaxtrain.generation.vllm.kind")
+    publishing = pytest.importorskip("jaxtrain.generation.vllm.factory")
     monkeypatch.setattr(publishing, "Servers", Servers)
     monkeypatch.setattr(publishing, "VllmEngine", lambda *_, **__: None)
     monkeypatch.setattr(publishing, "open_weights", lambda *_, **__: refuse())

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain_vllm import gate as gates
 from jaxtrain_vllm import handshake
-from jaxtrain_vllm.gate import LOOPBACK, AuthenticatedListener, open_listeners
+from jaxtrain_vllm import listener as gates
+from jaxtrain_vllm.listener import LOOPBACK, AuthenticatedListener, open_listeners
 
 TOKEN = b"right"
 

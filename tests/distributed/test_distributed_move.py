@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.distributed.feed import place_of
 from jaxtrain.distributed.mesh import make_mesh
-from jaxtrain.distributed.move import move
+from jaxtrain.distributed.reshard import move
 
 
 def place(devices, *axes):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from jaxtrain.batch import Batch
-from jaxtrain.distributed import parcel
+from jaxtrain.distributed import serialization
 
 LIMIT = 2**22
 """Bytes that a garbled parcel of the tests may ask for before it is refused."""
@@ -61,15 +61,15 @@ def same(a, b) -> bool:
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(VALUES)
 def test_values_come_out_as_they_went_in(value):
-    data = b"".join(parcel.pack("a", value))
-    name, found = parcel.unpack(reader(data))
+    data = b"".join(serialization.pack("a", value))
+    name, found = serialization.unpack(reader(data))
     assert name == "a" and same(value, found)
 
 
 def test_batches_and_numbers_of_numpy_keep_their_types():
     ints = [np.arange(4, dtype=np.int32)[::2]] * 4
     batch = Batch(*ints, weights={"pg": np.ones(2, np.float32)}, denoms={"pg": np.float32(3)})
-    _, found = parcel.unpack(reader(b"".join(parcel.pack("a", [batch]))))
+    _, found = serialization.unpack(reader(b"".join(serialization.pack("a", [batch]))))
     assert type(found[0]) is Batch and found[0].since is None
     assert type(found[0].denoms["pg"]) is np.float32
     found[0].tokens[0] = 7  # arrays may be written to
@@ -78,7 +78,7 @@ def test_batches_and_numbers_of_numpy_keep_their_types():
 @pytest.mark.parametrize("value", [object(), {1, 2}, np.array(["a"]), np.array([None]), b"bytes"])
 def test_other_kinds_are_not_sent(value):
     with pytest.raises(TypeError, match="not told to other processes"):
-        parcel.pack("a", value)
+        serialization.pack("a", value)
 
 
 NODES = st.recursive(
@@ -110,11 +110,11 @@ ODD = [b"[" * 100_000, b"\xff\xfe", b"", b"null", pickle.dumps({"a": 1})]
 )
 def test_garbage_is_refused_before_it_is_made_room_for(header, length, end):
     size = len(header) if length is None else length
-    data = parcel.START.pack(parcel.MAGIC, size) + header + end
+    data = serialization.START.pack(serialization.MAGIC, size) + header + end
     try:
-        parcel.unpack(reader(data))
-    except (parcel.Garbled, ConnectionError) as error:
+        serialization.unpack(reader(data))
+    except (serialization.Garbled, ConnectionError) as error:
         assert len(str(error)) < 500
     except AssertionError:
         # A header or arrays within the limits, which the sender then does not fill.
-        assert size <= parcel.MAX_HEADER_BYTES
+        assert size <= serialization.MAX_HEADER_BYTES

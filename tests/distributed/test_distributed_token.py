@@ -7,7 +7,7 @@ import pytest
 from jaxtrain.distributed.processes import Launch, choose_addresses
 from jaxtrain.distributed.run_token import RunToken
 from jaxtrain.errors import UserError
-from jaxtrain_vllm.gate import LOOPBACK
+from jaxtrain_vllm.listener import LOOPBACK
 
 
 def test_processes_find_what_process_0_wrote_and_it_goes_away(tmp_path):

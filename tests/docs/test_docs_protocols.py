@@ -10,7 +10,7 @@ from jaxtrain.generation.ray.service import RolloutService
 from jaxtrain.generation.ray.worker import EpisodeWorker
 from jaxtrain.generation.vllm import control
 from jaxtrain.generation.weight_sync import weight_links
-from jaxtrain_vllm import adapters, gate, guard, handshake, ranges, wire
+from jaxtrain_vllm import adapter_store, guard, handshake, listener, payloads, wire
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "wire_protocols.md").read_text()
@@ -33,7 +33,7 @@ def routes_of(section: str) -> set[tuple[str, str]]:
 def test_routes_of_a_vllm_server():
     text = "\n".join(path.read_text() for path in ASKS)
     paths = set(re.findall(r'"(/[a-z][a-z0-9_/]*)"', text)) - NO_ROUTES
-    own = {(method, adapters.ROUTE + "NAME") for method in ("PUT", "DELETE")}
+    own = {(method, adapter_store.ROUTE + "NAME") for method in ("PUT", "DELETE")}
     told = routes_of("A vLLM server")
     assert {path for _, path in told - own} == paths | set(guard.OPEN)
     asked = set(re.findall(rf'"({METHOD})",\s*"(/[^"]+)"', text))
@@ -41,12 +41,12 @@ def test_routes_of_a_vllm_server():
     assert own <= told
     assert f"more than {guard.MAX_BODY_BYTES >> 20} MiB is 413" in PAGE
     assert f"an answer of at most {control.MAX_ANSWER_BYTES >> 20} MiB" in PAGE
-    assert f"above {adapters.MOST_BYTES >> 30} GiB; 507" in PAGE
-    assert f"newest {adapters.MOST} stay" in PAGE
+    assert f"above {adapter_store.MOST_BYTES >> 30} GiB; 507" in PAGE
+    assert f"newest {adapter_store.MOST} stay" in PAGE
 
 
 def test_messages_about_weights():
-    files = [*(ROOT / "jaxtrain" / "rollout" / "vllm").glob("*.py"), Path(ranges.__file__)]
+    files = [*(ROOT / "jaxtrain" / "rollout" / "vllm").glob("*.py"), Path(payloads.__file__)]
     text = "\n".join(path.read_text() for path in files)
     commands = set(re.findall(r'"command": "(\w+)"', text)) - {"stage"}
     kinds = {f"stage {kind}" for kind in re.findall(r'"kind": "(\w+)"', text)}
@@ -57,10 +57,10 @@ def test_messages_about_weights():
         assert f"`{key}`" in SECTIONS["Weights"], key
     sizes = (handshake.GREETING_BYTES, handshake.REPLY_BYTES, handshake.PROOF_BYTES)
     assert "{} bytes, {} back, {} more, within {:g} s".format(*sizes, handshake.SECONDS) in PAGE
-    assert f"at most {gate.MAX_WAITING} such connections" in PAGE
+    assert f"at most {listener.MAX_WAITING} such connections" in PAGE
     assert f"little-endian; {wire.MAX_HEADER_BYTES >> 20} MiB at most" in PAGE
-    assert f"{ranges.MESSAGE_BYTES >> 10} KiB at most" in PAGE
-    assert f"connections ({ranges.MOST_STREAMS} at most)" in PAGE
+    assert f"{payloads.MESSAGE_BYTES >> 10} KiB at most" in PAGE
+    assert f"connections ({payloads.MOST_STREAMS} at most)" in PAGE
     assert f"hung up on. {weight_links.HELLO_SECONDS:g} s" in PAGE
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.generation.local import slots, speculation
-from jaxtrain.generation.local.draws import DrawKind
+from jaxtrain.generation.local.token_sampling import DrawKind
 from jaxtrain.layers.attention import store_cache
 from jaxtrain.layers.kv_cache import Stored
 from jaxtrain.models import build

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from jaxtrain_vllm.adapters import FILES_HEADER, ROUTE, AdapterStore
-from jaxtrain_vllm.shelf import WeightReceiver, connect
+from jaxtrain_vllm.adapter_store import FILES_HEADER, ROUTE, AdapterStore
+from jaxtrain_vllm.weight_receiver import WeightReceiver, connect
 
 STOP = 3
 BODY = web.RequestKey("body", object)

@@ -1,10 +1,10 @@
-"""Stands in for `jaxtrain_vllm.cuda.Cuda` without a GPU: host memory that processes share."""
+"""Stands in for `jaxtrain_vllm.cuda_driver.Cuda` without a GPU: host memory that processes share."""
 
 import ctypes
 import mmap
 import os
 
-from jaxtrain_vllm.cuda import HANDLE_BYTES, CudaError
+from jaxtrain_vllm.cuda_driver import HANDLE_BYTES, CudaError
 
 
 class HostCuda:

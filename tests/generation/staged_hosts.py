@@ -6,12 +6,12 @@ import threading
 import numpy as np
 
 from jaxtrain.generation.vllm.control import Deadline, ServerGone
-from jaxtrain.generation.weight_sync.image import Image
+from jaxtrain.generation.weight_sync.host_image import Image
 from jaxtrain.generation.weight_sync.staging import Staging, WeightVersion
 from jaxtrain.generation.weight_sync.weight_links import WeightLinks, WorkerLink
 from jaxtrain.huggingface.ops import SplitPiece, whole
 from jaxtrain_vllm import wire
-from jaxtrain_vllm.shelf import WeightReceiver, connect
+from jaxtrain_vllm.weight_receiver import WeightReceiver, connect
 
 SHAPES = {"a": (64, 8), "b": (40,)}
 WHOLE = (64 * 8 + 40) * 4

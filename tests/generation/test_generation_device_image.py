@@ -19,18 +19,17 @@ from test_generation_vllm import ask
 from test_generation_weight_image import ENTRIES, WIDE, draw, plain, tensor_shapes
 
 from jaxtrain.errors import RunStopped
-from jaxtrain.generation.vllm.kind import open_device_image
+from jaxtrain.generation.vllm.factory import open_device_image
 from jaxtrain.generation.weight_sync.device_image import DeviceImage, list_devices, spread
 from jaxtrain.generation.weight_sync.device_layout import list_pieces, list_rows
 from jaxtrain.generation.weight_sync.publish_weights import WeightPublisher
 from jaxtrain.huggingface.ops import ParameterEntry, SplitRows, TensorRef, Transpose
 from jaxtrain_vllm import wire
-from jaxtrain_vllm.cuda import HANDLE_BYTES, Cuda, CudaError
-from jaxtrain_vllm.shelf import WeightReceiver
+from jaxtrain_vllm.cuda_driver import HANDLE_BYTES, Cuda, CudaError
+from jaxtrain_vllm.weight_receiver import WeightReceiver
 
 torch = pytest.importorskip("torch", reason="a worker's side needs torch")
-from jaxtrain_vllm import lent  # noqa: E402
-from jaxtrain_vllm.lent import CudaIpcMemory  # noqa: E402
+from jaxtrain_vllm.cuda_ipc import CudaIpcMemory  # noqa: E402
 
 NAMED = [ParameterEntry(name, TensorRef(name)) for name in SHAPES]
 

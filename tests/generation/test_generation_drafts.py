@@ -10,7 +10,7 @@ from test_generation_continuous import RAW
 
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Sampling
-from jaxtrain.generation.local.drafts import check_draft
+from jaxtrain.generation.local.draft_model import check_draft
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.slots import unstack
 from jaxtrain.generation.local.speculation import DraftedModel

@@ -12,9 +12,8 @@ from jaxtrain.config import SamplingConfig
 from jaxtrain.config.vllm import VllmConfig, find_eval_server_conflicts
 from jaxtrain.generation.engine import KeepLost, KeepsVersions
 from jaxtrain.generation.vllm.engine import VllmEngine
-from jaxtrain.generation.vllm.listing import describe
-from jaxtrain.generation.vllm.servers import Servers
-from jaxtrain.generation.weight_sync.publish import bring_to_all
+from jaxtrain.generation.vllm.servers import Servers, describe
+from jaxtrain.generation.weight_sync.delivery import bring_to_all
 
 DRAW = SamplingConfig(temperature=1.0, max_new_tokens=8)
 

@@ -15,9 +15,16 @@ from jaxtrain.config import SamplingConfig, validate_config
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.distributed import gpus, processes
 from jaxtrain.errors import RunStopped, UserError
-from jaxtrain.generation.vllm.command import build_command, build_environment, check_python
 from jaxtrain.generation.vllm.control import ServerGone, call
-from jaxtrain.generation.vllm.launch import Launched, Launcher, find_ports, open_launcher
+from jaxtrain.generation.vllm.launch import (
+    Launched,
+    Launcher,
+    build_command,
+    build_environment,
+    check_python,
+    find_ports,
+    open_launcher,
+)
 from jaxtrain.generation.vllm.servers import Servers
 from jaxtrain.main import main
 from jaxtrain.runs.folder import list_names

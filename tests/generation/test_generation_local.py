@@ -9,8 +9,8 @@ from jaxtrain.batch import Batch
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Sampling
-from jaxtrain.generation.local.draws import DrawKind, DrawParameters, cut, sample
 from jaxtrain.generation.local.sampler import LocalSampler
+from jaxtrain.generation.local.token_sampling import DrawKind, DrawParameters, cut, sample
 from jaxtrain.models import build
 
 VOCAB = 61

@@ -11,7 +11,7 @@ from jaxtrain.config import validate_config
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.distributed import gpus
 from jaxtrain.errors import UserError
-from jaxtrain.generation.vllm import kind as opening
+from jaxtrain.generation.vllm import factory as opening
 from jaxtrain.models import build
 from jaxtrain_vllm import serve
 

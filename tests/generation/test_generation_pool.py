@@ -11,16 +11,7 @@ import pytest
 
 from jaxtrain.config import SamplingConfig
 from jaxtrain.config.vllm import VllmConfig
-from jaxtrain.generation.vllm import discover
 from jaxtrain.generation.vllm.control import ServerGone
-from jaxtrain.generation.vllm.discover import (
-    DiscoveredServer,
-    DnsServers,
-    DynamoServers,
-    FileServers,
-    RouterServers,
-    open_sources,
-)
 from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.generation.vllm.routing import (
     FRESH_SECONDS,
@@ -30,6 +21,14 @@ from jaxtrain.generation.vllm.routing import (
     weigh,
 )
 from jaxtrain.generation.vllm.servers import Servers
+from jaxtrain.generation.vllm.sources import (
+    DiscoveredServer,
+    DnsServers,
+    DynamoServers,
+    FileServers,
+    RouterServers,
+    open_sources,
+)
 from jaxtrain.generation.vllm.telemetry import Telemetry, parse_telemetry
 
 DRAW = SamplingConfig(temperature=1.0, max_new_tokens=8)

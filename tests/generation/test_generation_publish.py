@@ -20,7 +20,7 @@ from jaxtrain.generation.vllm.servers import Servers
 from jaxtrain.generation.weight_sync.publish_weights import WeightPublisher, collect
 from jaxtrain.huggingface.ops import SplitPiece, whole
 from jaxtrain_vllm import handshake, wire
-from jaxtrain_vllm.shelf import WeightReceiver, connect
+from jaxtrain_vllm.weight_receiver import WeightReceiver, connect
 
 SHAPES = {"model.embed_tokens.weight": (16, 8), "model.norm.weight": (8,)}
 HELD = {name: list(shape) for name, shape in SHAPES.items()}

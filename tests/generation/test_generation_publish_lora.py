@@ -13,7 +13,7 @@ from test_generation_vllm import ask
 
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.weight_sync.publish_lora import NOTE, LoraPublisher, reserve
-from jaxtrain_vllm.adapters import FILES
+from jaxtrain_vllm.adapter_store import FILES
 
 
 def write_adapter(params, folder):

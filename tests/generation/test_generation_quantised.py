@@ -14,7 +14,7 @@ from jaxtrain.core.bundle import ModelBundle, abstract_params, open_params
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Sampling
-from jaxtrain.generation.local.kind import check_cache
+from jaxtrain.generation.local.factory import check_cache
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.weights import Copier, make_sampler_mesh
 from jaxtrain.layers.attention import store_cache

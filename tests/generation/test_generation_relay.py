@@ -12,7 +12,7 @@ from jaxtrain.generation.vllm.control import ServerGone
 from jaxtrain.generation.weight_sync import relays, staging
 from jaxtrain.generation.weight_sync.weight_links import WeightLinks
 from jaxtrain_vllm import handshake, wire
-from jaxtrain_vllm.ranges import PayloadFetch, PayloadOffers, cut
+from jaxtrain_vllm.payloads import PayloadFetch, PayloadOffers, cut
 
 
 def open_fleet(hosts: int, fan_out: int) -> tuple[Trainer, list[Worker]]:

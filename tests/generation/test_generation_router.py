@@ -15,9 +15,9 @@ from fake_vllm import STOP, FakeVllm
 from jaxtrain.config import SamplingConfig
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import UserError
-from jaxtrain.generation.vllm.discover import list_workers, open_sources
 from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.generation.vllm.servers import Servers
+from jaxtrain.generation.vllm.sources import list_workers, open_sources
 
 ROUTER = shutil.which("vllm-router", path=str(Path(sys.executable).parent)) or shutil.which(
     "vllm-router"

@@ -13,9 +13,9 @@ from toy_draft import ToyDraft
 from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.local import slots
-from jaxtrain.generation.local.draws import DrawKind, read_draws, sample
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.speculation import DraftedModel, draw_all, speculate_chunk
+from jaxtrain.generation.local.token_sampling import DrawKind, read_draws, sample
 from jaxtrain.models import ARCHITECTURES, build
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))

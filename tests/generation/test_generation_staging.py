@@ -9,7 +9,7 @@ from staged_hosts import ONE, WHOLE, Trainer, Worker
 
 from jaxtrain.generation.vllm.control import Deadline, ServerGone
 from jaxtrain.generation.weight_sync.staging import KEPT_DELTAS
-from jaxtrain_vllm import shelf as shelves
+from jaxtrain_vllm import weight_receiver as shelves
 
 
 def test_a_host_is_sent_a_version_once_whatever_runs_there():

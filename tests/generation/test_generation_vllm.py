@@ -17,7 +17,7 @@ from jaxtrain.generation.engine import Completion, EpisodeFailed
 from jaxtrain.generation.version_tracker import VersionedEngine, VersionTracker
 from jaxtrain.generation.vllm.control import ServerGone, call
 from jaxtrain.generation.vllm.engine import VllmEngine
-from jaxtrain.generation.vllm.inspect import PROBE_TEXT
+from jaxtrain.generation.vllm.inspector import PROBE_TEXT
 from jaxtrain.generation.vllm.servers import Servers
 
 DRAW = SamplingConfig(temperature=1.0, max_new_tokens=8)
@@ -255,7 +255,7 @@ def test_a_server_that_says_it_leaves_ends_what_it_began_and_may_come_back():
 
 
 def test_a_server_that_does_not_answer_health_is_stalled(monkeypatch):
-    monkeypatch.setattr("jaxtrain.generation.vllm.watch.HEALTH_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("jaxtrain.generation.vllm.watcher.HEALTH_TIMEOUT_SECONDS", 0.5)
     fakes = [FakeVllm(), FakeVllm()]
     with opened(fakes) as (engine, servers, said):
         fakes[0].healthy = "stalled"

@@ -15,7 +15,7 @@ import pytest
 from real_vllm import PYTHON, RealServer, cast, change, make_config, worst
 
 from jaxtrain.core.bundle import abstract_params, build_model_bundle, open_params
-from jaxtrain.generation.vllm.kind import open_vllm
+from jaxtrain.generation.vllm.factory import open_vllm
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

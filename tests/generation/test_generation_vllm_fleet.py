@@ -34,9 +34,9 @@ from real_vllm import (
 
 from jaxtrain.core.bundle import abstract_params, build_model_bundle, open_params
 from jaxtrain.generation.vllm.control import ServerRefused, call
-from jaxtrain.generation.vllm.discover import list_workers
 from jaxtrain.generation.vllm.engine import VllmEngine
-from jaxtrain.generation.vllm.kind import open_vllm
+from jaxtrain.generation.vllm.factory import open_vllm
+from jaxtrain.generation.vllm.sources import list_workers
 from jaxtrain.generation.vllm.telemetry import read_telemetry
 from jaxtrain.generation.weight_sync import staging, weight_links
 

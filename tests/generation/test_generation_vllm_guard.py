@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain_vllm import adapters
-from jaxtrain_vllm.adapters import FILES, AdapterStore
+from jaxtrain_vllm.adapter_store import FILES, AdapterStore
 from jaxtrain_vllm.guard import RequestGuard
 
 CONFIG, TENSORS = b'{"r": 8}', b"tensors" * 1000
@@ -114,7 +113,7 @@ def test_only_a_server_with_a_key_takes_files_of_who_knows_it(tmp_path):
 LEAVES = """
 import asyncio, os, signal, sys, time
 from jaxtrain_vllm.guard import Guard
-from jaxtrain_vllm.leave import Leaving
+from jaxtrain_vllm.shutdown import Leaving
 
 async def app(scope, receive, send):
     if scope["type"] == "http":

@@ -16,7 +16,7 @@ from real_vllm import PYTHON, RealServer, ask, change, make_config, prompts, sco
 
 from jaxtrain.core.bundle import abstract_params, build_model_bundle, open_params
 from jaxtrain.data.chat.template import load_tokenizer
-from jaxtrain.generation.vllm.kind import open_vllm
+from jaxtrain.generation.vllm.factory import open_vllm
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
 

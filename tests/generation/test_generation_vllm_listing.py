@@ -4,8 +4,8 @@ import json
 import time
 
 from jaxtrain.generation.vllm import listing
-from jaxtrain.generation.vllm.listing import Listing
 from jaxtrain.generation.vllm.pool import VllmServer
+from jaxtrain.generation.vllm.servers import Listing
 
 
 def test_the_file_follows_the_servers(tmp_path, monkeypatch):

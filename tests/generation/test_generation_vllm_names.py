@@ -7,7 +7,7 @@ from test_generation_publish import HELD, SHAPES, draw_params, open_servers, pie
 
 from jaxtrain.generation.weight_sync.publish_weights import WeightPublisher
 from jaxtrain.huggingface.safetensors import write_folder
-from jaxtrain_vllm.names import ServedNames, describe, read_shapes
+from jaxtrain_vllm.tensor_names import ServedNames, describe, read_shapes
 
 
 def test_a_served_model_is_taken_apart_into_hugging_face_tensors():

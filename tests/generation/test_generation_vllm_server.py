@@ -30,7 +30,7 @@ from real_vllm import (
 )
 
 from jaxtrain.core.bundle import abstract_params, build_model_bundle, open_params
-from jaxtrain.generation.vllm.kind import open_vllm
+from jaxtrain.generation.vllm.factory import open_vllm
 from jaxtrain.main import main
 
 pytestmark = [

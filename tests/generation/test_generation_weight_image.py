@@ -15,10 +15,10 @@ from test_generation_publish import HELD, assert_holds, draw_params, open_weight
 from test_generation_vllm import ask
 
 from jaxtrain.errors import RunStopped
-from jaxtrain.generation.weight_sync import image as image_module
+from jaxtrain.generation.weight_sync import host_image as image_module
 from jaxtrain.generation.weight_sync import weight_links
 from jaxtrain.generation.weight_sync.device_layout import PublishedCopy, list_pieces
-from jaxtrain.generation.weight_sync.image import Image
+from jaxtrain.generation.weight_sync.host_image import Image
 from jaxtrain.generation.weight_sync.publish_weights import collect
 from jaxtrain.huggingface.ops import (
     Interleaved,
@@ -31,8 +31,8 @@ from jaxtrain.huggingface.ops import (
     whole,
 )
 from jaxtrain_vllm import wire
-from jaxtrain_vllm.segment import SharedMemorySegment
-from jaxtrain_vllm.shelf import WeightReceiver
+from jaxtrain_vllm.shared_memory import SharedMemorySegment
+from jaxtrain_vllm.weight_receiver import WeightReceiver
 
 ENTRIES = [
     ParameterEntry("embed", TensorRef("e")),

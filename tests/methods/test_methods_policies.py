@@ -15,11 +15,11 @@ from jaxtrain.config.policies import list_trained
 from jaxtrain.environments.guarded import GuardedEnv
 from jaxtrain.errors import UserError
 from jaxtrain.generation.episodes import Episode
-from jaxtrain.generation.local.adapters import AdaptersPublisher
 from jaxtrain.generation.local.engine import LocalEngine
+from jaxtrain.generation.local.publishers import AdaptersPublisher
 from jaxtrain.generation.multi_policy import gather, with_policies
-from jaxtrain.generation.vllm.command import build_command
 from jaxtrain.generation.vllm.engine import VllmEngine
+from jaxtrain.generation.vllm.launch import build_command
 from jaxtrain.generation.weight_sync.publish_lora import LoraPublisher
 
 BOTH = {"a": [], "b": []}

@@ -11,7 +11,7 @@ from test_methods_rl import CONFIG, read_params
 
 from jaxtrain.errors import RunStopped
 from jaxtrain.generation import event_loop, producer
-from jaxtrain.generation.local.engine import LocalPublisher
+from jaxtrain.generation.local.publishers import LocalPublisher
 from jaxtrain.main import main
 from jaxtrain.runs.checkpoint_folder import find_steps
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import jaxtrain_kernels.mosaic
 import pytest
 
-from jaxtrain.generation.vllm import inspect
 from jaxtrain.runs.doctor import needs
 from jaxtrain.runs.doctor.command import judge, render
 

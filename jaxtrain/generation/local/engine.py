@@ -10,7 +10,6 @@ it waits until nobody is about to ask, so that turns meet in one batch.
 """
 
 import asyncio
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +18,6 @@ from typing import Any
 from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.engine import Completion, EpisodeFailed, Sampling
 from jaxtrain.generation.local.requests import Request, Requests
-from jaxtrain.generation.local.slots import unstack
-from jaxtrain.generation.local.speculation import DraftedModel
-from jaxtrain.generation.local.weights import Copier
 from jaxtrain.generation.version_tracker import find_listener
 
 PATIENCE = 3
@@ -136,57 +132,3 @@ class LocalEngine:
 def draw_number(index: int, length: int) -> int:
     """31 bits from an episode's number and how far it has come, so that turns draw anew."""
     return zlib.crc32(f"{index} {length}".encode()) & 0x7FFFFFFF
-
-
-class LocalPublisher:
-    """Hands copies of the trainer's weights to the local engine; the step donates its own.
-
-    Of several processes each has one, because all take part in bringing the weights together; only
-    process 0 has an engine.
-    """
-
-    def __init__(
-        self,
-        engine: LocalEngine | None,
-        copy: Copier,
-        *,
-        rests: bool,
-        draft: Any = None,
-        copy_draft: Callable[[Any], Any] | None = None,
-        thread: ThreadPoolExecutor | None = None,
-    ):
-        """rests: nothing is sampled while the trainer trains, so the copies' memory is given back
-        for that time. draft: guesses for all versions of the weights (models.draft.Draft) until
-        there is another. copy_draft: a core.roles.Held -> the sampler's parameters of a draft.
-        thread: ended by `close`."""
-        self.engine, self.copy, self.rests, self.draft = engine, copy, rests, draft
-        self.copy_draft, self.thread = copy_draft, thread
-
-    def publish(self, version: int, params: Any, rebuild: Any) -> dict[str, float]:
-        """Sample from a copy of `params` from the next chunk on."""
-        start = time.monotonic()
-        copies = self.copy(params)
-        if self.engine is None:
-            return {}
-        with self.engine.sampler.on_mesh():
-            model = self.copy.build(copies, rebuild)
-        self.engine.use(model if self.draft is None else DraftedModel(model, self.draft), version)
-        return {"sync/seconds": time.monotonic() - start}
-
-    def use_draft(self, draft: Any) -> None:
-        """See publisher.DraftPublisher."""
-        assert self.copy_draft is not None, "the engine was opened for a draft that is trained"
-        copies = self.copy_draft(draft)
-        if self.engine is not None:
-            with self.engine.sampler.on_mesh():
-                self.draft = unstack(draft.roles.rebuild(draft.roles.trained)(copies))
-
-    def sleep(self) -> None:
-        """Give the copies back until the next publish."""
-        if self.rests and self.engine is not None:
-            self.engine.use(None, self.engine.version)
-
-    def close(self) -> None:
-        """End the thread."""
-        if self.thread is not None:
-            self.thread.shutdown()

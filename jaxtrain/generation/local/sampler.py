@@ -19,7 +19,6 @@ import numpy as np
 
 from jaxtrain.batch import RouteShape
 from jaxtrain.generation.acceptance import Acceptance
-from jaxtrain.generation.local.draws import find_kind, read_draws
 from jaxtrain.generation.local.requests import Request, Requests
 from jaxtrain.generation.local.slots import (
     CHUNK,
@@ -33,6 +32,7 @@ from jaxtrain.generation.local.slots import (
     keep,
 )
 from jaxtrain.generation.local.speculation import DraftedModel, speculate_chunk
+from jaxtrain.generation.local.token_sampling import find_kind, read_draws
 
 PROMPT_TOKENS = 32768
 """Slots of prompts that are read at once, which bounds the memory of their activations."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.batch import RouteShape
-from jaxtrain.generation.local.draws import DrawKind, DrawParameters, sample
+from jaxtrain.generation.local.token_sampling import DrawKind, DrawParameters, sample
 from jaxtrain.layers.mixer import SharedSlots
 
 CHUNK = 32

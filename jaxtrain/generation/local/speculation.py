@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.generation.local.draws import DrawKind, DrawParameters, sample
 from jaxtrain.generation.local.slots import SamplerRows
+from jaxtrain.generation.local.token_sampling import DrawKind, DrawParameters, sample
 from jaxtrain.layers.mixer import SharedSlots
 from jaxtrain.models.decoder import Decoded, DecoderCache
 

@@ -25,10 +25,9 @@ from jaxtrain.distributed.child_processes import ServerProcess
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.ray.ray_cluster import LOOPBACK, RayCluster, RayRemote, join
 from jaxtrain.generation.ray.remote import RemoteLost, RemoteObject
-from jaxtrain.generation.vllm.command import build_command, build_environment
 from jaxtrain.generation.vllm.control import KEY_VARIABLE
-from jaxtrain.generation.vllm.discover import DiscoveredServer
-from jaxtrain.generation.vllm.launch import find_ports
+from jaxtrain.generation.vllm.launch import build_command, build_environment, find_ports
+from jaxtrain.generation.vllm.sources import DiscoveredServer
 
 POLL_SECONDS = 2.0
 YOUNG_SECONDS = 60.0

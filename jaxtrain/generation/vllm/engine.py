@@ -25,7 +25,6 @@ from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.engine import Completion, EpisodeFailed, KeepLost, Sampling
 from jaxtrain.generation.version_tracker import note_version
 from jaxtrain.generation.vllm.control import explain, headers
-from jaxtrain.generation.vllm.kept_servers import KeptServers
 from jaxtrain.generation.vllm.messages import (
     GarbageAnswer,
     ServerAnswer,
@@ -340,3 +339,45 @@ class VllmEngine:
             session = aiohttp.ClientSession(connector=connector, headers=headers())
             self._lines[loop] = LoopConnection(session, asyncio.Semaphore(room), asyncio.Lock())
         return self._lines[loop]
+
+
+PAUSE = 0.05
+
+
+class KeptServers:
+    """The servers of one evaluation."""
+
+    def __init__(self, pool: Pool, servers: Sequence[VllmServer]):
+        """servers: as Pool.keep returned them; those that hold the version only soon are waited
+        for."""
+        self.pool, self.servers, self.version = pool, servers, pool.version
+        self.share = len(servers) / max(1, len(pool.up()))
+        """Of all servers."""
+
+    def ready(self) -> list[VllmServer]:
+        """Those that may be asked now."""
+        return [
+            server
+            for server in self.servers
+            if server.state == "up" and server.keeps and server.kept == self.version
+            if not server.updating
+        ]
+
+    async def take(self, session: int | None) -> VllmServer:
+        """One of them, its load counted, waited for; KeepLost where none keeps the version."""
+        while True:
+            server = self.pool.acquire(session, self.ready)
+            if server is not None:
+                return server
+            if not any(self._may_come(server) for server in self.servers):
+                told = ", ".join(server.tell() for server in self.servers)
+                raise KeepLost(f"no server holds version {self.version} any more: {told}")
+            await asyncio.sleep(PAUSE)
+
+    def release(self) -> None:
+        """Give them back."""
+        self.pool.let_go(one for one in self.servers if one.kept == self.version)
+
+    def _may_come(self, server: VllmServer) -> bool:
+        kept = server.state == "up" and server.kept == self.version
+        return kept and server.version <= self.version

@@ -23,9 +23,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import RunStopped
 from jaxtrain.generation.vllm.control import Deadline, ServerGone, ServerRefused, call
-from jaxtrain.generation.vllm.discover import DiscoveredServer
 from jaxtrain.generation.vllm.messages import GENERATE
 from jaxtrain.generation.vllm.routing import CandidateServer, choose, limit_load, weigh
+from jaxtrain.generation.vllm.sources import DiscoveredServer
 from jaxtrain.generation.vllm.telemetry import Telemetry
 
 

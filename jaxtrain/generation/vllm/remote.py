@@ -21,7 +21,7 @@ from jaxtrain.batch import RouteShape
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.generation.engine import Sampling, SharedServers
 from jaxtrain.generation.vllm.engine import VllmEngine
-from jaxtrain.generation.vllm.inspect import Inspector
+from jaxtrain.generation.vllm.inspector import Inspector
 from jaxtrain.generation.vllm.pool import Pool, VllmServer
 
 TOLD = ("url", "state", "version", "epoch", "capacity", "updating", "kept", "model", "route")
@@ -189,5 +189,5 @@ def share(engine: VllmEngine, workers: int) -> SharedServers:
         "group_size": engine.group_size,
     }
     return SharedServers(
-        TableSender(engine.servers), "jaxtrain.generation.vllm.remote:FarVllm", settings
+        TableSender(engine.servers), "jaxtrain.generation.vllm.remote:RemoteVllm", settings
     )

@@ -5,19 +5,26 @@ sources ──poll each health_seconds──> join / leave ──> Pool (who may
                            a Watcher's thread a server ──┘ health, weights
 """
 
+import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
+from jaxtrain.config.secrets import redact_text
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.vllm.control import ServerGone, ServerRefused
-from jaxtrain.generation.vllm.discover import NamedServers, ServerSource
-from jaxtrain.generation.vllm.inspect import Inspector
+from jaxtrain.generation.vllm.inspector import Inspector
 from jaxtrain.generation.vllm.pool import Pool, VllmServer
-from jaxtrain.generation.vllm.watch import Watcher
+from jaxtrain.generation.vllm.sources import NamedServers, ServerSource
+from jaxtrain.generation.vllm.watcher import Watcher
+from jaxtrain.runs.manifest import write_atomically
+from jaxtrain.text_safety import escape_control_chars, shorten
 
 __all__ = ["VllmServer", "Servers"]
 
@@ -193,3 +200,53 @@ class Servers(Pool):
         if not self.all:
             return "servers: " + ", ".join(f"{source.name} lists none" for source in self.sources)
         return ", ".join(server.tell() for server in waiting)
+
+
+SECONDS = 1.0
+"""Between two looks."""
+
+
+class Listing:
+    """Context: keeps the file. A full disk or a lost folder costs the file, never the run."""
+
+    def __init__(self, path: Path, servers: Callable[[], Sequence[VllmServer]]):
+        self.path, self.servers = path, servers
+        self._written = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="listing", daemon=True)
+
+    def __enter__(self) -> "Listing":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._write()
+
+    def _watch(self) -> None:
+        self._write()
+        while not self._stop.wait(SECONDS):
+            self._write()
+
+    def _write(self) -> None:
+        text = json.dumps([describe(server) for server in self.servers()], indent=1)
+        if text != self._written and self.path.parent.is_dir():
+            with contextlib.suppress(OSError):
+                write_atomically(self.path, text, durable=False)
+                self._written = text
+
+
+def describe(server: VllmServer) -> dict[str, Any]:
+    """A server as people see it, without the password of its URL."""
+    why = "" if server.state == "up" else server.why
+    if server.keeps:
+        why = f"keeps version {server.kept} for an evaluation"
+    return {
+        "url": redact_text(server.url),
+        "state": server.state,
+        "version": server.version if server.version >= 0 else None,
+        "in_flight": server.in_flight,
+        "why": shorten(redact_text(escape_control_chars(why)), 300),
+        "since": round(server.since, 3),
+    }

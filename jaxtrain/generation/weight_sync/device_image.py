@@ -4,7 +4,7 @@
           v  copied within the GPU
     device image: all tensors, 2 bytes a weight, outside jax's pool, which cannot be lent
           v  a handle, over the authenticated link
-    each worker opens it once (`jaxtrain_vllm/lent.py`), adds up what lies there, and loads from it
+    each worker opens it once (`jaxtrain_vllm/cuda_ipc.py`), adds up what lies there, and loads from it
 
 The host's part of it is one page that says which version it holds, so that a reader notices that
 it was written meanwhile: what `image.Image` has in front of its bits.
@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.generation.weight_sync.image import (
+from jaxtrain.generation.weight_sync.host_image import (
     AHEAD_BYTES,
     choose_dtypes,
     look_ahead,
     measure_all,
 )
 from jaxtrain_vllm import wire
-from jaxtrain_vllm.cuda import CudaError
-from jaxtrain_vllm.segment import SharedMemorySegment
+from jaxtrain_vllm.cuda_driver import CudaError
+from jaxtrain_vllm.shared_memory import SharedMemorySegment
 
 ALIGNED = 512
 """Every tensor begins at a multiple of that."""
@@ -62,7 +62,7 @@ class DeviceImage:
     on the GPUs that train it.
 
     list_rows(params, homes): all of the model; homes: which device of `list_devices` each tensor
-    is wanted on. cuda: `jaxtrain_vllm.cuda.Cuda`, or what stands in for it. All may raise
+    is wanted on. cuda: `jaxtrain_vllm.cuda_driver.Cuda`, or what stands in for it. All may raise
     CudaError, after which the image is of no further use.
     """
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.generation.weight_sync.device_image import DeviceRows
-from jaxtrain.generation.weight_sync.image import DeviceChange
+from jaxtrain.generation.weight_sync.host_image import DeviceChange
 from jaxtrain.huggingface.ops import Index, ParameterEntry, SplitPiece, StackedOps, TensorOp
 from jaxtrain.models.build import to_host
 from jaxtrain.models.parameters import Params
-from jaxtrain_vllm.cuda import CudaError
+from jaxtrain_vllm.cuda_driver import CudaError
 
 SMALL_BYTES = 2**26
 """A stack up to that size goes in one call."""

@@ -27,13 +27,13 @@ from typing import Any
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.vllm.control import Deadline, ServerGone, ServerRefused, call
 from jaxtrain.generation.vllm.servers import Servers, VllmServer
-from jaxtrain.generation.weight_sync.publish import (
+from jaxtrain.generation.weight_sync.adapter_upload import remove_adapter, send_adapter
+from jaxtrain.generation.weight_sync.delivery import (
     CONTROL_SECONDS,
     bring_to_all,
     put_to_sleep,
     wake,
 )
-from jaxtrain.generation.weight_sync.send_adapter import remove_adapter, send_adapter
 from jaxtrain.safe_io import parse_json, read_text
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -22,20 +22,20 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.vllm.control import Deadline, ServerGone, ServerRefused, call
 from jaxtrain.generation.vllm.messages import GENERATE
 from jaxtrain.generation.vllm.servers import Servers, VllmServer
-from jaxtrain.generation.weight_sync.device_image import DeviceImage
-from jaxtrain.generation.weight_sync.image import Image, as_numpy, choose_dtypes
-from jaxtrain.generation.weight_sync.publish import (
+from jaxtrain.generation.weight_sync.delivery import (
     CONTROL_SECONDS,
     Delivery,
     bring_to_all,
     put_to_sleep,
     wake,
 )
+from jaxtrain.generation.weight_sync.device_image import DeviceImage
+from jaxtrain.generation.weight_sync.host_image import Image, as_numpy, choose_dtypes
 from jaxtrain.generation.weight_sync.staging import WORTH, Staging, WeightVersion
 from jaxtrain.generation.weight_sync.weight_links import WeightLinks, WorkerLink
 from jaxtrain.huggingface.ops import TIED_COPY, SplitPiece
 from jaxtrain_vllm import BACKEND, wire
-from jaxtrain_vllm.cuda import CudaError
+from jaxtrain_vllm.cuda_driver import CudaError
 
 COUNTED = (
     "sync/bytes",

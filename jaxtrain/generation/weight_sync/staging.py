@@ -21,9 +21,9 @@ from jaxtrain.generation.vllm.control import Deadline, ServerGone
 from jaxtrain.generation.weight_sync.device_image import DeviceImage
 from jaxtrain.generation.weight_sync.relays import Relays
 from jaxtrain.generation.weight_sync.weight_links import WorkerLink
-from jaxtrain_vllm import ranges, wire
-from jaxtrain_vllm.ranges import PayloadOffers
-from jaxtrain_vllm.segment import SharedMemorySegment
+from jaxtrain_vllm import payloads, wire
+from jaxtrain_vllm.payloads import PayloadOffers
+from jaxtrain_vllm.shared_memory import SharedMemorySegment
 
 WORTH = 0.7
 """A delta larger than this share of the whole is not worth its trouble."""
@@ -291,7 +291,7 @@ class Staging:
     ) -> dict[str, Any]:
         """Its answer to a payload from another host, or from here where that fails."""
         name, full = (
-            ranges.name_payload(edition.version, edition.checksum, base)
+            payloads.name_payload(edition.version, edition.checksum, base)
             for base in (header.get("base"), None)
         )
         size = sum(part.nbytes for part in payload)

@@ -1,7 +1,7 @@
 """The trainer's end of the TCP links over which servers receive weights.
 
 Every worker of every server connects to one listening port (`jaxtrain_vllm/engine.py`), shows that
-it knows the token its server was sent (`jaxtrain_vllm/gate.py`), says who it is and what it holds,
+it knows the token its server was sent (`jaxtrain_vllm/listener.py`), says who it is and what it holds,
 and then waits to be sent something; see `jaxtrain_vllm/wire.py`.
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.generation.vllm.control import ServerGone
-from jaxtrain_vllm import ranges, wire
-from jaxtrain_vllm.gate import AuthenticatedListener, open_listeners
+from jaxtrain_vllm import payloads, wire
+from jaxtrain_vllm.listener import AuthenticatedListener, open_listeners
 
 HELLO_SECONDS = 30.0
 ANSWER_BYTES = 2**16
@@ -86,7 +86,7 @@ class WeightLinks:
         self._links: dict[str, list[WorkerLink]] = {}
         self._expected: set[str] = set()
         self._changed = threading.Condition()
-        self.offers = ranges.PayloadOffers()
+        self.offers = payloads.PayloadOffers()
         """What workers may fetch here instead of being sent it."""
         try:
             listeners = open_listeners([host], port)

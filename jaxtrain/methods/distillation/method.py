@@ -20,7 +20,7 @@ from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import POLICY, Round, Task
 from jaxtrain.data.packing.pack import Fields
 from jaxtrain.data.packing.steps import StepShape
-from jaxtrain.distributed.agree import broadcast_or_raise
+from jaxtrain.distributed.broadcast import broadcast_or_raise
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engines import find_engine
 from jaxtrain.generation.offline_answers import OfflineAnswers

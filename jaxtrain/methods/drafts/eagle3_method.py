@@ -12,7 +12,7 @@ from jaxtrain.config import Config, Eagle3Task
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.roles import Models, Role
 from jaxtrain.core.task import DRAFT, Task
-from jaxtrain.distributed.agree import broadcast_or_raise
+from jaxtrain.distributed.broadcast import broadcast_or_raise
 from jaxtrain.errors import UserError
 from jaxtrain.methods.drafts.anchors import WEIGHTS, count_branches, draw_next
 from jaxtrain.methods.drafts.draft_model import assemble_draft, assemble_target

@@ -22,7 +22,7 @@ from jaxtrain.config import Config, DatasetConfig, DraftTask
 from jaxtrain.data.progress import Progress
 from jaxtrain.data.sources.cache import describe_tokenizer
 from jaxtrain.data.sources.readers import is_stream
-from jaxtrain.distributed.agree import broadcast_or_raise
+from jaxtrain.distributed.broadcast import broadcast_or_raise
 from jaxtrain.distributed.feed import place_of, put
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.fingerprint import fingerprint

@@ -16,7 +16,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DraftTask
 from jaxtrain.core.bundle import ModelBundle, abstract_params
 from jaxtrain.distributed.feed import place_of
-from jaxtrain.distributed.move import move
+from jaxtrain.distributed.reshard import move
 from jaxtrain.methods.drafts.capture import FrozenTarget
 from jaxtrain.methods.drafts.draft_model import move_target
 from jaxtrain.methods.drafts.prefetch import CaptureStage

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtrain_kernels import Context
 
 from jaxtrain.batch import Batch
-from jaxtrain.generation.local.draws import DrawKind, DrawParameters, sample
+from jaxtrain.generation.local.token_sampling import DrawKind, DrawParameters, sample
 from jaxtrain.methods.ebft.blocks import BlockPositions
 
 MOST_LOGITS = 2**26

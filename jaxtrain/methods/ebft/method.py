@@ -28,7 +28,7 @@ from jaxtrain.data.chat.template import end_of_turn_ids
 from jaxtrain.data.packing.pack import Fields
 from jaxtrain.data.packing.steps import StepShape
 from jaxtrain.data.sequences import Sequences
-from jaxtrain.distributed.agree import broadcast_or_raise
+from jaxtrain.distributed.broadcast import broadcast_or_raise
 from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import RunStopped

@@ -26,7 +26,7 @@ from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import POLICY
 from jaxtrain.data.sources.cache import clear_folder, default_folder, find_key
 from jaxtrain.data.sources.readers import is_stream
-from jaxtrain.distributed.agree import broadcast_or_raise
+from jaxtrain.distributed.broadcast import broadcast_or_raise
 from jaxtrain.errors import UserError
 from jaxtrain.methods.offline import OfflineData
 from jaxtrain.methods.preference.logp_table import (

@@ -19,7 +19,7 @@ from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import POLICY, Round, Task, of_policy
 from jaxtrain.data.packing.pack import Fields
 from jaxtrain.data.packing.steps import StepShape
-from jaxtrain.distributed.relay import broadcast
+from jaxtrain.distributed.broadcast import broadcast
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engines import find_engine
 from jaxtrain.methods.offline import check_packing

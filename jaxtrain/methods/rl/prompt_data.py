@@ -17,9 +17,9 @@ from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.config.policies import list_judges, list_trained
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.data.packing.pack import Fields
+from jaxtrain.distributed.broadcast import broadcast
 from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.mesh import is_main_process
-from jaxtrain.distributed.relay import broadcast
 from jaxtrain.environments.guarded import GuardedEnv
 from jaxtrain.environments.rewards import open_rewards
 from jaxtrain.errors import UserError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain.batch import Batch
-from jaxtrain.distributed.agree import broadcast_or_raise
+from jaxtrain.distributed.broadcast import broadcast_or_raise
 from jaxtrain.generation.episodes import Group
 from jaxtrain.generation.publisher import Publisher
 from jaxtrain.methods.rl.round import RoundSource

@@ -8,10 +8,13 @@ What is drawn at once is drawn by one policy after the other, chunk by chunk, in
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from jaxtrain.generation.local.engine import LocalEngine
+from jaxtrain.generation.local.slots import unstack
+from jaxtrain.generation.local.speculation import DraftedModel
 from jaxtrain.generation.local.weights import Copier
 from jaxtrain.models.parameters import Params, Rebuild
 
@@ -54,6 +57,60 @@ class AdaptersPublisher:
         if self.rests:
             for engine in self.engines.values():
                 engine.use(None, engine.version)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self.thread is not None:
+            self.thread.shutdown()
+
+
+class LocalPublisher:
+    """Hands copies of the trainer's weights to the local engine; the step donates its own.
+
+    Of several processes each has one, because all take part in bringing the weights together; only
+    process 0 has an engine.
+    """
+
+    def __init__(
+        self,
+        engine: LocalEngine | None,
+        copy: Copier,
+        *,
+        rests: bool,
+        draft: Any = None,
+        copy_draft: Callable[[Any], Any] | None = None,
+        thread: ThreadPoolExecutor | None = None,
+    ):
+        """rests: nothing is sampled while the trainer trains, so the copies' memory is given back
+        for that time. draft: guesses for all versions of the weights (models.draft.Draft) until
+        there is another. copy_draft: a core.roles.Held -> the sampler's parameters of a draft.
+        thread: ended by `close`."""
+        self.engine, self.copy, self.rests, self.draft = engine, copy, rests, draft
+        self.copy_draft, self.thread = copy_draft, thread
+
+    def publish(self, version: int, params: Any, rebuild: Any) -> dict[str, float]:
+        """Sample from a copy of `params` from the next chunk on."""
+        start = time.monotonic()
+        copies = self.copy(params)
+        if self.engine is None:
+            return {}
+        with self.engine.sampler.on_mesh():
+            model = self.copy.build(copies, rebuild)
+        self.engine.use(model if self.draft is None else DraftedModel(model, self.draft), version)
+        return {"sync/seconds": time.monotonic() - start}
+
+    def use_draft(self, draft: Any) -> None:
+        """See publisher.DraftPublisher."""
+        assert self.copy_draft is not None, "the engine was opened for a draft that is trained"
+        copies = self.copy_draft(draft)
+        if self.engine is not None:
+            with self.engine.sampler.on_mesh():
+                self.draft = unstack(draft.roles.rebuild(draft.roles.trained)(copies))
+
+    def sleep(self) -> None:
+        """Give the copies back until the next publish."""
+        if self.rests and self.engine is not None:
+            self.engine.use(None, self.engine.version)
 
     def close(self) -> None:
         """End the thread."""

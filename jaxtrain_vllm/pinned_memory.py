@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jaxtrain_vllm.lent import CudaIpcTensor
+from jaxtrain_vllm.cuda_ipc import CudaIpcTensor
 
 READ_ONLY = 8  # cudaHostRegisterReadOnly: the memory is mapped so
 

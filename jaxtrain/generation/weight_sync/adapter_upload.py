@@ -1,6 +1,6 @@
 """An adapter's files on their way to a server that does not see the run's disk.
 
-The other end is `jaxtrain_vllm/adapters.py`: a folder of the server's own, whole or not at all.
+The other end is `jaxtrain_vllm/adapter_store.py`: a folder of the server's own, whole or not at all.
 """
 
 import http.client
@@ -20,7 +20,7 @@ from jaxtrain.generation.vllm.control import (
     explain,
     headers,
 )
-from jaxtrain_vllm.adapters import FILES, FILES_HEADER, ROUTE
+from jaxtrain_vllm.adapter_store import FILES, FILES_HEADER, ROUTE
 from jaxtrain_vllm.wire import cut_after
 
 PIECE = 2**20

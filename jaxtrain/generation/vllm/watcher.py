@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.vllm.control import ServerGone, ServerRefused, call
-from jaxtrain.generation.vllm.inspect import PROBE_SECONDS, Inspector
+from jaxtrain.generation.vllm.inspector import PROBE_SECONDS, Inspector
 from jaxtrain.generation.vllm.pool import Pool, VllmServer
 from jaxtrain.generation.vllm.telemetry import Telemetry, read_telemetry
 

@@ -7,7 +7,6 @@ from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.vllm.control import ServerRefused, call
-from jaxtrain.generation.vllm.discover import list_workers
 from jaxtrain.generation.vllm.messages import (
     COMPLETIONS,
     GENERATE,
@@ -16,6 +15,7 @@ from jaxtrain.generation.vllm.messages import (
     parse_answer,
 )
 from jaxtrain.generation.vllm.pool import VllmServer
+from jaxtrain.generation.vllm.sources import list_workers
 
 TESTED = ((0, 32), (0, 33))
 """vLLM versions from the first, before the second."""

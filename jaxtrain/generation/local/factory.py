@@ -10,10 +10,10 @@ from jaxtrain.data.chat.template import end_of_turn_ids
 from jaxtrain.distributed.mesh import is_main_process, split_devices
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, EngineKind
-from jaxtrain.generation.local.adapters import AdaptersPublisher
-from jaxtrain.generation.local.drafts import check_draft, make_draft_copier, open_draft
-from jaxtrain.generation.local.engine import LocalEngine, LocalPublisher
+from jaxtrain.generation.local.draft_model import check_draft, make_draft_copier, open_draft
+from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.frozen_folder import assemble_folder, list_folders, open_folders
+from jaxtrain.generation.local.publishers import AdaptersPublisher, LocalPublisher
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.weights import Copier, make_sampler_mesh, sampling_devices
 from jaxtrain.generation.multi_policy import gather, with_policies

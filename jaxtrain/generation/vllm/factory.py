@@ -25,14 +25,12 @@ from jaxtrain.generation.multi_policy import gather
 from jaxtrain.generation.publisher import Publisher
 from jaxtrain.generation.ray.hosts import open_source
 from jaxtrain.generation.ray.ray_cluster import join
-from jaxtrain.generation.vllm.command import check_python
-from jaxtrain.generation.vllm.discover import open_sources
 from jaxtrain.generation.vllm.engine import VllmEngine
-from jaxtrain.generation.vllm.launch import FOLDER, open_launcher
-from jaxtrain.generation.vllm.listing import Listing
+from jaxtrain.generation.vllm.launch import FOLDER, check_python, open_launcher
 from jaxtrain.generation.vllm.lora_limits import check_adapter
 from jaxtrain.generation.vllm.remote import share
-from jaxtrain.generation.vllm.servers import Servers
+from jaxtrain.generation.vllm.servers import Listing, Servers
+from jaxtrain.generation.vllm.sources import open_sources
 from jaxtrain.generation.weight_sync.device_image import DeviceImage
 from jaxtrain.generation.weight_sync.device_layout import PublishedCopy, list_pieces, list_rows
 from jaxtrain.generation.weight_sync.publish_lora import LoraPublisher
@@ -42,7 +40,7 @@ from jaxtrain.methods.rl.shared_rounds import SharedPublisher
 from jaxtrain.models.build import family, to_host, wide_tensors
 from jaxtrain.models.parameters import Params
 from jaxtrain.models.routing import route_shape
-from jaxtrain_vllm.cuda import Cuda, CudaError
+from jaxtrain_vllm.cuda_driver import Cuda, CudaError
 
 
 class VllmKind(EngineKind):

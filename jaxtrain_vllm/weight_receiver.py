@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain_vllm import handshake, ranges, wire
-from jaxtrain_vllm.gate import AuthenticatedListener, open_listeners
-from jaxtrain_vllm.segment import SharedMemorySegment
+from jaxtrain_vllm import handshake, payloads, wire
+from jaxtrain_vllm.listener import AuthenticatedListener, open_listeners
+from jaxtrain_vllm.shared_memory import SharedMemorySegment
 
 CONNECT_SECONDS = 30
 ERROR_CHARACTERS = 500
@@ -55,8 +55,8 @@ class WeightReceiver:
         self._link: socket.socket | None = None
         self._token = ""
         """Of the trainer that the link is to, or was."""
-        self._fetch: ranges.PayloadFetch | None = None
-        self._offers = ranges.PayloadOffers()
+        self._fetch: payloads.PayloadFetch | None = None
+        self._offers = payloads.PayloadOffers()
         """What other hosts may have from here."""
         self._gate: AuthenticatedListener | None = None
         self._lock = threading.Lock()
@@ -165,12 +165,12 @@ class WeightReceiver:
         size, streams, seconds = told["bytes"], told["streams"], float(told["seconds"])
         if type(size) is not int or not 0 <= size <= wire.MAX_PAYLOAD_BYTES:
             raise wire.WireError(f"a payload of {size!r} bytes")
-        if type(streams) is not int or not 0 < streams <= ranges.MOST_STREAMS:
+        if type(streams) is not int or not 0 < streams <= payloads.MOST_STREAMS:
             raise wire.WireError(f"{streams!r} streams")
         host, port = told.get("place") or link.getpeername()[:2]
-        name = ranges.name_payload(header["version"], header["checksum"], header.get("base"))
+        name = payloads.name_payload(header["version"], header["checksum"], header.get("base"))
         room = self._make_room(header, size) or np.empty(size, np.uint8).data
-        self._fetch = fetch = ranges.PayloadFetch()
+        self._fetch = fetch = payloads.PayloadFetch()
         token = self._token.encode()
         fetch.run((host, port), token, name, room, streams=streams, seconds=seconds)
         return room
@@ -180,9 +180,9 @@ class WeightReceiver:
         if self._link is None or self._own is None or not self._is_own():
             return {}
         version, wanted = header["version"], header["checksum"]
-        self._offers.put(ranges.name_payload(version, wanted, None), [self._own.room])
+        self._offers.put(payloads.name_payload(version, wanted, None), [self._own.room])
         if header["kind"] == "delta":
-            self._offers.put(ranges.name_payload(version, wanted, header["base"]), [payload])
+            self._offers.put(payloads.name_payload(version, wanted, header["base"]), [payload])
         try:
             host, token = self._link.getsockname()[0], self._token.encode()
             if self._gate is None:

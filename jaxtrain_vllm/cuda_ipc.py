@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from jaxtrain_vllm import wire
-from jaxtrain_vllm.cuda import Cuda, CudaError
-from jaxtrain_vllm.segment import SharedMemorySegment
+from jaxtrain_vllm.cuda_driver import Cuda, CudaError
+from jaxtrain_vllm.shared_memory import SharedMemorySegment
 
 CHUNK_BYTES = 2**26
 """What is copied and added up at once: all the memory that checking takes."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxtrain.huggingface.ops import Index, SplitPiece, whole
 from jaxtrain_vllm import wire
-from jaxtrain_vllm.segment import SharedMemorySegment
+from jaxtrain_vllm.shared_memory import SharedMemorySegment
 
 AHEAD_BYTES = 2**30
 """Pieces that are on their way from the device at once."""

@@ -5,7 +5,7 @@
 No device takes part, so that the others may wait for as long as process 0 needs: a collective would
 time out, and would keep the devices busy. An error of make() ends all processes through the hub;
 so does the end of a process while others wait for it. Both ends show that they know the run's token
-first (`jaxtrain_vllm/gate.py`); values travel as data (`parcel.py`), so that nothing received is
+first (`jaxtrain_vllm/listener.py`); values travel as data (`parcel.py`), so that nothing received is
 ever run.
 """
 
@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxtrain.distributed import parcel
+from jaxtrain.distributed import serialization
 from jaxtrain.distributed.peers import Peers
 from jaxtrain.distributed.processes import peers
-from jaxtrain.errors import UserError
-from jaxtrain_vllm.gate import AuthenticatedListener, open_listeners
+from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain_vllm.handshake import HandshakeRefused, introduce
+from jaxtrain_vllm.listener import AuthenticatedListener, open_listeners
 
 T = TypeVar("T")
 
@@ -55,8 +55,8 @@ class Sender:
 
     def tell(self, name: str, value: Any) -> None:
         """Send a value to all, side by side; raises OSError when one of them is gone, TypeError
-        for what `parcel.pack` does not know."""
-        parts = parcel.pack(name, value)
+        for what `serialization.pack` does not know."""
+        parts = serialization.pack(name, value)
         failures: list[OSError] = []
 
         def send(connection: socket.socket) -> None:
@@ -101,7 +101,7 @@ class Receiver:
     def hear(self, name: str) -> Any:
         """The next value, which must be the one called `name`; raises OSError when process 0 is
         gone."""
-        told, value = parcel.unpack(lambda size: receive_exactly(self._connection, size))
+        told, value = serialization.unpack(lambda size: receive_exactly(self._connection, size))
         assert told == name, f"process 0 shares {told!r}, this process waits for {name!r}"
         return value
 
@@ -161,3 +161,50 @@ def open_receiver() -> Receiver:
 def relay_token(others: Peers) -> bytes:
     """The run's token, but not the hub's: what one port is shown opens no other."""
     return hmac.digest(others.token, b"relay", "sha256")
+
+
+KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (Interrupted, RunStopped, UserError, StopIteration)
+}
+
+
+def broadcast_or_raise(name: str, make: Callable[[], T]) -> T:
+    """As relay.broadcast; what `make` raises on process 0, every process raises.
+
+    The others get an error without a kind of its own as RunStopped, with its first line.
+    """
+    if jax.process_count() == 1:
+        return make()
+    failures: list[Exception] = []
+
+    def attempt() -> tuple[str, Any]:
+        try:
+            return "", make()
+        except Exception as error:  # the border: it is raised again below
+            failures.append(error)
+            return describe(error)
+
+    kind, value = broadcast(name, attempt)
+    if not kind:
+        return value
+    raise seen_by_all(failures[0] if failures else KINDS[kind](value))
+
+
+def describe(error: Exception) -> tuple[str, str]:
+    """(name in KINDS, text) of an error, for the other processes."""
+    for name, kind in KINDS.items():
+        if isinstance(error, kind):
+            return name, str(error)
+    first = str(error).strip().partition("\n")[0][:300]
+    return RunStopped.__name__, f"process 0: {type(error).__name__}: {first}"
+
+
+def seen_by_all(error: Exception) -> Exception:
+    """The error, marked as one that every process raises at this place."""
+    error.everywhere = True  # type: ignore[attr-defined]
+    return error
+
+
+def can_act_together(error: BaseException) -> bool:
+    """Whether all processes have come to where this error was raised."""
+    return jax.process_count() == 1 or getattr(error, "everywhere", False)
