@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.batch import Batch
-from jaxtrain.distributed import broadcast
 from jaxtrain.distributed.broadcast import broadcast
 from jaxtrain.distributed.gather import cut_pieces, gather_params
 from jaxtrain.distributed.mesh import make_mesh
@@ -36,7 +35,6 @@ def make_round() -> list[Batch]:
 
 def main(port: str, size: int, process: int) -> None:
     join(Launch(f"localhost:{port}", process, size), {}, Timeouts(60, 60, 60))
-    broadcast.ASK_SECONDS = 0.5  # the others ask several times while process 0 is at it
     found = {
         "one": broadcast("a number", lambda: time.sleep(2) or 17),
         "two": broadcast("text", lambda: "x" * 3),

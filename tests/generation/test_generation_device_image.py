@@ -68,7 +68,7 @@ def add_up(tensors):
 def test_a_worker_reads_what_was_laid_out(dtype, sharded, monkeypatch):
     """Transposed, in parts of other parameters, gathered from devices that shard them and spread
     over their memory; the sum of pieces is that of plain steps."""
-    monkeypatch.setattr(lent, "CHUNK_BYTES", 24)
+    monkeypatch.setattr(cuda_ipc, "CHUNK_BYTES", 24)
     monkeypatch.setattr("jaxtrain.generation.weight_sync.device_layout.SMALL_BYTES", 0)
     cuda, wide = HostCuda(), WIDE if dtype == "bfloat16" else ()
     image = open_image(ENTRIES, tensor_shapes(), dtype, cuda, wide)

@@ -255,7 +255,7 @@ def test_names_and_services_list_servers(monkeypatch):
             "workers": [{"system_url": "http://a:1/"}, {"system_url": "http://b:1"}]
         },
     }
-    monkeypatch.setattr(discover, "call", lambda url, method, path, **_: answers[path])
+    monkeypatch.setattr(sources, "call", lambda url, method, path, **_: answers[path])
     assert RouterServers("router+http://r:3").poll() == [
         DiscoveredServer("http://a:1", 2.0),
         DiscoveredServer("http://b:1", 1.0),

@@ -78,7 +78,7 @@ def test_what_is_no_adapter_leaves_nothing(tmp_path, change, status, words):
 
 
 def test_the_oldest_make_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(adapters, "MOST", 3)
+    monkeypatch.setattr(adapter_store, "MOST", 3)
     store = AdapterStore(tmp_path)
     for version in range(6):
         send(store, f"v-{version}")

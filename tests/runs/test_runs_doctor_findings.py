@@ -273,4 +273,4 @@ def test_versions_are_those_of_the_project():
     for text in needs.OPTIONAL.values():
         assert set(re.findall(r'"([^" ]+)"', text.rpartition(": ")[2])) <= every
     assert needs.KERNELS_FOR == jaxtrain_kernels.mosaic.TESTED
-    assert needs.VLLM == inspect.TESTED
+    assert needs.VLLM == inspector.TESTED

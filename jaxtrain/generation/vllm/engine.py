@@ -40,6 +40,7 @@ SESSION = "X-Session-ID"
 """Header by which a router keeps what shares a prefix on one server."""
 MOST_BYTES = 2**28
 """Of an answer; one with the experts of 100,000 tokens is a third of that."""
+PAUSE = 0.05
 LOOK_SECONDS = 0.25
 """How often a waiting request looks whether its server was dropped."""
 
@@ -59,6 +60,45 @@ class LoopConnection(NamedTuple):
     room: asyncio.Semaphore
     gate: asyncio.Lock
     """Held by the one request that waits for a server; the others wait behind it."""
+
+
+class KeptServers:
+    """The servers of one evaluation."""
+
+    def __init__(self, pool: Pool, servers: Sequence[VllmServer]):
+        """servers: as Pool.keep returned them; those that hold the version only soon are waited
+        for."""
+        self.pool, self.servers, self.version = pool, servers, pool.version
+        self.share = len(servers) / max(1, len(pool.up()))
+        """Of all servers."""
+
+    def ready(self) -> list[VllmServer]:
+        """Those that may be asked now."""
+        return [
+            server
+            for server in self.servers
+            if server.state == "up" and server.keeps and server.kept == self.version
+            if not server.updating
+        ]
+
+    async def take(self, session: int | None) -> VllmServer:
+        """One of them, its load counted, waited for; KeepLost where none keeps the version."""
+        while True:
+            server = self.pool.acquire(session, self.ready)
+            if server is not None:
+                return server
+            if not any(self._may_come(server) for server in self.servers):
+                told = ", ".join(server.tell() for server in self.servers)
+                raise KeepLost(f"no server holds version {self.version} any more: {told}")
+            await asyncio.sleep(PAUSE)
+
+    def release(self) -> None:
+        """Give them back."""
+        self.pool.let_go(one for one in self.servers if one.kept == self.version)
+
+    def _may_come(self, server: VllmServer) -> bool:
+        kept = server.state == "up" and server.kept == self.version
+        return kept and server.version <= self.version
 
 
 class VllmEngine:
@@ -339,45 +379,3 @@ class VllmEngine:
             session = aiohttp.ClientSession(connector=connector, headers=headers())
             self._lines[loop] = LoopConnection(session, asyncio.Semaphore(room), asyncio.Lock())
         return self._lines[loop]
-
-
-PAUSE = 0.05
-
-
-class KeptServers:
-    """The servers of one evaluation."""
-
-    def __init__(self, pool: Pool, servers: Sequence[VllmServer]):
-        """servers: as Pool.keep returned them; those that hold the version only soon are waited
-        for."""
-        self.pool, self.servers, self.version = pool, servers, pool.version
-        self.share = len(servers) / max(1, len(pool.up()))
-        """Of all servers."""
-
-    def ready(self) -> list[VllmServer]:
-        """Those that may be asked now."""
-        return [
-            server
-            for server in self.servers
-            if server.state == "up" and server.keeps and server.kept == self.version
-            if not server.updating
-        ]
-
-    async def take(self, session: int | None) -> VllmServer:
-        """One of them, its load counted, waited for; KeepLost where none keeps the version."""
-        while True:
-            server = self.pool.acquire(session, self.ready)
-            if server is not None:
-                return server
-            if not any(self._may_come(server) for server in self.servers):
-                told = ", ".join(server.tell() for server in self.servers)
-                raise KeepLost(f"no server holds version {self.version} any more: {told}")
-            await asyncio.sleep(PAUSE)
-
-    def release(self) -> None:
-        """Give them back."""
-        self.pool.let_go(one for one in self.servers if one.kept == self.version)
-
-    def _may_come(self, server: VllmServer) -> bool:
-        kept = server.state == "up" and server.kept == self.version
-        return kept and server.version <= self.version
