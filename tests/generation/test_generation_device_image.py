@@ -24,7 +24,7 @@ from jaxtrain.generation.weight_sync.device_image import DeviceImage, list_devic
 from jaxtrain.generation.weight_sync.device_layout import list_pieces, list_rows
 from jaxtrain.generation.weight_sync.publish_weights import WeightPublisher
 from jaxtrain.huggingface.ops import ParameterEntry, SplitRows, TensorRef, Transpose
-from jaxtrain_vllm import wire
+from jaxtrain_vllm import cuda_ipc, wire
 from jaxtrain_vllm.cuda_driver import HANDLE_BYTES, Cuda, CudaError
 from jaxtrain_vllm.weight_receiver import WeightReceiver
 

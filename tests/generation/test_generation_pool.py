@@ -11,6 +11,7 @@ import pytest
 
 from jaxtrain.config import SamplingConfig
 from jaxtrain.config.vllm import VllmConfig
+from jaxtrain.generation.vllm import sources
 from jaxtrain.generation.vllm.control import ServerGone
 from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.generation.vllm.routing import (

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain_vllm import adapter_store
 from jaxtrain_vllm.adapter_store import FILES, AdapterStore
 from jaxtrain_vllm.guard import RequestGuard
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import jaxtrain_kernels.mosaic
 import pytest
 
+from jaxtrain.generation.vllm import inspector
 from jaxtrain.runs.doctor import needs
 from jaxtrain.runs.doctor.command import judge, render
 
