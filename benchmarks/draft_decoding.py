@@ -76,7 +76,7 @@ class Decoder:
                 "compute_dtype": dtype,
             }
             task = make_task(validate_config(table, kind))
-            found[kind] = task.roles["draft"].parts.architecture
+            found[kind] = task.roles["draft"].bundle.architecture
         for name, config in found.items():
             (folder / name).mkdir(parents=True)
             build.save(build.init(config, 0), config, folder / name)

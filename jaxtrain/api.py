@@ -62,20 +62,24 @@ class Model:
         Raises UserError for a name that is no model, and for a damaged one.
         """
         self.name = os.fspath(name)
-        trained = open_trained(os.path.expanduser(self.name), list(overrides), several=several)
-        self.config, self.held, self.policies = trained.config, trained.held, trained.policies
+        trained = open_trained(os.path.expanduser(self.name), list(overrides), all_policies=several)
+        self.config, self.snapshot, self.policies = (
+            trained.config,
+            trained.snapshot,
+            trained.policies,
+        )
         self.open_sampler = trained.task.sampler
-        parts = self.held.roles.parts
-        if parts.architecture.guesses:
+        bundle = self.snapshot.roles.bundle
+        if bundle.architecture.guesses:
             raise UserError(
                 f"{self.name} is the run of a draft model, which writes nothing alone; name its"
                 f" target, {self.config.model.path}, and {self.name}/model as --draft"
             )
-        self.mesh, self.tokenizer = parts.mesh, parts.tokenizer
-        self.vocab_size: int = parts.architecture.vocab_size
-        self.max_len: int = parts.architecture.longest
+        self.mesh, self.tokenizer = bundle.mesh, bundle.tokenizer
+        self.vocab_size: int = bundle.architecture.vocab_size
+        self.max_len: int = bundle.architecture.longest
         """Tokens of the longest text."""
-        self.longest_said: str = parts.architecture.longest_said
+        self.longest_said: str = bundle.architecture.longest_said
 
     def encode(self, texts: Sequence[Text]) -> list[np.ndarray]:
         """Ids int32 [n] of each text; UserError for what is neither text nor ids of this model."""
@@ -92,8 +96,8 @@ class Model:
         self.require_next_token()
         if temperature is not None and not 0 < temperature < float("inf"):
             raise UserError(f"temperature {temperature!r} must be a number above 0")
-        role = self.held.roles.trained
-        score = make_logp(self.held.roles.rebuild(role), self.config.model.logp, temperature)
+        role = self.snapshot.roles.trained
+        score = make_logp(self.snapshot.roles.rebuild(role), self.config.model.logp, temperature)
         found = self._run(self.encode(texts), score, ROW, np.zeros(0, np.float32))
         for values in found:
             values[:1] = 0.0
@@ -105,7 +109,7 @@ class Model:
         All of them lie in the host's memory: 4 n V bytes a text.
         """
         self.require_next_token()
-        score = make_logits(self.held.roles.rebuild(self.held.roles.trained))
+        score = make_logits(self.snapshot.roles.rebuild(self.snapshot.roles.trained))
         nothing = np.zeros((0, self.vocab_size), np.float32)
         return self._run(self.encode(texts), score, LEAST_ROW, nothing)
 
@@ -121,12 +125,12 @@ class Model:
         """Scores float32 [n, C] of each text by a reward model: row i is what it says at token i.
         One for whole answers (C = 1) is read at the last token."""
         count = len(self.require_scores().labels)
-        score = make_scores(self.held.roles.rebuild(self.held.roles.trained))
+        score = make_scores(self.snapshot.roles.rebuild(self.snapshot.roles.trained))
         return self._run(self.encode(texts), score, ROW, np.zeros((0, count), np.float32))
 
     def require_scores(self) -> ScoreHead:
         """The head that scores; UserError for a language model."""
-        head = self.held.roles.parts.architecture.score
+        head = self.snapshot.roles.bundle.architecture.score
         if head is None:
             raise UserError(
                 f"{self.name} is a language model, which has no score for a text; name a reward"
@@ -136,7 +140,7 @@ class Model:
 
     def require_language(self) -> None:
         """UserError for a model that scores texts instead of writing any."""
-        if self.held.roles.parts.architecture.score is not None:
+        if self.snapshot.roles.bundle.architecture.score is not None:
             raise UserError(
                 f"{self.name} is a reward model: it scores texts (jaxtrain score) and writes none"
             )
@@ -156,11 +160,11 @@ class Model:
         folder of a draft model for speculative decoding: the same answers sooner. policy: another
         one of `policies`."""
         self.require_language()
-        model = (self.held if policy is None else self.policies[policy]).model()
+        model = (self.snapshot if policy is None else self.policies[policy]).model()
         if draft is not None:
             self.require_next_token()
-            parts = self.held.roles.parts
-            model = DraftedModel(model, open_draft(draft, parts, self.mesh, "the draft"))
+            bundle = self.snapshot.roles.bundle
+            model = DraftedModel(model, open_draft(draft, bundle, self.mesh, "the draft"))
         make: Callable[..., Requests] = self.open_sampler or LocalSampler
         return make(
             model,
@@ -186,8 +190,8 @@ class Model:
     ) -> list[np.ndarray]:
         """score(params, batch [1, B, T]) -> [1, B, T, ...], cut back into texts."""
         found = [nothing.copy() for _ in texts]
-        params, ways = self.held.params(), row_shards(self.mesh)
-        shares = self.held.model().follows_trees
+        params, ways = self.snapshot.params(), row_shards(self.mesh)
+        shares = self.snapshot.model().follows_trees
         with jax.set_mesh(self.mesh):
             for batch, places in pack(texts, row, ways, shares):
                 values = np.asarray(to_host(score(params, feed(batch, self.mesh))))[0]

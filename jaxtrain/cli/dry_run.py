@@ -44,8 +44,8 @@ def dry_run(config: Config, on: str | None = None) -> None:
     for index, one in enumerate(config.eval.sets):
         count = len(read_problems(index, one))
         console.print(f"{one.path}: {count:,} problems, {one.k} answers each", markup=False)
-    roles = [*task.roles.values(), *(one.role for one in task.beside.values())]
-    for parts in {id(role.parts): role.parts for role in roles}.values():
+    roles = [*task.roles.values(), *(one.role for one in task.auxiliary.values())]
+    for parts in {id(role.bundle): role.bundle for role in roles}.values():
         if parts.folder is not None:
             build.check_folder(parts.folder, parts.architecture)
             carried = build.count_carried(parts.folder, parts.architecture)
@@ -64,7 +64,7 @@ def dry_run(config: Config, on: str | None = None) -> None:
 def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None) -> None:
     """Trace one step on shapes and print what its arrays take on each device, and its time."""
     roles = Roles(task.roles)
-    trained, frozen, parts = roles.trained_shapes, roles.frozen_shapes, roles.parts
+    trained, frozen, parts = roles.trained_shapes, roles.frozen_shapes, roles.bundle
     params = {**roles.params(roles.trained, frozen), **trained}
     beside = {path: v for path, v in {**frozen, **roles.copy_shapes}.items() if "/" in path}
     optimizer = build_optimizer(config.optim, build_schedule(config.optim, 100), trained)
@@ -76,7 +76,7 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
     microsteps = count_microsteps(config, parts.mesh) if on is None else 1
     rows, length = (
         config.data.micro_batch_size * row_shards(parts.mesh),
-        task.grown(task.data.row_tokens),
+        task.prepared_length(task.data.row_tokens),
     )
     jax.eval_shape(step, state, abstract_batch(task, (microsteps, rows, length)), frozen)
 
@@ -85,7 +85,7 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
     grads = bytes_per_device(trained)
     mesh = {name: size for name, size in parts.mesh.shape.items() if size > 1} or "one device"
     total = sum(count_weights(path, value) for path, value in params.items())
-    learners = [AuxiliaryModel(one, parts).state for one in task.beside.values()]
+    learners = [AuxiliaryModel(one, parts).state for one in task.auxiliary.values()]
     others = bytes_per_device(beside) + bytes_per_device(learners)
     frozen_ones = bytes_per_device(list(frozen_shapes(config, parts).values()))
     elsewhere = " that samples" if config.rollout.devices else ""

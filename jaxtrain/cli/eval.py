@@ -29,7 +29,7 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
     run's. Of several processes the first answers, prints and writes."""
     log = print if is_main_process() else silent
     if run is not None:
-        opened = open_trained(str(run), overrides, beside=True, several=True)
+        opened = open_trained(str(run), overrides, all_roles=True, all_policies=True)
         config, task, held, policies = opened
         log(f"{run}, step {held.step}")
     else:
@@ -77,7 +77,7 @@ def generate_into(
     """Let the weights answer what section eval asks; prints the numbers, appends them to
     metrics.jsonl in `folder` and writes the answers to samples.jsonl there, anew. policies: of
     several that are trained each one's."""
-    parts, samples = held.roles.parts, folder / SAMPLES
+    parts, samples = held.roles.bundle, folder / SAMPLES
     with ExitStack() as stack:
         sets = open_problem_sets(config, parts, log)
         if sets is not None:

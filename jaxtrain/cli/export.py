@@ -52,12 +52,12 @@ def export_run(
     max_shard_size: str | None,
 ) -> None:
     """A checkpoint of a run; of several policies an adapter each, in folders of their names."""
-    config, task, held, policies = open_trained(str(run), [], step, frozen=False, several=True)
+    config, task, held, policies = open_trained(str(run), [], step, frozen=False, all_policies=True)
     if policies:
         export_policies(task.export, policies, config, output, dtype)
         print(f"the adapters of step {held.step} of {run} are now in {output}")
         return
-    adapter = held.roles.parts.adapter is not None
+    adapter = held.roles.bundle.adapter is not None
     if max_shard_size is None or adapter:
         task.export(held, config, output, dtype)
     else:

@@ -56,9 +56,9 @@ class AnswerWriter:
             raise UserError(f"{name} has trained several policies, for which no draft guesses")
         self.sampler = self.model.sampler(raw, draft)
         samplers = {one: self.model.sampler(raw, policy=one) for one in policies}
-        parts = self.model.held.roles.parts
+        parts = self.model.snapshot.roles.bundle
         self.stage = PlaySession(sections, parts, samplers or {"": self.sampler}) if acts else None
-        folder = self.model.held.roles.parts.folder
+        folder = self.model.snapshot.roles.bundle.folder
         if folder is not None and (ignored := describe_ignored(folder)):
             print(f"note: {ignored}", file=sys.stderr)
 

@@ -49,7 +49,7 @@ def merge_source(
         return merge(base, source, output, dtype, quantize), base
     is_run = (source / "checkpoints").is_dir()
     trained = open_trained(str(source), [], step, frozen=False) if is_run else None
-    parts = None if trained is None else trained.held.roles.parts
+    parts = None if trained is None else trained.snapshot.roles.bundle
     if trained is None or parts is None or parts.adapter is None:
         raise UserError(
             f"merge: {source} is neither a run with an adapter nor a PEFT folder; a run that"
@@ -62,7 +62,7 @@ def merge_source(
             " --base"
         )
     with tempfile.TemporaryDirectory() as temporary:
-        write_peft(trained.held.params(), parts.architecture, parts.adapter, temporary, base)
+        write_peft(trained.snapshot.params(), parts.architecture, parts.adapter, temporary, base)
         parts.tokenizer.save_pretrained(temporary)
         quantize, model = parts.adapter.quantize, trained.config.model
         kept = dict(parts.architecture.kept)

@@ -59,7 +59,9 @@ def quantize_command(args: argparse.Namespace) -> None:
     if not is_run and args.step is not None:
         raise UserError(f"quantize: --step is of a run's checkpoints, and {source} is no run")
     require_replaceable(output)
-    trained = open_trained(str(source), [], args.step, beside=not args.no_eval) if is_run else None
+    trained = (
+        open_trained(str(source), [], args.step, all_roles=not args.no_eval) if is_run else None
+    )
     with plain_folder(args, trained, output.parent) as plain:
         place = None if trained is None else trained.config.model.family
         names = choose_matrices(plain, place)
@@ -79,7 +81,7 @@ def quantize_command(args: argparse.Namespace) -> None:
                 f"{output}, and the same with {source}"
             )
     if args.scheme in PRESETS:
-        adapter = trained is not None and trained.held.roles.parts.adapter is not None
+        adapter = trained is not None and trained.snapshot.roles.bundle.adapter is not None
         model = source / ("merged" if adapter else "model") if is_run else source
         made = f"  jaxtrain {'merge' if adapter else 'export'} {source}\n" if is_run else ""
         print(CALIBRATED.format(model=model, scheme=PRESETS[args.scheme], output=output, made=made))
@@ -96,17 +98,17 @@ def plain_folder(args: argparse.Namespace, trained: Trained | None, beside: Path
             raise UserError(f"{folder} holds no config.json; expected a Hugging Face model folder")
         yield folder
         return
-    if trained is None or trained.held.roles.parts.adapter is not None:
+    if trained is None or trained.snapshot.roles.bundle.adapter is not None:
         base = args.base or (None if trained is None else trained.config.model.path)
         if base is not None and (file := Path(base) / "config.json").is_file():
             require_plain(read_object(file), Path(base))
     beside.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".quantize-", dir=beside) as temporary:
         whole = Path(temporary) / "model"
-        if trained is None or trained.held.roles.parts.adapter is not None:
+        if trained is None or trained.snapshot.roles.bundle.adapter is not None:
             merge_source(source, args.base, whole, args.step, None)
         else:
-            trained.task.export(trained.held, trained.config, whole, None)
+            trained.task.export(trained.snapshot, trained.config, whole, None)
         yield whole
 
 
@@ -166,7 +168,7 @@ def tell_loss(trained: Trained, plain: Path, output: Path) -> None:
             f" data.eval_datasets.0.path=DATA model.path={output}, and the same with {plain.name}"
         )
         return
-    adapter = held.roles.parts.adapter
+    adapter = held.roles.bundle.adapter
     if adapter is not None and len(held.roles.roles) > 1:
         print(
             "held-out loss: not measured, its reference is the base under the adapter; jaxtrain"
@@ -194,15 +196,15 @@ def measure(trained: Trained, held: ModelSnapshot) -> list[float]:
 def open_again(trained: Trained, folder: Path) -> ModelSnapshot:
     """The run's models, the trained one with all weights of a folder and without adapter."""
     config, _, held, _ = trained
-    roles, parts = held.roles, held.roles.parts
+    roles, parts = held.roles, held.roles.bundle
     architecture = build.read_config(folder, config.model.family).for_rows(parts.row_tokens)
     if parts.adapter is not None:
         parts = dataclasses.replace(parts, adapter=None, folder=folder, architecture=architecture)
-        role = dataclasses.replace(roles.roles[roles.trained], parts=parts)
+        role = dataclasses.replace(roles.roles[roles.trained], bundle=parts)
         roles = Roles({roles.trained: role})
     found = build.read_params(folder, parts.mesh, architecture, **parts.options)
     weights = {path: value.astype(roles.trained_shapes[path].dtype) for path, value in found}
     own = {path: value for path, value in held.weights.items() if path not in weights}
-    if trained.held.roles.parts.adapter is not None:
+    if trained.snapshot.roles.bundle.adapter is not None:
         own = {}
     return ModelSnapshot(roles, {**own, **weights}, held.step)

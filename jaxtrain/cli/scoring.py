@@ -189,7 +189,7 @@ class TeacherScores:
 
     def __init__(self, model: Model, dataset: DatasetConfig, k: int):
         self.tokenize = make_row_tokenizer(dataset, model.tokenizer, model.max_len, "drop")
-        find = make_topk(model.held.roles.rebuild(model.held.roles.trained), k)
+        find = make_topk(model.snapshot.roles.rebuild(model.snapshot.roles.trained), k)
         self.compute: Compute = lambda params, batch: find(params, batch)._asdict()
 
     def read(self, row: Mapping[str, Any], origin: str) -> ScoringRow | Dropped:
@@ -215,7 +215,7 @@ class TeacherScores:
 
 
 def _scores_of(model: Model) -> Compute:
-    score = make_scores(model.held.roles.rebuild(model.held.roles.trained))
+    score = make_scores(model.snapshot.roles.rebuild(model.snapshot.roles.trained))
     return lambda params, batch: {"scores": score(params, batch)}
 
 
@@ -226,14 +226,14 @@ def score_items(
     packed = [lay_out(item.tree) for item in items]
     lengths = [len(one.tokens) for one in packed]
     rows_at_once = batch_size * row_shards(model.mesh)
-    shares = model.held.model().follows_trees
+    shares = model.snapshot.model().follows_trees
     wanted = max(max(lengths), min(ROW, -(-sum(lengths) // rows_at_once)) if shares else 0)
     tokens = LEAST_ROW
     while tokens < wanted:
         tokens *= 2
     rows = fit_rows(lengths, tokens) if shares else [[i] for i in np.argsort(lengths)[::-1]]
     found: list[Any] = [None] * len(items)
-    params = model.held.params()
+    params = model.snapshot.params()
     with jax.set_mesh(model.mesh):
         for first in range(0, len(rows), rows_at_once):
             chosen = rows[first : first + rows_at_once]

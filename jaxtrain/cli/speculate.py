@@ -65,10 +65,10 @@ class DecodingPair:
     def __init__(self, model: Model, draft: str, sampling: SamplingConfig, raw: bool):
         self.model, self.sampling, self.raw = model, sampling, raw
         model.require_next_token()
-        parts = model.held.roles.parts
+        parts = model.snapshot.roles.bundle
         self.draft = open_draft(draft, parts, model.mesh, "--draft")
         with jax.set_mesh(model.mesh):
-            self.target = unstack(model.held.model())
+            self.target = unstack(model.snapshot.model())
 
     def encode(self, asked: EvalPrompt) -> list[list[int]]:
         """Tokens of each prompt; UserError for one that cannot be written or leaves no room."""

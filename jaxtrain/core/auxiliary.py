@@ -1,6 +1,6 @@
 """A model of its own that learns between the rounds of a run's trained model, such as a draft.
 
-    round trained ─> Task.after_round ─> live.beside["draft"].train(batch, the trained model)
+    round trained ─> Task.after_round ─> live.auxiliary["draft"].train(batch, the trained model)
                                              loss, optimizer and state of its own
                   ─> Rounds.finish: both models' weights to the engine
 
@@ -60,7 +60,7 @@ class AuxiliaryModel:
         trained, _, copies = self.roles.open(seed)
         self.state = init_state(trained, self.optimizer, copies, self.learner.optim.offload)
 
-    def held(self) -> ModelSnapshot:
+    def snapshot(self) -> ModelSnapshot:
         """The model with its current weights; `step` counts its own updates."""
         state = self.state
         return ModelSnapshot(self.roles, {**state.copies, **state.params}, int(state.step))
@@ -69,6 +69,6 @@ class AuxiliaryModel:
         """One step on a host batch [A, B, T], by the teacher's current weights; one that is not
         finite changes nothing. On every process."""
         frozen = prefix(self.learner.teacher, teacher.params())
-        placed = feed(batch, self.roles.parts.mesh)
+        placed = feed(batch, self.roles.bundle.mesh)
         self.state, output = self.run_step(self.state, placed, frozen)
         return output

@@ -105,8 +105,8 @@ def build_model_bundle(
     )
 
 
-def assemble_beside(
-    model: ModelConfig, parts: ModelBundle, key: str, score: ScoreHead | None = None
+def build_auxiliary_bundle(
+    model: ModelConfig, bundle: ModelBundle, key: str, score: ScoreHead | None = None
 ) -> ModelBundle:
     """Another model on the mesh of the trained one, without adapter, such as a teacher; UserError
     where it reads other tokens. key: the section that names it. score: as for `build_model_bundle`, but the
@@ -116,16 +116,16 @@ def assemble_beside(
     architecture = choose_head(build.config_from_hf(raw, model.family, folder), score, key)
     if score is not None and architecture.score.drawn:
         raise UserError(f"{key} holds {architecture.architecture}, which gives no scores")
-    if architecture.vocab_size < len(parts.tokenizer):
+    if architecture.vocab_size < len(bundle.tokenizer):
         raise UserError(
             f"{key}: the model has {architecture.vocab_size} tokens, the tokenizer"
-            f" {len(parts.tokenizer)}; choose a model that reads the same tokens"
+            f" {len(bundle.tokenizer)}; choose a model that reads the same tokens"
         )
     return dataclasses.replace(
-        parts,
-        architecture=architecture.for_rows(parts.row_tokens),
+        bundle,
+        architecture=architecture.for_rows(bundle.row_tokens),
         folder=folder if model.init == "pretrained" else None,
-        options={**model_options(model), "transport": parts.options["transport"]},
+        options={**model_options(model), "transport": bundle.options["transport"]},
         adapter=None,
         product=make_product(model),
     )
@@ -271,7 +271,7 @@ def list_tables(architecture: Any) -> list[str]:
 
 
 def abstract_params(
-    parts: ModelBundle, mesh: jax.sharding.Mesh | None = None
+    bundle: ModelBundle, mesh: jax.sharding.Mesh | None = None
 ) -> tuple[dict[str, Any], Rebuild]:
     """Parameter shapes with their places on the parts' mesh, or on another, and what makes a model
     of such a dict.
@@ -279,17 +279,17 @@ def abstract_params(
     Nothing is allocated. The model that is rebuilt remembers how parts.folder stored its tensors,
     so that an export keeps their dtypes.
     """
-    model = build.abstract(parts.architecture, **parts.options)
-    if parts.product is not None:
-        model = use_fp8(model, parts.product)
-    if parts.folder is not None:
-        model = build.remember(model, parts.folder)
-    if parts.adapter is not None:
-        model = attach(model, parts.adapter)
+    model = build.abstract(bundle.architecture, **bundle.options)
+    if bundle.product is not None:
+        model = use_fp8(model, bundle.product)
+    if bundle.folder is not None:
+        model = build.remember(model, bundle.folder)
+    if bundle.adapter is not None:
+        model = attach(model, bundle.adapter)
     shapes, rebuild = split_model(model)
-    placed = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), mesh or parts.mesh))
+    placed = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), mesh or bundle.mesh))
     places = {name_path(path): place for path, place in placed}
-    adapter = parts.adapter
+    adapter = bundle.adapter
     full = {} if adapter is None else dict.fromkeys(adapter.full, adapter.dtype)
     return {
         path: jax.ShapeDtypeStruct(shape.shape, full.get(path, shape.dtype), sharding=places[path])
@@ -297,56 +297,58 @@ def abstract_params(
     }, rebuild
 
 
-def open_base(parts: ModelBundle, seed: int) -> Params:
+def open_base(bundle: ModelBundle, seed: int) -> Params:
     """The weights of the model without adapters, on the mesh: loaded, or random by the seed."""
-    quantize = "none" if parts.adapter is None else parts.adapter.quantize
-    shapes = {} if quantize == "none" else abstract_params(parts)[0]
-    options = {"by_layer": find_stored(shapes, quantize) if shapes else (), **parts.options}
-    if parts.folder is not None:
-        found = build.read_params(parts.folder, parts.mesh, parts.architecture, seed, **options)
-    elif quantize == "none" and "part" not in parts.options:
-        model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
+    quantize = "none" if bundle.adapter is None else bundle.adapter.quantize
+    shapes = {} if quantize == "none" else abstract_params(bundle)[0]
+    options = {"by_layer": find_stored(shapes, quantize) if shapes else (), **bundle.options}
+    if bundle.folder is not None:
+        found = build.read_params(bundle.folder, bundle.mesh, bundle.architecture, seed, **options)
+    elif quantize == "none" and "part" not in bundle.options:
+        model = build.init(bundle.architecture, seed, mesh=bundle.mesh, **bundle.options)
         return split_model(model)[0]
     else:
-        found = build.draw_params(parts.architecture, seed, mesh=parts.mesh, **options)
-    if not shapes or parts.adapter is None:
+        found = build.draw_params(bundle.architecture, seed, mesh=bundle.mesh, **options)
+    if not shapes or bundle.adapter is None:
         return dict(found)
     source = None
-    if parts.folder is not None:
-        source = open_folder(parts.folder), build.stored_entries(parts.architecture)
-    return quantize_params(found, shapes, quantize, source, parts.adapter.tensors)
+    if bundle.folder is not None:
+        source = open_folder(bundle.folder), build.stored_entries(bundle.architecture)
+    return quantize_params(found, shapes, quantize, source, bundle.adapter.tensors)
 
 
-def open_params(parts: ModelBundle, seed: int) -> Params:
+def open_params(bundle: ModelBundle, seed: int) -> Params:
     """All weights that a fresh run starts from: the base, and adapters drawn or loaded."""
-    base = open_base(parts, seed)
-    if parts.adapter is None:
+    base = open_base(bundle, seed)
+    if bundle.adapter is None:
         return base
-    shapes, _ = split_trained(abstract_params(parts)[0], parts.adapter)
-    return {**base, **start_adapter(parts, shapes, base, seed)}
+    shapes, _ = split_trained(abstract_params(bundle)[0], bundle.adapter)
+    return {**base, **start_adapter(bundle, shapes, base, seed)}
 
 
-def read_start(folder: str, parts: ModelBundle, key: str) -> Adapter:
+def read_start(folder: str, bundle: ModelBundle, key: str) -> Adapter:
     """The parts' adapter, starting from another folder, which `key` names; UserError where that one
     trains anything else."""
-    assert parts.adapter is not None, "the config says that there is one"
-    found = read_adapter(folder, parts.architecture, parts.adapter.dtype)
-    trained = [(dict(one.slots), one.full, dict(one.rows)) for one in (found, parts.adapter)]
+    assert bundle.adapter is not None, "the config says that there is one"
+    found = read_adapter(folder, bundle.architecture, bundle.adapter.dtype)
+    trained = [(dict(one.slots), one.full, dict(one.rows)) for one in (found, bundle.adapter)]
     if trained[0] != trained[1]:
         raise UserError(
             f"{key} {folder!r} has other matrices, ranks or alphas than section adapter; all"
             " policies are alike: set adapter.rank, alpha and target to those of the folder"
         )
-    return dataclasses.replace(parts.adapter, source=found.source)
+    return dataclasses.replace(bundle.adapter, source=found.source)
 
 
-def start_adapter(parts: ModelBundle, shapes: Mapping[str, Any], base: Params, seed: int) -> Params:
+def start_adapter(
+    bundle: ModelBundle, shapes: Mapping[str, Any], base: Params, seed: int
+) -> Params:
     """What an adapter trains, as it starts on this base: drawn, or read from its folder. shapes: of
     it, with shardings."""
-    assert parts.adapter is not None, "the config says that there is one"
-    if parts.adapter.source is None:
-        return draw_trained(dict(shapes), base, parts.adapter, seed)
-    return load_trained(dict(shapes), parts.architecture, parts.adapter)
+    assert bundle.adapter is not None, "the config says that there is one"
+    if bundle.adapter.source is None:
+        return draw_trained(dict(shapes), base, bundle.adapter, seed)
+    return load_trained(dict(shapes), bundle.architecture, bundle.adapter)
 
 
 def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:

@@ -57,31 +57,33 @@ class Evaluation:
         process 0, where servers may answer the sets while training goes on. policies: by name,
         where several are trained: environments talk to all of them."""
         self.policies = policies
-        self.config, self.task, self.parts, self.log = config, task, roles.parts, log
+        self.config, self.task, self.bundle, self.log = config, task, roles.bundle, log
         self.sampled, self.sets, self.served = sampled, sets, served
         self.engine = engine if served else None
         self.should_stop, self.beside = should_stop, beside
         self.run_eval = make_eval(roles.build, task.loss) if run_eval is None else run_eval
         self.history: list[dict[str, float]] = []
         self.samplers: dict[str, Requests] = {}
-        self.weights = EvaluationWeights(self.parts)
+        self.weights = EvaluationWeights(self.bundle)
         self.folders: dict[str, FrozenFolder] = {}
         if sets is not None and not served:
             devices = list(self.weights.mesh.devices.flat)
-            self.folders = open_folders(config, self.parts, devices, log)
+            self.folders = open_folders(config, self.bundle, devices, log)
 
-    def run(self, held: ModelSnapshot, scorer: Scorer, *, aside: bool = False) -> dict[str, float]:
+    def run(
+        self, snapshot: ModelSnapshot, scorer: Scorer, *, aside: bool = False
+    ) -> dict[str, float]:
         """Evaluate weights; {"eval/loss": ..., "eval/gsm8k/avg@4": ...}. aside: the sets may be
         answered while training goes on, if the config says so; `collect` gives their numbers."""
         found: dict[str, float] = {}
         for index, dataset in enumerate(self.config.data.eval_datasets):
             name = "eval" if index == 0 else f"eval/{index}"
-            means = self.held_out(held, dataset, scorer)
+            means = self.held_out(snapshot, dataset, scorer)
             found.update({f"{name}/{key}": value for key, value in means.items()})
-        found.update(self.task.evaluate(held, scorer))
-        begin = partial(self.begin, held.step)
+        found.update(self.task.evaluate(snapshot, scorer))
+        begin = partial(self.begin, snapshot.step)
         if not (aside and self.goes_aside and broadcast_or_raise("an evaluation", begin)):
-            found.update(self.generate(held))
+            found.update(self.generate(snapshot))
         if found:
             self.history.append(found)
         return found
@@ -122,18 +124,18 @@ class Evaluation:
             self.beside.close()
 
     def held_out(
-        self, held: ModelSnapshot, dataset: DatasetConfig, scorer: Scorer
+        self, snapshot: ModelSnapshot, dataset: DatasetConfig, scorer: Scorer
     ) -> dict[str, float]:
         """Weighted means over all batches, at most eval.max_batches: loss, its components where
         there are several, the loss's other metrics, perplexity of a likelihood. Each batch is
         prepared as one that trains. Data without trained tokens give an empty dict."""
-        batches = self.task.data.eval_batches(dataset, self.parts)
+        batches = self.task.data.eval_batches(dataset, self.bundle)
         batches = (
             ready
             for batch in itertools.islice(batches, self.config.eval.max_batches)
             for ready in self.task.prepare(Round([batch], held_out=True), scorer).batches
         )
-        means = average_batches(self.run_eval, held.weights, batches, self.parts.mesh)
+        means = average_batches(self.run_eval, snapshot.weights, batches, self.bundle.mesh)
         coef = self.task.coef
         if not coef.keys() <= means.keys():
             return {}
@@ -144,20 +146,20 @@ class Evaluation:
             means = {name: value for name, value in means.items() if name not in coef}
         return {**found, **means}
 
-    def generate(self, held: ModelSnapshot) -> dict[str, float]:
+    def generate(self, snapshot: ModelSnapshot) -> dict[str, float]:
         """What the weights answer to the sets: {"eval/gsm8k/avg@4": ...}.
 
         Process 0 asks and judges, the others wait for its numbers.
         """
         if not self.config.eval.sets:
             return {}
-        all_held = self.policies() or {"": held}
+        snapshots = self.policies() or {"": snapshot}
         here = {
             name: one.params() if self.served else self.weights(one.params())
-            for name, one in all_held.items()
+            for name, one in snapshots.items()
         }
-        rebuild = held.roles.rebuild(held.roles.trained)
-        return broadcast_or_raise("answers", lambda: self.answer(here, rebuild, held.step))
+        rebuild = snapshot.roles.rebuild(snapshot.roles.trained)
+        return broadcast_or_raise("answers", lambda: self.answer(here, rebuild, snapshot.step))
 
     def answer(self, params: Mapping[str, Params], rebuild: Rebuild, step: int) -> dict[str, float]:
         """As `generate`, on process 0. params: of each policy."""
@@ -185,10 +187,10 @@ class Evaluation:
             make: Callable[..., Requests] = self.task.sampler or LocalSampler
             self.samplers[policy] = make(
                 model,
-                end_of_turn_ids(self.parts.tokenizer),
-                max_len=self.parts.architecture.longest,
+                end_of_turn_ids(self.bundle.tokenizer),
+                max_len=self.bundle.architecture.longest,
                 max_batch=self.config.rollout.max_batch,
-                to_text=self.parts.tokenizer.decode,
+                to_text=self.bundle.tokenizer.decode,
                 mesh=self.weights.mesh,
             )
         self.samplers[policy].use(model)

@@ -22,7 +22,7 @@ from jaxtrain.runs.run_files import record_output, remove, require_replaceable
 
 
 def export_model(
-    held: ModelSnapshot, config: Config, folder: Path, dtype: str | None = None
+    snapshot: ModelSnapshot, config: Config, folder: Path, dtype: str | None = None
 ) -> None:
     """Write the trained model to `folder` as a whole or not at all; the run's older one is
     replaced, anything else that is there is refused.
@@ -31,26 +31,30 @@ def export_model(
     folder that the run started from, or that of what was trained. Every process takes part; the
     first one writes.
     """
-    params, parts = held.params(), held.roles.parts
+    params, bundle = snapshot.params(), snapshot.roles.bundle
     writes = is_main_process()
     with replace_folder(folder) if writes else contextlib.nullcontext(folder) as unfinished:
-        if parts.adapter is None:
-            model = held.model()
-            build.save(model, parts.architecture, unfinished, dtype=dtype)
-            if writes and parts.architecture.score is None:
-                write_generation(unfinished, parts.folder, find_ends(parts.tokenizer))
-            if writes and held.step and (stale := build.count_stale(model, parts.architecture)):
-                names = ", ".join(f"{prefix}*" for prefix in parts.architecture.goes_stale)
+        if bundle.adapter is None:
+            model = snapshot.model()
+            build.save(model, bundle.architecture, unfinished, dtype=dtype)
+            if writes and bundle.architecture.score is None:
+                write_generation(unfinished, bundle.folder, find_ends(bundle.tokenizer))
+            if (
+                writes
+                and snapshot.step
+                and (stale := build.count_stale(model, bundle.architecture))
+            ):
+                names = ", ".join(f"{prefix}*" for prefix in bundle.architecture.goes_stale)
                 print(
                     f"{folder}: {stale} tensors ({names}) guess from hidden states of the model"
                     " before training; they are copied as they were, and guess worse now"
                 )
         else:
             base = config.model.path
-            write_peft(params, parts.architecture, parts.adapter, unfinished, base, dtype)
+            write_peft(params, bundle.architecture, bundle.adapter, unfinished, base, dtype)
         if writes:
-            parts.tokenizer.save_pretrained(unfinished)
-            (unfinished / "README.md").write_text(write_card(config, held.step))
+            bundle.tokenizer.save_pretrained(unfinished)
+            (unfinished / "README.md").write_text(write_card(config, snapshot.step))
 
 
 def find_ends(tokenizer: Any) -> frozenset[int]:
@@ -63,7 +67,7 @@ def find_ends(tokenizer: Any) -> frozenset[int]:
 
 def export_policies(
     export: Callable[..., None],
-    held: Mapping[str, ModelSnapshot],
+    snapshots: Mapping[str, ModelSnapshot],
     config: Config,
     folder: Path,
     dtype: str | None = None,
@@ -71,7 +75,7 @@ def export_policies(
     """Each of several policies by `export`, as `export_model`, in a folder of its name within
     `folder`, which takes the older one's place as a whole."""
     with replace_folder(folder) if is_main_process() else contextlib.nullcontext(folder) as place:
-        for name, one in held.items():
+        for name, one in snapshots.items():
             export(one, config, place / name, dtype)
 
 

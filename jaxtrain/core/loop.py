@@ -86,7 +86,7 @@ def train(config: Config, command: list[str]) -> int:
         with watchdog.phase("opening the data"):
             session = open_session(config, task, sinks.log)
             stack.callback(session.rounds.close)
-            sets = open_problem_sets(config, session.parts, sinks.log)
+            sets = open_problem_sets(config, session.bundle, sinks.log)
             if sets is not None:
                 stack.callback(sets.close)
         with watchdog.phase("reading the weights"):
@@ -114,7 +114,7 @@ def train(config: Config, command: list[str]) -> int:
             session.rounds.engine,
             served=session.rounds.serves,
             run_eval=session.run_eval,
-            policies=lambda: {name: session.held(name) for name in session.policies},
+            policies=lambda: {name: session.snapshot(name) for name in session.policies},
             should_stop=session.stop_requested,
             beside=open_beside(session, sets),
         )
@@ -278,7 +278,7 @@ class Loop:
         profile.before(session.step + 1, session.state)
         compiled = self.announce(batch)
         with self.watchdog.phase("running a step (a new shape compiles first)"):
-            output = session.update(feed(batch, session.parts.mesh))
+            output = session.update(feed(batch, session.bundle.mesh))
             last, counters = self.pending, session.rounds.counters()
             # Streams that were made on devices may be large.
             streams = {n: v for n, v in batch.streams.items() if not isinstance(v, jax.Array)}
@@ -401,7 +401,7 @@ class Loop:
             return
         try:
             with self.watchdog.phase("evaluating"):
-                found = self.evaluation.run(session.held(), session.scorer, aside=aside)
+                found = self.evaluation.run(session.snapshot(), session.scorer, aside=aside)
         except Interrupted:
             self.stop()
             return

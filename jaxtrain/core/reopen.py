@@ -30,7 +30,7 @@ class Trained(NamedTuple):
 
     config: Config
     task: Task
-    held: ModelSnapshot
+    snapshot: ModelSnapshot
     """The models on the mesh; step 0 for a Hugging Face folder."""
     policies: Mapping[str, ModelSnapshot] = {}
     """The same of each policy, where all of several were asked for."""
@@ -42,15 +42,15 @@ def open_trained(
     step: int | None = None,
     *,
     frozen: bool = True,
-    beside: bool = False,
+    all_roles: bool = False,
     policy: str | None = None,
-    several: bool = False,
+    all_policies: bool = False,
 ) -> Trained:
     """A run's output_dir, a Hugging Face or PEFT folder, or a Hub id; UserError for anything else.
 
     overrides: section.key=value on top of the run's saved config. frozen=False: of a run with
-    adapters only what it trained. beside: the method's other models, too. policy: of a run that
-    trained several the one to open. several: all of them, on one base; the first one is `held`.
+    adapters only what it trained. all_roles: include the other models of the method. policy: of a run that
+    trained several the one to open. all_policies: all of them, on one base; `snapshot` is the first.
     """
     path = Path(name)
     saved = path / "config.json"
@@ -70,7 +70,7 @@ def open_trained(
     origin = str(saved) if is_run else name
     config = alone(validate_config(apply_overrides(table, overrides), origin))
     policies = list_trained(config) if is_run else ()
-    chosen = policies if several else tuple(name for name in policies if name == policy)
+    chosen = policies if all_policies else tuple(name for name in policies if name == policy)
     if policies and not chosen:
         raise UserError(
             f"{path} has trained several policies ({', '.join(policies)}); name the adapter of one,"
@@ -78,7 +78,7 @@ def open_trained(
         )
     task = make_task(config)
     roles = Roles(task.roles)
-    if not beside:
+    if not all_roles:
         roles = Roles({roles.trained: task.roles[roles.trained]})
     if not is_run:
         weights, base, copies = roles.open(0)
@@ -94,9 +94,9 @@ def open_trained(
 
     if not policies:
         return Trained(config, task, hold(found.arrays))
-    all_held = {name: hold(found.arrays[name]) for name in chosen}
-    first = next(iter(all_held.values()))
-    return Trained(config, task, first, all_held if several else {})
+    snapshots = {name: hold(found.arrays[name]) for name in chosen}
+    first = next(iter(snapshots.values()))
+    return Trained(config, task, first, snapshots if all_policies else {})
 
 
 def holds_run(saved: Path) -> bool:

@@ -44,7 +44,7 @@ Models = Mapping[str, Any]
 class Role:
     """One model that a method works with."""
 
-    parts: ModelBundle
+    bundle: ModelBundle
     """Architecture, mesh, folder, adapter. Copies of the trained model have that one's."""
     weights: Weights = "trained"
     """trained: by the optimizer, all or the adapter. own: other weights, never changed. start: the
@@ -66,17 +66,17 @@ class Roles:
         trained = [name for name, role in roles.items() if role.weights == "trained"]
         assert len(trained) == 1, f"exactly one role trains, not {trained or 'none'}"
         self.roles, self.trained = dict(roles), trained[0]
-        self.parts = self.roles[self.trained].parts
-        shapes, rebuild = abstract_params(self.parts)
-        self.trained_shapes, self.frozen_shapes = split_trained(shapes, self.parts.adapter)
+        self.bundle = self.roles[self.trained].bundle
+        shapes, rebuild = abstract_params(self.bundle)
+        self.trained_shapes, self.frozen_shapes = split_trained(shapes, self.bundle.adapter)
         self.copy_shapes: Params = {}
-        if self.parts.adapter is None:
+        if self.bundle.adapter is None:
             self.copy_shapes, self.frozen_shapes = self.frozen_shapes, {}
         self._rebuild: dict[str, Rebuild] = dict.fromkeys(self.roles, rebuild)
         for name, role in self.roles.items():
             match role.weights:
                 case "own":
-                    other, self._rebuild[name] = abstract_params(role.parts)
+                    other, self._rebuild[name] = abstract_params(role.bundle)
                     self.frozen_shapes |= prefix(name, other)
                 case "start":
                     stored: dict[str, Any] = {
@@ -98,11 +98,11 @@ class Roles:
         trained weights are not even read, so that resuming needs no more memory than training.
         """
         copied = {name for name, role in self.roles.items() if role.weights == "start"}
-        adapter = self.parts.adapter
+        adapter = self.bundle.adapter
         if trained or copied:
-            start, frozen = split_trained(open_params(self.parts, seed), adapter)
+            start, frozen = split_trained(open_params(self.bundle, seed), adapter)
         elif adapter is not None:
-            start, frozen = split_trained(open_base(self.parts, seed), adapter)
+            start, frozen = split_trained(open_base(self.bundle, seed), adapter)
         else:
             start, frozen = {}, {}
         copies: Params = {}
@@ -111,21 +111,21 @@ class Roles:
         for name, role in self.roles.items():
             match role.weights:
                 case "own":
-                    frozen |= prefix(name, open_params(role.parts, seed))
+                    frozen |= prefix(name, open_params(role.bundle, seed))
                 case "start":
                     frozen |= prefix(name, self._copy(start, role.dtype, donated=trained))
                 case "moving" if trained:
                     copies |= prefix(name, jax.tree.map(jnp.copy, start))
         return (start if trained else {}), frozen, copies
 
-    def draw_again(self, held: Params, seed: int, folder: str | None, key: str) -> Params:
+    def draw_again(self, weights: Params, seed: int, folder: str | None, key: str) -> Params:
         """Another adapter's trained weights at their start, for the base among `held`, in which all
         weights of the first are, too. folder: as for assemble.read_start."""
-        parts = self.parts
-        assert parts.adapter is not None, "several policies are adapters"
+        bundle = self.bundle
+        assert bundle.adapter is not None, "several policies are adapters"
         if folder is not None:
-            parts = dataclasses.replace(parts, adapter=read_start(folder, parts, key))
-        return start_adapter(parts, self.trained_shapes, held, seed)
+            bundle = dataclasses.replace(bundle, adapter=read_start(folder, bundle, key))
+        return start_adapter(bundle, self.trained_shapes, weights, seed)
 
     def _copy(self, start: Params, dtype: str | None, *, donated: bool) -> Params:
         """The starting weights in another dtype. donated: by the step that trains them, so that
@@ -154,23 +154,23 @@ class Roles:
             for path in filled
         }
 
-    def params(self, role: str, held: Params) -> Params:
+    def params(self, role: str, weights: Params) -> Params:
         """One role's parameters by their own paths, out of all."""
-        own = {path: value for path, value in held.items() if "/" not in path}
+        own = {path: value for path, value in weights.items() if "/" not in path}
         beside = f"{role}/"
-        found = {p[len(beside) :]: value for p, value in held.items() if p.startswith(beside)}
+        found = {p[len(beside) :]: value for p, value in weights.items() if p.startswith(beside)}
         return found if self.roles[role].weights == "own" else {**own, **found}
 
     def rebuild(self, role: str) -> Rebuild:
         """What makes the role's model of its parameters."""
         return self._rebuild[role]
 
-    def build(self, held: Params) -> Models:
+    def build(self, weights: Params) -> Models:
         """The models that a loss gets; gradients go to the trained one alone."""
         models = {}
         for name, role in self.roles.items():
             if role.in_loss:
-                params = self.params(name, held)
+                params = self.params(name, weights)
                 params = params if name == self.trained else jax.lax.stop_gradient(params)
                 models[name] = self._rebuild[name](params)
         return models

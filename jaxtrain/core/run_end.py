@@ -29,7 +29,7 @@ def describe_start(session: Session) -> str:
     if session.start >= last:
         steps = f"all {last} steps are done"
     return (
-        f"{part}{params / 1e6:.2f}M parameters on {session.parts.mesh.size}"
+        f"{part}{params / 1e6:.2f}M parameters on {session.bundle.mesh.size}"
         f" {jax.devices()[0].device_kind} device(s), {steps}"
     )
 
@@ -54,20 +54,20 @@ def finish(session: Session, evaluation: Evaluation) -> str:
             lines.append(f"no report was written: {error}")
     if config.run.export:
         if session.policies:
-            held = {name: session.held(name) for name in session.policies}
-            export_policies(session.task.export, held, config, folder / "model")
-            places |= {f"adapter of {name}": folder / "model" / name for name in held}
+            snapshots = {name: session.snapshot(name) for name in session.policies}
+            export_policies(session.task.export, snapshots, config, folder / "model")
+            places |= {f"adapter of {name}": folder / "model" / name for name in snapshots}
         else:
-            session.task.export(session.held(), config, folder / "model")
-            places["model" if session.parts.adapter is None else "adapter"] = folder / "model"
-        for name, one in session.beside.items():
-            export_model(one.held(), config, folder / name)
+            session.task.export(session.snapshot(), config, folder / "model")
+            places["model" if session.bundle.adapter is None else "adapter"] = folder / "model"
+        for name, one in session.auxiliary.items():
+            export_model(one.snapshot(), config, folder / name)
             places[name] = folder / name
     lines += [f"{name:<12} {path}" for name, path in places.items()]
     program = f"{os.path.relpath(sys.executable)} -m jaxtrain.main"
     agent = " --env" if config.env.kind != "single_turn" else ""
-    drafts = session.parts.architecture.guesses
-    writes = session.parts.architecture.score is None
+    drafts = session.bundle.architecture.guesses
+    writes = session.bundle.architecture.score is None
     trained = folder / "model" / session.policies[0] if session.policies else folder
     lines += [
         "try next",
@@ -76,7 +76,7 @@ def finish(session: Session, evaluation: Evaluation) -> str:
         if writes and not drafts
         else "",
         f"  {program} score {folder} DATA.jsonl --output scores.jsonl" if not writes else "",
-        f"  {program} merge {trained}" if session.parts.adapter and writes else "",
+        f"  {program} merge {trained}" if session.bundle.adapter and writes else "",
         f"  {program} watch {folder} OTHER_RUN",
         f"  {program} --help",
     ]
@@ -85,9 +85,9 @@ def finish(session: Session, evaluation: Evaluation) -> str:
 
 def suggest_speculate(config: Config, folder: Path) -> str:
     """The command that measures a draft: on held-out data where the run has some."""
-    held = config.data.eval_datasets[:1]
-    split = [f"dataset.split={one.split}" for one in held]
-    asked = [f"--input {one.path}" for one in held] or ["--set gsm8k"]
+    datasets = config.data.eval_datasets[:1]
+    split = [f"dataset.split={one.split}" for one in datasets]
+    asked = [f"--input {one.path}" for one in datasets] or ["--set gsm8k"]
     return " ".join(
         ["speculate", str(config.model.path), *split, f"--draft {folder / 'model'}", *asked]
     )

@@ -24,26 +24,26 @@ POOLING = "pooling"
 class Scorer:
     """Scores host batches with the models as they are when asked; called on every process."""
 
-    def __init__(self, held: Callable[[], ModelSnapshot], *, impl: str = "auto"):
+    def __init__(self, snapshot: Callable[[], ModelSnapshot], *, impl: str = "auto"):
         """held: gives the models of the moment. impl: backend of the log-prob op."""
-        self.held, self.impl = held, impl
+        self.snapshot, self.impl = snapshot, impl
 
     def logp(self, batch: Batch, role: str, temperature: float | None = None) -> np.ndarray:
         """float32 [A, B, T] of every token of a batch [A, B, T] under a role's model; logits are
         divided by `temperature`, as the sampler did."""
-        held = self.held()
-        score = make_logp(held.roles.rebuild(role), self.impl, temperature)
+        snapshot = self.snapshot()
+        score = make_logp(snapshot.roles.rebuild(role), self.impl, temperature)
         # Whose routers are the policy's sends each token where the update will.
-        same = held.roles.roles[role].weights != "own"
+        same = snapshot.roles.roles[role].weights != "own"
         names = (ROUTED,) if same and ROUTED in batch.streams else ()
-        found = score(held.params(role), self._place(batch, held, names))
+        found = score(snapshot.params(role), self._place(batch, snapshot, names))
         return np.asarray(to_host(found))
 
     def hidden(self, batch: Batch, role: str, layers: Sequence[int]) -> dict[int, np.ndarray]:
         """{layer: [A, B, T, D]}: what chosen layers of a role's model put out, in its dtype."""
-        held = self.held()
-        score = make_hidden(held.roles.rebuild(role), tuple(layers))
-        found = score(held.params(role), self._place(batch, held))
+        snapshot = self.snapshot()
+        score = make_hidden(snapshot.roles.rebuild(role), tuple(layers))
+        found = score(snapshot.params(role), self._place(batch, snapshot))
         return {layer: np.asarray(to_host(value)) for layer, value in found.items()}
 
     def features(
@@ -51,30 +51,32 @@ class Scorer:
     ) -> np.ndarray:
         """float32 [A, B, S, places * C * D]: the outputs of C layers, one behind the other, pooled
         over each of S sequences by streams[POOLING] [A, B, T, S * places], a weight a token."""
-        held = self.held()
-        score = make_features(held.roles.rebuild(role), tuple(layers), places)
-        fed = self._place(batch, held, (POOLING,))
-        return np.asarray(to_host(score(held.params(role), fed)))
+        snapshot = self.snapshot()
+        score = make_features(snapshot.roles.rebuild(role), tuple(layers), places)
+        fed = self._place(batch, snapshot, (POOLING,))
+        return np.asarray(to_host(score(snapshot.params(role), fed)))
 
     def scores(self, batch: Batch, role: str) -> np.ndarray:
         """[A, B, T, n]: what the head of a role's model, one that scores, says at every token."""
-        held = self.held()
-        score = make_scores(held.roles.rebuild(role))
-        return np.asarray(to_host(score(held.params(role), self._place(batch, held))))
+        snapshot = self.snapshot()
+        score = make_scores(snapshot.roles.rebuild(role))
+        return np.asarray(to_host(score(snapshot.params(role), self._place(batch, snapshot))))
 
     def topk(self, batch: Batch, role: str, k: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32, log-probs float32), [A, B, T, k]: what a role's model finds likeliest in the
         place of every token."""
-        held = self.held()
-        found = make_topk(held.roles.rebuild(role), k)(held.params(role), self._place(batch, held))
+        snapshot = self.snapshot()
+        found = make_topk(snapshot.roles.rebuild(role), k)(
+            snapshot.params(role), self._place(batch, snapshot)
+        )
         return np.asarray(to_host(found.ids)), np.asarray(to_host(found.logp))
 
     @staticmethod
-    def _place(batch: Batch, held: ModelSnapshot, names: Sequence[str] = ()) -> Batch:
+    def _place(batch: Batch, snapshot: ModelSnapshot, names: Sequence[str] = ()) -> Batch:
         """On the mesh, with these streams alone."""
         streams = {name: batch.streams[name] for name in names}
         bare = batch._replace(weights={}, streams=streams, denoms={})
-        return feed(bare, held.roles.parts.mesh)
+        return feed(bare, snapshot.roles.bundle.mesh)
 
 
 @functools.lru_cache(maxsize=32)

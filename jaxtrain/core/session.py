@@ -53,7 +53,7 @@ class Session:
     """Shapes until `start_state` has filled it."""
     frozen: Params
     """What no step changes, of all roles; shapes until then, too."""
-    beside: Mapping[str, AuxiliaryModel] = field(default_factory=dict)
+    auxiliary: Mapping[str, AuxiliaryModel] = field(default_factory=dict)
     """See task.Live; shapes until then, too."""
     policies: tuple[str, ...] = ()
     """Names of several adapters that are trained; none: there is one, without a name."""
@@ -73,19 +73,19 @@ class Session:
     signals: Any = None
 
     def __post_init__(self) -> None:
-        self.scorer = Scorer(self.held, impl=self.config.model.logp)
+        self.scorer = Scorer(self.snapshot, impl=self.config.model.logp)
 
     @property
-    def parts(self) -> Any:
+    def bundle(self) -> Any:
         """Those of the trained role."""
-        return self.roles.parts
+        return self.roles.bundle
 
-    def held(self, policy: str = "") -> ModelSnapshot:
+    def snapshot(self, policy: str = "") -> ModelSnapshot:
         """See task.Live."""
         state = self.waiting.get(policy, self.state)
         return ModelSnapshot(self.roles, {**self.frozen, **state.copies, **state.params}, self.step)
 
-    def turn_to(self, policy: str) -> None:
+    def activate_policy(self, policy: str) -> None:
         """See task.Live."""
         if policy and policy != self.policy:
             self.waiting[self.policy] = self.state
@@ -96,7 +96,7 @@ class Session:
         policies each one's state by its name."""
         if self.policies:
             return {name: self.waiting.get(name, self.state).tree() for name in self.policies}
-        beside = {name: one.state.tree() for name, one in self.beside.items()}
+        beside = {name: one.state.tree() for name, one in self.auxiliary.items()}
         return {**self.state.tree(), **beside}
 
     def prepare(self, round: Round) -> Round:
@@ -130,7 +130,7 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
     loss, coef = add_balance(task, roles.trained, config.model)
     follow = follow_loads(roles, config.model.router_bias_update_rate)
     draws = find_draws(roles, config.model.neftune_alpha, config.run.seed)
-    rounds = task.data.open(roles.parts, log)
+    rounds = task.data.open(roles.bundle, log)
     try:
         policies = list_trained(config)
         # Each policy makes its share of the steps.
@@ -153,7 +153,9 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
             run_eval=make_eval(roles.build, task.loss),
             state=state,
             frozen=roles.frozen_shapes,
-            beside={name: AuxiliaryModel(one, roles.parts) for name, one in task.beside.items()},
+            auxiliary={
+                name: AuxiliaryModel(one, roles.bundle) for name, one in task.auxiliary.items()
+            },
             policies=policies,
             policy=next(iter(policies), ""),
             waiting=dict.fromkeys(policies[1:], state),
@@ -193,8 +195,8 @@ def follow_loads(roles: Roles, rate: float) -> Callable | None:
     """
     if rate == 0:
         return None
-    parts = roles.parts
-    places = find_biases(abstract(parts.architecture, **parts.options))
+    bundle = roles.bundle
+    places = find_biases(abstract(bundle.architecture, **bundle.options))
     missing = sorted(set(places) - set(roles.trained_shapes))
     if not places or missing:
         told = f"{missing[0]} is not trained here" if missing else "this model's have none"
@@ -221,17 +223,17 @@ def start_state(session: Session, checkpoints: Checkpoints) -> None:
             folder = session.config.policies[name].path
             if name == session.policy and folder is None:
                 continue
-            held = {**session.frozen, **trained}
+            weights = {**session.frozen, **trained}
             key = f"policies.{name}.path"
-            own = session.roles.draw_again(held, seed + number, folder, key)
+            own = session.roles.draw_again(weights, seed + number, folder, key)
             session.waiting[name] = init_state(own, session.optimizer, offload=offload)
         session.state = session.waiting.pop(session.policy, session.state)
-        for one in session.beside.values():
+        for one in session.auxiliary.values():
             one.open(seed)
         return
     _, session.frozen, _ = session.roles.open(seed, trained=False)
     tree = dict(restored.arrays)
-    for name, one in session.beside.items():
+    for name, one in session.auxiliary.items():
         one.state = State.of_tree(tree.pop(name))
     for name in session.policies:
         state = State.of_tree(tree.pop(name))

@@ -52,11 +52,11 @@ class StepReader:
         steps = np.arange(session.rounds.total_steps)
         self.learning_rates = np.asarray(jax.jit(session.schedule)(steps))
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
-        roles, held = session.roles, session.held()
+        roles, held = session.roles, session.snapshot()
         self.model = roles.rebuild(roles.trained)(jax.tree.map(shape, held.params()))
         self.beside: list[tuple[Any, float]] = []
         """Beside a draft the layers of its target, where the step runs them, and their weights."""
-        self.guesses = session.parts.architecture.guesses
+        self.guesses = session.bundle.architecture.guesses
         """Whether a step runs the target of what trains, too."""
         if self.guesses:
             for name, role in roles.roles.items():
@@ -66,7 +66,7 @@ class StepReader:
         else:
             self.matmul_params = count_matmul_params(self.model, session.frozen)
         peak = peak_flops(device.device_kind, config.model.compute_dtype, config.log.peak_tflops)
-        self.throughput = Throughput(session.parts.mesh.size, peak)
+        self.throughput = Throughput(session.bundle.mesh.size, peak)
 
     def read(self, pending: PendingStep) -> dict[str, float]:
         """Wait for the step and return its values; raises NotFinite if it was not."""

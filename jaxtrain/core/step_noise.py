@@ -15,11 +15,11 @@ from jaxtrain.models.decoder import Decoder
 def find_draws(roles: Roles, alpha: float, seed: int) -> StepNoise | None:
     """None where nothing is drawn. Only the trained model draws, and only in its steps: never a
     reference or a teacher. alpha: NEFTune's. Raises UserError for a model that cannot."""
-    adapter, role = roles.parts.adapter, roles.trained
+    adapter, role = roles.bundle.adapter, roles.trained
     dropout = 0.0 if adapter is None else adapter.dropout
     if not dropout and not alpha:
         return None
-    if not isinstance(abstract(roles.parts.architecture, **roles.parts.options), Decoder):
+    if not isinstance(abstract(roles.bundle.architecture, **roles.bundle.options), Decoder):
         key = f"adapter.dropout {dropout}" if dropout else f"model.neftune_alpha {alpha}"
         raise UserError(f"{key}: what is trained here is no language model but a draft; remove it")
 

@@ -52,7 +52,7 @@ class Round(NamedTuple):
     samples: Sequence[Mapping[str, Any]] = ()
     """Answers of it to read, for samples.jsonl: see runs/samples.py; on process 0."""
     policy: str = ""
-    """Whose it is, where several policies are trained: that one is at work, see Live.turn_to."""
+    """Name of the policy this round trains, which is the active one; "" if there is only one."""
     groups: Sequence[Any] = ()
     """The `episodes.Group`s that were judged for it; on process 0, with its last part."""
     published: Mapping[str, float] | None = None
@@ -66,14 +66,14 @@ class TrainingContext(Protocol):
 
     step: int
     """Optimizer steps done."""
-    beside: Mapping[str, AuxiliaryModel]
+    auxiliary: Mapping[str, AuxiliaryModel]
     """The models of Task.beside."""
 
-    def held(self, policy: str = "") -> ModelSnapshot:
+    def snapshot(self, policy: str = "") -> ModelSnapshot:
         """The models with their current weights; policy: of that one, where several are trained."""
         ...
 
-    def turn_to(self, policy: str) -> None:
+    def activate_policy(self, policy: str) -> None:
         """From now on this one of several trained policies is the one that is scored and updated;
         "": there is one alone."""
         ...
@@ -107,15 +107,15 @@ class Rounds(Protocol):
     serves: bool
     """Whether that holds for evaluations, too: on all processes."""
 
-    def ready(self, live: TrainingContext) -> None:
+    def ready(self, context: TrainingContext) -> None:
         """Before the first round, or an evaluation before it: bring weights where they serve."""
         ...
 
-    def next(self, live: TrainingContext) -> Round:
+    def next(self, context: TrainingContext) -> Round:
         """The next round or part of one, prepared; raises Interrupted when the run is to stop."""
         ...
 
-    def finish(self, live: TrainingContext, *, interrupted: bool) -> dict[str, float]:
+    def finish(self, context: TrainingContext, *, interrupted: bool) -> dict[str, float]:
         """A round was trained, or cut short by a stop: numbers that no step's line has yet."""
         ...
 
@@ -146,11 +146,11 @@ class Data(Protocol):
         """A first look at every dataset, a line each; UserError when it would not train."""
         ...
 
-    def open(self, parts: ModelBundle, log: Callable[[str], None]) -> Rounds:
+    def open(self, bundle: ModelBundle, log: Callable[[str], None]) -> Rounds:
         """Open for training with the trained model's parts."""
         ...
 
-    def eval_batches(self, dataset: DatasetConfig, parts: ModelBundle) -> Iterator[Batch]:
+    def eval_batches(self, dataset: DatasetConfig, bundle: ModelBundle) -> Iterator[Batch]:
         """Batches [1, B, T] of a held-out dataset."""
         ...
 
@@ -169,16 +169,16 @@ def keep_round(round: Round, scorer: Scorer) -> Round:
 
 
 def keep_length(tokens: int) -> int:
-    """`Task.grown` of a method whose rows stay as long as they are."""
+    """`Task.prepared_length` of a method whose rows stay as long as they are."""
     return tokens
 
 
-def keep_weights(live: TrainingContext, before: int) -> dict[str, float]:
+def keep_weights(context: TrainingContext, before: int) -> dict[str, float]:
     """`Task.after_round` of a method that changes nothing between rounds."""
     return {}
 
 
-def no_numbers(held: ModelSnapshot, scorer: Scorer) -> dict[str, float]:
+def no_numbers(snapshot: ModelSnapshot, scorer: Scorer) -> dict[str, float]:
     """`Task.evaluate` of a method whose loss and metrics on held-out data say it all."""
     return {}
 
@@ -201,12 +201,12 @@ class Task:
     prepared: Mapping[str, Any] = field(default_factory=dict)
     """Dtypes of the streams that `prepare` adds to those of data.fields; np.dtype((kind, (n,))) is
     a vector of n a token."""
-    grown: Callable[[int], int] = keep_length
+    prepared_length: Callable[[int], int] = keep_length
     """Tokens of a row once it is prepared, from those of a row of data."""
     after_round: Callable[[TrainingContext, int], dict[str, float]] = keep_weights
     """(live, steps done before the round) -> numbers about it: once its last step was made, before
     its weights go to an engine."""
-    beside: Mapping[str, AuxiliaryObjective] = field(default_factory=dict)
+    auxiliary: Mapping[str, AuxiliaryObjective] = field(default_factory=dict)
     """Models of their own that `after_round` trains; no roles, for the step does not know them."""
     evaluate: Callable[[ModelSnapshot, Scorer], dict[str, float]] = no_numbers
     """Numbers of its own besides the held-out loss: {"eval/...": ...}; on every process."""
@@ -220,7 +220,7 @@ class Task:
     @property
     def mesh(self) -> Any:
         """The devices that train."""
-        return next(role.parts.mesh for role in self.roles.values() if role.weights == "trained")
+        return next(role.bundle.mesh for role in self.roles.values() if role.weights == "trained")
 
 
 class Method(Protocol):

@@ -47,18 +47,18 @@ class OfflineData:
         if self.note:
             yield self.note
 
-    def open(self, parts: ModelBundle, log: Callable[[str], None]) -> "OfflineRounds":
+    def open(self, bundle: ModelBundle, log: Callable[[str], None]) -> "OfflineRounds":
         """See task.Data."""
         config = self.config
         shape = {
             "seed": config.run.seed,
-            "rows_per_microstep": config.data.micro_batch_size * row_shards(parts.mesh),
-            "microsteps": count_microsteps(config, parts.mesh),
+            "rows_per_microstep": config.data.micro_batch_size * row_shards(bundle.mesh),
+            "microsteps": count_microsteps(config, bundle.mesh),
         }
         epochs, total_steps = config.run.num_epochs, config.run.max_steps
-        self.log, media, counted = log, parts.architecture.media_tokens, total_steps is None
+        self.log, media, counted = log, bundle.architecture.media_tokens, total_steps is None
         open_part = self._open_cached if counted else self._open
-        opened = [only_text(open_part(one, parts), media) for one in config.data.datasets]
+        opened = [only_text(open_part(one, bundle), media) for one in config.data.datasets]
         if total_steps is None:
             assert epochs is not None, "the config has one of the two"
             log("counting steps: tokenizing and packing the data once")
@@ -70,10 +70,10 @@ class OfflineData:
         source = open_source(config.data, self.recipe, **shape, num_epochs=epochs, opened=opened)
         return OfflineRounds(source, total_steps, None if counted else self.tell)
 
-    def _open(self, dataset: DatasetConfig, parts: ModelBundle) -> MixturePart:
+    def _open(self, dataset: DatasetConfig, bundle: ModelBundle) -> MixturePart:
         return self.recipe.open(dataset)
 
-    def _open_cached(self, dataset: DatasetConfig, parts: ModelBundle) -> MixturePart:
+    def _open_cached(self, dataset: DatasetConfig, bundle: ModelBundle) -> MixturePart:
         """The dataset, tokenized, if it can be kept on disk."""
         data, part = self.config.data, self.recipe.open(dataset)
         if not data.cache:
@@ -81,7 +81,7 @@ class OfflineData:
         return cache_part(
             part,
             self.recipe.settings(dataset),
-            parts.tokenizer,
+            bundle.tokenizer,
             Path(data.cache_dir) if data.cache_dir else default_folder(),
             row_tokens=self.row_tokens,
             num_workers=data.num_workers,
@@ -95,9 +95,9 @@ class OfflineData:
         if line := describe_counts(counts, data.sequence_len, controls):
             self.log(f"{what}: {line}")
 
-    def eval_batches(self, dataset: DatasetConfig, parts: ModelBundle) -> Iterator[Batch]:
+    def eval_batches(self, dataset: DatasetConfig, bundle: ModelBundle) -> Iterator[Batch]:
         """See task.Data."""
-        rows = self.config.data.micro_batch_size * row_shards(parts.mesh)
+        rows = self.config.data.micro_batch_size * row_shards(bundle.mesh)
 
         def done(counts: Mapping[str, int]) -> None:
             key = f"{dataset.path} {dataset.split}"
@@ -105,7 +105,7 @@ class OfflineData:
                 self._told.add(key)
                 self.tell(counts, f"held-out {dataset.path}")
 
-        part = only_text(self.recipe.open_held_out(dataset), parts.architecture.media_tokens)
+        part = only_text(self.recipe.open_held_out(dataset), bundle.architecture.media_tokens)
         return eval_batches(dataset, self.config.data, self.recipe, rows, done, part)
 
     def show(self, console: Console, num_samples: int) -> None:
@@ -182,26 +182,26 @@ class OfflineRounds:
         self.source, self.total_steps = source, total_steps
         self.tell, self._told = tell, 0
 
-    def ready(self, live: TrainingContext) -> None:
+    def ready(self, context: TrainingContext) -> None:
         """Nothing waits for weights."""
 
-    def next(self, live: TrainingContext) -> Round:
+    def next(self, context: TrainingContext) -> Round:
         """The next batch; StopIteration where epochs end."""
-        batches = self.draw(live)
-        last = live.step + 1 >= self.total_steps
+        batches = self.draw(context)
+        last = context.step + 1 >= self.total_steps
         if self.tell is not None and (last or not self._told):
             counts = self.counters()["counts"]
             if counts["draws"] > self._told:
                 self.tell(counts, "data read so far")
             self._told = counts["draws"]
-        return live.prepare(Round(batches, version=live.step))
+        return context.prepare(Round(batches, version=context.step))
 
-    def draw(self, live: TrainingContext) -> list[Batch]:
+    def draw(self, context: TrainingContext) -> list[Batch]:
         """What the source gives next."""
-        with live.phase("waiting for data"):
+        with context.phase("waiting for data"):
             return next(self.source)
 
-    def finish(self, live: TrainingContext, *, interrupted: bool) -> dict[str, float]:
+    def finish(self, context: TrainingContext, *, interrupted: bool) -> dict[str, float]:
         """Nothing waits for weights."""
         return {}
 

@@ -38,8 +38,10 @@ def mixing(
     return partial(mix_reference, every, share) if weights == "moving" else keep_weights
 
 
-def mix_reference(every: int, share: float, live: TrainingContext, before: int) -> dict[str, float]:
+def mix_reference(
+    every: int, share: float, context: TrainingContext, before: int
+) -> dict[str, float]:
     """The moving reference follows the policy every so many steps."""
-    if live.step // every > before // every:
-        live.mix(REFERENCE, share)
+    if context.step // every > before // every:
+        context.mix(REFERENCE, share)
     return {}

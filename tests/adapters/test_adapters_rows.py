@@ -57,7 +57,7 @@ class Case(NamedTuple):
     """A base with an adapter whose values are no longer those of the start."""
 
     base: Path
-    parts: Any
+    bundle: Any
     params: dict
     """At the start."""
     values: dict
@@ -114,7 +114,7 @@ def peft_model(case, folder):
     pytest.importorskip("torch")
     peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
     model = transformers.AutoModelForCausalLM.from_pretrained(case.base)
-    model.resize_token_embeddings(len(case.parts.tokenizer), mean_resizing=False)
+    model.resize_token_embeddings(len(case.bundle.tokenizer), mean_resizing=False)
     return peft.PeftModel.from_pretrained(model, folder).eval()
 
 
@@ -128,7 +128,7 @@ def peft_model(case, folder):
 )
 def test_peft_computes_what_was_trained_and_merging_keeps_it(base, adapter, tmp_path):
     case = open_case(base, **adapter)
-    parts, tied = case.parts, case.parts.architecture.tie_word_embeddings
+    parts, tied = case.bundle, case.bundle.architecture.tie_word_embeddings
     if not adapter:
         assert parts.adapter.rows == dict.fromkeys({"embed"} if tied else TABLES, IDS)
         params = {**case.params, **case.values}

@@ -136,7 +136,7 @@ def test_export_loads_in_transformers_with_the_same_logits(trained, tmp_path):
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     with torch.no_grad():
         expected = reference(torch.tensor([ids])).logits[0].numpy()
-    held = open_trained(str(trained), []).held
+    held = open_trained(str(trained), []).snapshot
     n = len(ids)
     batch = Batch(
         tokens=np.array([ids], np.int32),
@@ -146,7 +146,7 @@ def test_export_loads_in_transformers_with_the_same_logits(trained, tmp_path):
         weights={},
     )
     model = held.model()
-    with jax.set_mesh(held.roles.parts.mesh):
+    with jax.set_mesh(held.roles.bundle.mesh):
         logits = model.logits(model.hidden(jax.tree.map(jax.numpy.asarray, batch)).hidden)
     # fp32 on both sides, sums in another order.
     np.testing.assert_allclose(np.asarray(logits)[0], expected, atol=1e-4)

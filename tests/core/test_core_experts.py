@@ -122,7 +122,7 @@ def test_a_bias_moves_by_its_rate_and_is_refused_beside_an_adapter(tmp_path, cap
     ]
     folder = tmp_path / "run"
     assert main(["--config", str(path), f"run.output_dir={folder}", *words]) == 0
-    bias = np.asarray(open_trained(str(folder), []).held.params("policy")[BIAS])
+    bias = np.asarray(open_trained(str(folder), []).snapshot.params("policy")[BIAS])
     assert set(np.abs(bias).ravel().tolist()) <= {0.0, 0.125} and bias.any()
     assert all(line["router_z"] > 0 for line in read_lines(folder))
     words += ["adapter=lora", f"run.output_dir={tmp_path / 'other'}"]

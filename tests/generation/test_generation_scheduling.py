@@ -64,7 +64,7 @@ def begin(source, engine, version):
 
     roles = SimpleNamespace(rebuild=lambda role: None, trained="policy")
     held = SimpleNamespace(roles=roles, params=dict)
-    live = SimpleNamespace(held=lambda: held, phase=lambda name: nullcontext(), beside={})
+    live = SimpleNamespace(snapshot=lambda: held, phase=lambda name: nullcontext(), auxiliary={})
     publisher = SimpleNamespace(publish=publish)
     rounds = SharedRounds(source)
     loop = OnPolicy(rounds, publisher, engine, ExitStack(), serves=True, total_steps=9)

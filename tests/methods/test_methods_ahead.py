@@ -70,7 +70,7 @@ class Session:
     def __init__(self):
         self.step, self.stopped = 0, False
 
-    def held(self):
+    def snapshot(self):
         return self
 
     def params(self):

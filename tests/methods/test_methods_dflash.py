@@ -86,7 +86,9 @@ def update(task, microsteps: int = 1, **axes: int):
             lambda x: x.reshape(microsteps, -1, *x.shape[2:]), batch._replace(denoms={})
         )
         batch = batch._replace(denoms={k: np.repeat(v, microsteps) for k, v in wide.items()})
-    roles = Roles({n: replace(r, parts=replace(r.parts, mesh=mesh)) for n, r in task.roles.items()})
+    roles = Roles(
+        {n: replace(r, bundle=replace(r.bundle, mesh=mesh)) for n, r in task.roles.items()}
+    )
     keep = optax.GradientTransformation(
         lambda params: jax.tree.map(jax.numpy.zeros_like, params),
         lambda grads, state, params: (jax.tree.map(jax.numpy.zeros_like, params), grads),

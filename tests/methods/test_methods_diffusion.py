@@ -77,7 +77,9 @@ def update(task, microsteps: int = 1, **axes: int):
         lambda x: x.reshape(microsteps, -1, *x.shape[2:]), batch._replace(denoms={})
     )
     batch = batch._replace(denoms={k: np.repeat(v, microsteps) for k, v in wide.items()})
-    roles = Roles({n: replace(r, parts=replace(r.parts, mesh=mesh)) for n, r in task.roles.items()})
+    roles = Roles(
+        {n: replace(r, bundle=replace(r.bundle, mesh=mesh)) for n, r in task.roles.items()}
+    )
     keep = optax.GradientTransformation(
         lambda params: jax.tree.map(jax.numpy.zeros_like, params),
         lambda grads, state, params: (jax.tree.map(jax.numpy.zeros_like, params), grads),
@@ -106,14 +108,14 @@ def test_microsteps_and_meshes_are_one_batch_on_one_device():
 
 def test_the_embedding_grows_for_a_new_mask_and_exports_say_so():
     task = make()
-    parts = task.roles["policy"].parts
+    parts = task.roles["policy"].bundle
     assert parts.architecture.vocab_size == 513 and parts.architecture.grown == 1
     raw = parts.architecture.to_hf()
     assert raw["mask_token_id"] == 512 and raw["vocab_size"] == 513
     assert raw["jaxtrain_task"] == {"kind": "diffusion", "shift": True, "mask_token_id": 512}
     assert "grows from 512 to 513" in task.data.note
     larger = make(model={"architecture": {**ARCHITECTURE, "vocab_size": 520}})
-    assert larger.roles["policy"].parts.architecture.vocab_size == 520
+    assert larger.roles["policy"].bundle.architecture.vocab_size == 520
     with pytest.raises(UserError, match="adapter"):
         make(adapter={"kind": "lora"})
 

@@ -93,11 +93,11 @@ class Live:
         trained, frozen, _ = roles.open(0)
         moved = {path: value * 1.5 for path, value in trained.items()}
         self.now = ModelSnapshot(roles, {**frozen, **moved}, 1)
-        self.beside = {name: AuxiliaryModel(one, parts) for name, one in task.beside.items()}
-        for one in self.beside.values():
+        self.auxiliary = {name: AuxiliaryModel(one, parts) for name, one in task.auxiliary.items()}
+        for one in self.auxiliary.values():
             one.open(0)
 
-    def held(self):
+    def snapshot(self):
         return self.now
 
     def phase(self, name):
@@ -109,9 +109,9 @@ def test_a_refresh_is_a_step_on_each_answer_by_itself(folders, kind):
     """Its gradient is that of a run which trains the draft on the same answers as documents: with
     so many blocks nothing is left to chance, and answers part before what is drawn."""
     task = make_task(make_config(folders[kind], kind))
-    (learner,) = task.beside.values()
-    live = Live(task, task.roles["policy"].parts)
-    one = live.beside["draft"]
+    (learner,) = task.auxiliary.values()
+    live = Live(task, task.roles["policy"].bundle)
+    one = live.auxiliary["draft"]
     start = jax.device_get(one.state.params)
     group = draw_group(np.random.default_rng(3))
     labels = BatchBuilder(StepShape(4, 1, 64, units=1), "sequence", dtype=np.float32)
@@ -136,13 +136,13 @@ def test_a_refresh_is_a_step_on_each_answer_by_itself(folders, kind):
     flat = flat._replace(weights={"nll": flat.weights["nll"].astype(np.float32)})
     module = sys.modules[f"jaxtrain.tasks.{kind}"]
     section = task_section(folders[kind], kind)
-    lesson = module.teach(section, task.roles["policy"].parts)
+    lesson = module.teach(section, task.roles["policy"].bundle)
     flat = lesson.label(flat, np.random.default_rng(9))
     models = {
         "draft": Roles({"draft": learner.role}),
         "target": Roles({"target": task.roles["policy"]}),
     }
-    target = models["target"].rebuild("target")(live.held().params())
+    target = models["target"].rebuild("target")(live.snapshot().params())
 
     def loss(params):
         micro = jax.tree.map(lambda x: x[0], flat)
@@ -170,7 +170,7 @@ def read_state(folder, step: int) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint that are the draft's."""
     config = validate_config(json.loads((folder / "config.json").read_text()), "saved")
     task = make_task(config)
-    one = AuxiliaryModel(task.beside["draft"], task.roles["policy"].parts)
+    one = AuxiliaryModel(task.auxiliary["draft"], task.roles["policy"].bundle)
     with jax.set_mesh(task.mesh):
         checkpoints = Checkpoints(folder / "checkpoints")
         tree = checkpoints.load(step, {"draft": one.state.tree()}).arrays["draft"]

@@ -87,7 +87,9 @@ def update(task, microsteps: int = 1, rows=DOCUMENTS, version: int = 3, **axes: 
     mesh = make_mesh(jax.devices()[: math.prod(axes.values())], **axes)
     batch = documents(rows)
     batch = jax.tree.map(lambda x: x.reshape(microsteps, -1, *x.shape[2:]), batch)
-    roles = Roles({n: replace(r, parts=replace(r.parts, mesh=mesh)) for n, r in task.roles.items()})
+    roles = Roles(
+        {n: replace(r, bundle=replace(r.bundle, mesh=mesh)) for n, r in task.roles.items()}
+    )
     keep = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params),
         lambda grads, state, params: (jax.tree.map(jnp.zeros_like, params), grads),

@@ -217,7 +217,7 @@ def test_scored_rows_teach_as_their_model_does(tmp_path):
         roles = Roles(found.roles)
         with jax.set_mesh(found.mesh):
             trained, frozen, _ = roles.open(1)
-            batches = found.data.eval_batches(config.data.eval_datasets[0], roles.parts)
+            batches = found.data.eval_batches(config.data.eval_datasets[0], roles.bundle)
             run = make_eval(roles.build, found.loss)
             losses.append(average_batches(run, {**frozen, **trained}, batches, found.mesh)["kl"])
     assert losses[0] > 0.01

@@ -97,7 +97,7 @@ def test_short_samples_leave_nothing(tmp_path):
     task = make_task(config)
     with pytest.raises(UserError, match="min_loss_tokens 500"):
         list(task.data.check())
-        rounds = task.data.open(Roles(task.roles).parts, print)
+        rounds = task.data.open(Roles(task.roles).bundle, print)
         try:
             next(rounds.source)
         finally:
@@ -133,7 +133,7 @@ def opened(tmp_path_factory):
         task = make_task(config)
         roles = Roles(task.roles)
         weights = [{path: np.asarray(x) for path, x in part.items()} for part in roles.open(3)]
-        source = task.data.open(roles.parts, print)
+        source = task.data.open(roles.bundle, print)
         batch = next(source.source)[0]
         source.close()
         return task, roles, weights, label_guesses(batch, np.random.default_rng(0))
@@ -149,9 +149,9 @@ def one_step(task, roles, weights, batch):
     )
     optimizer = optax.sgd(1.0)
     step = make_step(roles.build, task.loss, task.coef, optimizer, None)
-    with jax.set_mesh(roles.parts.mesh):
+    with jax.set_mesh(roles.bundle.mesh):
         state, output = step(
-            init_state(trained, optimizer, copies), feed(batch, roles.parts.mesh), frozen
+            init_state(trained, optimizer, copies), feed(batch, roles.bundle.mesh), frozen
         )
     np.testing.assert_array_equal(state.copies["kept"], weights[2]["kept"])
     grads = {path: weights[0][path] - np.asarray(x) for path, x in state.params.items()}
@@ -172,7 +172,7 @@ def on_mesh(task, count, **sizes):
     mesh = make_mesh(jax.devices()[:count], **sizes)
     return Roles(
         {
-            name: dataclasses.replace(role, parts=dataclasses.replace(role.parts, mesh=mesh))
+            name: dataclasses.replace(role, bundle=dataclasses.replace(role.bundle, mesh=mesh))
             for name, role in task.roles.items()
         }
     )
@@ -200,7 +200,7 @@ def test_kept_tables_are_saved_and_never_trained(opened, tmp_path):
         assert kept.dtype == np.int32 and (np.diff(kept) > 0).all() and len(kept) == 300
         assert "kept" not in weights[0]
         held = ModelSnapshot(roles, {**weights[1], **weights[2], **weights[0]}, 0)
-        config = roles.parts.architecture
+        config = roles.bundle.architecture
         build.save(held.model(), config, tmp_path, dtype="bfloat16")
     stored = SafetensorsFolder(tmp_path).tensors
     D, P = 32, 300

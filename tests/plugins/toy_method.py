@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.config.task import TaskSection
-from jaxtrain.core.bundle import assemble_beside, build_model_bundle
+from jaxtrain.core.bundle import build_auxiliary_bundle, build_model_bundle
 from jaxtrain.core.export import export_model
 from jaxtrain.core.losses.logp import token_logp
 from jaxtrain.core.roles import Role
@@ -65,7 +65,7 @@ def open_data(config, tokenizer):
 
 def make(config):
     parts = build_model_bundle(config)
-    teacher = Role(assemble_beside(config.task.teacher, parts, "task.teacher"), "own")
+    teacher = Role(build_auxiliary_bundle(config.task.teacher, parts, "task.teacher"), "own")
     data = open_data(config, parts.tokenizer)
     return Task(
         roles={"student": Role(parts), "teacher": teacher},
@@ -113,5 +113,8 @@ def export(held, config, folder, dtype=None):
     """The student, and a note on whom it followed."""
     export_model(held, config, folder, dtype)
     teacher = held.roles.roles.get("teacher")
-    note = {"layers": config.task.layers, "teacher": teacher and teacher.parts.architecture.to_hf()}
+    note = {
+        "layers": config.task.layers,
+        "teacher": teacher and teacher.bundle.architecture.to_hf(),
+    }
     (folder / "followed.json").write_text(json.dumps(note))

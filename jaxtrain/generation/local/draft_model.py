@@ -55,7 +55,7 @@ def make_draft_copier(mesh: jax.sharding.Mesh) -> Callable[[ModelSnapshot], Para
 
     def copy(draft: ModelSnapshot) -> Params:
         if not made:
-            made.append(Copier(draft.roles.parts, mesh))
+            made.append(Copier(draft.roles.bundle, mesh))
         return made[0](draft.params())
 
     return copy

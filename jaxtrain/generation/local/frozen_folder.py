@@ -22,7 +22,7 @@ from jaxtrain.config import Config, ModelConfig, PolicyConfig, SamplingConfig
 from jaxtrain.core.bundle import (
     ModelBundle,
     abstract_params,
-    assemble_beside,
+    build_auxiliary_bundle,
     find_folder,
     find_tokenizer,
     open_params,
@@ -137,7 +137,7 @@ def assemble_folder(name: str, section: PolicyConfig, parts: ModelBundle) -> Mod
             f"{key} {section.path!r} has no chat template, and is asked by messages; name a chat"
             " model, or write chat_template.jinja into the folder"
         )
-    return assemble_beside(model, dataclasses.replace(parts, tokenizer=tokenizer), key)
+    return build_auxiliary_bundle(model, dataclasses.replace(parts, tokenizer=tokenizer), key)
 
 
 def check_files(folder: Path, key: str) -> None:

@@ -14,7 +14,12 @@ import numpy as np
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig, DistillationTask
-from jaxtrain.core.bundle import ModelBundle, assemble_beside, build_model_bundle, find_tokenizer
+from jaxtrain.core.bundle import (
+    ModelBundle,
+    build_auxiliary_bundle,
+    build_model_bundle,
+    find_tokenizer,
+)
 from jaxtrain.core.roles import Models, Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import POLICY, Round, Task
@@ -97,7 +102,7 @@ def make(config: Config) -> Task:
     if (role := open_teacher(task, parts, config.data.sequence_len)) is not None:
         roles[TEACHER] = role
     check_packing(config, parts.architecture)
-    architectures = [role.parts.architecture for role in roles.values()]
+    architectures = [role.bundle.architecture for role in roles.values()]
     for architecture in architectures:
         check_packing(config, architecture)
         if draws and task.share_prompts:
@@ -146,7 +151,7 @@ def open_teacher(task: DistillationTask, parts: ModelBundle, row_tokens: int) ->
             )
     if teacher.kind == "server":
         return None
-    beside = assemble_beside(teacher, parts, "task.teacher")
+    beside = build_auxiliary_bundle(teacher, parts, "task.teacher")
     if row_tokens > beside.architecture.longest:
         raise UserError(
             f"data.sequence_len {row_tokens} is longer than the teacher's"

@@ -57,7 +57,7 @@ def teach(config: Config, target: ModelBundle) -> DraftObjective:
         min(task.num_anchors, config.data.sequence_len), task.decay, task.weighting, task.alpha
     )
     return DraftObjective(
-        parts=draft,
+        bundle=draft,
         loss=partial(guess, numbers=numbers, impl=config.model.logp),
         component=COMPONENT,
         label=make_label(task, draft.architecture.block_size),

@@ -42,7 +42,7 @@ class DraftObjective:
     """How a draft learns from batches of whatever origin: what its method gives as `teach(config,
     target)`, for runs that train a draft and for those that refresh one."""
 
-    parts: ModelBundle
+    bundle: ModelBundle
     """The draft."""
     loss: Callable[[Models, Batch], tuple[dict[str, Any], dict[str, Any]]]
     """As Task.loss, of DRAFT and TARGET."""
@@ -128,10 +128,10 @@ def open_draft_data(
 
 def make_draft_task(config: Config, target: ModelBundle, lesson: DraftObjective) -> Task:
     """The task of a run that trains a draft on section data."""
-    stage = open_stage(config, target, lesson.parts, last=lesson.reads_last)
+    stage = open_stage(config, target, lesson.bundle, last=lesson.reads_last)
     data = open_draft_data(config, target.tokenizer, lesson.label, target.architecture, stage)
     return Task(
-        roles=draft_roles(config, target, lesson.parts),
+        roles=draft_roles(config, target, lesson.bundle),
         loss=lesson.loss,
         coef={lesson.component: 1.0},
         data=data,

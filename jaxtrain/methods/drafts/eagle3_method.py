@@ -51,7 +51,7 @@ def make(config: Config) -> Task:
     """The unrolled draft against its target's distributions."""
     target = assemble_target(config)
     lesson = teach(config, target)
-    task, draft = make_draft_task(config, target, lesson), lesson.parts
+    task, draft = make_draft_task(config, target, lesson), lesson.bundle
     if draft.folder is None and draft.architecture.prunes:
         assert isinstance(task.data, DraftData)
         role = Role(draft, tables=find_kept(config, draft, task.data))
@@ -75,7 +75,7 @@ def teach(config: Config, target: ModelBundle) -> DraftObjective:
     numbers = Unroll(length, task.decay, SoftTargets(task.loss, task.kl_scale, task.kl_decay))
     floats = np.float64 if config.model.compute_dtype == "float64" else np.float32
     return DraftObjective(
-        parts=draft,
+        bundle=draft,
         loss=partial(loss_of, numbers),
         component=COMPONENT,
         label=label_guesses,

@@ -2,7 +2,7 @@
 
     prepare(round) ── keeps the round's batches ──> the method's own
     after_round    ── drawn tokens of these batches, labeled as the draft's method does it
-                   ─> live.beside["draft"].train: the policy's new weights are the target
+                   ─> live.auxiliary["draft"].train: the policy's new weights are the target
     publish        ── both go to the sampler
 
 Whatever is random is a function of run.seed, the round and the step within it; nothing is kept from
@@ -42,7 +42,7 @@ def with_refresh(task: Task, config: Config, method: Any) -> Task:
             f"rollout.draft_refresh learns from drawn answers, and task.kind {config.task.kind}"
             " draws none here; remove it"
         )
-    trained = next(role.parts for role in task.roles.values() if role.weights == "trained")
+    trained = next(role.bundle for role in task.roles.values() if role.weights == "trained")
     draft = section.task.draft.model_copy(update={"path": config.rollout.draft})
     own = section.task.model_copy(update={"draft": draft})
     try:
@@ -55,11 +55,11 @@ def with_refresh(task: Task, config: Config, method: Any) -> Task:
         task,
         prepare=functools.partial(refresh.prepare, task),
         after_round=functools.partial(refresh.after_round, task),
-        beside={
-            **task.beside,
+        auxiliary={
+            **task.auxiliary,
             DRAFT: AuxiliaryObjective(
                 name=DRAFT,
-                role=Role(lesson.parts),
+                role=Role(lesson.bundle),
                 teacher=TARGET,
                 loss=lesson.loss,
                 coef={lesson.component: 1.0},
@@ -95,12 +95,12 @@ class Refresh:
 
     def train(self, live: TrainingContext, batches: Sequence[Batch]) -> dict[str, float]:
         """So many passes over the round; means over their steps: {"draft/loss": ...}."""
-        start, target, outputs = time.monotonic(), live.held(), []
+        start, target, outputs = time.monotonic(), live.snapshot(), []
         for number in range(self.section.passes):
             for index, batch in enumerate(batches):
                 rng = np.random.default_rng([self.seed, 2, self.version, number, index])
                 labeled = self.label(only_drawn(batch), rng)
-                outputs.append(live.beside[DRAFT].train(labeled, target))
+                outputs.append(live.auxiliary[DRAFT].train(labeled, target))
         total: dict[str, Pair] = {}
         skipped = 0
         for output in jax.device_get(outputs):

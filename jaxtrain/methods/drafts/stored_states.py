@@ -56,7 +56,7 @@ class StoredStates:
         assert isinstance(config.task, DraftTask) and config.task.target.path is not None
         self.config, self.target = config, target
         self.folder = Path(config.task.target.path)
-        self.mesh = target.parts.mesh
+        self.mesh = target.bundle.mesh
         self.streams = target.streams
         arrays = {name: self.streams[s] for name, s in NAMES.items() if s in self.streams}
         self.widths = {name: dtype.shape[0] for name, dtype in arrays.items()}
@@ -118,7 +118,7 @@ class StoredStates:
 
     def identify(self) -> dict[str, Any]:
         """All that states depend on besides tokens."""
-        parts, config = self.target.parts, self.config
+        parts, config = self.target.bundle, self.config
         weights = ["random", config.run.seed]
         found: dict[str, Any] = {
             "weights": _digest(weights) if parts.folder is None else fingerprint(parts.folder),
@@ -150,7 +150,7 @@ class StoredStates:
                     " set its streaming to false, or task.target.source to another"
                 )
             settings = data.recipe.settings(dataset) or dataset.model_dump_json()
-            tokenizer = self.target.parts.tokenizer
+            tokenizer = self.target.bundle.tokenizer
             digest = hashlib.sha256()
             for text in (part.name, settings, *describe_tokenizer(tokenizer), len(part.rows)):
                 digest.update(repr(text).encode("utf-8", "surrogatepass"))
@@ -165,7 +165,7 @@ class StoredStates:
         process. What an interrupted capture wrote stays."""
         about = broadcast_or_raise("the target's description", self.identify)
         datasets = self.digests(data)
-        layout = StateLayout.choose(self.widths, self.target.parts.options["dtype"])
+        layout = StateLayout.choose(self.widths, self.target.bundle.options["dtype"])
         writer: StateWriter | None = None
 
         def begin() -> np.ndarray:
@@ -193,7 +193,7 @@ class StoredStates:
         """Tokens of each sample that is to be captured."""
         found: dict[bytes, int] = {}
         for dataset in datasets.values():
-            for batch in data.eval_batches(dataset, self.target.parts):
+            for batch in data.eval_batches(dataset, self.target.bundle):
                 for sample in list_samples(batch):
                     if sample.key not in known:
                         found[sample.key] = sample.stop - sample.start
@@ -241,7 +241,7 @@ class StoredStates:
                 progress.count()
 
         for dataset in datasets.values():
-            for batch in data.eval_batches(dataset, self.target.parts):
+            for batch in data.eval_batches(dataset, self.target.bundle):
                 if all(sample.key in known for sample in list_samples(batch)):
                     continue
                 waiting.append((batch, self.target(batch)))

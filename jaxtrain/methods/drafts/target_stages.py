@@ -51,19 +51,19 @@ class OtherDevices:
 
     def describe(self, row_tokens: int) -> str:
         """See Stage."""
-        shapes = abstract_params(self.target.parts)[0].values()
+        shapes = abstract_params(self.target.bundle)[0].values()
         held = sum(
             math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in shapes
         )
         row = row_tokens * sum(dtype.itemsize for dtype in self.streams.values())
         return (
-            f"target on {self.target.parts.mesh.size} devices of its own: {held / 2**30:.3f} GiB of"
+            f"target on {self.target.bundle.mesh.size} devices of its own: {held / 2**30:.3f} GiB of"
             f" weights on each; states of a row of {row_tokens} tokens: {row / 2**20:,.1f} MiB"
         )
 
     def advise(self, busy: float, waiting: float) -> str:
         """See Stage: the split by which neither side would wait, if both scale."""
-        own, others = self.target.parts.mesh.size, self.mesh.size
+        own, others = self.target.bundle.mesh.size, self.mesh.size
         best, gain = find_split(own, others, busy, waiting)
         if gain < WORTH:
             return f"task.target.devices {own} is the best split of these {own + others}"

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, ModelConfig
-from jaxtrain.core.bundle import ModelBundle, assemble_beside, find_tokenizer
+from jaxtrain.core.bundle import ModelBundle, build_auxiliary_bundle, find_tokenizer
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import POOLING
 from jaxtrain.data.packing.pack import Fields, PackedTree, fit_rows, lay_out
@@ -54,7 +54,7 @@ def feature_role(features: FeatureConfig, config: Config, parts: ModelBundle) ->
     else:
         role = Role(_open_beside(network, config, parts), "own", in_loss=False)
     try:
-        features.find_layers(role.parts.architecture.num_hidden_layers)
+        features.find_layers(role.bundle.architecture.num_hidden_layers)
     except ValueError as error:
         raise UserError(str(error)) from None
     return role
@@ -77,7 +77,7 @@ def _open_beside(path: str, config: Config, parts: ModelBundle) -> ModelBundle:
             f"{key} reads other tokens than the policy, whose tokens it is shown: {difference};"
             " choose a model of the policy's own family"
         )
-    beside = assemble_beside(model, parts, key)
+    beside = build_auxiliary_bundle(model, parts, key)
     if config.data.sequence_len > beside.architecture.longest:
         raise UserError(
             f"data.sequence_len {config.data.sequence_len} is longer than the feature network's"

@@ -130,7 +130,7 @@ def make(config: Config) -> Task:
     task = config.task
     assert isinstance(task, EBFTTask)
     base = rl.make(config)
-    parts = base.roles[POLICY].parts
+    parts = base.roles[POLICY].bundle
     role = feature_role(task.features, config, parts)
     data = FeatureMatchingData(config, parts.tokenizer)
     judges = base.prepare.judges if isinstance(base.prepare, rl.PolicyPreparation) else ()
@@ -141,7 +141,7 @@ def make(config: Config) -> Task:
         loss=of_policy(partial(ebft_loss, objective=objective, impl=config.model.logp)),
         coef=read_coef(task),
         data=data,
-        prepare=FeatureMatchingPreparation(task, config, data, judges, role.parts),
+        prepare=FeatureMatchingPreparation(task, config, data, judges, role.bundle),
         evaluate=partial(data.evaluate, parts),
     )
 

@@ -65,9 +65,9 @@ def make(config: Config) -> Task:
     found = 'task.kind "ebft_strided" lets blocks branch off inside of a text'
     require_trees(parts.architecture, found, 'use task.kind "ebft"')
     features = feature_role(task.features, config, parts)
-    depth = features.parts.architecture.num_hidden_layers
+    depth = features.bundle.architecture.num_hidden_layers
     require_trees(
-        features.parts.architecture, found, "choose another network", "task.features.network"
+        features.bundle.architecture, found, "choose another network", "task.features.network"
     )
     data = StridedData(config, parts.tokenizer)
     draws = BlockSampling(
@@ -97,7 +97,7 @@ def make(config: Config) -> Task:
         data=data,
         prepare=draws.prepare,
         prepared={ADVANTAGE: np.float32, NUMBERS: np.dtype((np.float32, (1 + len(NAMES),)))},
-        grown=data.strides.grown,
+        prepared_length=data.strides.grown,
     )
 
 
@@ -180,8 +180,8 @@ class BlockSampling:
         self, batch: Batch, forest: Batch, spots: BlockPositions, noise: np.ndarray, scorer: Scorer
     ) -> Batch:
         """The forest [M, B, U] with what the policy says in its blocks, and what that is worth."""
-        held = scorer.held()
-        roles, mesh = held.roles, held.roles.parts.mesh
+        held = scorer.snapshot()
+        roles, mesh = held.roles, held.roles.bundle.mesh
         draw = make_draw(
             roles.rebuild(POLICY),
             roles.rebuild(FEATURES),

@@ -74,7 +74,7 @@ class Precomputed:
         table = LogpTable(found)
         if found is not None:
             self.data.log(f"reference log-probs of {len(table):,} answers, read from {folder}")
-        if scorer.held().step > 0:
+        if scorer.snapshot().step > 0:
             if found is None:
                 raise UserError(
                     f"the reference log-probs that this run began with are not in {self.folder}"

@@ -16,7 +16,12 @@ import numpy as np
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
-from jaxtrain.core.bundle import ModelBundle, assemble_beside, find_architecture, find_tokenizer
+from jaxtrain.core.bundle import (
+    ModelBundle,
+    build_auxiliary_bundle,
+    find_architecture,
+    find_tokenizer,
+)
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.errors import UserError
@@ -60,7 +65,7 @@ def open_judges(config: Config, parts: ModelBundle) -> dict[RewardModelJudge, Ro
                 f"{key} reads other tokens than the policy, whose tokens it is to judge; serve it"
                 ' with vLLM and use function "vllm_reward", which sends texts'
             )
-        role = Role(assemble_beside(reward.model, parts, key, head), "own", in_loss=False)
+        role = Role(build_auxiliary_bundle(reward.model, parts, key, head), "own", in_loss=False)
         found[RewardModelJudge(f"judge_{index}", reward.label, reward.weight, per == "token")] = (
             role
         )

@@ -72,7 +72,7 @@ class OnPolicy:
         if source.last_part and (batches or source.part):
             self.publisher.sleep()  # of a round with nothing to train the next is drawn at once
         with live.phase("scoring the answers"):
-            live.turn_to(source.policy)
+            live.activate_policy(source.policy)
             round = Round(
                 batches,
                 part=source.part,
@@ -114,15 +114,15 @@ class OnPolicy:
 
     def publish(self, live: TrainingContext) -> None:
         """Bring the current weights to the engine."""
-        held: Any = live.held()
+        held: Any = live.snapshot()
         with live.phase("bringing weights to the engine"):
             rebuild = held.roles.rebuild(held.roles.trained)
             if self.policies:
-                params = {name: live.held(name).params() for name in self.policies}
+                params = {name: live.snapshot(name).params() for name in self.policies}
                 self.published = self.publisher.publish(self.source.version, params, rebuild)
                 return
-            if (draft := live.beside.get(DRAFT)) is not None:
+            if (draft := live.auxiliary.get(DRAFT)) is not None:
                 assert isinstance(self.publisher, DraftPublisher), "the config says who takes one"
-                self.publisher.use_draft(draft.held())
+                self.publisher.use_draft(draft.snapshot())
             self.published = self.publisher.publish(self.source.version, held.params(), rebuild)
         self.source.give_up_stale()  # its prompts are asked anew, now of these weights

@@ -33,12 +33,12 @@ def _open(config: Config, tokenizer: Any, *, follows: bool) -> OfflineData:
 
 def make(config: Config) -> Task:
     """Token-mean negative log-likelihood."""
-    parts = build_model_bundle(config)
-    check_packing(config, parts.architecture)
-    follows = follows_trees(parts.architecture)
+    bundle = build_model_bundle(config)
+    check_packing(config, bundle.architecture)
+    follows = follows_trees(bundle.architecture)
     return Task(
-        roles={POLICY: Role(parts)},
+        roles={POLICY: Role(bundle)},
         loss=of_policy(partial(nll_loss, impl=config.model.logp)),
         coef={"nll": 1.0},
-        data=_open(config, parts.tokenizer, follows=follows),
+        data=_open(config, bundle.tokenizer, follows=follows),
     )
