@@ -2,9 +2,10 @@
 
 import jax
 
-from jaxtrain.config import Config, DraftTask
+from jaxtrain.config import Config
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
+from jaxtrain.methods.drafts.config import DraftTask
 from jaxtrain.methods.drafts.drafting import DraftData
 from jaxtrain.methods.drafts.stored_states import StoredStates
 from jaxtrain.methods.registry import make_task

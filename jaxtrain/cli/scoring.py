@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.api import Model
 from jaxtrain.batch import Batch
-from jaxtrain.config import DataConfig, DatasetConfig, RewardModelTask
+from jaxtrain.config import DataConfig, DatasetConfig
 from jaxtrain.core.scorer import make_scores, make_topk
 from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.comparisons.answers import Answers
@@ -35,6 +35,7 @@ from jaxtrain.data.packing.tree import Node, Tree, chain
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.distributed.feed import feed, row_shards
 from jaxtrain.errors import UserError
+from jaxtrain.methods.reward_model.config import RewardModelTask
 from jaxtrain.models.build import to_host
 
 LEAST_ROW, ROW = 128, 2048

@@ -1,4 +1,11 @@
-"""The config: typed sections, how they are read, and their documentation."""
+"""The config: typed sections, how they are read, and their documentation.
+
+The section of a method is in its folder: jaxtrain/methods/NAME/config.py.
+"""
+
+import importlib
+import warnings
+from typing import Any
 
 from jaxtrain.config.adapter import AdapterConfig
 from jaxtrain.config.data import DataConfig, DatasetConfig
@@ -11,55 +18,58 @@ from jaxtrain.config.rewards import RewardConfig
 from jaxtrain.config.rollout import RolloutConfig
 from jaxtrain.config.root import Config
 from jaxtrain.config.run import CheckpointConfig, LogConfig, ParallelConfig, RunConfig
-from jaxtrain.config.task import EvalConfig, SamplingConfig, SFTTask, TreeTask
+from jaxtrain.config.task import EvalConfig, SamplingConfig
 from jaxtrain.config.vllm import VllmConfig
-from jaxtrain.methods.diffusion.config import DiffusionTask
-from jaxtrain.methods.distillation.config import DistillationTask, TeacherConfig
-from jaxtrain.methods.drafts.config import DraftConfig, DraftTask, TargetConfig
-from jaxtrain.methods.drafts.dflash_config import DFlashTask
-from jaxtrain.methods.drafts.eagle3_config import Eagle3Task
-from jaxtrain.methods.ebft.config import EBFTTask, FeatureConfig
-from jaxtrain.methods.ebft.strided_config import EBFTStridedTask
-from jaxtrain.methods.preference.config import PreferenceTask
-from jaxtrain.methods.reward_model.config import RewardModelTask
-from jaxtrain.methods.rl.config import PolicyTask, RLTask
 
 __all__ = [
     "AdapterConfig",
     "CheckpointConfig",
     "Config",
-    "DFlashTask",
     "DataConfig",
     "DatasetConfig",
-    "DistillationTask",
-    "DraftConfig",
-    "DraftTask",
-    "DiffusionTask",
-    "EBFTStridedTask",
-    "EBFTTask",
-    "Eagle3Task",
     "EnvConfig",
     "EvalConfig",
     "EvalSetConfig",
-    "FeatureConfig",
     "LogConfig",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
     "PolicyConfig",
-    "PolicyTask",
-    "PreferenceTask",
-    "RLTask",
     "RewardConfig",
-    "RewardModelTask",
     "RolloutConfig",
     "RunConfig",
-    "SFTTask",
     "SamplingConfig",
-    "TargetConfig",
-    "TeacherConfig",
-    "TreeTask",
     "VllmConfig",
     "load_config",
     "validate_config",
 ]
+
+MOVED = {
+    "DFlashTask": "drafts",
+    "DiffusionTask": "diffusion",
+    "DistillationTask": "distillation",
+    "DraftConfig": "drafts",
+    "DraftTask": "drafts",
+    "EBFTStridedTask": "ebft",
+    "EBFTTask": "ebft",
+    "Eagle3Task": "drafts",
+    "FeatureConfig": "ebft",
+    "PolicyTask": "rl",
+    "PreferenceTask": "preference",
+    "RLTask": "rl",
+    "RewardModelTask": "reward_model",
+    "SFTTask": "sft",
+    "TargetConfig": "drafts",
+    "TeacherConfig": "distillation",
+    "TreeTask": "trees",
+}
+"""Sections that were exported here, and the folder of jaxtrain/methods where each is now."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a method's section by its old place, with a warning."""
+    if name not in MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    place = f"jaxtrain.methods.{MOVED[name]}.config"
+    warnings.warn(f"import {name} from {place}, not from {__name__}", DeprecationWarning, 2)
+    return getattr(importlib.import_module(place), name)

@@ -1,16 +1,15 @@
 """Section rollout.draft_refresh: a draft that follows the policy which it guesses for."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field
 
 from jaxtrain.config.base import Section
 from jaxtrain.config.limits import ROWS
+from jaxtrain.config.methods import KINDS, load_section, union_of
 from jaxtrain.config.model import OptimConfig
-from jaxtrain.methods.drafts.config import SIZES, find_width_conflicts
-from jaxtrain.methods.drafts.dflash_config import DFlashTask
-from jaxtrain.methods.drafts.eagle3_config import Eagle3Task
+from jaxtrain.config.task import TaskSection
 
 
 class RefreshOptim(OptimConfig):
@@ -27,18 +26,27 @@ def find_kind(task: Any) -> Any:
     return task.get("kind") if isinstance(task, dict) else getattr(task, "kind", None)
 
 
+DRAFTS = {kind: load_section(kind) for kind, entry in KINDS.items() if entry.trains == "draft"}
+"""The sections of the methods that train a draft, by kind."""
+
+if TYPE_CHECKING:
+    DraftTask = TaskSection
+else:
+    DraftTask = union_of(
+        DRAFTS,
+        Discriminator(
+            find_kind,
+            custom_error_type="draft_kind",
+            custom_error_message="kind must be " + " or ".join(f'"{kind}"' for kind in DRAFTS),
+        ),
+    )
+
+
 class DraftRefresh(Section):
     """The draft of rollout.draft learns between rounds, from the answers that were just drawn and
     the policy's new weights."""
 
-    task: Annotated[
-        Annotated[DFlashTask, Tag("dflash")] | Annotated[Eagle3Task, Tag("eagle3")],
-        Discriminator(
-            find_kind,
-            custom_error_type="draft_kind",
-            custom_error_message='kind must be "dflash" or "eagle3"',
-        ),
-    ]
+    task: DraftTask
     """How it learns, as in section task of a run that trains such a draft: kind, num_anchors, ...
     """
     every: int = Field(1, ge=1, le=ROWS)
@@ -49,15 +57,6 @@ class DraftRefresh(Section):
     """As section optim, for the draft."""
 
 
-UNUSED = {
-    "target": "the target is the policy",
-    "min_loss_tokens": "every answer counts",
-    "draft_vocab_size": "rollout.draft fixes it",
-    "vocab_rows": "rollout.draft has its vocabulary",
-}
-"""Keys of a draft's task that say nothing here, and why."""
-
-
 def find_refresh_conflicts(config: Any) -> Iterator[str]:
     """Yield one sentence for each impossible combination around rollout.draft_refresh."""
     refresh, key = config.rollout.draft_refresh, "rollout.draft_refresh"
@@ -65,14 +64,7 @@ def find_refresh_conflicts(config: Any) -> Iterator[str]:
         return
     if config.rollout.draft is None:
         yield f"{key} has no effect without rollout.draft; name the draft's folder there"
-    given = refresh.task.model_dump(exclude_defaults=True)
-    for name, why in UNUSED.items():
-        if name in given:
-            yield f"{key}.task.{name} has no effect, for {why}; remove it"
-    for name in ("path", *SIZES):
-        if name in given.get("draft", {}):
-            yield f"{key}.task.draft.{name}: the draft is that of rollout.draft; remove it"
-    for text in (*refresh.task.find_own_conflicts(), *find_width_conflicts(refresh.task, config)):
+    for text in refresh.task.find_refresh_conflicts(config):
         yield text.replace("task.", f"{key}.task.")
     optim = refresh.optim
     yield from (f"{key}.{text}" for text in optim.find_moments_conflict())

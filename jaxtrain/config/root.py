@@ -1,8 +1,8 @@
 """The whole config, and the rules that span its sections."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Discriminator, InstanceOf, SerializeAsAny, Tag, model_validator
+from pydantic import Discriminator, InstanceOf, SerializeAsAny, model_validator
 
 from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
 from jaxtrain.config.base import Problems, Section
@@ -10,6 +10,7 @@ from jaxtrain.config.data import DataConfig
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
 from jaxtrain.config.limits import PASS_TOKENS, STEP_TOKENS, TOKENS
+from jaxtrain.config.methods import DEFAULT_KIND, KINDS, load_section, union_of
 from jaxtrain.config.model import OPTIMIZERS, SCHEDULES, ModelConfig, OptimConfig
 from jaxtrain.config.observers import ObserverConfig
 from jaxtrain.config.policies import PolicyConfig, find_policy_problems
@@ -26,59 +27,27 @@ from jaxtrain.config.secrets import redact
 from jaxtrain.config.task import (
     EvalConfig,
     SamplingConfig,
-    SFTTask,
     TaskSection,
-    TreeTask,
 )
-from jaxtrain.methods.diffusion.config import DiffusionTask
-from jaxtrain.methods.distillation.config import DistillationTask
-from jaxtrain.methods.drafts.dflash_config import DFlashTask
-from jaxtrain.methods.drafts.eagle3_config import Eagle3Task
-from jaxtrain.methods.ebft.config import EBFTTask
-from jaxtrain.methods.ebft.strided_config import EBFTStridedTask
-from jaxtrain.methods.preference.config import PreferenceTask
-from jaxtrain.methods.reward_model.config import RewardModelTask
-from jaxtrain.methods.rl.config import RLTask
 
-TASKS: dict[str, type[TaskSection]] = {
-    "sft": SFTTask,
-    "tree": TreeTask,
-    "reward_model": RewardModelTask,
-    "rl": RLTask,
-    "ebft": EBFTTask,
-    "distillation": DistillationTask,
-    "preference": PreferenceTask,
-    "dflash": DFlashTask,
-    "eagle3": Eagle3Task,
-    "diffusion": DiffusionTask,
-    "ebft_strided": EBFTStridedTask,
-}
-"""The methods that are built in, by task.kind."""
+TASKS: dict[str, type[TaskSection]] = {kind: load_section(kind) for kind in KINDS}
+"""The sections of the built-in methods, by task.kind."""
 OUTSIDE = "outside"
 
 
 def find_tag(task: Any) -> str:
-    """Which member of the union `Config.task` a table or a section belongs to."""
-    kind = task.get("kind", "sft") if isinstance(task, dict) else getattr(task, "kind", None)
+    """Return the member of the union `Config.task` that a table or a section belongs to."""
+    kind = task.get("kind", DEFAULT_KIND) if isinstance(task, dict) else getattr(task, "kind", None)
     return kind if isinstance(kind, str) and kind in TASKS else OUTSIDE
 
 
-Task = Annotated[
-    Annotated[SFTTask, Tag("sft")]
-    | Annotated[TreeTask, Tag("tree")]
-    | Annotated[RewardModelTask, Tag("reward_model")]
-    | Annotated[RLTask, Tag("rl")]
-    | Annotated[EBFTTask, Tag("ebft")]
-    | Annotated[DistillationTask, Tag("distillation")]
-    | Annotated[PreferenceTask, Tag("preference")]
-    | Annotated[DFlashTask, Tag("dflash")]
-    | Annotated[Eagle3Task, Tag("eagle3")]
-    | Annotated[DiffusionTask, Tag("diffusion")]
-    | Annotated[EBFTStridedTask, Tag("ebft_strided")]
-    | Annotated[SerializeAsAny[InstanceOf[TaskSection]], Tag(OUTSIDE)],
-    Discriminator(find_tag),
-]
-"""Section task. That of a method from outside is made by `load.validate_config`."""
+if TYPE_CHECKING:
+    Task = TaskSection
+else:
+    Task = union_of(
+        {**TASKS, OUTSIDE: SerializeAsAny[InstanceOf[TaskSection]]}, Discriminator(find_tag)
+    )
+"""Section task. `load.validate_config` builds that of a plug-in."""
 
 
 class Config(Section):
@@ -88,7 +57,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
     data: DataConfig = DataConfig()
-    task: Task = SFTTask()
+    task: Task = TASKS[DEFAULT_KIND]()
     optim: OptimConfig = OptimConfig()
     parallel: ParallelConfig = ParallelConfig()
     eval: EvalConfig = EvalConfig()

@@ -1,23 +1,11 @@
-"""The methods, by task.kind: what each is stands in its file here, as a `core.task.Task`."""
+"""From task.kind to the method and its `core.task.Task`."""
 
 from jaxtrain import plugins
 from jaxtrain.config import Config
+from jaxtrain.config.methods import KINDS
 from jaxtrain.core.task import Method, Task
-from jaxtrain.methods.drafts.refresh import with_refresh
 
-METHODS = {
-    "sft": "jaxtrain.methods.sft.method",
-    "tree": "jaxtrain.methods.trees.method",
-    "reward_model": "jaxtrain.methods.reward_model.method",
-    "rl": "jaxtrain.methods.rl.method",
-    "ebft": "jaxtrain.methods.ebft.method",
-    "distillation": "jaxtrain.methods.distillation.method",
-    "preference": "jaxtrain.methods.preference.method",
-    "dflash": "jaxtrain.methods.drafts.dflash_method",
-    "eagle3": "jaxtrain.methods.drafts.eagle3_method",
-    "diffusion": "jaxtrain.methods.diffusion.method",
-    "ebft_strided": "jaxtrain.methods.ebft.strided_method",
-}
+METHODS = {kind: entry.method for kind, entry in KINDS.items()}
 
 
 def find_method(config: Config) -> Method:
@@ -31,5 +19,7 @@ def make_task(config: Config) -> Task:
     refresh = config.rollout.draft_refresh
     if refresh is None or config.rollout.draft is None:
         return task
+    from jaxtrain.methods.drafts.refresh import with_refresh
+
     taught = config.model_copy(update={"task": refresh.task})
     return with_refresh(task, config, find_method(taught))

@@ -2,8 +2,9 @@
 
 import pytest
 
-from jaxtrain.config import TreeTask, validate_config
+from jaxtrain.config import validate_config
 from jaxtrain.errors import UserError
+from jaxtrain.methods.trees.config import TreeTask
 
 
 def validate(data=None, dataset=None, **task):
@@ -38,7 +39,7 @@ def test_a_tree_task_is_read():
         ({"kind": "sft", "dataset": {"path": "builtin:caterpillar"}}, 'task.kind to "tree"'),
         ({"mod": "tree"}, "task.mod: unknown key 'mod'; did you mean 'mode'"),
         ({"mode": "trees"}, "task.mode: .*'per_branch'"),
-        ({"kind": "forest"}, "no 'forest'; built in: sft, tree"),
+        ({"kind": "forest"}, "no 'forest'; built in: sft, dflash"),
     ],
 )
 def test_impossible_settings_are_refused_in_a_line(settings, message):

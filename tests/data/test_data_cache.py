@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxtrain.config import DataConfig, DatasetConfig, TreeTask
+from jaxtrain.config import DataConfig, DatasetConfig
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.comparisons.pairs import PairTrees
 from jaxtrain.data.comparisons.preferences import Preferences
@@ -23,6 +23,7 @@ from jaxtrain.data.sources import cache
 from jaxtrain.data.sources.cache import cache_part, is_whole
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
+from jaxtrain.methods.trees.config import TreeTask
 from jaxtrain.methods.trees.data import Trees
 
 STEP = {"seed": 5, "rows_per_microstep": 2, "microsteps": 1}

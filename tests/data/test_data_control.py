@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from jaxtrain.config import TreeTask
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat.control_tokens import Encoder, encoder_of
 from jaxtrain.data.chat.template import Renderer, encode, load_tokenizer, prompt_tokens, render_text
@@ -19,6 +18,7 @@ from jaxtrain.data.formats import make_row_tokenizer
 from jaxtrain.environments.history import TokenHistory, TurnTemplate
 from jaxtrain.environments.single_turn import SingleTurn
 from jaxtrain.generation.engine import Completion
+from jaxtrain.methods.trees.config import TreeTask
 from jaxtrain.methods.trees.data import Trees, _open_trees
 
 ROOT = Path(__file__).parents[2]

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from jaxtrain.batch import check_batch
-from jaxtrain.config import DataConfig, DatasetConfig, TreeTask
+from jaxtrain.config import DataConfig, DatasetConfig
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.packing.tree import Tree
 from jaxtrain.data.packing.tree_preview import describe_part
 from jaxtrain.data.pipeline import count_steps, eval_batches, open_source
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.errors import UserError
+from jaxtrain.methods.trees.config import TreeTask
 from jaxtrain.methods.trees.data import Trees
 
 TREES = DatasetConfig(

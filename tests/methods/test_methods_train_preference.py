@@ -18,7 +18,6 @@ import pytest
 from test_methods_tree_exactness import float64, start
 from toy_run import MODEL
 
-from jaxtrain.config import PreferenceTask
 from jaxtrain.core.losses.logp import token_logp
 from jaxtrain.core.step import State, make_step
 from jaxtrain.core.task import Round, of_policy
@@ -27,6 +26,7 @@ from jaxtrain.data.comparisons.ranked import Ranked, RankedAnswer, RankedPair
 from jaxtrain.data.packing.pack import lay_out
 from jaxtrain.data.packing.steps import StepShape
 from jaxtrain.main import main
+from jaxtrain.methods.preference.config import PreferenceTask
 from jaxtrain.methods.preference.cross_batch_stats import list_groups, mismatch
 from jaxtrain.methods.preference.loss import preference_loss
 from jaxtrain.methods.preference.method import (

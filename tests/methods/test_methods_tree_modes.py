@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain.config import DataConfig, TreeTask
+from jaxtrain.config import DataConfig
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.step import init_state, make_step
 from jaxtrain.data.packing.pack import Fields, build_batch, lay_out, stack_batches
@@ -24,6 +24,7 @@ from jaxtrain.data.sources.row_views import SyntheticTurns
 from jaxtrain.distributed.feed import feed
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.methods.trees.builders import LengthLimits, build_units
+from jaxtrain.methods.trees.config import TreeTask
 from jaxtrain.methods.trees.data import Trees
 from jaxtrain.methods.trees.turns import TrainedParts, make_turns
 from jaxtrain.models import build

@@ -1,1 +1,5 @@
 """Masked diffusion."""
+
+KINDS = {
+    "diffusion": {"section": "config:DiffusionTask", "method": "method"},
+}

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import Config, DiffusionTask
+from jaxtrain.config import Config
 from jaxtrain.core.bundle import ModelBundle, build_model_bundle, keep_task
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
@@ -25,7 +25,7 @@ from jaxtrain.data.chat.template import end_of_turn_ids
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
 from jaxtrain.generation.local.diffusion_sampler import Unmasking, UnmaskingSampler
-from jaxtrain.methods.diffusion.config import WRITING
+from jaxtrain.methods.diffusion.config import WRITING, DiffusionTask
 from jaxtrain.methods.diffusion.data import SingleAnswers
 from jaxtrain.methods.diffusion.loss import COMPONENT, diffusion_loss
 from jaxtrain.methods.diffusion.mask_token import MaskToken, choose_mask_token

@@ -1,1 +1,5 @@
 """Distillation from a teacher."""
+
+KINDS = {
+    "distillation": {"section": "config:DistillationTask", "method": "method"},
+}

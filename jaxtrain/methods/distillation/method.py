@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config, DatasetConfig, DistillationTask
+from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.core.bundle import (
     ModelBundle,
     build_auxiliary_bundle,
@@ -31,6 +31,7 @@ from jaxtrain.generation.engines import find_engine
 from jaxtrain.generation.offline_answers import OfflineAnswers
 from jaxtrain.generation.vllm.teacher import TeacherServer
 from jaxtrain.huggingface.tokenizer import compare_vocabularies
+from jaxtrain.methods.distillation.config import DistillationTask
 from jaxtrain.methods.distillation.data import TeacherRecipe
 from jaxtrain.methods.distillation.loss import (
     COMPONENT,

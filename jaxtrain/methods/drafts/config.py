@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
-from jaxtrain.config.limits import ROWS, TOKENS
+from jaxtrain.config.limits import ITEMS, ROWS, TOKENS
 from jaxtrain.config.model import DTYPE
 from jaxtrain.config.task import TaskSection
 
@@ -58,6 +58,15 @@ SIZES = (
 """Keys that a draft folder fixes."""
 
 
+UNUSED_IN_REFRESH = {
+    "target": "the target is the policy",
+    "min_loss_tokens": "every answer counts",
+    "draft_vocab_size": "rollout.draft fixes it",
+    "vocab_rows": "rollout.draft has its vocabulary",
+}
+"""Keys that have no effect in rollout.draft_refresh.task, and why."""
+
+
 class TargetConfig(Section):
     """Where the states of the target come from."""
 
@@ -101,10 +110,97 @@ class DraftTask(TaskSection):
         """Yield one sentence for each impossible combination of keys of this section."""
         return iter(())
 
+    def find_refresh_conflicts(self, config: Any) -> Iterator[str]:
+        """Yield one sentence for each key that does not go into rollout.draft_refresh.task."""
+        changed = self.model_dump(exclude_defaults=True)
+        for name, reason in UNUSED_IN_REFRESH.items():
+            if name in changed:
+                yield f"task.{name} has no effect, for {reason}; remove it"
+        for name in ("path", *SIZES):
+            if name in changed.get("draft", {}):
+                yield f"task.draft.{name}: the draft is that of rollout.draft; remove it"
+        yield from self.find_own_conflicts()
+        yield from find_width_conflicts(self, config)
+
     def started_from(self, config: Any) -> str:
         """See TaskSection."""
         target = super().started_from(config)
         return f"{self.draft.path or 'random weights'} as a draft of {target}"
+
+
+class DFlashTask(DraftTask):
+    """DFlash: a draft that guesses all tokens of a block at once, from states of the target."""
+
+    kind: Literal["dflash"] = "dflash"
+    """The training method."""
+    block_size: int | None = Field(None, ge=2, le=256)
+    """Tokens of a block: the one that is known and those that are guessed. Unset: 16, or as many as
+    the draft folder has that training goes on from."""
+    num_anchors: int = Field(512, ge=1, le=TOKENS)
+    """Most blocks of a packed row; they begin at trained tokens, drawn anew in every step."""
+    decay: float | None = Field(7.0, gt=0, le=1e6)
+    """Weight of the j-th guess: exp(-(j - 1) / decay). Unset: all alike."""
+    weighting: Literal[
+        "decay", "dpace", "cumulative-confidence-only", "continuation-value-only"
+    ] = "decay"
+    """What else weighs a guess. decay: nothing. The others go by the draft's own probabilities of
+    the right tokens, smoothed (alpha), and do without decay: cumulative-confidence-only: their
+    product up to the guess, which is how likely it is to count; dpace: the sum of these products
+    from the guess on; continuation-value-only: that sum divided by the product."""
+    alpha: float = Field(0.5, ge=0, le=1)
+    """Weightings by confidence: share of 1 in a smoothed probability."""
+    min_loss_tokens: int = Field(32, ge=0, le=TOKENS)
+    """Samples with fewer trained tokens are left out, and counted."""
+
+    def find_own_conflicts(self) -> Iterator[str]:
+        """See DraftTask."""
+        given = self.model_dump(exclude_defaults=True)
+        if self.weighting == "decay" and "alpha" in given:
+            yield 'task.alpha has no effect with task.weighting "decay"; remove it'
+        if self.weighting != "decay" and "decay" in given:
+            yield f"task.decay has no effect with task.weighting {self.weighting!r}; remove it"
+
+
+class Eagle3Task(DraftTask):
+    """Eagle3: a draft of one layer that guesses token by token, trained on its own states."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    """The training method."""
+    length: int | None = Field(None, ge=1, le=64)
+    """Steps of the unroll in training, and tokens that the draft guesses. Unset: 7, or as many as
+    the draft folder has that training goes on from."""
+    decay: float = Field(0.8, gt=0, le=1)
+    """Factor of the loss of each further step."""
+    draft_vocab_size: int | None = Field(None, ge=1, le=2**24)
+    """Tokens that the draft can say, the most frequent ones among the trained tokens of the data.
+    Unset: 32000, or all of a smaller vocabulary."""
+    vocab_rows: int = Field(200_000, ge=1, le=ITEMS)
+    """Rows of each dataset that are counted for it, drawn by run.seed; of a stream the first."""
+    loss: Literal["soft", "alpha", "lambda"] = "soft"
+    """What a guess is held to, p being the target's distribution over what the draft can say and q
+    the draft's. soft: the cross-entropy -sum p log q. The others (LK losses) go by a = sum min(p,
+    q), the chance that a sampled guess is accepted: alpha: -log a; lambda: k KL(p | q) + (1 - k)
+    (1 - a) with k = kl_scale x exp(-kl_decay x a)."""
+    kl_scale: float = Field(1.0, ge=0, le=1)
+    """loss lambda: share of the KL divergence where nothing is accepted yet."""
+    kl_decay: float = Field(3.0, ge=0, le=1e3)
+    """loss lambda: how fast that share falls as more is accepted."""
+
+    def find_own_conflicts(self) -> Iterator[str]:
+        """See DraftTask."""
+        draft = self.draft
+        if draft.num_layers not in (None, 1):
+            yield f"task.draft.num_layers {draft.num_layers}: an Eagle3 draft has one; remove it"
+        for key in ("attention_bias", "mask_token_id", "layer_types", "sliding_window"):
+            if getattr(draft, key):
+                yield f"task.draft.{key} has no meaning for an Eagle3 draft; remove it"
+        given = self.model_dump(exclude_defaults=True)
+        if draft.path is not None and "draft_vocab_size" in given:
+            yield (f"task.draft_vocab_size is fixed by task.draft.path {draft.path!r}; remove it")
+        if self.loss != "lambda":
+            for key in ("kl_scale", "kl_decay"):
+                if key in given:
+                    yield f'task.{key} is for task.loss "lambda", not {self.loss!r}; remove it'
 
 
 def find_draft_conflicts(config: Any) -> Iterator[str]:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.batch import ANCHOR, NEXT, Batch
-from jaxtrain.config import Config, DFlashTask
+from jaxtrain.config import Config
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.roles import Models
 from jaxtrain.core.task import DRAFT, Task
 from jaxtrain.errors import UserError
 from jaxtrain.methods.drafts.anchors import lay_blocks
+from jaxtrain.methods.drafts.config import DFlashTask
 from jaxtrain.methods.drafts.dflash_loss import COMPONENT, DFlashLossOptions, dflash_loss
 from jaxtrain.methods.drafts.draft_model import assemble_draft, assemble_target, find_mask_token
 from jaxtrain.methods.drafts.drafting import (

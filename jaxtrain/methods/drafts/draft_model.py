@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.adapters.spec import Adapter
-from jaxtrain.config import Config, DraftTask
+from jaxtrain.config import Config
 from jaxtrain.core.bundle import ModelBundle, build_model_bundle, find_folder
 from jaxtrain.distributed.mesh import is_main_process, make_mesh, split_devices
 from jaxtrain.errors import UserError
 from jaxtrain.methods.drafts.config import DraftConfig as DraftSection
+from jaxtrain.methods.drafts.config import DraftTask
 from jaxtrain.models import build
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.draft import (

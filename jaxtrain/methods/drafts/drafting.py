@@ -15,12 +15,13 @@ import numpy as np
 from rich.console import Console
 
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config, DraftTask
+from jaxtrain.config import Config
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.roles import Models, Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import DRAFT, Round, Task
 from jaxtrain.errors import UserError
+from jaxtrain.methods.drafts.config import DraftTask
 from jaxtrain.methods.drafts.data import DraftSequences
 from jaxtrain.methods.drafts.draft_model import ends_of
 from jaxtrain.methods.drafts.prefetch import CaptureStage, PrefetchedRounds

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.batch import NEXT, Batch
-from jaxtrain.config import Config, Eagle3Task
+from jaxtrain.config import Config
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.roles import Models, Role
 from jaxtrain.core.task import DRAFT, Task
 from jaxtrain.distributed.broadcast import broadcast_or_raise
 from jaxtrain.errors import UserError
 from jaxtrain.methods.drafts.anchors import WEIGHTS, count_branches, draw_next
+from jaxtrain.methods.drafts.config import Eagle3Task
 from jaxtrain.methods.drafts.draft_model import assemble_draft, assemble_target
 from jaxtrain.methods.drafts.drafting import (
     TARGET,

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config, DatasetConfig, DraftTask
+from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.data.progress import Progress
 from jaxtrain.data.sources.cache import describe_tokenizer
 from jaxtrain.data.sources.readers import is_stream
@@ -27,6 +27,7 @@ from jaxtrain.distributed.feed import place_of, put
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.fingerprint import fingerprint
 from jaxtrain.methods.drafts.capture import FrozenTarget
+from jaxtrain.methods.drafts.config import DraftTask
 from jaxtrain.methods.drafts.state_store import (
     KEY_BYTES,
     StateLayout,

@@ -13,11 +13,12 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config, DraftTask
+from jaxtrain.config import Config
 from jaxtrain.core.bundle import ModelBundle, abstract_params
 from jaxtrain.distributed.feed import place_of
 from jaxtrain.distributed.reshard import move
 from jaxtrain.methods.drafts.capture import FrozenTarget
+from jaxtrain.methods.drafts.config import DraftTask
 from jaxtrain.methods.drafts.draft_model import move_target
 from jaxtrain.methods.drafts.prefetch import CaptureStage
 from jaxtrain.methods.drafts.stored_states import StoredStates

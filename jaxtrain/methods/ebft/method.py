@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config, DatasetConfig, EBFTTask
+from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.roles import ModelSnapshot
 from jaxtrain.core.scorer import Scorer
@@ -34,6 +34,7 @@ from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import RunStopped
 from jaxtrain.generation.episodes import Episode, Group
 from jaxtrain.generation.prompt_rows import PromptRows, open_prompts
+from jaxtrain.methods.ebft.config import EBFTTask
 from jaxtrain.methods.ebft.feature_matching import rewards
 from jaxtrain.methods.ebft.features import (
     FEATURES,

@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config, EBFTStridedTask
+from jaxtrain.config import Config
 from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
@@ -36,6 +36,7 @@ from jaxtrain.methods.ebft.blocks import (
     lay_blocks,
 )
 from jaxtrain.methods.ebft.branch_sampler import SamplingOptions, branches, draw_blocks
+from jaxtrain.methods.ebft.config import EBFTStridedTask
 from jaxtrain.methods.ebft.features import FEATURES, feature_role
 from jaxtrain.methods.ebft.strided_data import BlockSequences
 from jaxtrain.methods.ebft.strided_loss import (

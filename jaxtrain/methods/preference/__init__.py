@@ -1,1 +1,5 @@
 """Preference optimization."""
+
+KINDS = {
+    "preference": {"section": "config:PreferenceTask", "method": "method"},
+}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config, PreferenceTask
+from jaxtrain.config import Config
 from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
@@ -30,6 +30,7 @@ from jaxtrain.data.comparisons.preferences import Preferences
 from jaxtrain.data.packing.pack import Fields
 from jaxtrain.data.packing.steps import StepShape
 from jaxtrain.methods.offline import OfflineData
+from jaxtrain.methods.preference.config import PreferenceTask
 from jaxtrain.methods.preference.cross_batch_stats import at_same_rank, mismatch, sum_sides
 from jaxtrain.methods.preference.loss import PreferenceObjective, preference_loss
 from jaxtrain.methods.preference.precomputed import Precomputed

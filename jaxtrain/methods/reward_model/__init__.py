@@ -1,1 +1,5 @@
 """Reward models."""
+
+KINDS = {
+    "reward_model": {"section": "config:RewardModelTask", "method": "method"},
+}

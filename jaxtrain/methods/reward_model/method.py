@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import Config, RewardModelTask
+from jaxtrain.config import Config
 from jaxtrain.core.bundle import ModelBundle, build_model_bundle
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
@@ -19,6 +19,7 @@ from jaxtrain.data.comparisons.preferences import Preferences
 from jaxtrain.data.comparisons.stepwise import STEP, Stepwise
 from jaxtrain.data.packing.pack import Fields
 from jaxtrain.methods.offline import OfflineData, check_packing
+from jaxtrain.methods.reward_model.config import RewardModelTask
 from jaxtrain.methods.reward_model.loss import pair_loss, step_loss
 from jaxtrain.models.scores import ScoreHead, split_architecture
 from jaxtrain.models.trees import require_trees

@@ -1,1 +1,5 @@
 """Reinforcement learning."""
+
+KINDS = {
+    "rl": {"section": "config:RLTask", "method": "method"},
+}

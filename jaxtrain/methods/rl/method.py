@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.batch import ROUTED, Batch, RouteShape
-from jaxtrain.config import Config, PolicyTask, RLTask
+from jaxtrain.config import Config
 from jaxtrain.config.policies import list_trained
 from jaxtrain.core.bundle import build_model_bundle, read_architecture, read_start
 from jaxtrain.core.roles import Role
@@ -25,6 +25,7 @@ from jaxtrain.generation.engines import find_engine
 from jaxtrain.methods.offline import check_packing
 from jaxtrain.methods.reference_model import REFERENCE, find_reference, mixing
 from jaxtrain.methods.rl.batch_builder import EPISODE, TURN, BatchBuilder, stream_dtypes
+from jaxtrain.methods.rl.config import PolicyTask, RLTask
 from jaxtrain.methods.rl.judges import RewardModelJudge, ask_judges, judge_table, open_judges
 from jaxtrain.methods.rl.loss import LOGP_FLOOR, PolicyObjective, policy_loss
 from jaxtrain.methods.rl.mismatch import RoundComparison

@@ -1,1 +1,5 @@
 """Supervised fine-tuning."""
+
+KINDS = {
+    "sft": {"section": "config:SFTTask", "method": "method"},
+}

@@ -3,13 +3,14 @@
 from functools import partial
 from typing import Any
 
-from jaxtrain.config import Config, SFTTask
+from jaxtrain.config import Config
 from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.roles import Role
 from jaxtrain.core.task import POLICY, Task, of_policy
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.methods.offline import OfflineData, check_packing
+from jaxtrain.methods.sft.config import SFTTask
 from jaxtrain.models.trees import follows_trees
 
 Section = SFTTask

@@ -1,1 +1,5 @@
 """Tree training on agent trajectories."""
+
+KINDS = {
+    "tree": {"section": "config:TreeTask", "method": "method"},
+}

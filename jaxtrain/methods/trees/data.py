@@ -6,7 +6,6 @@ from rich.console import Console
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.config.limits import ITEMS, TOKENS
-from jaxtrain.config.task import TreeTask
 from jaxtrain.data.chat.messages import MalformedRow, read_tools
 from jaxtrain.data.packing.pack import NLL, Fields, Normalize
 from jaxtrain.data.packing.tree_preview import TreeProbe, describe_part, probe_trees
@@ -16,6 +15,7 @@ from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.data.sources.row_views import GroupedRows, SyntheticTurns
 from jaxtrain.errors import UserError
 from jaxtrain.methods.trees.builders import LengthLimits, TreeBuilder
+from jaxtrain.methods.trees.config import TreeTask
 from jaxtrain.methods.trees.selection import select_rows
 from jaxtrain.methods.trees.turns import TrainedParts
 from jaxtrain.safe_io import parse_json, read_text

@@ -6,12 +6,13 @@ The loss is SFT's; what differs is what rows of data become, and the weights of 
 from functools import partial
 from typing import Any
 
-from jaxtrain.config import Config, TreeTask
+from jaxtrain.config import Config
 from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.roles import Role
 from jaxtrain.core.task import POLICY, Task, of_policy
 from jaxtrain.methods.offline import OfflineData, check_packing
+from jaxtrain.methods.trees.config import TreeTask
 from jaxtrain.methods.trees.data import Trees
 from jaxtrain.models.trees import require_trees
 
