@@ -18,16 +18,12 @@ look for the last question first or that count, are None here and are rendered a
 
 import functools
 import itertools
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
-
-from jaxtrain.errors import UserError
-from jaxtrain.huggingface.chat_template import BudgetInstrumenter, TemplateFailed, parse, run
 
 MARK, NOTHING = "jaxtrain_mark", "jaxtrain_nothing"
 OF_LOOP = frozenset("first last index index0 previtem nextitem depth depth0".split())
@@ -65,22 +61,12 @@ class Prefixes:
         return "".join(self.bodies[:count]) + ends[count - 1]
 
 
-def render_prefixes(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any
-) -> Prefixes | None:
-    """All beginnings of a conversation; None where only rendering each of them tells."""
-    try:
-        program = mark_template(tokenizer.get_chat_template(tools=tools or None))
-        if program is None or not messages:
-            return None
-        mark = secrets.token_hex(16)
-        text = run(tokenizer, messages, tools, False, program, **{MARK: mark})
-    except (UserError, TemplateFailed, ValueError):
-        return None  # of some beginning, or of all: rendering each says which and why
-    before, *rest = text.split(mark)
-    if len(rest) != WAYS * len(messages):
+def split_marked(text: str, mark: str, count: int) -> Prefixes | None:
+    """Read what a marked program wrote; None if messages contain the mark or turns are missing."""
+    before, *parts = text.split(mark)
+    if len(parts) != WAYS * count:
         return None
-    bodies, lasts, ends, prompts = (rest[way::WAYS] for way in range(WAYS))
+    bodies, lasts, ends, prompts = (parts[way::WAYS] for way in range(WAYS))
     return Prefixes(
         (before, *bodies),
         tuple(last + end for last, end in zip(lasts, ends, strict=True)),
@@ -90,7 +76,7 @@ def render_prefixes(
 
 @functools.lru_cache(maxsize=64)
 def mark_template(text: str) -> nodes.Template | None:
-    """The program for a template, guarded as all are; None where it is not one of these."""
+    """Build the marked program of a template; None unless the module's docstring describes it."""
     tree = parse(text)
     loops = [index for index, node in enumerate(tree.body) if _is_loop(node)]
     if len(loops) != 1:
@@ -115,7 +101,16 @@ def mark_template(text: str) -> nodes.Template | None:
     tree.body = tree.body[: place + 1]
     assert tree.environment is not None, "a parsed tree has one"
     tree.set_environment(tree.environment)
-    return BudgetInstrumenter().visit(tree)
+    return tree
+
+
+def parse(text: str) -> nodes.Template:
+    """Parse a template into its syntax tree."""
+    from transformers.utils import chat_template_utils  # slow to import
+
+    # The one place where transformers keeps its filters, functions and tags for templates.
+    environment = chat_template_utils._compile_jinja_template("").environment
+    return environment.parse(text)
 
 
 def _is_loop(node: nodes.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Chat templates of strangers: what ends is as transformers renders it, what does not is stopped."""
+"""Untrusted chat templates: those that end render as in transformers, the others are stopped."""
 
 # ruff: noqa: E501  (templates are written in long lines)
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface import template_budget
+from jaxtrain.huggingface import chat_template
 from jaxtrain.huggingface.chat_template import TemplateFailed, render
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": ["é", None]}}}
@@ -104,7 +104,6 @@ BOMBS = [
     "{{ 'a' | center(10**10) }}",
     "{{ 'a' | attr('center')(10**10) }}",
     "{% set f = 'a'.zfill %}{{ f(10**10) }}",
-    "{{ '\t'.expandtabs(10**10) }}",
     "{{ 'a\n' | indent(10**9) }}",
     "{{ ('x' * 1000000) | wordwrap(1, wrapstring='y' * 1000000) }}",
     "{{ '%10000000000d' % 1 }}",
@@ -115,6 +114,9 @@ BOMBS = [
     "{{ messages | tojson(indent=10**9) }}",
     "{{ 'abc' | batch(10**9, 'x') | list }}",
     "{% for m in messages %}{{ 'a' * 3000000 }}{% endfor %}",
+    "{{ lipsum(n=10**7) }}",
+    "{{ range(99999) | map('center', 1000000) | list }}",
+    "{{ (1).to_bytes(10**10, 'big') }}",
 ]
 ENDS = [
     "{% for a in range(10**9) %}x{% endfor %}",
@@ -122,10 +124,7 @@ ENDS = [
     "{% for x in messages recursive %}{{ loop(messages) }}{% endfor %}",
     "{{ ''.__class__.__mro__ }}",
     "{{ messages.append(1) }}",
-    "{{ lipsum(n=10**7) }}",
-    "{{ range(99999) | map('center', 1000000) | list }}",
-    "{{ (1).to_bytes(10**10, 'big') }}",
-    "{{ ([[1] * 100] * 100) | sum(start=[]) }}",
+    "{{ '\t'.expandtabs(10**10) }}",
     "{{ 1 / 0 }}",
     "{{ nothing.x }}",
     "{% include 'x' %}",
@@ -144,12 +143,12 @@ BROKEN = [
 
 @pytest.fixture
 def little_time(monkeypatch):
-    monkeypatch.setattr(template_budget, "SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
 
 
-def look(tokenizer, text):
-    """How a template ends; soon, in a sentence, and within little memory."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def try_render(tokenizer, text):
+    """Return the rendering or the error; this process spends neither time nor memory on it."""
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.thread_time()
     try:
         return render(with_template(tokenizer, text), MESSAGES, TOOLS, True)
@@ -157,26 +156,25 @@ def look(tokenizer, text):
         assert len(str(error)) < 1000 and "\x1b" not in str(error)
         return error
     finally:
-        assert time.thread_time() - start < 5
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        assert grown < 1.2 * 2**20, "KiB: the budget, and what stands beside it"
+        assert time.thread_time() - start < 2
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2**16, "KiB"
 
 
 @pytest.mark.parametrize("text", BOMBS)
 def test_templates_without_end_are_stopped(tokenizer, little_time, text):
-    error = look(tokenizer, text)
+    error = try_render(tokenizer, text)
     assert isinstance(error, UserError) and "is stopped" in str(error)
     assert "model.chat_template" in str(error)
 
 
 @pytest.mark.parametrize("text", ENDS)
-def test_what_the_sandbox_refuses_is_said_of_the_row(tokenizer, text):
-    assert isinstance(look(tokenizer, text), TemplateFailed)
+def test_exceptions_of_templates_are_reported_for_the_row(tokenizer, text):
+    assert isinstance(try_render(tokenizer, text), TemplateFailed)
 
 
 @pytest.mark.parametrize("text", BROKEN)
-def test_what_is_no_template_is_named(tokenizer, text):
-    error = look(tokenizer, text)
+def test_unreadable_templates_are_named(tokenizer, text):
+    error = try_render(tokenizer, text)
     assert isinstance(error, UserError) and "model.chat_template" in str(error)
 
 
@@ -209,6 +207,19 @@ def grow(inner):
 EXPRESSIONS = st.recursive(LEAF, grow, max_leaves=6)
 
 
+def test_a_worker_that_was_killed_is_replaced(tokenizer):
+    tokenizer = with_template(tokenizer, "{{ messages | length }}")
+    assert render(tokenizer, MESSAGES, None, False) == "5"
+    chat_template._worker._process.kill()
+    chat_template._worker._process.wait()
+    for _ in range(2):
+        try:
+            assert render(tokenizer, MESSAGES, None, False) == "5"
+        except UserError as error:
+            assert "does not answer" in str(error)
+    assert render(tokenizer, MESSAGES, None, False) == "5"
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(EXPRESSIONS)
 def test_any_expression_ends(tokenizer, expression):
@@ -216,8 +227,6 @@ def test_any_expression_ends(tokenizer, expression):
         "{% set ns = namespace(x='a') %}{% for i in range(30) %}"
         "{% set ns.x = " + expression + " %}{% endfor %}{{ ns.x }}"
     )
-    template_budget.SECONDS, kept = 0.2, template_budget.SECONDS
-    try:
-        look(tokenizer, text)
-    finally:
-        template_budget.SECONDS = kept
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template, "SECONDS", 0.2)
+        try_render(tokenizer, text)

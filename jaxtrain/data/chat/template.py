@@ -33,8 +33,7 @@ from jaxtrain.data.chat.control_tokens import Encoder, SpecialTokens, encoder_of
 from jaxtrain.data.chat.named_templates import BUILTIN, read_template, require_tokens
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.chat_template import TemplateFailed as TemplateFailed
-from jaxtrain.huggingface.chat_template import render
-from jaxtrain.huggingface.plain_template import render_prefixes
+from jaxtrain.huggingface.chat_template import render, render_prefixes
 from jaxtrain.huggingface.tokenizer import open_tokenizer
 
 Message = Mapping[str, Any]

@@ -1,0 +1,155 @@
+"""The process that renders untrusted chat templates (`python -m` this module, with a socket's fd).
+
+    jaxtrain ── socket ── this process: imports transformers once, then only forks and waits
+                   └───── its fork: renders, one request at a time
+
+A template is a program: it may loop, recurse and multiply without end, also inside one call of a C
+function that no Python code can interrupt. So the kernel stops it: the fork's address space is
+limited, and a timer of its CPU time ends it. A new fork takes the place of one that was ended.
+"""
+
+import os
+import pickle
+import resource
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from jaxtrain.huggingface.plain_template import mark_template
+from jaxtrain.text_safety import escape_control_chars
+
+MEMORY_BYTES = 2**29
+"""Address space that a rendering may take beyond that of the idle process."""
+OUTPUT_LENGTH, OUTPUT_RATIO = 2**20, 20
+"""Output limit: a fixed number of characters plus a multiple of the request's bytes."""
+OUT_OF_MEMORY = 3
+"""Exit status of a fork."""
+
+
+class RenderRequest(NamedTuple):
+    """One rendering of one template."""
+
+    template: str
+    messages: Sequence[Mapping[str, Any]]
+    tools: Any
+    generation: bool
+    variables: Mapping[str, Any]
+    """Special tokens by name, and the mark between messages."""
+    marked: bool
+    """Render with a mark between messages; see `plain_template.py`."""
+
+
+class RenderReply(NamedTuple):
+    """The outcome of a request."""
+
+    kind: str
+    """text, not_plain (cannot be marked), unreadable (no template), failed (the template raised),
+    length, time, memory or crash (it was stopped)."""
+    text: str
+    """The rendering, or the reason."""
+
+
+def answer(request: RenderRequest) -> RenderReply:
+    """Render a template in this process. Raises MemoryError only."""
+    template: Any = request.template
+    try:
+        if request.marked:
+            template = mark_template(template)
+            if template is None:
+                return RenderReply("not_plain", "")
+        _compile_jinja_template(template)  # cached there: compile errors apart from the template's
+    except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError, ValueError) as error:
+        return RenderReply("unreadable", describe(error))
+    tokenizer: Any = SimpleNamespace(
+        get_chat_template=lambda *_: template, special_tokens_map=request.variables
+    )
+    try:
+        text = PreTrainedTokenizerBase.apply_chat_template(
+            tokenizer,
+            list(request.messages),  # pyright: ignore
+            tools=request.tools or None,
+            add_generation_prompt=request.generation,
+            tokenize=False,
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # an untrusted program: it may raise anything
+        return RenderReply("failed", describe(error))
+    return RenderReply("text", str(text))
+
+
+def describe(error: BaseException) -> str:
+    """Return the message of an exception as one short, printable line."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    return escape_control_chars(message)[:200]
+
+
+def serve(connection: Connection) -> None:
+    """Answer requests, each within its CPU time, until the socket is closed."""
+    while True:
+        try:
+            data = connection.recv_bytes()
+        except EOFError:
+            return
+        seconds, request = pickle.loads(data)
+        # The default action of SIGPROF ends the process, wherever it is.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            reply = answer(RenderRequest(*request))
+            limit = OUTPUT_LENGTH + OUTPUT_RATIO * len(data)
+            if len(reply.text) > limit:
+                length = f"it writes {len(reply.text)} characters; {limit} are allowed here"
+                reply = RenderReply("length", length)
+            data = encode_reply(reply)
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.send_bytes(data)
+
+
+def encode_reply(reply: RenderReply) -> bytes:
+    # Not pickled: a template that escapes the sandbox must not reach the other process.
+    return "\n".join(reply).encode("utf-8", "surrogatepass")
+
+
+def decode_reply(data: bytes) -> RenderReply:
+    kind, _, text = data.decode("utf-8", "surrogatepass").partition("\n")
+    return RenderReply(kind, text)
+
+
+def supervise(connection: Connection) -> None:
+    """Fork processes that serve, a new one whenever the last was stopped, which is reported."""
+    while child := os.fork():
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code == 0:
+            return
+        kind = {-signal.SIGPROF: "time", OUT_OF_MEMORY: "memory"}.get(code, "crash")
+        connection.send_bytes(encode_reply(RenderReply(kind, f"its process ends with {code}")))
+    limit_memory()
+    serve(connection)
+
+
+def limit_memory() -> None:
+    """Let malloc fail beyond MEMORY_BYTES more than now."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    statm = Path("/proc/self/statm")  # Linux only: elsewhere time alone is limited
+    if statm.exists():
+        size = int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # an ignored signal stays ignored after exec
+    try:
+        supervise(Connection(int(sys.argv[1])))
+    except OSError:  # the other process has ended
+        sys.exit(1)
