@@ -8,7 +8,7 @@ from jaxtrain.config.base import Section, known_in
 OBSERVERS: Mapping[str, str] = {
     "early_stop": "jaxtrain.runs.observers.early_stop:EarlyStop",
     "loss_spike": "jaxtrain.runs.observers.loss_spike:LossSpike",
-    "hub": "jaxtrain.runs.observers.hub:Hub",
+    "hub": "jaxtrain.runs.observers.hub:MetricsHub",
     "webhook": "jaxtrain.runs.observers.webhook:Webhook",
 }
 """Those that are built in."""
