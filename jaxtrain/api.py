@@ -22,7 +22,6 @@ import numpy as np
 from jaxtrain.batch import Batch
 from jaxtrain.config import SamplingConfig
 from jaxtrain.config.load import validate
-from jaxtrain.core.reopen import open_trained
 from jaxtrain.core.scorer import make_logp, make_scores
 from jaxtrain.data.chat.template import encode, end_of_turn_ids
 from jaxtrain.data.packing.branches import TreeBranch, list_branches
@@ -35,6 +34,7 @@ from jaxtrain.generation.local.draft_model import open_draft
 from jaxtrain.generation.local.requests import Requests
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.speculation import DraftedModel
+from jaxtrain.methods.reopen import open_trained
 from jaxtrain.models.build import to_host
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.models.scores import ScoreHead

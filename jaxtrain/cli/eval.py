@@ -9,7 +9,6 @@ import jax
 
 from jaxtrain.config import Config, load_config
 from jaxtrain.core.evaluate import Evaluation
-from jaxtrain.core.reopen import alone, open_trained
 from jaxtrain.core.roles import ModelSnapshot, Roles
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import Task
@@ -18,6 +17,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.engines import find_engine, with_secrets
 from jaxtrain.generation.evaluation.problem_sets import open_problem_sets
 from jaxtrain.methods.registry import make_task
+from jaxtrain.methods.reopen import alone, open_trained
 from jaxtrain.runs.run_files import take_names
 from jaxtrain.runs.samples import SAMPLES, append_samples
 from jaxtrain.runs.sinks import JsonLines

@@ -7,10 +7,10 @@ from pathlib import Path
 from jaxtrain.adapters.peft_folder import CONFIG
 from jaxtrain.core.bundle import find_folder
 from jaxtrain.core.export import export_policies, replace_folder
-from jaxtrain.core.reopen import holds_run, open_trained
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.copy import copy_folder
 from jaxtrain.huggingface.safetensors import MAX_SHARD_BYTES
+from jaxtrain.methods.reopen import holds_run, open_trained
 from jaxtrain.runs.run_files import require_replaceable
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

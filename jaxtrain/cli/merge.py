@@ -10,11 +10,11 @@ from jaxtrain.adapters.peft import write_peft
 from jaxtrain.adapters.peft_folder import CONFIG, open_peft
 from jaxtrain.core.bundle import find_folder
 from jaxtrain.core.export import find_ends, replace_folder
-from jaxtrain.core.reopen import open_trained
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import read_object
 from jaxtrain.huggingface.generation import write_generation
+from jaxtrain.methods.reopen import open_trained
 from jaxtrain.runs.run_files import require_replaceable
 
 

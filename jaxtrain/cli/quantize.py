@@ -17,12 +17,12 @@ from jaxtrain.cli.merge import merge_source
 from jaxtrain.core.bundle import find_folder
 from jaxtrain.core.evaluate import Evaluation
 from jaxtrain.core.export import replace_folder
-from jaxtrain.core.reopen import Trained, holds_run, open_trained
 from jaxtrain.core.roles import ModelSnapshot, Roles
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import read_object, spell
 from jaxtrain.huggingface.quantize import quantize_folder, require_plain
+from jaxtrain.methods.reopen import Trained, holds_run, open_trained
 from jaxtrain.models import DRAFTS, build
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.runs.run_files import require_replaceable

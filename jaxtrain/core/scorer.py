@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.batch import ROUTED, Batch
-from jaxtrain.core.losses.divergence import TopK
 from jaxtrain.core.losses.logp import token_logp
+from jaxtrain.core.losses.topk import TopK, likeliest_tokens
 from jaxtrain.core.roles import ModelSnapshot
 from jaxtrain.distributed.feed import feed
-from jaxtrain.methods.distillation.loss import likeliest_tokens
-from jaxtrain.methods.ebft.feature_matching import pool
 from jaxtrain.models.build import to_host
 from jaxtrain.models.parameters import Params, Rebuild
 
@@ -144,3 +142,16 @@ def make_scores(rebuild: Rebuild) -> Callable[[Params, Batch], jax.Array]:
         return jax.lax.map(lambda micro: model.scores(model.hidden(micro).hidden), batch)
 
     return jax.jit(score)
+
+
+def pool(states_TD: jax.Array, weights_SPT: jax.Array) -> jax.Array:
+    """Features [..., S, P * D] of states [..., T, D] under weights [..., S, P, T]; at least
+    float32."""
+    dtype = jnp.promote_types(states_TD.dtype, jnp.float32)
+    features = jnp.einsum(
+        "...spt,...td->...spd",
+        weights_SPT.astype(dtype),
+        states_TD.astype(dtype),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    return features.reshape(*features.shape[:-2], -1)

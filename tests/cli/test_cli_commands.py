@@ -126,7 +126,7 @@ def test_export_loads_in_transformers_with_the_same_logits(trained, tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed on this Python")
     transformers = pytest.importorskip("transformers")
     from jaxtrain.batch import Batch
-    from jaxtrain.core.reopen import open_trained
+    from jaxtrain.methods.reopen import open_trained
 
     folder = tmp_path / "exported"
     assert run("export", trained, "--output", folder) == 0

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from toy_run import EVEN_TOKENS, MODEL
 
-from jaxtrain.core.reopen import open_trained
 from jaxtrain.main import main
+from jaxtrain.methods.reopen import open_trained
 from jaxtrain.models import build
 from tests.docs.metric_names import require_rows
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.core.losses.divergence import TopK, plain_divergence, plain_topk, take_topk
+from jaxtrain.core.losses.divergence import plain_divergence, plain_topk
+from jaxtrain.core.losses.topk import TopK, take_topk
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.methods.distillation.loss import Distillation, sum_divergence
 

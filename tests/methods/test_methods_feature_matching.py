@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.core.scorer import pool
 from jaxtrain.methods.ebft.config import FeatureConfig
-from jaxtrain.methods.ebft.feature_matching import pool, pooling_weights, rewards, whiten
+from jaxtrain.methods.ebft.feature_matching import pooling_weights, rewards, whiten
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,7 @@ def run(config, folder, *words) -> list[dict]:
 
 
 def read_params(folder, step):
-    from jaxtrain.core.reopen import open_trained
+    from jaxtrain.methods.reopen import open_trained
 
     held = open_trained(str(folder), [], step).snapshot
     return {path: np.asarray(value) for path, value in held.params().items()}

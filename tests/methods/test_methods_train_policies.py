@@ -14,10 +14,10 @@ from test_methods_rl import CONFIG
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.config import load_config
 from jaxtrain.core.bundle import build_model_bundle, open_params
-from jaxtrain.core.reopen import open_trained
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.methods.registry import make_task
+from jaxtrain.methods.reopen import open_trained
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE), str(HERE.parent / "generation")]

@@ -9,10 +9,10 @@ import pytest
 from toy_run import MODEL
 
 from jaxtrain.config import load_config
-from jaxtrain.core.reopen import open_trained
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.methods.registry import make_task
+from jaxtrain.methods.reopen import open_trained
 from jaxtrain.runs.manifest import read_manifest
 
 METHOD = Path(__file__).parent / "toy_method.py"

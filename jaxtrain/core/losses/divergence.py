@@ -30,18 +30,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtrain_kernels.logp_gather.slices import Axis, across, local_targets
 
+from jaxtrain.core.losses.topk import TopK, log_softmax
+
 Rest = Literal["bucket", "renormalize", "teacher"]
 LEAST = 1e-9
 """Least share of the bucket of all other tokens: the logarithm of less would be noise."""
-
-
-class TopK(NamedTuple):
-    """What is known of a teacher: its likeliest tokens."""
-
-    ids: Any
-    """int32 [..., k], in the whole vocabulary; -1: there are fewer than k."""
-    logp: Any
-    """float [..., k] their log-probs under softmax(logits) over the whole vocabulary."""
 
 
 class ComparedTokens(NamedTuple):
@@ -166,26 +159,6 @@ def compare_topk(u_CV, teacher: TopK, beta: float, rest: Rest, axis: Axis = None
         (likeliest(u_CV, axis) == best_C).astype(u_CV.dtype),
     )
     return found, d_CV
-
-
-def take_topk(v_CV, k: int, axis: Axis = None) -> TopK:
-    """The k likeliest tokens of the teacher's logits / temperature."""
-    lp_CV = log_softmax(v_CV, axis)
-    logp_Ck, ids_Ck = lax.top_k(lp_CV, min(k, lp_CV.shape[1]))
-    if axis is None:
-        return TopK(ids_Ck.astype(jnp.int32), logp_Ck)
-    ids_Ck = ids_Ck.astype(jnp.int32) + lax.axis_index(axis) * lp_CV.shape[1]
-    logp_Cn = lax.all_gather(logp_Ck, axis, axis=1, tiled=True)
-    ids_Cn = lax.all_gather(ids_Ck, axis, axis=1, tiled=True)
-    logp_Ck, place_Ck = lax.top_k(logp_Cn, min(k, logp_Cn.shape[1]))
-    return TopK(jnp.take_along_axis(ids_Cn, place_Ck, axis=1), logp_Ck)
-
-
-def log_softmax(z_CV, axis: Axis = None):
-    """Over the whole vocabulary, of which this device may have a slice."""
-    top_C1 = across(lax.pmax, z_CV.max(-1, keepdims=True), axis)
-    total_C1 = across(lax.psum, jnp.exp(z_CV - top_C1).sum(-1, keepdims=True), axis)
-    return z_CV - (top_C1 + jnp.log(total_C1))
 
 
 def likeliest(z_CV, axis: Axis = None):

@@ -28,14 +28,12 @@ from jaxtrain.batch import Batch
 from jaxtrain.core.losses.divergence import (
     ComparedTokens,
     Rest,
-    TopK,
     add_up,
     compare_all,
     compare_topk,
-    log_softmax,
-    take_topk,
 )
 from jaxtrain.core.losses.logp import predictions
+from jaxtrain.core.losses.topk import MAX_LOGITS, TopK, log_softmax, take_topk
 from jaxtrain.core.losses.vocabulary import place_tokens, stored_axes, whole_head
 from jaxtrain.layers.embed import capped
 
@@ -44,8 +42,6 @@ COMPONENT = "distillation"
 IDS, LOGP, OWN = "teacher_ids", "teacher_logp", "own"
 """Streams: the teacher's likeliest tokens and their log-probs, each [T, k]; 1 where the student
 itself drew the token."""
-MAX_LOGITS = 2**27
-"""Logits of a chunk of one model: 512 MiB in float32."""
 
 
 @dataclass(frozen=True)
@@ -198,41 +194,6 @@ def sum_divergence(
         out_specs=(PartitionSpec(), by_token),
         check_vma=False,
     )(hidden_BTD, head_VD, states, other, *per_token)
-
-
-def likeliest_tokens(model, batch: Batch, k: int) -> TopK:
-    """The k likeliest tokens and their log-probs [B, T, k] in the place of every token of rows
-    [B, T], given those before it; chunk by chunk. Where nothing comes before they mean nothing."""
-    hidden_BTD, _ = predictions(model, batch)
-    head_VD = model.head()
-    spec_BTD, vocabulary = place_tokens(hidden_BTD, head_VD)
-
-    def local(hidden_BTD, head_VD) -> TopK:
-        if spec_BTD is not None:
-            head_VD = whole_head(head_VD, hidden_BTD.dtype, stored)
-        low_VD = head_VD.astype(hidden_BTD.dtype)
-        compute = accumulator(hidden_BTD.dtype)
-
-        def of_token(h_D):
-            z_V = jnp.einsum("D,VD->V", h_D, low_VD, preferred_element_type=compute)
-            z_V = capped(z_V, model.logit_softcap)
-            return TopK(*(x[0] for x in take_topk(z_V[None], k, vocabulary)))
-
-        rows = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-        chunk = min(max(MAX_LOGITS // head_VD.shape[0] // 128, 1) * 128, rows.shape[0])
-        found = lax.map(of_token, rows, batch_size=chunk)
-        return TopK(*(x.reshape(*hidden_BTD.shape[:2], -1) for x in found))
-
-    if spec_BTD is None:
-        return local(hidden_BTD, head_VD)
-    stored = stored_axes(head_VD)
-    by_token = PartitionSpec(*spec_BTD[:2], None)
-    return jax.shard_map(
-        local,
-        in_specs=(spec_BTD, PartitionSpec(vocabulary, stored or None)),
-        out_specs=TopK(by_token, by_token),
-        check_vma=False,
-    )(hidden_BTD, head_VD)
 
 
 class DivergenceSpec(NamedTuple):

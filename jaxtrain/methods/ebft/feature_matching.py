@@ -46,14 +46,6 @@ def pooling_weights(method: Pooling, length: int, prompt_length: int = 0) -> np.
     return weights_PT
 
 
-def pool(states_TD: jax.Array, weights_SPT: jax.Array) -> jax.Array:
-    """Features [..., S, P * D] of states [..., T, D] under weights [..., S, P, T]; at least
-    float32."""
-    dtype = jnp.promote_types(states_TD.dtype, jnp.float32)
-    found = multiply("spt,td->spd", weights_SPT.astype(dtype), states_TD.astype(dtype))
-    return found.reshape(*found.shape[:-2], -1)
-
-
 def normalize(features: jax.Array) -> jax.Array:
     """Each feature [..., D] with norm 1; zeros stay zeros."""
     norm = jnp.linalg.norm(features, axis=-1, keepdims=True)
