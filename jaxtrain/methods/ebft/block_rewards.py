@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.batch import Batch
+from jaxtrain.core.scorer import pool
 from jaxtrain.methods.ebft.feature_matching import (
     Pooling,
     normalize,
-    pool,
     pooling_weights,
     rewards,
 )
