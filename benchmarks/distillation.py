@@ -57,7 +57,7 @@ def run_jaxtrain(options) -> dict:
     from jaxtrain.distributed.mesh import make_mesh
     from jaxtrain.methods.distillation.loss import COMPONENT, Distillation
     from jaxtrain.methods.distillation.method import TEACHER, distil
-    from jaxtrain.models import build
+    from jaxtrain.models import families
 
     mesh = make_mesh(jax.devices()[:1])
 
@@ -69,7 +69,7 @@ def run_jaxtrain(options) -> dict:
             "scan_layers": True,
             "attention_impl": "auto",
         }
-        architecture = build.config_from_hf(MODELS[name])
+        architecture = families.config_from_hf(MODELS[name])
         return ModelBundle(
             tokenizer=None, architecture=architecture, mesh=mesh, folder=None, options=how
         )

@@ -30,7 +30,7 @@ from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.slots import unstack
 from jaxtrain.generation.local.speculation import DraftedModel
 from jaxtrain.methods.registry import make_task
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 
 KINDS = ("plain", *DRAFTS)
 LEAST, MOST = 97, 128
@@ -66,7 +66,7 @@ class Decoder:
 
     def write_random(self, folder: Path) -> None:
         """Folders of models with the shapes of those that are being trained."""
-        found = {"target": build.config_from_hf(architecture(self.args.size))}
+        found = {"target": families.config_from_hf(architecture(self.args.size))}
         for kind in DRAFTS:
             table, dtype = make_config(self.args, kind), compute_dtype(self.args.size)
             table["model"] = {
@@ -79,12 +79,12 @@ class Decoder:
             found[kind] = task.roles["draft"].bundle.architecture
         for name, config in found.items():
             (folder / name).mkdir(parents=True)
-            build.save(build.init(config, 0), config, folder / name)
+            saving.save(build.init(config, 0), config, folder / name)
 
     def load(self, folder: Path):
         """A model as it decodes."""
         dtype = compute_dtype(self.args.size)
-        model = build.load(folder, self.mesh, param_dtype=dtype, dtype=dtype)
+        model = loading.load(folder, self.mesh, param_dtype=dtype, dtype=dtype)
         with jax.set_mesh(self.mesh):
             return unstack(model)
 

@@ -31,7 +31,7 @@ from jaxtrain.config import OptimConfig
 from jaxtrain.data.packing.pack import build_batch, lay_out, stack_batches
 from jaxtrain.data.packing.tree import build_tree
 from jaxtrain.distributed.feed import feed
-from jaxtrain.models import build
+from jaxtrain.models import families
 
 RUNS = {
     "kernels": {"impl": "auto"},
@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> dict:
     options = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else arguments
     setting = Setting(options.model, "tree8k", depth=options.depth, dtype=options.dtype)
-    data = Data(build.config_from_hf(setting.raw()).vocab_size, options.length)
+    data = Data(families.config_from_hf(setting.raw()).vocab_size, options.length)
     report = {
         "command": "python benchmarks/loss_parity.py " + " ".join(given).split(" --out")[0],
         "hardware": jax.devices()[0].device_kind,

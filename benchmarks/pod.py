@@ -44,7 +44,7 @@ from jaxtrain.core.step_metrics import count_matmul_params
 from jaxtrain.distributed.feed import feed, row_shards
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.layers.expert_transport import Transport
-from jaxtrain.models import build
+from jaxtrain.models import families
 
 WARM_UP, TIMED = 2, 5
 OPTIM = OptimConfig(learning_rate=1e-5)
@@ -121,7 +121,7 @@ class Program:
         raw = dict(MODELS[case.model])
         raw["num_hidden_layers"] = case.layers or raw["num_hidden_layers"]
         length = max(raw["max_position_embeddings"], case.tokens)
-        self.architecture = build.config_from_hf({**raw, "max_position_embeddings": length})
+        self.architecture = families.config_from_hf({**raw, "max_position_embeddings": length})
         options = {"param_dtype": case.param_dtype, "dtype": "bfloat16", "remat": case.remat}
         options |= {"transport": case.transport, "scan_layers": case.scan}
         adapter = make_adapter(AdapterConfig(**(case.adapter or {})), self.architecture)

@@ -30,7 +30,7 @@ from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.slots import CHUNK
 from jaxtrain.generation.local.weights import Copier
 from jaxtrain.layers.attention import store_cache
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
 BYTES_PER_SECOND = 4.8e12
@@ -38,7 +38,7 @@ BYTES_PER_SECOND = 4.8e12
 
 def open_model(name: str, weights: str, cache: str, stacked: bool, mesh: jax.sharding.Mesh):
     """The sampler's model of random weights; stacked: with its layers as one array."""
-    config = build.config_from_hf(MODELS[name])
+    config = families.config_from_hf(MODELS[name])
     options = {"param_dtype": "bfloat16", "dtype": "bfloat16"}
     model = build.init(config, 0, **options)
     if stacked:

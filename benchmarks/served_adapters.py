@@ -23,7 +23,7 @@ from make_models_table import ADAPTED
 from jaxtrain.adapters.attach import attach
 from jaxtrain.adapters.peft import write_gathered
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading
 from jaxtrain.models.parameters import split_model
 
 RANK = LoRASpec(4, 8.0)
@@ -32,11 +32,11 @@ PLACE = "adapter"
 
 def write_adapter(folder: Path, target: list[str]) -> tuple[Any, list[str]]:
     """(the adapted model of a folder, the modules with a pair); written into folder/adapter."""
-    config = build.read_config(folder)
+    config = families.read_config(folder)
     linears = find_linears(config)
     adapter = Adapter(choose_slots(linears, target, RANK, {}, {}))
     shapes, rebuild = split_model(attach(build.abstract(config), adapter))
-    params = dict(split_model(build.load(folder, param_dtype="float32"))[0])
+    params = dict(split_model(loading.load(folder, param_dtype="float32"))[0])
     rng = np.random.default_rng(2)
     for path in sorted(path for path in shapes if ".adapter." in path):
         shape = shapes[path].shape
@@ -71,7 +71,7 @@ def run(
             found[name] = {"error": served.shorten(said)}
         else:
             texts = [p + a for p, a in zip(prompts, answer["answers"], strict=True)]
-            base = served.score(build.load(work / name, param_dtype="float32"), texts)
+            base = served.score(loading.load(work / name, param_dtype="float32"), texts)
             ours = served.score(models[name], texts)
             found[name] = {
                 "difference": served.compare(answer, prompts, models[name]),

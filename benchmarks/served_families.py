@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from make_models_table import CLOSE, SERVED, tiny_configs
 
 from jaxtrain.data.chat.template import load_tokenizer
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 
 VOCAB, NEW = 512, 12
 LENGTHS = (40, 17, 61)
@@ -137,7 +137,7 @@ def fit_rope(rope: dict) -> dict:
 def write_model(raw: dict, folder: Path, seed: int = 0) -> None:
     """The folder that a run would export, with weights drawn."""
     tokenizer = load_tokenizer("builtin")
-    config = build.config_from_hf({**raw, "eos_token_id": tokenizer.eos_token_id})
+    config = families.config_from_hf({**raw, "eos_token_id": tokenizer.eos_token_id})
     model = build.init(config, seed, param_dtype="float32")
     graphdef, state = nnx.split(model)
     rng = np.random.default_rng(seed)
@@ -154,7 +154,7 @@ def write_model(raw: dict, folder: Path, seed: int = 0) -> None:
         return leaf
 
     state = jax.tree_util.tree_map_with_path(move, state)
-    build.save(nnx.merge(graphdef, state), config, folder)
+    saving.save(nnx.merge(graphdef, state), config, folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -246,7 +246,7 @@ def run(names: list[str], work: Path, dtype: str, seconds: float) -> dict[str, d
         if "error" in answer:
             found[name] = {"error": shorten(answer["error"])}
         else:
-            model = build.load(work / name, param_dtype="float32")
+            model = loading.load(work / name, param_dtype="float32")
             found[name] = {"difference": compare(answer, prompts, model)}
         found[name]["dtype"] = dtype
         print(f"{name}: {found[name]}", flush=True)

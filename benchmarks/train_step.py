@@ -56,7 +56,7 @@ from jaxtrain.core.step import init_state, make_step
 from jaxtrain.core.step_metrics import count_matmul_params
 from jaxtrain.distributed.feed import feed, row_shards
 from jaxtrain.distributed.mesh import make_mesh
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 WARM_UP, TIMED = 3, 10
 ATTENTION_ONLY = ("cudnn",)
@@ -119,7 +119,7 @@ class Program:
         self.setting = setting
         devices = jax.devices() if setting.mesh else jax.devices()[:1]
         self.mesh = make_mesh(devices, **dict(setting.mesh))
-        self.architecture = build.config_from_hf(setting.raw())
+        self.architecture = families.config_from_hf(setting.raw())
         rows = setting.rows * row_shards(self.mesh)
         shape = (self.architecture.vocab_size, rows, setting.microsteps)
         self.batch = WORKS[setting.work].batch(*shape) if batch is None else batch
@@ -285,7 +285,7 @@ def measure_peer(setting: Setting, peer: str, eager: bool = False) -> dict:
     import torch
     import torch_model
 
-    architecture = build.config_from_hf(setting.raw())
+    architecture = families.config_from_hf(setting.raw())
     work, vocabulary = WORKS[setting.work], architecture.vocab_size
     batch = work.batch(vocabulary, setting.rows, setting.microsteps)
     hybrid = setting.raw()["model_type"] == "qwen3_5_text"

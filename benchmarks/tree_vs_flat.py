@@ -47,7 +47,7 @@ from jaxtrain.data.packing.pack import build_batch, fit_rows, lay_out, stack_bat
 from jaxtrain.data.packing.tree import Tree, build_tree, chain, split_branches
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.methods.trees.turns import TrainedParts, build_current_rl, make_turns
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
 MODES = ("tree", "per_branch", "grouped", "current_rl")
@@ -263,7 +263,7 @@ class Chosen(logging.Handler):
 def run(size: Size, modes: list[str], impls: list[str], out: Path | None, command: str) -> dict:
     """Measure every mode with every attention backend; the report is written after each."""
     preset = tomllib.loads((files("jaxtrain") / f"presets/model/{size.preset}.toml").read_text())
-    architecture = build.config_from_hf(preset["architecture"])
+    architecture = families.config_from_hf(preset["architecture"])
     tree, samples = make_trajectory(size, architecture.vocab_size)
     report = {
         "command": command,

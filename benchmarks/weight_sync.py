@@ -228,14 +228,14 @@ def make_model(shape):
     """(entries, {path: shape}, {Hugging Face name: shape}) of a Qwen3 of that shape."""
     import jax
 
-    from jaxtrain.models import build
+    from jaxtrain.models import build, families
     from jaxtrain.models.parameters import split_model
 
     raw = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **SHAPES[shape]}
-    config = build.config_from_hf(raw)
+    config = families.config_from_hf(raw)
     like = split_model(build.abstract(config))[0]
     shapes = {path: tuple(jax.numpy.shape(value)) for path, value in like.items()}
-    entries = [e for e in build.family(config).names(config) if e.param in shapes]
+    entries = [e for e in families.family(config).names(config) if e.param in shapes]
     named = {}
     for entry in entries:
         named |= entry.op.shapes(shapes[entry.param])

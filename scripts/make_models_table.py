@@ -60,11 +60,11 @@ def make_rows() -> list[str]:
     """A line for each family, in alphabetical order."""
 
     from jaxtrain.adapters.spec import find_linears
-    from jaxtrain.models import ARCHITECTURES, TEXTS, build
+    from jaxtrain.models import ARCHITECTURES, TEXTS, build, families
 
     families: dict[str, dict] = {}
     for name, (file, raw) in tiny_configs().items():
-        config = build.config_from_hf(raw)
+        config = families.config_from_hf(raw)
         model = build.abstract(config)
         module = type(config).__module__.rpartition(".")[2]
         row = families.setdefault(

@@ -23,7 +23,7 @@ from jaxtrain.adapters.attach import split_trained  # noqa: E402
 from jaxtrain.config import AdapterConfig  # noqa: E402
 from jaxtrain.core.bundle import ModelBundle, abstract_params, make_adapter  # noqa: E402
 from jaxtrain.distributed.mesh import AXES, make_mesh  # noqa: E402
-from jaxtrain.models import build  # noqa: E402
+from jaxtrain.models import build, families  # noqa: E402
 from jaxtrain.runs.estimate.devices import DEVICES  # noqa: E402
 from jaxtrain.runs.estimate.estimate import Estimate, Sizes, StepRows, estimate  # noqa: E402
 from jaxtrain.runs.estimate.search import SearchTarget, find_meshes, name_mesh  # noqa: E402
@@ -60,7 +60,7 @@ def describe(
     raw["max_position_embeddings"] = 2**17
     if "layer_types" in raw:
         raw["layer_types"] = raw["layer_types"][: raw["num_hidden_layers"]]
-    architecture = build.config_from_hf(raw)
+    architecture = families.config_from_hf(raw)
     spec = make_adapter(AdapterConfig(**json.loads(adapter)), architecture)
     options = {"param_dtype": param_dtype, "dtype": "bfloat16", "remat": remat}
     parts = ModelBundle(None, architecture, make_mesh(jax.devices()[:1]), None, options, spec)

@@ -31,8 +31,8 @@ from jaxtrain.huggingface.ops import (
     Transpose,
     whole,
 )
-from jaxtrain.models.build import family
 from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.families import family
 
 NAME = "nf4_fused"
 RECENT = 4  # tensors whose magnitudes are kept: a folder has those of a layer after each other

@@ -30,7 +30,7 @@ from jaxtrain.huggingface.generation import NAME as GENERATION
 from jaxtrain.huggingface.ops import StackedOps, TensorOp, Transpose, whole
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.huggingface.safetensors import CODES, MAX_SHARD_BYTES, SafetensorsFolder
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.parameters import split_model
 
@@ -149,7 +149,7 @@ class RoundTrip:
         shapes, _ = split_model(build.abstract(config))
         stored, _ = split_model(store_kernels(build.abstract(config), kind, tensors))
         self.matrices: dict[str, list[MatrixLocation]] = {}
-        ops = {entry.param: entry.op for entry in build.family(config).names(config)}
+        ops = {entry.param: entry.op for entry in families.family(config).names(config)}
         for kernel in find_stored(stored, kind):
             path = kernel.removesuffix(".kernel")
             for place, op, shape in _matrices(ops[kernel], shapes[kernel].shape):
@@ -214,7 +214,7 @@ def merge_adapter(
     files = open_folder(base)
     peft = open_peft(adapter).called_as(files.tensors)
     known = quantize != "none" or peft.targets
-    config = build.read_config(base, family) if known else None
+    config = families.read_config(base, family) if known else None
     corrections = find_corrections(files, peft, config)
     restore = None if quantize == "none" or config is None else RoundTrip(config, quantize, files)
 
@@ -350,7 +350,7 @@ def find_expert_corrections(
     linears = find_linears(config)
     wrapped, targets, left = find_pairs(peft, config, linears)
     problems += [f"the base has no experts for {spell(module)}" for module in sorted(left)]
-    ops = {entry.param: entry.op for entry in build.family(config).names(config)}
+    ops = {entry.param: entry.op for entry in families.family(config).names(config)}
     found = {}
     for path, one in wrapped.items():
         *_, inputs, outputs = linears[path].shape

@@ -56,11 +56,13 @@ from jaxtrain.huggingface.ops import (
     Transpose,
 )
 from jaxtrain.huggingface.safetensors import write_folder
-from jaxtrain.models.build import family, read_entry, to_host
 from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.families import family
 from jaxtrain.models.finite import FiniteCheck
+from jaxtrain.models.loading import read_entry
 from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Shapes
+from jaxtrain.models.saving import to_host
 
 
 class PairSelection(NamedTuple):

@@ -30,8 +30,8 @@ from jaxtrain.huggingface.ops import (
     Transpose,
     whole,
 )
-from jaxtrain.models.build import family
 from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.families import family
 
 RUNTIME = (
     (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),

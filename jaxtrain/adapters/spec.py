@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtrain.adapters.nf4 import TensorPart
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Linear
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.decoder_config import DecoderConfig
 
 ALL = "all-linear"
@@ -77,7 +77,7 @@ class Adapter:
 
 def find_linears(config: DecoderConfig) -> Linears:
     """All Linears of an architecture."""
-    entries = {entry.param: entry for entry in build.family(config).names(config)}
+    entries = {entry.param: entry for entry in families.family(config).names(config)}
     nodes = dict(nnx.iter_graph(build.abstract(config)))
     found = {}
     for path, node in nodes.items():

@@ -26,7 +26,7 @@ from jaxtrain.distributed.sharding import count_ways, mesh_axes
 from jaxtrain.generation.evaluation.problem_sets import read_problems
 from jaxtrain.generation.local.frozen_folder import frozen_shapes
 from jaxtrain.methods.registry import make_task
-from jaxtrain.models import build
+from jaxtrain.models import loading, saving
 from jaxtrain.models.parameters import Shapes
 from jaxtrain.runs.console import SafeConsole
 from jaxtrain.runs.estimate.devices import read_devices
@@ -47,8 +47,8 @@ def dry_run(config: Config, on: str | None = None) -> None:
     roles = [*task.roles.values(), *(one.role for one in task.auxiliary.values())]
     for parts in {id(role.bundle): role.bundle for role in roles}.values():
         if parts.folder is not None:
-            build.check_folder(parts.folder, parts.architecture)
-            carried = build.count_carried(parts.folder, parts.architecture)
+            loading.check_folder(parts.folder, parts.architecture)
+            carried = saving.count_carried(parts.folder, parts.architecture)
             if carried:
                 names = ", ".join(f"{name}*" for name in parts.architecture.carries)
                 console.print(

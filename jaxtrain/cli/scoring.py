@@ -36,7 +36,7 @@ from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.distributed.feed import feed, row_shards
 from jaxtrain.errors import UserError
 from jaxtrain.methods.reward_model.config import RewardModelTask
-from jaxtrain.models.build import to_host
+from jaxtrain.models.saving import to_host
 
 LEAST_ROW, ROW = 128, 2048
 """Tokens of the shortest row, and of rows that short texts share."""

@@ -38,7 +38,7 @@ from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.huggingface.tokenizer import find_differences
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.fp8 import Fp8Product, use_fp8
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading
 from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Rebuild, name_path, split_model
 from jaxtrain.models.scores import ScoreHead
@@ -56,7 +56,7 @@ class ModelBundle:
     folder: Path | None
     """Where the weights lie; None for a random start."""
     options: dict[str, Any]
-    """Keyword arguments of models.build.abstract, init and load; with `part` some parameters of the
+    """Keyword arguments of build.abstract, build.init and loading.load; with `part` some parameters of the
     model are all there is."""
     adapter: Adapter | None = None
     """What is trained, where that is not everything."""
@@ -83,7 +83,7 @@ def build_model_bundle(
     folder, raw = find_architecture(config.model)
     if folder is not None and is_main_process() and (problem := find_problem(folder)):
         print(f"warning: {problem}", file=sys.stderr, flush=True)
-    architecture = choose_head(build.config_from_hf(raw, config.model.family, folder), score)
+    architecture = choose_head(families.config_from_hf(raw, config.model.family, folder), score)
     check_kind(config.task.kind, raw, "model.path")
     if folder is None or config.model.init == "random":
         architecture.check_drawn()
@@ -113,7 +113,7 @@ def build_auxiliary_bundle(
     folder must have such a head."""
     folder, raw = find_architecture(model)
     check_kind(None, raw, key)
-    architecture = choose_head(build.config_from_hf(raw, model.family, folder), score, key)
+    architecture = choose_head(families.config_from_hf(raw, model.family, folder), score, key)
     if score is not None and architecture.score.drawn:
         raise UserError(f"{key} holds {architecture.architecture}, which gives no scores")
     if architecture.vocab_size < len(bundle.tokenizer):
@@ -283,7 +283,7 @@ def abstract_params(
     if bundle.product is not None:
         model = use_fp8(model, bundle.product)
     if bundle.folder is not None:
-        model = build.remember(model, bundle.folder)
+        model = loading.remember(model, bundle.folder)
     if bundle.adapter is not None:
         model = attach(model, bundle.adapter)
     shapes, rebuild = split_model(model)
@@ -303,7 +303,9 @@ def open_base(bundle: ModelBundle, seed: int) -> Params:
     shapes = {} if quantize == "none" else abstract_params(bundle)[0]
     options = {"by_layer": find_stored(shapes, quantize) if shapes else (), **bundle.options}
     if bundle.folder is not None:
-        found = build.read_params(bundle.folder, bundle.mesh, bundle.architecture, seed, **options)
+        found = loading.read_params(
+            bundle.folder, bundle.mesh, bundle.architecture, seed, **options
+        )
     elif quantize == "none" and "part" not in bundle.options:
         model = build.init(bundle.architecture, seed, mesh=bundle.mesh, **bundle.options)
         return split_model(model)[0]
@@ -313,7 +315,7 @@ def open_base(bundle: ModelBundle, seed: int) -> Params:
         return dict(found)
     source = None
     if bundle.folder is not None:
-        source = open_folder(bundle.folder), build.stored_entries(bundle.architecture)
+        source = open_folder(bundle.folder), loading.stored_entries(bundle.architecture)
     return quantize_params(found, shapes, quantize, source, bundle.adapter.tensors)
 
 
@@ -367,7 +369,7 @@ def read_architecture(model: ModelConfig) -> Any:
     """The model family's own Config of what section `model` names, with the head that it has there;
     UserError as in `build_model_bundle`."""
     folder, raw = find_architecture(model)
-    return build.config_from_hf(raw, model.family, folder)
+    return families.config_from_hf(raw, model.family, folder)
 
 
 def choose_head(found: Any, score: ScoreHead | None, key: str = "model.path") -> Any:
@@ -388,7 +390,7 @@ def choose_head(found: Any, score: ScoreHead | None, key: str = "model.path") ->
             ' "reward_model", score with it by `jaxtrain score`, or name a language model'
         )
     if found.score is None:
-        return build.with_score(found, dataclasses.replace(score, drawn=True))
+        return families.with_score(found, dataclasses.replace(score, drawn=True))
     if (found.score.per, len(found.score.labels)) != (score.per, len(score.labels)):
         wanted = score.to_hf(found.architecture)["architectures"][0]
         raise UserError(

@@ -17,7 +17,7 @@ from jaxtrain.data.chat.template import end_of_turn_ids
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.generation import write_generation
-from jaxtrain.models import build
+from jaxtrain.models import saving
 from jaxtrain.runs.run_files import record_output, remove, require_replaceable
 
 
@@ -36,13 +36,13 @@ def export_model(
     with replace_folder(folder) if writes else contextlib.nullcontext(folder) as unfinished:
         if bundle.adapter is None:
             model = snapshot.model()
-            build.save(model, bundle.architecture, unfinished, dtype=dtype)
+            saving.save(model, bundle.architecture, unfinished, dtype=dtype)
             if writes and bundle.architecture.score is None:
                 write_generation(unfinished, bundle.folder, find_ends(bundle.tokenizer))
             if (
                 writes
                 and snapshot.step
-                and (stale := build.count_stale(model, bundle.architecture))
+                and (stale := saving.count_stale(model, bundle.architecture))
             ):
                 names = ", ".join(f"{prefix}*" for prefix in bundle.architecture.goes_stale)
                 print(

@@ -33,7 +33,7 @@ from jaxtrain.distributed.processes import stop_requested
 from jaxtrain.errors import UserError
 from jaxtrain.models.build import abstract
 from jaxtrain.models.parameters import Params
-from jaxtrain.models.routing import find_biases
+from jaxtrain.models.capabilities import find_biases
 from jaxtrain.runs.checkpoint import Checkpoints
 
 

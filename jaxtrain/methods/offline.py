@@ -19,7 +19,7 @@ from jaxtrain.data.tally import describe_controls, describe_counts
 from jaxtrain.data.text_only import only_text
 from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.mesh import is_main_process
-from jaxtrain.models.trees import require_trees
+from jaxtrain.models.capabilities import require_trees
 
 LOOK_SECONDS = 10.0
 """How long a dry run tokenizes each dataset."""

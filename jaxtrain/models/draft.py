@@ -4,7 +4,7 @@
 
 A draft borrows the target's embedding (and, unless it has its own, its head) and is trained and
 stored without them. Families of drafts stand beside those of decoders, with Config, Model and
-names() alike, so that build.py makes, loads and saves them.
+names() alike, so they are built, loaded and saved the same way.
 
 Shapes: B rows, T tokens, D the target's features, C captured layers, K guesses, R rows to fill.
 """

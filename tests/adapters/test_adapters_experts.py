@@ -20,7 +20,7 @@ from jaxtrain.adapters.storage import STORAGES, find_stored, quantize_params
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.distributed.sharding import partition_spec, shardings
 from jaxtrain.errors import UserError
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import name_path, split_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -41,9 +41,9 @@ BATCH = pack([[row] for row in documents(4, 30, 30)], 30)
 def open_model(kind, mesh, folder=None, **sizes):
     """(config, adapter, trained, frozen, rebuild) of a quantized mixture of experts."""
     if folder is None:
-        config = build.config_from_hf({**RAW["qwen3_moe"], **SIZES, **sizes})
+        config = families.config_from_hf({**RAW["qwen3_moe"], **SIZES, **sizes})
     else:
-        config = build.read_config(folder)
+        config = families.read_config(folder)
     slots = choose_slots(find_linears(config), ("mlp",), LoRASpec(4, 8.0), {}, {})
     tensors = find_tensors(config) if kind == "nf4_fused" else {}
     adapter = Adapter(slots, quantize=kind, tensors=tensors)
@@ -60,7 +60,7 @@ def open_model(kind, mesh, folder=None, **sizes):
     if folder is None:
         base = build.draw_params(config, 3, **read)
     else:
-        base = build.read_params(folder, **read)
+        base = loading.read_params(folder, **read)
     frozen = quantize_params(base, shapes, kind, tensors=tensors)
     trained, _ = split_trained(shapes, adapter)
     rng = np.random.default_rng(0)
@@ -118,7 +118,7 @@ def test_no_layer_keeps_its_unpacked_matrices():
     temporary = []
     for layers in (2, 4):
         sizes = {**SIZES, "num_hidden_layers": layers, "num_local_experts": 32}
-        config = build.config_from_hf({**RAW["qwen3_moe"], **sizes})
+        config = families.config_from_hf({**RAW["qwen3_moe"], **sizes})
         slots = choose_slots(find_linears(config), ("mlp",), LoRASpec(4, 8.0), {}, {})
         adapter = Adapter(slots, quantize="nf4")
         shapes, rebuild = split_model(attach(build.abstract(config), adapter))
@@ -183,8 +183,8 @@ MERGED = {
     "name", ["gpt_oss", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_moe",))]
 )
 def test_merging_puts_every_matrix_through_the_storage_by_itself(name, tmp_path):
-    config = build.config_from_hf(MERGED[name])
-    build.save(build.init(config, seed=3), config, tmp_path / "base")
+    config = families.config_from_hf(MERGED[name])
+    saving.save(build.init(config, seed=3), config, tmp_path / "base")
     mesh = make_mesh(jax.devices()[:1])
     config, adapter, trained, frozen, rebuild = open_model("nf4", mesh, tmp_path / "base")
     write_peft(trained, config, adapter, tmp_path / "adapter", None)
@@ -199,5 +199,5 @@ def test_merging_puts_every_matrix_through_the_storage_by_itself(name, tmp_path)
     ours = logits(rebuild({**frozen, **trained}))
     scale = np.abs(ours).max()
     # fp32 sums in another order; without the round trip the quantization's error shows.
-    assert np.abs(logits(build.load(tmp_path / "out")) - ours).max() < 1e-4 * scale
-    assert np.abs(logits(build.load(tmp_path / "plain")) - ours).max() > 1e-3 * scale
+    assert np.abs(logits(loading.load(tmp_path / "out")) - ours).max() < 1e-4 * scale
+    assert np.abs(logits(loading.load(tmp_path / "plain")) - ours).max() > 1e-3 * scale

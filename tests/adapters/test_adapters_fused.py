@@ -17,7 +17,7 @@ from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.ops import whole
 from jaxtrain.huggingface.packed import open_folder
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from families_experts import FAMILIES
@@ -83,8 +83,8 @@ def fuse(folder, name):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("granitemoe", marks=pytest.mark.slow)])
 def test_a_run_and_its_merged_folder_have_the_tensors_of_bitsandbytes(name, tmp_path):
-    config = build.config_from_hf(BASES[name])
-    build.save(build.init(config, seed=3), config, tmp_path / "base")
+    config = families.config_from_hf(BASES[name])
+    saving.save(build.init(config, seed=3), config, tmp_path / "base")
     mesh = make_mesh(jax.devices()[:1])
     config, adapter, trained, frozen, rebuild = open_model("nf4_fused", mesh, tmp_path / "base")
     zero = {path: jnp.zeros_like(value) for path, value in trained.items()}
@@ -104,10 +104,10 @@ def test_a_run_and_its_merged_folder_have_the_tensors_of_bitsandbytes(name, tmp_
     ours = logits(rebuild({**frozen, **trained}))
     scale = np.abs(ours).max()
     # fp32 sums in another order.
-    assert np.abs(logits(build.load(tmp_path / "adapter-out")) - ours).max() < 1e-4 * scale
+    assert np.abs(logits(loading.load(tmp_path / "adapter-out")) - ours).max() < 1e-4 * scale
 
 
 def test_tensors_whose_blocks_are_of_many_outputs_are_refused():
-    config = build.config_from_hf({**TINY, **GPT_OSS["gpt_oss"], **WIDE})
+    config = families.config_from_hf({**TINY, **GPT_OSS["gpt_oss"], **WIDE})
     with pytest.raises(UserError, match=r"down_proj has its inputs before its outputs.*mxfp4"):
         find_tensors(config)

@@ -23,13 +23,13 @@ from jaxtrain.distributed.feed import feed
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.distributed.sharding import shardings
 from jaxtrain.errors import UserError
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import name_path, split_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "methods"))
 from test_core_step import ARCHITECTURE, documents_batch, regroup
 
-CONFIG = build.config_from_hf(ARCHITECTURE)
+CONFIG = families.config_from_hf(ARCHITECTURE)
 LINEARS = find_linears(CONFIG)
 
 

@@ -18,7 +18,7 @@ from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import STORAGES, count_weights, quantize_params
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -102,9 +102,9 @@ def test_round_trip_equals_the_definition():
 
 def quantized_model(tmp_path, kind):
     """(config, adapter, trained, quantized frozen, rebuild) on a folder tmp_path / base."""
-    config = build.config_from_hf({**RAW["qwen3"], **SIZES})
-    build.save(build.init(config, seed=3), config, tmp_path / "base")
-    config = build.read_config(tmp_path / "base")
+    config = families.config_from_hf({**RAW["qwen3"], **SIZES})
+    saving.save(build.init(config, seed=3), config, tmp_path / "base")
+    config = families.read_config(tmp_path / "base")
     slots = choose_slots(find_linears(config), ["attention"], LoRASpec(4, 8.0), {}, {})
     adapter = Adapter(slots, quantize=kind)
     shapes, rebuild = split_model(attach(build.abstract(config), adapter))
@@ -113,7 +113,7 @@ def quantized_model(tmp_path, kind):
     shapes = {
         path: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here) for path, s in shapes.items()
     }
-    frozen = quantize_params(build.read_params(tmp_path / "base"), shapes, kind)
+    frozen = quantize_params(loading.read_params(tmp_path / "base"), shapes, kind)
     trained, _ = split_trained(shapes, adapter)
     rng = np.random.default_rng(0)
     trained = {
@@ -138,8 +138,8 @@ def test_a_quantized_model_is_its_merged_folder(kind, tmp_path):
     ours = logits(rebuild({**frozen, **trained}))
     scale = np.abs(ours).max()
     # fp32 sums in another order; without the round trip the quantization's error shows.
-    assert np.abs(logits(build.load(tmp_path / "out")) - ours).max() < 1e-4 * scale
-    assert np.abs(logits(build.load(tmp_path / "plain")) - ours).max() > 1e-3 * scale
+    assert np.abs(logits(loading.load(tmp_path / "out")) - ours).max() < 1e-4 * scale
+    assert np.abs(logits(loading.load(tmp_path / "plain")) - ours).max() > 1e-3 * scale
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("nf4", (4.1, 4.3)), ("int8", (8.0, 8.5))])
@@ -171,7 +171,7 @@ def test_gradients_pass_through_and_weights_are_counted(kind, bits, tmp_path):
 
 
 def test_an_odd_width_is_refused():
-    config = build.config_from_hf(RAW["qwen3"])
+    config = families.config_from_hf(RAW["qwen3"])
     with pytest.raises(UserError, match="multiples of 64"):
         attach(build.abstract(config), Adapter({}, quantize="nf4"))
 

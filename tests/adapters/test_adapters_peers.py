@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.distributed.mesh import make_mesh
-from jaxtrain.models import build
+from jaxtrain.models import build, families, saving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from test_adapters_experts import open_model
@@ -40,8 +40,8 @@ def test_pytorchs_experts_in_nf4_have_our_loss_and_gradients(benchmarks, tmp_pat
     import transformers
 
     raw = benchmarks["step_work"].MODELS["tiny-moe"]
-    config = build.config_from_hf(raw)
-    build.save(build.init(config, seed=3), config, tmp_path / "base")
+    config = families.config_from_hf(raw)
+    saving.save(build.init(config, seed=3), config, tmp_path / "base")
     mesh = make_mesh(jax.devices()[:1])
     _, _, trained, frozen, rebuild = open_model("nf4_fused", mesh, tmp_path / "base")
     rows = documents(4, LENGTH, LENGTH)

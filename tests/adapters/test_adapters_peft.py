@@ -24,7 +24,7 @@ from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -52,9 +52,9 @@ EXPERTS_IN_PEFT = [("lora", "qwen3_moe"), ("lora", "mixtral")]
 
 
 def make_base(folder, name="qwen3"):
-    config = build.config_from_hf(RAW[name])
-    build.save(build.init(config, seed=3), config, folder)
-    return build.read_config(folder)
+    config = families.config_from_hf(RAW[name])
+    saving.save(build.init(config, seed=3), config, folder)
+    return families.read_config(folder)
 
 
 def make_params(config, adapter, seed=0):
@@ -90,7 +90,7 @@ def make_adapter(config, target=("all-linear",), full=(), ranks=None, **slot):
 
 
 def our_logits(base, values, rebuild, tokens):
-    params = split_model(build.load(base))[0]
+    params = split_model(loading.load(base))[0]
     model = rebuild({**params, **values})
     return np.asarray(model.logits(model.hidden(pack([[row] for row in tokens], 30)).hidden))
 
@@ -133,7 +133,7 @@ def test_peft_loads_what_we_write(case, name, tmp_path):
     ours = our_logits(tmp_path / "base", values, rebuild, TOKENS)
     # fp32 sums in another order.
     assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
-    plain = build.load(tmp_path / "base")
+    plain = loading.load(tmp_path / "base")
     plain = np.asarray(plain.logits(plain.hidden(pack([[row] for row in TOKENS], 30)).hidden))
     assert np.abs(plain - expected).max() > 0.1 * np.abs(expected).max()
 
@@ -221,7 +221,7 @@ def test_pairs_of_two_matrices_are_one_of_pefts(target, slot, tmp_path):
     loaded = load_trained(shapes, config, again)
     assert np.abs(our_logits(tmp_path / "base", loaded, rebuild, TOKENS) - expected).max() < close
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
-    merged = build.load(tmp_path / "merged")
+    merged = loading.load(tmp_path / "merged")
     merged = np.asarray(merged.logits(merged.hidden(pack([[row] for row in TOKENS], 30)).hidden))
     assert np.abs(merged - expected).max() < close
 
@@ -239,12 +239,12 @@ def test_pairs_of_two_matrices_are_one_of_pefts(target, slot, tmp_path):
 def test_the_joint_pair_is_the_sum_of_ours(name, target, rslora, tmp_path):
     """Tensor by tensor: scale B A of the folder against our products, written as weights are; and
     read back."""
-    config = build.config_from_hf({**SIZES, **{**RAW, **FAMILIES}[name]})
+    config = families.config_from_hf({**SIZES, **{**RAW, **FAMILIES}[name]})
     adapter = make_adapter(config, target, rslora=rslora)
     _, values, _ = make_params(config, adapter)
     write_peft(values, config, adapter, tmp_path, None)
     wanted = {}
-    for entry in build.family(config).names(config):
+    for entry in families.family(config).names(config):
         path = entry.param.removesuffix(".kernel")
         if path in adapter.slots:
             a, b = (np.asarray(values[f"{path}.adapter.{part}"], np.float64) for part in "ab")
@@ -270,7 +270,7 @@ def test_the_joint_pair_is_the_sum_of_ours(name, target, rslora, tmp_path):
 
 
 def test_parts_of_one_matrix_need_one_rank(tmp_path):
-    config = build.config_from_hf(RAW["qwen3_next"])
+    config = families.config_from_hf(RAW["qwen3_next"])
     odd = make_adapter(config, ["attention"], ranks={"attention.z": 2})
     with pytest.raises(UserError, match="one matrix in PEFT, in_proj_qkvz; give them the same"):
         adapter_entries(config, odd)
@@ -331,7 +331,7 @@ def test_merged_equals_unmerged(case, name, tmp_path):
     _, _, values, rebuild = write_case(tmp_path, case, name)
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", max_shard_bytes=20_000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1, "shard by shard"
-    merged = build.load(tmp_path / "out")
+    merged = loading.load(tmp_path / "out")
     logits = np.asarray(merged.logits(merged.hidden(pack([[row] for row in TOKENS], 30)).hidden))
     ours = our_logits(tmp_path / "base", values, rebuild, TOKENS)
     # fp32 sums in another order.
@@ -376,8 +376,8 @@ def test_what_we_do_not_compute_is_refused(change, words, tmp_path):
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     write_case(tmp_path, "lora")
     raw = {**RAW["qwen3"], "hidden_size": 64}
-    other = build.config_from_hf(raw)
-    build.save(build.init(other, seed=0), other, tmp_path / "other")
+    other = families.config_from_hf(raw)
+    saving.save(build.init(other, seed=0), other, tmp_path / "other")
     with pytest.raises(UserError, match=r"cannot be merged.*is \(.*and \d+ more"):
         merge_adapter(tmp_path / "other", tmp_path / "adapter", tmp_path / "out")
     adapter = read_adapter(tmp_path / "adapter", other, "float32")

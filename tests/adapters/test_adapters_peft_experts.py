@@ -14,7 +14,7 @@ from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import load_trained, read_adapter, write_peft
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.errors import UserError
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from families_gemma import FAMILIES as GEMMA
@@ -32,15 +32,15 @@ FUSED = "model.layers.0.mlp.experts.gate_up_proj"
 
 
 def make_base(folder, name, **sizes):
-    config = build.config_from_hf({**CONFIGS[name], **sizes})
+    config = families.config_from_hf({**CONFIGS[name], **sizes})
     if name == "qwen3_5_moe":
         config = config.fit([FUSED])
-    build.save(build.init(config, seed=3), config, folder)
-    return build.read_config(folder)
+    saving.save(build.init(config, seed=3), config, folder)
+    return families.read_config(folder)
 
 
 def logits_of(folder):
-    model = build.load(folder)
+    model = loading.load(folder)
     return np.asarray(model.logits(model.hidden(pack([[row] for row in TOKENS], 30)).hidden))
 
 

@@ -17,7 +17,7 @@ from jaxtrain.adapters.rows import TokenRows
 from jaxtrain.config import Config
 from jaxtrain.core.bundle import abstract_params, build_model_bundle, open_params
 from jaxtrain.data.chat.template import load_tokenizer
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -67,8 +67,8 @@ class Case(NamedTuple):
 
 
 def make_base(folder, tied):
-    config = build.config_from_hf({**ARCHITECTURE, "tie_word_embeddings": tied})
-    build.save(build.init(config, 0), config, folder)
+    config = families.config_from_hf({**ARCHITECTURE, "tie_word_embeddings": tied})
+    saving.save(build.init(config, 0), config, folder)
     load_tokenizer("builtin").save_pretrained(folder)
     return folder
 
@@ -150,7 +150,7 @@ def test_peft_computes_what_was_trained_and_merging_keeps_it(base, adapter, tmp_
     raw = json.loads((merged / "config.json").read_text())
     assert (raw["vocab_size"], raw["eos_token_id"]) == (515, 514)
     assert len(load_tokenizer(str(merged))) == 515
-    whole = split_model(build.load(merged))[0]
+    whole = split_model(loading.load(merged))[0]
     for name in {"embed"} if tied else TABLES:
         wanted = np.array(case.params[f"{name}.embedding"])
         if adapter:

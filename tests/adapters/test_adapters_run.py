@@ -10,7 +10,7 @@ import pytest
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.main import main
-from jaxtrain.models import build
+from jaxtrain.models import build, families, saving
 
 ARCHITECTURE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -83,8 +83,8 @@ def shown_loss(capsys):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
-    config = build.config_from_hf(ARCHITECTURE)
-    build.save(build.init(config, seed=0), config, folder)
+    config = families.config_from_hf(ARCHITECTURE)
+    saving.save(build.init(config, seed=0), config, folder)
     return folder
 
 
@@ -224,8 +224,8 @@ EXPERTS = {
 def test_a_run_beside_nf4_weights(kind, family, config, base, tmp_path, capsys):
     wide = tmp_path / "wide"
     raw = {**ARCHITECTURE, "hidden_size": 64, "num_attention_heads": 4, **family}
-    architecture = build.config_from_hf(raw)
-    build.save(build.init(architecture, seed=0), architecture, wide)
+    architecture = families.config_from_hf(raw)
+    saving.save(build.init(architecture, seed=0), architecture, wide)
     folder = tmp_path / "run"
     words = [f"run.output_dir={folder}", f"model.path={wide}", f"adapter.quantize={kind}"]
     assert run("--config", config, *words) == 0

@@ -18,7 +18,7 @@ from jaxtrain.data.packing.tree import build_tree, split_branches
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.main import main
-from jaxtrain.models import build
+from jaxtrain.models import build, families, saving
 
 RAW = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -40,8 +40,8 @@ TEXTS = ["Water boils at 100 degrees.", [3, 1, 4, 1, 5], "", np.array([7]), list
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny"
-    config = build.config_from_hf(RAW)
-    build.save(build.init(config, 0), config, path)
+    config = families.config_from_hf(RAW)
+    saving.save(build.init(config, 0), config, path)
     load_tokenizer("builtin").save_pretrained(path)
     return path
 

@@ -13,7 +13,7 @@ from jaxtrain.core.losses.balance import Balance, measure_balance, move_biases, 
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.layers.router import RoutingOptions, choose
 from jaxtrain.layers.router_notes import note_choice
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_models import RAW, documents, pack
@@ -85,7 +85,7 @@ def test_metrics_by_hand():
 
 def test_rows_and_padding_add_up():
     """The sums of rows are those of each row alone, so accumulation and devices change nothing."""
-    model = build.init(build.config_from_hf(RAW["qwen3_moe"]), 0)
+    model = build.init(families.config_from_hf(RAW["qwen3_moe"]), 0)
     loss = jax.jit(with_balance(nll_loss, ALL))
     rows = [documents(0, 11, 6), documents(1, 19)]
     together, metrics = loss(model, pack(rows, 24))
@@ -108,7 +108,7 @@ def test_the_loss_spreads_the_experts():
 
 
 def test_a_dense_model_is_left_alone():
-    model = build.init(build.config_from_hf(RAW["qwen3"]), 0)
+    model = build.init(families.config_from_hf(RAW["qwen3"]), 0)
     batch = pack([documents(0, 11)], 12)
     plain, balanced = nll_loss(model, batch), with_balance(nll_loss, ALL)(model, batch)
     assert jax.tree.structure(plain) == jax.tree.structure(balanced)

@@ -16,7 +16,7 @@ from jaxtrain.core.metrics import (
     peak_flops,
 )
 from jaxtrain.core.step_metrics import ExpertOverflowWarning
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_models import RAW
@@ -35,7 +35,7 @@ def test_work_counts_visible_pairs_and_no_padding():
     batch = Batch(tokens=zeros, positions=zeros, prev=prev, until=until, weights={})
     tokens, spans = count_work(batch)
     assert (tokens, spans.sum()) == (7, 6 + 10)
-    model = build.abstract(build.config_from_hf({**RAW["mistral"], "sliding_window": 2}))
+    model = build.abstract(families.config_from_hf({**RAW["mistral"], "sliding_window": 2}))
     # Within a window of 2 a token sees itself and the one before; QK and PV, 2 FLOPs each.
     pairs = (1 + 2 + 2) + (1 + 2 + 2 + 2)
     assert model.stack.mixing_flops(spans) == 2 * 4 * 32 * pairs

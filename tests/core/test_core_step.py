@@ -14,7 +14,7 @@ from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.step import denominator, init_state, make_eval, make_step
 from jaxtrain.distributed.feed import feed
 from jaxtrain.distributed.mesh import make_mesh
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
 ARCHITECTURE = {
@@ -59,7 +59,7 @@ def regroup(batch, microsteps):
 @functools.cache
 def open_model(mesh):
     """(parameters, rebuild) of the same random model on a mesh."""
-    model = build.init(build.config_from_hf(ARCHITECTURE), 0, mesh=mesh)
+    model = build.init(families.config_from_hf(ARCHITECTURE), 0, mesh=mesh)
     return split_model(model)
 
 

@@ -13,7 +13,7 @@ import pytest
 from jaxtrain.batch import check_batch
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.layers.rope import frequencies
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -125,7 +125,7 @@ def copy_hybrid_weights(model, params: dict) -> None:
 def test_the_hybrid_torch_model_is_the_same_model(benchmarks):
     """Loss and gradients in float32 on packed documents, from the same weights."""
     torch_model, raw = benchmarks["torch_model"], benchmarks["step_work"].MODELS["tiny-hybrid"]
-    architecture = build.config_from_hf(raw)
+    architecture = families.config_from_hf(raw)
     batch = benchmarks["step_work"].WORKS["tiny-docs"].batch(architecture.vocab_size)
     params, rebuild = split_model(build.init(architecture, 0))
     micro = jax.tree.map(lambda leaf: leaf[0], batch)
@@ -160,7 +160,7 @@ def test_the_hybrid_torch_model_is_the_same_model(benchmarks):
 def test_the_torch_model_is_the_same_model(benchmarks):
     """Loss and gradients in float32 on one tree, from the same weights."""
     torch_model, raw = benchmarks["torch_model"], benchmarks["step_work"].MODELS["tiny"]
-    architecture = build.config_from_hf(raw)
+    architecture = families.config_from_hf(raw)
     batch = benchmarks["step_work"].WORKS["tiny-tree"].batch(architecture.vocab_size)
     params, rebuild = split_model(build.init(architecture, 0))
     micro = jax.tree.map(lambda leaf: leaf[0], batch)

@@ -13,7 +13,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.step import State, make_step
 from jaxtrain.distributed.mesh import AXES
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
 ARCHITECTURE = {
@@ -43,7 +43,7 @@ EXPERTS = ARCHITECTURE | {
 def make_arguments(architecture=ARCHITECTURE, rows=4, length=256):
     """(step, state, batch) on shapes; bfloat16 activations, two microsteps."""
     model = build.abstract(
-        build.config_from_hf(architecture), dtype="bfloat16", remat="save_attention"
+        families.config_from_hf(architecture), dtype="bfloat16", remat="save_attention"
     )
     params, rebuild = split_model(model)
     params = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in params.items()}

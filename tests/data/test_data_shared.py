@@ -21,7 +21,7 @@ from jaxtrain.data.packing.shared_prefixes import group_samples, share_prefixes
 from jaxtrain.data.packing.tree import Tree, split_branches
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.sequences import Sequences
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
 QWEN3 = str(Path(__file__).with_name("qwen3.jinja"))
@@ -105,7 +105,7 @@ def test_loss_and_gradients_are_those_of_the_flat_samples(tokenizer):
     """In float64 they differ by the order of sums alone."""
     flat, shared = both(tokenizer, {"messages": make_talk(3)})
     with jax.enable_x64(True):
-        architecture = build.config_from_hf(SIZES)
+        architecture = families.config_from_hf(SIZES)
         options = {"param_dtype": "float64", "dtype": "float64", "attention_impl": "reference"}
         params, rebuild = split_model(build.init(architecture, 0, **options))
 

@@ -26,7 +26,7 @@ from jaxtrain.data.packing.tree import build_tree
 from jaxtrain.distributed.feed import feed
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.methods.preference.loss import PreferenceObjective, preference_loss
-from jaxtrain.models import build
+from jaxtrain.models import families
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_models import RAW
@@ -110,7 +110,7 @@ def make_tree(rng: np.random.Generator, size: int, branches: bool):
 
 def run(model: str, batch, mesh, adapter_kind: str):
     """(loss, {path: gradient}) of one step on a mesh."""
-    architecture = build.config_from_hf(RAW[model])
+    architecture = families.config_from_hf(RAW[model])
     adapter = None
     if adapter_kind:
         slots = choose_slots(

@@ -14,7 +14,7 @@ from test_distributed_processes import finish, output, start, wait_for_step
 from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.main import main
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
 sys.path.append(str(Path(__file__).parents[1] / "generation"))
@@ -218,9 +218,9 @@ SERVED += ["task.beta=0", "rollout.vllm.health_seconds=0.1"]
 
 def list_tensors() -> dict[str, list[int]]:
     """Name and shape of what the server's model is made of."""
-    architecture = build.config_from_hf(tomllib.loads(CONFIG)["model"]["architecture"])
+    architecture = families.config_from_hf(tomllib.loads(CONFIG)["model"]["architecture"])
     shapes, _ = split_model(build.abstract(architecture))
-    entries = build.family(architecture).names(architecture)
+    entries = families.family(architecture).names(architecture)
     found = {}
     for entry in entries:
         found |= entry.op.shapes(shapes[entry.param].shape)

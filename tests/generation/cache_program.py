@@ -17,7 +17,7 @@ from jaxtrain.generation.local import slots, speculation
 from jaxtrain.generation.local.token_sampling import DrawKind
 from jaxtrain.layers.attention import store_cache
 from jaxtrain.layers.kv_cache import Stored
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 LAYERS = 4
 RAW = {
@@ -42,7 +42,7 @@ RAW = {
 
 def compile_chunk(scan: bool, dtype: str, sharding=None, stored: Stored = "default"):
     """(decode_chunk for 8 rows of 2,048 slots, shape of one layer's k); stored: how it is kept."""
-    config = build.config_from_hf(RAW)
+    config = families.config_from_hf(RAW)
     model = build.abstract(config, param_dtype=dtype, dtype=dtype, scan_layers=scan)
     store_cache(model, stored)
     return compile_rows(slots.decode_chunk, model, sharding)
@@ -61,7 +61,7 @@ def compile_cycles(dtype: str, sharding=None):
     models = [
         jax.eval_shape(
             lambda model: model.unstack(),
-            build.abstract(build.config_from_hf(raw), param_dtype=dtype, dtype=dtype),
+            build.abstract(families.config_from_hf(raw), param_dtype=dtype, dtype=dtype),
         )
         for raw in (RAW, {**RAW, **own})
     ]

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxtrain.config import validate_config
 from jaxtrain.data.chat.template import load_tokenizer
-from jaxtrain.models import build
+from jaxtrain.models import build, families, saving
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("JAXTRAIN_VLLM_PYTHON", "")
@@ -44,8 +44,8 @@ def make_model(folder: Path, seed: int, tied: bool) -> Path:
         "tie_word_embeddings": tied,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    config = build.config_from_hf(raw)
-    build.save(build.init(config, seed, param_dtype="float32"), config, folder)
+    config = families.config_from_hf(raw)
+    saving.save(build.init(config, seed, param_dtype="float32"), config, folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -14,7 +14,7 @@ from jaxtrain.generation.local import slots
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.sampler import LocalSampler, find_end, roomy
 from jaxtrain.generation.version_tracker import VersionedEngine, VersionTracker
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 RAW = {
     "model_type": "qwen3",
@@ -32,7 +32,7 @@ RAW = {
 
 @pytest.fixture(scope="module")
 def models():
-    return [build.init(build.config_from_hf(RAW), seed) for seed in (0, 1)]
+    return [build.init(families.config_from_hf(RAW), seed) for seed in (0, 1)]
 
 
 def open_sampler(model, **options):
@@ -163,7 +163,7 @@ def test_an_aborted_request_frees_its_row(models):
 
 def test_sizes():
     assert [roomy(n) for n in (1, 33, 300, 1274, 1281)] == [32, 64, 320, 1280, 1536]
-    sampler = LocalSampler(build.init(build.config_from_hf(RAW), 0), (), max_len=50000)
+    sampler = LocalSampler(build.init(families.config_from_hf(RAW), 0), (), max_len=50000)
     requests = [sampler.request([i] * 20000, Sampling()) for i in (4, 4, 5)]
     assert find_end(requests, 0) == 2 and find_end(requests, 2) == 3
 

@@ -15,7 +15,7 @@ from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.slots import unstack
 from jaxtrain.generation.local.speculation import DraftedModel
 from jaxtrain.main import main
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 
 TARGET = {
     **RAW,
@@ -38,11 +38,11 @@ def make_dflash(target: dict, **changes):
         "tie_word_embeddings": False,
         **changes,
     }
-    return build.config_from_hf(raw)
+    return families.config_from_hf(raw)
 
 
 def save(config, seed, folder):
-    build.save(build.init(config, seed), config, folder)
+    saving.save(build.init(config, seed), config, folder)
     return folder
 
 
@@ -50,7 +50,7 @@ def save(config, seed, folder):
 def folders(tmp_path_factory):
     """(target, DFlash draft) of random weights."""
     place = tmp_path_factory.mktemp("models")
-    target = save(build.config_from_hf(TARGET), 0, place / "target")
+    target = save(families.config_from_hf(TARGET), 0, place / "target")
     return target, save(make_dflash(TARGET), 1, place / "draft")
 
 
@@ -62,13 +62,13 @@ def make_eagle3():
     raw = {key: value for key, value in TARGET.items() if key != "model_type"}
     layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "ttt_length": 3}
     own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "rope_theta": 1e4}
-    return build.init(build.config_from_hf({**raw, **own, "eagle_config": layers}), 1)
+    return build.init(families.config_from_hf({**raw, **own, "eagle_config": layers}), 1)
 
 
 @pytest.mark.parametrize("family", ["dflash", "eagle3"])
 def test_answers_do_not_depend_on_a_draft(folders, family):
-    target = unstack(build.load(folders[0]))
-    draft = unstack(build.load(folders[1]) if family == "dflash" else make_eagle3())
+    target = unstack(loading.load(folders[0]))
+    draft = unstack(loading.load(folders[1]) if family == "dflash" else make_eagle3())
     sampling = Sampling(max_new_tokens=30, temperature=0.8, top_k=50, seed=4)
     plain, drafted = (
         LocalSampler(model, (3,), max_len=128) for model in (target, DraftedModel(target, draft))
@@ -127,7 +127,7 @@ def test_drafts_of_another_target_are_refused(folders, tmp_path, capsys, changes
 
 def test_what_is_no_draft_is_refused(folders, tmp_path):
     class Parts:
-        architecture = build.config_from_hf(TARGET)
+        architecture = families.config_from_hf(TARGET)
 
     check_draft(str(folders[1]), Parts, "--draft")
     with pytest.raises(UserError, match="--draft .* holds Qwen3ForCausalLM, which is no draft"):

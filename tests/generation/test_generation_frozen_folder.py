@@ -20,7 +20,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed
 from jaxtrain.generation.local.frozen_folder import assemble_folder, frozen_shapes, open_folders
 from jaxtrain.generation.multi_policy import with_policies
-from jaxtrain.models import build
+from jaxtrain.models import loading
 
 TOKENS = 6
 
@@ -118,7 +118,7 @@ def take_greedy(folder, prompt) -> list[int]:
     """Tokens by plain passes over the whole text."""
     from test_generation_local import next_logits
 
-    model = build.load(folder, param_dtype="float32", dtype="float32")
+    model = loading.load(folder, param_dtype="float32", dtype="float32")
     row = np.zeros((1, 64), np.int32)
     row[0, : len(prompt)] = prompt
     for end in range(len(prompt), len(prompt) + TOKENS):

@@ -11,7 +11,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.token_sampling import DrawKind, DrawParameters, cut, sample
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 VOCAB = 61
 RAW = {
@@ -31,7 +31,7 @@ PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
 
 @pytest.fixture(scope="module")
 def model():
-    return build.init(build.config_from_hf(RAW), 0)
+    return build.init(families.config_from_hf(RAW), 0)
 
 
 @jax.jit
@@ -192,7 +192,7 @@ def test_few_compilations_and_new_weights(model):
     sampling = Sampling(max_new_tokens=30, temperature=0.8, top_k=9)
     before = sampler.generate(PROMPTS, sampling)
     compiled = slots.fill._cache_size(), slots.decode_chunk._cache_size()
-    sampler.use(build.init(build.config_from_hf(RAW), 1))
+    sampler.use(build.init(families.config_from_hf(RAW), 1))
     after = sampler.generate(
         [[4] * 20, [3] * 17, [8]], Sampling(max_new_tokens=25, temperature=0.5, top_k=4)
     )
@@ -206,7 +206,7 @@ def test_on_a_mesh_as_on_one_device(model):
     expected = LocalSampler(model, eos_ids=(), max_len=64).generate(PROMPTS, sampling)
     mesh = make_mesh(fsdp=2, tensor=2)
     with jax.set_mesh(mesh):
-        sharded = build.init(build.config_from_hf(RAW), 0, mesh=mesh)
+        sharded = build.init(families.config_from_hf(RAW), 0, mesh=mesh)
         found = LocalSampler(sharded, eos_ids=(), max_len=64).generate(PROMPTS, sampling)
     assert [a.tokens for a in found] == [a.tokens for a in expected]
 

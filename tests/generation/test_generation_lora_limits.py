@@ -12,7 +12,7 @@ from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.distributed import gpus
 from jaxtrain.errors import UserError
 from jaxtrain.generation.vllm import factory as opening
-from jaxtrain.models import build
+from jaxtrain.models import families
 from jaxtrain_vllm import serve
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
@@ -52,7 +52,7 @@ def one_gpu_for_the_servers(monkeypatch):
 
 
 def check(name, vllm, target="all-linear", ranks=None):
-    architecture = build.config_from_hf(RAW[name])
+    architecture = families.config_from_hf(RAW[name])
     slots = choose_slots(find_linears(architecture), [target], LoRASpec(4, 8.0), ranks or {}, {})
     parts = ModelBundle(None, architecture, None, None, {}, Adapter(slots))
     opening.VllmKind().check(config_of(**vllm), parts)
@@ -105,7 +105,7 @@ def test_what_vllm_may_take_is_left_to_it(vllm):
 
 def test_serve_refuses_a_mixture_on_a_cpu_by_its_config_json(monkeypatch, tmp_path, capsys):
     for name, raw in RAW.items():
-        architecture = build.config_from_hf(raw)
+        architecture = families.config_from_hf(raw)
         (tmp_path / "config.json").write_text(json.dumps(architecture.to_hf()))
         mixture = architecture.experts_per_token is not None
         assert serve.has_experts(str(tmp_path)) == mixture, name

@@ -19,7 +19,7 @@ from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.weights import Copier, make_sampler_mesh
 from jaxtrain.layers.attention import store_cache
 from jaxtrain.layers.kv_cache import store
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 from tests.models.families_mla import FAMILIES
 from tests.models.tiny_models import HYBRID, RAW, SIZES
@@ -42,13 +42,13 @@ OPTIONS = {"param_dtype": "float32", "dtype": "float32"}
 
 def open_parts(raw, mesh=None):
     mesh = mesh or make_mesh(jax.devices()[:1])
-    return ModelBundle(None, build.config_from_hf(raw), mesh, None, OPTIONS)
+    return ModelBundle(None, families.config_from_hf(raw), mesh, None, OPTIONS)
 
 
 @pytest.fixture(scope="module")
 def dense():
     """(parts, parameters)."""
-    return open_parts(DENSE), split_model(build.init(build.config_from_hf(DENSE), 0))[0]
+    return open_parts(DENSE), split_model(build.init(families.config_from_hf(DENSE), 0))[0]
 
 
 def round_weights(kernel):
@@ -214,7 +214,7 @@ WINDOW = {**SIZES, **RAW["mistral"]}
 @pytest.mark.slow
 def test_a_prompt_read_at_once_leaves_what_token_by_token_does():
     """Also where a window's slots are used again: who looks sees every key as it is stored."""
-    model = build.init(build.config_from_hf(WINDOW), 0)
+    model = build.init(families.config_from_hf(WINDOW), 0)
     assert store_cache(model, "int8") == 1
     tokens = np.random.default_rng(0).integers(0, 97, (2, 11)).astype(np.int32)
     decode = jax.jit(type(model).decode)
@@ -258,7 +258,7 @@ def test_a_cache_without_keys_is_refused():
     with pytest.raises(UserError, match=r'rollout.local.cache "int8".*Deepseek'):
         check_cache("int8", parts)
     check_cache("default", parts)
-    check_cache("int8", dataclasses.replace(parts, architecture=build.config_from_hf(DENSE)))
+    check_cache("int8", dataclasses.replace(parts, architecture=families.config_from_hf(DENSE)))
 
 
 RL = {

@@ -16,13 +16,13 @@ from jaxtrain.data.packing.routes import join_routes, pad_routes
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.vllm.messages import GENERATE, GarbageAnswer, parse_answer
-from jaxtrain.models import build
-from jaxtrain.models.routing import route_shape
+from jaxtrain.models import build, families
+from jaxtrain.models.capabilities import route_shape
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from tiny_models import RAW, documents, pack
 
-CONFIG = build.config_from_hf({**RAW["qwen3_moe_mixed"], "initializer_range": 0.3})
+CONFIG = families.config_from_hf({**RAW["qwen3_moe_mixed"], "initializer_range": 0.3})
 SHAPE = route_shape(CONFIG)
 
 

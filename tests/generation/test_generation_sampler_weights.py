@@ -11,9 +11,9 @@ from jaxtrain.adapters.spec import Adapter, LoRASpec
 from jaxtrain.core.bundle import ModelBundle, abstract_params, open_params
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.generation.local.weights import Copier, make_sampler_mesh
-from jaxtrain.models import build
+from jaxtrain.models import families
 
-ARCHITECTURE = build.config_from_hf(
+ARCHITECTURE = families.config_from_hf(
     {
         "model_type": "qwen3",
         "vocab_size": 64,

@@ -14,7 +14,7 @@ from jaxtrain.layers import sharded_attention
 from jaxtrain.layers.attention import store_cache
 from jaxtrain.layers.kv_cache import Stored
 from jaxtrain.layers.mixer import SharedSlots
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 
 class Watched:
@@ -48,7 +48,7 @@ def watched(monkeypatch):
 
 def make_model(vocabulary: int, stored: Stored = "default"):
     """Of a size of its own: its programs are traced anew, with what is watched."""
-    model = build.init(build.config_from_hf({**RAW, "vocab_size": vocabulary}), 0)
+    model = build.init(families.config_from_hf({**RAW, "vocab_size": vocabulary}), 0)
     store_cache(model, stored)
     return model
 

@@ -16,7 +16,7 @@ from jaxtrain.generation.local import slots
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.speculation import DraftedModel, draw_all, speculate_chunk
 from jaxtrain.generation.local.token_sampling import DrawKind, read_draws, sample
-from jaxtrain.models import ARCHITECTURES, build
+from jaxtrain.models import ARCHITECTURES, build, families
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 TOY = {
@@ -55,7 +55,7 @@ def family():
     ],
 )
 def models(request):
-    return [build.init(build.config_from_hf(request.param), seed) for seed in (0, 1)]
+    return [build.init(families.config_from_hf(request.param), seed) for seed in (0, 1)]
 
 
 @pytest.fixture(scope="module")

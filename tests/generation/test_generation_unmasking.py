@@ -12,7 +12,7 @@ from jaxtrain.config import SamplingConfig
 from jaxtrain.errors import UserError
 from jaxtrain.generation.local.diffusion_device import Unmasking
 from jaxtrain.generation.local.diffusion_sampler import UnmaskingSampler
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 MASK, LENGTH = 60, 8
 SIZES = {
@@ -32,7 +32,7 @@ PROMPTS = [[5, 9, 11], [7, 3, 2, 8, 1], [4, 4, 12]]
 @pytest.fixture(scope="module")
 def models():
     return {
-        layers: build.init(build.config_from_hf({**SIZES, "num_hidden_layers": layers}), 3)
+        layers: build.init(families.config_from_hf({**SIZES, "num_hidden_layers": layers}), 3)
         for layers in (1, 2)
     }
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from real_vllm import PYTHON, make_model
 
-from jaxtrain.models import build, dflash
+from jaxtrain.models import build, dflash, families, loading, saving
 from jaxtrain.models.decoder_config import DecoderConfig
 
 pytestmark = [
@@ -34,7 +34,7 @@ TOKENS, GUESSES = 12, 3
 
 def make_draft(target: Path, folder: Path) -> dflash.Model:
     """A DFlash draft of random weights for a target of two layers."""
-    like = build.read_config(target)
+    like = families.read_config(target)
     shared = {f.name: getattr(like, f.name) for f in dataclasses.fields(DecoderConfig)}
     config = dflash.Config(
         **{**shared, "tie_word_embeddings": False, "num_hidden_layers": 2},
@@ -47,7 +47,7 @@ def make_draft(target: Path, folder: Path) -> dflash.Model:
         max_window_layers=2,
     )
     draft = build.init(config, 3)
-    build.save(draft, config, folder)
+    saving.save(draft, config, folder)
     return draft
 
 
@@ -91,7 +91,7 @@ def test_vllm_guesses_with_a_dflash_folder(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
     found = json.loads(line.removeprefix("FOUND "))
-    answers, cycles, accepted = count_accepted(build.load(folder), draft)
+    answers, cycles, accepted = count_accepted(loading.load(folder), draft)
     assert found["answers"] == answers
     counted = found["counted"]
     assert counted["vllm:spec_decode_num_drafts"] == pytest.approx(cycles, abs=len(PROMPTS))

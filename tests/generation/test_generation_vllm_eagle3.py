@@ -16,7 +16,7 @@ import pytest
 from real_vllm import PYTHON
 
 from jaxtrain.data.chat.template import load_tokenizer
-from jaxtrain.models import build, eagle3
+from jaxtrain.models import build, eagle3, families, saving
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,7 +43,7 @@ def make_pair(folder: Path):
     """A target and an Eagle3 draft that like the same few tokens, and their folders."""
     tokenizer = load_tokenizer("builtin")
     raw = {**SIZES, "model_type": "qwen3", "num_hidden_layers": 7, "intermediate_size": 128}
-    config = build.config_from_hf({**raw, "eos_token_id": tokenizer.eos_token_id})
+    config = families.config_from_hf({**raw, "eos_token_id": tokenizer.eos_token_id})
     own = {key: value for key, value in SIZES.items() if key != "vocab_size"}
     small = eagle3.Config(
         **own,
@@ -64,8 +64,8 @@ def make_pair(folder: Path):
     draft.kept[...] = jnp.asarray(ids, jnp.int32)
     for table, rows in ((target.lm_head, ids[:6]), (draft.lm_head, np.arange(6))):
         table.embedding[...] = table.embedding[...].at[rows].multiply(6.0)
-    build.save(target, config, folder / "target")
-    build.save(draft, small, folder / "draft")
+    saving.save(target, config, folder / "target")
+    saving.save(draft, small, folder / "draft")
     tokenizer.save_pretrained(folder / "target")
     return target.unstack(), draft
 

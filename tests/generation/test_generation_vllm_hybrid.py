@@ -17,7 +17,7 @@ from real_vllm import PYTHON, RealServer, ask, change, make_config, prompts, sco
 from jaxtrain.core.bundle import abstract_params, build_model_bundle, open_params
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.generation.vllm.factory import open_vllm
-from jaxtrain.models import build
+from jaxtrain.models import build, families, saving
 from jaxtrain.models.parameters import split_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -61,13 +61,13 @@ def server(request, tmp_path_factory):
         pytest.skip("JAXTRAIN_VLLM_PYTHON names no environment whose vLLM can import Qwen3.5")
     folder = tmp_path_factory.mktemp("hybrid")
     tokenizer = load_tokenizer("builtin")
-    config = build.config_from_hf({**RAW, "eos_token_id": tokenizer.eos_token_id})
+    config = families.config_from_hf({**RAW, "eos_token_id": tokenizer.eos_token_id})
     params, rebuild = split_model(build.init(config, 0, param_dtype="float32"))
     rng = np.random.default_rng(0)
     for name, value in params.items():
         if name.endswith("A_log"):  # else nothing is remembered from token to token
             params[name] = jnp.asarray(rng.uniform(-4.6, 0.4, value.shape), value.dtype)
-    build.save(rebuild(params), config, folder / "model")
+    saving.save(rebuild(params), config, folder / "model")
     tokenizer.save_pretrained(folder / "model")
     found = RealServer(
         folder / "model",

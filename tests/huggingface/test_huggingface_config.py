@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from jaxtrain.errors import UserError
-from jaxtrain.models import ARCHITECTURES, build
+from jaxtrain.models import ARCHITECTURES, build, families
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -39,7 +39,7 @@ QWEN3 = {
 
 
 def test_published_qwen3_config_counts_its_published_parameters():
-    config = build.config_from_hf(QWEN3)
+    config = families.config_from_hf(QWEN3)
     # The model card of Qwen3-0.6B: 0.6B parameters, 0.44B without embeddings.
     assert build.param_count(config) == 596_049_920
     assert build.param_count(config) - config.vocab_size * config.hidden_size == 440_467_456
@@ -61,15 +61,15 @@ LEFT_OUT = {
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_round_trip_and_transformers_agree(architecture):
-    module = build.find_family(architecture)
+    module = families.find_family(architecture)
     raw = {"architectures": [architecture], "model_type": module.Config.model_type}
     left_out = LEFT_OUT.get(architecture, {})
     raw |= left_out
     if "ForConditionalGeneration" in architecture:  # text is a level of its own
         raw.setdefault("text_config", {})
-    config = build.config_from_hf({**raw, "eos_token_id": [7, 9]})
+    config = families.config_from_hf({**raw, "eos_token_id": [7, 9]})
     written = json.loads(json.dumps(config.to_hf()))
-    assert build.config_from_hf(written) == config
+    assert families.config_from_hf(written) == config
     assert written["eos_token_id"] == [7, 9] and written["architectures"] == [architecture]
     theirs = transformers.AutoConfig.for_model(**written).to_dict()
     default = transformers.AutoConfig.for_model(written["model_type"], **left_out).to_dict()
@@ -81,7 +81,7 @@ def test_old_and_new_rope_spelling_are_one():
     scaling = {"rope_type": "linear", "factor": 2.0}
     old = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": scaling}
     new = {"model_type": "llama", "rope_parameters": {**scaling, "rope_theta": 5e5}}
-    assert build.config_from_hf(old) == build.config_from_hf(new)
+    assert families.config_from_hf(old) == families.config_from_hf(new)
 
 
 @pytest.mark.parametrize(
@@ -101,20 +101,20 @@ def test_old_and_new_rope_spelling_are_one():
 )
 def test_surprises_are_refused(change, words):
     with pytest.raises(UserError, match=words):
-        build.config_from_hf({**QWEN3, **change})
+        families.config_from_hf({**QWEN3, **change})
 
 
 def test_switches_that_are_off_pass():
-    build.config_from_hf({**QWEN3, "use_mrope": False, "new_thing": None})
+    families.config_from_hf({**QWEN3, "use_mrope": False, "new_thing": None})
 
 
 def test_code_beside_the_weights_is_not_what_a_known_type_runs():
     """transformers does not either, unless it is told to trust it."""
     raw = {**QWEN3, "auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}
-    assert "auto_map" not in build.config_from_hf(raw).to_hf()
+    assert "auto_map" not in families.config_from_hf(raw).to_hf()
 
 
 @pytest.mark.parametrize("raw", [{"model_type": "gpt2"}, {}, {"vocab_size": 97}])
 def test_a_config_that_names_no_family_is_refused(raw):
     with pytest.raises(UserError, match="model_type"):
-        build.config_from_hf(raw)
+        families.config_from_hf(raw)

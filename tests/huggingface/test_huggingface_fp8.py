@@ -10,7 +10,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.ops import SplitPiece, whole
 from jaxtrain.huggingface.packed import BFLOAT16, FLOAT8, open_folder
 from jaxtrain.huggingface.safetensors import write_folder
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 
 BLOCK = 128
 QUANTIZED = {
@@ -75,11 +75,11 @@ def test_a_model_in_fp8_is_one_of_its_decoded_weights(tmp_path):
         **dict(num_experts_per_tok=2, topk_group=1, first_k_dense_replace=1),
         **dict(num_nextn_predict_layers=1),
     }
-    config = build.config_from_hf(raw)
+    config = families.config_from_hf(raw)
     shapes = {}
     params = dict(nnx.to_flat_state(nnx.state(build.abstract(config))))
     params = {".".join(map(str, path)): leaf.get_value().shape for path, leaf in params.items()}
-    for entry in build.family(config).names(config):
+    for entry in families.family(config).names(config):
         shapes |= entry.op.shapes(params[entry.param])
     rng = np.random.default_rng(1)
     tensors, wanted = {}, {}
@@ -102,8 +102,8 @@ def test_a_model_in_fp8_is_one_of_its_decoded_weights(tmp_path):
     text = json.dumps({**config.to_hf(), "quantization_config": QUANTIZED})
     (tmp_path / "fp8" / "config.json").write_text(text)
 
-    loaded = build.load(tmp_path / "fp8", param_dtype="bfloat16")
-    build.save(loaded, build.read_config(tmp_path / "fp8"), tmp_path / "out")
+    loaded = loading.load(tmp_path / "fp8", param_dtype="bfloat16")
+    saving.save(loaded, families.read_config(tmp_path / "fp8"), tmp_path / "out")
     out = open_folder(tmp_path / "out")
     assert set(out.tensors) == set(wanted)
     for name, array in wanted.items():
@@ -121,4 +121,4 @@ def test_what_is_not_read_is_named(tmp_path):
         open_folder(tmp_path)
     raw = {"model_type": "qwen3", "quantization_config": {**QUANTIZED, "weight_block_size": None}}
     with pytest.raises(UserError, match="weight_block_size is null.*128 x 128 only"):
-        build.config_from_hf(raw)
+        families.config_from_hf(raw)

@@ -21,7 +21,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface import packed
 from jaxtrain.huggingface.copy import copy_folder
 from jaxtrain.huggingface.packed import E2M1, open_folder
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -51,8 +51,8 @@ PACKING = {
 def folder(tmp_path_factory):
     """As gpt-oss is published: blocks in one shard, their scales in another."""
     folder = tmp_path_factory.mktemp("mxfp4")
-    config, rng = build.config_from_hf(RAW), np.random.default_rng(0)
-    build.save(build.init(config, seed=1), config, folder, "bfloat16")
+    config, rng = families.config_from_hf(RAW), np.random.default_rng(0)
+    saving.save(build.init(config, seed=1), config, folder, "bfloat16")
     plain, extra = load_file(folder / "model.safetensors"), {}
     tensors = {name: array.astype(ml_dtypes.bfloat16) for name, array in plain.items()}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -106,15 +106,15 @@ def test_any_part_of_a_tensor_is_what_transformers_reads(folder, scales, monkeyp
 
 
 def test_exports_are_plain(folder, tmp_path):
-    model, wanted = build.load(folder), by_transformers(folder)
-    config = build.read_config(folder)
-    build.save(model, config, tmp_path / "saved")
+    model, wanted = loading.load(folder), by_transformers(folder)
+    config = families.read_config(folder)
+    saving.save(model, config, tmp_path / "saved")
     copy_folder(folder, tmp_path / "copied")
     plain = load_file(tmp_path / "saved" / "model.safetensors")
     for output in ("saved", "copied"):
         written = json.loads((tmp_path / output / "config.json").read_text())
         assert "quantization_config" not in written
-        assert build.read_config(tmp_path / output) == config
+        assert families.read_config(tmp_path / output) == config
         tensors = load_file(tmp_path / output / "model.safetensors")
         assert {t.dtype for t in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
         assert tensors.keys() == plain.keys() and wanted.keys() < plain.keys()
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     name = next(iter(held))
     save_file({**held, name: held[name][:, :-1].copy()}, shard)
     with pytest.raises(UserError, match="no MXFP4 weights"):
-        build.load(tmp_path / "bad")
+        loading.load(tmp_path / "bad")
     raw = json.loads((folder / "config.json").read_text())
     for change, words in (
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq.* not supported.*mxfp4"),
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
         ({"hidden_act": "gelu"}, "silu alone"),
     ):
         with pytest.raises(UserError, match=words):
-            build.config_from_hf({**raw, **change})
+            families.config_from_hf({**raw, **change})
 
 
 def test_storage_is_that_of_the_definition():
@@ -166,13 +166,13 @@ def test_storage_is_that_of_the_definition():
         levels = E2M1 * (2.0 ** (np.floor(np.log2(largest)) - 2) if largest else 1)
         assert abs(found[at, column] - value) == np.abs(levels - value).min()
     with pytest.raises(UserError, match="this model has none"):
-        config = build.config_from_hf({**SIZES, "model_type": "llama"})
+        config = families.config_from_hf({**SIZES, "model_type": "llama"})
         attach(build.abstract(config), Adapter({}, quantize="mxfp4"))
 
 
 def test_a_base_is_kept_as_it_is_stored(folder):
     """The same logits as without the storage, and in memory the bytes of the folder."""
-    config = build.read_config(folder)
+    config = families.read_config(folder)
     slots = choose_slots(find_linears(config), ["attention"], LoRASpec(2, 4.0), {}, {})
     options = {"param_dtype": "bfloat16", "dtype": "float32"}
     model = attach(build.abstract(config, **options), Adapter(slots, quantize="mxfp4"))
@@ -183,10 +183,10 @@ def test_a_base_is_kept_as_it_is_stored(folder):
     }
     by_layer = find_stored(shapes, "mxfp4")
     assert {path.split(".")[-2] for path in by_layer} == {"gate", "up", "down"}
-    source = open_folder(folder), build.stored_entries(config)
+    source = open_folder(folder), loading.stored_entries(config)
     params, rounded = (
         quantize_params(
-            build.read_params(folder, by_layer=by_layer, **options), shapes, "mxfp4", *where
+            loading.read_params(folder, by_layer=by_layer, **options), shapes, "mxfp4", *where
         )
         for where in ([source], [])
     )
@@ -207,7 +207,7 @@ def test_a_base_is_kept_as_it_is_stored(folder):
     assert weights == 4 * 3 * (3 * 64 * 32 + 2 * 32 + 64), "matrices and biases"
 
     rows = pack([[row] for row in documents(4, 30, 30)], 30)
-    plain = build.load(folder, **options)
+    plain = loading.load(folder, **options)
     wanted = jax.jit(lambda m: m.logits(m.hidden(rows).hidden))(plain)
     for path in slots:  # as LoRA begins
         for name in ("a", "b"):

@@ -20,7 +20,7 @@ from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.huggingface.quantize import cut, quantize_folder
 from jaxtrain.huggingface.safetensors import SafetensorsFolder, write_folder
 from jaxtrain.main import main
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -30,10 +30,10 @@ from tiny_models import RAW, SIZES
 
 def make(folder: Path, raw: dict) -> Path:
     """A folder in bfloat16 whose numbers nobody trained."""
-    config = build.config_from_hf({**SIZES, **raw})
+    config = families.config_from_hf({**SIZES, **raw})
     rng = np.random.default_rng(0)
     shapes = {}
-    for entry in build.family(config).names(config):
+    for entry in families.family(config).names(config):
         path = entry.param
         shapes |= entry.op.shapes(param_shapes(config)[path])
     plan = {name: (shape, BFLOAT16) for name, shape in shapes.items()}
@@ -122,7 +122,7 @@ def test_experts_are_quantized_one_by_one_and_routers_stay(tmp_path):
     assert not list(list_notes("int4", 128, names)) and list(list_notes("int4", 16, names))
     packing = json.loads((tmp_path / "q/config.json").read_text())["quantization_config"]
     assert packing["ignore"] == ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"]
-    build.check_folder(tmp_path / "q", build.read_config(tmp_path / "q"))
+    loading.check_folder(tmp_path / "q", families.read_config(tmp_path / "q"))
 
 
 def test_what_is_only_carried_along_stays(base, names, tmp_path):
@@ -202,7 +202,7 @@ def test_folders_of_others_that_are_not_read(base, names, tmp_path, change, told
     config["quantization_config"] |= change
     (tmp_path / "q/config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=told):
-        build.read_config(tmp_path / "q")
+        families.read_config(tmp_path / "q")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -13,7 +13,7 @@ from test_huggingface_safetensors import TENSORS, write
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface import files, safetensors
 from jaxtrain.huggingface.safetensors import INDEX, SafetensorsFolder
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 SINGLE = "model.safetensors"
 FUZZ = settings(max_examples=150, deadline=None, derandomize=True)
@@ -194,7 +194,7 @@ JSONS = [b"", b"[]", b"7", b"\xff\xfe{}", b"[" * 10**6, b'{"a":' * 10**5, b"9" *
 @pytest.mark.parametrize("raw", JSONS, ids=range(len(JSONS)))
 def test_a_config_that_is_no_object_is_refused(tmp_path, raw):
     (tmp_path / "config.json").write_bytes(raw)
-    assert "config.json" in refuse(lambda: build.read_config(tmp_path))
+    assert "config.json" in refuse(lambda: families.read_config(tmp_path))
 
 
 def test_a_file_that_is_none_or_too_large_is_not_read(tmp_path):
@@ -239,7 +239,7 @@ WRONG = {
 @pytest.mark.parametrize("key", WRONG)
 def test_wrong_types_and_impossible_sizes_are_refused_by_key(key):
     for value in WRONG[key]:
-        message = refuse(lambda value=value: build.config_from_hf({**QWEN3, key: value}))
+        message = refuse(lambda value=value: families.config_from_hf({**QWEN3, key: value}))
         name = "vocab_size" if value is None else key.split("\x1b")[0]
         assert name in message or name in ("model_type",), message
         assert "\x1b" not in message
@@ -249,7 +249,7 @@ def test_wrong_types_and_impossible_sizes_are_refused_by_key(key):
 @given(st.dictionaries(st.sampled_from([*QWEN3, "rope_parameters", "x"]), ODD, max_size=2))
 def test_any_config_is_taken_or_refused(change):
     try:
-        build.config_from_hf({**QWEN3, **change})
+        families.config_from_hf({**QWEN3, **change})
     except UserError as error:
         assert len(str(error)) < 2000
 
@@ -287,7 +287,7 @@ SMOLLM2 = {
 
 
 def test_smollm2_is_read():
-    config = build.config_from_hf(SMOLLM2)
+    config = families.config_from_hf(SMOLLM2)
     # The model card of SmolLM2-135M.
     assert build.param_count(config) == 134_515_008
     assert dict(config.rope)["rope_theta"] == 100000
@@ -295,8 +295,8 @@ def test_smollm2_is_read():
 
 @pytest.mark.parametrize("noise", ["attention_dropout", "resid_pdrop", "hidden_dropout"])
 def test_what_only_training_draws_is_no_reason_to_refuse(noise):
-    assert build.config_from_hf({**QWEN3, noise: 0.1}) == build.config_from_hf(QWEN3)
-    assert noise in refuse(lambda: build.config_from_hf({**QWEN3, noise: "0.1"}))
+    assert families.config_from_hf({**QWEN3, noise: 0.1}) == families.config_from_hf(QWEN3)
+    assert noise in refuse(lambda: families.config_from_hf({**QWEN3, noise: "0.1"}))
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_what_only_training_draws_is_no_reason_to_refuse(noise):
     ],
 )
 def test_what_changes_the_network_is_still_refused_by_name(change):
-    assert next(iter(change)) in refuse(lambda: build.config_from_hf({**QWEN3, **change}))
+    assert next(iter(change)) in refuse(lambda: families.config_from_hf({**QWEN3, **change}))
 
 
 def test_zero_bytes_and_shapes_of_none_are_fine(tmp_path):

@@ -13,7 +13,7 @@ from jaxtrain.config.load import validate_config
 from jaxtrain.errors import UserError
 from jaxtrain.layers.fp8 import FORWARD, GRADIENTS, Fp8Product, quantize, use_fp8
 from jaxtrain.layers.linear import ExpertLinear, Linear, PreciseLinear
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 RANDOM = np.random.default_rng(0)
 TINY = {
@@ -104,7 +104,7 @@ def test_by_row_a_token_does_not_depend_on_others():
 
 
 def test_the_layers_linears_take_it_and_nothing_else_does():
-    config = build.config_from_hf(TINY)
+    config = families.config_from_hf(TINY)
     model = use_fp8(build.abstract(config), Fp8Product())
     found = {path: node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
     taken = {path[-1] for path, node in found.items() if node.product is not None}
@@ -114,13 +114,13 @@ def test_the_layers_linears_take_it_and_nothing_else_does():
         assert (node.product is None) == precise, path
     assert any(isinstance(node, ExpertLinear) for node in found.values())
     with pytest.raises(UserError, match="no matrix of its layers has widths that are multiples"):
-        use_fp8(build.abstract(build.config_from_hf(TINY | {"hidden_size": 24})), Fp8Product())
+        use_fp8(build.abstract(families.config_from_hf(TINY | {"hidden_size": 24})), Fp8Product())
 
 
 def test_on_a_mesh_and_in_decoding():
     """A run's own model: sharded it multiplies the same numbers; unstacked, as samplers have it, in
     its own dtype again."""
-    config = build.config_from_hf(TINY | {"num_hidden_layers": 1})
+    config = families.config_from_hf(TINY | {"num_hidden_layers": 1})
     model = build.init(config, 0, dtype="float32")
     apart, params = nnx.split(use_fp8(model, Fp8Product()))
     rows = [[RANDOM.integers(0, 64, n) for n in (9, 7)], [RANDOM.integers(0, 64, 16)]]

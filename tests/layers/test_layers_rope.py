@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain.errors import UserError
 from jaxtrain.layers.rope import OPTIONAL, PositionScale, angles, frequencies, rotate
-from jaxtrain.models import build
+from jaxtrain.models import families
 
 LONG = {
     "rope_type": "longrope",
@@ -93,7 +93,7 @@ def test_rows_of_a_run_choose_between_the_tables_of_longrope():
         **{"partial_rotary_factor": SHARE, "rope_scaling": LONG},
         "original_max_position_embeddings": 64,
     }
-    config = build.config_from_hf(raw)
+    config = families.config_from_hf(raw)
     short, long = config.for_rows(64), config.for_rows(65)
     assert (short.longest, long.longest, config.longest) == (64, 256, 256)
     assert "original_max_position_embeddings 64" in short.longest_said

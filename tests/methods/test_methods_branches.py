@@ -18,7 +18,7 @@ from jaxtrain.methods.ebft import branch_sampler as branches
 from jaxtrain.methods.ebft.blocks import CE, RL, BlockPositions, BlockStrides, lay_blocks
 from jaxtrain.methods.ebft.branch_sampler import SamplingOptions, draw_blocks
 from jaxtrain.methods.ebft.strided_loss import ADVANTAGE, NUMBERS, StridedLossOptions, strided_loss
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from families_gemma import FAMILIES
@@ -51,7 +51,7 @@ def rows() -> tuple[Batch, Batch, BlockPositions]:
 
 @functools.cache
 def make(name: str):
-    config = build.config_from_hf(RAW.get(name) or {**SIZES, **FAMILIES[name]})
+    config = families.config_from_hf(RAW.get(name) or {**SIZES, **FAMILIES[name]})
     return build.init(config, 0, param_dtype="float64", dtype="float64")
 
 

@@ -16,7 +16,7 @@ from jaxtrain.methods.drafts.anchors import lay_blocks
 from jaxtrain.methods.drafts.dflash_loss import DFlashLossOptions, dflash_loss
 from jaxtrain.methods.drafts.eagle3_loss import Unroll, eagle3_loss
 from jaxtrain.methods.drafts.eagle3_method import label_guesses
-from jaxtrain.models import build, dflash, eagle3
+from jaxtrain.models import build, dflash, eagle3, families
 from jaxtrain.models.parameters import split_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -44,7 +44,7 @@ def benchmarks():
 def target(benchmarks):
     """(config.json, ours, PyTorch's) with the same weights."""
     raw = benchmarks["step_work"].MODELS["tiny"] | {"num_hidden_layers": 4}
-    model = build.init(build.config_from_hf(raw), 0)
+    model = build.init(families.config_from_hf(raw), 0)
     peers = benchmarks["draft_peers"]
     import torch
 

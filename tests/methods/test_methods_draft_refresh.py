@@ -27,7 +27,7 @@ from jaxtrain.generation.episodes import Episode, Group
 from jaxtrain.main import main
 from jaxtrain.methods.registry import make_task
 from jaxtrain.methods.rl.batch_builder import BatchBuilder, label
-from jaxtrain.models import build
+from jaxtrain.models import families, loading
 from jaxtrain.runs.checkpoint import Checkpoints
 
 sys.path.append(str(Path(__file__).parents[1] / "generation"))
@@ -49,7 +49,7 @@ def make_draft(kind: str):
     raw = {key: value for key, value in TARGET.items() if key != "model_type"}
     layers = {"eagle_aux_hidden_state_layer_ids": [0], "ttt_length": 3}
     own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "rope_theta": 1e4}
-    return build.config_from_hf({**raw, **own, "initializer_range": 0.3, "eagle_config": layers})
+    return families.config_from_hf({**raw, **own, "initializer_range": 0.3, "eagle_config": layers})
 
 
 @pytest.fixture(scope="module")
@@ -218,10 +218,12 @@ def test_a_resumed_run_refreshes_as_the_run_that_was_never_stopped(folders, tmp_
     assert left["['step']"] == 4  # two rounds of two passes
 
     # What the run writes at its end is that draft.
-    written = build.load(whole / "draft")
+    written = loading.load(whole / "draft")
     fc = left["['params']['fc.kernel']"]
     np.testing.assert_array_equal(np.asarray(written.fc.kernel.get_value()), fc)
-    assert np.abs(np.asarray(build.load(folders["dflash"]).fc.kernel.get_value()) - fc).max() > 1e-3
+    assert (
+        np.abs(np.asarray(loading.load(folders["dflash"]).fc.kernel.get_value()) - fc).max() > 1e-3
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jaxtrain.methods.drafts.eagle3_loss import COMPONENT, Unroll, eagle3_loss
 from jaxtrain.methods.drafts.eagle3_method import label_guesses
 from jaxtrain.methods.drafts.soft_targets import SoftTargets
 from jaxtrain.methods.drafts.target_states import read_target
-from jaxtrain.models import build, eagle3
+from jaxtrain.models import build, eagle3, families
 from jaxtrain.models.parameters import split_model
 
 L, THETA, P = 3, 1e4, 23
@@ -50,7 +50,7 @@ def make_config(target, **changes):
 def both():
     """(target, draft) in float64; norms away from 1, kept ids spread over the vocabulary."""
     with jax.enable_x64():
-        architecture = build.config_from_hf(RAW)
+        architecture = families.config_from_hf(RAW)
         target = build.init(architecture, 0, **WIDE)
         draft = build.init(make_config(architecture), 1, **WIDE)
         rng = np.random.default_rng(5)
@@ -79,7 +79,7 @@ def wide(batch):
 
 def tensors(draft):
     """The draft's floats by the names of the export."""
-    config = make_config(build.config_from_hf(RAW))
+    config = make_config(families.config_from_hf(RAW))
     params = split_model(draft)[0]
     entries = [entry for entry in eagle3.names(config) if entry.param != "kept"]
     return {

@@ -28,7 +28,7 @@ from jaxtrain.methods.ebft.blocks import CE, RL, BlockStrides, lay_blocks
 from jaxtrain.methods.ebft.features import FEATURES
 from jaxtrain.methods.ebft.strided_loss import ADVANTAGE, NUMBERS
 from jaxtrain.methods.registry import make_task
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from tests.docs.metric_names import require_rows
 
 ARCHITECTURE = {
@@ -189,7 +189,7 @@ def test_the_truth_itself_is_worth_two(whitening):
     forest, spots = lay_blocks(batch, BlockStrides(stride=4, context=4, length=3, samples=3))
     at = spots.start[0, 0][:, None, None] + np.arange(9).reshape(3, 3)
     forest.tokens[0, 0, at] = forest.tokens[0, 0, spots.truth.reshape(-1, 1, 3)]
-    model = build.init(build.config_from_hf(ARCHITECTURE), 0)
+    model = build.init(families.config_from_hf(ARCHITECTURE), 0)
     only = jax.tree.map(lambda x: jnp.asarray(x[0]), forest)
     given = (only, jnp.asarray(spots.start[0]), jnp.asarray(spots.truth[0]).reshape(1, -1, 3))
     ways = [((1,), "last_token"), ((0, 1), "mean_pooling"), ((0, 1), "concat")]

@@ -8,7 +8,7 @@ from jaxtrain.core.scorer import make_features
 from jaxtrain.data.packing.steps import StepShape
 from jaxtrain.methods.ebft.feature_matching import pooling_weights
 from jaxtrain.methods.ebft.features import FeatureCache, FeatureSequence, ask
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
 ARCHITECTURE = {
@@ -21,7 +21,7 @@ ARCHITECTURE = {
 
 @pytest.fixture(scope="module")
 def model():
-    config = build.config_from_hf(ARCHITECTURE)
+    config = families.config_from_hf(ARCHITECTURE)
     return build.init(config, 0, param_dtype="float32", dtype="float32")
 
 

@@ -26,7 +26,7 @@ from jaxtrain.methods.rl.loss import PolicyObjective, policy_loss
 from jaxtrain.methods.rl.method import PolicyPreparation
 from jaxtrain.methods.rl.round import AdvantageOptions, RoundSource
 from jaxtrain.methods.rl.round import RewardTable as RewardTable
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
 VOCABULARY = 31
@@ -126,7 +126,7 @@ def make_labels(**changes):
 def start():
     with jax.enable_x64(True):
         model = build.init(
-            build.config_from_hf(ARCHITECTURE), 0, param_dtype="float64", dtype="float64"
+            families.config_from_hf(ARCHITECTURE), 0, param_dtype="float64", dtype="float64"
         )
         return split_model(model)
 

@@ -14,7 +14,7 @@ from jaxtrain.data.comparisons.ranked import Ranked, RankedAnswer, RankedPair
 from jaxtrain.data.packing.pack import Fields, build_batch, lay_out
 from jaxtrain.data.packing.tree import chain
 from jaxtrain.methods.reward_model.loss import pair_loss, step_loss
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 from jaxtrain.models.scores import ScoreHead
 
@@ -147,7 +147,7 @@ def test_shared_prompts_packing_and_microsteps_change_nothing():
             **dict(max_position_embeddings=128, initializer_range=0.3, tie_word_embeddings=True),
         }
         head = ScoreHead("sequence", ("reward",))
-        config = build.with_score(build.config_from_hf(raw), head)
+        config = families.with_score(families.config_from_hf(raw), head)
         options = dict(param_dtype="float64", dtype="float64", attention_impl="reference")
         params, rebuild = split_model(build.init(config, 0, **options))
 

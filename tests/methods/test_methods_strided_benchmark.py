@@ -14,7 +14,7 @@ from jaxtrain.data.packing.tree import chain
 from jaxtrain.methods.ebft.block_rewards import BlockRewardOptions, judge
 from jaxtrain.methods.ebft.blocks import CE, RL, BlockStrides, lay_blocks
 from jaxtrain.methods.ebft.strided_loss import ADVANTAGE, NUMBERS, StridedLossOptions, strided_loss
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -77,7 +77,7 @@ def test_pytorch_does_the_same_work(benchmarks):
     peers = benchmarks["strided_peers"]
     raw = benchmarks["step_work"].MODELS["tiny"] | {"num_hidden_layers": 3}
     raw |= {"initializer_range": 0.2}
-    model = build.init(build.config_from_hf(raw), 0)
+    model = build.init(families.config_from_hf(raw), 0)
     geometry = peers.Geometry(T, STRIDES.stride, STRIDES.context, G, N)
     step = peers.Step(raw, geometry, LAYERS, 0.0, peers.Options(torch.float32, "cpu"))
     fill(step.policy, model)

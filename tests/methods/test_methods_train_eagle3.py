@@ -21,7 +21,7 @@ from jaxtrain.main import main
 from jaxtrain.methods.drafts.eagle3_method import label_guesses
 from jaxtrain.methods.drafts.frequency import add_counts, keep_frequent
 from jaxtrain.methods.registry import make_task
-from jaxtrain.models import build, eagle3
+from jaxtrain.models import eagle3, families, loading, saving
 from jaxtrain.models.parameters import split_model
 from tests.docs.metric_names import require_rows
 
@@ -201,7 +201,7 @@ def test_kept_tables_are_saved_and_never_trained(opened, tmp_path):
         assert "kept" not in weights[0]
         held = ModelSnapshot(roles, {**weights[1], **weights[2], **weights[0]}, 0)
         config = roles.bundle.architecture
-        build.save(held.model(), config, tmp_path, dtype="bfloat16")
+        saving.save(held.model(), config, tmp_path, dtype="bfloat16")
     stored = SafetensorsFolder(tmp_path).tensors
     D, P = 32, 300
     shapes = {
@@ -228,12 +228,12 @@ def test_kept_tables_are_saved_and_never_trained(opened, tmp_path):
     assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 3, 2]  # vLLM: what comes before them
     assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 1]  # SGLang: output
     assert raw["torch_dtype"] == "bfloat16"
-    again = build.load(tmp_path)
+    again = loading.load(tmp_path)
     np.testing.assert_array_equal(again.kept[...], kept)
     for path, value in split_model(again)[0].items():
         wanted = np.asarray(split_model(held.model())[0][path])
         np.testing.assert_allclose(value, wanted, rtol=2**-8, err_msg=path)
-    assert build.read_config(tmp_path) == config
+    assert families.read_config(tmp_path) == config
 
 
 def test_configs_from_elsewhere():
@@ -246,10 +246,10 @@ def test_configs_from_elsewhere():
         "rope_theta": 1e6, "rope_scaling": None, "rms_norm_eps": 1e-6,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]},
     }  # fmt: skip
-    config = build.config_from_hf(raw)
+    config = families.config_from_hf(raw)
     assert (config.capture, config.length, config.prunes) == ((1, 3, 5), 7, True)
     behind = {**raw, "eagle_config": None, "eagle_aux_hidden_state_layer_ids": [2, 4, 6]}
-    assert build.config_from_hf(behind).capture == (1, 3, 5)
+    assert families.config_from_hf(behind).capture == (1, 3, 5)
     for change, found in (
         ({"eagle_config": {}}, "does not list the layers"),
         ({"norm_before_residual": True}, "norm_before_residual"),
@@ -259,8 +259,8 @@ def test_configs_from_elsewhere():
         ({"eagle_config": {**raw["eagle_config"], "ttt_length": "x"}}, "ttt_length"),
     ):
         with pytest.raises(UserError, match=found):
-            build.config_from_hf({**raw, **change})
-    whole = eagle3.names(build.config_from_hf({**raw, "draft_vocab_size": 60}))
+            families.config_from_hf({**raw, **change})
+    whole = eagle3.names(families.config_from_hf({**raw, "draft_vocab_size": 60}))
     assert "kept" not in {entry.param for entry in whole}
 
 

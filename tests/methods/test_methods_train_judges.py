@@ -11,7 +11,7 @@ from jaxtrain.config import load_config
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.models import build
+from jaxtrain.models import build, families, saving
 from jaxtrain.models.scores import ScoreHead
 
 ARCHITECTURE = {
@@ -23,8 +23,8 @@ ARCHITECTURE = {
 
 
 def save_model(folder, head):
-    config = build.with_score(build.config_from_hf(ARCHITECTURE), head)
-    build.save(build.init(config, 0), config, folder)
+    config = families.with_score(families.config_from_hf(ARCHITECTURE), head)
+    saving.save(build.init(config, 0), config, folder)
     load_tokenizer("builtin").save_pretrained(folder)
 
 

@@ -24,7 +24,7 @@ from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.data.packing.pack import Fields, build_batch, lay_out
 from jaxtrain.data.packing.prefixes import FlatSequence, merge_prefixes
 from jaxtrain.data.packing.tree import Node, Tree, build_tree
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
 VOCABULARY = 61
@@ -84,7 +84,7 @@ def float64():
 def start(name: str):
     """(architecture, parameters) of a model of MODELS."""
     raw = {**SIZES, **MODELS[name]}
-    architecture = build.config_from_hf(raw)
+    architecture = families.config_from_hf(raw)
     model = build.init(architecture, 0, param_dtype="float64", dtype="float64")
     params, _ = split_model(model)
     assert all(value.dtype == jnp.float64 for value in params.values())

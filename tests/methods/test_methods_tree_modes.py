@@ -27,7 +27,7 @@ from jaxtrain.methods.trees.builders import LengthLimits, build_units
 from jaxtrain.methods.trees.config import TreeTask
 from jaxtrain.methods.trees.data import Trees
 from jaxtrain.methods.trees.turns import TrainedParts, make_turns
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
 VOCABULARY, ROW_TOKENS = 256, 72
@@ -51,7 +51,7 @@ def trainer(optimizer, dtype="float32", max_grad_norm=None, sizes=()):
     mesh = make_mesh(jax.devices()[: math.prod(n for _, n in sizes)], **dict(sizes))
     options = {"param_dtype": dtype, "dtype": dtype}
     with jax.enable_x64(dtype == "float64"), jax.set_mesh(mesh):
-        model = build.init(build.config_from_hf(ARCHITECTURE), 0, mesh=mesh, **options)
+        model = build.init(families.config_from_hf(ARCHITECTURE), 0, mesh=mesh, **options)
         params, rebuild = split_model(model)
         step = make_step(rebuild, nll_loss, {"nll": 1.0}, optimizer, max_grad_norm)
         yield init_state(params, optimizer), step, mesh

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import RAW, documents, pack
 
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 SIZES = {
     "hidden_size": 256,
@@ -29,7 +29,7 @@ EXPERTS = SIZES | {"moe_intermediate_size": 128}
 
 def compile_gradient(raw: dict, remat: str, sharding: NamedSharding) -> str:
     """The program's text."""
-    config = build.config_from_hf(raw)
+    config = families.config_from_hf(raw)
     model = build.abstract(config, dtype="bfloat16", remat=remat)
     graphdef, state = nnx.split(model)
     batch = pack([documents(0, 1000)], 1024)

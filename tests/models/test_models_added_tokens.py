@@ -14,7 +14,7 @@ from jaxtrain.data.chat.added_tokens import add_tokens, rows_needed
 from jaxtrain.data.chat.named_templates import TOKENS
 from jaxtrain.data.chat.template import encode, encode_text, load_tokenizer
 from jaxtrain.errors import UserError
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
 
 ARCHITECTURE = {
@@ -29,8 +29,8 @@ ARCHITECTURE = {
 def base(tmp_path_factory):
     """A folder whose model has as many rows as the tokenizer tokens."""
     folder = tmp_path_factory.mktemp("base")
-    config = build.config_from_hf(ARCHITECTURE)
-    build.save(build.init(config, 0), config, folder)
+    config = families.config_from_hf(ARCHITECTURE)
+    saving.save(build.init(config, 0), config, folder)
     load_tokenizer("builtin").save_pretrained(folder)
     return folder
 
@@ -52,13 +52,13 @@ def test_tables_grow_by_their_mean_and_go_to_transformers(base, tmp_path):
     assert len(tokenizer) == 516 and architecture.vocab_size == 576
     with jax.set_mesh(parts.mesh):
         params = open_params(parts, 0)
-    old = split_model(build.load(base))[0]
+    old = split_model(loading.load(base))[0]
     for path in ("embed.embedding", "lm_head.embedding"):
         table, before = np.asarray(params[path]), np.asarray(old[path])
         np.testing.assert_array_equal(table[:512], before)
         np.testing.assert_allclose(table[512:], before.mean(0)[None].repeat(64, 0), atol=1e-6)
     model = split_model(build.abstract(architecture))[1](params)
-    build.save(model, architecture, tmp_path)
+    saving.save(model, architecture, tmp_path)
     tokenizer.save_pretrained(tmp_path)
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")

@@ -16,7 +16,7 @@ from jaxtrain.core.bundle import model_options
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.layers.moe import MoE
-from jaxtrain.models import build, finite
+from jaxtrain.models import build, families, finite, loading, saving
 
 MESHES = [
     {"data": 2, "fsdp": 2},
@@ -28,14 +28,14 @@ MESHES = [
 
 def write_checkpoint(folder, name, seed=0, copy_head=False):
     """A folder with random bits in bfloat16, and norms in float32; its tensors."""
-    config = build.config_from_hf(RAW[name])
+    config = families.config_from_hf(RAW[name])
     rng = np.random.default_rng(seed)
     tensors = {}
     state = build.abstract(config)
     shapes = {
         ".".join(map(str, p)): v.get_value().shape for p, v in nnx.to_flat_state(nnx.state(state))
     }
-    for entry in build.family(config).names(config):
+    for entry in families.family(config).names(config):
         for tensor, shape in entry.op.shapes(shapes[entry.param]).items():
             dtype = np.float32 if "norm" in tensor else ml_dtypes.bfloat16
             tensors[tensor] = (0.2 * rng.standard_normal(shape)).astype(dtype)
@@ -61,9 +61,9 @@ def write_checkpoint(folder, name, seed=0, copy_head=False):
 )
 def test_load_then_save_is_bit_identical(name, copy_head, tmp_path):
     tensors = write_checkpoint(tmp_path / "in", name, copy_head=copy_head)
-    model = build.load(tmp_path / "in")
+    model = loading.load(tmp_path / "in")
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {np.dtype("float32")}
-    build.save(model, build.read_config(tmp_path / "in"), tmp_path / "out")
+    saving.save(model, families.read_config(tmp_path / "in"), tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert set(found) == set(tensors)
     for tensor, array in tensors.items():
@@ -74,24 +74,24 @@ def test_load_then_save_is_bit_identical(name, copy_head, tmp_path):
 
 
 def test_save_in_a_chosen_dtype(tmp_path):
-    config = build.config_from_hf(RAW["llama"])
-    build.save(build.init(config, 0), config, tmp_path, dtype="bfloat16")
+    config = families.config_from_hf(RAW["llama"])
+    saving.save(build.init(config, 0), config, tmp_path, dtype="bfloat16")
     found = load_file(tmp_path / "model.safetensors")
     assert {array.dtype for array in found.values()} == {np.dtype(ml_dtypes.bfloat16)}
 
 
 def test_what_is_wide_stays_wide(tmp_path):
     """A bias that moves the choice of experts: steps of a bfloat16 near 5 are 0.03."""
-    config = build.config_from_hf({**SIZES, **EXPERTS["glm4_moe"]})
+    config = families.config_from_hf({**SIZES, **EXPERTS["glm4_moe"]})
     model = build.init(config, 0)
     bias = model.stack.block.mlp.router.choice_bias
     bias[...] = bias[...] + 5.001
-    build.save(model, config, tmp_path, dtype="bfloat16")
+    saving.save(model, config, tmp_path, dtype="bfloat16")
     found = load_file(tmp_path / "model.safetensors")
     wide = {name: array for name, array in found.items() if array.dtype == np.float32}
     assert {name.split(".", 3)[3] for name in wide} == {"mlp.gate.e_score_correction_bias"}
     assert len(wide) == 2 and all((array == np.float32(5.001)).all() for array in wide.values())
-    low = build.load(tmp_path, param_dtype="bfloat16")
+    low = loading.load(tmp_path, param_dtype="bfloat16")
     assert (low.stack.block.mlp.router.choice_bias[...] == np.float32(5.001)).all()
 
 
@@ -99,10 +99,10 @@ def test_what_is_wide_stays_wide(tmp_path):
 def test_sharded_load_init_save_equal_one_device(sizes, tmp_path):
     name = "qwen3_yarn"
     tensors = write_checkpoint(tmp_path / "in", name)
-    config = build.read_config(tmp_path / "in")
+    config = families.read_config(tmp_path / "in")
     mesh = make_mesh(**sizes)
     for make in (
-        lambda mesh: build.load(tmp_path / "in", mesh=mesh),
+        lambda mesh: loading.load(tmp_path / "in", mesh=mesh),
         lambda mesh: build.init(config, 5, mesh=mesh),
     ):
         one, many = make(None), make(mesh)
@@ -112,13 +112,13 @@ def test_sharded_load_init_save_equal_one_device(sizes, tmp_path):
     kernel = many.stack.block.mlp.up.kernel[...]
     ways = sizes.get("fsdp", 1) * sizes.get("tensor", 1)
     assert kernel.addressable_shards[0].data.size * ways == kernel.size
-    build.save(build.load(tmp_path / "in", mesh=mesh), config, tmp_path / "out")
+    saving.save(loading.load(tmp_path / "in", mesh=mesh), config, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(found[n].tobytes() == array.tobytes() for n, array in tensors.items())
 
 
 def value_and_grads(mesh, name="qwen3"):
-    config = build.config_from_hf(RAW[name])
+    config = families.config_from_hf(RAW[name])
     batch = pack([documents(row, 9, 14) for row in range(4)], 24)
     graphdef, state = nnx.split(build.init(config, 0, mesh=mesh))
 
@@ -155,7 +155,8 @@ def spoil(tensors):
 
 
 @pytest.mark.parametrize(
-    "read", [build.load, lambda folder: build.check_folder(folder, build.read_config(folder))]
+    "read",
+    [loading.load, lambda folder: loading.check_folder(folder, families.read_config(folder))],
 )
 def test_all_misfits_in_one_message(read, tmp_path):
     tensors = write_checkpoint(tmp_path, "qwen2")
@@ -177,7 +178,7 @@ def test_a_tied_head_that_differs_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").unlink()
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="lm_head.weight differs from the embedding"):
-        build.load(tmp_path)
+        loading.load(tmp_path)
 
 
 @pytest.mark.parametrize("small", [2**22, 0], ids=["by numpy", "by the devices"])
@@ -190,22 +191,22 @@ def test_weights_that_are_no_numbers_are_named(tmp_path, monkeypatch, value, sma
     (tmp_path / "model.safetensors.index.json").unlink()
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=rf"{name}.* holds 1 value .* first {value} at \[3\]"):
-        build.load(tmp_path, make_mesh(fsdp=2, tensor=2))
+        loading.load(tmp_path, make_mesh(fsdp=2, tensor=2))
     tensors[name][3] = 1e30  # finite in bfloat16
     save_file(tensors, tmp_path / "model.safetensors")
-    build.load(tmp_path)
+    loading.load(tmp_path)
     with pytest.raises(UserError, match=f"{name}.*that float16 cannot"):
-        build.load(tmp_path, param_dtype="float16")
+        loading.load(tmp_path, param_dtype="float16")
 
 
 def test_a_folder_without_config_is_refused(tmp_path):
     with pytest.raises(UserError, match="config.json does not exist"):
-        build.load(tmp_path)
+        loading.load(tmp_path)
 
 
 def test_key_experts_chooses_their_backend():
     """model.experts reaches every mixture, as model.attention its layers."""
     options = model_options(ModelConfig(experts="triton"))
-    model = build.abstract(build.config_from_hf(RAW["qwen3_moe_mixed"]), **options)
+    model = build.abstract(families.config_from_hf(RAW["qwen3_moe_mixed"]), **options)
     found = {node.impl for _, node in nnx.iter_graph(model) if isinstance(node, MoE)}
     assert found == {"triton"}

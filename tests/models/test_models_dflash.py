@@ -18,7 +18,7 @@ from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.methods.drafts.anchors import block_weights, decay_of, lay_blocks
 from jaxtrain.methods.drafts.dflash_loss import DFlashLossOptions, confidence, dflash_loss
 from jaxtrain.methods.drafts.target_states import STATES
-from jaxtrain.models import build, dflash
+from jaxtrain.models import build, dflash, families, loading, saving
 from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.draft import TargetEmbeddingAndHead
 from jaxtrain.models.parameters import split_model
@@ -276,11 +276,11 @@ def test_a_folder_gives_the_same_logits_and_the_names_that_others_read(tmp_path)
     """save -> load, and the tensors that z-lab's code, SGLang and vLLM ask for."""
     with jax.enable_x64(True):
         (params, rebuild), _ = make_models()
-        build.save(rebuild(params), CONFIG, tmp_path)
-        loaded = build.load(tmp_path, **WIDE)
+        saving.save(rebuild(params), CONFIG, tmp_path)
+        loaded = loading.load(tmp_path, **WIDE)
         for path, value in split_model(loaded)[0].items():
             np.testing.assert_array_equal(value, params[path], err_msg=path)
-    assert build.read_config(tmp_path) == CONFIG
+    assert families.read_config(tmp_path) == CONFIG
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["dflash_config"] == {"mask_token_id": 96, "target_layer_ids": [2, 0]}
     assert raw["auto_map"] == {"AutoModel": "dflash.DFlashDraftModel"}
@@ -330,7 +330,7 @@ ZLAB = {
 
 def test_the_published_draft_of_an_8b_model():
     """Names and shapes of its 58 tensors, and its config.json there and back."""
-    config = build.config_from_hf(ZLAB)
+    config = families.config_from_hf(ZLAB)
     shapes = {p: v.shape for p, v in split_model(build.abstract(config))[0].items()}
     tensors = {}
     for entry in dflash.names(config):
@@ -376,4 +376,4 @@ def test_the_published_draft_of_an_8b_model():
 )
 def test_a_draft_folder_that_is_none(change, said):
     with pytest.raises(UserError, match=said):
-        build.config_from_hf({**ZLAB, **change})
+        families.config_from_hf({**ZLAB, **change})

@@ -16,8 +16,8 @@ from jaxtrain.huggingface.ops import GrownRows, TensorRef
 from jaxtrain.layers.stack import StackOutput
 from jaxtrain.methods.diffusion.loss import diffusion_loss
 from jaxtrain.methods.diffusion.masks import Noise, mask
-from jaxtrain.models import build
-from jaxtrain.models.trees import require_both_sides
+from jaxtrain.models import build, families, loading, saving
+from jaxtrain.models.capabilities import require_both_sides
 
 LENGTHS = [(11, 11), (20,)]
 MASK = 96
@@ -48,7 +48,7 @@ def test_the_loss_is_the_plain_formula(shift):
     its weights; in float64."""
     with jax.enable_x64(True):
         options = {"param_dtype": "float64", "dtype": "float64", "attention_impl": "reference"}
-        model = build.init(build.config_from_hf(RAW["qwen3"]), 0, **options)
+        model = build.init(families.config_from_hf(RAW["qwen3"]), 0, **options)
         plain, drawn = make_batch()
         loss = jax.jit(lambda batch: diffusion_loss(model, batch, shift, "reference"))
         read = jax.jit(lambda batch: model.logits(model.hidden(batch).hidden))
@@ -86,7 +86,7 @@ def test_the_loss_is_the_plain_formula(shift):
 
 def test_documents_of_a_row_do_not_see_each_other():
     """Another neighbor changes nothing; another later token of the same document does."""
-    model = build.init(build.config_from_hf({**RAW["llama"], "num_hidden_layers": 1}), 0)
+    model = build.init(families.config_from_hf({**RAW["llama"], "num_hidden_layers": 1}), 0)
     batch = micro(make_batch(dtype=np.float32)[1])
     read = jax.jit(lambda batch: model.hidden(batch).hidden)
     hidden = np.asarray(read(batch))
@@ -120,18 +120,18 @@ def test_no_mask_no_loss():
 def test_models_that_look_back_alone_are_refused():
     for name, said in (("qwen3_5", "run along the text"), ("mistral", "5 tokens back")):
         with pytest.raises(UserError, match=said):
-            require_both_sides(build.config_from_hf(RAW[name]), "diffusion")
-    require_both_sides(build.config_from_hf(RAW["qwen3_moe"]), "diffusion")
+            require_both_sides(families.config_from_hf(RAW[name]), "diffusion")
+    require_both_sides(families.config_from_hf(RAW["qwen3_moe"]), "diffusion")
 
 
 def test_rows_that_a_folder_does_not_have_begin_as_the_mean_of_the_others(tmp_path):
     """A tied table and one with a head of its own, whole and in slices of rows."""
     raw = {**RAW["qwen2"], "num_hidden_layers": 1, "tie_word_embeddings": False}
-    config = build.config_from_hf(raw)
+    config = families.config_from_hf(raw)
     model = build.init(config, 0)
-    build.save(model, config, tmp_path)
+    saving.save(model, config, tmp_path)
     larger = dataclasses.replace(config, vocab_size=99, grown=2)
-    found = dict(build.read_params(tmp_path, None, larger))
+    found = dict(loading.read_params(tmp_path, None, larger))
     for name, table in (("embed", model.embed), ("lm_head", model.lm_head)):
         wanted = np.asarray(table.embedding[...])
         grown = np.asarray(found[f"{name}.embedding"])
@@ -141,9 +141,9 @@ def test_rows_that_a_folder_does_not_have_begin_as_the_mean_of_the_others(tmp_pa
     stored = np.arange(8.0, dtype=np.float32).reshape(4, 2)
     part = op.read(lambda _, index: stored[index], (slice(3, 6), slice(1, 2)))
     np.testing.assert_array_equal(part, [[7.0], [4.0], [4.0]])
-    build.check_folder(tmp_path, larger)
+    loading.check_folder(tmp_path, larger)
     with pytest.raises(UserError, match="config.json says"):
-        build.check_folder(tmp_path, dataclasses.replace(larger, grown=1))
+        loading.check_folder(tmp_path, dataclasses.replace(larger, grown=1))
 
 
 def test_transformers_says_the_same_with_a_mask_of_zeros(tmp_path):
@@ -151,10 +151,10 @@ def test_transformers_says_the_same_with_a_mask_of_zeros(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = build.config_from_hf({**RAW["qwen3"], "num_hidden_layers": 1})
+    config = families.config_from_hf({**RAW["qwen3"], "num_hidden_layers": 1})
     config = keep_task(config, {"kind": "diffusion", "shift": True}, mask_token_id=96)
     model = build.init(config, 0)
-    build.save(model, config, tmp_path)
+    saving.save(model, config, tmp_path)
     other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert other.config.mask_token_id == 96 and other.config.jaxtrain_task["shift"] is True
     tokens = np.array([[4, 9, 96, 11, 96, 3]])
@@ -165,4 +165,4 @@ def test_transformers_says_the_same_with_a_mask_of_zeros(tmp_path):
         zeros = torch.zeros(1, 1, 6, 6)
         wanted = other(torch.tensor(tokens), attention_mask=zeros).logits.numpy()
     np.testing.assert_allclose(found, wanted, atol=2e-5)
-    assert dict(build.read_config(tmp_path).kept) == dict(config.kept)
+    assert dict(families.read_config(tmp_path).kept) == dict(config.kept)

@@ -10,7 +10,7 @@ from tiny_models import RAW
 from jaxtrain.core.step_metrics import count_matmul_params
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 MESHES = [
     {"expert": 2, "tensor": 2},
@@ -37,7 +37,9 @@ def test_sharded_gradients_equal_one_device(sizes, one_device):
 
 
 def test_experts_are_spread_over_their_axis():
-    model = build.init(build.config_from_hf(RAW["qwen3_moe"]), 0, mesh=make_mesh(expert=2, fsdp=2))
+    model = build.init(
+        families.config_from_hf(RAW["qwen3_moe"]), 0, mesh=make_mesh(expert=2, fsdp=2)
+    )
     for name in ("gate", "up", "down"):
         kernel = getattr(model.stack.block.mlp.experts, name).kernel[...]
         assert kernel.addressable_shards[0].data.size * 4 == kernel.size
@@ -45,7 +47,7 @@ def test_experts_are_spread_over_their_axis():
 
 
 def test_layers_of_each_kind():
-    config = build.config_from_hf({**RAW["qwen3_moe_mixed"], "decoder_sparse_step": 2})
+    config = families.config_from_hf({**RAW["qwen3_moe_mixed"], "decoder_sparse_step": 2})
     assert config.layers_by_kind() == {"block": [3], "dense": [0, 1, 2]}  # 1: mlp_only_layers
     shapes = dict(nnx.to_flat_state(nnx.state(build.abstract(config))))
     assert shapes["stack", "dense", "mlp", "up", "kernel"].get_value().shape == (3, 32, 48)
@@ -56,13 +58,13 @@ def test_layers_of_each_kind():
 def test_both_spellings_of_the_number_of_experts():
     new = RAW["qwen3_moe"]
     old = {("num_experts" if k == "num_local_experts" else k): v for k, v in new.items()}
-    config = build.config_from_hf(new)
-    assert build.config_from_hf(old) == config
+    config = families.config_from_hf(new)
+    assert families.config_from_hf(old) == config
     written = config.to_hf()
     assert written["num_experts"] == written["num_local_experts"] == 8
-    assert build.config_from_hf(written) == config
+    assert families.config_from_hf(written) == config
     with pytest.raises(UserError, match="two names of one number"):
-        build.config_from_hf({**new, "num_experts": 7})
+        families.config_from_hf({**new, "num_experts": 7})
 
 
 @pytest.mark.parametrize(
@@ -74,11 +76,11 @@ def test_both_spellings_of_the_number_of_experts():
 )
 def test_impossible_numbers_are_refused(change, words):
     with pytest.raises(UserError, match=words):
-        build.config_from_hf({**RAW["qwen3_moe"], **change})
+        families.config_from_hf({**RAW["qwen3_moe"], **change})
 
 
 def test_flops_count_the_chosen_experts_only():
     """qwen3_moe: attention 32*(64+32+32)+64*32, router 32*8, 3 experts of 3*32*24; head 97*32."""
-    config = build.config_from_hf(RAW["qwen3_moe"])
+    config = families.config_from_hf(RAW["qwen3_moe"])
     layer = 32 * (64 + 32 + 32) + 64 * 32 + 32 * 8 + 3 * 3 * 32 * 24
     assert count_matmul_params(build.abstract(config)) == pytest.approx(2 * layer + 97 * 32)

@@ -27,7 +27,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.distributed.sharding import shardings
 from jaxtrain.errors import UserError
-from jaxtrain.models import ARCHITECTURES, build
+from jaxtrain.models import ARCHITECTURES, build, families, loading, saving
 
 FILES = sorted(path.stem for path in Path(__file__).parent.glob("families_*.py"))
 MODULES = [importlib.import_module(name) for name in FILES]
@@ -140,7 +140,7 @@ def check_tensors(theirs, config, params) -> None:
 def test_no_family_is_left_out():
     here = {raw["model_type"] for raw in FAMILIES.values()}
     for name in ARCHITECTURES:
-        config = build.find_family(name).Config
+        config = families.find_family(name).Config
         assert here & {config.model_type, getattr(config, "text_type", "")}, name
 
 
@@ -148,17 +148,17 @@ def test_no_family_is_left_out():
 def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     theirs = make_torch(FAMILIES[name])
     theirs.save_pretrained(tmp_path / "theirs")
-    model = build.load(tmp_path / "theirs")
-    config = build.read_config(tmp_path / "theirs")
+    model = loading.load(tmp_path / "theirs")
+    config = families.read_config(tmp_path / "theirs")
 
     check_tensors(theirs, config, leaves(model))
     # Folders: the same tensors, bit by bit, and a config.json that says the same to both.
-    build.save(model, config, tmp_path / "ours")
+    saving.save(model, config, tmp_path / "ours")
     wanted, found = read_flat(tmp_path / "theirs"), read_flat(tmp_path / "ours")
     assert {k: v.dtype for k, v in found.items()} == {k: v.dtype for k, v in wanted.items()}
     for tensor, array in wanted.items():
         assert found[tensor].tobytes() == array.tobytes(), tensor
-    assert build.read_config(tmp_path / "ours") == config
+    assert families.read_config(tmp_path / "ours") == config
     said = [
         transformers.AutoConfig.from_pretrained(tmp_path / which).to_dict()
         for which in ("ours", "theirs")
@@ -198,7 +198,7 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
         for buffer in shell.buffers():  # such as a bias that moves the choice of experts alone
             buffer.zero_()
     shell.save_pretrained(tmp_path / "grads")
-    their_grads = leaves(build.load(tmp_path / "grads"))
+    their_grads = leaves(loading.load(tmp_path / "grads"))
     our_grads = leaves(grads)
     assert set(our_grads) == set(their_grads)
     scale = max(np.abs(grad).max() for grad in their_grads.values())
@@ -232,7 +232,7 @@ def test_prefill_and_steps_equal_full_forward(name):
 def test_sharded_gradients_equal_one_device(name):
     """In float64, so that nothing but the order of sums differs."""
     with jax.enable_x64(True):
-        config = build.config_from_hf(FAMILIES[name])
+        config = families.config_from_hf(FAMILIES[name])
         batch, _ = make_batch(name)
         rows = jax.tree.map(lambda x: jnp.concatenate([x, x[::-1]]), batch)
 
@@ -262,14 +262,14 @@ def test_sharded_gradients_equal_one_device(name):
     "name", ["qwen3_yarn", "llama", "mixtral"]
 )  # as transformers 4 spells them
 def test_export_loads_in_transformers(name, tmp_path):
-    config = build.config_from_hf(FAMILIES[name])
+    config = families.config_from_hf(FAMILIES[name])
     model = build.init(config, seed=3)
-    build.save(model, config, tmp_path)
+    saving.save(model, config, tmp_path)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager", output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert build.read_config(tmp_path) == config
+    assert families.read_config(tmp_path) == config
     tokens = np.stack(documents(4, 30, 30))
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import SIZES
 
 from jaxtrain.errors import UserError
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 
 KINDS = {
     "gemma3": ("Gemma3", "language_model.model.", "vision_tower.vision_model."),
@@ -44,8 +44,8 @@ def test_text_of_a_multimodal_folder(name, tmp_path):
     out again byte by byte, with the same config.json."""
     family, prefix, tower = KINDS[name]
     text = read_text(name)
-    plain = build.config_from_hf(text)
-    build.save(draw(plain), plain, tmp_path / "text")
+    plain = families.config_from_hf(text)
+    saving.save(draw(plain), plain, tmp_path / "text")
     tensors = load_file(tmp_path / "text" / "model.safetensors")
     rng = np.random.default_rng(0)
     beside = {f"{tower}weight": rng.standard_normal((3, 5)).astype(np.float16)}
@@ -62,17 +62,17 @@ def test_text_of_a_multimodal_folder(name, tmp_path):
     raw = {**around, "text_config": text}
     write(tmp_path / "in", raw, named | beside)
 
-    config, model = build.read_config(tmp_path / "in"), build.load(tmp_path / "in")
+    config, model = families.read_config(tmp_path / "in"), loading.load(tmp_path / "in")
     assert config.media_tokens == {90: "image_token_id"}
-    ours, theirs = (jax.tree.leaves(nnx.state(m)) for m in (model, build.load(tmp_path / "text")))
+    ours, theirs = (jax.tree.leaves(nnx.state(m)) for m in (model, loading.load(tmp_path / "text")))
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(one, other)
-    build.save(model, config, tmp_path / "out")
+    saving.save(model, config, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert {k: v.tobytes() for k, v in found.items()} == {
         k: v.tobytes() for k, v in (named | beside).items()
     }
-    assert build.read_config(tmp_path / "out") == config
+    assert families.read_config(tmp_path / "out") == config
     with pytest.raises(UserError, match="vision tower of a multimodal config cannot be drawn"):
         config.check_drawn()
 
@@ -80,11 +80,11 @@ def test_text_of_a_multimodal_folder(name, tmp_path):
 def test_what_newer_files_say_of_each_layer():
     """`per_layer_config` is the head width and the keys of all full layers, or refused."""
     raw = read_text("gemma4")
-    old = build.config_from_hf(raw)
+    old = families.config_from_hf(raw)
     assert (old.heads(FULL), old.heads(SLIDING)) == ((16, 1), (12, 2))
     del raw["global_head_dim"], raw["num_global_key_value_heads"]
     own = {"head_dim": 16, "num_key_value_heads": 1}
-    assert build.config_from_hf({**raw, "per_layer_config": {"2": own, "3": own}}) == old
+    assert families.config_from_hf({**raw, "per_layer_config": {"2": own, "3": own}}) == old
     for wrong in (
         {"2": own},
         {"1": own, "2": own, "3": own},
@@ -92,7 +92,7 @@ def test_what_newer_files_say_of_each_layer():
         [own],
     ):
         with pytest.raises(UserError, match="per_layer_config is"):
-            build.config_from_hf({**raw, "per_layer_config": wrong})
+            families.config_from_hf({**raw, "per_layer_config": wrong})
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_what_is_not_computed_is_refused_by_name(name, change, words):
     if change.get("num_kv_shared_layers") == 4:
         raw["layer_types"] = [SLIDING, SLIDING, SLIDING, FULL, SLIDING, FULL]
     with pytest.raises(UserError, match=words):
-        build.config_from_hf(raw)
+        families.config_from_hf(raw)
 
 
 def test_gemma3_layers_of_an_old_file():
@@ -130,9 +130,9 @@ def test_gemma3_layers_of_an_old_file():
     del raw["layer_types"], raw["rope_parameters"]
     raw |= {"sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     raw |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    config = build.config_from_hf(raw)
+    config = families.config_from_hf(raw)
     assert config.layer_types == (SLIDING, SLIDING, FULL)
     ropes = {name: dict(rope) for name, rope in config.rope}
     assert ropes[FULL] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     assert ropes[SLIDING] == {"rope_type": "default", "rope_theta": 1e4}
-    assert build.config_from_hf(config.to_hf()) == config
+    assert families.config_from_hf(config.to_hf()) == config

@@ -24,7 +24,7 @@ from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.data.text_only import only_text
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
 from jaxtrain.models.scores import ScoreHead, name_labels
 
@@ -76,13 +76,13 @@ def write_folder(folder, name="qwen3_5", multimodal=True, fused=False):
         raw = {**AROUND, "text_config": text, "tie_word_embeddings": tied}
         raw["architectures"] = [f"Qwen3_5{kind}ForConditionalGeneration"]
         raw["model_type"] = name
-    config = build.config_from_hf(raw)
+    config = families.config_from_hf(raw)
     if fused:
         prefix = "model.language_model.layers.0.mlp.experts.gate_up_proj"
         config = config.fit([prefix, "model.language_model.embed_tokens.weight"])
     rng, tensors = np.random.default_rng(0), {}
     shapes = {path: leaf.shape for path, leaf in split_model(build.abstract(config))[0].items()}
-    for entry in build.family(config).names(config):
+    for entry in families.family(config).names(config):
         for tensor, shape in entry.op.shapes(shapes[entry.param]).items():
             wide = tensor.endswith(("A_log", "linear_attn.norm.weight"))
             dtype = np.float32 if wide else ml_dtypes.bfloat16
@@ -108,26 +108,26 @@ def write_folder(folder, name="qwen3_5", multimodal=True, fused=False):
 def test_load_then_save_is_bit_identical(name, multimodal, fused, tmp_path):
     """Vision tower, further heads and float32 tensors among them, in bfloat16 training, too."""
     tensors = write_folder(tmp_path / "in", name, multimodal, fused)
-    model = build.load(tmp_path / "in", param_dtype="bfloat16")
+    model = loading.load(tmp_path / "in", param_dtype="bfloat16")
     params, _ = split_model(model)
     assert not any("visual" in path or "mtp" in path for path in params)
     wide = {path for path, value in params.items() if value.dtype == np.float32}
     linear = {path.rsplit(".attention.", 1)[0] for path in params if path.endswith("A_log")}
     assert wide == {f"{at}.attention.{part}" for at in linear for part in ("A_log", "norm.scale")}
-    config = build.read_config(tmp_path / "in")
-    build.save(model, config, tmp_path / "out")
+    config = families.read_config(tmp_path / "in")
+    saving.save(model, config, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert set(found) == set(tensors)
     for tensor, array in tensors.items():
         assert found[tensor].dtype == array.dtype, tensor
         assert found[tensor].tobytes() == array.tobytes(), tensor
-    assert build.read_config(tmp_path / "out") == config
+    assert families.read_config(tmp_path / "out") == config
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     if multimodal:
         assert raw["vision_config"] == VISION and raw["text_config"]["attn_output_gate"] is True
         shutil.rmtree(tmp_path / "in")
         with pytest.raises(UserError, match="in is gone, from which an export copies"):
-            build.save(model, config, tmp_path / "late")
+            saving.save(model, config, tmp_path / "late")
 
 
 def test_a_flat_config_beside_long_names(tmp_path):
@@ -136,7 +136,7 @@ def test_a_flat_config_beside_long_names(tmp_path):
     raw = json.loads((tmp_path / "in" / "config.json").read_text())
     text = {**raw["text_config"], "architectures": ["Qwen3_5ForCausalLM"]}
     (tmp_path / "in" / "config.json").write_text(json.dumps(text))
-    build.check_folder(tmp_path / "in", build.read_config(tmp_path / "in"))
+    loading.check_folder(tmp_path / "in", families.read_config(tmp_path / "in"))
 
 
 @pytest.mark.parametrize(
@@ -159,20 +159,20 @@ def test_a_flat_config_beside_long_names(tmp_path):
 def test_what_is_not_computed_is_refused(change, words):
     raw = {**RAW["qwen3_5"], "architectures": ["Qwen3_5ForCausalLM"]}
     with pytest.raises(UserError, match=words):
-        build.config_from_hf({**raw, **change})
+        families.config_from_hf({**raw, **change})
 
 
 def test_layers_by_default_and_by_interval():
     raw = {**RAW["qwen3_5"], "num_hidden_layers": 6, "layer_types": None}
-    kinds = [spec.kind for spec in build.config_from_hf(raw).layers()]
+    kinds = [spec.kind for spec in families.config_from_hf(raw).layers()]
     assert kinds == ["linear", "linear", "linear", "block", "linear", "linear"]
-    config = build.config_from_hf({**raw, "full_attention_interval": 3})
+    config = families.config_from_hf({**raw, "full_attention_interval": 3})
     assert [spec.kind for spec in config.layers()] == ["linear", "linear", "block"] * 2
-    assert build.config_from_hf(config.to_hf()) == config
+    assert families.config_from_hf(config.to_hf()) == config
 
 
 def test_adapters_have_pefts_names_and_small_gates_stay_whole():
-    config = build.config_from_hf(RAW["qwen3_5"])
+    config = families.config_from_hf(RAW["qwen3_5"])
     linears = find_linears(config)
     slots = choose_slots(linears, ["attention"], LoRASpec(2, 4.0), {}, {})
     assert {short_name(linears, path) for path in slots} == {
@@ -196,7 +196,7 @@ def test_adapters_have_pefts_names_and_small_gates_stay_whole():
 
 
 def test_decay_and_taps_are_no_matrices():
-    params, _ = split_model(build.abstract(build.config_from_hf(RAW["qwen3_next"])))
+    params, _ = split_model(build.abstract(families.config_from_hf(RAW["qwen3_next"])))
     small = {p.rsplit(".", 1)[-1] for p in params if is_vector(p)}
     assert small == {"A_log", "dt_bias", "conv", "scale"}
     assert muon_dimensions("stack.linear.attention.conv", np.zeros((2, 80, 1, 4))) is None
@@ -204,7 +204,7 @@ def test_decay_and_taps_are_no_matrices():
 
 def test_flops_of_a_state():
     """18 FLOPs in training, 6 forward, for each number of a state and token, whatever it sees."""
-    model = build.abstract(build.config_from_hf(RAW["qwen3_5"]))
+    model = build.abstract(families.config_from_hf(RAW["qwen3_5"]))
     spans = np.array([1, 2, 3])
     attention = 4 * 4 * 16 * spans.sum()
     assert model.stack.mixing_flops(spans) == 6 * 4 * 8 * 12 * 3 + attention
@@ -237,14 +237,14 @@ def test_sharded_gradients_equal_one_device(sizes, one_device):
 
 def test_what_multimodal_folders_cannot_be_used_for(tmp_path):
     write_folder(tmp_path / "in")
-    config = build.read_config(tmp_path / "in")
+    config = families.read_config(tmp_path / "in")
     with pytest.raises(UserError, match="vision tower of a multimodal folder; start from its text"):
-        build.with_score(config, ScoreHead("sequence", name_labels(1)))
+        families.with_score(config, ScoreHead("sequence", name_labels(1)))
     with pytest.raises(UserError, match="vision tower of a multimodal config cannot be drawn"):
         config.check_drawn()
-    assert build.count_stale(build.load(tmp_path / "in"), config) == 2
+    assert saving.count_stale(loading.load(tmp_path / "in"), config) == 2
     assert config.media_tokens == {90: "image_token_id", 91: "video_token_id"}
-    flat = build.config_from_hf(RAW["qwen3_5"])
+    flat = families.config_from_hf(RAW["qwen3_5"])
     flat.check_drawn()
     assert not flat.media_tokens
 

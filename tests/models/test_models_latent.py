@@ -18,7 +18,7 @@ from jaxtrain.adapters.spec import find_linears
 from jaxtrain.config.model import ModelConfig
 from jaxtrain.core.bundle import check_fit
 from jaxtrain.errors import UserError
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 
 YARN = {"beta_slow": 1, "original_max_position_embeddings": 4096, "type": "yarn"}
 FP8 = {
@@ -142,11 +142,11 @@ FLASH = {
     ids=["DeepSeek-V3", "Kimi-K2", "DeepSeek-V2-Lite", "GLM-4.7-Flash"],
 )
 def test_published_configs(raw, billions, carried):
-    config = build.config_from_hf(raw)
+    config = families.config_from_hf(raw)
     assert billions[0] < build.param_count(config) / 1e9 < billions[1]
     assert config.carries == config.goes_stale == carried
     written = config.to_hf()
-    assert build.config_from_hf(written) == config
+    assert families.config_from_hf(written) == config
     assert "quantization_config" not in written and "auto_map" not in written
     for key in ("topk_method", "num_nextn_predict_layers", "ep_size"):
         assert written.get(key) == raw.get(key), key
@@ -167,11 +167,11 @@ def test_published_configs(raw, billions, carried):
 )
 def test_what_is_not_computed_is_refused(change, message):
     with pytest.raises(UserError, match=message):
-        build.config_from_hf(V3 | change)
+        families.config_from_hf(V3 | change)
 
 
 def test_rows_longer_than_an_indexer_lets_through_are_refused():
-    architecture = build.config_from_hf({**SIZES, **FAMILIES["deepseek_v32"]})
+    architecture = families.config_from_hf({**SIZES, **FAMILIES["deepseek_v32"]})
     assert architecture.longest == 48 < architecture.max_position_embeddings
     config = types.SimpleNamespace(
         model=ModelConfig(),
@@ -184,7 +184,7 @@ def test_rows_longer_than_an_indexer_lets_through_are_refused():
 
 
 def test_adapters_find_every_matrix_by_its_name():
-    linears = find_linears(build.config_from_hf({**SIZES, **FAMILIES["deepseek_v3"]}))
+    linears = find_linears(families.config_from_hf({**SIZES, **FAMILIES["deepseek_v3"]}))
     found = {
         of.modules[0].rsplit(".", 1)[1]: of.preset
         for path, of in linears.items()
@@ -209,13 +209,13 @@ def test_text_of_a_multimodal_mistral(tied, tmp_path):
         config, attn_implementation="eager"
     ).eval()
     theirs.save_pretrained(tmp_path / "theirs")
-    model = build.load(tmp_path / "theirs")
+    model = loading.load(tmp_path / "theirs")
     row = documents(1, 20, 20)[0]
     with torch.no_grad():
         wanted = theirs(input_ids=torch.from_numpy(np.asarray(row)[None]).long()).logits[0]
     logits = model.logits(model.hidden(pack([[row]], 20)).hidden)[0]
     assert relative_error(np.asarray(logits), wanted.numpy()) < 1e-4
-    build.save(model, build.read_config(tmp_path / "theirs"), tmp_path / "ours")
+    saving.save(model, families.read_config(tmp_path / "theirs"), tmp_path / "ours")
     names = [load_file(tmp_path / which / "model.safetensors") for which in ("theirs", "ours")]
     assert {k: v.tobytes() for k, v in names[0].items()} == {
         k: v.tobytes() for k, v in names[1].items()

@@ -21,7 +21,7 @@ from jaxtrain.core.step_metrics import count_matmul_params
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.layers.norm import GroupedRMSNorm
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
 
 sys.path.append(str(Path(__file__).parents[1] / "methods"))
@@ -43,7 +43,7 @@ ONE_LAYER = {
 
 
 @pytest.fixture(autouse=True)
-def families(monkeypatch):
+def mamba_models(monkeypatch):
     monkeypatch.setitem(trees.MODELS, "mamba", ONE_LAYER)
     for name in ("nemotron_h", "granitemoehybrid"):
         monkeypatch.setitem(trees.MODELS, name, RAW[name] | {"vocab_size": trees.VOCABULARY})
@@ -72,12 +72,12 @@ def test_forests_that_others_may_miss(forest):
 def write_folder(folder, name, prefix=None):
     """A folder with random bits in bfloat16 and what recurrences keep in float32; its tensors."""
     raw = {**RAW[name], "eos_token_id": 5, "time_step_limit": [0.0, math.inf]}
-    config = build.config_from_hf(raw)
+    config = families.config_from_hf(raw)
     if prefix is not None:
         config = config.fit([f"{prefix}embeddings.weight"])
     rng, tensors = np.random.default_rng(0), {}
     shapes = {path: leaf.shape for path, leaf in split_model(build.abstract(config))[0].items()}
-    for entry in build.family(config).names(config):
+    for entry in families.family(config).names(config):
         for tensor, shape in entry.op.shapes(shapes[entry.param]).items():
             wide = tensor.endswith((".A_log", "e_score_correction_bias"))
             dtype = np.float32 if wide else ml_dtypes.bfloat16
@@ -102,18 +102,18 @@ def write_folder(folder, name, prefix=None):
 def test_load_then_save_is_bit_identical(name, prefix, tmp_path):
     """In bfloat16 training, too: decay, skip and bias of the steps lose nothing on the way."""
     tensors = write_folder(tmp_path / "in", name, prefix)
-    model = build.load(tmp_path / "in", param_dtype="bfloat16")
+    model = loading.load(tmp_path / "in", param_dtype="bfloat16")
     params, _ = split_model(model)
     wide = {path.rsplit(".", 1)[-1] for path, value in params.items() if value.dtype == np.float32}
     assert wide == {*WIDE, "choice_bias"} if "moe" in name and "nemotron" in name else {*WIDE}
-    config = build.read_config(tmp_path / "in")
-    build.save(model, config, tmp_path / "out")
+    config = families.read_config(tmp_path / "in")
+    saving.save(model, config, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert set(found) == set(tensors)
     for tensor, array in tensors.items():
         assert found[tensor].dtype == array.dtype, tensor
         assert found[tensor].tobytes() == array.tobytes(), tensor
-    assert build.read_config(tmp_path / "out") == config
+    assert families.read_config(tmp_path / "out") == config
 
 
 @pytest.mark.parametrize(
@@ -138,23 +138,23 @@ def test_load_then_save_is_bit_identical(name, prefix, tmp_path):
 )
 def test_what_is_not_computed_is_refused(name, change, words):
     with pytest.raises(UserError, match=words):
-        build.config_from_hf({**RAW[name], **change})
+        families.config_from_hf({**RAW[name], **change})
 
 
 def test_published_spellings_are_read():
     """What the Hub's files say beside what matters here; infinity as transformers 5 writes it."""
     raw = {**RAW["nemotron_h"], "rope_theta": 10000, "norm_eps": 1e-5, "partial_rotary_factor": 1.0}
     raw |= {"time_step_limit": [0.0, {"__float__": "Infinity"}], "auto_map": {"AutoConfig": "x"}}
-    config = build.config_from_hf(raw)
+    config = families.config_from_hf(raw)
     assert config.time_step_limit == (0.0, math.inf)
     listed = {k: v for k, v in raw.items() if k != "hybrid_override_pattern"}
     listed["layers_block_type"] = ["linear_attention", "mlp", "mamba", "attention"]
-    assert build.config_from_hf(listed) == config
+    assert families.config_from_hf(listed) == config
     written = config.to_hf()
     assert written["hybrid_override_pattern"] == "M-M*" and written["norm_eps"] == 1e-5
-    assert build.config_from_hf(json.loads(json.dumps(written))) == config
+    assert families.config_from_hf(json.loads(json.dumps(written))) == config
     granite = {**RAW["granitemoehybrid"], "mamba_d_head": "auto", "init_method": "mup"}
-    assert build.config_from_hf(granite).mamba_d_head == 8
+    assert families.config_from_hf(granite).mamba_d_head == 8
 
 
 NANO = {
@@ -180,19 +180,19 @@ NANO = {
 
 def test_a_published_config_counts_its_published_parameters():
     """The model card of Nemotron 3 Nano: 31.6B parameters, of which a token goes through 3.2B."""
-    config = build.config_from_hf(NANO)
+    config = families.config_from_hf(NANO)
     assert round(build.param_count(config) / 1e9, 1) == 31.6
     assert round(count_matmul_params(build.abstract(config)) / 1e9, 1) == 3.2
 
 
 def test_adapters_have_pefts_names():
-    config = build.config_from_hf(RAW["nemotron_h_moe"])
+    config = families.config_from_hf(RAW["nemotron_h_moe"])
     linears = find_linears(config)
     slots = choose_slots(linears, ["attention"], LoRASpec(2, 4.0), {}, {})
     names = {short_name(linears, path) for path in slots}
     assert names == {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
     # B's rows take the order of the kernel's: z, x, B, C and dt there, by group here.
-    config = build.config_from_hf(RAW["nemotron_h"])
+    config = families.config_from_hf(RAW["nemotron_h"])
     path = "stack.mamba.layer.in_proj"
     slots = choose_slots(find_linears(config), ["in_proj"], LoRASpec(1, 4.0), {}, {})
     entries = {e.param: e.op for e in adapter_entries(config, Adapter({path: slots[path]}))}
@@ -208,7 +208,7 @@ def test_adapters_have_pefts_names():
 
 
 def test_what_is_no_matrix_and_what_multiplies_tokens():
-    config = build.config_from_hf(RAW["nemotron_h_moe"])
+    config = families.config_from_hf(RAW["nemotron_h_moe"])
     model = build.abstract(config)
     params, _ = split_model(model)
     small = {p.rsplit(".", 1)[-1] for p in params if is_vector(p)}

@@ -12,7 +12,7 @@ from test_models_families import FAMILIES, read_flat, relative_error
 from tiny_models import documents, pack
 
 from jaxtrain.errors import UserError
-from jaxtrain.models import build
+from jaxtrain.models import families, loading, saving
 
 PIXTRAL = {
     **{"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "head_dim": 8},
@@ -40,9 +40,9 @@ def write_mistral(folder, text: str, tied: bool):
 )
 def test_the_text_of_a_mistral_with_a_tower(text, tied, tmp_path):
     theirs = write_mistral(tmp_path / "in", text, tied)
-    config = build.read_config(tmp_path / "in")
+    config = families.read_config(tmp_path / "in")
     assert config.text_type == text and config.prefix == "language_model.model."
-    model = build.load(tmp_path / "in")
+    model = loading.load(tmp_path / "in")
     (document,) = documents(3, 24)
     document = np.where(document == 5, 6, document)
     ours = model.logits(model.hidden(pack([[document]], 24)).hidden)[0]
@@ -50,13 +50,13 @@ def test_the_text_of_a_mistral_with_a_tower(text, tied, tmp_path):
         wanted = theirs(torch.from_numpy(document[None]).long()).logits[0].numpy()
     assert relative_error(np.asarray(ours), wanted) < 1e-5
 
-    build.save(model, config, tmp_path / "out")
+    saving.save(model, config, tmp_path / "out")
     stored, found = read_flat(tmp_path / "in"), read_flat(tmp_path / "out")
     assert set(found) == set(stored)
     assert tied == ("language_model.lm_head.weight" not in found)
     for name, array in stored.items():
         assert found[name].tobytes() == array.tobytes(), name
-    assert build.read_config(tmp_path / "out") == config
+    assert families.read_config(tmp_path / "out") == config
     again = transformers.Mistral3ForConditionalGeneration.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         said = again(torch.from_numpy(document[None]).long()).logits[0].numpy()
@@ -70,4 +70,4 @@ def test_a_text_that_no_family_has_is_refused_by_name():
         "text_config": {"model_type": "qwen2"},
     }
     with pytest.raises(UserError, match="text_config.model_type='qwen2'"):
-        build.config_from_hf(raw)
+        families.config_from_hf(raw)

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxtrain.errors import UserError
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 SILU = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True}
 M2 = {
@@ -188,12 +188,12 @@ GLM = {
 )
 def test_published_configs(raw, billions, dims, carried):
     """As large as their cards say; what is rotated; what only these files have comes back."""
-    config = build.config_from_hf(raw)
+    config = families.config_from_hf(raw)
     assert billions[0] < build.param_count(config) / 1e9 < billions[1]
     assert 2 * len(config.encodings()["default"][0]) == dims
     assert config.carries == carried
     written = config.to_hf()
-    assert build.config_from_hf(written) == config
+    assert families.config_from_hf(written) == config
     for key in config.fixed:
         wanted = raw.get(key)
         assert written.get(key) == (wanted[0] if key == "num_shared_expert" else wanted) or (
@@ -225,4 +225,4 @@ def test_published_configs(raw, billions, dims, carried):
 )
 def test_what_is_not_computed_is_refused(raw, change, message):
     with pytest.raises(UserError, match=message):
-        build.config_from_hf({**raw, **change})
+        families.config_from_hf({**raw, **change})

@@ -15,9 +15,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.layers.attention import Attention
-from jaxtrain.models import ARCHITECTURES, build
+from jaxtrain.models import ARCHITECTURES, build, families
 from jaxtrain.models.parameters import split_model
-from jaxtrain.models.trees import require_trees
+from jaxtrain.models.capabilities import require_trees
 
 sys.path.append(str(Path(__file__).parents[1] / "methods"))
 sys.path.append(str(Path(__file__).parents[1] / "generation"))
@@ -52,7 +52,7 @@ def test_shared_prompts_equal_flat_rows(monkeypatch):
     """Loss and gradients of a policy-gradient batch in float64."""
     raw = {**labels.ARCHITECTURE, **TOY}
     with jax.enable_x64(True):
-        model = build.init(build.config_from_hf(raw), 0, param_dtype="float64", dtype="float64")
+        model = build.init(families.config_from_hf(raw), 0, param_dtype="float64", dtype="float64")
         parts = split_model(model)
     monkeypatch.setattr(labels, "start", lambda: parts)
     labels.test_a_group_tree_is_its_flat_rows("token", labels.make_groups)
@@ -71,7 +71,7 @@ def test_the_sampler_draws_what_the_full_forward_says(raw):
     """States that are grown and given to new rows while others run; answers and one prompt are
     longer than the windows, so that rings go round."""
     raw = {**SIZES, **raw, "initializer_range": 0.3}
-    model = build.init(build.config_from_hf(raw), 0)
+    model = build.init(families.config_from_hf(raw), 0)
     sampler = LocalSampler(model, eos_ids=(), max_len=128, max_batch=2)
     rng = np.random.default_rng(0)
     requests = [
@@ -94,7 +94,7 @@ def test_the_sampler_draws_what_the_full_forward_says(raw):
 
 @pytest.mark.parametrize("layer", [toy_recurrent.Recurrent, Attention])
 def test_a_layer_that_does_not_follow_trees_is_refused(layer, monkeypatch):
-    config = build.config_from_hf({**SIZES, **TOY})
+    config = families.config_from_hf({**SIZES, **TOY})
     require_trees(config, "data.packing true", "set it to false")
     monkeypatch.setattr(layer, "follows_trees", False)
     with pytest.raises(UserError, match=r"data.packing true, but model.path is ToyFor.*to false"):

@@ -19,7 +19,7 @@ from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.core.bundle import choose_head
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
 from jaxtrain.models.scores import ScoreHead, name_labels
 
@@ -53,7 +53,7 @@ def last_tokens(scores):
 
 
 def make_config(name, head):
-    return build.with_score(build.config_from_hf({**RAW[name], "pad_token_id": PAD}), head)
+    return families.with_score(families.config_from_hf({**RAW[name], "pad_token_id": PAD}), head)
 
 
 def slow(*values):
@@ -73,15 +73,15 @@ def slow(*values):
 )
 def test_transformers_scores_what_we_write(name, head, tmp_path):
     config = make_config(name, head)
-    build.save(build.init(config, 3), config, tmp_path)
+    saving.save(build.init(config, 3), config, tmp_path)
     kind = "Sequence" if head is SEQUENCE else "Token"
     auto = getattr(transformers, f"AutoModelFor{kind}Classification")
     theirs, report = auto.from_pretrained(
         tmp_path, attn_implementation="eager", output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert build.read_config(tmp_path) == config
-    found = score_texts(build.load(tmp_path))
+    assert families.read_config(tmp_path) == config
+    found = score_texts(loading.load(tmp_path))
     ids, mask = their_inputs()
     with torch.no_grad():
         expected = theirs.eval()(ids, attention_mask=mask).logits.numpy()
@@ -94,12 +94,12 @@ def test_transformers_scores_what_we_write(name, head, tmp_path):
 
 
 def test_a_language_model_gets_a_head_and_keeps_the_rest(tmp_path):
-    config = build.config_from_hf(RAW["llama"])
-    build.save(build.init(config, 3), config, tmp_path)
-    wanted = choose_head(build.read_config(tmp_path), SEQUENCE)
+    config = families.config_from_hf(RAW["llama"])
+    saving.save(build.init(config, 3), config, tmp_path)
+    wanted = choose_head(families.read_config(tmp_path), SEQUENCE)
     assert wanted.score == dataclasses.replace(SEQUENCE, drawn=True)
-    found = dict(build.read_params(tmp_path, config=wanted, seed=1))
-    base = split_model(build.load(tmp_path))[0]
+    found = dict(loading.read_params(tmp_path, config=wanted, seed=1))
+    base = split_model(loading.load(tmp_path))[0]
     assert found.keys() == base.keys() - {"lm_head.embedding"} | {"score.weight"}
     assert all(np.array_equal(found[path], base[path]) for path in found if path in base)
     head = np.asarray(found["score.weight"])
@@ -111,8 +111,8 @@ def test_a_language_model_gets_a_head_and_keeps_the_rest(tmp_path):
 @pytest.mark.slow
 def test_peft_loads_an_adapter_with_its_head(tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
-    base = build.config_from_hf({**RAW["qwen3"], "pad_token_id": PAD})
-    build.save(build.init(base, 3), base, tmp_path / "base")
+    base = families.config_from_hf({**RAW["qwen3"], "pad_token_id": PAD})
+    saving.save(build.init(base, 3), base, tmp_path / "base")
     config = choose_head(base, SEQUENCE)
     slots = choose_slots(find_linears(config), ["all-linear"], LoRASpec(4, 6.0), {}, {})
     adapter = Adapter(slots, ("score.weight",))
@@ -140,7 +140,7 @@ def test_peft_loads_an_adapter_with_its_head(tmp_path):
     found = read_adapter(tmp_path / "adapter", config, "float32")
     assert (found.slots, found.full) == (adapter.slots, adapter.full)
     loaded = load_trained(shapes, config, found)
-    params = dict(build.read_params(tmp_path / "base", config=config))
+    params = dict(loading.read_params(tmp_path / "base", config=config))
     assert all(np.array_equal(loaded[path], values[path]) for path in values)
     ours = score_texts(rebuild({**params, **loaded}))
     np.testing.assert_allclose(last_tokens(ours), expected, atol=1e-5)
@@ -167,4 +167,4 @@ def test_peft_loads_an_adapter_with_its_head(tmp_path):
 def test_heads_that_do_not_fit_are_told(raw, score, said):
     raw = json.loads(json.dumps({**RAW["qwen3"], **raw}))
     with pytest.raises(UserError, match=said):
-        choose_head(build.config_from_hf(raw), score)
+        choose_head(families.config_from_hf(raw), score)

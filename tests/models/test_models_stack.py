@@ -17,7 +17,7 @@ from jaxtrain.layers.fused_linear import FusedColumns
 from jaxtrain.layers.linear import Linear, settle
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.stack import REMAT, LayerSegment, find_segments
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def value_and_grads(config, batch, seed=0, **options):
 @pytest.mark.slow
 def test_scan_equals_unrolled_and_remat_changes_nothing(x64):
     # Three layers in two runs: one without a window, then two with one.
-    config = build.config_from_hf({**RAW["qwen2_window"], "num_hidden_layers": 3})
+    config = families.config_from_hf({**RAW["qwen2_window"], "num_hidden_layers": 3})
     batch = pack([documents(0, 11, 6), documents(1, 19)], 20)
     wide = {"param_dtype": "float64", "dtype": "float64"}
     expected, grads = value_and_grads(config, batch, **wide, scan_layers=False)
@@ -60,14 +60,14 @@ def test_scan_equals_unrolled_and_remat_changes_nothing(x64):
 
 def test_unknown_remat_is_refused():
     with pytest.raises(UserError, match="save_attention"):
-        build.abstract(build.config_from_hf(RAW["qwen3"]), remat="everything")
+        build.abstract(families.config_from_hf(RAW["qwen3"]), remat="everything")
 
 
 @pytest.mark.slow
 def test_layers_of_several_kinds_are_scanned_by_their_period(x64):
     """Two rounds of (experts, dense, experts) and one more layer; notes and captured layers come
     out as they do of an unrolled stack."""
-    config = build.config_from_hf(
+    config = families.config_from_hf(
         {**RAW["qwen3_moe_mixed"], "num_hidden_layers": 7, "mlp_only_layers": [1, 4]}
     )
     batch = pack([documents(0, 11, 6), documents(1, 19)], 20)
@@ -108,7 +108,7 @@ def test_segments_compile_the_fewest_layers(kinds, segments):
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_window", "llama", "qwen3_moe"])
 def test_packed_equals_alone(name, x64):
-    config = build.config_from_hf(RAW[name])
+    config = families.config_from_hf(RAW[name])
     model = build.init(config, 0, param_dtype="float64", dtype="float64")
     texts = documents(2, 13, 1, 9)
     packed = hidden_of(model, pack([texts], 32))
@@ -124,7 +124,7 @@ def test_packed_equals_alone(name, x64):
 @pytest.mark.parametrize("name", ["mistral", "qwen3_moe"])
 def test_branches_that_share_a_prefix_equal_their_paths(name, x64):
     """Windows must follow positions, not indices; experts must drop nothing."""
-    config = build.config_from_hf(RAW[name])
+    config = families.config_from_hf(RAW[name])
     model = build.init(config, 0, param_dtype="float64", dtype="float64")
     trunk, left, right = documents(3, 6, 7, 5)
     batch = pack([[np.concatenate([trunk, left, right])]], 18)
@@ -142,7 +142,7 @@ def test_branches_that_share_a_prefix_equal_their_paths(name, x64):
 
 
 def test_capture_gives_the_states_between_layers():
-    config = build.config_from_hf({**RAW["qwen3"], "num_hidden_layers": 3})
+    config = families.config_from_hf({**RAW["qwen3"], "num_hidden_layers": 3})
     batch = pack([documents(4, 12)], 12)
     model = build.init(config, 0)
     found = jax.jit(lambda model: model.hidden(batch, capture=(0, 2)))(model)
@@ -161,7 +161,7 @@ def test_capture_gives_the_states_between_layers():
 
 
 def test_bfloat16_compute_keeps_float32_masters():
-    config = build.config_from_hf(RAW["qwen3"])
+    config = families.config_from_hf(RAW["qwen3"])
     batch = pack([documents(5, 20)], 20)
     mixed = build.init(config, 0, dtype="bfloat16")
     hidden = hidden_of(mixed, batch)
@@ -177,7 +177,7 @@ def test_bfloat16_compute_keeps_float32_masters():
 )
 def test_no_layer_behind_the_last_captured_one_is_run(name, layers):
     raw = {**RAW[name], "num_hidden_layers": 5, "max_window_layers": 2}
-    config = build.config_from_hf(raw)
+    config = families.config_from_hf(raw)
     batch = pack([documents(0, 11, 6), documents(1, 19)], 20)
     graphdef, state = nnx.split(build.init(config, 0))
     whole = nnx.merge(graphdef, state).hidden(batch, layers).captured
@@ -194,7 +194,7 @@ def test_no_layer_behind_the_last_captured_one_is_run(name, layers):
 
 
 def test_a_model_to_decode_with_has_its_kernels_joined():
-    model = build.init(build.config_from_hf(RAW["qwen3"]), 0)
+    model = build.init(families.config_from_hf(RAW["qwen3"]), 0)
     model = jax.jit(lambda model: model.unstack())(model)
     block = model.stack.layers[0]
     for first, *others in (
@@ -209,7 +209,7 @@ def test_a_model_to_decode_with_has_its_kernels_joined():
 @pytest.mark.parametrize("scan", [True, False])
 def test_kernels_that_training_rounds_lie_side_by_side(scan, monkeypatch):
     """Loss and gradients are those of kernels apart, and the masters' gradients stay their own."""
-    config, batch = build.config_from_hf(RAW["qwen3"]), pack([documents(0, 11, 6)], 20)
+    config, batch = families.config_from_hf(RAW["qwen3"]), pack([documents(0, 11, 6)], 20)
 
     def run():
         model = build.init(config, 0, dtype="bfloat16", scan_layers=scan)
@@ -237,7 +237,7 @@ def test_kernels_that_training_rounds_lie_side_by_side(scan, monkeypatch):
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_model_is_not_changed_by_what_rounds_its_kernels(scan):
     """Nor does it matter that it is of an outer trace, as in a loop over microsteps."""
-    config, batch = build.config_from_hf(RAW["qwen3"]), pack([documents(0, 11, 6)], 20)
+    config, batch = families.config_from_hf(RAW["qwen3"]), pack([documents(0, 11, 6)], 20)
     model = build.init(config, 0, dtype="bfloat16", scan_layers=scan)
     before = jax.tree.leaves(nnx.state(model))
     twice = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
@@ -251,7 +251,7 @@ def test_what_a_scan_keeps_is_settled(monkeypatch):
     """Its matmuls' results go through a barrier where XLA for GPUs would make them twice."""
 
     def settled(scan):
-        model = build.init(build.config_from_hf(RAW["qwen3"]), 0, scan_layers=scan)
+        model = build.init(families.config_from_hf(RAW["qwen3"]), 0, scan_layers=scan)
         segments = find_segments(model.stack.specs)
         ((graphdef, state),) = model.stack._split_blocks(segments)[0].values()
         found = nnx.iter_graph(nnx.merge(graphdef, state))

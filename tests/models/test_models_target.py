@@ -14,7 +14,7 @@ from jaxtrain.huggingface.fingerprint import fingerprint
 from jaxtrain.methods.drafts.capture import FrozenTarget, pad_rows
 from jaxtrain.methods.drafts.draft_model import ends_of
 from jaxtrain.methods.drafts.target_states import LAST, STATES
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
 
 LAYERS = (1, 0)
@@ -41,7 +41,7 @@ def states_of(parts: ModelBundle, **kwargs) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def plain():
     """States of a model on one device, by its own forward pass."""
-    config = build.config_from_hf({**RAW["qwen3_moe"], "vocab_size": 96})
+    config = families.config_from_hf({**RAW["qwen3_moe"], "vocab_size": 96})
     model, batch = build.init(config, 0), pack(ROWS, TOKENS)
     found = jax.jit(lambda batch: model.hidden(batch, LAYERS))(batch)
     real = (batch.until > np.arange(TOKENS) + 1)[..., None]
@@ -83,9 +83,9 @@ def test_empty_rows_are_padding():
 
 
 def write_base(folder, **raw):
-    config = build.config_from_hf({**RAW["qwen3"], "tie_word_embeddings": False, **raw})
-    build.save(build.init(config, 3), config, folder)
-    return build.read_config(folder)
+    config = families.config_from_hf({**RAW["qwen3"], "tie_word_embeddings": False, **raw})
+    saving.save(build.init(config, 3), config, folder)
+    return families.read_config(folder)
 
 
 def write_adapter(folder, config, full=()):
@@ -147,11 +147,11 @@ def test_the_ends_are_those_of_the_whole_model(tmp_path, tied):
 def test_a_fingerprint_knows_one_changed_tensor(tmp_path):
     config = write_base(tmp_path / "base")
     first = fingerprint(tmp_path / "base")
-    model = build.load(tmp_path / "base")
+    model = loading.load(tmp_path / "base")
     params, rebuild = split_model(model)
-    build.save(rebuild(params), config, tmp_path / "same")
+    saving.save(rebuild(params), config, tmp_path / "same")
     assert fingerprint(tmp_path / "same") == first
     path = "stack.block.mlp.up.kernel"
     changed = {**params, path: params[path].at[-1].multiply(1.001)}
-    build.save(rebuild(changed), config, tmp_path / "other")
+    saving.save(rebuild(changed), config, tmp_path / "other")
     assert fingerprint(tmp_path / "other") != first

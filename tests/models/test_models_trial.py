@@ -11,8 +11,8 @@ from tiny_models import RAW, SIZES, documents, pack
 
 from jaxtrain.errors import UserError
 from jaxtrain.layers.attention import Attention
-from jaxtrain.models import ARCHITECTURES, build
-from jaxtrain.models.trials import require_trials
+from jaxtrain.models import ARCHITECTURES, build, families
+from jaxtrain.models.capabilities import require_trials
 
 TOY = {"architectures": ["ToyForCausalLM"], "num_hidden_layers": 3, "sliding_window": 6}
 
@@ -45,7 +45,7 @@ def test_a_trial_leaves_what_was_kept(raw, apart):
 
 def try_and_take_back(raw, apart):
     wide = {"param_dtype": "float64", "dtype": "float64"}
-    model = build.init(build.config_from_hf(raw), 0, **wide)
+    model = build.init(families.config_from_hf(raw), 0, **wide)
     texts, layers = documents(0, 40, 33, 36), (1, 0)
     full = jax.jit(lambda model, batch: model.hidden(batch, capture=layers))(
         model, pack([[text] for text in texts], 40)
@@ -85,7 +85,7 @@ def try_and_take_back(raw, apart):
 
 
 def test_plain_decoding_gives_nothing_more():
-    model = build.init(build.config_from_hf(RAW["qwen3"]), 0)
+    model = build.init(families.config_from_hf(RAW["qwen3"]), 0)
     shapes = jax.eval_shape(
         lambda: model.decode(jnp.zeros((2, 1), jnp.int32), model.init_cache(2, 8))
     )
@@ -95,7 +95,7 @@ def test_plain_decoding_gives_nothing_more():
 
 @pytest.mark.parametrize("layer", [toy_recurrent.Recurrent, Attention])
 def test_a_layer_that_takes_nothing_back_is_refused(layer, monkeypatch):
-    model = build.abstract(build.config_from_hf({**SIZES, **TOY}))
+    model = build.abstract(families.config_from_hf({**SIZES, **TOY}))
     require_trials(model, "--draft")
     monkeypatch.setattr(layer, "trials", "none")
     with pytest.raises(UserError, match=f"--draft: .*{layer.__name__}"):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.batch import Batch
-from jaxtrain.models import build
+from jaxtrain.models import build, families
 
 SIZES = {
     "vocab_size": 97,
@@ -201,7 +201,7 @@ def documents(seed: int, *lengths: int) -> list[np.ndarray]:
 
 def check_decoding(raw: dict, scan: bool = True, apart: bool = True):
     """Prompts in two pieces and single tokens, rows pausing at times: the full forward's states."""
-    model = build.init(build.config_from_hf(raw), 0, scan_layers=scan)
+    model = build.init(families.config_from_hf(raw), 0, scan_layers=scan)
     texts = documents(0, 17, 12, 20)
     full = jax.jit(lambda model, batch: model.hidden(batch).hidden)(
         model, pack([[text] for text in texts], 20)

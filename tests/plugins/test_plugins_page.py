@@ -29,7 +29,7 @@ from jaxtrain.generation.engine import Completion, PromptRequest
 from jaxtrain.generation.engines import find_engine
 from jaxtrain.main import main
 from jaxtrain.methods.registry import make_task
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading
 from jaxtrain.runs.checkpoint import Checkpoints
 from jaxtrain.runs.observers.dispatch import Observers
 from jaxtrain.runs.sinks import Sinks
@@ -166,9 +166,9 @@ def test_a_model_family(my_package, family, tmp_path):
     config = build_model_bundle(make_config(model=section)).architecture
     assert config.architecture == "CwmForCausalLM"
     assert [spec.window for spec in config.layers()] == [None, 5]
-    assert config == build.read_config(tmp_path, section.get("family"))
+    assert config == families.read_config(tmp_path, section.get("family"))
     parameters = dict(nnx.to_flat_state(nnx.state(build.abstract(config))))
-    names = [entry.param for entry in build.family(config).names(config)]
+    names = [entry.param for entry in families.family(config).names(config)]
     assert sorted(names) == sorted(".".join(map(str, path)) for path in parameters)
 
 
@@ -187,7 +187,7 @@ def test_the_model_family_computes_what_transformers_does(my_package, tmp_path):
     def logits(model):
         return model.logits(model.decode(jnp.asarray(tokens), model.init_cache(1, 32))[0])
 
-    np.testing.assert_allclose(logits(build.load(tmp_path)), wanted, atol=1e-4)
+    np.testing.assert_allclose(logits(loading.load(tmp_path)), wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_the_model_family_computes_what_transformers_does(my_package, tmp_path):
 )
 def test_what_is_no_such_family_is_refused(my_package, family, raw, message):
     with pytest.raises(UserError, match=message):
-        build.config_from_hf({**CWM, **raw}, family)
+        families.config_from_hf({**CWM, **raw}, family)
 
 
 def read_lines(path):

@@ -10,10 +10,10 @@ from jaxtrain.core.roles import ModelSnapshot
 from jaxtrain.errors import UserError
 from jaxtrain.generation.local.slots import unstack
 from jaxtrain.generation.local.weights import Copier
-from jaxtrain.models import build
+from jaxtrain.models import build, families, loading
 from jaxtrain.models.draft import BaseDraftConfig, Draft, check_target
 from jaxtrain.models.parameters import Params
-from jaxtrain.models.trials import require_trials
+from jaxtrain.models.capabilities import require_trials
 
 
 def check_draft(name: str, target: ModelBundle, key: str) -> None:
@@ -25,7 +25,7 @@ def check_draft(name: str, target: ModelBundle, key: str) -> None:
             f"{key} {name!r} is a run; name the draft folder that it wrote at its end, or write one"
             f" with `jaxtrain export {name}`"
         )
-    architecture = build.read_config(folder)
+    architecture = families.read_config(folder)
     if not isinstance(architecture, BaseDraftConfig):
         raise UserError(
             f"{key} {name!r} holds {architecture.architecture}, which is no draft; name a folder"
@@ -40,7 +40,7 @@ def open_draft(name: str, target: ModelBundle, mesh: jax.sharding.Mesh, key: str
     UserError as check_draft."""
     check_draft(name, target, key)
     dtype = target.options["dtype"]
-    draft = build.load(
+    draft = loading.load(
         find_folder(name, weights=True, key=key), mesh, param_dtype=dtype, dtype=dtype
     )
     assert isinstance(draft, Draft)

@@ -21,7 +21,7 @@ from jaxtrain.generation.publisher import Publisher
 from jaxtrain.layers.attention import store_cache
 from jaxtrain.layers.kv_cache import Stored
 from jaxtrain.models import build
-from jaxtrain.models.routing import route_shape
+from jaxtrain.models.capabilities import route_shape
 
 
 class LocalKind(EngineKind):

@@ -31,7 +31,7 @@ from jaxtrain.methods.diffusion.loss import COMPONENT, diffusion_loss
 from jaxtrain.methods.diffusion.mask_token import MaskToken, choose_mask_token
 from jaxtrain.methods.diffusion.masks import RATIO, TARGET, Noise, mask, mask_held_out
 from jaxtrain.methods.offline import OfflineData
-from jaxtrain.models.trees import require_both_sides
+from jaxtrain.models.capabilities import require_both_sides
 
 Section = DiffusionTask
 

@@ -45,7 +45,7 @@ from jaxtrain.methods.offline import OfflineData, check_packing
 from jaxtrain.methods.rl.batch_builder import DRAWN, BatchBuilder
 from jaxtrain.methods.rl.prompt_data import PromptData, RoundPlan
 from jaxtrain.methods.rl.round import AdvantageOptions
-from jaxtrain.models.trees import follows_trees, require_trees
+from jaxtrain.models.capabilities import follows_trees, require_trees
 
 Section = DistillationTask
 TEACHER = "teacher"

@@ -12,7 +12,7 @@ from jaxtrain.distributed.mesh import is_main_process, make_mesh, split_devices
 from jaxtrain.errors import UserError
 from jaxtrain.methods.drafts.config import DraftConfig as DraftSection
 from jaxtrain.methods.drafts.config import DraftTask
-from jaxtrain.models import build
+from jaxtrain.models import families
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.draft import (
     BaseDraftConfig,
@@ -76,7 +76,7 @@ def assemble_draft(
         architecture, folder = make(draft_sizes(section, target.architecture)), None
     else:
         folder = find_folder(section.path, weights=True, key="task.draft.path")
-        architecture = build.read_config(folder)
+        architecture = families.read_config(folder)
         if not isinstance(architecture, family):
             raise UserError(
                 f"task.draft.path {section.path!r} holds {architecture.architecture}; needed is a"

@@ -28,7 +28,7 @@ from jaxtrain.methods.drafts.prefetch import CaptureStage, PrefetchedRounds
 from jaxtrain.methods.drafts.stored_states import StoredStates
 from jaxtrain.methods.drafts.target_stages import open_stage
 from jaxtrain.methods.offline import OfflineData, OfflineRounds, check_packing
-from jaxtrain.models.trees import follows_trees
+from jaxtrain.models.capabilities import follows_trees
 
 TARGET = "target"
 """The role beside DRAFT."""

@@ -38,7 +38,7 @@ from jaxtrain.methods.drafts.state_store import (
 from jaxtrain.methods.drafts.state_writer import StateWriter, find_differences
 from jaxtrain.methods.drafts.target_states import LAST, STATES
 from jaxtrain.methods.offline import OfflineData
-from jaxtrain.models.build import to_host
+from jaxtrain.models.saving import to_host
 
 NAMES = {"captured": STATES, "last": LAST}
 """Array of the store: stream."""

@@ -52,7 +52,7 @@ from jaxtrain.methods.rl.batch_builder import BatchBuilder
 from jaxtrain.methods.rl.judges import add_column, describe_table
 from jaxtrain.methods.rl.prompt_data import PromptData
 from jaxtrain.methods.rl.round import RewardTable, RoundSource
-from jaxtrain.models.trees import follows_trees
+from jaxtrain.models.capabilities import follows_trees
 
 Section = EBFTTask
 REWARD = "features"

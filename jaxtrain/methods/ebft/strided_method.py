@@ -48,7 +48,7 @@ from jaxtrain.methods.ebft.strided_loss import (
 )
 from jaxtrain.methods.offline import OfflineData
 from jaxtrain.models.parameters import Params, Rebuild
-from jaxtrain.models.trees import require_trees
+from jaxtrain.models.capabilities import require_trees
 
 Section = EBFTStridedTask
 

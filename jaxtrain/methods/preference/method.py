@@ -35,7 +35,7 @@ from jaxtrain.methods.preference.cross_batch_stats import at_same_rank, mismatch
 from jaxtrain.methods.preference.loss import PreferenceObjective, preference_loss
 from jaxtrain.methods.preference.precomputed import Precomputed
 from jaxtrain.methods.reference_model import REFERENCE, find_reference, mixing
-from jaxtrain.models.trees import require_trees
+from jaxtrain.models.capabilities import require_trees
 
 Section = PreferenceTask
 CONSTANTS = {

@@ -31,8 +31,8 @@ from jaxtrain.methods.rl.loss import LOGP_FLOOR, PolicyObjective, policy_loss
 from jaxtrain.methods.rl.mismatch import RoundComparison
 from jaxtrain.methods.rl.prompt_data import PromptData, RoundPlan
 from jaxtrain.methods.rl.round import AdvantageOptions, RewardTable
-from jaxtrain.models.routing import route_shape
-from jaxtrain.models.trees import require_trees
+from jaxtrain.models.capabilities import route_shape
+from jaxtrain.models.capabilities import require_trees
 
 Section = RLTask
 

@@ -11,7 +11,7 @@ from jaxtrain.core.task import POLICY, Task, of_policy
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.methods.offline import OfflineData, check_packing
 from jaxtrain.methods.sft.config import SFTTask
-from jaxtrain.models.trees import follows_trees
+from jaxtrain.models.capabilities import follows_trees
 
 Section = SFTTask
 

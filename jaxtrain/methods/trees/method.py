@@ -14,7 +14,7 @@ from jaxtrain.core.task import POLICY, Task, of_policy
 from jaxtrain.methods.offline import OfflineData, check_packing
 from jaxtrain.methods.trees.config import TreeTask
 from jaxtrain.methods.trees.data import Trees
-from jaxtrain.models.trees import require_trees
+from jaxtrain.models.capabilities import require_trees
 
 Section = TreeTask
 

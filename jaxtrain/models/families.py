@@ -1,0 +1,108 @@
+"""From a config.json to the family and the config of a model."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxtrain import plugins
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.config_checks import check_names
+from jaxtrain.huggingface.files import read_object
+from jaxtrain.huggingface.packed import open_folder, without_packing
+from jaxtrain.models import ARCHITECTURES, DRAFTS, TEXTS
+from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.scores import ScoreHead, read_score_head, split_architecture
+
+
+def family(config: DecoderConfig) -> ModuleType:
+    """The module that a config's class is written in, with the Model and names() for it."""
+    return sys.modules[type(config).__module__]
+
+
+def find_family(architecture: str, text: Any = None) -> ModuleType:
+    """The module of an architecture, built in or an entry point's; UserError names all of them.
+    text: what stands in text_config, where there are several kinds of it."""
+    key, advice = "config.json: architectures", "set model.family to the module that holds it"
+    known = {**ARCHITECTURES, **DRAFTS}
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    if isinstance(kind, str) and (architecture, kind) in TEXTS:
+        known[architecture] = TEXTS[architecture, kind]
+    return plugins.find("models", architecture, known, key=key, modules=True, instead=advice)
+
+
+def config_from_hf(
+    raw: Mapping[str, Any], place: str | None = None, folder: str | os.PathLike | None = None
+) -> DecoderConfig:
+    """Config of the family that a config.json names, by `architectures` or else `model_type`; with
+    a head that scores where the architecture is one of those of models.scores.
+
+    place: "package.module" or "file.py" that holds the family, as in model.family. folder: where
+    the config.json lies, whose tensors may say how they are called.
+    """
+    named, model_type = check_names(raw)
+    base, per = split_architecture(named[0]) if named else (None, None)
+    if place is not None:
+        module = plugins.load_module(place, key=f"model.family {place!r}")
+    elif base is not None:
+        module = find_family(base, raw.get("text_config"))
+    else:
+        known = [*ARCHITECTURES, *(entry.name for entry in plugins.list_entry_points("models"))]
+        types = lambda of: (of.model_type, getattr(of, "text_type", None))  # noqa: E731
+        fitting = (m for m in map(find_family, known) if model_type in types(m.Config))
+        module = None if model_type is None else next(fitting, None)
+        if module is None:
+            raise UserError(
+                f"config.json: no architectures, and model_type={model_type!r} is that of none of"
+                f" {', '.join(known)}; name one of them, or set model.family"
+            )
+    config = check_family(module, base).from_hf(without_packing(raw))
+    fits = type(config).fit is not DecoderConfig.fit
+    if folder is not None and fits and any(Path(folder).glob("*.safetensors")):
+        config = config.fit(open_folder(folder).tensors)
+    return config if per is None else with_score(config, read_score_head(raw, per))
+
+
+def with_score(config: DecoderConfig, score: ScoreHead) -> DecoderConfig:
+    """The config with a head that scores; UserError where the family has no names for one."""
+    changed = dataclasses.replace(config, score=score)
+    if not any(entry.param == "score.weight" for entry in family(config).names(changed)):
+        raise UserError(
+            f"{config.architecture}: names() of {family(config).__name__} has no tensor for a head"
+            " that scores; build it on jaxtrain.models.naming.outer_names"
+        )
+    changed.check()
+    return changed
+
+
+def check_family(module: ModuleType, architecture: str | None) -> type[DecoderConfig]:
+    """The Config of a module that is to hold this architecture; UserError where it does not."""
+    missing = [name for name in ("Config", "Model", "names") if not hasattr(module, name)]
+    if missing:
+        raise UserError(
+            f"{module.__name__} is no model family: it has no {' and no '.join(missing)}; see"
+            " docs/extending.md"
+        )
+    own = module.Config.architecture
+    if architecture not in (None, own, *module.Config.also):
+        raise UserError(
+            f"config.json: architectures names {architecture!r}, but {module.__name__} holds"
+            f" {own!r}; change model.family, or Config.architecture there"
+        )
+    if module.Config.__module__ != module.__name__:
+        raise UserError(
+            f"{module.__name__}: its Config is written in {module.Config.__module__}, whose Model"
+            " and names() would be used; write a subclass of it beside Model"
+        )
+    return module.Config
+
+
+def read_config(folder: str | os.PathLike, place: str | None = None) -> DecoderConfig:
+    """Config of a Hugging Face folder; UserError where there is none. place: as above."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; expected a Hugging Face model folder")
+    return config_from_hf(read_object(path), place, folder)

@@ -1,0 +1,167 @@
+"""Models and parameters from Hugging Face folders, sharded from the first byte.
+
+Parameters come slice by slice from memory-mapped files straight to the devices that hold them;
+`mesh=None` means the default device.
+"""
+
+import collections
+import os
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxtrain.distributed.sharding import shardings
+from jaxtrain.huggingface.ops import (
+    TIED_COPY,
+    GrownRows,
+    ParameterEntry,
+    StackedOps,
+    whole,
+)
+from jaxtrain.huggingface.packed import open_folder
+from jaxtrain.huggingface.safetensors import SafetensorsFolder
+from jaxtrain.models.build import abstract, draw_params, layer_sharding
+from jaxtrain.models.check_tensors import check_tensors
+from jaxtrain.models.decoder import Decoder
+from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.families import family, read_config
+from jaxtrain.models.finite import FiniteCheck
+
+
+def load(folder: str | os.PathLike, mesh: Mesh | None = None, **options: Any) -> Decoder:
+    """The model of a Hugging Face folder of safetensors, its parameters in `param_dtype`.
+
+    It remembers the stored dtypes for `save`. Raises one UserError that lists missing, unexpected
+    and misshapen tensors, and one for a file that is missing, damaged or truncated.
+    """
+    graphdef, state = nnx.split(abstract(read_config(folder), **options))
+    flat = dict(nnx.to_flat_state(state))
+    for name, value in read_params(folder, mesh, **options):
+        path = next(path for path in flat if ".".join(map(str, path)) == name)
+        flat[path] = flat[path].replace(value)
+    model = nnx.merge(graphdef, nnx.from_flat_state(flat))
+    return remember(model, folder)
+
+
+def read_params(
+    folder: str | os.PathLike,
+    mesh: Mesh | None = None,
+    config: DecoderConfig | None = None,
+    seed: int = 0,
+    part: Callable[..., nnx.Module] | None = None,
+    by_layer: Collection[str] = (),
+    **options: Any,
+) -> Iterator[tuple[str, Any]]:
+    """(path, array) of the parameters of a Hugging Face folder, read one after the other.
+
+    config: the folder's, where it is known already, or with a head to draw by the seed. part: as in
+    `abstract`; the folder's other tensors are left alone. by_layer: as for `draw_params`. Raises
+    UserError as `load` does, before the first is read; behind the last one where a tensor holds
+    NaN or infinite values.
+    """
+    config = config or read_config(folder)
+    files = open_folder(folder)
+    _, state = nnx.split(abstract(config, part, **options))
+    flat = dict(nnx.to_flat_state(state))
+    places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
+    entries = stored_entries(config)
+    paths = {path: entries[".".join(map(str, path))] for path in flat}
+    assert part is not None or len(paths) == len(entries), "names() and Model differ"
+    stored = {path: entry for path, entry in paths.items() if not _is_drawn(entry, config)}
+    shapes = {entry: flat[path].get_value().shape for path, entry in stored.items()}
+    check_tensors(files, shapes, config, whole=part is None)
+    if drawn := {entry.param for entry in paths.values()} - {e.param for e in stored.values()}:
+        yield from draw_params(config, seed, mesh, drawn, **options)
+    check = FiniteCheck(files)
+    for path, entry in stored.items():
+        like, place = flat[path].get_value(), places[path].get_value() if places else None
+        if entry.param in by_layer:
+            yield entry.param, _read_layers(files, entry, like, place, check)
+            continue
+        value = read_entry(files, entry, like, place)
+        check.add(entry, value)
+        yield entry.param, value
+    check.close()
+
+
+def _read_layers(
+    files: SafetensorsFolder,
+    entry: ParameterEntry,
+    like: jax.ShapeDtypeStruct,
+    place: NamedSharding | None,
+    check: FiniteCheck,
+) -> Iterator[jax.Array]:
+    """The layers of a stacked parameter, each read when it is asked for."""
+    assert isinstance(entry.op, StackedOps), f"{entry.param} is no stack of layers"
+    one = jax.ShapeDtypeStruct(like.shape[1:], like.dtype)
+    for op in entry.op.ops:
+        layer = ParameterEntry(entry.param, op)
+        value = read_entry(files, layer, one, layer_sharding(place))
+        check.add(layer, value)
+        yield value
+
+
+def stored_entries(config: DecoderConfig) -> dict[str, ParameterEntry]:
+    """{parameter: its entry} as the folder that a config is to be read from has them."""
+    found = {entry.param: entry for entry in family(config).names(config)}
+    for param in ("embed.embedding", "lm_head.embedding") if config.grown else ():
+        if param in found:
+            stored = config.vocab_size - config.grown
+            found[param] = found[param]._replace(op=GrownRows(found[param].op, stored))
+    return found
+
+
+def _is_drawn(entry: ParameterEntry, config: DecoderConfig) -> bool:
+    """Whether the folder that a config is to be read from has no such parameter."""
+    return config.score is not None and config.score.drawn and entry.param.startswith("score.")
+
+
+def check_folder(folder: str | os.PathLike, config: DecoderConfig) -> None:
+    """Raise UserError as `load` does, where a folder's tensors are not those of the config; reads
+    the headers, and of a tied head that is stored twice both tables."""
+    _, state = nnx.split(abstract(config))
+    entries = stored_entries(config)
+    flat = nnx.to_flat_state(state)
+    shapes = {entries[".".join(map(str, p))]: leaf.get_value().shape for p, leaf in flat}
+    stored = {entry: shape for entry, shape in shapes.items() if not _is_drawn(entry, config)}
+    check_tensors(open_folder(folder), stored, config)
+
+
+def remember(model: Decoder, folder: str | os.PathLike) -> Decoder:
+    """`model` as if it came from `folder`: `save` will keep that folder's dtypes.
+
+    For a model whose weights came from a checkpoint; reads only the headers.
+    """
+    dtypes = {name: str(stored.dtype) for name, stored in open_folder(folder).tensors.items()}
+    common = collections.Counter(dtypes.values()).most_common(1)[0][0]
+    others = {name: d for name, d in dtypes.items() if d != common or name == TIED_COPY}
+    model.stored = (("", common), *sorted(others.items()))
+    if any(name.startswith(model.carries) for name in dtypes):
+        model.carried_from = os.path.abspath(folder)
+    return model
+
+
+def read_entry(
+    files: SafetensorsFolder,
+    entry: ParameterEntry,
+    like: jax.ShapeDtypeStruct,
+    place: NamedSharding | None,
+) -> jax.Array:
+    """The parameter of an entry, with the shape and dtype of `like`, placed at `place`."""
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = whole(like.shape) if index is None else index
+        closed = tuple(
+            slice(s.start or 0, size if s.stop is None else s.stop)
+            for s, size in zip(index, like.shape, strict=True)
+        )
+        array = entry.op.read(files.fetch, closed)
+        return np.ascontiguousarray(array).astype(like.dtype, copy=False)
+
+    if place is None:
+        return jax.device_put(part(None))
+    return jax.make_array_from_callback(like.shape, place, part)

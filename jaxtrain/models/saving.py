@@ -1,0 +1,129 @@
+"""Models to Hugging Face folders, with the tensors that a model only carries along."""
+
+import collections
+import itertools
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+
+from jaxtrain.distributed.mesh import is_main_process, sync_processes
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.ops import (
+    TIED_COPY,
+    ParameterEntry,
+    SplitPiece,
+    TensorRef,
+    whole,
+)
+from jaxtrain.huggingface.packed import open_folder
+from jaxtrain.huggingface.safetensors import SafetensorsFolder, TensorLocation, write_folder
+from jaxtrain.models.build import abstract
+from jaxtrain.models.check_tensors import fixed_dtypes
+from jaxtrain.models.decoder import Decoder
+from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.families import family
+
+
+def save(
+    model: Decoder, config: DecoderConfig, folder: str | os.PathLike, dtype: str | None = None
+) -> None:
+    """Write safetensors and config.json that transformers loads.
+
+    dtype None: each tensor in the dtype of the folder that was loaded, or of the parameter where
+    nothing was; so are those of `wide_tensors` whatever dtype is. Every process takes part; the
+    first one writes.
+    """
+    stored = dict(model.stored)
+    entries, flat = family(config).names(config), nnx.to_flat_state(nnx.state(model))
+    params = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
+    if config.score is None and config.tie_word_embeddings and TIED_COPY in stored:
+        entries = [*entries, ParameterEntry("embed.embedding", TensorRef(TIED_COPY))]
+    plan, wide = {}, wide_tensors(config) if dtype else ()
+    for entry in entries:
+        own, fixed = params[entry.param].dtype, fixed_dtypes(entry)
+        for name, shape in entry.op.shapes(params[entry.param].shape).items():
+            asked = fixed.get(name) or (None if name in wide else dtype)
+            chosen = asked or stored.get(name) or stored.get("") or own
+            plan[name] = (shape, np.dtype(chosen))
+    pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
+    if is_main_process():
+        files = open_carried(model)
+        carried = {} if files is None else carried_tensors(files, model.carries)
+        plan |= {name: (stored.shape, stored.dtype) for name, stored in carried.items()}
+        copied = (
+            SplitPiece(
+                name, stored.shape, whole(stored.shape), files.fetch(name, whole(stored.shape))
+            )
+            for name, stored in carried.items()
+        )
+        write_folder(folder, dict(sorted(plan.items())), itertools.chain(pieces, copied))
+        raw = config.to_hf()
+        common = collections.Counter(str(d) for _, d in plan.values()).most_common(1)[0][0]
+        raw["torch_dtype"] = common
+        if "dtype" in raw:
+            raw["dtype"] = common
+        unfinished = Path(folder) / ".config.json.unfinished"
+        unfinished.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+        os.replace(unfinished, Path(folder) / "config.json")
+    else:
+        collections.deque(pieces, maxlen=0)  # takes part in the gathers
+    sync_processes("save")
+
+
+def wide_tensors(config: DecoderConfig) -> frozenset[str]:
+    """Tensors that are float32 whatever the param dtype is, such as a bias that moves the choice of
+    experts, or the decay of a layer of linear attention."""
+    state = nnx.to_flat_state(nnx.state(abstract(config, param_dtype="bfloat16")))
+    params = {".".join(map(str, path)): leaf.get_value() for path, leaf in state}
+    return frozenset(
+        name
+        for entry in family(config).names(config)
+        if params[entry.param].dtype == "float32"
+        for name in entry.op.shapes(params[entry.param].shape)
+    )
+
+
+def carried_tensors(
+    files: SafetensorsFolder, carries: tuple[str, ...]
+) -> dict[str, TensorLocation]:
+    """The tensors of a folder that are copied into every export, not trained."""
+    return {name: found for name, found in files.tensors.items() if name.startswith(carries)}
+
+
+def count_carried(folder: str | os.PathLike, config: DecoderConfig) -> int:
+    """Numbers in a folder's tensors that are only carried along."""
+    found = carried_tensors(open_folder(folder), config.carries) if config.carries else {}
+    return sum(math.prod(stored.shape) for stored in found.values())
+
+
+def count_stale(model: Decoder, config: DecoderConfig) -> int:
+    """Tensors that an export copies, but that belong to the weights from before the training."""
+    files = open_carried(model)
+    return 0 if files is None else len(carried_tensors(files, config.goes_stale))
+
+
+def open_carried(model: Decoder) -> SafetensorsFolder | None:
+    """The folder from which an export takes what no layer has; None where nothing is carried.
+    UserError where it is gone."""
+    if model.carried_from is None:
+        return None
+    if not Path(model.carried_from).is_dir():
+        raise UserError(
+            f"{model.carried_from} is gone, from which an export copies what this model only"
+            f" carries along ({', '.join(model.carries)}*); put the folder back, and export again"
+        )
+    return open_folder(model.carried_from)
+
+
+def to_host(array: Any) -> np.ndarray:
+    """The whole array in numpy, gathered over processes where need be."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
