@@ -62,12 +62,12 @@ def make_rows() -> list[str]:
     from jaxtrain.adapters.spec import find_linears
     from jaxtrain.models import ARCHITECTURES, TEXTS, build, families
 
-    families: dict[str, dict] = {}
+    rows: dict[str, dict] = {}
     for name, (file, raw) in tiny_configs().items():
         config = families.config_from_hf(raw)
         model = build.abstract(config)
         module = type(config).__module__.rpartition(".")[2]
-        row = families.setdefault(
+        row = rows.setdefault(
             module, {"trees": True, "drafts": True, "axes": set(), "names": []}
         )
         row["names"].append(name)
@@ -79,7 +79,7 @@ def make_rows() -> list[str]:
         row["axes"] |= meshes_of(name, file) | ELSEWHERE.get(module, set())
     lines, served = [], json.loads(SERVED.read_text())
     adapted = json.loads(ADAPTED.read_text())["all-linear"]
-    for module, row in sorted(families.items()):
+    for module, row in sorted(rows.items()):
         path = f"jaxtrain.models.{module}"
         names = [a for a, own in ARCHITECTURES.items() if own == path]
         names += [a for (a, _), own in TEXTS.items() if own == path]
