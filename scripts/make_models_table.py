@@ -67,9 +67,7 @@ def make_rows() -> list[str]:
         config = families.config_from_hf(raw)
         model = build.abstract(config)
         module = type(config).__module__.rpartition(".")[2]
-        row = rows.setdefault(
-            module, {"trees": True, "drafts": True, "axes": set(), "names": []}
-        )
+        row = rows.setdefault(module, {"trees": True, "drafts": True, "axes": set(), "names": []})
         row["names"].append(name)
         mixers = [mixer for _, mixer in model.stack.mixers()]
         row["trees"] &= model.follows_trees

@@ -32,8 +32,8 @@ from jaxtrain.core.task import Round, Rounds, Task
 from jaxtrain.distributed.processes import stop_requested
 from jaxtrain.errors import UserError
 from jaxtrain.models.build import abstract
-from jaxtrain.models.parameters import Params
 from jaxtrain.models.capabilities import find_biases
+from jaxtrain.models.parameters import Params
 from jaxtrain.runs.checkpoint import Checkpoints
 
 

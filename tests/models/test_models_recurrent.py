@@ -16,8 +16,8 @@ from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.layers.attention import Attention
 from jaxtrain.models import ARCHITECTURES, build, families
-from jaxtrain.models.parameters import split_model
 from jaxtrain.models.capabilities import require_trees
+from jaxtrain.models.parameters import split_model
 
 sys.path.append(str(Path(__file__).parents[1] / "methods"))
 sys.path.append(str(Path(__file__).parents[1] / "generation"))

@@ -11,9 +11,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.local.slots import unstack
 from jaxtrain.generation.local.weights import Copier
 from jaxtrain.models import build, families, loading
+from jaxtrain.models.capabilities import require_trials
 from jaxtrain.models.draft import BaseDraftConfig, Draft, check_target
 from jaxtrain.models.parameters import Params
-from jaxtrain.models.capabilities import require_trials
 
 
 def check_draft(name: str, target: ModelBundle, key: str) -> None:

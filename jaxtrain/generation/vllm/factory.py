@@ -37,9 +37,9 @@ from jaxtrain.generation.weight_sync.publish_lora import LoraPublisher
 from jaxtrain.generation.weight_sync.publish_weights import WeightPublisher
 from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.methods.rl.shared_rounds import SharedPublisher
+from jaxtrain.models.capabilities import route_shape
 from jaxtrain.models.families import family
 from jaxtrain.models.parameters import Params
-from jaxtrain.models.capabilities import route_shape
 from jaxtrain.models.saving import to_host, wide_tensors
 from jaxtrain_vllm.cuda_driver import Cuda, CudaError
 

@@ -47,8 +47,8 @@ from jaxtrain.methods.ebft.strided_loss import (
     strided_loss,
 )
 from jaxtrain.methods.offline import OfflineData
-from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.models.capabilities import require_trees
+from jaxtrain.models.parameters import Params, Rebuild
 
 Section = EBFTStridedTask
 

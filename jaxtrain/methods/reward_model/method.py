@@ -21,8 +21,8 @@ from jaxtrain.data.packing.pack import Fields
 from jaxtrain.methods.offline import OfflineData, check_packing
 from jaxtrain.methods.reward_model.config import RewardModelTask
 from jaxtrain.methods.reward_model.loss import pair_loss, step_loss
-from jaxtrain.models.scores import ScoreHead, split_architecture
 from jaxtrain.models.capabilities import require_trees
+from jaxtrain.models.scores import ScoreHead, split_architecture
 
 Section = RewardModelTask
 HEADS = {

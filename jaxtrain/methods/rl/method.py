@@ -31,8 +31,7 @@ from jaxtrain.methods.rl.loss import LOGP_FLOOR, PolicyObjective, policy_loss
 from jaxtrain.methods.rl.mismatch import RoundComparison
 from jaxtrain.methods.rl.prompt_data import PromptData, RoundPlan
 from jaxtrain.methods.rl.round import AdvantageOptions, RewardTable
-from jaxtrain.models.capabilities import route_shape
-from jaxtrain.models.capabilities import require_trees
+from jaxtrain.models.capabilities import require_trees, route_shape
 
 Section = RLTask
 
