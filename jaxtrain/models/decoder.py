@@ -178,7 +178,7 @@ class CachedStack(nnx.Module):
 class Decoder(EmbeddingAndHead, CachedStack):
     """Embedding, blocks, final norm and head; a family says what its blocks are (`make_block`).
 
-    `stored` is what `build.load` found: the dtype of the folder's tensors, for `build.save`. With
+    `stored` is what `loading.load` found: the dtype of the folder's tensors, for `saving.save`. With
     `noise`, a RowNoise, `hidden` runs as in training; without, nothing is drawn.
     """
 

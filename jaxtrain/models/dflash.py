@@ -124,7 +124,7 @@ class Config(BaseDraftConfig):
             "layer_types": list(self.layer_types or ["full_attention"] * self.num_hidden_layers),
             "use_sliding_window": "sliding_attention" in (self.layer_types or ()),
             "attention_dropout": 0.0,
-            "dtype": "float32",  # build.save writes what it is
+            "dtype": "float32",  # saving.save writes what it is
         }
 
     def check(self) -> None:

@@ -74,7 +74,7 @@ class Draft(CachedStack):
 
     Its cache is opaque to others: that of a `CachedStack`, or what a family makes of it.
 
-    `stored` is what `build.load` found: the dtype of the folder's tensors, for `build.save`.
+    `stored` is what `loading.load` found: the dtype of the folder's tensors, for `saving.save`.
     """
 
     stored: tuple[tuple[str, str], ...]
