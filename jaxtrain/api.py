@@ -35,8 +35,8 @@ from jaxtrain.generation.local.requests import Requests
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.speculation import DraftedModel
 from jaxtrain.methods.reopen import open_trained
-from jaxtrain.models.build import to_host
 from jaxtrain.models.parameters import Params, Rebuild
+from jaxtrain.models.saving import to_host
 from jaxtrain.models.scores import ScoreHead
 
 __all__ = ["TreeBranch", "Completion", "Model", "Text", "list_branches", "logits", "logprobs"]

@@ -23,7 +23,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import read_object, spell
 from jaxtrain.huggingface.quantize import quantize_folder, require_plain
 from jaxtrain.methods.reopen import Trained, holds_run, open_trained
-from jaxtrain.models import DRAFTS, build
+from jaxtrain.models import DRAFTS, families, loading
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.runs.run_files import require_replaceable
 
@@ -117,7 +117,7 @@ def choose_matrices(folder: Path, place: str | None = None) -> set[str]:
     as model.family. UserError for a family that vLLM could not load so."""
     raw = read_object(folder / "config.json")
     require_plain(raw, folder)
-    config = build.read_config(folder, place)
+    config = families.read_config(folder, place)
     if config.architecture in DRAFTS:
         raise UserError(
             f"quantize: {config.architecture} is a draft, small beside its target; quantize that"
@@ -147,7 +147,7 @@ def list_notes(scheme: str, group: int, names: Collection[str]) -> Iterator[str]
 def check_experts(config: DecoderConfig) -> None:
     """UserError where all experts of a layer are one tensor: no Linear, for which there is a layout
     that vLLM reads."""
-    entries = {entry.param: entry.op for entry in build.family(config).names(config)}
+    entries = {entry.param: entry.op for entry in families.family(config).names(config)}
     for path, one in find_linears(config).items():
         shapes = entries[f"{path}.kernel"].shapes(one.shape)
         fused = next((name for name, shape in shapes.items() if len(shape) > 2), None)
@@ -197,12 +197,12 @@ def open_again(trained: Trained, folder: Path) -> ModelSnapshot:
     """The run's models, the trained one with all weights of a folder and without adapter."""
     config, _, held, _ = trained
     roles, parts = held.roles, held.roles.bundle
-    architecture = build.read_config(folder, config.model.family).for_rows(parts.row_tokens)
+    architecture = families.read_config(folder, config.model.family).for_rows(parts.row_tokens)
     if parts.adapter is not None:
         parts = dataclasses.replace(parts, adapter=None, folder=folder, architecture=architecture)
         role = dataclasses.replace(roles.roles[roles.trained], bundle=parts)
         roles = Roles({roles.trained: role})
-    found = build.read_params(folder, parts.mesh, architecture, **parts.options)
+    found = loading.read_params(folder, parts.mesh, architecture, **parts.options)
     weights = {path: value.astype(roles.trained_shapes[path].dtype) for path, value in found}
     own = {path: value for path, value in held.weights.items() if path not in weights}
     if trained.snapshot.roles.bundle.adapter is not None:

@@ -12,8 +12,8 @@ from jaxtrain.core.losses.logp import token_logp
 from jaxtrain.core.losses.topk import TopK, likeliest_tokens
 from jaxtrain.core.roles import ModelSnapshot
 from jaxtrain.distributed.feed import feed
-from jaxtrain.models.build import to_host
 from jaxtrain.models.parameters import Params, Rebuild
+from jaxtrain.models.saving import to_host
 
 POOLING = "pooling"
 """Stream: how much a token counts in each of the features that are asked for."""

@@ -9,7 +9,7 @@ from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.main import main
 from jaxtrain.methods.reopen import open_trained
-from jaxtrain.models import build
+from jaxtrain.models import loading
 from tests.docs.metric_names import require_rows
 
 CONFIG = Path(__file__).parents[2] / "configs" / "sft_qwen3_moe.toml"
@@ -45,7 +45,7 @@ def test_the_shipped_config_trains_exports_and_reports_the_balance(tmp_path):
         assert 1 <= line["expert_rounds"] <= 2
         # the reported loss is what is trained: nll and the balance times its factor
         assert line["loss"] > 0.01 * line["balance"]
-    model = build.load(folder / "model")
+    model = loading.load(folder / "model")
     assert model.experts_per_token == (2, 8)
 
 
