@@ -29,7 +29,7 @@ from jaxtrain.data.comparisons.preference_row import (
 )
 from jaxtrain.data.comparisons.ranked import Ranked
 from jaxtrain.data.comparisons.stepwise import StepwiseReader
-from jaxtrain.data.formats import make_row_tokenizer
+from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.packing.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
 from jaxtrain.data.packing.tree import Node, Tree, chain
 from jaxtrain.data.sample import Dropped, Sample
@@ -189,7 +189,7 @@ class TeacherScores:
     from the first trained one on, under the names that methods/distillation/data.py reads."""
 
     def __init__(self, model: Model, dataset: DatasetConfig, k: int):
-        self.tokenize = make_row_tokenizer(dataset, model.tokenizer, model.max_len, "drop")
+        self.tokenize = RowTokenizer(dataset, model.tokenizer, model.max_len, "drop")
         find = make_topk(model.snapshot.roles.rebuild(model.snapshot.roles.trained), k)
         self.compute: Compute = lambda params, batch: find(params, batch)._asdict()
 

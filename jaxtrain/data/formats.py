@@ -1,4 +1,4 @@
-"""Rows to samples: the five formats of a row, and a first look at a dataset.
+"""The five formats of a row, the columns that each needs, and custom formats.
 
 | format            | columns                                | from the tokenizer              |
 |-------------------|----------------------------------------|---------------------------------|
@@ -8,166 +8,98 @@
 | input_output      | segments: [{text, train}]              |                                 |
 | completion        | text                                   | eos; split at sequence_len      |
 
-A row becomes Samples, or a Dropped that says why and is counted.
+Each row becomes Samples, or a Dropped with a reason that is counted.
 
-Any other format is a function from outside (an entry point in group jaxtrain.formats,
-"package.module:function" or "file.py:function") of (row, tokenizer, dataset), the last being the
-entry of data.datasets. Of a row, a dict whose `fields` are renamed, it returns
+A custom format is a function of (row, tokenizer, dataset): an entry point in group jaxtrain.formats,
+"package.module:function" or "file.py:function". `row` is a dict whose `fields` are renamed, `dataset`
+the entry of data.datasets. The function returns
 
-- a row of one of the formats above, which then goes the way of that format, or
-- a list of (token ids, weights), one pair a sample: a weight a token, 0 where it is context. Rules
-  for length, first tokens and samples without weight are applied afterwards, as for all formats.
+- a row of one of the formats above, which is then read as that format, or
+- a list of (token ids, weights), one pair per sample, one weight per token, 0 for context. Rules for
+  length, first tokens and samples without weight are applied afterwards, as for all formats.
 
-It raises ValueError with the reason for a row to leave out; any other error ends the run.
+It raises ValueError with the reason to drop a row; any other error ends the run.
 """
 
-import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
-from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
-from jaxtrain.data.chat.tokenize import RowTokenizer
-from jaxtrain.data.comparisons.preference_row import detect_kind
-from jaxtrain.data.packing.rows import to_trees
-from jaxtrain.data.packing.tree import Tree
-from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.sources.columns import COLUMNS, accepted_columns, detect_format
-from jaxtrain.data.sources.dataset import open_rows
-from jaxtrain.data.tally import Counts, add_items, describe_controls, describe_counts
+from jaxtrain import plugins
+from jaxtrain.config.data import FORMATS, DatasetConfig
+from jaxtrain.data.chat.messages import ACCEPTED, MalformedRow
 from jaxtrain.errors import UserError
-from jaxtrain.text_safety import escape_control_chars, shorten
 
-NUM_ROWS = 16
-"""Rows looked at, spread over the dataset."""
-USABLE = 0.1
-"""Share of looked-at rows that must give a sample."""
+COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "chat": (("messages",), ("conversations",)),
+    "input_output": (("segments",),),
+    "prompt_completion": (("prompt", "completion"),),
+    "alpaca": (("instruction", "output"),),
+    "completion": (("text",),),
+}
+"""The columns that each format needs, in order of preference when several fit."""
+
+OPTIONAL = {"tools", "system", "input"}
+"""Columns that a format reads if present."""
 
 
-def make_row_tokenizer(
-    dataset: DatasetConfig,
-    tokenizer: Any,
-    sequence_len: int,
-    too_long: str,
-    trees: bool = False,
-) -> Callable[[dict[str, Any], str], list[Sample | Tree | Dropped]]:
-    """A picklable function (row, origin) -> samples and drops, for one dataset.
+def detect_format(columns: Iterable[str], fields: Mapping[str, str] | None = None) -> str | None:
+    """Return the name of the first format whose columns are all present, or None.
 
-    too_long: drop | truncate | error, for samples of more than sequence_len tokens. trees: samples
-    of one conversation that begin alike become trees, of that many tokens at most. The function
-    raises UserError only for what makes every row fail (no chat template, no end-of-turn token)
-    and for a long sample under "error".
+    fields: {name in the format: column of the data}, as in data.datasets[].fields.
     """
-    return RowTokenizer(dataset, tokenizer, sequence_len, too_long, trees)
+    names = set(columns)
+    names |= {name for name, column in (fields or {}).items() if column in names}
+    for name, alternatives in COLUMNS.items():
+        if any(names >= set(needed) for needed in alternatives):
+            return name
+    return None
 
 
-@dataclass(frozen=True)
-class Probe:
-    """What a first look found."""
-
-    path: str
-    """The dataset's path."""
-    format: str
-    """Format of its rows."""
-    columns: tuple[str, ...]
-    """Columns found."""
-    num_rows: int | None
-    """Rows of the dataset; None for a stream."""
-    samples: tuple[Sample | Tree, ...]
-    """What the rows looked at became."""
-    dropped: dict[str, int]
-    """And those that would not train, by reason."""
-    counts: Counts
-    """The same in numbers, with what sharing prefixes saves: see tally.py."""
-    told: str = ""
-    """What of it people should know."""
-
-    def __str__(self) -> str:
-        size = "a stream" if self.num_rows is None else f"{self.num_rows:,} rows"
-        columns = shorten(escape_control_chars(", ".join(map(str, self.columns))), 500)
-        line = f"{self.path}: {size}, format {self.format}, columns {columns}"
-        return f"{line}\n  first look: {self.told}" if self.told else line
+def accepted_columns() -> str:
+    """Return one line per format with the columns that it needs."""
+    lines = []
+    for name, alternatives in COLUMNS.items():
+        lines.append(f"  {name}: " + " or ".join(" + ".join(needed) for needed in alternatives))
+    return "\n".join(lines)
 
 
-def probe(dataset: DatasetConfig, tokenizer: Any, data: DataConfig, trees: bool = False) -> Probe:
-    """Read up to 16 rows and tokenize them as training would.
-
-    Raises UserError when no format fits, naming the columns found and those accepted, when hardly
-    any row gives a sample, naming the reasons, and when the chat template leaves out parts of one.
-    """
-    rows = open_rows(dataset)
-    picked = list(pick_rows(rows))
-    if not picked:
-        raise UserError(f"{dataset.path} has no rows")
-    columns = tuple(dict.fromkeys(key for row, _ in picked for key in row))
-    name = _format(dataset, columns)
-    tokenize = make_row_tokenizer(dataset, tokenizer, data.sequence_len, data.too_long, trees)
-    samples, dropped, usable, example = [], Counter(), 0, {}
-    counts: Counts = Counter()
-    for row, origin in picked:
-        results = tokenize(row, origin)
-        add_items(counts, to_trees(results, data.sequence_len))
-        for result in results:
-            if isinstance(result, Dropped):
-                dropped[result.reason] += 1
-                example.setdefault(result.reason, result.origin)
-            else:
-                samples.append(result)
-        usable += not all(isinstance(result, Dropped) for result in results)
-    left_out = any(reason.startswith("chat template leaves out") for reason in dropped)
-    if usable <= USABLE * len(picked) or left_out:
-        reasons = "\n".join(
-            f"  {count} x {reason} (first: {example[reason]}){_advice(reason, dataset, data)}"
-            for reason, count in dropped.most_common(5)
-        )
-        raise UserError(
-            f"{dataset.path} (format {name}): {usable} of {len(picked)} rows looked at would "
-            f"train:\n{reasons}"
-        )
-    num_rows = len(rows) if hasattr(rows, "__len__") else None
-    told = describe_counts(counts, data.sequence_len, describe_controls([dataset]))
-    return Probe(dataset.path, name, columns, num_rows, tuple(samples), dict(dropped), counts, told)
-
-
-def pick_rows(rows: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Up to 16 rows with their origins: evenly spread, or the first of a stream."""
-    if not hasattr(rows, "__len__"):
-        for number, row in enumerate(itertools.islice(iter(rows), NUM_ROWS), 1):
-            yield row, f"row {number}"
-        return
-    count = min(len(rows), NUM_ROWS)
-    for index in sorted({place * len(rows) // count for place in range(count)}):
-        yield rows[index], rows.origin(index)
-
-
-def _format(dataset: DatasetConfig, columns: tuple[str, ...]) -> str:
-    """The format that reads these columns; UserError with what was found and what is accepted."""
-    top = {wanted: found for wanted, found in dataset.fields.items() if "." not in wanted}
-    for wanted, found in top.items():
-        if found not in columns:
+def check_fields(dataset: DatasetConfig, columns: tuple[str, ...]) -> dict[str, str]:
+    """Return the renamed columns; UserError if `fields` names a column that is not there."""
+    renamed = {name: column for name, column in dataset.fields.items() if "." not in name}
+    for name, column in renamed.items():
+        if column not in columns:
             raise UserError(
-                f"{dataset.path}: fields names the column {found!r} (for {wanted}), but the "
+                f"{dataset.path}: fields names the column {column!r} (for {name}), but the "
                 f"columns found are {', '.join(columns)}"
             )
+    return renamed
+
+
+def require_format(dataset: DatasetConfig, columns: tuple[str, ...]) -> str:
+    """Return the format that reads these columns; UserError names those found and accepted."""
+    renamed = check_fields(dataset, columns)
     if dataset.format not in FORMATS:
-        return dataset.format  # one from outside, which knows its columns itself
-    name = detect_format(columns, top)
+        return dataset.format  # a custom format checks its columns itself
+    name = detect_format(columns, renamed)
     if dataset.format != "auto":
-        names = set(columns) | set(top)
+        names = set(columns) | set(renamed)
         if any(names >= set(needed) for needed in COLUMNS[dataset.format]):
             return dataset.format
         name = None
     if name is None:
+        from jaxtrain.data.comparisons.preference_row import detect_kind
+
         if detect_kind(columns) in ("pairs", "labels"):
             raise UserError(
                 f"{dataset.path}: these are preference data (columns {', '.join(columns)}), which"
                 ' task.kind "preference" trains; to train the good answers alone, name their'
                 ' columns: fields = {completion = "chosen"}'
             )
-        wanted = "no format fits" if dataset.format == "auto" else f"not {dataset.format}"
+        problem = "no format fits" if dataset.format == "auto" else f"not {dataset.format}"
         raise UserError(
-            f"{dataset.path}: {wanted}: the columns found are {', '.join(columns)}\n"
+            f"{dataset.path}: {problem}: the columns found are {', '.join(columns)}\n"
             f"Accepted columns, by format:\n{accepted_columns()}\n"
             'Rename columns with fields, wanted = found: fields = {prompt = "question", '
             'completion = "answer"}'
@@ -175,15 +107,56 @@ def _format(dataset: DatasetConfig, columns: tuple[str, ...]) -> str:
     return name
 
 
-def _advice(reason: str, dataset: DatasetConfig, data: DataConfig) -> str:
-    if reason == "too long":
-        return f": raise data.sequence_len ({data.sequence_len}) or set data.too_long = truncate"
-    if reason == "no trained token" and dataset.train_on == "per_message":
-        return ': train_on = "per_message" needs messages with train = true'
-    if reason == "no trained token":
-        return f": train_on = {dataset.train_on!r} found nothing to train on in them"
-    if reason.startswith("chat template leaves out"):
-        return ': choose a template that writes it (model.chat_template; "builtin" does)'
-    if reason.startswith("turn is tokenized"):
-        return ": the chat template lets tokens merge across turns; use another one"
-    return ""
+def check_names(dataset: DatasetConfig, allowed: Sequence[str] | None) -> None:
+    """Raise UserError for names in `fields` or `roles` that nothing reads.
+
+    allowed: names that `fields` may assign; None: any.
+    """
+    for name in dataset.fields:
+        if allowed is not None and name not in allowed:
+            near = difflib.get_close_matches(name, allowed, 1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            raise UserError(
+                f"{dataset.path}: fields renames to {name!r}, which no format reads{hint} "
+                f"(wanted = found; wanted is one of {', '.join(allowed)})"
+            )
+    for alias, role in dataset.roles.items():
+        if role not in ACCEPTED:
+            raise UserError(
+                f"{dataset.path}: roles turns {alias!r} into {role!r}, which is no role "
+                f"(found = wanted; wanted is one of {', '.join(ACCEPTED)})"
+            )
+
+
+def find_custom_format(dataset: DatasetConfig) -> Any:
+    """Return the function that reads the dataset's rows; None for a built-in format."""
+    if dataset.format in FORMATS:
+        return None
+    key = f"{dataset.path}: format"
+    return plugins.find("formats", dataset.format, dict.fromkeys(FORMATS), key=key)
+
+
+def call_custom_format(
+    read: Any, row: dict[str, Any], tokenizer: Any, dataset: DatasetConfig
+) -> Any:
+    """Apply a custom format to a row. Raises MalformedRow with its reason to drop the row, and
+    UserError for any other failure."""
+    try:
+        return read(row, tokenizer, dataset)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise MalformedRow(str(error)) from None
+    except Exception as error:  # plugin code may raise anything
+        raise UserError(f"format {dataset.format!r}: {plugins.describe(error)}") from error
+
+
+def read_number(value: Any) -> float | None:
+    """Return a finite number, also one written as text; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if isfinite(number) else None

@@ -7,10 +7,10 @@ from rich.console import Console
 
 from jaxtrain.batch import Batch
 from jaxtrain.config.data import DataConfig, DatasetConfig
+from jaxtrain.data.counts import Counts
 from jaxtrain.data.packing.pack import Fields, Normalize
 from jaxtrain.data.packing.steps import BatchSource, eval_part_batches, open_parts, plan_part_steps
 from jaxtrain.data.sources.readers import MixturePart
-from jaxtrain.data.tally import Counts
 
 __all__ = ["Recipe", "BatchSource", "count_steps", "eval_batches", "open_source", "plan_steps"]
 

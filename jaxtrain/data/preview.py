@@ -1,51 +1,155 @@
-"""Text for people: a sample with its trained tokens marked, and the counts of a dataset."""
+"""Previews of a dataset: a first look before any weight is read, and all of it for `preprocess`.
 
-from collections.abc import Iterable
-from typing import Any
+| rows                       | first look          | preprocess         | one example     |
+|----------------------------|---------------------|--------------------|-----------------|
+| sequences (sequences.py)   | probe_samples       | show_samples       | show_sample     |
+| comparisons of answers     | probe_preferences   | show_preferences   | show_ranked     |
+| trees                      | probe_trees         | describe_trees     | describe_tree   |
+"""
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.data.packing.tree import Forest, Node, Tree, TreeGroup, split_branches
-from jaxtrain.data.packing.workload import describe_tree
-from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.text_safety import escape_control_chars
+from jaxtrain.config.data import DataConfig, DatasetConfig
+from jaxtrain.data.chat.tokenize import RowTokenizer
+from jaxtrain.data.comparisons.ranked import Ranked
+from jaxtrain.data.counts import (
+    Counts,
+    Progress,
+    add_items,
+    describe_controls,
+    describe_counts,
+    drops_of,
+)
+from jaxtrain.data.formats import require_format
+from jaxtrain.data.packing.branches import list_branches
+from jaxtrain.data.packing.tree import Forest, Node, Tree, TreeGroup
+from jaxtrain.data.packing.workload import describe_tree, describe_workload
+from jaxtrain.data.sample import Dropped, Sample, to_trees
+from jaxtrain.data.sources.dataset import open_rows
+from jaxtrain.data.sources.readers import STREAM_ROWS, MixturePart, is_stream
+from jaxtrain.errors import UserError
+from jaxtrain.text_safety import escape_control_chars, shorten
 
-TRAINED = "bold green"
-CONTEXT = "dim"
+NUM_ROWS = 16
+"""Rows of a first look."""
+MIN_USABLE = 0.1
+"""Share of these rows that must give something to train on."""
+TRAINED, CONTEXT = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"
-"""Marks around a trained stretch where there are no colors."""
+"""Marks around trained text where there are no colors."""
 
 
-class Counts:
-    """Running counts of what tokenization gave."""
+@dataclass(frozen=True)
+class Probe:
+    """Result of a first look at a dataset; str() is what the user reads."""
 
-    def __init__(self) -> None:
-        self.dropped: dict[str, int] = {}
+    path: str
+    num_rows: int | None
+    """Rows of the dataset; None for a stream."""
+    samples: tuple[Any, ...]
+    """Samples, trees or `Ranked` of the rows read."""
+    summary: str
+    """Line about the dataset, and one about the first look if there is something to note."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Examples of these rows that do not train, by reason."""
+    format: str = ""
+    """Format of the rows, or kind of the comparisons."""
+    columns: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.summary
+
+
+# Sequences
+
+
+def probe_samples(
+    dataset: DatasetConfig, tokenizer: Any, data: DataConfig, trees: bool = False
+) -> Probe:
+    """Read up to 16 rows and tokenize them as training would.
+
+    Raises UserError if no format fits, naming the columns found and those accepted; if hardly any
+    row gives a sample, naming the reasons; and if the chat template leaves out parts of a row.
+    """
+    rows = open_rows(dataset)
+    picked = _pick_rows(rows, dataset.path)
+    columns = tuple(dict.fromkeys(key for row, _ in picked for key in row))
+    name = require_format(dataset, columns)
+    tokenize = RowTokenizer(dataset, tokenizer, data.sequence_len, data.too_long, trees)
+    samples, usable, example = [], 0, {}
+    counts: Counts = Counter()
+    for row, origin in picked:
+        items = tokenize(row, origin)
+        add_items(counts, to_trees(items, data.sequence_len))
+        kept_items = [item for item in items if not isinstance(item, Dropped)]
+        samples += kept_items
+        usable += bool(kept_items)
+        for item in items:
+            if isinstance(item, Dropped):
+                example.setdefault(item.reason, []).append(item.origin)
+    dropped = {reason: len(origins) for reason, origins in example.items()}
+    firsts = {reason: origins[0] for reason, origins in example.items()}
+    advise = lambda reason: _advise(reason, dataset, data)  # noqa: E731
+    _check_usable(f"{dataset.path} (format {name})", usable, len(picked), dropped, firsts, advise)
+    num_rows = len(rows) if hasattr(rows, "__len__") else None
+    line = f"{dataset.path}: {_describe_size(num_rows)}, format {name}, columns {_join(columns)}"
+    note = describe_counts(counts, data.sequence_len, describe_controls([dataset]))
+    summary = f"{line}\n  first look: {note}" if note else line
+    return Probe(dataset.path, num_rows, tuple(samples), summary, dropped, name, columns)
+
+
+def _advise(reason: str, dataset: DatasetConfig, data: DataConfig) -> str:
+    if reason == "too long":
+        return f": raise data.sequence_len ({data.sequence_len}) or set data.too_long = truncate"
+    if reason == "no trained token" and dataset.train_on == "per_message":
+        return ': train_on = "per_message" needs messages with train = true'
+    if reason == "no trained token":
+        return f": train_on = {dataset.train_on!r} found nothing to train on in them"
+    if reason.startswith("chat template leaves out"):
+        return ': choose a template that writes it (model.chat_template; "builtin" does)'
+    if reason.startswith("turn is tokenized"):
+        return ": the chat template lets tokens merge across turns; use another one"
+    return ""
+
+
+class SampleCounts:
+    """Numbers of the table that `preprocess` prints."""
+
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        self.dropped: Counter[str] = Counter()
         self.lengths: list[int] = []
         self.trained: list[int] = []
         self.packed = self.controls = 0
+        self.add(items)
 
-    def add(self, results: Iterable[Sample | Tree | Forest | TreeGroup | Dropped]) -> None:
-        """Count the samples of one or more rows, and what was dropped."""
-        for result in results:
-            if isinstance(result, Dropped):
-                self.dropped[result.reason] = self.dropped.get(result.reason, 0) + 1
-            elif isinstance(result, Sample):
-                self.lengths.append(len(result.tokens))
-                self.trained.append(int(np.count_nonzero(result.weights)))
-                self.packed += len(result.tokens)
-                self.controls += result.controls
-            elif isinstance(result, Tree):
-                self.lengths += result.branch_lengths()
-                self.trained.append(sum(_count_trained(node) for node in result.nodes))
-                self.packed += result.num_tokens
-                self.controls += result.controls
+    def add(self, items: Iterable[Sample | Tree | Forest | TreeGroup | Dropped]) -> None:
+        """Count what rows became."""
+        for item in items:
+            if isinstance(item, Dropped):
+                self.dropped[item.reason] += 1
+            elif isinstance(item, Sample):
+                self.lengths.append(len(item.tokens))
+                self.trained.append(int(np.count_nonzero(item.weights)))
+                self.packed += len(item.tokens)
+                self.controls += item.controls
+            elif isinstance(item, Tree):
+                self.lengths += item.branch_lengths()
+                self.trained.append(sum(_count_trained(node) for node in item.nodes))
+                self.packed += item.num_tokens
+                self.controls += item.controls
 
     def rows(self) -> list[tuple[str, str]]:
-        """Names and values, in the order they are shown."""
+        """Return names and values in the order in which they are printed."""
         lines = [("samples", f"{len(self.lengths):,}")]
         for reason, count in sorted(self.dropped.items(), key=lambda item: (-item[1], item[0])):
             lines.append((f"dropped: {escape_control_chars(reason)}", f"{count:,}"))
@@ -65,25 +169,76 @@ class Counts:
         return lines
 
 
-def count(results: Iterable[Sample | Dropped]) -> Counts:
-    """Counts of many results."""
-    counts = Counts()
-    counts.add(results)
-    return counts
+def show_samples(part: MixturePart, tokenizer: Any, num_samples: int, console: Console) -> None:
+    """Tokenize a dataset; print its first samples and a table of counts."""
+    counts, printed = SampleCounts(), 0
+    clock = _RowClock()
+    for row, origin in clock.read(part, console):
+        items = part.tokenize(row, origin)
+        counts.add(items)
+        for item in items:
+            if isinstance(item, Sample | Tree) and printed < num_samples:
+                show_sample(item, tokenizer, console)
+                printed += 1
+    if is_stream(part.rows) and clock.num_rows == STREAM_ROWS:
+        console.print(f"(the first {STREAM_ROWS} rows of a stream)")
+    show_counts(counts, f"{part.name} ({clock.speed:,.0f} rows/s)", console)
+    if not counts.lengths:
+        raise UserError(f"{part.name}: not a single sample is left to train on (counts above)")
 
 
-def counts_table(counts: Counts, title: str) -> Table:
-    """The counts as a rich table; printed to a file it is plain text."""
+def show_counts(counts: SampleCounts, title: str, console: Console) -> None:
+    """Print the counts as a table."""
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for name, value in counts.rows():
         table.add_row(name, value)
-    return table
+    console.print(table)
 
 
-def stretches(sample: Sample, tokenizer: Any) -> list[tuple[str, bool]]:
-    """The sample's text, cut where trained tokens begin and end: (text, trained)."""
+def show_sample(sample: Sample | Tree, tokenizer: Any, console: Console) -> None:
+    """Print a sample with its trained tokens marked, in color on a terminal.
+
+    For samples that share a beginning, print the outline of their tree and one branch in full.
+    """
+    if isinstance(sample, Tree):
+        console.print(Text(describe_tree(sample, tokenizer.decode)), soft_wrap=True)
+        branch = list_branches(sample)[0]
+        weights = next(iter(branch.weights.values())).astype(np.float32)
+        sample = Sample(branch.tokens, weights, f"{sample.origin}, one branch")
+    trained = int(np.count_nonzero(sample.weights))
+    style = "bold green" if console.is_terminal else f"between {OPEN} and {CLOSE}"
+    head = f"{sample.origin}: {len(sample.tokens)} tokens, {trained} trained ({style})"
+    console.print(Text(head, style="bold"), soft_wrap=True)
+    _print_marked(sample, tokenizer, console)
+
+
+def _print_marked(sample: Sample, tokenizer: Any, console: Console) -> None:
+    if console.is_terminal:
+        console.print(marked_text(sample, tokenizer), soft_wrap=True)
+    else:
+        console.print(Text(plain_text(sample, tokenizer)), soft_wrap=True)
+
+
+def marked_text(sample: Sample, tokenizer: Any) -> Text:
+    """Render a sample for a terminal: trained text bold green, context dim."""
+    text = Text()
+    for piece, trained in _cut_at_masks(sample, tokenizer):
+        text.append(piece, style=TRAINED if trained else CONTEXT)
+    return text
+
+
+def plain_text(sample: Sample, tokenizer: Any) -> str:
+    """Render a sample without colors: trained text between ⟦ and ⟧."""
+    return "".join(
+        f"{OPEN}{piece}{CLOSE}" if trained else piece
+        for piece, trained in _cut_at_masks(sample, tokenizer)
+    )
+
+
+def _cut_at_masks(sample: Sample, tokenizer: Any) -> list[tuple[str, bool]]:
+    """Cut the sample's text where trained tokens begin and end: (text, trained)."""
     trained = sample.weights > 0
     cuts = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
     return [
@@ -96,44 +251,249 @@ def stretches(sample: Sample, tokenizer: Any) -> list[tuple[str, bool]]:
     ]
 
 
-def marked_text(sample: Sample, tokenizer: Any) -> Text:
-    """The sample for a terminal: trained stretches bold green, context dim."""
-    text = Text()
-    for piece, trained in stretches(sample, tokenizer):
-        text.append(piece, style=TRAINED if trained else CONTEXT)
-    return text
-
-
-def plain_text(sample: Sample, tokenizer: Any) -> str:
-    """The sample without colors: trained stretches between ⟦ and ⟧."""
-    return "".join(
-        f"{OPEN}{piece}{CLOSE}" if trained else piece
-        for piece, trained in stretches(sample, tokenizer)
-    )
-
-
 def _count_trained(node: Node) -> int:
     return int(np.count_nonzero(np.any([values != 0 for values in node.weights.values()], axis=0)))
 
 
-def show_sample(sample: Sample | Tree, tokenizer: Any, console: Console) -> None:
-    """Print a sample with a line that says what is marked, in color on a terminal; of samples that
-    share a beginning the outline of their tree, and one of them whole."""
-    if isinstance(sample, Tree):
-        console.print(Text(describe_tree(sample, tokenizer.decode)), soft_wrap=True)
-        tokens, weights = split_branches(sample)[0]
-        weight = next(iter(weights.values()))
-        sample = Sample(tokens, weight.astype(np.float32), f"{sample.origin}, one branch")
-    trained = int(np.count_nonzero(sample.weights))
-    style = "bold green" if console.is_terminal else f"between {OPEN} and {CLOSE}"
-    head = f"{sample.origin}: {len(sample.tokens)} tokens, {trained} trained ({style})"
+# Comparisons of answers
+
+
+class RankedReaderProtocol(Protocol):
+    """Reader of preference rows: comparisons.preferences.RankedReader."""
+
+    dataset: DatasetConfig
+    tokenizer: Any
+    want: str
+    sequence_len: int
+
+    def __call__(self, row: dict[str, Any], origin: str) -> list[Ranked | Dropped]: ...
+
+
+def probe_preferences(part: MixturePart, reader: RankedReaderProtocol, row_tokens: int) -> Probe:
+    """Read up to 16 rows as training would.
+
+    Raises UserError if they are of another kind than the method needs, or if hardly any row gives
+    a tree, naming the reasons.
+    """
+    from jaxtrain.data.comparisons.preference_row import require_kind
+
+    picked = _pick_rows(part.rows, part.name)
+    members = [member for row, _ in picked for member in row.get("group", [row])]
+    columns = tuple(dict.fromkeys(key for row in members for key in row))
+    kind = require_kind(reader.dataset, columns, reader.want)
+    samples, firsts, usable = [], {}, 0
+    counts: Counts = Counter()
+    for row, origin in picked:
+        ranked = [item for item in reader(row, origin) if isinstance(item, Ranked)]
+        items = to_trees(part.tokenize(row, origin), row_tokens)
+        add_items(counts, items)
+        for item in items:
+            if isinstance(item, Dropped):
+                firsts.setdefault(item.reason, item.origin)
+        if not all(isinstance(item, Dropped) for item in items):
+            usable += 1
+            samples += ranked
+    dropped = drops_of(counts)
+    _check_usable(f"{part.name} ({kind})", usable, len(picked), dropped, firsts)
+    num_rows = None if is_stream(part.rows) else len(part.rows)
+    num_answers = sum(len(ranked.answers) for ranked in samples)
+    num_pairs = sum(len(ranked.pairs) for ranked in samples)
+    compared = f"{num_pairs} pairs of {num_answers} answers"
+    parts = [compared if num_pairs else f"{num_answers} labeled answers"]
+    parts.append(describe_counts(counts, reader.sequence_len, describe_controls([reader.dataset])))
+    line = f"{part.name}: {_describe_size(num_rows)} of {kind}, columns {_join(columns)}"
+    summary = f"{line}\n  first look: " + "; ".join(filter(None, parts))
+    return Probe(part.name, num_rows, tuple(samples), summary, dropped, kind, columns)
+
+
+def show_preferences(
+    part: MixturePart,
+    reader: RankedReaderProtocol,
+    row_tokens: int,
+    num_samples: int,
+    console: Console,
+) -> None:
+    """Print the first prompts with their answers, and the counts of all rows."""
+    clock, printed = _RowClock(), 0
+    counts: Counts = Counter()
+    for row, origin in clock.read(part, console):
+        if printed < num_samples:
+            for item in reader(row, origin):
+                if isinstance(item, Ranked):
+                    show_ranked(item, reader.tokenizer, console)
+                    printed += 1
+        add_items(counts, to_trees(part.tokenize(row, origin), row_tokens))
+    console.print(f"{part.name}: {clock.num_rows:,} rows ({clock.speed:,.0f} rows/s)", markup=False)
+    lines = [f"trees: {counts['trees']:,}", f"tokens: {counts['packed_tokens']:,}"]
+    packed, flat = counts["packed_tokens"], counts["flat_tokens"]
+    if flat > packed:
+        saved = f"{1 - packed / flat:.0%} saved"
+        lines.append(f"tokens without sharing prompts: {flat:,} ({saved})")
+    if counts["controls"]:
+        lines.append(f"control tokens spelled in texts: {counts['controls']:,}")
+    lines += [f"dropped: {reason}: {n:,}" for reason, n in drops_of(counts).items()]
+    console.print(escape_control_chars("\n".join(lines)), markup=False, soft_wrap=True)
+    if not counts["trees"]:
+        raise UserError(f"{part.name}: not a single row is left to train on (counts above)")
+
+
+def show_ranked(ranked: Ranked, tokenizer: Any, console: Console) -> None:
+    """Print a prompt and its answers with their ranks, trained tokens marked."""
+    head = (
+        f"{ranked.origin}: a prompt of {len(ranked.prompt)} tokens, {len(ranked.answers)} answers"
+    )
     console.print(Text(head, style="bold"), soft_wrap=True)
-    if console.is_terminal:
-        console.print(marked_text(sample, tokenizer), soft_wrap=True)
+    prompt = Sample(ranked.prompt, np.zeros(len(ranked.prompt), np.float32))
+    _print_marked(prompt, tokenizer, console)
+    for index, answer in enumerate(ranked.answers):
+        trained = int(np.count_nonzero(answer.weights))
+        line = f"{_describe_rank(ranked, index)}: {len(answer.tokens)} tokens, {trained} trained"
+        console.print(Text(line, style="bold"), soft_wrap=True)
+        _print_marked(Sample(answer.tokens, answer.weights), tokenizer, console)
+
+
+def _describe_rank(ranked: Ranked, index: int) -> str:
+    """Return "chosen", "answer 2: better than 3, 4, worse than 1", "undesirable" or the like."""
+    if ranked.labels:
+        return "desirable" if ranked.labels[index] else "undesirable"
+    beaten = [pair.rejected for pair in ranked.pairs if pair.chosen == index]
+    winners = [pair.chosen for pair in ranked.pairs if pair.rejected == index]
+    if len(ranked.pairs) == 1:
+        margin = ranked.pairs[0].margin
+        return ("chosen" + (f" (margin {margin:g})" if margin else "")) if beaten else "rejected"
+    parts = [
+        f"{word} than {', '.join(str(answer + 1) for answer in answers)}"
+        for word, answers in (("better", beaten), ("worse", winners))
+        if answers
+    ]
+    return f"answer {index + 1}: " + ", ".join(parts)
+
+
+# Trees
+
+
+def probe_trees(part: MixturePart) -> Probe:
+    """Build the trees of the first 16 rows; UserError names the reasons if none of them trains."""
+    trees, firsts = [], {}
+    dropped: Counter[str] = Counter()
+    for row, origin in itertools.islice(part.numbered_rows(), NUM_ROWS):
+        for item in part.tokenize(row, origin):
+            if isinstance(item, Dropped):
+                dropped[item.reason] += 1
+                firsts.setdefault(item.reason, item.origin)
+            else:
+                trees += item.trees if isinstance(item, TreeGroup) else [item]
+    if not trees:
+        raise UserError(
+            f"{part.name}: none of the rows looked at gives a tree:\n{_list_drops(dropped, firsts)}"
+        )
+    num_rows = None if is_stream(part.rows) else len(part.rows)
+    branches = [tree.num_branches for tree in trees]
+    summary = (
+        f"{part.name}: {_describe_size(num_rows)}, the first {len(branches)} trees have"
+        f" {sum(branches) / len(branches):.1f} branches on average"
+    )
+    if part.left_out:
+        counted = ", ".join(f"{number:,} rows {reason}" for reason, number in part.left_out.items())
+        summary += f"; the selection left out {counted}"
+    return Probe(part.name, num_rows, tuple(trees), summary, dict(dropped))
+
+
+def describe_trees(part: MixturePart, tokenizer: Any, num_samples: int = 1) -> str:
+    """Describe a dataset: outlines of its first trees, the workload of all, and what was dropped."""
+    clock, trees, lines = _RowClock(), [], []
+    dropped: Counter[str] = Counter()
+    for row, origin in clock.read(part):
+        for item in part.tokenize(row, origin):
+            if isinstance(item, Dropped):
+                dropped[item.reason] += 1
+                continue
+            for tree in item.trees if isinstance(item, TreeGroup) else [item]:
+                trees.append(tree)
+                if len(trees) <= num_samples:
+                    lines += [describe_tree(tree, tokenizer.decode), ""]
+    lines.append(f"{part.name}: {clock.num_rows:,} rows ({clock.speed:,.0f} rows/s)")
+    if trees:
+        lines.append(describe_workload(trees))
+    lines += [f"left out by the selection: {why}: {n:,}" for why, n in part.left_out.items()]
+    lines += [f"dropped: {reason}: {count:,}" for reason, count in dropped.most_common()]
+    return "\n".join(lines)
+
+
+# Rows, and the texts that all three kinds share
+
+
+class _RowClock:
+    """Reads all rows of a dataset, or the first STREAM_ROWS of a stream, and measures the speed."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._start = time.monotonic()
+
+    def read(
+        self, part: MixturePart, console: Console | None = None
+    ) -> Iterator[tuple[dict[str, Any], str]]:
+        """Yield (row, origin); with a console, print the progress there."""
+        stream = is_stream(part.rows)
+        log = lambda text: console and console.print(text, markup=False)  # noqa: E731
+        progress = Progress(f"tokenizing {part.name}", None if stream else len(part.rows), log)
+        rows = itertools.islice(part.numbered_rows(), STREAM_ROWS if stream else None)
+        for row, origin in progress.each(rows):
+            self.num_rows += 1
+            yield row, origin
+
+    @property
+    def speed(self) -> float:
+        """Rows per second since the start."""
+        return self.num_rows / max(time.monotonic() - self._start, 1e-9)
+
+
+def _pick_rows(rows: Any, name: str) -> list[tuple[dict[str, Any], str]]:
+    """Pick up to 16 rows with their origins: evenly spread, or the first of a stream."""
+    if is_stream(rows):
+        first_rows = itertools.islice(iter(rows), NUM_ROWS)
+        picked = [(row, f"row {number}") for number, row in enumerate(first_rows, 1)]
     else:
-        console.print(Text(plain_text(sample, tokenizer)), soft_wrap=True)
+        count = min(len(rows), NUM_ROWS)
+        indices = sorted({place * len(rows) // count for place in range(count)})
+        picked = [(rows[index], rows.origin(index)) for index in indices]
+    if not picked:
+        raise UserError(f"{name} has no rows")
+    return picked
 
 
-def show_counts(counts: Counts, title: str, console: Console) -> None:
-    """Print the counts."""
-    console.print(counts_table(counts, title))
+def _check_usable(
+    title: str,
+    usable: int,
+    total: int,
+    dropped: Mapping[str, int],
+    firsts: Mapping[str, str],
+    advise: Callable[[str], str] = lambda reason: "",
+) -> None:
+    """Raise UserError if hardly any row trains, or if the chat template leaves out parts of one."""
+    omitted = any(reason.startswith("chat template leaves out") for reason in dropped)
+    if usable <= MIN_USABLE * total or omitted:
+        raise UserError(
+            f"{title}: {usable} of {total} rows looked at would train:\n"
+            f"{_list_drops(dropped, firsts, advise)}"
+        )
+
+
+def _list_drops(
+    dropped: Mapping[str, int],
+    firsts: Mapping[str, str],
+    advise: Callable[[str], str] = lambda reason: "",
+) -> str:
+    """List the five most frequent reasons with the first row of each, one per line."""
+    return "\n".join(
+        f"  {count} x {reason} (first: {firsts[reason]}){advise(reason)}"
+        for reason, count in Counter(dropped).most_common(5)
+    )
+
+
+def _describe_size(num_rows: int | None) -> str:
+    return "a stream" if num_rows is None else f"{num_rows:,} rows"
+
+
+def _join(columns: tuple[str, ...]) -> str:
+    return shorten(escape_control_chars(", ".join(map(str, columns))), 500)

@@ -1,8 +1,11 @@
-"""What tokenization hands to packing: a token sequence with its loss weights, or a reason."""
+"""Output of tokenization: samples with loss weights, drops with reasons, and both as trees."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from jaxtrain.data.packing.tree import Forest, Node, Tree, TreeGroup
 
 
 @dataclass(frozen=True)
@@ -27,3 +30,47 @@ class Dropped:
     """Short and countable: "too long", "no trained token", ..."""
     origin: str = ""
     """Where it came from, for messages."""
+
+
+def to_tree(sample: Sample, component: str = "nll") -> Tree:
+    """One-branch tree of a sample; its weights become those of `component`."""
+    node = Node(-1, np.asarray(sample.tokens, np.int32), {component: sample.weights})
+    return Tree((node,), origin=sample.origin, controls=sample.controls)
+
+
+def to_trees(
+    items: Sequence[Sample | Tree | Forest | TreeGroup | Dropped],
+    row_tokens: int,
+    component: str = "nll",
+) -> list[Tree | Forest | TreeGroup | Dropped]:
+    """Trees (or groups) of what a row_tokenizer returned for one row of a dataset.
+
+    Trees that cannot train are dropped here, whoever made them: those of more than `row_tokens`
+    tokens fit no row, and a trained first token has nothing that predicts it.
+    """
+    checked: list[Tree | Forest | TreeGroup | Dropped] = []
+    for item in items:
+        if isinstance(item, Sample):
+            item = to_tree(item, component) if len(item.tokens) else Dropped("empty", item.origin)
+        trees: tuple[Tree | Forest, ...] = ()
+        if isinstance(item, TreeGroup):
+            trees = item.trees
+        elif isinstance(item, Tree | Forest):
+            trees = (item,)
+        if trees and any(tree.num_tokens > row_tokens for tree in trees):
+            item = Dropped("too long for a row", trees[0].origin)
+        elif trees and not any(map(trains, trees)):
+            item = Dropped("no trained token", trees[0].origin)
+        checked.append(item)
+    return checked
+
+
+def trains(tree: Tree | Forest) -> bool:
+    """Whether any token that has a predictor carries weight."""
+    if isinstance(tree, Forest):
+        return any(map(trains, tree.trees))
+    for index, node in enumerate(tree.nodes):
+        for values in node.weights.values():
+            if np.any(values[1:] if index == 0 else values):
+                return True
+    return False

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxtrain import plugins
 from jaxtrain.config import EnvConfig
-from jaxtrain.data.text_only import MediaTokens, find_media
+from jaxtrain.data.media_tokens import MediaTokens, find_media
 from jaxtrain.environments.factory import open_env
 from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain.generation.engine import (

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtrain import plugins
 from jaxtrain.config import Config, EnvConfig
 from jaxtrain.config.secrets import reveal, reveal_url
-from jaxtrain.data.text_only import MediaTokens
+from jaxtrain.data.media_tokens import MediaTokens
 from jaxtrain.environments.guarded import GuardedEnv, open_guarded
 from jaxtrain.environments.rewards import Rewards
 from jaxtrain.generation.engine import EngineKind, Sampling

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import DatasetConfig
-from jaxtrain.data.formats import make_row_tokenizer
+from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.generation.engine import EpisodeFailed, PromptRequest
 from jaxtrain.generation.episodes import Episode, TokenSequence
@@ -29,7 +29,7 @@ class OfflineAnswers:
         seed: int,
     ):
         """own_share: of the prompts, which are played. row_tokens: longest sequence."""
-        self.tokenize = [make_row_tokenizer(one, tokenizer, row_tokens, "drop") for one in datasets]
+        self.tokenize = [RowTokenizer(one, tokenizer, row_tokens, "drop") for one in datasets]
         self.tokenizer, self.own_share, self.seed = tokenizer, own_share, seed
 
     def __call__(self, ask: PromptRequest) -> list[Episode] | None:
@@ -42,7 +42,7 @@ class OfflineAnswers:
 
 def read_episode(tokenize: Any, tokenizer: Any, row: Any, name: str) -> Episode:
     """What a row of training data says, its trained tokens as `sampled`; raises EpisodeFailed where
-    it gives no sample. tokenize: of formats.make_row_tokenizer."""
+    it gives no sample. tokenize: a RowTokenizer."""
     items = tokenize(row, name)
     samples = [item for item in items if isinstance(item, Sample)]
     if not samples:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.messages import MOST_TEXT, MalformedRow, read_messages, read_tools
 from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.comparisons.preference_row import COLUMNS as COLUMNS_OF_PAIRS
 from jaxtrain.data.comparisons.preferences import RankedReader
-from jaxtrain.data.formats import make_row_tokenizer
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.sources import jsonl
 from jaxtrain.data.sources.dataset import open_rows
@@ -41,7 +41,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def tokenize(tokenizer):
     """Rows of any format, by their columns, to samples and drops."""
-    return make_row_tokenizer(DatasetConfig(path="x.jsonl"), tokenizer, 64, "drop")
+    return RowTokenizer(DatasetConfig(path="x.jsonl"), tokenizer, 64, "drop")
 
 
 def write(folder, content, name="x.jsonl"):

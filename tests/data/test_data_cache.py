@@ -2,8 +2,10 @@
 
 import json
 import pickle
+import shutil
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +14,11 @@ from jaxtrain.config import DataConfig, DatasetConfig
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.comparisons.pairs import PairTrees
 from jaxtrain.data.comparisons.preferences import Preferences
+from jaxtrain.data.counts import Progress
 from jaxtrain.data.packing.pack import Fields
-from jaxtrain.data.packing.rows import to_trees
 from jaxtrain.data.packing.tree import Forest, TreeGroup
 from jaxtrain.data.pipeline import open_source, plan_steps
-from jaxtrain.data.progress import Progress
-from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sample import Dropped, to_trees
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.data.sources import cache
 from jaxtrain.data.sources.cache import cache_part, is_whole
@@ -176,7 +177,7 @@ def test_somebody_elses_code_is_not_cached(tokenizer, tmp_path):
     data = make_data(tmp_path)
     assert not hasattr(keep(Own(data, tokenizer), data, tokenizer, tmp_path / "c").rows, "entry")
     stream = MixturePart("x", iter([{}]), lambda row, origin: [])
-    options = {"row_tokens": 8, "num_workers": 0, "say": print}
+    options = {"row_tokens": 8, "num_workers": 0, "log": print}
     assert cache_part(stream, "", tokenizer, tmp_path, **options) is stream
 
 
@@ -224,3 +225,16 @@ def test_progress_is_told(monkeypatch):
     for _ in Progress("tokenizing x", 10, said.append).each(range(10)):
         pass
     assert said[0] == "tokenizing x: 3 of 10 rows (30%), 0 rows/s, 28 s left" and len(said) == 3
+
+
+@pytest.mark.parametrize(
+    "path", ["data/chat/template.py", "huggingface/chat_template.py", "methods/trees/turns.py"]
+)
+def test_key_follows_all_code_that_makes_tokens(path, tmp_path):
+    source = Path(cache.__file__).parents[2]
+    for folder in cache.TOKENIZING_CODE:
+        shutil.copytree(source / folder, tmp_path / folder)
+    assert cache.digest_code(tmp_path) == cache.digest_code()
+    with (tmp_path / path).open("a") as file:
+        file.write("# changed")
+    assert cache.digest_code(tmp_path) != cache.digest_code()

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat.control_tokens import Encoder, encoder_of
 from jaxtrain.data.chat.template import Renderer, encode, load_tokenizer, prompt_tokens, render_text
-from jaxtrain.data.formats import make_row_tokenizer
+from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.environments.history import TokenHistory, TurnTemplate
 from jaxtrain.environments.single_turn import SingleTurn
 from jaxtrain.generation.engine import Completion
@@ -89,7 +89,7 @@ ROWS = {
 
 
 def tokenize(tokenizer, row, **options):
-    made = make_row_tokenizer(DatasetConfig(path="x", **options), tokenizer, 2048, "error")
+    made = RowTokenizer(DatasetConfig(path="x", **options), tokenizer, 2048, "error")
     [sample] = made(row, "x row 1")
     return sample
 

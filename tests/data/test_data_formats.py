@@ -8,9 +8,10 @@ import pytest
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat.template import load_tokenizer
-from jaxtrain.data.formats import make_row_tokenizer, probe
+from jaxtrain.data.chat.tokenize import RowTokenizer
+from jaxtrain.data.formats import detect_format
+from jaxtrain.data.preview import probe_samples
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.sources.columns import detect_format
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ def tokenizer():
 
 
 def tokenize(tokenizer, row, length=512, too_long="drop", **dataset):
-    made = make_row_tokenizer(DatasetConfig(path="x", **dataset), tokenizer, length, too_long)
+    made = RowTokenizer(DatasetConfig(path="x", **dataset), tokenizer, length, too_long)
     results = made(row, "x row 1")
     assert all(isinstance(result, Sample | Dropped) for result in results)
     assert all(result.origin.startswith("x row 1") for result in results)
@@ -344,11 +345,11 @@ def test_system_column_and_system_message(tokenizer):
 )
 def test_names_that_nothing_reads(tokenizer, options, message):
     with pytest.raises(UserError, match=message):
-        make_row_tokenizer(DatasetConfig(path="x", **options), tokenizer, 512, "drop")
+        RowTokenizer(DatasetConfig(path="x", **options), tokenizer, 512, "drop")
 
 
 def test_tokenizer_pickles(tokenizer):
-    made = make_row_tokenizer(DatasetConfig(path="x"), tokenizer, 512, "drop")
+    made = RowTokenizer(DatasetConfig(path="x"), tokenizer, 512, "drop")
     [mine], [theirs] = (f({"messages": TALK}, "") for f in (made, pickle.loads(pickle.dumps(made))))
     assert mine.tokens.tolist() == theirs.tokens.tolist()
 
@@ -360,7 +361,7 @@ def write(path, rows):
 
 def test_probe_names_the_format(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"messages": TALK, "id": i} for i in range(40)])
-    found = probe(DatasetConfig(path=path), tokenizer, DataConfig())
+    found = probe_samples(DatasetConfig(path=path), tokenizer, DataConfig())
     assert (found.format, found.columns, found.num_rows) == ("chat", ("messages", "id"), 40)
     assert len(found.samples) == 16 and not found.dropped
     assert "format chat" in str(found) and "messages, id" in str(found)
@@ -368,14 +369,14 @@ def test_probe_names_the_format(tmp_path, tokenizer):
 
 def test_probe_of_a_stream(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"text": "hi there"}] * 40)
-    found = probe(DatasetConfig(path=path, streaming=True), tokenizer, DataConfig())
+    found = probe_samples(DatasetConfig(path=path, streaming=True), tokenizer, DataConfig())
     assert found.format == "completion" and found.num_rows is None and len(found.samples) == 16
 
 
 def test_probe_lists_the_accepted_columns(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"question": "q", "answer": "a"}])
     with pytest.raises(UserError) as error:
-        probe(DatasetConfig(path=path), tokenizer, DataConfig())
+        probe_samples(DatasetConfig(path=path), tokenizer, DataConfig())
     text = str(error.value)
     assert "the columns found are question, answer" in text and "prompt + completion" in text
     assert "chat: messages or conversations" in text and len(text.splitlines()) <= 8
@@ -392,18 +393,20 @@ def test_probe_lists_the_accepted_columns(tmp_path, tokenizer):
 def test_probe_refuses(tmp_path, tokenizer, options, message):
     path = write(tmp_path / "a.jsonl", [{"messages": TALK}] * 20)
     with pytest.raises(UserError, match=f"(?s){message}"):
-        probe(DatasetConfig(path=path, **options), tokenizer, DataConfig())
+        probe_samples(DatasetConfig(path=path, **options), tokenizer, DataConfig())
 
 
 def test_probe_refuses_what_is_all_too_long(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"messages": TALK}] * 20)
     with pytest.raises(UserError, match=r"0 of 16.*\n.*16 x too long.*data.sequence_len \(8\)"):
-        probe(DatasetConfig(path=path), tokenizer, DataConfig(sequence_len=8))
+        probe_samples(DatasetConfig(path=path), tokenizer, DataConfig(sequence_len=8))
 
 
 def test_probe_lets_some_bad_rows_pass(tmp_path, tokenizer):
     rows = [{"messages": TALK}] * 8 + [{"messages": [log("wizard", "a")]}] * 8
-    found = probe(DatasetConfig(path=write(tmp_path / "a.jsonl", rows)), tokenizer, DataConfig())
+    found = probe_samples(
+        DatasetConfig(path=write(tmp_path / "a.jsonl", rows)), tokenizer, DataConfig()
+    )
     assert found.dropped == {"malformed row: unknown role 'wizard'": 8}
 
 
@@ -417,7 +420,7 @@ def test_probe_refuses_a_template_that_leaves_out_a_part(tmp_path):
     rows = [{"messages": TALK}] * 15 + [{"messages": thinking}]
     dataset = DatasetConfig(path=write(tmp_path / "a.jsonl", rows))
     with pytest.raises(UserError, match="leaves out reasoning_content.*model.chat_template"):
-        probe(dataset, other, DataConfig())
+        probe_samples(dataset, other, DataConfig())
 
 
 def test_chat_without_a_template(tokenizer):
@@ -436,7 +439,7 @@ def test_text_without_an_eos():
 
 
 def test_builtin_calculator(tokenizer):
-    found = probe(DatasetConfig(path="builtin:calculator"), tokenizer, DataConfig())
+    found = probe_samples(DatasetConfig(path="builtin:calculator"), tokenizer, DataConfig())
     assert found.format == "chat" and not found.dropped
     lengths = [len(sample.tokens) for sample in found.samples]
     assert 100 < min(lengths) and max(lengths) < 320
@@ -461,7 +464,7 @@ def test_gsm8k(qwen2):
     dataset = DatasetConfig(
         path=path, fields={"prompt": "question", "completion": "answer"}, as_chat=True
     )
-    made = make_row_tokenizer(dataset, qwen2, 2048, "error")
+    made = RowTokenizer(dataset, qwen2, 2048, "error")
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()[:200]]
     for row in rows:
         [sample] = made(row, "")
@@ -471,7 +474,7 @@ def test_gsm8k(qwen2):
 def test_tau_bench_trajectories_with_tools(qwen2):
     path = real("tau_airline_trajectories.jsonl")
     tools = json.loads(Path(real("tau_airline_tools.json")).read_text())
-    made = make_row_tokenizer(DatasetConfig(path=path), qwen2, 32768, "error")
+    made = RowTokenizer(DatasetConfig(path=path), qwen2, 32768, "error")
     for line in Path(path).read_text().splitlines()[:20]:
         row = json.loads(line)
         [sample] = made({**row, "tools": tools}, "")
@@ -488,6 +491,8 @@ def test_tau_bench_trajectories_with_tools(qwen2):
 
 def test_preference_data_reads_as_prompt_and_chosen(qwen2):
     path = real("preference_dpo_en.jsonl")
-    found = probe(DatasetConfig(path=path, fields={"completion": "chosen"}), qwen2, DataConfig())
+    found = probe_samples(
+        DatasetConfig(path=path, fields={"completion": "chosen"}), qwen2, DataConfig()
+    )
     assert found.format == "prompt_completion"
     assert all(len(trained(qwen2, sample)) == 1 for sample in found.samples)

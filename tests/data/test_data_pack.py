@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from jaxtrain.batch import check_batch
 from jaxtrain.data.packing.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
-from jaxtrain.data.packing.rows import to_tree
 from jaxtrain.data.packing.tree import Node, Tree, build_tree, split_branches
-from jaxtrain.data.sample import Sample
+from jaxtrain.data.sample import Sample, to_tree
 
 
 def caterpillar(turns):

@@ -10,10 +10,9 @@ from jaxtrain.data.comparisons.pairs import NOBODY, PairTrees
 from jaxtrain.data.comparisons.ranked import Ranked, RankedAnswer, RankedPair
 from jaxtrain.data.packing.branches import list_branches
 from jaxtrain.data.packing.pack import Fields, build_batch, lay_out
-from jaxtrain.data.packing.rows import to_trees
 from jaxtrain.data.packing.tree import Forest, build_tree
 from jaxtrain.data.packing.window import WindowPacker
-from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sample import Dropped, to_trees
 
 STREAMS = {"chosen": np.int32, "rejected": np.int32, "margin": np.float32, "share": np.float32}
 

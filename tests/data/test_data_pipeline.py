@@ -12,8 +12,8 @@ from jaxtrain.batch import check_batch
 from jaxtrain.config import DataConfig, DatasetConfig
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.packing.tree import Tree
-from jaxtrain.data.packing.tree_preview import describe_part
 from jaxtrain.data.pipeline import count_steps, eval_batches, open_source
+from jaxtrain.data.preview import describe_trees
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.errors import UserError
 from jaxtrain.methods.trees.config import TreeTask
@@ -217,6 +217,6 @@ def test_a_probe_says_how_the_data_branch_or_why_they_do_not(tokenizer):
 def test_preprocess_shows_outlines_workload_and_drops(tokenizer):
     dataset = DatasetConfig(path="builtin:calculator", options={"num_rows": 30})
     part = Trees(TreeTask(), make_data(sequence_len=120), tokenizer).open(dataset)
-    text = describe_part(part, tokenizer, num_samples=2)
+    text = describe_trees(part, tokenizer, num_samples=2)
     assert text.count("├─ think") >= 2 and "<think>" in text
     assert "30 rows" in text and "pair ratio" in text and "dropped: too long: " in text

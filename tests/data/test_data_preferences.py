@@ -16,16 +16,15 @@ from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.chat.template import load_tokenizer, prompt_tokens, render_text
 from jaxtrain.data.comparisons.preference_row import parse_talk, read_judged
 from jaxtrain.data.comparisons.preferences import Preferences, RankedReader, halve
-from jaxtrain.data.comparisons.ranked import Ranked, RankedPair
-from jaxtrain.data.comparisons.ranking import rank_pairs
-from jaxtrain.data.formats import probe
+from jaxtrain.data.comparisons.ranked import Ranked, RankedPair, rank_pairs
+from jaxtrain.data.counts import drops_of
 from jaxtrain.data.packing.pack import NLL
 from jaxtrain.data.packing.steps import count_part
 from jaxtrain.data.packing.tree import Node, Tree
 from jaxtrain.data.pipeline import count_steps, open_source
+from jaxtrain.data.preview import probe_samples
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.sources.dataset import open_rows
-from jaxtrain.data.tally import drops_of
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -447,7 +446,7 @@ def test_columns_that_are_none(tokenizer, tmp_path):
         recipe(tokenizer).probe(DatasetConfig(path=path, fields={"choosen": "a"}))
     path = write(tmp_path, [SAME_PAIR["messages"]])
     with pytest.raises(UserError, match='these are preference data .*task.kind "preference"'):
-        probe(DatasetConfig(path=path), tokenizer, DataConfig())
+        probe_samples(DatasetConfig(path=path), tokenizer, DataConfig())
 
 
 def test_hh_text():

@@ -62,7 +62,7 @@ def test_show_sample(tokenizer, terminal):
 
 
 def test_counts(tokenizer):
-    counts = preview.count(
+    counts = preview.SampleCounts(
         [
             sample(tokenizer, [("12", 0.0), ("34", 1.0)]),
             Dropped("too long", "a"),
@@ -83,11 +83,11 @@ def test_counts(tokenizer):
 
 
 def test_counts_of_nothing():
-    assert preview.Counts().rows() == [("samples", "0")]
+    assert preview.SampleCounts().rows() == [("samples", "0")]
 
 
 def test_show_counts(tokenizer):
     out = io.StringIO()
-    counts = preview.count([sample(tokenizer, PIECES)])
+    counts = preview.SampleCounts([sample(tokenizer, PIECES)])
     preview.show_counts(counts, "a.jsonl", Console(file=out, width=80))
     assert "a.jsonl" in out.getvalue() and "trained tokens" in out.getvalue()

@@ -5,8 +5,8 @@ from math import inf
 import pytest
 
 from jaxtrain.data.packing.tree import build_tree
-from jaxtrain.data.packing.tree_preview import describe_part, probe_trees
 from jaxtrain.data.packing.workload import describe_tree, describe_workload, measure_tree
+from jaxtrain.data.preview import describe_trees, probe_trees
 from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.errors import UserError
 from jaxtrain.methods.trees.selection import estimate_tokens, score_row, select_rows
@@ -94,7 +94,7 @@ def test_what_a_selection_leaves_out_is_told():
         select_rows([{"prompt": 3}], metric="branching_score")
     part = MixturePart("x", chosen, lambda row, origin: [small_tree()])
     assert "left out 1 rows with too many tokens, 1 rows without" in str(probe_trees(part))
-    assert "left out by the selection: without reasoning: 1" in describe_part(part, None, 0)
+    assert "left out by the selection: without reasoning: 1" in describe_trees(part, None, 0)
 
 
 @pytest.mark.slow

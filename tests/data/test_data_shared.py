@@ -14,12 +14,12 @@ from jaxtrain.batch import check_batch
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.data.chat.template import load_tokenizer
-from jaxtrain.data.formats import make_row_tokenizer, probe
+from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.packing.pack import Fields, build_batch, lay_out
-from jaxtrain.data.packing.rows import to_tree, to_trees
-from jaxtrain.data.packing.shared_prefixes import group_samples, share_prefixes
+from jaxtrain.data.packing.prefixes import group_samples, share_prefixes
 from jaxtrain.data.packing.tree import Tree, split_branches
-from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.preview import probe_samples
+from jaxtrain.data.sample import Dropped, Sample, to_tree, to_trees
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
@@ -47,9 +47,7 @@ def make_talk(turns, thoughts=True, tools=True):
 def both(tokenizer, row, length=4096, too_long="drop"):
     """(flat samples and drops, trees and drops) of a row."""
     dataset = DatasetConfig(path="x")
-    made = [
-        make_row_tokenizer(dataset, tokenizer, length, too_long, trees) for trees in (False, True)
-    ]
+    made = [RowTokenizer(dataset, tokenizer, length, too_long, trees) for trees in (False, True)]
     return [one(row, "x row 1") for one in made]
 
 
@@ -174,6 +172,6 @@ def test_the_saving_is_told(tokenizer, tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"messages": make_talk(5)}) + "\n")
     data = DataConfig(sequence_len=2048)
-    found = probe(DatasetConfig(path=str(path)), tokenizer, data, True)
+    found = probe_samples(DatasetConfig(path=str(path)), tokenizer, data, True)
     assert "shared prefixes save " in str(found)
-    assert "shared" not in str(probe(DatasetConfig(path=str(path)), tokenizer, data))
+    assert "shared" not in str(probe_samples(DatasetConfig(path=str(path)), tokenizer, data))

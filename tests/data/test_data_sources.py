@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxtrain.config.data import DatasetConfig
-from jaxtrain.data import sources
+from jaxtrain.data.sources import dataset as sources
 from jaxtrain.data.sources import jsonl
 from jaxtrain.data.sources.dataset import SplitSpec, open_rows, parse_split
 from jaxtrain.errors import UserError

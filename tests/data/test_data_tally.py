@@ -7,10 +7,10 @@ import pytest
 
 from jaxtrain.config import DataConfig, DatasetConfig
 from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.counts import count_items, count_metrics, describe_counts
 from jaxtrain.data.pipeline import eval_batches, open_source, plan_steps
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.data.sources.order import Order
-from jaxtrain.data.tally import count_items, count_metrics, describe_counts
 from jaxtrain.errors import UserError
 
 STEP = {"seed": 3, "rows_per_microstep": 1, "microsteps": 1}

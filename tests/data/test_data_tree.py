@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.data.packing.prefixes import FlatSequence, measure_saving, merge_prefixes
-from jaxtrain.data.packing.rows import to_tree, to_trees
 from jaxtrain.data.packing.tree import Node, Tree, build_tree, split_branches
-from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.sample import Dropped, Sample, to_tree, to_trees
 
 
 def node(parent, *tokens):

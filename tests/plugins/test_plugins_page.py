@@ -15,11 +15,12 @@ from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
 from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.optimizer import build_optimizer, build_schedule
 from jaxtrain.data.chat.template import load_tokenizer
-from jaxtrain.data.formats import make_row_tokenizer, probe
+from jaxtrain.data.chat.tokenize import RowTokenizer
+from jaxtrain.data.formats import COLUMNS
 from jaxtrain.data.pipeline import open_source
+from jaxtrain.data.preview import probe_samples
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.sequences import Sequences
-from jaxtrain.data.sources.columns import COLUMNS
 from jaxtrain.environments.factory import open_env
 from jaxtrain.environments.rewards.load import call_function, find_function
 from jaxtrain.environments.rewards.score import open_rewards
@@ -119,7 +120,7 @@ def test_a_format(name_of, tokenizer, tmp_path):
     dataset = DatasetConfig(
         path=str(tmp_path / "x.jsonl"), format=name_of("dialogue", "formats", "dialogue")
     )
-    tokenize = make_row_tokenizer(dataset, tokenizer, 64, "drop")
+    tokenize = RowTokenizer(dataset, tokenizer, 64, "drop")
     [sample] = tokenize(rows[1], "row 1")
     shown = [tokenizer.decode(sample.tokens[sample.weights > 0])]
     assert shown == ["Hi.<|im_end|>Yes.<|im_end|>"]
@@ -129,7 +130,7 @@ def test_a_format(name_of, tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"row 3: format .*KeyError: 'script' \(.*formats.py:3\)"):
         tokenize({"text": "no script"}, "row 3")
     data = DataConfig(datasets=[dataset], sequence_len=64, num_workers=1)
-    assert len(probe(dataset, tokenizer, data).samples) == 8
+    assert len(probe_samples(dataset, tokenizer, data).samples) == 8
     if "/" in dataset.format:  # the case that no pickle by reference survives
         recipe = Sequences(data, tokenizer)
         source = open_source(data, recipe, seed=0, rows_per_microstep=1, microsteps=1)
@@ -145,7 +146,7 @@ def test_a_format_may_give_tokens_and_weights(tokenizer, tmp_path):
         "def raw(row, tokenizer, dataset):\n    return [(row['ids'], row['weights'])]\n"
     )
     dataset = DatasetConfig(path="x", format=f"{path}:raw", fields={"ids": "tokens"})
-    tokenize = make_row_tokenizer(dataset, tokenizer, 3, "truncate")
+    tokenize = RowTokenizer(dataset, tokenizer, 3, "truncate")
     [sample] = tokenize({"tokens": [5, 6, 7, 8], "weights": [1, 0, 2, 1]}, "row 1")
     assert isinstance(sample, Sample) and sample.tokens.tolist() == [5, 6, 7]
     assert sample.weights.tolist() == [0, 0, 2]

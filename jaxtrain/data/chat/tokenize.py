@@ -3,7 +3,6 @@
 The first token of a sequence has nothing before it and never trains.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +11,7 @@ import numpy as np
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat import template
 from jaxtrain.data.chat.control_tokens import encoder_of
-from jaxtrain.data.chat.custom_format import ask_outside, find_outside
 from jaxtrain.data.chat.messages import (
-    ACCEPTED,
     KEYS,
     MalformedRow,
     check_readable,
@@ -22,10 +19,17 @@ from jaxtrain.data.chat.messages import (
     read_messages,
     read_tools,
 )
-from jaxtrain.data.packing.shared_prefixes import share_prefixes
+from jaxtrain.data.formats import (
+    COLUMNS,
+    OPTIONAL,
+    call_custom_format,
+    check_names,
+    detect_format,
+    find_custom_format,
+)
+from jaxtrain.data.packing.prefixes import share_prefixes
 from jaxtrain.data.packing.tree import Tree
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.sources.columns import COLUMNS, OPTIONAL, detect_format
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import name_type, show
 
@@ -43,7 +47,7 @@ Weighted = tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]
 
 
 class RowTokenizer:
-    """(row, origin) -> samples and drops; see formats.make_row_tokenizer.
+    """(row, origin) -> samples and drops; see formats.RowTokenizer.
 
     A pickle holds the format's name alone, so that it may come from a file.
     """
@@ -56,7 +60,7 @@ class RowTokenizer:
         too_long: str,
         trees: bool = False,
     ) -> None:
-        self.outside = find_outside(dataset)
+        self.outside = find_custom_format(dataset)
         check_names(dataset, None if self.outside else NAMES)
         self.dataset = dataset
         self.tokenizer = tokenizer
@@ -141,7 +145,7 @@ class RowTokenizer:
 
     def _ask(self, read: Any, row: dict[str, Any]) -> dict[str, Any] | list[Weighted]:
         """What a format from outside makes of a row, checked: see formats.py."""
-        found = ask_outside(read, row, self.tokenizer, self.dataset)
+        found = call_custom_format(read, row, self.tokenizer, self.dataset)
         if isinstance(found, dict):
             return found
         if not isinstance(found, list) or not all(map(_is_weighted, found)):
@@ -261,25 +265,6 @@ class RowTokenizer:
         if not results:
             return [Dropped("no trained token", origin)]
         return share_prefixes(results, self.sequence_len) if self.trees else [*results]
-
-
-def check_names(dataset: DatasetConfig, allowed: Sequence[str] | None) -> None:
-    """Raise UserError for names in fields or roles that nothing would read. allowed: what fields
-    may rename to; None: anything."""
-    for wanted in dataset.fields:
-        if allowed is not None and wanted not in allowed:
-            near = difflib.get_close_matches(wanted, allowed, 1)
-            hint = f'; did you mean "{near[0]}"?' if near else ""
-            raise UserError(
-                f"{dataset.path}: fields renames to {wanted!r}, which no format reads{hint} "
-                f"(wanted = found; wanted is one of {', '.join(allowed)})"
-            )
-    for found, wanted in dataset.roles.items():
-        if wanted not in ACCEPTED:
-            raise UserError(
-                f"{dataset.path}: roles turns {found!r} into {wanted!r}, which is no role "
-                f"(found = wanted; wanted is one of {', '.join(ACCEPTED)})"
-            )
 
 
 def _need(row: dict[str, Any], name: str) -> Any:

@@ -27,9 +27,9 @@ from jaxtrain.data.chat.messages import (
     read_messages,
     read_tools,
 )
-from jaxtrain.data.comparisons.ranked import RankedPair
-from jaxtrain.data.comparisons.ranking import rank_pairs
-from jaxtrain.methods.trees.selection import read_number
+from jaxtrain.data.comparisons.ranked import RankedPair, rank_pairs
+from jaxtrain.data.formats import check_fields, read_number
+from jaxtrain.errors import UserError
 from jaxtrain.text_safety import name_type
 
 Messages = list[dict[str, Any]]
@@ -96,6 +96,28 @@ def detect_kind(columns: Iterable[str]) -> Kind | None:
     if asked and names & set(MANY):
         return "scores"
     return None
+
+
+def require_kind(dataset: DatasetConfig, columns: tuple[str, ...], want: str) -> str:
+    """Return the kind of comparison in these columns; UserError names those found and accepted."""
+    if dataset.format != "auto":
+        return f"format {dataset.format}"
+    kind = detect_kind([*columns, *check_fields(dataset, columns)])
+    if kind is None:
+        raise UserError(
+            f"{dataset.path}: these are no preference data: the columns found are"
+            f" {', '.join(columns)}\nAccepted columns:\n{ACCEPTED}\n"
+            'Rename columns with fields, wanted = found: fields = {chosen = "good", '
+            'rejected = "bad"}'
+        )
+    if kind == "labels" and want == "pairs" and not dataset.group_prompts:
+        raise UserError(
+            f"{dataset.path}: its rows have one answer with a label each, but the method compares"
+            " answers to one prompt: choose one for labeled answers (loss kto), give data with"
+            " chosen and rejected, or set group_prompts = true for the dataset, which compares the"
+            " desirable answers to a prompt with the undesirable ones"
+        )
+    return kind
 
 
 def rename(row: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:

@@ -15,9 +15,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
-from jaxtrain.data.chat.custom_format import ask_outside, find_outside
 from jaxtrain.data.chat.messages import KEYS, MalformedRow
-from jaxtrain.data.chat.tokenize import check_names
 from jaxtrain.data.comparisons.answers import Answers
 from jaxtrain.data.comparisons.preference_row import (
     COLUMNS,
@@ -27,9 +25,10 @@ from jaxtrain.data.comparisons.preference_row import (
     merge_judged,
     read_judged,
 )
-from jaxtrain.data.comparisons.preview import PreferenceProbe, probe_rows, show_ranked, show_rows
 from jaxtrain.data.comparisons.ranked import Ranked
+from jaxtrain.data.formats import call_custom_format, check_names, find_custom_format
 from jaxtrain.data.packing.pack import Fields, Normalize
+from jaxtrain.data.preview import Probe, probe_preferences, show_preferences, show_ranked
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
@@ -103,15 +102,17 @@ class Preferences:
         lengths = (self.data.sequence_len, self.data.too_long, self.row_tokens)
         return repr((keys, lengths, self.want, build))
 
-    def probe(self, dataset: DatasetConfig) -> PreferenceProbe:
+    def probe(self, dataset: DatasetConfig) -> Probe:
         """See pipeline.Recipe."""
-        return probe_rows(self.open(dataset), self.reader(dataset), self.row_tokens)
+        return probe_preferences(self.open(dataset), self.reader(dataset), self.row_tokens)
 
     def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
         """See pipeline.Recipe."""
-        show_rows(self.open(dataset), self.reader(dataset), self.row_tokens, num_samples, console)
+        show_preferences(
+            self.open(dataset), self.reader(dataset), self.row_tokens, num_samples, console
+        )
 
-    def show_example(self, found: PreferenceProbe, console: Console) -> None:
+    def show_example(self, found: Probe, console: Console) -> None:
         """See pipeline.Recipe."""
         show_ranked(found.samples[0], self.tokenizer, console)
 
@@ -133,7 +134,7 @@ class RankedReader:
         self, dataset: DatasetConfig, tokenizer: Any, sequence_len: int, too_long: str, want: Want
     ):
         check_dataset(dataset)
-        self.outside = find_outside(dataset)
+        self.outside = find_custom_format(dataset)
         self.dataset, self.tokenizer, self.want = dataset, tokenizer, want
         self.sequence_len = sequence_len
         self.answers = Answers(dataset, tokenizer, sequence_len, too_long)
@@ -170,7 +171,7 @@ class RankedReader:
 
     def _read(self, row: dict[str, Any], grouped: bool) -> PreferenceRow:
         if self.outside is not None:
-            row = ask_outside(self.outside, row, self.tokenizer, self.dataset)
+            row = call_custom_format(self.outside, row, self.tokenizer, self.dataset)
             if not isinstance(row, dict):
                 raise UserError(
                     f"format {self.dataset.format!r} must return a row of preference data, a dict"

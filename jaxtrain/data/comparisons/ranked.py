@@ -4,10 +4,14 @@ Rows of datasets become `Ranked`, whatever their columns; a method makes a tree 
 the trunk, each answer a branch.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+
+Pairing = Literal["best_worst", "best_rest", "neighbors", "all"]
 
 
 class RankedAnswer(NamedTuple):
@@ -54,3 +58,28 @@ class Ranked:
         for pair in self.pairs:
             if not {pair.chosen, pair.rejected} <= set(range(len(self.answers))):
                 raise ValueError(f"{pair} names no answer of {len(self.answers)}")
+
+
+def rank_pairs(
+    scores: Sequence[float | None], pairing: Pairing
+) -> tuple[list[RankedPair], list[str]]:
+    """Pairs of which the first has the higher score, and a reason for each that there is not.
+
+    Equal scores give no pair; of several that are best (or worst) the first (the last) counts. An
+    answer whose score is None is in no pair.
+    """
+    known = [i for i, score in enumerate(scores) if score is not None]
+    left_out = ["answer without a score"] * (len(scores) - len(known))
+    ranked = sorted(known, key=lambda i: -scores[i])  # type: ignore[operator]
+    if len(ranked) < 2:
+        return [], [*left_out, "fewer than two answers with a score"]
+    if pairing == "best_worst":
+        compared = [(ranked[0], ranked[-1])]
+    elif pairing == "best_rest":
+        compared = [(ranked[0], other) for other in ranked[1:]]
+    elif pairing == "neighbors":
+        compared = list(itertools.pairwise(ranked))
+    else:
+        compared = list(itertools.combinations(ranked, 2))
+    pairs = [RankedPair(i, j) for i, j in compared if scores[i] != scores[j]]
+    return pairs, [*left_out, *["equal scores"] * (len(compared) - len(pairs))]

@@ -18,8 +18,8 @@ from jaxtrain.data.chat.control_tokens import encoder_of
 from jaxtrain.data.chat.messages import MalformedRow, check_readable, check_values, read_messages
 from jaxtrain.data.packing.pack import Fields, Normalize
 from jaxtrain.data.packing.tree import Node, Tree
-from jaxtrain.data.packing.tree_preview import TreeProbe, describe_part, probe_trees
 from jaxtrain.data.packing.workload import describe_tree
+from jaxtrain.data.preview import Probe, describe_trees, probe_trees
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
@@ -78,16 +78,16 @@ class Stepwise:
         rules = (self.separator, self.last_only, self.max_completion)
         return repr((keys, rules, self.data.sequence_len, self.data.too_long))
 
-    def probe(self, dataset: DatasetConfig) -> TreeProbe:
+    def probe(self, dataset: DatasetConfig) -> Probe:
         """See pipeline.Recipe."""
         return probe_trees(self.open(dataset))
 
     def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
         """See pipeline.Recipe."""
-        text = describe_part(self.open(dataset), self.tokenizer, num_samples)
+        text = describe_trees(self.open(dataset), self.tokenizer, num_samples)
         console.print(escape_control_chars(text), markup=False, soft_wrap=True)
 
-    def show_example(self, found: TreeProbe, console: Console) -> None:
+    def show_example(self, found: Probe, console: Console) -> None:
         """See pipeline.Recipe."""
         text = describe_tree(found.samples[0], self.tokenizer.decode)
         console.print(escape_control_chars(text), markup=False, soft_wrap=True)

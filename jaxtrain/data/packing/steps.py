@@ -7,6 +7,7 @@ The workers wait for the thread, the thread for the loop; both queues are bounde
 depends on the data, the seed and the draw number alone: not on workers, threads or resumes.
 """
 
+import math
 import time
 import weakref
 from collections import Counter
@@ -19,6 +20,7 @@ import numpy as np
 
 from jaxtrain.batch import Batch
 from jaxtrain.config.data import DataConfig
+from jaxtrain.data.counts import Counts, add_items, count_metrics, drops_of
 from jaxtrain.data.packing.pack import (
     NLL,
     Fields,
@@ -28,10 +30,9 @@ from jaxtrain.data.packing.pack import (
     lay_out,
     stack_batches,
 )
-from jaxtrain.data.packing.rows import to_trees
 from jaxtrain.data.packing.units import UnitPacker
 from jaxtrain.data.packing.window import TreeReader, WindowPacker
-from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sample import Dropped, to_trees
 from jaxtrain.data.sources.readers import (
     STREAM_ROWS,
     IndexedReader,
@@ -39,7 +40,6 @@ from jaxtrain.data.sources.readers import (
     StreamReader,
     is_stream,
 )
-from jaxtrain.data.tally import Counts, add_items, count_metrics, drops_of
 from jaxtrain.errors import UserError
 
 
@@ -362,12 +362,10 @@ def count_part(part: MixturePart, row_tokens: int, seconds: float) -> tuple[Coun
     not as many as were read in `seconds`."""
     counts: Counts = Counter()
     began = time.monotonic()
-    stream = is_stream(part.rows)
-    rows = part.rows if stream else (part.rows[index] for index in range(len(part.rows)))
-    for index, row in enumerate(rows):
-        if time.monotonic() - began > seconds or (stream and index == STREAM_ROWS):
+    limit = STREAM_ROWS if is_stream(part.rows) else math.inf
+    for index, (row, origin) in enumerate(part.numbered_rows()):
+        if time.monotonic() - began > seconds or index == limit:
             return counts, False
-        origin = f"{part.name} row {index}" if stream else part.origin(index)
         add_items(counts, to_trees(part.tokenize(row, origin), row_tokens))
     return counts, True
 

@@ -7,11 +7,11 @@ n branches or n groups. Its rows vary, so the rows are padded with empty ones to
 from collections import Counter
 from typing import Any
 
+from jaxtrain.data.counts import Counts, count_items, describe_drops
 from jaxtrain.data.packing.pack import fit_rows
 from jaxtrain.data.packing.tree import TreeGroup
 from jaxtrain.data.packing.window import Sized, TreeReader
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.tally import Counts, count_items, describe_drops
 from jaxtrain.errors import UserError
 
 

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxtrain.data.counts import Counts, count_items, describe_drops
 from jaxtrain.data.packing.pack import fit_rows
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.tally import Counts, count_items, describe_drops
 from jaxtrain.errors import UserError
 
 

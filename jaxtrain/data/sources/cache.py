@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxtrain.data.counts import Progress
 from jaxtrain.data.packing.tree import Forest, Node, Tree, TreeGroup
-from jaxtrain.data.progress import Progress
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.sources.readers import IndexedReader, Items, MixturePart, is_stream
 
@@ -85,7 +85,7 @@ def cache_part(
 def find_key(part: MixturePart, settings: str, tokenizer: Any, log: Callable[[str], None]) -> str:
     """sha256 of all that shapes what the rows become; raises TypeError where rows are no JSON."""
     digest = hashlib.sha256()
-    for text in (_code(), settings, part.name, *describe_tokenizer(tokenizer)):
+    for text in (digest_code(), settings, part.name, *describe_tokenizer(tokenizer)):
         digest.update(f"{len(text)} ".encode() + text.encode("utf-8", "surrogatepass"))
     progress = Progress(f"looking for {part.name} among tokenized data", len(part.rows), log)
     for index in range(len(part.rows)):
@@ -293,12 +293,19 @@ def describe_tokenizer(tokenizer: Any) -> Iterator[str]:
     yield repr(sorted(map(repr, tokenizer.added_tokens_decoder.items())))
 
 
-def _code() -> str:
-    """Digest of the code that makes tokens of rows: this room, and who renders templates."""
+TOKENIZING_CODE = ("data", "huggingface", "methods")
+"""Folders of jaxtrain whose code may shape the tokens of a row: readers and packing, tokenizers and
+template rendering, recipes of the methods. Digesting a few files too many costs a tokenization after
+an upgrade; one too few would silently train on outdated tokens."""
+
+
+def digest_code(package: Path = Path(__file__).parents[2]) -> str:
+    """Digest the code that turns rows into tokens, and the versions of the libraries it calls."""
     from importlib.metadata import version
 
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    for folder in TOKENIZING_CODE:
+        for path in sorted((package / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(package)} ".encode() + path.read_bytes())
     packages = ("tokenizers", "transformers", "jinja2")
     return digest.hexdigest() + " ".join(version(package) for package in packages)

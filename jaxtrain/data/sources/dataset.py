@@ -20,10 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxtrain.config.data import DatasetConfig
-from jaxtrain.data.sources.calculator import CalculatorRows
-from jaxtrain.data.sources.calculator_pairs import CalculatorPairs
-from jaxtrain.data.sources.held_out import take_side
-from jaxtrain.data.sources.jsonl import JsonlRows, open_json, read_lines
+from jaxtrain.data.sources.jsonl import JsonlRows, TextRows, open_json, read_lines
 from jaxtrain.data.sources.tables import (
     CsvRows,
     TableRows,
@@ -32,7 +29,6 @@ from jaxtrain.data.sources.tables import (
     open_saved,
     prune,
 )
-from jaxtrain.data.sources.text import TextRows
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import show
 
@@ -125,7 +121,11 @@ def open_rows(dataset: DatasetConfig) -> Any:
             f"{dataset.path}: split {dataset.split!r} selects none of its {len(rows)} rows"
         )
     rows = rows if (first, last) == (0, len(rows)) else RowSlice(rows, first, last)
-    return take_side(rows, dataset) if dataset.held_out else rows
+    if not dataset.held_out:
+        return rows
+    from jaxtrain.data.sources.held_out import take_side
+
+    return take_side(rows, dataset)
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,10 @@ def _inside(index: int, length: int) -> int:
     return index
 
 
-def _builtin(dataset: DatasetConfig, split: str) -> CalculatorRows | CalculatorPairs:
+def _builtin(dataset: DatasetConfig, split: str) -> RowSource:
+    from jaxtrain.data.sources.calculator import CalculatorRows
+    from jaxtrain.data.sources.calculator_pairs import CalculatorPairs
+
     name = dataset.path.removeprefix(BUILTIN)
     if name not in ("calculator", "calculator_pairs"):
         raise UserError(

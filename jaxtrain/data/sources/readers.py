@@ -15,9 +15,8 @@ import grain
 import numpy as np
 from absl import flags
 
-from jaxtrain.data.packing.rows import to_trees
 from jaxtrain.data.packing.tree import Forest, Tree, TreeGroup
-from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.sample import Dropped, Sample, to_trees
 from jaxtrain.data.sources.order import Order
 from jaxtrain.errors import UserError
 
@@ -54,6 +53,15 @@ class MixturePart:
         """Name of a row in messages; rows may know it better than their number."""
         named = getattr(self.rows, "origin", None)
         return named(index) if named else f"{self.name} row {index}"
+
+    def numbered_rows(self) -> Iterator[tuple[Any, str]]:
+        """Yield each row with its origin, in order."""
+        if is_stream(self.rows):
+            for index, row in enumerate(self.rows):
+                yield row, f"{self.name} row {index}"
+        else:
+            for index in range(len(self.rows)):
+                yield self.rows[index], self.origin(index)
 
 
 @dataclass(frozen=True)

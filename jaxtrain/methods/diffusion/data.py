@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
-from jaxtrain.data.formats import Probe
 from jaxtrain.data.packing.pack import Fields
+from jaxtrain.data.preview import Probe
 from jaxtrain.data.sample import Sample
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.data.sources.readers import MixturePart

@@ -22,11 +22,10 @@ from rich.console import Console
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow
-from jaxtrain.data.formats import Probe, probe
 from jaxtrain.data.packing.pack import Fields
-from jaxtrain.data.packing.rows import to_tree
 from jaxtrain.data.packing.tree import Node, Tree
-from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.preview import Probe, probe_samples
+from jaxtrain.data.sample import Dropped, Sample, to_tree
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
@@ -80,7 +79,7 @@ class TeacherRecipe(Sequences):
 
     def probe(self, dataset: DatasetConfig) -> Probe:
         """See pipeline.Recipe; UserError where hardly a row has log-probs that fit its tokens."""
-        found = probe(without_columns(dataset), self.tokenizer, self.data, self.trees)
+        found = probe_samples(without_columns(dataset), self.tokenizer, self.data, self.trees)
         if self.streams is None:
             return found
         part, rows = self.open(dataset), open_rows(dataset)

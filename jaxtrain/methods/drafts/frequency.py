@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from jaxtrain.data.counts import Progress
 from jaxtrain.data.packing.tree import Forest, Tree, TreeGroup
-from jaxtrain.data.progress import Progress
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.sources.readers import IndexedReader, Items, MixturePart, StreamReader, is_stream
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
-from jaxtrain.data.progress import Progress
+from jaxtrain.data.counts import Progress
 from jaxtrain.data.sources.cache import describe_tokenizer
 from jaxtrain.data.sources.readers import is_stream
 from jaxtrain.distributed.broadcast import broadcast_or_raise

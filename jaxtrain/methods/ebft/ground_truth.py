@@ -13,7 +13,7 @@ from typing import Any
 from jaxtrain.config import DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.chat.template import end_of_turn_ids
-from jaxtrain.data.formats import make_row_tokenizer
+from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import PromptRequest, Sampling
 from jaxtrain.generation.episodes import Episode
@@ -111,7 +111,7 @@ class GroundTruths:
         form = {"fields": {}, "roles": {}, "as_chat": False, "train_on": "last"}
         form["format"] = "prompt_completion" if self.raw else "chat"
         self.tokenize = [
-            make_row_tokenizer(one.model_copy(update=form), tokenizer, row_tokens, "drop")
+            RowTokenizer(one.model_copy(update=form), tokenizer, row_tokens, "drop")
             for one in datasets
         ]
 

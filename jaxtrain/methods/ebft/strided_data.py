@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
-from jaxtrain.data.formats import Probe
 from jaxtrain.data.packing.pack import Fields
 from jaxtrain.data.packing.tree import Node, Tree
+from jaxtrain.data.preview import Probe
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.data.sources.readers import STREAM_ROWS, MixturePart

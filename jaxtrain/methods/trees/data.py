@@ -8,8 +8,8 @@ from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.config.limits import ITEMS, TOKENS
 from jaxtrain.data.chat.messages import MalformedRow, read_tools
 from jaxtrain.data.packing.pack import NLL, Fields, Normalize
-from jaxtrain.data.packing.tree_preview import TreeProbe, describe_part, probe_trees
 from jaxtrain.data.packing.workload import describe_tree
+from jaxtrain.data.preview import Probe, describe_trees, probe_trees
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.data.sources.row_views import GroupedRows, SyntheticTurns
@@ -59,16 +59,16 @@ class Trees:
         tools, data = _read_tools(dataset.tools), self.data
         return repr((keys, tools, self.task, self.row_tokens, data.sequence_len, data.too_long))
 
-    def probe(self, dataset: DatasetConfig) -> TreeProbe:
+    def probe(self, dataset: DatasetConfig) -> Probe:
         """See pipeline.Recipe."""
         return probe_trees(self.open(dataset))
 
     def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
         """See pipeline.Recipe."""
-        text = describe_part(self.open(dataset), self.tokenizer, num_samples)
+        text = describe_trees(self.open(dataset), self.tokenizer, num_samples)
         console.print(escape_control_chars(text), markup=False, soft_wrap=True)
 
-    def show_example(self, found: TreeProbe, console: Console) -> None:
+    def show_example(self, found: Probe, console: Console) -> None:
         """See pipeline.Recipe."""
         text = describe_tree(found.samples[0], self.tokenizer.decode)
         console.print(escape_control_chars(text), markup=False, soft_wrap=True)

@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from multiprocessing import get_context
 from typing import Any, Literal
 
 from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.formats import read_number
 from jaxtrain.data.sources.row_views import SelectedRows
 from jaxtrain.errors import UserError
 from jaxtrain.methods.trees.trajectory import read_row, reasoning_of
@@ -59,17 +60,6 @@ def estimate_tokens(row: Mapping[str, Any]) -> float:
             return inf
         total += found
     return total
-
-
-def read_number(value: Any) -> float | None:
-    """A finite number, or one written out; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if isfinite(number) else None
 
 
 def select_rows(
