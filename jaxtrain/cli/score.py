@@ -15,10 +15,9 @@ from jaxtrain.api import Model
 from jaxtrain.cli.scoring import Numbers, Scoring, ScoringRow, make_scoring, score_items
 from jaxtrain.config import DatasetConfig
 from jaxtrain.config.load import apply_overrides, validate
-from jaxtrain.data.counts import Progress
+from jaxtrain.data.counts import Counts, Progress, add_items, describe_drops
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.sources.dataset import open_rows
-from jaxtrain.data.counts import Counts, add_items, describe_drops
 from jaxtrain.errors import UserError
 
 CHUNK = 256

@@ -16,6 +16,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import DataConfig, DatasetConfig
 from jaxtrain.core.scorer import make_scores, make_topk
 from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.comparisons.answers import Answers
 from jaxtrain.data.comparisons.preference_row import (
     LABELS,
@@ -29,7 +30,6 @@ from jaxtrain.data.comparisons.preference_row import (
 )
 from jaxtrain.data.comparisons.ranked import Ranked
 from jaxtrain.data.comparisons.stepwise import StepwiseReader
-from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.packing.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
 from jaxtrain.data.packing.tree import Node, Tree, chain
 from jaxtrain.data.sample import Dropped, Sample

@@ -18,10 +18,9 @@ from jaxtrain.adapters.peft import adapter_entries, short_name
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import store_kernels
 from jaxtrain.core.optimizer import is_vector, muon_dimensions
-from jaxtrain.data.sample import to_tree
-from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.data.media_tokens import only_text
+from jaxtrain.data.sample import Dropped, Sample, to_tree
+from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.models import build, families, loading, saving
