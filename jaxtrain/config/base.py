@@ -1,5 +1,7 @@
 """What every section of the config has in common: frozen, typed, bounded, closed."""
 
+import functools
+import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from pydantic_core import core_schema
 from jaxtrain import plugins
 from jaxtrain.config.limits import LARGEST, find_misfits, find_numbers
 from jaxtrain.text_safety import show
+
+logger = logging.getLogger(__name__)
 
 
 class Problems(ValueError):
@@ -48,23 +52,29 @@ class Section(BaseModel):
     )
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Keys and texts as values that an earlier version had, and what each is called now."""
+    """Keys and text values of earlier versions, and their current names."""
 
     @model_validator(mode="before")
     @classmethod
     def accept_renamed(cls, table: Any) -> Any:
-        """Read keys and values by the names that they had before."""
+        """Read keys and values by the names that they had before, with a note on each."""
         if not cls.renamed or not isinstance(table, dict):
             return table
         for old in cls.renamed.keys() & table.keys():
             if cls.renamed[old] in table:
                 raise ValueError(f"{old} is the old name of {cls.renamed[old]}; keep one of them")
         return {
-            cls.renamed.get(key, key): cls.renamed.get(value, value)
-            if isinstance(value, str)
-            else value
+            cls.update_name(key): cls.update_name(value) if isinstance(value, str) else value
             for key, value in table.items()
         }
+
+    @classmethod
+    def update_name(cls, name: str) -> str:
+        """Return the current name of a key or value."""
+        if name not in cls.renamed:
+            return name
+        note_renamed(name, cls.renamed[name])
+        return cls.renamed[name]
 
     @field_validator("*", mode="before")
     @classmethod
@@ -87,6 +97,21 @@ class Section(BaseModel):
                     if abs(number) > LARGEST:
                         raise ValueError(f"must be at most {LARGEST:,}, found {show(number)}")
         return value
+
+
+@functools.cache
+def note_renamed(old: str, new: str) -> None:
+    """Log once per process that a config has an old name."""
+    logger.warning("%r in the config is now called %r; the old name is still read", old, new)
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """Marks a key that may differ when a run is resumed: `Annotated[int, RESUMABLE]`."""
+
+
+RESUMABLE = Resumable()
+"""The value of this key shapes the trained weights by rounding at most; of a section: of no key."""
 
 
 @dataclass(frozen=True)
@@ -148,3 +173,15 @@ def list_places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 def _is_place(annotation: Any) -> bool:
     return annotation is Place or any(map(_is_place, get_args(annotation)))
+
+
+def members(annotation: Any) -> list[type[BaseModel]]:
+    """The Sections inside an annotation such as `list[DatasetConfig]`, `X | None` or a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for arg in get_args(annotation) for model in members(arg)]
+
+
+def section_type(annotation: Any) -> type[BaseModel] | None:
+    """The first of them."""
+    return next(iter(members(annotation)), None)

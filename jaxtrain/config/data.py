@@ -1,12 +1,12 @@
 """Section data: what is read, how it becomes tokens, how tokens become rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import Place, Section, known_in
+from jaxtrain.config.base import RESUMABLE, Place, Section, known_in
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.limits import ITEMS, ROWS, TOKENS, WORKERS
 
@@ -15,6 +15,8 @@ FORMATS = ("auto", "chat", "prompt_completion", "alpaca", "input_output", "compl
 
 class DatasetConfig(Section):
     """One source of examples: an entry of data.datasets or data.eval_datasets."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"neighbours": "neighbors"}
 
     path: Place
     """File (jsonl, json, csv, parquet, arrow, txt), folder of such files, Hub id, or
@@ -91,7 +93,7 @@ class DataConfig(Section):
 
     datasets: list[DatasetConfig] = []
     """Training data, mixed by weight."""
-    eval_datasets: list[DatasetConfig] = []
+    eval_datasets: Annotated[list[DatasetConfig], RESUMABLE] = []
     """Held-out data for eval/loss."""
     validation_split: float = Field(0.0, ge=0)
     """Share (below 1) or number of rows of every dataset that are held out of training and become
@@ -117,10 +119,10 @@ class DataConfig(Section):
     more compilation each. Useful without packing, as trees of unlike sizes are trained."""
     too_long: Literal["drop", "truncate", "error"] = "drop"
     """What happens to a sample longer than sequence_len; completion text is always split."""
-    cache: bool = True
+    cache: Annotated[bool, RESUMABLE] = True
     """With run.num_epochs, whose steps are counted beforehand: keep what was tokenized for that on
     disk, by the content of rows, tokenizer and keys, and read it again."""
-    cache_dir: Place | None = None
+    cache_dir: Annotated[Place | None, RESUMABLE] = None
     """Where. Unset: jaxtrain/tokenized in $XDG_CACHE_HOME or ~/.cache. What was not used for 30
     days is deleted there."""
     shuffle: bool = True
@@ -129,7 +131,7 @@ class DataConfig(Section):
     """Rows that a streamed dataset is shuffled within."""
     num_workers: int = Field(0, ge=0, le=WORKERS)
     """Processes that read and tokenize; 0: a thread of this one."""
-    prefetch: int = Field(2, ge=1, le=1024)
+    prefetch: Annotated[int, RESUMABLE] = Field(2, ge=1, le=1024)
     """Batches prepared ahead of the step."""
 
     @model_validator(mode="after")

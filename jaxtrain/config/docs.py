@@ -4,8 +4,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from jaxtrain.config.base import KnownIn
-from jaxtrain.config.load import kind_of, members, section_type
+from jaxtrain.config.base import KnownIn, members, section_type
+from jaxtrain.config.load import kind_of
 from jaxtrain.config.root import Config
 from jaxtrain.config.task import TaskSection
 

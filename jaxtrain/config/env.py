@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import Place, Problems, Section, known_in
+from jaxtrain.config.base import RESUMABLE, Place, Problems, Section, known_in
 from jaxtrain.config.gym import GymConfig, find_gym_conflicts
 from jaxtrain.config.limits import ROWS, SECONDS
 from jaxtrain.config.openenv import OpenEnvConfig, find_openenv_conflicts
@@ -54,9 +54,9 @@ class EnvConfig(Section):
     conversation as the chat template writes it, as when the model is used; where that rewrites
     earlier turns (Qwen3's drops thoughts) the episode has several token sequences. tokens: always
     the very tokens that were there before, thoughts included."""
-    timeout: float | None = Field(None, gt=0, le=SECONDS)
+    timeout: Annotated[float | None, RESUMABLE] = Field(None, gt=0, le=SECONDS)
     """Seconds of a whole episode, answers included, after which it counts as failed; null: any."""
-    step_timeout: float | None = Field(600.0, gt=0, le=SECONDS)
+    step_timeout: Annotated[float | None, RESUMABLE] = Field(600.0, gt=0, le=SECONDS)
     """Seconds that the environment itself may take at a stretch (a reset, a judge of its own),
     between two answers of the policy; then the episode counts as failed. null: any."""
     options: dict[str, Any] = {}

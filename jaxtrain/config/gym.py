@@ -1,18 +1,18 @@
 """Section env.gym: NeMo Gym servers as the world."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Place, Section
+from jaxtrain.config.base import RESUMABLE, Place, Section
 from jaxtrain.config.limits import ITEMS, SECONDS
 
 
 class GymConfig(Section):
     """NeMo Gym (0.7): rows are its JSON lines, each the body of a POST /run."""
 
-    head: str | None = None
+    head: Annotated[str | None, RESUMABLE] = None
     """URL of a Gym's head server that runs, such as "http://127.0.0.1:11000". Agents in it ask for
     their answers where its policy_base_url points: that has to be this run, see host, port and
     api_key."""
@@ -23,23 +23,23 @@ class GymConfig(Section):
     token: str | None = None
     """head, servers: what a proxy in front of that Gym wants as Authorization: Bearer (Gym itself
     wants none); "$NAME" is that environment variable."""
-    start: bool = False
+    start: Annotated[bool, RESUMABLE] = False
     """Instead of head and servers: start those of `configs` with the run, and end them with it."""
-    python: Place | None = None
+    python: Annotated[Place | None, RESUMABLE] = None
     """start: the interpreter of the environment in which nemo-gym is installed."""
     configs: list[Place] = []
     """start: Gym's own config files, of its package (resources_servers/NAME/configs/NAME.yaml) or
     below `directory`. The one of the policy's model server is added. Empty: all of `directory`."""
-    directory: Place = "."
+    directory: Annotated[Place, RESUMABLE] = "."
     """start: where `resources_servers/NAME/app.py` and `responses_api_agents/NAME/app.py` of your
     own lie, each with `configs/NAME.yaml`."""
     overrides: dict[str, Any] = {}
     """start: further keys of Gym's config, such as {jx_calc_agent = {responses_api_agents =
     {simple_agent = {max_steps = 3}}}}."""
-    own_environments: bool = False
+    own_environments: Annotated[bool, RESUMABLE] = False
     """start: let Gym build a virtual environment for each server with uv, as their requirements
     say. False: all of them run in that of `python`."""
-    start_seconds: float = Field(600.0, gt=0, le=SECONDS)
+    start_seconds: Annotated[float, RESUMABLE] = Field(600.0, gt=0, le=SECONDS)
     """Longest wait until all servers are up: at the start, and after they were lost."""
     agent: str | None = None
     """Which agent plays, by its name in Gym's config; unset: the row's agent_ref. Several agents by
@@ -47,7 +47,7 @@ class GymConfig(Section):
     mode: Literal["agent", "verify"] = "agent"
     """agent: its loop of answers and tools plays (POST /run). verify: one answer of the policy,
     judged by the agent's resources server (POST /verify), which is cheaper."""
-    concurrency: int = Field(256, ge=1, le=ITEMS)
+    concurrency: Annotated[int, RESUMABLE] = Field(256, ge=1, le=ITEMS)
     """Most episodes that play at once; the others wait. Gym's servers want a limit of open files
     (ulimit -n) of several times as many."""
     rewards: dict[str, float] = {}
@@ -56,11 +56,11 @@ class GymConfig(Section):
     drop_nulls: bool = False
     """Leave out keys that are null below responses_create_params: of rows from parquet files and
     the Hub, whose readers add them where some rows have a key and others not."""
-    host: str = "127.0.0.1"
+    host: Annotated[str, RESUMABLE] = "127.0.0.1"
     """Where the run listens for agents that ask for answers."""
-    port: int = Field(0, ge=0, le=65535)
+    port: Annotated[int, RESUMABLE] = Field(0, ge=0, le=65535)
     """0: any free port. A Gym that runs has to know it: policy_base_url http://HOST:PORT/v1."""
-    api_key: str | None = None
+    api_key: Annotated[str | None, RESUMABLE] = None
     """What agents have to send, Gym's policy_api_key: "$NAME" is that environment variable. Unset:
     a random one."""
 

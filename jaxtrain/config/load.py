@@ -4,11 +4,12 @@ import difflib
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from jaxtrain import plugins
+from jaxtrain.config.base import members, section_type
 from jaxtrain.config.bundled import find_config
 from jaxtrain.config.overrides import change_table, lay_presets
 from jaxtrain.config.parse import read_table
@@ -211,15 +212,3 @@ def is_tag(location: list[Any], part: Any) -> bool:
     """Whether a part of an error's location is a kind of a union `task`, not a key."""
     behind = (after for before, after in pairwise(location) if before == "task")
     return any(after is part for after in behind) and part in TASKS
-
-
-def members(annotation: Any) -> list[type[BaseModel]]:
-    """The Sections inside an annotation such as `list[DatasetConfig]`, `X | None` or a union."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for arg in get_args(annotation) for model in members(arg)]
-
-
-def section_type(annotation: Any) -> type[BaseModel] | None:
-    """The first of them."""
-    return next(iter(members(annotation)), None)

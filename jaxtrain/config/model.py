@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Place, Section, known_in
+from jaxtrain.config.base import RESUMABLE, Place, Section, known_in
 from jaxtrain.config.limits import ROWS
 
 DTYPE = Literal["float32", "bfloat16", "float64"]
@@ -59,7 +59,9 @@ class ModelConfig(Section):
     """Type of the trained weights and the optimizer state (the masters)."""
     compute_dtype: DTYPE = "bfloat16"
     """Type that activations and matrix products use."""
-    remat: Literal["none", "elementwise", "dots", "save_attention", "full"] = "none"
+    remat: Annotated[
+        Literal["none", "elementwise", "dots", "save_attention", "full"], RESUMABLE
+    ] = "none"
     """What the backward pass recomputes, to save memory: nothing; cheap operations (everything but
     matrix products and attention); everything but matrix products; everything but attention; or
     whole blocks."""
@@ -71,11 +73,11 @@ class ModelConfig(Section):
     experts and all weights stay as they are, and samplers compute in compute_dtype."""
     matmul_gradients: Literal["e5m2", "e4m3"] = "e5m2"
     """The FP8 type of gradients in these products: more range, or one bit more of precision."""
-    attention: str = "auto"
+    attention: Annotated[str, RESUMABLE] = "auto"
     """Backend of the attention op: auto, xla, reference or a kernel's name."""
-    logp: str = "auto"
+    logp: Annotated[str, RESUMABLE] = "auto"
     """Backend of the log-prob op: auto, xla, reference or a kernel's name."""
-    experts: str = "auto"
+    experts: Annotated[str, RESUMABLE] = "auto"
     """Backend of the op of a mixture's experts: auto, xla, reference or a kernel's name."""
     router_aux_loss_coef: float = Field(0.0, ge=0)
     """Factor of the load-balancing loss of a mixture of experts; 0 trains without it.

@@ -1,11 +1,11 @@
 """Sections rewards: the functions that judge what the policy wrote."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from jaxtrain.config.base import Place, Section
+from jaxtrain.config.base import RESUMABLE, Place, Section
 from jaxtrain.config.limits import SECONDS
 from jaxtrain.config.model import ModelConfig
 
@@ -32,7 +32,7 @@ class RewardConfig(Section):
     """
     weight: float = 1.0
     """Factor in the sum; 0 only reports it."""
-    timeout: float = Field(30.0, gt=0, le=SECONDS)
+    timeout: Annotated[float, RESUMABLE] = Field(30.0, gt=0, le=SECONDS)
     """Seconds for one group of completions; then its process is killed, and the group is judged
     again, at most rollout.retries times (an evaluation leaves the reward out)."""
     options: dict[str, Any] = {}

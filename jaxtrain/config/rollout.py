@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Place, Section
+from jaxtrain.config.base import RESUMABLE, Place, Section
 from jaxtrain.config.launch import find_launch_conflicts
 from jaxtrain.config.limits import ITEMS, ROWS, WORKERS
 from jaxtrain.config.ray import RayConfig, find_ray_conflicts
@@ -68,15 +68,15 @@ class RolloutConfig(Section):
     max_refill: int = Field(4, ge=1, le=ROWS)
     """refill: prompts drawn for a round, as a multiple of prompts_per_step, before it goes on with
     what there is."""
-    retries: int = Field(2, ge=0, le=ROWS)
+    retries: Annotated[int, RESUMABLE] = Field(2, ge=0, le=ROWS)
     """How often an episode or a judgment that failed (an exception, a time-out, a lost server) is
     tried again before its group is dropped. Before a second try of somebody's code there is a pause
     of 1 s, then of 2, 4, ...: a short outage of a judge costs nothing."""
-    max_failures: float = Field(0.5, ge=0, le=1)
+    max_failures: Annotated[float, RESUMABLE] = Field(0.5, ge=0, le=1)
     """Share of the episodes of the last two rounds (and as many as are drawn ahead; at least 64
     episodes) that may fail for good; beyond it the run ends, saved, and says what failed. 1: never.
     """
-    max_idle_rounds: int = Field(8, ge=1, le=ROWS)
+    max_idle_rounds: Annotated[int, RESUMABLE] = Field(8, ge=1, le=ROWS)
     """Rounds in a row without anything to learn from (all rewards of each group equal, say) after
     which the run ends, saved, and shows what was sampled."""
     replay_size: int = Field(0, ge=0, le=ITEMS)
@@ -102,9 +102,9 @@ class RolloutConfig(Section):
     """Of a mixture of experts: record to which experts tokens go while answers are drawn, and send
     them there again in training (R3, arXiv:2510.11370): what the sampler rounds otherwise moves no
     token. vLLM: servers started with --enable-return-routed-experts."""
-    samples: Annotated[int, Field(ge=0, le=ITEMS)] | Literal["all"] = 2
+    samples: Annotated[Annotated[int, Field(ge=0, le=ITEMS)] | Literal["all"], RESUMABLE] = 2
     """Answers of a round that samples.jsonl keeps: so many, the best and the worst, or "all"."""
-    reward_workers: int = Field(1, ge=1, le=WORKERS)
+    reward_workers: Annotated[int, RESUMABLE] = Field(1, ge=1, le=WORKERS)
     """Processes that run the reward functions."""
     local: LocalConfig = LocalConfig()
     """Weights and cache in fewer bits; only with engine local."""

@@ -1,11 +1,11 @@
 """The whole config, and the rules that span its sections."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
-from pydantic import Discriminator, InstanceOf, SerializeAsAny, model_validator
+from pydantic import BaseModel, Discriminator, InstanceOf, SerializeAsAny, model_validator
 
 from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
-from jaxtrain.config.base import Problems, Section
+from jaxtrain.config.base import RESUMABLE, Problems, Section, section_type
 from jaxtrain.config.data import DataConfig
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
@@ -59,16 +59,16 @@ class Config(Section):
     data: DataConfig = DataConfig()
     task: Task = TASKS[DEFAULT_KIND]()
     optim: OptimConfig = OptimConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    eval: EvalConfig = EvalConfig()
-    sampling: SamplingConfig = SamplingConfig()
+    parallel: Annotated[ParallelConfig, RESUMABLE] = ParallelConfig()
+    eval: Annotated[EvalConfig, RESUMABLE] = EvalConfig()
+    sampling: Annotated[SamplingConfig, RESUMABLE] = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()
     env: EnvConfig = EnvConfig()
     rewards: list[RewardConfig] = []
     policies: dict[str, PolicyConfig] = {}
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
-    observers: list[ObserverConfig] = []
+    checkpoint: Annotated[CheckpointConfig, RESUMABLE] = CheckpointConfig()
+    log: Annotated[LogConfig, RESUMABLE] = LogConfig()
+    observers: Annotated[list[ObserverConfig], RESUMABLE] = []
 
     @model_validator(mode="after")
     def check_sections_together(self) -> "Config":
@@ -80,6 +80,23 @@ class Config(Section):
     def saved(self) -> dict[str, Any]:
         """The config as JSON for whatever keeps or shows it: without secrets."""
         return redact(self.model_dump(mode="json"))
+
+
+def is_resumable(key: str, kind: str) -> bool:
+    """Return whether a key such as "rewards.0.timeout" may differ when a run is resumed."""
+    section: type[BaseModel] | None = Config
+    parts = iter(key.split("."))
+    for part in parts:
+        field = section.model_fields.get(part) if section is not None else None
+        if field is None:
+            return False
+        if RESUMABLE in field.metadata:
+            return True
+        if get_origin(field.annotation) in (list, dict):
+            next(parts, None)  # a position or a name
+        is_task = section is Config and part == "task"
+        section = TASKS.get(kind) if is_task else section_type(field.annotation)
+    return False
 
 
 def find_conflicts(config: Config):

@@ -4,14 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Place, Section, known_in
+from jaxtrain.config.base import RESUMABLE, Place, Section, known_in
 from jaxtrain.config.limits import ROWS, SECONDS, SEED
 
 
 class RunConfig(Section):
     """What is run, for how long, and where it lands."""
 
-    output_dir: Place = "runs/default"
+    output_dir: Annotated[Place, RESUMABLE] = "runs/default"
     """Folder of the run: checkpoints, metrics.jsonl, logs, plots and the exported model. Its
     run.json names what the run makes there; a folder in which something else has such a name, or
     that holds a model, is refused."""
@@ -21,18 +21,18 @@ class RunConfig(Section):
     """Passes over the training data. Give this or max_steps."""
     seed: int = Field(0, ge=0, le=SEED)
     """Seed of the initial weights, the data order and sampling."""
-    resume: Literal["auto", "never", "required"] = "auto"
+    resume: Annotated[Literal["auto", "never", "required"], RESUMABLE] = "auto"
     """auto: go on from the newest good checkpoint in output_dir, if there is one; required: fail
     without one; never: refuse an output_dir that holds a run, unless overwrite is set."""
-    overwrite: bool = False
+    overwrite: Annotated[bool, RESUMABLE] = False
     """Delete what the run in output_dir made, by its run.json, and start again."""
-    allow_config_change: bool = False
+    allow_config_change: Annotated[bool, RESUMABLE] = False
     """Resume although the saved config differs in keys that shape the result."""
-    compile_cache: bool = True
+    compile_cache: Annotated[bool, RESUMABLE] = True
     """Keep what is compiled for GPUs and TPUs in $JAX_COMPILATION_CACHE_DIR, else in
     jaxtrain/compiled of $XDG_CACHE_HOME or ~/.cache (20 GiB at most): the same run started again
     begins at once."""
-    export: bool = True
+    export: Annotated[bool, RESUMABLE] = True
     """Write the Hugging Face model folder <output_dir>/model when training ends."""
 
 

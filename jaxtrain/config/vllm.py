@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from jaxtrain.config.base import Place, Section
+from jaxtrain.config.base import RESUMABLE, Place, Section
 from jaxtrain.config.limits import ITEMS, ROWS, SECONDS, WORKERS
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -19,29 +19,29 @@ class VllmConfig(Section):
     """vLLM servers; only rollout.engine vllm reads it. Start one with python -m
     jaxtrain_vllm.serve, or let launch do so."""
 
-    launch: Literal["none", "local", "ray"] = "none"
+    launch: Annotated[Literal["none", "local", "ray"], RESUMABLE] = "none"
     """none: they run already. local: jaxtrain starts them on this machine, starts again one that
     ends, and ends them with the run. ray: the same on the machines of a Ray cluster (section
     rollout.ray), wherever it has GPUs. Those that servers names are used beside them."""
-    python: Place | None = None
+    python: Annotated[Place | None, RESUMABLE] = None
     """launch: Python of the environment with vLLM. Unset: the environment variable VLLM_PYTHON, or
     the Python of this run."""
-    replicas: int = Field(1, ge=1, le=WORKERS)
+    replicas: Annotated[int, RESUMABLE] = Field(1, ge=1, le=WORKERS)
     """launch: how many servers."""
-    gpus: int | None = Field(None, ge=0, le=ROWS)
+    gpus: Annotated[int | None, RESUMABLE] = Field(None, ge=0, le=ROWS)
     """launch: GPUs for all of them together, split evenly (tensor parallel); on this machine the
     last ones, which the trainer then leaves alone (with sleep it shares them). Unset: one a replica
     where there are GPUs. 0: they compute on the CPU."""
-    args: list[str] = []
+    args: Annotated[list[str], RESUMABLE] = []
     """launch: further options for vLLM, such as ["--max-model-len", "4096"]."""
-    servers: list[str] = []
+    servers: Annotated[list[str], RESUMABLE] = []
     """Base URLs such as "http://127.0.0.1:8000"; several share the work."""
-    discover: str = ""
+    discover: Annotated[str, RESUMABLE] = ""
     """Where more servers are listed, asked every health_seconds: "file:///PATH" (a URL a line),
     "dns://NAME:PORT" (every address of a name), "router+http://HOST:PORT" (the workers of a
     vllm-router), "dynamo+http://HOST:PORT". Who is listed is taken in during the run; who is listed
     no more gets no new requests and may end its own."""
-    via: Literal["router", "direct"] = "router"
+    via: Annotated[Literal["router", "direct"], RESUMABLE] = "router"
     """discover router+http: whether requests go through the router, or to the servers that it
     lists. Weights always go to these."""
     sync: Literal["lora", "full", "delta"] = "full"
@@ -61,48 +61,48 @@ class VllmConfig(Section):
     GPU memory (CUDA IPC), for which it takes 2 bytes a weight (4 in float32) beside jax's pool;
     nothing passes through the host's memory. Where a server cannot, it is as with host, told in a
     line."""
-    listen: str = "127.0.0.1"
+    listen: Annotated[str, RESUMABLE] = "127.0.0.1"
     """full, delta: address of this machine under which the servers reach the trainer. With launch
     ray it is the one that the cluster knows, unless another is given."""
-    listen_port: int = Field(0, ge=0, le=65535)
+    listen_port: Annotated[int, RESUMABLE] = Field(0, ge=0, le=65535)
     """full, delta: port there; 0 takes a free one."""
-    streams: int = Field(4, ge=1, le=64)
+    streams: Annotated[int, RESUMABLE] = Field(4, ge=1, le=64)
     """full, delta: connections that more than 256 MiB to a worker of another host travel over, a
     range of bytes over each."""
-    fan_out: int = Field(8, ge=0, le=1024)
+    fan_out: Annotated[int, RESUMABLE] = Field(8, ge=0, le=1024)
     """full, delta: hosts that the trainer sends a version to itself. Where there are more, each
     that has it passes it on, to one other at a time; the trainer sends it to those that did not get
     it there in time. 0: the trainer sends it to all."""
     adapter_dir: Place | None = None
     """lora: folder for the adapters. Unset: OUTPUT_DIR/adapters."""
-    adapter_transport: Literal["auto", "disk", "http"] = "auto"
+    adapter_transport: Annotated[Literal["auto", "disk", "http"], RESUMABLE] = "auto"
     """lora: how servers get an adapter. disk: they see adapter_dir under the same path. http: it is
     sent to each, which keeps it in a folder of its own (serve with VLLM_API_KEY). auto: a server
     that does not see the folder is sent it."""
     keep_adapters: int = Field(2, ge=2, le=1024)
     """lora: versions that stay on disk and loaded. Two, so that answers under way can end."""
-    concurrency: int = Field(128, ge=1, le=ITEMS)
+    concurrency: Annotated[int, RESUMABLE] = Field(128, ge=1, le=ITEMS)
     """Requests under way at once, on all servers together."""
-    request_seconds: float = Field(600.0, gt=0, le=SECONDS)
+    request_seconds: Annotated[float, RESUMABLE] = Field(600.0, gt=0, le=SECONDS)
     """Longest wait for one answer; then it is asked for again, elsewhere if possible."""
     retries: int = Field(3, ge=0, le=ROWS)
     """How often a request is repeated after a time-out or a server error."""
-    health_seconds: float = Field(5.0, gt=0, le=SECONDS)
+    health_seconds: Annotated[float, RESUMABLE] = Field(5.0, gt=0, le=SECONDS)
     """Pause between two looks at a server's health."""
-    wait_seconds: float = Field(600.0, gt=0, le=SECONDS)
+    wait_seconds: Annotated[float, RESUMABLE] = Field(600.0, gt=0, le=SECONDS)
     """How long to wait for a server: at the start, and when all of them are gone."""
-    drain_seconds: float = Field(60.0, ge=0, le=SECONDS)
+    drain_seconds: Annotated[float, RESUMABLE] = Field(60.0, ge=0, le=SECONDS)
     """How long requests at a server that leaves may go on; then they are asked again elsewhere."""
-    progress_seconds: float = Field(120.0, gt=0, le=SECONDS)
+    progress_seconds: Annotated[float, RESUMABLE] = Field(120.0, gt=0, le=SECONDS)
     """A server that draws no token for so long, though requests wait there, hangs, whatever its
     /health says: they are asked elsewhere, and it is taken back once it draws one again."""
-    sync_seconds: float = Field(600.0, gt=0, le=SECONDS)
+    sync_seconds: Annotated[float, RESUMABLE] = Field(600.0, gt=0, le=SECONDS)
     """Longest wait for the servers to take new weights, all steps together; then the run goes on
     with those that have."""
     sleep: bool = False
     """Let the servers give their GPU memory back while the trainer works: one GPU for both. Only
     with rollout.mode sync."""
-    eval_servers: Annotated[int, Field(ge=0, le=WORKERS)] | list[str] = 0
+    eval_servers: Annotated[Annotated[int, Field(ge=0, le=WORKERS)] | list[str], RESUMABLE] = 0
     """Servers that answer eval.sets while training goes on: how many, or their URLs. From the begin
     of an evaluation to its end they keep its version and answer nobody else; then they are given
     the newest weights. 0: all servers answer the sets, between rounds."""

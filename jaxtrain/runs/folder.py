@@ -26,7 +26,9 @@ import jax
 from jaxtrain.config import Config
 from jaxtrain.config.base import list_places
 from jaxtrain.config.load import read_saved, validate_config
+from jaxtrain.config.methods import DEFAULT_KIND
 from jaxtrain.config.provenance import list_outside
+from jaxtrain.config.root import is_resumable
 from jaxtrain.config.secrets import redact, redact_command
 from jaxtrain.errors import UserError
 from jaxtrain.runs.checkpoint_folder import find_steps
@@ -40,53 +42,6 @@ ALWAYS = (
     " heartbeat.json hardware nonfinite_batch_step_*.npz"
 ).split()
 """What any run makes in its folder."""
-
-FREE_KEYS = (
-    "run.output_dir",
-    "run.resume",
-    "run.overwrite",
-    "run.allow_config_change",
-    "run.compile_cache",
-    "run.export",
-    "log.*",
-    "observers*",
-    "checkpoint.*",
-    "eval.*",
-    "sampling.*",
-    "parallel.*",
-    "env.timeout",
-    "env.step_timeout",
-    *(f"*env.gym.{name}" for name in "head start python directory own_environments".split()),
-    *(f"*env.gym.{name}" for name in "start_seconds concurrency host port api_key".split()),
-    "rewards.*.timeout",
-    "rollout.retries",
-    *(f"rollout.vllm.{name}" for name in "servers launch python replicas gpus args".split()),
-    *(f"rollout.vllm.{name}" for name in "discover via eval_servers adapter_transport".split()),
-    *(
-        f"rollout.vllm.{name}"
-        for name in "listen listen_port streams fan_out concurrency *_seconds".split()
-    ),
-    "rollout.max_failures",
-    "rollout.max_idle_rounds",
-    "rollout.samples",
-    "rollout.reward_workers",
-    "data.eval_datasets*",
-    "data.prefetch",
-    "data.cache",
-    "data.cache_dir",
-    "model.remat",
-    "model.attention",
-    "model.logp",
-    "model.experts",
-    "task.target.source",
-    "task.target.devices",
-    "task.target.tensor",
-    "task.target.expert",
-    "task.target.queue",
-    "task.target.path",
-)
-"""Keys that may differ when a run is resumed: they do not shape the weights that come out, but for
-rounding. `find_changes` knows more that depend on their values or on the task."""
 
 PACKAGES = "jax jaxlib flax optax orbax-checkpoint grain numpy transformers tokenizers datasets"
 
@@ -264,6 +219,7 @@ def find_changes(
     before, after = flatten(saved), flatten(now)
     keys = [*before, *(key for key in after if key not in before)]
     differing = [key for key in keys if before.get(key) != after.get(key)]
+    kind = after.get("task.kind", DEFAULT_KIND)
     same_batch = before.get("data.global_batch_size") is not None
     forbidden = []
     for key in differing:
@@ -272,9 +228,7 @@ def find_changes(
         split = key in ("data.micro_batch_size", "optim.gradient_accumulation_steps") and same_batch
         section = key.split(".")[0]
         judged = section in ("env", "rewards") and section not in reads
-        if not (
-            longer or split or judged or any(fnmatchcase(key, pattern) for pattern in FREE_KEYS)
-        ):
+        if not (longer or split or judged or is_resumable(key, kind)):
             forbidden.append(key)
     shown = [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in differing]
     refused = [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in forbidden]

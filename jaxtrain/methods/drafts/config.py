@@ -1,11 +1,11 @@
 """Sections of draft models: the draft that is trained, and where its target's states come from."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Place, Section
+from jaxtrain.config.base import RESUMABLE, Place, Section
 from jaxtrain.config.limits import ITEMS, ROWS, TOKENS
 from jaxtrain.config.model import DTYPE
 from jaxtrain.config.task import TaskSection
@@ -70,21 +70,21 @@ UNUSED_IN_REFRESH = {
 class TargetConfig(Section):
     """Where the states of the target come from."""
 
-    source: Literal["step", "ahead", "disk"] = "step"
+    source: Annotated[Literal["step", "ahead", "disk"], RESUMABLE] = "step"
     """step: the target runs in the training step itself. ahead: on devices of its own, a few
     batches before they are trained. disk: `jaxtrain capture` wrote them to path; no layer of the
     target is run."""
-    devices: int = Field(1, ge=1, le=ROWS)
+    devices: Annotated[int, RESUMABLE] = Field(1, ge=1, le=ROWS)
     """ahead: devices of this process, the last ones, that run the target; section parallel is about
     the others. They split its weights and the rows."""
-    tensor: int = Field(1, ge=1, le=ROWS)
+    tensor: Annotated[int, RESUMABLE] = Field(1, ge=1, le=ROWS)
     """ahead: of these devices, how many split each layer."""
-    expert: int = Field(1, ge=1, le=ROWS)
+    expert: Annotated[int, RESUMABLE] = Field(1, ge=1, le=ROWS)
     """ahead: of these devices, how many split the experts of a mixture."""
-    queue: int = Field(2, ge=1, le=1024)
+    queue: Annotated[int, RESUMABLE] = Field(2, ge=1, le=1024)
     """ahead and disk: batches whose states wait, or are being made, on the devices that train; two
     more are in training at most."""
-    path: Place | None = None
+    path: Annotated[Place | None, RESUMABLE] = None
     """disk: the folder of the states."""
     quantize: Literal["none", "nf4", "int8"] = "none"
     """Store the target's matrices in fewer bits, as adapter.quantize does; its states are those of
