@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config.vllm import VllmConfig
-from jaxtrain.distributed.broadcast import Sender
+from jaxtrain.distributed.relay import Sender
 from jaxtrain.generation.weight_sync.weight_links import WeightLinks
 from jaxtrain_vllm.guard import MAX_BODY_BYTES, MIDDLEWARE, RequestGuard
 from jaxtrain_vllm.listener import LOOPBACK
@@ -31,7 +31,7 @@ LISTENS = re.compile(
 LISTENS_ALLOWED = {
     "jaxtrain_vllm/listener.py": "whoever does not show the token is not heard",
     "jaxtrain/distributed/hub.py": "behind a gate; looks for a free port",
-    "jaxtrain/distributed/broadcast.py": "behind a gate",
+    "jaxtrain/distributed/relay.py": "behind a gate",
     "jaxtrain/generation/weight_sync/weight_links.py": "behind a gate",
     "jaxtrain/generation/vllm/launch.py": "looks for free ports",
     "jaxtrain/environments/policy_server.py": "a token on every route",
@@ -72,9 +72,9 @@ def test_every_port_is_known():
 
 def test_ports_are_this_machines_own_unless_told():
     assert VllmConfig().listen == "127.0.0.1"
-    links, sender = WeightLinks("127.0.0.1", 0), Sender(1, listen_at=LOOPBACK)
+    links, sender = WeightLinks("127.0.0.1", 0), Sender(1, b"token", LOOPBACK)
     try:
-        for gate in (links.gate, sender._gate):
+        for gate in (links.gate, sender._listener):
             addresses = {listener.getsockname()[0] for listener in gate.listeners}
             assert addresses <= {"127.0.0.1", "::1"}
             with socket.create_connection(("127.0.0.1", gate.port)) as stranger:
@@ -83,7 +83,7 @@ def test_ports_are_this_machines_own_unless_told():
                 assert stranger.recv(1) == b""  # not a byte, and the end
     finally:
         links.gate.close()
-        sender._gate.close()
+        sender._listener.close()
 
 
 async def app(scope, receive, send):

@@ -76,7 +76,7 @@ def train(config: Config, command: list[str]) -> int:
         others = peers()
         if others is not None:
             others.log = sinks.log
-        tell = None if others is None else others.ask_to_stop
+        tell = None if others is None else others.request_stop
         signals = stack.enter_context(Signals(sinks.log, tell))
         stack.enter_context(jax.set_mesh(task.mesh))
         for line in [*folder.describe(), *formats]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtrain.core.session import Session
-from jaxtrain.distributed.broadcast import broadcast, can_act_together, seen_by_all
+from jaxtrain.distributed.broadcast import broadcast, is_shared, mark_shared
 from jaxtrain.errors import RunStopped
 from jaxtrain.runs.checkpoint import Checkpoints
 
@@ -43,7 +43,7 @@ class NonFiniteStep(RunStopped):
         super().__init__(text)
         self.step = step
         """The bad step. The state is that after the step before it."""
-        seen_by_all(self)
+        mark_shared(self)
 
 
 class SavePoint(NamedTuple):
@@ -118,7 +118,7 @@ class Saves:
         Never raises, so that the error is the one that people see. read: reads the numbers of the
         step that was dispatched last; raises NotFinite.
         """
-        if not can_act_together(error) or self.session.step == self.session.start:
+        if not is_shared(error) or self.session.step == self.session.start:
             return
         try:
             step = find_last_good(error, read, self.session.step)

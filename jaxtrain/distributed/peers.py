@@ -1,13 +1,13 @@
-"""One process's connection to the hub: heartbeats, barriers, the last step of all, exit messages.
+"""One process's connection to the hub: heartbeats, barriers, the common last step, exit messages.
 
-    listener thread   hears the hub; on "quit" prints the line it was given and ends the process
-    beat thread       a line each second, so that a machine that vanished is noticed
+    listener thread   reads the hub's messages; on "quit" prints its line and ends the process
+    heartbeat thread  one line per second, so that a vanished machine is noticed
     loop thread       meet(name), stops_before(step), end(...)
 
-To stop, all processes must leave the loop after the same step, or the first collective of those who
-go on would wait for ever. Whoever hears a signal tells the hub; the hub says "halt"; each process
-answers with the step it has begun and begins no further one before it knows the largest of them.
-No process is asked anything while nobody stops.
+To stop, all processes must leave the loop after the same step, or the first collective of those
+that continue would wait forever. The process that receives a signal reports it to the hub, which
+sends "halt"; each process answers with the step it has begun, and begins no further one before it
+knows the largest of them. Without a stop request no process is queried.
 """
 
 import json
@@ -18,10 +18,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from jaxtrain.config import ParallelConfig
 from jaxtrain.distributed.hub import MAX_LINE, MAX_TEXT
+from jaxtrain.distributed.launch import Launch
+from jaxtrain.distributed.relay import Receiver, Sender, relay_token
 from jaxtrain.distributed.run_token import RunToken
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import escape_control_chars
@@ -32,102 +35,97 @@ class Peers:
     """The connection to the hub; one per process, open until the process ends."""
 
     def __init__(
-        self,
-        address: str,
-        process: int,
-        size: int,
-        start_timeout: float,
-        peer_timeout: float,
-        run_token: RunToken,
-        listen_at: Sequence[str] = ("",),
+        self, launch: Launch, timeouts: ParallelConfig, token: RunToken, sender: Sender | None
     ):
-        """Connects and waits until all `size` processes have come; `service_port` is then known.
+        """Connects and waits until all processes have joined.
 
-        listen_at: addresses for ports of this process that the others are to reach. Raises
-        UserError when the hub is not there in time, or does not know the run's token. The hub ends
-        the process itself when another one is missing.
+        sender: on process 0, its end of the relay. Raises UserError if the hub cannot be reached
+        in time, or does not know the run's token. If another process is missing, the hub ends this
+        one.
         """
-        self.process, self.size, self.start_timeout = process, size, start_timeout
-        self.listen_at, self.token = list(listen_at), b""
-        """The token is that by which the hub was entered."""
-        self.host = address.rpartition(":")[0].strip("[]")
-        """Process 0's machine, as this one reaches it."""
+        self.launch, self.start_timeout = launch, timeouts.start_timeout
         self.log: Callable[[str], None] = lambda text: print(
             escape_control_chars(text), file=sys.stderr, flush=True
         )
         self.stop_name = ""
-        self._begun, self._halted, self._stop_at = 0, False, None
+        self.service_port = self.relay_port = 0
+        self._sender, self._receiver = sender, None
+        self._started_step, self._halted, self._stop_at = 0, False, None
         self._open: set[str] = set()
-        self._notes: dict[str, str] = {}
-        self._met: Counter[str] = Counter()
+        self._meetings: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._blamed = threading.Event()
-        self.service_port = 0
-        self._socket = self._connect(address, run_token)
+        self._socket, self._token = self._connect(token)
         self._lock = threading.Lock()
-        self._send({"process": process, "of": size, "host": platform.node()})
+        hello = {"process": launch.process, "of": launch.size, "host": platform.node()}
+        self._send({**hello, "relay": 0 if sender is None else sender.port})
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
-        beat = min(1.0, peer_timeout / 4)
-        threading.Thread(target=self._beat, args=(beat,), name="beats", daemon=True).start()
+        pause = min(1.0, timeouts.peer_timeout / 4)
+        threading.Thread(target=self._beat, args=(pause,), name="beats", daemon=True).start()
         with self._changed:
             self._changed.wait_for(lambda: self.service_port)
 
+    def send_value(self, name: str, value: Any) -> None:
+        """Send a value from process 0 to all other processes."""
+        assert self._sender is not None, "process 0 sends"
+        self._sender.send(name, value)
+
+    def receive_value(self, name: str) -> Any:
+        """Wait for the next value of process 0, which must be called `name`."""
+        if self._receiver is None:
+            host = self.launch.address.rpartition(":")[0].strip("[]")
+            token = relay_token(self._token)
+            self._receiver = Receiver(host, self.relay_port, token, self.start_timeout)
+        return self._receiver.receive(name)
+
     def meet(self, name: str) -> None:
-        """Return when every process has come here; those that do not come are named."""
-        self._met[name] += 1
-        if self._met[name] > 1:
-            name = f"{name} ({self._met[name]})"
+        """Wait until every process has called this; the hub names those that do not."""
+        self._meetings[name] += 1
+        if self._meetings[name] > 1:
+            name = f"{name} ({self._meetings[name]})"
         self._send({"barrier": name})
         with self._changed:
             self._changed.wait_for(lambda: name in self._open)
 
-    def note(self, name: str, text: str) -> None:
-        """Tell all processes a short text, once each name."""
-        self._send({"note": name, "text": text})
-
-    def wait_for_note(self, name: str) -> str:
-        """What some process tells under that name, as soon as it does."""
-        with self._changed:
-            self._changed.wait_for(lambda: name in self._notes)
-            return self._notes[name]
-
-    def ask_to_stop(self, name: str) -> None:
-        """A signal of that name arrived here: all stop after one and the same step."""
+    def request_stop(self, name: str) -> None:
+        """Report that a signal of that name arrived here: all stop after one common step."""
         self._send({"stop": name})
 
     def stops_before(self, step: int) -> bool:
-        """To be asked by the loop before each step, counted from 1: must it not begin?"""
+        """Return True if the loop must not begin this step, counted from 1. Called before each."""
         with self._changed:
             self._changed.wait_for(lambda: not self._halted or self._stop_at is not None)
             if self._stop_at is not None and step > self._stop_at:
                 return True
-            self._begun = step
+            self._started_step = step
             return False
 
     def shutdown(self) -> None:
-        """All is well here; what follows is only the end of the process."""
+        """Report success; closing the connection is no failure from now on."""
         self._send({"bye": True})
 
-    def end(self, code: int, text: str, *, stumbled: bool = False) -> bool:
-        """Tell the others why this process ends, and let one of them, or this one, print it.
+    def end(self, code: int, text: str, *, secondary: bool = False) -> bool:
+        """Report why this process ends; the hub chooses the process that prints it.
 
-        stumbled: the cause may well be another's end. Ends the process, but returns True where that
-        was the very cause, so that the caller can show its traceback.
+        secondary: the cause may be another process's end. Ends this process, but returns True if
+        it was the cause after all, so that the caller can show its traceback.
         """
-        self._send({"end": code, "text": text[:MAX_TEXT], "rank": 2 if stumbled else 1})
+        self._send({"end": code, "text": text[:MAX_TEXT], "rank": 2 if secondary else 1})
         if not self._blamed.wait(15):
             print(f"error: {escape_control_chars(text)}", file=sys.stderr, flush=True)
             os._exit(code)
         return True
 
-    def _connect(self, address: str, run_token: RunToken) -> socket.socket:
+    def _connect(self, run_token: RunToken) -> tuple[socket.socket, bytes]:
+        """Return the connection and the token that the hub accepted."""
+        address = self.launch.address
         host, _, port = address.rpartition(":")
-        last = time.monotonic() + self.start_timeout
+        deadline = time.monotonic() + self.start_timeout
         while True:
             problem = ""
-            for token in run_token.find():
+            for token in run_token.read():
                 try:
-                    found = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+                    connection = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
                 except OSError as error:
                     problem = (
                         f"could not reach process 0 at {address} within {self.start_timeout:g} s"
@@ -136,20 +134,19 @@ class Peers:
                     )
                     continue
                 try:
-                    introduce(found, token)
+                    introduce(connection, token)
                 except HandshakeRefused as error:
-                    found.close()
+                    connection.close()
                     problem = (
                         f"reached {address}, but it is not process 0 of this run ({error});"
                         f" {run_token.advise()}"
                     )
                     continue
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self.token = token
-                return found
-            if time.monotonic() > last:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return connection, token
+            if time.monotonic() > deadline:
                 missing = f"found no token of process 0 at {address}; {run_token.advise()}"
-                raise UserError(f"process {self.process} {problem or missing}")
+                raise UserError(f"process {self.launch.process} {problem or missing}")
             time.sleep(0.2)
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -157,7 +154,7 @@ class Peers:
             try:
                 self._socket.sendall(json.dumps(message).encode() + b"\n")
             except OSError:
-                pass  # the listener sees the end of the connection, too
+                pass  # the listener thread notices the end of the connection, too
 
     def _beat(self, pause: float) -> None:
         while True:
@@ -168,38 +165,38 @@ class Peers:
         with self._socket.makefile("rb") as lines:
             try:
                 while line := lines.readline(MAX_LINE):
-                    self._hear(json.loads(line))
+                    self._handle(json.loads(line))
             except (OSError, ValueError, RecursionError):
-                pass  # it broke, in the middle of a line at worst
-        leave(1, f"stopped: process {self.process} lost its connection to process 0's machine")
+                pass  # the connection broke, perhaps mid-line
+        exit_now(
+            1, f"stopped: process {self.launch.process} lost its connection to process 0's machine"
+        )
 
-    def _hear(self, message: dict[str, Any]) -> None:
-        match message:
-            case {"quit": code, "tell": line}:
-                if message.get("blamed"):
-                    self._blamed.set()
-                    return
-                leave(code, f"{'error' if code == 2 else 'stopped'}: {line}" if line else "")
-            case {"say": text}:
-                self.log(text)
+    def _handle(self, message: dict[str, Any]) -> None:
         with self._changed:
             match message:
-                case {"start": port}:
-                    self.service_port = port
+                case {"quit": code, "tell": line}:
+                    if message.get("blamed"):
+                        self._blamed.set()
+                    else:
+                        prefix = "error" if code == 2 else "stopped"
+                        exit_now(code, f"{prefix}: {line}" if line else "")
+                case {"say": text}:
+                    self.log(text)
+                case {"start": port, "relay": relay_port}:
+                    self.service_port, self.relay_port = port, relay_port
                 case {"open": name}:
                     self._open.add(name)
-                case {"note": name, "text": text}:
-                    self._notes[name] = text
                 case {"halt": name}:
                     self._halted, self.stop_name = True, name
-                    self._send({"at": self._begun})
+                    self._send({"at": self._started_step})
                 case {"stop_at": step}:
                     self._stop_at = step
             self._changed.notify_all()
 
 
-def leave(code: int, line: str) -> None:
-    """End the process now, whatever its other threads wait for."""
+def exit_now(code: int, line: str) -> None:
+    """End the process, whatever its other threads wait for."""
     sys.stdout.flush()
     if line:
         show_cursor = "\x1b[?25h" if os.isatty(2) else ""

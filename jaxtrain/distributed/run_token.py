@@ -1,10 +1,10 @@
-"""The secret that the processes of one run share, so that no stranger can join them.
+"""The secret that the processes of one run share, so that no other program can join them.
 
-    JAXTRAIN_TOKEN      from the launcher, the same text for every process; else
+    JAXTRAIN_TOKEN      set by the launcher, the same text for every process; otherwise
     a file, mode 0600   written by process 0 beside run.output_dir and in the user's cache folder,
-                        read by the others, removed as soon as all have come
+                        read by the others, removed once all have joined
 
-Only files that belong to this user and that nobody else may read are believed.
+Only files that belong to this user, and that nobody else may read, are trusted.
 """
 
 import contextlib
@@ -25,34 +25,32 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class RunToken:
-    """Where the token of the run at `address` (host:port of process 0) is found.
-
-    folder: run.output_dir where it is known. Raises UserError for a variable that is too short to
-    be a secret.
-    """
+    """Location of the token of the run at `address` (host:port of process 0)."""
 
     def __init__(self, address: str, folder: Path | None, environ: Mapping[str, str]):
-        self.given = environ.get(VARIABLE)
-        if self.given is not None and len(self.given) < MIN_LENGTH:
+        """folder: run.output_dir if it is known. Raises UserError for a variable that is too short
+        to be a secret."""
+        self.variable = environ.get(VARIABLE)
+        if self.variable is not None and len(self.variable) < MIN_LENGTH:
             raise UserError(
-                f"{VARIABLE} has {len(self.given)} characters; it is to keep strangers out: export"
-                f" at least {MIN_LENGTH} random ones, the same for every process, such as"
+                f"{VARIABLE} has {len(self.variable)} characters; it is to keep strangers out:"
+                f" export at least {MIN_LENGTH} random ones, the same for every process, such as"
                 " $(openssl rand -hex 32)"
             )
         host, _, port = address.rpartition(":")
-        if host.strip("[]") in LOCAL:  # of this machine alone, while a cache folder may be shared
+        if host.strip("[]") in LOCAL:  # a cache folder on a shared disk needs the machine's name
             host = platform.node()
         cache = Path(environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
         name = "".join(c if c.isalnum() or c in ".-" else "_" for c in f"{host}-{port}")
         self.files = [cache / "jaxtrain" / f"{name}.token"]
         if folder is not None:
-            whole = folder.absolute()
-            self.files.insert(0, whole.with_name(f".{whole.name}-{port}.token"))
+            folder = folder.absolute()
+            self.files.insert(0, folder.with_name(f".{folder.name}-{port}.token"))
 
-    def make(self) -> bytes:
-        """On process 0: the token, to be found by the others until `remove`."""
-        if self.given is not None:
-            return os.fsencode(self.given)
+    def create(self) -> bytes:
+        """On process 0: return the token, which the others can read until `remove`."""
+        if self.variable is not None:
+            return os.fsencode(self.variable)
         token = secrets.token_hex(32)
         problems = [problem for file in self.files if (problem := _write(file, token))]
         if len(problems) == len(self.files):
@@ -62,21 +60,21 @@ class RunToken:
             )
         return token.encode()
 
-    def find(self) -> list[bytes]:
-        """On the others: what may be the token by now; an older run may have left one, too."""
-        if self.given is not None:
-            return [os.fsencode(self.given)]
+    def read(self) -> list[bytes]:
+        """On the other processes: return all candidates; an older run may have left a file, too."""
+        if self.variable is not None:
+            return [os.fsencode(self.variable)]
         return [token for file in self.files if (token := _read(file))]
 
     def remove(self) -> None:
-        """On process 0: everybody has come."""
-        for file in self.files if self.given is None else ():
+        """On process 0: remove the files, once all have joined."""
+        for file in self.files if self.variable is None else ():
             with contextlib.suppress(OSError):
                 file.unlink()
 
     def advise(self) -> str:
-        """For the error of a process that found none, or not the right one."""
-        if self.given is not None:
+        """Return advice for the error of a process that found no token, or a wrong one."""
+        if self.variable is not None:
             return f"{VARIABLE} must be the same text for every process"
         return (
             f"it is in none of {', '.join(map(str, self.files))}, of which the processes must share"
@@ -85,7 +83,7 @@ class RunToken:
 
 
 def _write(file: Path, token: str) -> str:
-    """What went wrong; empty if it is there, whole, and readable by this user alone."""
+    """Write the file atomically, readable by this user alone; return the problem, or ""."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)  # mode 0600
@@ -103,13 +101,14 @@ def _write(file: Path, token: str) -> str:
 
 def _read(file: Path) -> bytes | None:
     try:
+        # Neither a symbolic link nor a pipe that another user may have put there.
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     with os.fdopen(handle, "rb") as stream:
-        found = os.fstat(handle)
-        private = found.st_uid == os.geteuid() and not found.st_mode & 0o077
-        if not (stat.S_ISREG(found.st_mode) and private):
+        status = os.fstat(handle)
+        private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        if not (stat.S_ISREG(status.st_mode) and private):
             return None
         token = stream.read(MAX_FILE_BYTES)
     return token if len(token) >= MIN_LENGTH else None

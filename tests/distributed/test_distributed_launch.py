@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from jaxtrain.config import ParallelConfig
 from jaxtrain.distributed.hub import CoordinationHub
-from jaxtrain.distributed.processes import (
+from jaxtrain.distributed.launch import (
     Launch,
     choose_devices,
     expand_counts,
@@ -36,15 +37,15 @@ TORCHRUN = {
 }
 
 
-def find(environ, launcher="auto", explicit=(None, None, None)):
-    return find_launch(launcher, *explicit, environ)
+def find(environ, launcher="auto", **explicit):
+    return find_launch(ParallelConfig(launcher=launcher, **explicit), environ)
 
 
 def test_launchers_variables_are_read():
     assert find(SLURM) == Launch("gpu03:61441", 9, 12, 1, 4)
     assert find(TORCHRUN) == Launch("host0:1235", 11, 16, 3, 8)
     assert find({**SLURM, **TORCHRUN}, "slurm").size == 12
-    assert find(SLURM, explicit=("here:99", 2, 1)) == Launch("here:99", 1, 2)
+    assert find(SLURM, coordinator="here:99", num_processes=2, process_id=1) == Launch("here:99", 1, 2)
     assert find({}) is None
     # sbatch without srun: the batch script itself is no task of a step.
     assert find({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
@@ -204,7 +205,6 @@ ODD = [
     {"barrier": ["x"]},
     {"at": None},
     {"stop": 1},
-    {"note": 1, "text": 2},
 ]
 
 
@@ -220,10 +220,10 @@ def test_lines_that_make_no_sense_change_nothing():
             writer.close()
         for message in ODD:
             clients[1].log(message)
-        clients[2].log({"note": "port", "text": "12"})
+        clients[2].log({"stop": "SIGTERM"})
         return [await client.hear() for client in clients]
 
-    assert play(scene) == [{"note": "port", "text": "12"}] * 3
+    assert play(scene) == [{"halt": "SIGTERM"}] * 3
 
 
 def test_a_process_that_is_there_twice_or_of_another_size_is_refused():

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from other_devices import set_cpus
 
-from jaxtrain.config import load_config
+from jaxtrain.config import ParallelConfig, load_config
 from jaxtrain.distributed.hub import free_port
-from jaxtrain.distributed.processes import Launch, find_launch
+from jaxtrain.distributed.launch import Launch, find_launch
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "scripts" / "launch"
@@ -99,7 +99,10 @@ def start(render, environ, address, **more):
 def read_launch(words: list[str]) -> Launch | None:
     own = dict(word.split("=", 1) for word in words if word.startswith("parallel."))
     size, process = int(own["parallel.num_processes"]), int(own["parallel.process_id"])
-    return find_launch("auto", own["parallel.coordinator"], size, process, {})
+    parallel = ParallelConfig(
+        coordinator=own["parallel.coordinator"], num_processes=size, process_id=process
+    )
+    return find_launch(parallel, {})
 
 
 @pytest.mark.parametrize("render", [render_kubernetes, render_skypilot])

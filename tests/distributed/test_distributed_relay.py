@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from other_devices import set_cpus
 
-from jaxtrain.distributed.broadcast import Receiver, Sender
+from jaxtrain.distributed.relay import Receiver, Sender
 from jaxtrain.distributed.hub import free_port
 from jaxtrain.errors import UserError
 
+TOKEN = b"token of the tests"
 ROOT = Path(__file__).parents[2]
 
 
@@ -88,33 +89,26 @@ def test_values_and_parameters_reach_process_0_and_the_others_whatever_strangers
 
 
 def open_pair() -> tuple[Sender, Receiver]:
-    sender = Sender(1)
-    waiting = threading.Thread(target=sender.accept)
-    waiting.start()
-    receiver = Receiver("localhost", sender.port, sender.token, timeout=60)
-    waiting.join()
-    return sender, receiver
+    sender = Sender(1, TOKEN)
+    return sender, Receiver("localhost", sender.port, TOKEN, timeout=60)
 
 
 def test_a_stranger_is_hung_up_on_and_hears_nothing():
-    sender = Sender(1)
-    waiting = threading.Thread(target=sender.accept)
-    waiting.start()
+    sender = Sender(1, TOKEN)
     stranger = socket.create_connection(("localhost", sender.port))
     stranger.sendall(bytes(32))
     assert stranger.recv(1) == b""
-    receiver = Receiver("localhost", sender.port, sender.token, timeout=60)
-    waiting.join()
-    sender.tell("a", 1)
-    assert receiver.hear("a") == 1
+    receiver = Receiver("localhost", sender.port, TOKEN, timeout=60)
+    sender.send("a", 1)
+    assert receiver.receive("a") == 1
 
 
 def test_arrays_arrive_as_they_are_and_may_be_written_to():
     sender, receiver = open_pair()
     strided = np.arange(12, dtype=np.int32).reshape(3, 4)[:, ::2]
     value = {"a": strided, "b": np.float32(2), "c": np.zeros((0, 3)), "d": None}
-    sender.tell("arrays", value)
-    heard = receiver.hear("arrays")
+    sender.send("arrays", value)
+    heard = receiver.receive("arrays")
     np.testing.assert_array_equal(heard["a"], strided)
     assert heard["a"].dtype == np.int32 and heard["c"].shape == (0, 3) and heard["d"] is None
     heard["a"][0, 0] = 5
@@ -122,9 +116,9 @@ def test_arrays_arrive_as_they_are_and_may_be_written_to():
 
 def test_processes_that_are_at_different_places_notice():
     sender, receiver = open_pair()
-    sender.tell("a round", 1)
+    sender.send("a round", 1)
     with pytest.raises(AssertionError, match="shares 'a round', this process waits for 'answers'"):
-        receiver.hear("answers")
+        receiver.receive("answers")
 
 
 def test_a_port_that_another_listens_at_is_no_relay():
@@ -136,10 +130,12 @@ def test_a_port_that_another_listens_at_is_no_relay():
 
 def test_the_end_of_process_0_ends_the_wait():
     sender, receiver = open_pair()
+    sender.send("a", 1)
+    assert receiver.receive("a") == 1
     for connection in sender._connections:
         connection.close()
     with pytest.raises(ConnectionError):
-        receiver.hear("a round")
+        receiver.receive("a round")
 
 
 def test_a_closed_port_is_explained():

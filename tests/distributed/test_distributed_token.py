@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from jaxtrain.distributed.processes import Launch, choose_addresses
+from jaxtrain.distributed.launch import Launch, choose_addresses
 from jaxtrain.distributed.run_token import RunToken
 from jaxtrain.errors import UserError
 from jaxtrain_vllm.listener import LOOPBACK
@@ -14,16 +14,16 @@ def test_processes_find_what_process_0_wrote_and_it_goes_away(tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     run = tmp_path / "runs" / "a"
     first = RunToken("host0:99", run, environ)
-    token = first.make()
+    token = first.create()
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in first.files)
     assert not run.exists(), "nothing is put into a folder that may hold something else"
     # Another machine: another cache folder, the same shared disk; or the other way round.
     elsewhere = {"XDG_CACHE_HOME": str(tmp_path / "other")}
-    assert RunToken("host0:99", run, elsewhere).find() == [token]
-    assert RunToken("host0:99", None, environ).find() == [token]
-    assert RunToken("host1:99", None, environ).find() == []
+    assert RunToken("host0:99", run, elsewhere).read() == [token]
+    assert RunToken("host0:99", None, environ).read() == [token]
+    assert RunToken("host1:99", None, environ).read() == []
     first.remove()
-    assert RunToken("host0:99", run, environ).find() == []
+    assert RunToken("host0:99", run, environ).read() == []
 
 
 def test_a_file_that_others_may_have_written_is_not_believed(tmp_path):
@@ -31,21 +31,21 @@ def test_a_file_that_others_may_have_written_is_not_believed(tmp_path):
     file = token.files[0]
     file.write_text("x" * 64)
     file.chmod(0o644)
-    assert token.find() == []
+    assert token.read() == []
     file.unlink()
     target = tmp_path / "elsewhere"
     target.write_text("x" * 64)
     target.chmod(0o600)
     file.symlink_to(target)
-    assert token.find() == []
+    assert token.read() == []
     file.unlink()
     os.mkfifo(file, 0o600)
-    assert token.find() == [], "nor is it waited for"
+    assert token.read() == [], "nor is it waited for"
 
 
 def test_the_launchers_token_comes_first_and_must_be_one(tmp_path):
     token = RunToken("host0:99", tmp_path / "run", {"JAXTRAIN_TOKEN": "0123456789abcdef"})
-    assert token.make() == b"0123456789abcdef" and token.find() == [token.make()]
+    assert token.create() == b"0123456789abcdef" and token.read() == [token.create()]
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="JAXTRAIN_TOKEN has 5 characters"):
         RunToken("host0:99", None, {"JAXTRAIN_TOKEN": "short"})
@@ -55,7 +55,7 @@ def test_where_nothing_can_be_written_the_variable_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     blocked = RunToken("h:9", tmp_path / "file" / "run", {"XDG_CACHE_HOME": str(tmp_path / "file")})
     with pytest.raises(UserError, match="export JAXTRAIN_TOKEN"):
-        blocked.make()
+        blocked.create()
 
 
 def test_process_0_listens_as_narrowly_as_the_launch_allows():

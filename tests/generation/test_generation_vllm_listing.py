@@ -3,7 +3,7 @@
 import json
 import time
 
-from jaxtrain.generation.vllm import listing
+from jaxtrain.generation.vllm import servers
 from jaxtrain.generation.vllm.pool import VllmServer
 from jaxtrain.generation.vllm.servers import Listing
 
