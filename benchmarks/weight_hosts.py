@@ -104,7 +104,7 @@ def measure(
                 command = [sys.executable, __file__, "--worker", str(told["port"]), told["token"]]
                 workers.append(subprocess.Popen([*command, server, str(rate)]))
                 (link,) = links.wait_for(server, 1, 60)
-                link.host, link.own_host, link.shares = str(host), "trainer", share
+                link.host, link.local_host, link.can_share = str(host), "trainer", share
                 found.append(link)
         rows, newest = [], None
         for version in range(2):
@@ -131,9 +131,9 @@ def measure(
             start = time.perf_counter()
             errors: list[BaseException] = []
 
-            def one(link, edition=newest, errors=errors) -> None:
+            def one(link, weights=newest, errors=errors) -> None:
                 try:
-                    staging.stage([link], edition, image.segment, Deadline(600))
+                    staging.stage([link], weights, image.segment, Deadline(600))
                 except BaseException as error:
                     errors.append(error)
 
@@ -145,7 +145,7 @@ def measure(
             if errors:
                 raise errors[0]
             for link in found:
-                link.held = (version, checksum)
+                link.served = (version, checksum)
             seconds = time.perf_counter() - start
             kind = "whole" if changes is None else "delta"
             rows.append((kind, counted["sync/tcp_bytes"] / 2**30, seconds))

@@ -147,9 +147,9 @@ def open_shelf(transport):
     from jaxtrain_vllm.weight_receiver import WeightReceiver
 
     if transport == "device":
-        from jaxtrain_vllm.cuda_ipc import CudaIpcMemory, open_lent
+        from jaxtrain_vllm.cuda_ipc import CudaIpcMemory, open_ipc_memory
 
-        opened = open_lent(find_device())
+        opened = open_ipc_memory(find_device())
         return WeightReceiver(opened or (lambda told: CudaIpcMemory(told, "cpu", stand_in())))
     if transport == "tcp":
 

@@ -84,18 +84,21 @@ class AdapterStore:
         try:
             rest = b""
             for file, (size, crc) in files.items():
-                found, heard = 0, 0
+                received_crc, received = 0, 0
                 with (part / file).open("wb") as stream:
-                    while heard < size:
+                    while received < size:
                         piece = rest or await anext(body, b"")
                         if not piece:
                             raise AdapterRefused(
-                                400, f"{file} is cut off after {heard} of {size} bytes"
+                                400, f"{file} is cut off after {received} of {size} bytes"
                             )
-                        piece, rest = piece[: size - heard], piece[size - heard :]
-                        found, heard = zlib.crc32(piece, found), heard + len(piece)
+                        piece, rest = piece[: size - received], piece[size - received :]
+                        received_crc, received = (
+                            zlib.crc32(piece, received_crc),
+                            received + len(piece),
+                        )
                         await asyncio.to_thread(stream.write, piece)
-                if found != crc:
+                if received_crc != crc:
                     raise AdapterRefused(400, f"{file} is not what was sent: another checksum")
             if rest or await anext(body, b""):
                 raise AdapterRefused(400, "more bytes than files")
@@ -108,16 +111,16 @@ class AdapterStore:
         """In its place, and the oldest out."""
         shutil.rmtree(target, ignore_errors=True)
         os.replace(part, target)
-        there = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
-        for path in sorted(there, key=lambda path: path.stat().st_mtime_ns)[:-MOST]:
+        folders = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
+        for path in sorted(folders, key=lambda path: path.stat().st_mtime_ns)[:-MOST]:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def read_files(text: str | None) -> dict[str, tuple[int, int]]:
     """{name: (bytes, crc32)} of an X-Files header; Refused."""
     try:
-        found = json.loads(text or "")
-        files = {name: (size, crc) for name, (size, crc) in found.items()}
+        parsed = json.loads(text or "")
+        files = {name: (size, crc) for name, (size, crc) in parsed.items()}
     except (ValueError, TypeError, AttributeError):
         raise AdapterRefused(400, f"no {FILES_HEADER} such as {{NAME: [bytes, crc32]}}") from None
     numbers = [number for pair in files.values() for number in pair]

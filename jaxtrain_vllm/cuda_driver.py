@@ -77,45 +77,45 @@ class Cuda:
         self._streams: dict[int, ctypes.c_void_p] = {}
         self._call("cuInit", 0)
 
-    def locate(self, place: int) -> int:
+    def locate(self, address: int) -> int:
         """The number of the GPU in whose memory a place lies."""
-        found = _number()
-        self._call("cuPointerGetAttribute", ctypes.addressof(found), ORDINAL, place)
-        return found.value
+        ordinal = _number()
+        self._call("cuPointerGetAttribute", ctypes.addressof(ordinal), ORDINAL, address)
+        return ordinal.value
 
     def allocate(self, device: int, size: int) -> int:
         """`size` bytes of a GPU's memory that can be lent, until `free`."""
-        found = _place()
+        address = _place()
         with self._on(device):
-            self._call("cuMemAlloc_v2", ctypes.byref(found), -(-size // GRANULE) * GRANULE)
-        return found.value
+            self._call("cuMemAlloc_v2", ctypes.byref(address), -(-size // GRANULE) * GRANULE)
+        return address.value
 
-    def free(self, device: int, place: int) -> None:
+    def free(self, device: int, address: int) -> None:
         """Give `allocate`'s memory back."""
         with self._on(device):
-            self._call("cuMemFree_v2", place)
+            self._call("cuMemFree_v2", address)
 
-    def export(self, device: int, place: int) -> bytes:
+    def export(self, device: int, address: int) -> bytes:
         """The handle by which another process opens memory of `allocate`."""
-        found = Handle()
+        handle = Handle()
         with self._on(device):
-            self._call("cuIpcGetMemHandle", ctypes.byref(found), place)
-        return bytes(found)
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        return bytes(handle)
 
     def open(self, device: int, handle: bytes) -> int:
         """Where another process's memory lies here, as seen from this GPU; until `close`."""
         if len(handle) != HANDLE_BYTES:
             raise CudaError(f"a handle has {HANDLE_BYTES} bytes, not {len(handle)}")
-        found = _place()
+        address = _place()
         with self._on(device):
-            given = Handle.from_buffer_copy(handle)
-            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(found), given, PEERS)
-        return found.value
+            structure = Handle.from_buffer_copy(handle)
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), structure, PEERS)
+        return address.value
 
-    def close(self, device: int, place: int) -> None:
+    def close(self, device: int, address: int) -> None:
         """Let go of memory of `open`."""
         with self._on(device):
-            self._call("cuIpcCloseMemHandle", place)
+            self._call("cuIpcCloseMemHandle", address)
 
     def copy(
         self, device: int, target: int, source: int, size: int, stream: int | None = None
@@ -157,18 +157,18 @@ class Cuda:
 
     def _stream(self, device: int) -> ctypes.c_void_p:
         if device not in self._streams:
-            found = ctypes.c_void_p()
-            self._call("cuStreamCreate", ctypes.byref(found), OWN_STREAM)
-            self._streams[device] = found
+            stream = ctypes.c_void_p()
+            self._call("cuStreamCreate", ctypes.byref(stream), OWN_STREAM)
+            self._streams[device] = stream
         return self._streams[device]
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code:
-            told = ctypes.c_char_p()
-            self._library.cuGetErrorName(code, ctypes.byref(told))
-            known = told.value.decode() if told.value else "an unknown error"
-            raise CudaError(f"{name}: {known} ({code})")
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(text))
+            description = text.value.decode() if text.value else "an unknown error"
+            raise CudaError(f"{name}: {description} ({code})")
 
 
 def _load() -> Any:

@@ -52,36 +52,36 @@ class CudaIpcMemory:
 
     def read(self, described: list[dict[str, Any]]) -> dict[str, wire.WireTensor]:
         """Tensors as a message describes them; their bits are `CudaIpcTensor`."""
-        found = {}
+        tensors = {}
         for item in described:
             shape, dtype, size = wire.measure(item)
             block, start = item["block"], item["start"]
             if type(block) is not int or not 0 <= block < len(self._blocks):
                 raise wire.WireError(f"{item['name']} lies in block {block!r:.80}")
-            place, room = self._blocks[block]
+            address, room = self._blocks[block]
             if type(start) is not int or not 0 <= start <= room - size:
                 raise wire.WireError(f"{item['name']} reaches out of its block")
-            bits: Any = CudaIpcTensor(self, place + start)
-            found[item["name"]] = wire.WireTensor(shape, dtype, bits)
-        return found
+            bits: Any = CudaIpcTensor(self, address + start)
+            tensors[item["name"]] = wire.WireTensor(shape, dtype, bits)
+        return tensors
 
     def checksum(self, tensors: wire.Tensors) -> int:
         """What `wire.combine_sums` makes of what lies there now."""
         sums: dict[str, torch.Tensor] = {}
         with self._aside():
             room = torch.empty(CHUNK_BYTES // 4, dtype=torch.int32, device=self.device)
-            for name, (shape, dtype, given) in tensors.items():
-                bits: Any = given
-                sums[name] = self._add_up(bits.place, shape, dtype, room)
-            found = torch.stack(list(sums.values())).tolist() if sums else []
-        return wire.combine_sums(tensors, dict(zip(sums, found, strict=True)))
+            for name, (shape, dtype, ipc_tensor) in tensors.items():
+                bits: Any = ipc_tensor
+                sums[name] = self._add_up(bits.address, shape, dtype, room)
+            values = torch.stack(list(sums.values())).tolist() if sums else []
+        return wire.combine_sums(tensors, dict(zip(sums, values, strict=True)))
 
-    def copy(self, place: int, target: torch.Tensor) -> None:
+    def copy(self, address: int, target: torch.Tensor) -> None:
         """Begin to copy from there; in order with what is done on torch's stream."""
         stream = None
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device).cuda_stream
-        self._cuda.copy(self._index, target.data_ptr(), place, target.nbytes, stream)
+        self._cuda.copy(self._index, target.data_ptr(), address, target.nbytes, stream)
 
     def close(self) -> None:
         """Let go of it, once nothing is copied any more.
@@ -93,8 +93,8 @@ class CudaIpcMemory:
         with contextlib.suppress(CudaError):  # the device is of no use any more
             if blocks:
                 self._cuda.finish(self._index)
-            for place, _ in blocks:
-                self._cuda.close(self._index, place)
+            for address, _ in blocks:
+                self._cuda.close(self._index, address)
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -105,7 +105,7 @@ class CudaIpcMemory:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
-    def _add_up(self, place: int, shape: tuple[int, ...], dtype: str, room: torch.Tensor) -> Any:
+    def _add_up(self, address: int, shape: tuple[int, ...], dtype: str, room: torch.Tensor) -> Any:
         """The sum of a tensor, some rows at a time; see `wire.combine_sums`."""
         kind = torch.int16 if wire.ITEM_BYTES[dtype] == 2 else torch.int32
         rows = shape[0] if shape else 1
@@ -122,7 +122,7 @@ class CudaIpcMemory:
                 chunk = torch.empty(count * width, dtype=kind, device=self.device)
             else:
                 chunk = room.view(kind)[: count * width]
-            self.copy(place + first * width * kind.itemsize, chunk)
+            self.copy(address + first * width * kind.itemsize, chunk)
             sums = chunk.view(count, width).sum(1, dtype=torch.int64)
             weights = torch.arange(first + 1, first + 1 + count, device=self.device)
             total += (sums * weights).sum()
@@ -132,18 +132,18 @@ class CudaIpcMemory:
 class CudaIpcTensor:
     """The bits of one tensor there, in place of an array of them."""
 
-    def __init__(self, memory: CudaIpcMemory, place: int):
-        self.memory, self.place = memory, place
+    def __init__(self, memory: CudaIpcMemory, address: int):
+        self.memory, self.address = memory, address
 
     def to_torch(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         """A copy on the worker's device; in order with what is done on torch's stream."""
         target = torch.empty(shape, dtype=getattr(torch, dtype), device=self.memory.device)
         if target.nbytes:
-            self.memory.copy(self.place, target)
+            self.memory.copy(self.address, target)
         return target
 
 
-def open_lent(device: Any) -> Callable[[Any], CudaIpcMemory] | None:
+def open_ipc_memory(device: Any) -> Callable[[Any], CudaIpcMemory] | None:
     """What opens lent memory for a worker that computes on `device`; None without a GPU."""
     if torch.device(device).type != "cuda":
         return None

@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from jaxtrain_vllm import wire
-from jaxtrain_vllm.cuda_ipc import open_lent
+from jaxtrain_vllm.cuda_ipc import open_ipc_memory
 from jaxtrain_vllm.pinned_memory import PinnedArray, to_torch
 from jaxtrain_vllm.tensor_names import ServedNames, describe, read_shapes
 from jaxtrain_vllm.weight_receiver import WeightReceiver, connect
@@ -69,7 +69,7 @@ class TrainerLinkEngine(WeightTransferEngine[LinkInfo, CommitInfo]):
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
-        self.shelf, self.pinned = WeightReceiver(open_lent(device)), PinnedArray()
+        self.shelf, self.pinned = WeightReceiver(open_ipc_memory(device)), PinnedArray()
         self.connection: socket.socket | None = None
         self.listener: threading.Thread | None = None
         self.wanted: CommitInfo | None = None

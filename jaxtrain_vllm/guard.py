@@ -39,16 +39,16 @@ class RequestGuard:
         self,
         app: Callable[..., Awaitable[None]],
         key: str | None = None,
-        leaving: ShutdownState | None = None,
+        shutdown: ShutdownState | None = None,
         adapters: AdapterStore | None = None,
     ):
         self.app, self.key = app, os.environ.get(KEY_VARIABLE) if key is None else key
-        self.leaving = leaving or ShutdownState(float(os.environ.get(VARIABLE, "0")))
+        self.shutdown = shutdown or ShutdownState(float(os.environ.get(VARIABLE, "0")))
         self.adapters = adapters or AdapterStore()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            self.leaving.hear()  # after vLLM has set handlers of its own
+            self.shutdown.install_handler()  # after vLLM has set handlers of its own
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
         headers = dict(scope.get("headers") or ())
@@ -57,21 +57,21 @@ class RequestGuard:
             return await refuse(scope, send, 401, b"no or another key; see VLLM_API_KEY")
         if path.startswith(ROUTE):
             return await self._take_adapter(scope, path.removeprefix(ROUTE), headers, receive, send)
-        if self.leaving.begun and (path == "/health" or path.endswith(DRAWS)):
-            return await refuse(scope, send, 503, self.leaving.tell().encode())
+        if self.shutdown.draining and (path == "/health" or path.endswith(DRAWS)):
+            return await refuse(scope, send, 503, self.shutdown.describe().encode())
         counts = path not in OPEN
-        self.leaving.running += counts
+        self.shutdown.running += counts
         try:
             await self._pass_on(scope, headers, receive, send)
         finally:
-            self.leaving.running -= counts
+            self.shutdown.running -= counts
 
     async def _pass_on(
         self, scope: dict[str, Any], headers: dict[bytes, bytes], receive: Receive, send: Send
     ) -> None:
         """To vLLM, as far as the body is not too large."""
-        told = headers.get(b"content-length", b"0")
-        if not told.isdigit() or int(told) > MAX_BODY_BYTES:
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
             return await refuse(scope, send, 413, b"the body is too large")
         sent, heard = False, 0
 
@@ -108,20 +108,20 @@ class RequestGuard:
             return await refuse(scope, send, 403, b"no websocket")
 
         async def read() -> AsyncIterator[bytes]:
-            more = True
-            while more:
+            has_more = True
+            while has_more:
                 message = await receive()
-                more = message["type"] == "http.request" and message.get("more_body", False)
+                has_more = message["type"] == "http.request" and message.get("more_body", False)
                 yield message.get("body") or b""
 
         files = headers.get(FILES_HEADER.lower().encode())
-        told = None if files is None else files.decode("latin-1")
+        files_header = None if files is None else files.decode("latin-1")
         pieces = (piece async for piece in read() if piece)
-        status, found = await self.adapters.handle(scope["method"], name, told, pieces)
-        await refuse(scope, send, status, json.dumps(found).encode())
+        status, answer = await self.adapters.handle(scope["method"], name, files_header, pieces)
+        await refuse(scope, send, status, json.dumps(answer).encode())
 
-    def _knows_key(self, given: bytes | None) -> bool:
-        return hmac.compare_digest(given or b"", b"Bearer " + (self.key or "").encode())
+    def _knows_key(self, authorization: bytes | None) -> bool:
+        return hmac.compare_digest(authorization or b"", b"Bearer " + (self.key or "").encode())
 
 
 async def refuse(scope: dict[str, Any], send: Send, status: int, why: bytes) -> None:

@@ -37,12 +37,12 @@ class HandshakeListener:
         self._expected: bytes | None = None
 
     @property
-    def wanted(self) -> int:
+    def num_expected(self) -> int:
         """Bytes of the next message."""
         return GREETING_BYTES if self._expected is None else PROOF_BYTES
 
-    def hear(self, message: bytes) -> bytes | None:
-        """What to answer to the next message, of `wanted` bytes; None: they are one of us.
+    def handle(self, message: bytes) -> bytes | None:
+        """What to answer to the next message, of `num_expected` bytes; None: they are one of us.
 
         Raises HandshakeRefused.
         """
@@ -63,18 +63,18 @@ def introduce(connection: socket.socket, token: bytes, seconds: float = SECONDS)
     Raises HandshakeRefused where the listener hangs up or does not know the token itself.
     """
     deadline = time.monotonic() + seconds
-    own = secrets.token_bytes(NONCE_BYTES)
+    nonce = secrets.token_bytes(NONCE_BYTES)
     try:
         connection.settimeout(seconds)
-        connection.sendall(MAGIC + own)
+        connection.sendall(MAGIC + nonce)
         reply = b""
         while len(reply) < REPLY_BYTES:
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            more = connection.recv(REPLY_BYTES - len(reply))
-            if not more:
+            received = connection.recv(REPLY_BYTES - len(reply))
+            if not received:
                 raise HandshakeRefused("the listener hung up on the greeting")
-            reply += more
-        nonces = own + reply[:NONCE_BYTES]
+            reply += received
+        nonces = nonce + reply[:NONCE_BYTES]
         if not hmac.compare_digest(reply[NONCE_BYTES:], _prove(token, b"listener", nonces)):
             raise HandshakeRefused("the listener has another token")
         connection.sendall(_prove(token, b"visitor", nonces))
@@ -87,5 +87,5 @@ def introduce(connection: socket.socket, token: bytes, seconds: float = SECONDS)
         raise HandshakeRefused(f"the listener hung up on the greeting: {error}") from None
 
 
-def _prove(token: bytes, who: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(token, who + nonces, hashlib.sha256)
+def _prove(token: bytes, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(token, role + nonces, hashlib.sha256)

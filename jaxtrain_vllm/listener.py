@@ -21,7 +21,7 @@ from jaxtrain_vllm import handshake
 
 MAX_WAITING = 64
 """Connections that have not shown the token yet."""
-TELL_SECONDS = 60.0
+LOG_SECONDS = 60.0
 """At most one line on strangers in that time."""
 
 
@@ -55,14 +55,14 @@ class AuthenticatedListener:
         self.port = self.listeners[0].getsockname()[1]
         self.refused = 0
         """Connections hung up on so far."""
-        self._told, self._told_at = 0, -TELL_SECONDS
+        self._logged_count, self._logged_at = 0, -LOG_SECONDS
         self._waiting: dict[socket.socket, PendingConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._closed = False
-        for own in (*self.listeners, self._woken):
-            own.setblocking(False)
-            self._selector.register(own, selectors.EVENT_READ)
+        for socket_ in (*self.listeners, self._woken):
+            socket_.setblocking(False)
+            self._selector.register(socket_, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -84,14 +84,14 @@ class AuthenticatedListener:
                 if key.fileobj in self.listeners:
                     self._accept(key.fileobj)  # pyright: ignore[reportArgumentType]
                 elif waiting := self._waiting.get(key.fileobj):  # pyright: ignore
-                    self._hear(waiting)
-            now = time.monotonic()
-            for waiting in [w for w in self._waiting.values() if w.deadline <= now]:
+                    self._read(waiting)
+            time_now = time.monotonic()
+            for waiting in [w for w in self._waiting.values() if w.deadline <= time_now]:
                 self._refuse(waiting, "silent or too slow")
         for waiting in list(self._waiting.values()):
             waiting.connection.close()
-        for own in (*self.listeners, self._wake, self._woken):
-            own.close()
+        for socket_ in (*self.listeners, self._wake, self._woken):
+            socket_.close()
         self._selector.close()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -108,20 +108,20 @@ class AuthenticatedListener:
         self._waiting[connection] = PendingConnection(connection, str(address[0]), self.token)
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, waiting: PendingConnection) -> None:
+    def _read(self, waiting: PendingConnection) -> None:
         try:
-            more = waiting.connection.recv(waiting.visitor.wanted - len(waiting.read))
-            if not more:
+            received = waiting.connection.recv(waiting.visitor.num_expected - len(waiting.read))
+            if not received:
                 self._refuse(waiting, "hung up")
                 return
-            waiting.read += more
+            waiting.read += received
             if not waiting.read.startswith(handshake.MAGIC[: len(waiting.read)]) and (
-                waiting.visitor.wanted == handshake.GREETING_BYTES
+                waiting.visitor.num_expected == handshake.GREETING_BYTES
             ):
                 raise handshake.HandshakeRefused("no greeting of this protocol")
-            if len(waiting.read) < waiting.visitor.wanted:
+            if len(waiting.read) < waiting.visitor.num_expected:
                 return
-            reply = waiting.visitor.hear(waiting.read)
+            reply = waiting.visitor.handle(waiting.read)
             waiting.read = b""
             if reply is not None:
                 # 64 bytes into an empty buffer; whoever does not even read them is no loss.
@@ -157,13 +157,17 @@ class AuthenticatedListener:
             pass
         waiting.connection.close()
         self.refused += 1
-        now = time.monotonic()
-        if now - self._told_at >= TELL_SECONDS:
-            count, self._told, self._told_at = self.refused - self._told, self.refused, now
-            others = f" ({count - 1} before it)" if count > 1 else ""
+        time_now = time.monotonic()
+        if time_now - self._logged_at >= LOG_SECONDS:
+            count, self._logged_count, self._logged_at = (
+                self.refused - self._logged_count,
+                self.refused,
+                time_now,
+            )
+            suffix = f" ({count - 1} before it)" if count > 1 else ""
             self.log(
                 f"{self.name}, port {self.port}: hung up on a connection from {waiting.address}"
-                f"{others} that did not show this run's token: {why}"
+                f"{suffix} that did not show this run's token: {why}"
             )
 
 
@@ -177,23 +181,23 @@ def open_listeners(hosts: Sequence[str], port: int) -> list[socket.socket]:
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         return [socket.create_server(("", port), family=family, dualstack_ipv6=dual)]
-    found: list[socket.socket] = []
+    listeners: list[socket.socket] = []
     absent: OSError | None = None
     for host in hosts:
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            found.append(socket.create_server((host, port), family=family))
+            listeners.append(socket.create_server((host, port), family=family))
         except OSError as error:
             if is_absent(error):
                 absent = error
                 continue
-            for opened in found:
+            for opened in listeners:
                 opened.close()
             raise
-        port = found[-1].getsockname()[1]
-    if not found:
+        port = listeners[-1].getsockname()[1]
+    if not listeners:
         raise absent or OSError("no address to listen at")
-    return found
+    return listeners
 
 
 def is_absent(error: OSError) -> bool:

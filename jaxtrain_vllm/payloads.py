@@ -51,7 +51,7 @@ class PayloadOffers:
 
     def admit(self, connection: socket.socket) -> None:
         """Answer the one request of a connection that came through a gate, in a thread."""
-        threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
+        threading.Thread(target=self._receive_request, args=(connection,), daemon=True).start()
 
     def answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
         """Send what was asked for, and hang up; with an error where it is not there."""
@@ -71,7 +71,7 @@ class PayloadOffers:
             with wire.cut_after(min(max(seconds, 0.0), MOST_SECONDS), connection, late):
                 wire.send_message(connection, header, sent)
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _receive_request(self, connection: socket.socket) -> None:
         try:
             connection.settimeout(REQUEST_SECONDS)
             request, _ = wire.receive_message(connection, MESSAGE_BYTES, 0)
@@ -99,7 +99,7 @@ class PayloadFetch:
 
     def run(
         self,
-        place: tuple[str, int],
+        address: tuple[str, int],
         token: bytes,
         name: str,
         room: memoryview,
@@ -112,7 +112,7 @@ class PayloadFetch:
         late = threading.Event()
 
         def fetch_one(start: int, stop: int) -> None:
-            connection = socket.create_connection(place, min(CONNECT_SECONDS, seconds))
+            connection = socket.create_connection(address, min(CONNECT_SECONDS, seconds))
             with contextlib.closing(connection):
                 with self._lock:
                     self._open.append(connection)
@@ -122,19 +122,19 @@ class PayloadFetch:
                     handshake.introduce(connection, token)
                     request = {"fetch": name, "start": start, "stop": stop, "seconds": seconds}
                     wire.send_message(connection, request)
-                    here = room[start:stop]
+                    part = room[start:stop]
                     header, _ = wire.receive_message(
                         connection,
                         MESSAGE_BYTES,
-                        len(here),
-                        lambda header, size: here if size == len(here) else None,
+                        len(part),
+                        lambda header, size: part if size == len(part) else None,
                     )
-                if header.get("error") or header["bytes"] != len(here):
+                if header.get("error") or header["bytes"] != len(part):
                     raise wire.WireError(f"it was not sent: {str(header.get('error'))[:200]}")
 
         with ThreadPoolExecutor(streams, thread_name_prefix="fetch") as pool:
             ranges = zip(bounds[:-1], bounds[1:], strict=True)
-            tasks = [pool.submit(fetch_one, *one) for one in ranges]
+            tasks = [pool.submit(fetch_one, *bound) for bound in ranges]
             failed = None
             for task in as_completed(tasks):
                 if failed is None and (failed := task.exception()) is not None:

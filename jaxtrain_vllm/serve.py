@@ -101,11 +101,11 @@ def main() -> None:
         " may (default: %(default)s)",
     )
     parser.add_argument("--sleep", action="store_true", help="for rollout.vllm.sleep")
-    own, extra = sys.argv[1:], []
-    if "--" in own:
-        cut = own.index("--")
-        own, extra = own[:cut], own[cut + 1 :]
-    options = parser.parse_args(own)
+    words, extra = sys.argv[1:], []
+    if "--" in words:
+        cut = words.index("--")
+        words, extra = words[:cut], words[cut + 1 :]
+    options = parser.parse_args(words)
     if options.sync == "lora" and runs_on_cpu() and has_experts(options.model):
         parser.error(
             f"--sync lora: {options.model} is a mixture of experts, which vLLM on a CPU does not"

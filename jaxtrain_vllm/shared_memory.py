@@ -33,8 +33,8 @@ class SharedMemorySegment:
     def __init__(self, memory: Any, described: dict[str, Any] | None, nonce: bytes):
         self.described, self._nonce = described, nonce
         self._memory = memory
-        whole = np.frombuffer(memory, np.uint8)
-        self.room = whole[PAGE:]
+        memory_bytes = np.frombuffer(memory, np.uint8)
+        self.room = memory_bytes[PAGE:]
 
     @classmethod
     def create(cls, size: int) -> "SharedMemorySegment":
@@ -46,37 +46,37 @@ class SharedMemorySegment:
         os.ftruncate(handle, PAGE + size)
         # Its size is final, so that no reader can be sent behind its end.
         fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        place = f"/proc/{os.getpid()}/fd/{handle}"
-        described = {"path": place, "nonce": nonce.hex(), "bytes": size}
-        found = cls(mmap.mmap(handle, PAGE + size), described, nonce)
-        found.begin()
-        return found
+        path = f"/proc/{os.getpid()}/fd/{handle}"
+        described = {"path": path, "nonce": nonce.hex(), "bytes": size}
+        segment = cls(mmap.mmap(handle, PAGE + size), described, nonce)
+        segment.begin()
+        return segment
 
     @classmethod
     def attach(cls, described: Any) -> "SharedMemorySegment":
         """Another process's segment, to be read; OSError or ValueError where there is none."""
         if not isinstance(described, dict):
             raise ValueError(f"a segment is described by a table, not {described!r:.80}")
-        place, nonce, size = (described.get(key) for key in ("path", "nonce", "bytes"))
-        if not isinstance(place, str) or not PLACE.fullmatch(place) or type(size) is not int:
-            raise ValueError(f"no segment is at {place!r:.80}")
-        handle = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        path, nonce, size = (described.get(key) for key in ("path", "nonce", "bytes"))
+        if not isinstance(path, str) or not PLACE.fullmatch(path) or type(size) is not int:
+            raise ValueError(f"no segment is at {path!r:.80}")
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            known = os.fstat(handle)
-            if not stat.S_ISREG(known.st_mode) or known.st_size != PAGE + size:
-                raise ValueError(f"{place} is another file here")
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != PAGE + size:
+                raise ValueError(f"{path} is another file here")
             if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise ValueError(f"{place} may shrink")
-            found = cls(
+                raise ValueError(f"{path} may shrink")
+            segment = cls(
                 mmap.mmap(handle, PAGE + size, access=mmap.ACCESS_READ),
                 described,
                 bytes.fromhex(str(nonce)),
             )
         finally:
             os.close(handle)
-        if found._head()[0] != found._nonce:
-            raise ValueError(f"{place} is another process's here")
-        return found
+        if segment._head()[0] != segment._nonce:
+            raise ValueError(f"{path} is another process's here")
+        return segment
 
     def begin(self) -> None:
         """From now on it holds no version, but is being written."""

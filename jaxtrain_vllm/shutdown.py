@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 VARIABLE = "JAXTRAIN_DRAIN_SECONDS"
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 
 
 def end_process() -> None:
@@ -35,30 +35,30 @@ class ShutdownState:
         self._task: asyncio.Task | None = None
 
     @property
-    def begun(self) -> bool:
+    def draining(self) -> bool:
         """Whether it is about to leave."""
         return self._until is not None
 
-    def hear(self) -> None:
+    def install_handler(self) -> None:
         """Hear SIGTERM from now on, in the running event loop."""
         if self.seconds > 0:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.begin)
 
     def begin(self) -> None:
         """Drain; at once where that was asked before."""
-        if self.begun:
+        if self.draining:
             self._until = time.monotonic()
             return
         self._until = time.monotonic() + self.seconds
-        print(f"{self.tell()}, {self.running} requests under way", flush=True)
+        print(f"{self.describe()}, {self.running} requests under way", flush=True)
         self._task = asyncio.get_running_loop().create_task(self._wait())
 
-    def tell(self) -> str:
+    def describe(self) -> str:
         """What whoever asks is told."""
-        left = max(0.0, (self._until or 0.0) - time.monotonic())
-        return f"draining: this server ends within {left:.0f} s"
+        seconds = max(0.0, (self._until or 0.0) - time.monotonic())
+        return f"draining: this server ends within {seconds:.0f} s"
 
     async def _wait(self) -> None:
         while self.running and time.monotonic() < (self._until or 0.0):
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         self.end()

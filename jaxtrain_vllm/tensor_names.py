@@ -40,7 +40,7 @@ def describe(
     parameters: names in the served model. fused: {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
     stored: what the files hold. tied: whether the head is the embedding.
     """
-    found: dict[str, list[int] | None] = {}
+    tensors: dict[str, list[int] | None] = {}
     names = {_served(name, renamed): name for name in stored}
     stored = {served: stored[name] for served, name in names.items() if served is not None}
     for name in parameters:
@@ -50,43 +50,43 @@ def describe(
         parts = [".".join(filter(None, (parent, p, leaf))) for p in fused.get(last, [last])]
         if stored and not any(part in stored for part in parts):
             parts = _experts(module, stored) or parts
-        found |= {part: stored.get(part) for part in parts}
+        tensors |= {part: stored.get(part) for part in parts}
     if tied:
         # On CPU the head is listed, but only as a copy of the embedding.
-        for name in [name for name in found if name.endswith("lm_head.weight")]:
-            del found[name]
-    return {names.get(name, name): shape for name, shape in found.items()}
+        for name in [name for name in tensors if name.endswith("lm_head.weight")]:
+            del tensors[name]
+    return {names.get(name, name): shape for name, shape in tensors.items()}
 
 
 def _experts(module: str, stored: Shapes) -> list[str]:
     """All that the files hold of experts, which are fused in a way that no table tells: below that
     module, or below the one around it ("experts.routed_experts")."""
-    found: list[str] = []
-    while not found and module:
-        found = [key for key in stored if key.startswith(f"{module}.")]
+    names: list[str] = []
+    while not names and module:
+        names = [key for key in stored if key.startswith(f"{module}.")]
         module, _, last = module.rpartition(".")
         if "experts" not in last:
             break
-    return found
+    return names
 
 
 def _served(name: str, renamed: ServedNames) -> str | None:
     """A file's name in the served model; None where it has no such tensor."""
-    for theirs, ours in renamed.parts.items():
-        if theirs in name:
-            if ours is None:
+    for stored_part, served_part in renamed.parts.items():
+        if stored_part in name:
+            if served_part is None:
                 return None
-            name = name.replace(theirs, ours, 1)
-    for theirs, ours in renamed.prefixes.items():
-        if name.startswith(theirs):
-            if ours is None:
+            name = name.replace(stored_part, served_part, 1)
+    for stored_part, served_part in renamed.prefixes.items():
+        if name.startswith(stored_part):
+            if served_part is None:
                 return None
-            name = ours + name.removeprefix(theirs)
-    for theirs, ours in renamed.suffixes.items():
-        if name.endswith(theirs):
-            if ours is None:
+            name = served_part + name.removeprefix(stored_part)
+    for stored_part, served_part in renamed.suffixes.items():
+        if name.endswith(stored_part):
+            if served_part is None:
                 return None
-            name = name.removesuffix(theirs) + ours
+            name = name.removesuffix(stored_part) + served_part
     return name
 
 

@@ -39,9 +39,9 @@ class StagedVersion:
 class WeightReceiver:
     """The versions of one worker. The trainer's link is answered from a thread of its own."""
 
-    def __init__(self, open_lent: Callable[[Any], Any] | None = None):
-        """open_lent: opens GPU memory of the trainer's; None where this worker cannot."""
-        self.open_lent = open_lent
+    def __init__(self, open_ipc_memory: Callable[[Any], Any] | None = None):
+        """open_ipc_memory: opens GPU memory of the trainer's; None where this worker cannot."""
+        self.open_ipc_memory = open_ipc_memory
         self.tensors: dict[str, wire.WireTensor] = {}
         """What is served, as it came: the base of the next delta. Empty before the first, and
         while what replaces all of it arrives."""
@@ -58,20 +58,22 @@ class WeightReceiver:
         self._fetch: payloads.PayloadFetch | None = None
         self._offers = payloads.PayloadOffers()
         """What other hosts may have from here."""
-        self._gate: AuthenticatedListener | None = None
+        self._listener: AuthenticatedListener | None = None
         self._lock = threading.Lock()
 
     def begin(self, token: str) -> list[int] | None:
         """A link begins. [version, checksum] of what is served here and came from the same trainer,
         by its token; to another's deltas nothing here is a base, and None is left."""
-        self._close_gate()
+        self._close_listener()
         if self._fetch is not None:
             self._fetch.stop()
         with self._lock:
             self._roll_back()
             self._offers.clear()
-            own = bool(self.tensors) and all(_is_own(one.bits) for one in self.tensors.values())
-            if token != self._token or not own or self.version < 0:
+            is_base = bool(self.tensors) and all(
+                _is_own(tensor.bits) for tensor in self.tensors.values()
+            )
+            if token != self._token or not is_base or self.version < 0:
                 self._close_attached()
                 self.tensors, self.version, self.checksum = {}, -1, 0
             self._token = token
@@ -80,9 +82,9 @@ class WeightReceiver:
     def check(self, version: int, checksum: int) -> None:
         """ValueError unless exactly that version is staged; changes nothing."""
         with self._lock:
-            found = None if self.staged is None else (self.staged.version, self.staged.checksum)
-        if found != (version, checksum):
-            raise ValueError(f"version {version} is not staged here; staged: {found}")
+            staged = None if self.staged is None else (self.staged.version, self.staged.checksum)
+        if staged != (version, checksum):
+            raise ValueError(f"version {version} is not staged here; staged: {staged}")
 
     def commit(self, version: int, load: Callable[[wire.Tensors], None]) -> None:
         """Have `load` take up the staged tensors; from then on they are the served ones."""
@@ -117,20 +119,20 @@ class WeightReceiver:
                     if "from" in header:
                         payload = self._fetch_payload(link, header)
                 except (*NO_PAYLOAD, wire.WireError) as error:
-                    found = describe_error(error)
+                    answer = describe_error(error)
                 else:
-                    found = self.answer(header, payload)
-                wire.send_message(link, found)
+                    answer = self.answer(header, payload)
+                wire.send_message(link, answer)
         except (OSError, wire.WireError) as error:
             return str(error)
         finally:
             with self._lock:
                 ended = self._link is link
                 if ended:  # who lends may be gone
-                    self._close_lent()
+                    self._close_ipc_memory()
                     self._offers.clear()
             if ended:
-                self._close_gate()
+                self._close_listener()
 
     def answer(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
         """The answer to a message; a version that cannot be staged is one with "error"."""
@@ -161,13 +163,13 @@ class WeightReceiver:
 
     def _fetch_payload(self, link: socket.socket, header: dict[str, Any]) -> memoryview:
         """What a message leaves to be fetched: from where it says, or else from the trainer."""
-        told = header["from"]
-        size, streams, seconds = told["bytes"], told["streams"], float(told["seconds"])
+        source = header["from"]
+        size, streams, seconds = source["bytes"], source["streams"], float(source["seconds"])
         if type(size) is not int or not 0 <= size <= wire.MAX_PAYLOAD_BYTES:
             raise wire.WireError(f"a payload of {size!r} bytes")
         if type(streams) is not int or not 0 < streams <= payloads.MOST_STREAMS:
             raise wire.WireError(f"{streams!r} streams")
-        host, port = told.get("place") or link.getpeername()[:2]
+        host, port = source.get("place") or link.getpeername()[:2]
         name = payloads.name_payload(header["version"], header["checksum"], header.get("base"))
         room = self._make_room(header, size) or np.empty(size, np.uint8).data
         self._fetch = fetch = payloads.PayloadFetch()
@@ -179,25 +181,25 @@ class WeightReceiver:
         """Offer what has just been staged to other hosts, at the address of the trainer's link."""
         if self._link is None or self._own is None or not self._is_own():
             return {}
-        version, wanted = header["version"], header["checksum"]
-        self._offers.put(payloads.name_payload(version, wanted, None), [self._own.room])
+        version, checksum = header["version"], header["checksum"]
+        self._offers.put(payloads.name_payload(version, checksum, None), [self._own.room])
         if header["kind"] == "delta":
-            self._offers.put(payloads.name_payload(version, wanted, header["base"]), [payload])
+            self._offers.put(payloads.name_payload(version, checksum, header["base"]), [payload])
         try:
             host, token = self._link.getsockname()[0], self._token.encode()
-            if self._gate is None:
+            if self._listener is None:
                 listeners = open_listeners([host], 0)
-                self._gate = AuthenticatedListener(
+                self._listener = AuthenticatedListener(
                     "weights for others", listeners, token, self._offers.admit
                 )
         except OSError:
             return {}  # then the trainer sends it to them
-        return {"place": [host, self._gate.port]}
+        return {"place": [host, self._listener.port]}
 
-    def _close_gate(self) -> None:
-        gate, self._gate = self._gate, None
-        if gate is not None:
-            gate.close()
+    def _close_listener(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
 
     def _make_room(self, header: dict[str, Any], size: int) -> memoryview | None:
         """Where the payload of a message goes: whole tensors take the place of the last ones."""
@@ -206,7 +208,7 @@ class WeightReceiver:
         with self._lock:
             self._roll_back()
             self._offers.clear()
-            self._close_lent()
+            self._close_ipc_memory()
             self.tensors, self.version, self.checksum = {}, -1, 0
             if self._own is None or self._own.room.nbytes != size:
                 self._own = SharedMemorySegment.create(size)
@@ -225,25 +227,25 @@ class WeightReceiver:
     def _stage(self, header: dict[str, Any], payload: memoryview) -> None:
         self._roll_back()
         self._offers.clear()
-        version, wanted = header["version"], header["checksum"]
+        version, checksum = header["version"], header["checksum"]
         if header["kind"] == "shared":
             # Not copied, so that there is nothing to check but that it is the right memory.
             segment = self._attach(header["segment"], SharedMemorySegment.attach)
             tensors = wire.unpack_full(header["tensors"], segment.room.data, copy=False)
-            self.staged = StagedVersion(version, wanted, tensors, {}, segment)
+            self.staged = StagedVersion(version, checksum, tensors, {}, segment)
             return self._check_memory(self.staged)
         if header["kind"] == "lent":
-            if self.open_lent is None:
+            if self.open_ipc_memory is None:
                 raise wire.WireError("this server does not run on an NVIDIA GPU")
-            memory = self._attach(header["memory"], self.open_lent)
+            memory = self._attach(header["memory"], self.open_ipc_memory)
             tensors = memory.read(header["tensors"])
-            self.staged = StagedVersion(version, wanted, tensors, {}, memory)
+            self.staged = StagedVersion(version, checksum, tensors, {}, memory)
             self._check_memory(self.staged)
-            return self._check_sum(memory.checksum(tensors), wanted)
+            return self._check_sum(memory.checksum(tensors), checksum)
         if header["kind"] == "full":
-            own = payload is self._arrived
-            tensors = wire.unpack_full(header["tensors"], payload, copy=not own)
-            self.staged = StagedVersion(version, wanted, tensors, {})
+            in_place = payload is self._arrived
+            tensors = wire.unpack_full(header["tensors"], payload, copy=not in_place)
+            self.staged = StagedVersion(version, checksum, tensors, {})
         else:
             if header["base"] != self.version or not self.tensors:
                 raise wire.WireError(
@@ -254,41 +256,41 @@ class WeightReceiver:
             changes = wire.unpack_delta(header["tensors"], payload, self.tensors)
             if self._own is not None:
                 self._own.begin()
-            self.staged = StagedVersion(version, wanted, self.tensors, {})
+            self.staged = StagedVersion(version, checksum, self.tensors, {})
             undone = wire.in_threads(
                 lambda item: wire.apply_changes(self.tensors[item[0]].bits, item[1]),
                 changes.items(),
                 len(payload),
             )
             self.staged.undo.update(zip(changes, undone, strict=True))
-        self._check_sum(wire.checksum(self.staged.tensors), wanted)
+        self._check_sum(wire.checksum(self.staged.tensors), checksum)
 
-    def _check_sum(self, found: int, wanted: int) -> None:
-        if found != wanted:
+    def _check_sum(self, actual: int, expected: int) -> None:
+        if actual != expected:
             raise wire.WireError(
-                f"checksum {found:08x} after the transfer, the trainer has {wanted:08x}"
+                f"checksum {actual:08x} after the transfer, the trainer has {expected:08x}"
             )
 
     def _attach(self, described: Any, attach: Callable[[Any], Any]) -> Any:
         """Another process's memory, opened once."""
         key = repr(described)
         if key not in self._attached:
-            found = attach(described)
+            memory = attach(described)
             self._close_attached()
-            self._attached = {key: found}
+            self._attached = {key: memory}
         return self._attached[key]
 
     def _check_memory(self, staged: StagedVersion) -> None:
         if staged.memory is None:
             return
-        found = staged.memory.state()
-        if found != (staged.version, staged.checksum):
+        state = staged.memory.state()
+        if state != (staged.version, staged.checksum):
             raise wire.WireError(
-                f"the shared memory holds version {found[0]}, not {staged.version}: it was written"
+                f"the shared memory holds version {state[0]}, not {staged.version}: it was written"
                 " meanwhile"
             )
 
-    def _close_lent(self) -> None:
+    def _close_ipc_memory(self) -> None:
         """Let go of a GPU's memory, and of what lies there."""
         if any(hasattr(memory, "close") for memory in self._attached.values()):
             if self.staged is not None and self.staged.memory is not None:
@@ -331,11 +333,13 @@ def connect(
     held: {name: shape or None} of what is served. serves: what `WeightReceiver.begin` said. ValueError
     when the trainer cannot be reached, or is not the one that knows the token.
     """
-    place = f"{info['host']}:{info['port']}"
+    address = f"{info['host']}:{info['port']}"
     try:
         link = socket.create_connection((info["host"], info["port"]), CONNECT_SECONDS)
     except OSError as error:
-        raise ValueError(f"the trainer cannot be reached at {place} from here: {error}") from error
+        raise ValueError(
+            f"the trainer cannot be reached at {address} from here: {error}"
+        ) from error
     try:
         handshake.introduce(link, info["token"].encode())
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -345,6 +349,8 @@ def connect(
         wire.send_message(link, hello)
     except OSError as error:
         link.close()
-        raise ValueError(f"{place} is not the trainer that asked for this link: {error}") from error
+        raise ValueError(
+            f"{address} is not the trainer that asked for this link: {error}"
+        ) from error
     link.settimeout(None)
     return link

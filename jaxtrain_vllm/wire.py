@@ -190,21 +190,21 @@ def unpack_full(
     described: list[dict[str, Any]], payload: memoryview, *, copy: bool = True
 ) -> dict[str, WireTensor]:
     """The whole tensors of a message, copied out of it or left where they lie."""
-    found, start = {}, 0
+    tensors, start = {}, 0
     for item in described:
         shape, dtype, _ = measure(item)
         bits = _take(payload, start, math.prod(shape), BITS[ITEM_BYTES[dtype]])
-        found[item["name"]] = WireTensor(shape, dtype, bits.copy() if copy else bits)
+        tensors[item["name"]] = WireTensor(shape, dtype, bits.copy() if copy else bits)
         start += bits.nbytes
     _check_end(start, payload)
-    return found
+    return tensors
 
 
 def unpack_delta(
     described: list[dict[str, Any]], payload: memoryview, base: Tensors
 ) -> dict[str, Changes]:
     """The changes of a message, checked against the tensors that they belong to."""
-    found, start = {}, 0
+    changes, start = {}, 0
     for item in described:
         if item["name"] not in base:
             raise WireError(f"a delta of {item['name']}, which the last version has not")
@@ -224,16 +224,16 @@ def unpack_delta(
                 raise WireError(f"{positions.size} places for {count} values of {item['name']}")
         values = _take(payload, start, count, bits.dtype)
         start += values.nbytes
-        found[item["name"]] = Changes(positions, values, bits.size)
+        changes[item["name"]] = Changes(positions, values, bits.size)
     _check_end(start, payload)
 
     def reaches_out(change: Changes) -> bool:
         return bool(change.positions.size) and int(change.positions.max()) >= change.size
 
-    reaching = in_threads(reaches_out, found.values(), len(payload))
-    for name in (name for name, outside in zip(found, reaching, strict=True) if outside):
+    reaching = in_threads(reaches_out, changes.values(), len(payload))
+    for name in (name for name, outside in zip(changes, reaching, strict=True) if outside):
         raise WireError(f"a delta of {name} points outside of it")
-    return found
+    return changes
 
 
 def measure(item: Mapping[str, Any]) -> tuple[tuple[int, ...], str, int]:

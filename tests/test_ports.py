@@ -74,7 +74,7 @@ def test_ports_are_this_machines_own_unless_told():
     assert VllmConfig().listen == "127.0.0.1"
     links, sender = WeightLinks("127.0.0.1", 0), Sender(1, b"token", LOOPBACK)
     try:
-        for gate in (links.gate, sender._listener):
+        for gate in (links.listener, sender._listener):
             addresses = {listener.getsockname()[0] for listener in gate.listeners}
             assert addresses <= {"127.0.0.1", "::1"}
             with socket.create_connection(("127.0.0.1", gate.port)) as stranger:
@@ -82,7 +82,7 @@ def test_ports_are_this_machines_own_unless_told():
                 stranger.settimeout(10)
                 assert stranger.recv(1) == b""  # not a byte, and the end
     finally:
-        links.gate.close()
+        links.listener.close()
         sender._listener.close()
 
 

@@ -106,11 +106,11 @@ class ServerProcess:
         assert self._process is not None
         try:
             options = os.WEXITED | os.WNOWAIT | os.WNOHANG
-            found = os.waitid(os.P_PID, self._process.pid, options)
+            exit_info = os.waitid(os.P_PID, self._process.pid, options)
         except ChildProcessError:  # it was seen to end before
             return True
-        if found is not None and found.si_code != os.CLD_EXITED:
+        if exit_info is not None and exit_info.si_code != os.CLD_EXITED:
             for pid in list_session(self._process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        return found is not None
+        return exit_info is not None

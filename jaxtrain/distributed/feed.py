@@ -32,19 +32,19 @@ def put(x: Any, mesh: Mesh | None = None) -> jax.Array:
     """One array of a batch, as `feed` places it."""
     if mesh is None or mesh.size == 1:
         return jax.device_put(x, None if mesh is None else mesh.devices.item())
-    place = place_of(x.shape, mesh)
-    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(place, x.ndim):
+    sharding = place_of(x.shape, mesh)
+    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
         return x
     host = np.asarray(x)
-    return jax.make_array_from_callback(host.shape, place, lambda at: host[at])
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def put_rows(x: Any, mesh: Mesh | None = None) -> jax.Array:
     """An array [A, B, ...] that does not go by tokens, its rows where those of a batch are."""
     if mesh is None or mesh.size == 1:
         return put(x, mesh)
-    place = NamedSharding(mesh, PartitionSpec(None, RULES["rows"]))
-    return jax.make_array_from_callback(x.shape, place, lambda at: x[at])
+    sharding = NamedSharding(mesh, PartitionSpec(None, RULES["rows"]))
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def place_of(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

@@ -20,42 +20,44 @@ PIECE_BYTES = 256 * 2**20
 
 def gather_params(
     params: Mapping[str, jax.Array],
-    places: Mapping[str, Sharding],
+    targets: Mapping[str, Sharding],
     piece_bytes: int = PIECE_BYTES,
 ) -> dict[str, jax.Array]:
     """Copies of all parameters, each at `places[path]` on devices of process 0; {} elsewhere.
 
-    Every process calls this with the same parameters in the same order; `places` are read on
+    Every process calls this with the same parameters in the same order; `targets` are read on
     process 0. Where one process has all devices, what is in place already is not copied.
     """
-    found = {}
+    gathered = {}
     for path, value in params.items():
-        place = places[path] if jax.process_index() == 0 else None
-        copy = _gather(value, place, piece_bytes)
+        target = targets[path] if jax.process_index() == 0 else None
+        copy = _gather(value, target, piece_bytes)
         if copy is not None:
-            found[path] = copy
-    return found
+            gathered[path] = copy
+    return gathered
 
 
-def _gather(value: jax.Array, place: Sharding | None, piece_bytes: int) -> jax.Array | None:
-    """One array at `place`; None takes part and gets nothing."""
+def _gather(value: jax.Array, target: Sharding | None, piece_bytes: int) -> jax.Array | None:
+    """One array at `target`; None takes part and gets nothing."""
     if value.is_fully_addressable:
-        return None if place is None else jax.device_put(value, place)
+        return None if target is None else jax.device_put(value, target)
     mesh = _mesh(value.sharding)
     pieces = cut_pieces(value, piece_bytes)
     if pieces is None:
-        whole = jax.block_until_ready(_replicator(mesh)(value))
-        return None if place is None else jax.device_put(_copy_on(whole, _mesh(place)), place)
+        replicated = jax.block_until_ready(_replicator(mesh)(value))
+        return (
+            None if target is None else jax.device_put(_copy_on(replicated, _mesh(target)), target)
+        )
     axis, size = pieces
     take = _slicer(mesh, axis, size)
-    made = None if place is None else jnp.zeros(value.shape, value.dtype, device=place)
+    buffer = None if target is None else jnp.zeros(value.shape, value.dtype, device=target)
     for start in range(0, value.shape[axis], size):
         start = np.int32(min(start, value.shape[axis] - size))  # the last two may overlap
         piece = jax.block_until_ready(take(value, start))
-        if place is not None:
-            with jax.set_mesh(_mesh(place)):  # around this stands the trainer's
-                made = _putter(place, axis)(made, _copy_on(piece, _mesh(place)), start)
-    return made
+        if target is not None:
+            with jax.set_mesh(_mesh(target)):  # around this stands the trainer's
+                buffer = _putter(target, axis)(buffer, _copy_on(piece, _mesh(target)), start)
+    return buffer
 
 
 def cut_pieces(value: jax.Array, piece_bytes: int) -> tuple[int, int] | None:
@@ -90,16 +92,16 @@ def _slicer(mesh: Mesh, axis: int, size: int):
 
 
 @functools.cache
-def _putter(place: Sharding, axis: int):
+def _putter(target: Sharding, axis: int):
     def put(x, piece, start):
         return jax.lax.dynamic_update_slice_in_dim(x, piece, start, axis)
 
-    return jax.jit(put, out_shardings=place, donate_argnums=0)
+    return jax.jit(put, out_shardings=target, donate_argnums=0)
 
 
 def _copy_on(replicated: jax.Array, mesh: Mesh) -> jax.Array:
     """The copies that devices of a process's own mesh hold already, as an array of that mesh."""
-    here = {shard.device: shard.data for shard in replicated.addressable_shards}
-    copies = [here[device] for device in mesh.devices.flat]
-    place = NamedSharding(mesh, PartitionSpec())
-    return jax.make_array_from_single_device_arrays(replicated.shape, place, copies)
+    shards = {shard.device: shard.data for shard in replicated.addressable_shards}
+    copies = [shards[device] for device in mesh.devices.flat]
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_single_device_arrays(replicated.shape, sharding, copies)

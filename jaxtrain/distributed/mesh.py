@@ -105,8 +105,8 @@ def is_main_process() -> bool:
 
 def sync_processes(name: str) -> None:
     """Wait until every process has reached the point `name`; nothing with one process."""
-    others = peers()
-    if others is not None:
-        others.meet(name)
+    connection = peers()
+    if connection is not None:
+        connection.meet(name)
     elif jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

@@ -36,14 +36,14 @@ def read_boot() -> str:
 
 def list_session(session: int) -> list[int]:
     """Processes of this user in a session, those that have ended left out."""
-    found = []
+    pids = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         stat = read_stat(int(name))
         if stat is not None and stat[1] == session and stat[0] != "Z":
             with contextlib.suppress(OSError):
                 if os.stat(f"/proc/{name}").st_uid == os.getuid():
-                    found.append(int(name))
-    return found
+                    pids.append(int(name))
+    return pids
 
 
 def write_note(path: Path, session: int) -> None:
@@ -53,7 +53,7 @@ def write_note(path: Path, session: int) -> None:
     path.write_text(json.dumps({"boot": read_boot(), "pids": pids, "starts": starts}))
 
 
-def end_left(path: Path, seconds: float = END_SECONDS) -> int:
+def end_orphans(path: Path, seconds: float = END_SECONDS) -> int:
     """End what is left of a noted session whose run is gone, SIGTERM first, and remove the note.
     Number of processes ended; 0 too where the run is still there, which keeps its servers."""
     try:
@@ -72,17 +72,17 @@ def end_left(path: Path, seconds: float = END_SECONDS) -> int:
         return 0
     leader = read_stat(session)
     # A process that began at another time has only got the same number.
-    ours = leader is None or leader[2] == began
-    left = list_session(session) if ours else []
-    count = len(left)
+    is_same_session = leader is None or leader[2] == began
+    leftovers = list_session(session) if is_same_session else []
+    count = len(leftovers)
     end = time.monotonic() + seconds
     number = signal.SIGTERM
-    while left:
-        for pid in left:
+    while leftovers:
+        for pid in leftovers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         number = signal.SIGKILL if time.monotonic() > end else 0
         time.sleep(LOOK_SECONDS)
-        left = list_session(session)
+        leftovers = list_session(session)
     path.unlink(missing_ok=True)
     return count

@@ -15,7 +15,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 Span = tuple[int, int]
 
 
-def move(x: jax.Array, place: Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
+def move(x: jax.Array, target: Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
     """`x` of any mesh of this process in a place on another one; nothing waits for it. shape: what
     of it is wanted, from the first element on; None: all."""
     shape = x.shape if shape is None else shape
@@ -23,19 +23,21 @@ def move(x: jax.Array, place: Sharding, shape: tuple[int, ...] | None = None) ->
         _spans(shard.index, x.shape): _free(shard.data, shard.device)
         for shard in x.addressable_shards
     }
-    found = []
-    for device, index in place.addressable_devices_indices_map(shape).items():
+    shards = []
+    for device, index in target.addressable_devices_indices_map(shape).items():
         assert index is not None, "every device of the place holds a part"
-        found.append(_gather(_spans(index, shape), pieces, device))
-    return jax.make_array_from_single_device_arrays(shape, place, found)
+        shards.append(_gather(_spans(index, shape), pieces, device))
+    return jax.make_array_from_single_device_arrays(shape, target, shards)
 
 
-def _gather(wanted: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any], device: Any) -> Any:
-    """The part `wanted` of an array, of which `pieces` are all parts, on a device."""
-    cuts = [_cuts(axis, wanted, pieces) for axis in range(len(wanted))]
+def _gather(
+    target_spans: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any], device: Any
+) -> Any:
+    """The part `target_spans` of an array, of which `pieces` are all parts, on a device."""
+    cuts = [_cuts(axis, target_spans, pieces) for axis in range(len(target_spans))]
 
     def join(axis: int, spans: tuple[Span, ...]) -> Any:
-        if axis == len(wanted):
+        if axis == len(target_spans):
             return jax.device_put(_cut(spans, pieces), device)
         parts = [join(axis + 1, (*spans, span)) for span in itertools.pairwise(cuts[axis])]
         if len(parts) == 1:
@@ -46,19 +48,23 @@ def _gather(wanted: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any], devic
     return join(0, ())
 
 
-def _cuts(axis: int, wanted: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any]) -> list[int]:
+def _cuts(
+    axis: int, target_spans: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any]
+) -> list[int]:
     """Where the part has to be cut along an axis, its ends included."""
-    start, stop = wanted[axis]
+    start, stop = target_spans[axis]
     ends = {end for spans in pieces for end in spans[axis] if start < end < stop}
     return sorted({start, stop, *ends})
 
 
-def _cut(wanted: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any]) -> Any:
+def _cut(target_spans: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any]) -> Any:
     """A part that lies in one of the pieces, there."""
     for spans, piece in pieces.items():
-        if all(a <= c and d <= b for (a, b), (c, d) in zip(spans, wanted, strict=True)):
-            inside = [slice(c - a, d - a) for (a, _), (c, d) in zip(spans, wanted, strict=True)]
-            if spans == wanted:
+        if all(a <= c and d <= b for (a, b), (c, d) in zip(spans, target_spans, strict=True)):
+            inside = [
+                slice(c - a, d - a) for (a, _), (c, d) in zip(spans, target_spans, strict=True)
+            ]
+            if spans == target_spans:
                 return piece
             with _alone(piece.device):
                 return piece[tuple(inside)]
@@ -68,8 +74,8 @@ def _cut(wanted: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any]) -> Any:
 def _free(piece: jax.Array, device: Any) -> jax.Array:
     """The data of a shard without the mesh that it was a part of, which `device_put` leaves on it
     where that has one device."""
-    place = SingleDeviceSharding(device)
-    return jax.make_array_from_single_device_arrays(piece.shape, place, [piece])
+    sharding = SingleDeviceSharding(device)
+    return jax.make_array_from_single_device_arrays(piece.shape, sharding, [piece])
 
 
 def _alone(device: Any) -> AbstractContextManager[Any]:

@@ -32,14 +32,14 @@ def prctl(option: int, value: int) -> None:
 
 def list_children(pid: int) -> list[int]:
     """Its children and theirs."""
-    found: list[int] = []
+    children: list[int] = []
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children") as file:
-                found += map(int, file.read().split())
+                children += map(int, file.read().split())
     except OSError:
-        return found
-    return found + [one for child in found for one in list_children(child)]
+        return children
+    return children + [descendant for child in children for descendant in list_children(child)]
 
 
 def send(pids: list[int], number: int) -> None:
@@ -53,20 +53,20 @@ def send(pids: list[int], number: int) -> None:
 
 def reap() -> dict[int, int]:
     """{pid: status} of children that have ended."""
-    found = {}
+    statuses = {}
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return found
+            return statuses
         if pid == 0:
-            return found
-        found[pid] = os.waitstatus_to_exitcode(status)
+            return statuses
+        statuses[pid] = os.waitstatus_to_exitcode(status)
 
 
 def main(command: list[str]) -> int:
     """Status of the command; 128 + N where signal N ended it."""
-    wanted_by = os.getppid()
+    owner = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the pipe alone says when it is over
     prctl(SUBREAPER, 1)
@@ -82,7 +82,7 @@ def main(command: list[str]) -> int:
     grace, end, status = GRACE_SECONDS, None, None
     while status is None:
         if end is None:
-            over = os.getppid() != wanted_by
+            over = os.getppid() != owner
             if not over and select.select([0], [], [], LOOK_SECONDS)[0]:
                 text = os.read(0, 4096).decode("ascii", "replace").strip()
                 grace = float(text.split()[-1]) if text else grace
@@ -95,8 +95,8 @@ def main(command: list[str]) -> int:
             if time.monotonic() > end:
                 send(list_children(os.getpid()), signal.SIGKILL)
         status = reap().get(child)
-    while left := list_children(os.getpid()):
-        send(left, signal.SIGKILL)
+    while survivors := list_children(os.getpid()):
+        send(survivors, signal.SIGKILL)
         time.sleep(0.02)
         reap()
     return status if status >= 0 else 128 - status

@@ -67,13 +67,13 @@ def split_axes(
     all: an odd vocabulary or one row on four devices costs memory, never a refusal.
     """
     assert len(names) == len(shape), f"{names} names {len(names)} dims of an array {tuple(shape)}"
-    found = []
+    dims = []
     for name, size in zip(names, shape, strict=True):
         axes = () if name is None else mesh_axes(name, mesh)
         while size % count_ways(axes, mesh):
             axes = axes[:-1]
-        found.append(axes)
-    return found
+        dims.append(axes)
+    return dims
 
 
 def fit(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:

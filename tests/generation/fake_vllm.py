@@ -28,7 +28,7 @@ class Shelf(WeightReceiver):
     """Refuses weights, or does not answer, when its server is told so."""
 
     def __init__(self, fake: "FakeVllm"):
-        super().__init__(fake.open_lent)
+        super().__init__(fake.open_ipc_memory)
         self.fake = fake
 
     def answer(self, header, payload):
@@ -48,10 +48,10 @@ class FakeVllm:
         scale_out=True,
         processed=True,
         version=None,
-        open_lent=None,
+        open_ipc_memory=None,
         port=0,
     ):
-        self.held, self.open_lent = tensors or {}, open_lent
+        self.held, self.open_ipc_memory = tensors or {}, open_ipc_memory
         self.world_size, self.scale_out, self.processed = world_size, scale_out, processed
         self.vllm_version = version or "0.32.0"
         self.script: deque = deque()

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     from tests.generation.far_toy import OPENER, rules, settings
     from tests.generation.test_generation_ray import Nodes
 
-    ray_cluster.GONE_SECONDS, ray_cluster.LOOK_SECONDS = 2.0, 0.5
+    ray_cluster.GONE_SECONDS, ray_cluster.POLL_SECONDS = 2.0, 0.5
     nodes = Nodes(others=0)
     nodes.config = nodes.config.model_copy(update={"worker_cpus": 1})
     try:

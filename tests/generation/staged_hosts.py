@@ -42,11 +42,11 @@ class Worker:
             self.link = WorkerLink(here, {"serves": serves})
         self.there = there
         threading.Thread(target=self.shelf.listen, args=(there,), daemon=True).start()
-        self.link.host, self.link.own_host = self.host, "trainer"
+        self.link.host, self.link.local_host = self.host, "trainer"
 
-    def commit(self, edition: WeightVersion) -> None:
-        self.shelf.commit(edition.version, lambda tensors: None)
-        self.link.held = (edition.version, edition.checksum)
+    def commit(self, weights: WeightVersion) -> None:
+        self.shelf.commit(weights.version, lambda tensors: None)
+        self.link.served = (weights.version, weights.checksum)
 
 
 class Trainer:
@@ -79,15 +79,15 @@ class Trainer:
         self.staging.relays.begin(version, self.hosts)
         return self.newest
 
-    def bring(self, workers: list[Worker], seconds: float = 10.0) -> float:
+    def push_weights(self, workers: list[Worker], seconds: float = 10.0) -> float:
         """Stage the newest on all of them at once, as so many servers, and commit; bytes sent."""
         self.counted.clear()
-        edition, errors = self.newest, []
+        weights, errors = self.newest, []
 
         def one(worker: Worker) -> None:
             try:
                 own = self.image.segment
-                self.staging.stage([worker.link], edition, own, Deadline(seconds))
+                self.staging.stage([worker.link], weights, own, Deadline(seconds))
             except ServerGone as error:
                 errors.append(error)
 
@@ -99,7 +99,7 @@ class Trainer:
         if errors:
             raise errors[0]
         for worker in workers:
-            worker.commit(edition)
+            worker.commit(weights)
             for name, array in self.params.items():
                 kept = worker.shelf.tensors[name].bits.view(np.float32)
                 np.testing.assert_array_equal(kept, array.ravel())

@@ -46,7 +46,7 @@ class Pool:
     def table(self):
         return self.epoch, {"version": self.version}
 
-    def hear(self, reports):
+    def apply_reports(self, reports):
         self.heard += reports
 
     def publish(self, version):
@@ -261,10 +261,10 @@ def test_what_cannot_be_opened_ends_the_start(cluster):
 def test_a_lost_cluster_ends_the_run(cluster):
     producer = cluster.join(worker={"holds": range(30)})
 
-    def lose():
+    def report_ended():
         cluster.service.error = RunStopped("Ray cluster lost")
 
-    threading.Timer(0.05, lose).start()
+    threading.Timer(0.05, report_ended).start()
     with pytest.raises(RunStopped, match="Ray cluster lost"):
         producer.next_slots(1)
 

@@ -122,7 +122,8 @@ class Setting:
     def __init__(self, count=1, world_size=1):
         self.trainer, self.worker = HostCuda(), HostCuda()
         self.fakes = [
-            FakeVllm(tensors=HELD, world_size=world_size, open_lent=self.open) for _ in range(count)
+            FakeVllm(tensors=HELD, world_size=world_size, open_ipc_memory=self.open)
+            for _ in range(count)
         ]
         self.refuses_rank: int | None = None
         self._asked = 0
@@ -193,7 +194,7 @@ def test_what_does_not_work_goes_through_the_host(case):
     setting = Setting(count=2, world_size=2)
     if case == "no GPU":
         for shelf in setting.fakes[0].shelves:
-            shelf.open_lent = None
+            shelf.open_ipc_memory = None
     elif case == "one rank":
         setting.refuses_rank = 3
     elif case == "open":
@@ -242,7 +243,7 @@ def test_a_server_elsewhere_sends_all_through_the_host(monkeypatch):
     with setting.publish() as (_, publisher):
         publisher.publish(0, place(draw_params()))
         for link in publisher.links.wait_for(setting.fakes[0].url, 1, 1.0):
-            link.own_host = "elsewhere"
+            link.local_host = "elsewhere"
         publisher.publish(1, place(draw_params(1)))
         assert_holds(setting.fakes[0], draw_params(1))
         assert "a server is on another host (127.0.0.1)" in setting.said[0]

@@ -24,7 +24,7 @@ def ask(far, sender, count=1, between=None):
     async def talk():
         while True:
             far.update(json.loads(json.dumps(sender.table()[1])))
-            sender.hear(far.reports())
+            sender.apply_reports(far.reports())
             if between is not None:
                 between()
             await asyncio.sleep(0.01)
@@ -55,7 +55,7 @@ def test_a_worker_asks_the_servers_of_the_table():
         assert min(fake.answered for fake in fakes) > 2
         # The next version reaches one server: the worker asks the other no more.
         servers.begin_publish(1)
-        servers.bring(servers.all[0])
+        servers.push_weights(servers.all[0])
         assert sender.table()[0] > epoch
         before = [fake.answered for fake in fakes]
         assert {v for answer in ask(far, sender, 6) for v in answer.versions} == {1}
@@ -95,15 +95,15 @@ def test_requests_of_workers_count_where_servers_are_watched():
         server = servers.all[0]
         far, sender = make_worker(engine)
         ask(far, sender, 3, between=lambda: seen.add(server.in_flight))
-        sender.hear(far.reports())
+        sender.apply_reports(far.reports())
         assert max(seen) == 3 and server.in_flight == 0
         # Draining, it is let go of once no worker waits for it any more.
         far.pool.all[0].in_flight = 1
-        sender.hear(far.reports())
+        sender.apply_reports(far.reports())
         servers.leave(server, "listed no more")
         assert not servers.end_drain(server)
         far.pool.all[0].in_flight = 0
-        sender.hear(far.reports())
+        sender.apply_reports(far.reports())
         end = time.monotonic() + 10
         while server.state != "gone" and time.monotonic() < end:
             time.sleep(0.01)

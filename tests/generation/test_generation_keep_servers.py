@@ -13,7 +13,7 @@ from jaxtrain.config.vllm import VllmConfig, find_eval_server_conflicts
 from jaxtrain.generation.engine import KeepLost, KeepsVersions
 from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.generation.vllm.servers import Servers, describe
-from jaxtrain.generation.weight_sync.delivery import bring_to_all
+from jaxtrain.generation.weight_sync.delivery import push_to_all
 
 DRAW = SamplingConfig(temperature=1.0, max_new_tokens=8)
 
@@ -29,11 +29,11 @@ class Fleet:
         self.engine = VllmEngine(self.servers, adapters=False, first_pause=0.01)
         self.brought: list[tuple[int, int]] = []
         """(server, version)"""
-        self.servers.bring = self.bring
+        self.servers.push_weights = self.push_weights
         self.servers.open()
         self.publish(0)
 
-    def bring(self, server):
+    def push_weights(self, server):
         version = max(self.servers.version, 0)
         place = [fake.url for fake in self.fakes].index(server.url)
         self.brought.append((place, version))
@@ -42,7 +42,7 @@ class Fleet:
 
     def publish(self, version):
         self.servers.begin_publish(version)
-        bring_to_all(self.servers, self.bring, version)
+        push_to_all(self.servers, self.push_weights, version)
         self.servers.publishing = False
 
     def place(self, server):
@@ -100,7 +100,7 @@ def in_thread(work):
 def test_an_evaluation_is_of_one_version_and_training_of_the_newest(fleets):
     fleet = fleets(2)
     kept = fleet.engine.keep()
-    (server,) = kept.kept.servers
+    (server,) = kept.kept_servers.servers
     mine, other = fleet.place(server), 1 - fleet.place(server)
     fleet.fakes[mine].token_seconds = 0.05
     thread, found = in_thread(lambda: ask(kept, 4))
@@ -126,7 +126,7 @@ def test_an_evaluation_begun_while_weights_are_on_the_way_waits_for_them(fleets)
     fleet.servers.begin_publish(1)
     kept = fleet.engine.keep()
     thread, found = in_thread(lambda: ask(kept, 1))
-    bring_to_all(fleet.servers, fleet.bring, 1)
+    push_to_all(fleet.servers, fleet.push_weights, 1)
     fleet.servers.publishing = False
     fleet.publish(2)
     thread.join()
@@ -136,8 +136,8 @@ def test_an_evaluation_begun_while_weights_are_on_the_way_waits_for_them(fleets)
 def test_the_death_of_a_server_moves_an_evaluation_of_the_last_one_ends_it(fleets):
     fleet = fleets(4, eval_servers=2)
     kept = fleet.engine.keep()
-    first, second = (fleet.fakes[fleet.place(server)] for server in kept.kept.servers)
-    assert describe(kept.kept.servers[0])["why"] == "keeps version 0 for an evaluation"
+    first, second = (fleet.fakes[fleet.place(server)] for server in kept.kept_servers.servers)
+    assert describe(kept.kept_servers.servers[0])["why"] == "keeps version 0 for an evaluation"
     first.token_seconds = 60.0
     thread, found = in_thread(lambda: ask(kept, 6))
     wait_until(lambda: first.drawn > 0)
@@ -153,14 +153,14 @@ def test_the_death_of_a_server_moves_an_evaluation_of_the_last_one_ends_it(fleet
     assert isinstance(found[0], KeepLost) and second.url in str(found[0])
     kept.release()
     again = fleet.engine.keep()
-    assert len(again.kept.servers) == 1, "one of the two that are left trains"
+    assert len(again.kept_servers.servers) == 1, "one of the two that are left trains"
     assert versions(ask(again, 2)) == {1} == versions(ask(fleet.engine, 2))
 
 
 def test_where_all_others_are_gone_training_gets_the_kept_one(fleets):
     fleet = fleets(2)
     kept = fleet.engine.keep()
-    (server,) = kept.kept.servers
+    (server,) = kept.kept_servers.servers
     other = fleet.fakes[1 - fleet.place(server)]
     other.kill()
     wait_until(lambda: sum(one.state == "up" for one in fleet.servers.all) == 1)
@@ -178,7 +178,7 @@ def test_servers_can_be_named(fleets):
     )
     assert isinstance(fleet.engine, KeepsVersions)
     kept = fleet.engine.keep()
-    assert [server.url for server in kept.kept.servers] == [fleet.fakes[2].url]
+    assert [server.url for server in kept.kept_servers.servers] == [fleet.fakes[2].url]
     assert fleet.engine.keep() is None, "it keeps one already"
 
 

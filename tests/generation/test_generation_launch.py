@@ -189,7 +189,7 @@ def test_three_restarts_in_ten_minutes_then_the_run_goes_on_without(tmp_path):
     def fail(server, seconds):
         now[0] += seconds
         server.process.status = 9
-        launcher.look(lambda *what: lost.append(what), failed.append)
+        launcher.inspect(lambda *what: lost.append(what), failed.append)
 
     for _ in range(3):
         fail(servers[0], 201)
@@ -199,7 +199,7 @@ def test_three_restarts_in_ten_minutes_then_the_run_goes_on_without(tmp_path):
     assert servers[0].given_up and "ended 4 times within 10 minutes" in said[-1]
     assert lost[-1] == ("http://a:0", f"its process ended with status 9; {tmp_path}/0.log")
     assert [one.url for one in launcher.poll()] == ["http://a:0", "http://a:1"]
-    launcher.look(lambda *what: lost.append(what), failed.append)
+    launcher.inspect(lambda *what: lost.append(what), failed.append)
     assert len(lost) == 5 and not failed
     for _ in range(4):
         fail(servers[1], 1)
@@ -241,11 +241,11 @@ def test_a_killed_server_comes_back_with_the_newest_weights(tmp_path):
         draw = SamplingConfig(max_new_tokens=8)
         servers = Servers(config.rollout.vllm, draw, said.append, None, [launcher])
         stack.callback(servers.close)
-        servers.bring = lambda server: servers.mark_up(server, 0)
+        servers.push_weights = lambda server: servers.mark_up(server, 0)
         servers.open()
         [server] = servers.all
         servers.mark_up(server, 0)
-        launcher.watch(servers.lose, servers.fail)
+        launcher.watch(servers.report_ended, servers.fail)
         [one] = launcher.servers
         first = one.process._process.pid
         assert (folder / "0.json").exists() and key not in one.log.read_text()

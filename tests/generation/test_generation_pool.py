@@ -99,7 +99,7 @@ def simulate(episodes, churn, **settings):
     engine = Simulated(servers, dice, group_size=GROUP)
     found = defaultdict(list)
 
-    def bring(server):
+    def push_weights(server):
         server.model = "base"
         servers.mark_up(server, servers.version)
 
@@ -115,7 +115,7 @@ def simulate(episodes, churn, **settings):
             for server in servers.all:
                 servers.end_drain(server)
                 if server.state in ("new", "down") and server.url not in engine.dead:
-                    bring(server)
+                    push_weights(server)
             if not churn:
                 continue
             match dice.randrange(8):
@@ -137,13 +137,13 @@ def simulate(episodes, churn, **settings):
                     for server in servers.up():
                         await asyncio.sleep(0.01)
                         if server.state == "up":
-                            bring(server)
+                            push_weights(server)
                     servers.publishing = False
 
     async def run():
         servers.version = 0
         for server in servers.all:
-            bring(server)
+            push_weights(server)
         changing = asyncio.ensure_future(change())
         try:
             await asyncio.gather(*(play(index) for index in range(episodes)))
@@ -191,27 +191,27 @@ def test_a_group_stays_at_one_server_and_work_is_fair(concurrency):
 
 def test_what_is_full_is_passed_over_and_weights_count():
     two = [CandidateServer("a", 1.0, 0.0), CandidateServer("b", 1.0, 0.0)]
-    chosen = [choose(session, two).place for session in range(1000)]
-    assert 430 < sum(chosen) < 570 and chosen == [choose(s, two).place for s in range(1000)]
+    chosen = [choose(session, two).index for session in range(1000)]
+    assert 430 < sum(chosen) < 570 and chosen == [choose(s, two).index for s in range(1000)]
     heavy = [two[0], CandidateServer("b", 3.0, 0.0)]
-    assert 700 < sum(choose(session, heavy).place for session in range(1000)) < 800
+    assert 700 < sum(choose(session, heavy).index for session in range(1000)) < 800
     # A third server takes its own share and moves nobody else.
     three = [*two, CandidateServer("c", 1.0, 0.0)]
-    moved = [choose(session, three).place for session in range(1000)]
+    moved = [choose(session, three).index for session in range(1000)]
     assert all(new in (old, 2) for old, new in zip(chosen, moved, strict=True))
     busy = [CandidateServer("a", 1.0, 33.0), CandidateServer("b", 1.0, 0.0)]
-    assert {choose(session, busy).place for session in range(50)} == {1}
+    assert {choose(session, busy).index for session in range(50)} == {1}
     full = [CandidateServer("a", 1.0, 1.0, 1.0), CandidateServer("b", 1.0, 4.0, 4.0)]
     assert choose(1, full) is None
     assert weigh([None, 2.0, 6.0]) == [1.0, 0.5, 1.5] and weigh([None, None]) == [1.0, 1.0]
 
 
 def test_a_servers_own_queue_bounds_what_it_gets():
-    told = {"running": 10.0, "waiting": 2.0, "ranks": 1, "age": 1.0, "own": 12.0}
+    told = {"running": 10.0, "waiting": 2.0, "ranks": 1, "age": 1.0, "in_flight": 12.0}
     assert limit_load(100, **told) == 14
     assert limit_load(100, **told | {"waiting": 0.0}) == 158
     assert limit_load(100, **told | {"waiting": 5.0}) == 12
-    assert limit_load(100, **told | {"waiting": 5.0, "own": 0.0}) == 1  # others keep it full
+    assert limit_load(100, **told | {"waiting": 5.0, "in_flight": 0.0}) == 1  # others keep it full
     assert limit_load(100, **told | {"ranks": 8, "waiting": 30.0}) == 42
     assert limit_load(100, **told | {"age": FRESH_SECONDS + 1}) == 158  # stale: it starves nobody
 

@@ -34,12 +34,12 @@ def spoil(workers: list[Worker], answer) -> None:
 def test_the_trainer_sends_a_version_to_a_few_hosts_and_these_pass_it_on():
     trainer, workers = open_fleet(12, fan_out=2)
     trainer.make()
-    assert trainer.bring(workers) == 2 * WHOLE
+    assert trainer.push_weights(workers) == 2 * WHOLE
     assert trainer.counted["sync/bytes"] == 12 * WHOLE
     assert trainer.counted["sync/relayed_bytes"] == 10 * WHOLE
     for place in (3, 200):
         trainer.make(place)
-        assert trainer.bring(workers[::-1]) == 2 * ONE
+        assert trainer.push_weights(workers[::-1]) == 2 * ONE
         assert trainer.counted["sync/relayed_bytes"] == 10 * ONE
     assert trainer.counted["sync/relay_failures"] == 0
 
@@ -48,7 +48,7 @@ def test_nobody_listens_where_the_trainer_sends_it_to_all():
     for hosts, fan_out in ((3, 3), (3, 0)):
         trainer, workers = open_fleet(hosts, fan_out)
         trainer.make()
-        assert trainer.bring(workers) == hosts * WHOLE
+        assert trainer.push_weights(workers) == hosts * WHOLE
         assert not listening(workers)
 
 
@@ -56,15 +56,15 @@ def test_who_missed_versions_or_is_new_gets_what_it_lacks():
     trainer, workers = open_fleet(4, fan_out=1)
     here, away, new = workers[:2], workers[2], workers[3]
     trainer.make()
-    trainer.bring([*here, away])
+    trainer.push_weights([*here, away])
     for place in (1, 2):
         trainer.make(place)
-        trainer.bring(here)
+        trainer.push_weights(here)
     trainer.make(3)
-    assert trainer.bring(here) == ONE == trainer.counted["sync/relayed_bytes"]
-    assert trainer.bring([away]) == 3 * ONE, "which nobody else was sent"
+    assert trainer.push_weights(here) == ONE == trainer.counted["sync/relayed_bytes"]
+    assert trainer.push_weights([away]) == 3 * ONE, "which nobody else was sent"
     assert trainer.counted["sync/chains"] == 1
-    assert trainer.bring([new]) == 0, "whole, from a host that was sent changes"
+    assert trainer.push_weights([new]) == 0, "whole, from a host that was sent changes"
     assert trainer.counted["sync/relayed_bytes"] == WHOLE
 
 
@@ -87,20 +87,20 @@ def test_who_gets_nothing_from_a_host_gets_it_from_the_trainer(answer):
     trainer, workers = open_fleet(6, fan_out=2)
     spoil(workers, answer)
     trainer.make()
-    assert trainer.bring(workers) == 6 * WHOLE
+    assert trainer.push_weights(workers) == 6 * WHOLE
     assert 1 <= trainer.counted["sync/relay_failures"] <= 4 * relays.FAILURES
     trainer.make(7)
-    assert trainer.bring(workers) == 6 * ONE, "a delta that failed leaves its base as it was"
+    assert trainer.push_weights(workers) == 6 * ONE, "a delta that failed leaves its base as it was"
 
 
 def test_a_host_that_is_gone_is_asked_no_more():
     """Two have it and the one dies: the others get it from the one that is left."""
     trainer, workers = open_fleet(5, fan_out=2)
     trainer.make()
-    trainer.bring(workers[:2])
+    trainer.push_weights(workers[:2])
     workers[0].there.shutdown(socket.SHUT_RDWR)
     workers[0].link.close()
-    assert trainer.bring(workers[2:]) == 0
+    assert trainer.push_weights(workers[2:]) == 0
 
 
 def test_a_slow_host_holds_nobody_up(monkeypatch):
@@ -110,7 +110,7 @@ def test_a_slow_host_holds_nobody_up(monkeypatch):
     spoil(workers, lambda connection, request: over.wait(10))
     trainer.make()
     started = time.monotonic()
-    assert trainer.bring(workers) == 4 * WHOLE
+    assert trainer.push_weights(workers) == 4 * WHOLE
     assert time.monotonic() - started < 4
     over.set()
 
@@ -126,7 +126,7 @@ def test_first_hosts_that_hang_keep_the_others_waiting_no_longer_than_they_may()
 
     def first() -> None:
         try:
-            trainer.bring(workers[:2], seconds=1.5)
+            trainer.push_weights(workers[:2], seconds=1.5)
         except ServerGone as error:
             errors.append(str(error))
 
@@ -134,7 +134,7 @@ def test_first_hosts_that_hang_keep_the_others_waiting_no_longer_than_they_may()
     thread.start()
     while trainer.staging.relays._direct < 2:
         time.sleep(0.01)
-    trainer.bring(workers[2:], seconds=0.9)
+    trainer.push_weights(workers[2:], seconds=0.9)
     assert [worker.shelf.version for worker in workers[2:]] == [0, 0]
     thread.join()
     over.set()
@@ -145,7 +145,7 @@ def test_first_hosts_that_hang_keep_the_others_waiting_no_longer_than_they_may()
 def test_a_host_answers_who_knows_the_token_and_only_what_it_has():
     trainer, workers = open_fleet(2, fan_out=1)
     trainer.make()
-    trainer.bring(workers)
+    trainer.push_weights(workers)
     gate = listening(workers)[0].shelf._gate
     assert {one.getsockname()[0] for one in gate.listeners} == {"127.0.0.1"}
     place, room = ("127.0.0.1", gate.port), np.empty(WHOLE, np.uint8)
@@ -162,7 +162,7 @@ def test_a_host_answers_who_knows_the_token_and_only_what_it_has():
             place, b"token", name, np.empty(WHOLE + 1, np.uint8).data, streams=1, seconds=5
         )
     trainer.make(1)
-    trainer.bring(workers)
+    trainer.push_weights(workers)
     assert name not in listening(workers)[0].shelf._offers._parts, "it is another version by now"
     for worker in workers:
         worker.link.close()
@@ -185,16 +185,18 @@ def test_several_streams_bring_the_same_bytes_and_one_does_where_they_cannot(mon
             answer(connection, request),
         )
         trainer.make()
-        assert trainer.bring(workers) == 2 * WHOLE
+        assert trainer.push_weights(workers) == 2 * WHOLE
         assert sorted(set(asked)) == [(WHOLE * i // 4, WHOLE * (i + 1) // 4) for i in range(4)]
         assert len(asked) == 8
         trainer.make(5)
-        assert trainer.bring(workers) == 2 * ONE and len(asked) == 8, "too few for more than one"
+        assert trainer.push_weights(workers) == 2 * ONE and len(asked) == 8, (
+            "too few for more than one"
+        )
         links.offers.answer = hang_up
         trainer.newest = None  # everything again
         trainer.make()
-        trainer.bring(workers)
-        assert not any(worker.link.streams for worker in workers)
+        trainer.push_weights(workers)
+        assert not any(worker.link.can_fetch for worker in workers)
     finally:
         links.close()
 

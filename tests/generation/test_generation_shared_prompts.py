@@ -26,10 +26,10 @@ class Watched:
     def __call__(self, q, k, v, layer, *rest, leader=None, shared=None, **options):
         if leader is not None:
             scales = [options[n][0] for n in ("k_scale", "v_scale") if options.get(n) is not None]
-            jax.debug.callback(self.look, leader, shared, k[0], v[0], *scales)
+            jax.debug.callback(self.inspect, leader, shared, k[0], v[0], *scales)
         return self.op(q, k, v, layer, *rest, leader=leader, shared=shared, **options)
 
-    def look(self, leader, shared, *kept):
+    def inspect(self, leader, shared, *kept):
         leader, shared, *kept = map(np.asarray, (leader, shared, *kept))
         B = len(leader)
         assert (leader < B).all(), "a jax array would take the last row for one beyond it"

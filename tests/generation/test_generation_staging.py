@@ -16,16 +16,18 @@ def test_a_host_is_sent_a_version_once_whatever_runs_there():
     trainer = Trainer()
     workers = [Worker(host) for host in ("x", "x", "x", "y")]
     trainer.make()
-    assert trainer.bring(workers) == 2 * WHOLE
+    assert trainer.push_weights(workers) == 2 * WHOLE
     assert trainer.counted["sync/bytes"] == 4 * WHOLE
     for place in (3, 200):
         trainer.make(place)
-        assert trainer.bring(workers[::-1]) == 2 * ONE, "who was sent the last is sent the delta"
+        assert trainer.push_weights(workers[::-1]) == 2 * ONE, (
+            "who was sent the last is sent the delta"
+        )
 
 
 def test_workers_of_one_server_are_sent_it_side_by_side():
     trainer, workers = Trainer(), [Worker(host) for host in "xyz"]
-    edition = trainer.make()
+    weights = trainer.make()
     meeting = threading.Barrier(3, timeout=10)
     for worker in workers:
         answer = worker.shelf.answer
@@ -36,9 +38,9 @@ def test_workers_of_one_server_are_sent_it_side_by_side():
 
         worker.shelf.answer = together
     links = [worker.link for worker in workers]
-    trainer.staging.stage(links, edition, trainer.image.segment, Deadline(10))
+    trainer.staging.stage(links, weights, trainer.image.segment, Deadline(10))
     for worker in workers:
-        worker.commit(edition)
+        worker.commit(weights)
 
 
 def test_who_cannot_read_anothers_memory_is_sent_its_own(monkeypatch):
@@ -49,16 +51,16 @@ def test_who_cannot_read_anothers_memory_is_sent_its_own(monkeypatch):
 
     monkeypatch.setattr(shelves.SharedMemorySegment, "attach", refuse)
     trainer.make()
-    assert trainer.bring(workers) == 2 * WHOLE
+    assert trainer.push_weights(workers) == 2 * WHOLE
     trainer.make(7)
-    assert trainer.bring(workers) == 2 * ONE
-    assert sum(worker.link.shares for worker in workers) == 1, "one was sent it and never asked"
+    assert trainer.push_weights(workers) == 2 * ONE
+    assert sum(worker.link.can_share for worker in workers) == 1, "one was sent it and never asked"
 
 
 def test_another_takes_over_where_the_one_that_was_sent_it_is_gone():
     trainer, workers = Trainer(), [Worker("x") for _ in range(3)]
     trainer.make()
-    trainer.bring(workers)
+    trainer.push_weights(workers)
     owner = trainer.staging._hosts["x"].owner
     gone = next(worker for worker in workers if worker.link is owner)
     gone.there.close()
@@ -66,10 +68,10 @@ def test_another_takes_over_where_the_one_that_was_sent_it_is_gone():
     left = [worker for worker in workers if worker is not gone]
     trainer.make(5)
     started = time.monotonic()
-    assert trainer.bring(left) == WHOLE, "the others had no base of their own"
+    assert trainer.push_weights(left) == WHOLE, "the others had no base of their own"
     assert time.monotonic() - started < 5
     trainer.make(6)
-    assert trainer.bring(left) == ONE
+    assert trainer.push_weights(left) == ONE
 
 
 def test_a_worker_that_hangs_holds_up_its_host_no_longer_than_it_may():
@@ -79,7 +81,7 @@ def test_a_worker_that_hangs_holds_up_its_host_no_longer_than_it_may():
         worker.shelf.answer = lambda header, payload: over.wait(10) and {}
     started = time.monotonic()
     with pytest.raises(ServerGone, match=r"took longer|in time"):
-        trainer.bring(workers, seconds=0.3)
+        trainer.push_weights(workers, seconds=0.3)
     assert time.monotonic() - started < 3
     over.set()
 
@@ -87,25 +89,25 @@ def test_a_worker_that_hangs_holds_up_its_host_no_longer_than_it_may():
 def test_who_missed_some_versions_is_sent_all_their_changes_at_once():
     trainer, away, here = Trainer(), Worker("x"), Worker("y")
     trainer.make()
-    trainer.bring([away, here])
+    trainer.push_weights([away, here])
     for place in (1, 2, 2, 300):
         trainer.make(place)
-        trainer.bring([here])
+        trainer.push_weights([here])
     away.connect()  # the process is the same, the link is new
-    assert away.link.held == (0, away.shelf.checksum)
-    assert trainer.bring([away]) == 3 * ONE and trainer.counted["sync/chains"] == 1
+    assert away.link.served == (0, away.shelf.checksum)
+    assert trainer.push_weights([away]) == 3 * ONE and trainer.counted["sync/chains"] == 1
     trainer.make(9)
-    assert trainer.bring([away, here]) == 2 * ONE
+    assert trainer.push_weights([away, here]) == 2 * ONE
 
 
 def test_a_chain_ends_where_it_is_too_long_or_another_trainer_begins():
     trainer, away, here = Trainer(), Worker("x"), Worker("y")
     trainer.make()
-    trainer.bring([away, here])
+    trainer.push_weights([away, here])
     for place in range(KEPT_DELTAS + 1):
         trainer.make(place)
-        trainer.bring([here])
-    assert trainer.bring([away]) == WHOLE
+        trainer.push_weights([here])
+    assert trainer.push_weights([away]) == WHOLE
     assert away.shelf.begin("token") == [KEPT_DELTAS + 1, away.shelf.checksum]
     assert away.shelf.begin("of another trainer") is None and away.shelf.version == -1
     with contextlib.suppress(OSError):

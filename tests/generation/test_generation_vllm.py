@@ -32,17 +32,17 @@ def opened(fakes, sampling=DRAW, ready=True, **settings):
     config = VllmConfig(servers=[fake.url for fake in fakes], **{**defaults, **settings})
     servers = Servers(config, sampling, said.append)
 
-    def bring(server):
+    def push_weights(server):
         fake = next(fake for fake in fakes if fake.url == server.url)
         fake.label = servers.label(max(servers.version, 0))
         servers.mark_up(server, max(servers.version, 0))
 
-    servers.bring = bring
+    servers.push_weights = push_weights
     try:
         servers.open()
         if ready:
             for server in servers.all:
-                bring(server)
+                push_weights(server)
         yield VllmEngine(servers, adapters=False, first_pause=0.01), servers, said
     finally:
         servers.close()
@@ -94,14 +94,14 @@ def test_work_is_shared_and_bounded():
     with opened(fakes, concurrency=6) as (engine, servers, _):
         most = 0
 
-        def look():
+        def inspect():
             nonlocal most
             while not done.is_set():
                 most = max(most, sum(server.in_flight for server in servers.all))
                 time.sleep(0.002)
 
         done = threading.Event()
-        watcher = threading.Thread(target=look)
+        watcher = threading.Thread(target=inspect)
         watcher.start()
         answers = ask(engine, 24)
         done.set()

@@ -150,7 +150,7 @@ def test_an_evaluation_keeps_its_version_while_training_goes_on(replicas, tmp_pa
             assert worst(engine, rebuild, params, config, version) < CLOSE
         assert worst(kept, rebuild, open_params(parts, 0), config, 0) < CLOSE
         kept.release()
-        (server,) = kept.kept.servers
+        (server,) = kept.kept_servers.servers
         end = time.monotonic() + 60
         while server.version < 2 and time.monotonic() < end:
             time.sleep(0.1)
@@ -166,7 +166,7 @@ def test_one_server_passes_weights_on_to_the_other(replicas, tmp_path, monkeypat
     class Far(weight_links.WorkerLink):
         def __init__(self, connection, hello):
             super().__init__(connection, hello)
-            self.host, self.own_host = hello["server"], "elsewhere"
+            self.host, self.local_host = hello["server"], "elsewhere"
 
     monkeypatch.setattr(weight_links, "WorkerLink", Far)
     monkeypatch.setattr(staging, "STREAM_BYTES", 1)

@@ -3,13 +3,12 @@
 import json
 import time
 
-from jaxtrain.generation.vllm import servers
 from jaxtrain.generation.vllm.pool import VllmServer
 from jaxtrain.generation.vllm.servers import Listing
 
 
 def test_the_file_follows_the_servers(tmp_path, monkeypatch):
-    monkeypatch.setattr(listing, "SECONDS", 0.01)
+    monkeypatch.setattr("jaxtrain.generation.vllm.servers.LISTING_SECONDS", 0.01)
     path = tmp_path / "servers.json"
     servers = [VllmServer("http://me:hunter2@gpu7:8000", why="not asked yet", since=5.0)]
 

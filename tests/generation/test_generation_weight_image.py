@@ -231,7 +231,7 @@ def test_workers_elsewhere_are_sent_bytes_once_a_server(monkeypatch):
     class Far(weight_links.WorkerLink):
         def __init__(self, *arguments):
             super().__init__(*arguments)
-            self.own_host = "elsewhere"
+            self.local_host = "elsewhere"
 
     monkeypatch.setattr(weight_links, "WorkerLink", Far)
     fake = FakeVllm(tensors=HELD, world_size=3)
@@ -251,7 +251,7 @@ def test_hosts_pass_weights_on_to_each_other(monkeypatch):
     class Far(weight_links.WorkerLink):
         def __init__(self, connection, hello):
             super().__init__(connection, hello)
-            self.host, self.own_host = hello["server"], "elsewhere"
+            self.host, self.local_host = hello["server"], "elsewhere"
 
     monkeypatch.setattr(weight_links, "WorkerLink", Far)
     fakes = [FakeVllm(tensors=HELD) for _ in range(3)]

@@ -72,17 +72,17 @@ def unmask_block(
 
     def read_all(tokens_BC):
         cache = model.init_cache(B, C)
-        found = model.decode(tokens_BC, cache, block.end, both_sides=True)
+        decoded = model.decode(tokens_BC, cache, block.end, both_sides=True)
         index_BW = jnp.minimum(first_B[:, None] + offset_W, C - 1)
-        return jnp.take_along_axis(found.hidden, index_BW[:, :, None], axis=1), found.cache
+        return jnp.take_along_axis(decoded.hidden, index_BW[:, :, None], axis=1), decoded.cache
 
     def read_block(tokens_BC, cache):
         T = W + int(how.shift)
         index_BT = jnp.minimum(first_B[:, None] + jnp.arange(T, dtype=jnp.int32), C - 1)
         new_BT = jnp.take_along_axis(tokens_BC, index_BT, axis=1)
         cache = cache._replace(length=first_B)
-        found = model.decode(new_BT, cache, block.end - first_B, both_sides=True)
-        return found.hidden[:, :W], found.cache
+        decoded = model.decode(new_BT, cache, block.end - first_B, both_sides=True)
+        return decoded.hidden[:, :W], decoded.cache
 
     def keep_some(state: UnmaskState, hidden_BWD) -> UnmaskState:
         tokens_BW = jnp.take_along_axis(state.tokens, jnp.minimum(place_BW, C - 1), axis=1)
@@ -119,10 +119,10 @@ def unmask_block(
             hidden_BWD, cache = read_block(state.tokens, cache)
             return keep_some(state, hidden_BWD), cache
 
-        last, _ = jax.lax.while_loop(lambda carry: carry[0].more, next_pass, (start, cache))
+        last, _ = jax.lax.while_loop(lambda carry: carry[0].unfinished, next_pass, (start, cache))
     else:
         last = jax.lax.while_loop(
-            lambda state: state.more,
+            lambda state: state.unfinished,
             lambda state: keep_some(state, read_all(state.tokens)[0]),
             start,
         )
@@ -138,7 +138,7 @@ class UnmaskState(NamedTuple):
     """int32 [B, C]."""
     logprob: jax.Array
     """float32 [B, W]."""
-    more: jax.Array
+    unfinished: jax.Array
     """Whether any mask is left."""
 
 
@@ -160,8 +160,10 @@ def guess_row(model: Any, hidden_WD, key, place_W, temperature, step, how: Unmas
     cold = temperature <= 0
     logits_WV = logits_WV / jnp.where(cold, 1.0, temperature)
     step_key = jax.random.fold_in(key, step)
-    keys_W = jax.vmap(lambda place: jax.random.fold_in(step_key, place))(place_W)
-    noise_WV = jax.vmap(lambda one: jax.random.gumbel(one, logits_WV.shape[-1:]))(keys_W)
+    keys_W = jax.vmap(lambda position: jax.random.fold_in(step_key, position))(place_W)
+    noise_WV = jax.vmap(lambda position_key: jax.random.gumbel(position_key, logits_WV.shape[-1:]))(
+        keys_W
+    )
     token_W = jnp.argmax(logits_WV + jnp.where(cold, 0.0, noise_WV), axis=-1).astype(jnp.int32)
     logp_WV = jax.nn.log_softmax(logits_WV)
     logp_W = jnp.take_along_axis(logp_WV, token_W[:, None], axis=1)[:, 0]
@@ -176,7 +178,7 @@ def guess_row(model: Any, hidden_WD, key, place_W, temperature, step, how: Unmas
             safe_WV = jnp.where(jnp.isfinite(logp_WV), logp_WV, 0.0)
             confidence_W = jnp.sum(jnp.exp(logp_WV) * safe_WV, axis=-1)
         case "random":
-            confidence_W = jax.vmap(lambda one: jax.random.uniform(jax.random.fold_in(one, 1)))(
-                keys_W
-            )
+            confidence_W = jax.vmap(
+                lambda position_key: jax.random.uniform(jax.random.fold_in(position_key, 1))
+            )(keys_W)
     return BlockGuess(token_W, probability_W, confidence_W)

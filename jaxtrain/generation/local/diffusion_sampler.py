@@ -82,20 +82,20 @@ class UnmaskingSampler(Requests):
 
     def step(self) -> list[Request]:
         """Fill a block of every answer under way; the requests that have ended."""
-        self._running = [one for one in self._running if not one.request.aborted]
+        self._running = [running for running in self._running if not running.request.aborted]
         model, version = self._weights
         while self._waiting and len(self._running) < self.max_batch:
             request = self._waiting.popleft()
             if not request.aborted:
                 request.versions = [version]
-                canvas = [*request.prompt, *[self.how.mask_id] * request.limit]
-                self._running.append(AnswerCanvas(request, canvas))
+                tokens = [*request.prompt, *[self.how.mask_id] * request.limit]
+                self._running.append(AnswerCanvas(request, tokens))
         if self._running:
             with self.on_mesh():
                 self._fill(self._unstack(model))
-        ended = [one for one in self._running if self._has_ended(one)]
-        self._running = [one for one in self._running if one not in ended]
-        return [one.request for one in ended]
+        ended = [running for running in self._running if self._has_ended(running)]
+        self._running = [running for running in self._running if running not in ended]
+        return [running.request for running in ended]
 
     def _unstack(self, model: Any) -> Any:
         if self._unstacked[0] is not model:
@@ -106,45 +106,45 @@ class UnmaskingSampler(Requests):
         """One block of every canvas."""
         running, how = self._running, self.how
         lengths = [
-            min(how.block_length or one.request.limit, one.request.limit - one.done)
-            for one in running
+            min(how.block_length or canvas.request.limit, canvas.request.limit - canvas.done)
+            for canvas in running
         ]
         B, W = bucket(len(running), 1), bucket(max(lengths), 8)
-        C = roomy(max(len(one.tokens) + W for one in running))
+        C = roomy(max(len(canvas.tokens) + W for canvas in running))
         tokens_BC = np.zeros((B, C), np.int32)
         columns = np.zeros((6, B), np.int64)
         temperature_B = np.zeros(B, np.float32)
-        for row, (one, length) in enumerate(zip(running, lengths, strict=True)):
-            sampling = one.request.sampling
-            tokens_BC[row, : len(one.tokens)] = one.tokens
+        for row, (canvas, length) in enumerate(zip(running, lengths, strict=True)):
+            sampling = canvas.request.sampling
+            tokens_BC[row, : len(canvas.tokens)] = canvas.tokens
             columns[:, row] = (
-                *(one.start, one.start + length, len(one.tokens)),
-                how.passes(length, one.request.limit),
-                *(sampling.seed, one.request.number),
+                *(canvas.start, canvas.start + length, len(canvas.tokens)),
+                how.passes(length, canvas.request.limit),
+                *(sampling.seed, canvas.request.number),
             )
             temperature_B[row] = sampling.temperature
         columns[0, len(running) :] = columns[1, len(running) :] = 1  # nothing to fill
         columns[2, len(running) :] = 1
         block = BlockCanvas(tokens_BC, *columns.astype(np.int32), temperature_B)
         found_BW, logprob_BW = map(np.asarray, unmask_block(model, block, W, how))
-        for row, (one, length) in enumerate(zip(running, lengths, strict=True)):
-            one.tokens[one.start : one.start + length] = found_BW[row, :length].tolist()
-            one.logprobs += logprob_BW[row, :length].tolist()
-            one.done += length
+        for row, (canvas, length) in enumerate(zip(running, lengths, strict=True)):
+            canvas.tokens[canvas.start : canvas.start + length] = found_BW[row, :length].tolist()
+            canvas.logprobs += logprob_BW[row, :length].tolist()
+            canvas.done += length
 
-    def _has_ended(self, one: AnswerCanvas) -> bool:
+    def _has_ended(self, canvas: AnswerCanvas) -> bool:
         """Whether an answer is whole; its request then has it."""
-        request = one.request
+        request = canvas.request
         first = len(request.prompt)
-        answer = one.tokens[first : first + one.done]
+        answer = canvas.tokens[first : first + canvas.done]
         ends = [index for index, token in enumerate(answer) if token in request.ends]
         if ends:
             answer, request.finish_reason = answer[: ends[0] + 1], "stop"
         cut = self._find_stop(answer, 0, request.sampling.stop)
         if cut is not None:
             answer, request.finish_reason = answer[:cut], "stop"
-        if one.done < request.limit and request.finish_reason != "stop":
+        if canvas.done < request.limit and request.finish_reason != "stop":
             return False
-        request.tokens, request.logprobs = answer, one.logprobs[: len(answer)]
+        request.tokens, request.logprobs = answer, canvas.logprobs[: len(answer)]
         request.versions = request.versions * len(answer)
         return True

@@ -51,11 +51,11 @@ def open_draft(name: str, target: ModelBundle, mesh: jax.sharding.Mesh, key: str
 def make_draft_copier(mesh: jax.sharding.Mesh) -> Callable[[ModelSnapshot], Params]:
     """What copies the weights of a draft that a run trains to the sampler's `mesh`: as
     `weights.Copier`, made when the first one comes."""
-    made: list[Copier] = []
+    copiers: list[Copier] = []
 
     def copy(draft: ModelSnapshot) -> Params:
-        if not made:
-            made.append(Copier(draft.roles.bundle, mesh))
-        return made[0](draft.params())
+        if not copiers:
+            copiers.append(Copier(draft.roles.bundle, mesh))
+        return copiers[0](draft.params())
 
     return copy

@@ -94,10 +94,10 @@ class LocalEngine:
 
     def counters(self) -> dict[str, float]:
         """What became of a draft's guesses since this was last asked; nothing without one."""
-        now = self.sampler.acceptance
-        if now is None:
+        total = self.sampler.acceptance
+        if total is None:
             return {}
-        new, self._counted = now.since(self._counted), now.since(None)
+        new, self._counted = total.since(self._counted), total.since(None)
         return new.metrics()
 
     async def _serve(self) -> None:
@@ -121,7 +121,7 @@ class LocalEngine:
                         future.set_exception(error)
                 self.sampler.drop_all()
                 return
-            for request in [one for one in self._unbegun if one.versions]:
+            for request in [started for started in self._unbegun if started.versions]:
                 self._unbegun.pop(request)(request.versions[0])
             for request in ended:
                 future = self._futures.pop(request, None)

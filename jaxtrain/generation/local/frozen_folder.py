@@ -82,7 +82,7 @@ class FolderSpeaker:
 
     def counters(self) -> dict[str, float]:
         """As frozen.Frozen.counters."""
-        return {f"{self.name}/{what}": float(count) for what, count in self._counted.items()}
+        return {f"{self.name}/{name}": float(count) for name, count in self._counted.items()}
 
     async def close(self) -> None:
         """End the engine's own thread; requests that wait fail."""
@@ -106,7 +106,11 @@ class FrozenFolder:
 
 def list_folders(config: Config) -> dict[str, PolicyConfig]:
     """Frozen policies that are folders, by name."""
-    return {name: one for name, one in config.policies.items() if one.path and not one.trained}
+    return {
+        name: section
+        for name, section in config.policies.items()
+        if section.path and not section.trained
+    }
 
 
 def assemble_folder(name: str, section: PolicyConfig, parts: ModelBundle) -> ModelBundle:
@@ -116,11 +120,11 @@ def assemble_folder(name: str, section: PolicyConfig, parts: ModelBundle) -> Mod
     assert section.path is not None, "it is a folder"
     folder = find_folder(section.path, weights=True, key=key)
     if (folder / "checkpoints").is_dir() or (folder / PEFT_CONFIG).is_file():
-        what, verb = "a run", "export"
+        kind, verb = "a run", "export"
         if (folder / PEFT_CONFIG).is_file():
-            what, verb = "an adapter", "merge"
+            kind, verb = "an adapter", "merge"
         raise UserError(
-            f"{key} {section.path!r} is {what}; name a model folder, such as what"
+            f"{key} {section.path!r} is {kind}; name a model folder, such as what"
             f" `jaxtrain {verb} {section.path} --output FOLDER` writes"
         )
     check_files(folder, key)
@@ -182,23 +186,23 @@ def open_folder(
     log: Callable[[str], None],
 ) -> FrozenFolder:
     """One of them, on `mesh`."""
-    own = dataclasses.replace(assemble_folder(name, section, parts), mesh=mesh)
+    bundle = dataclasses.replace(assemble_folder(name, section, parts), mesh=mesh)
     devices = tuple(device.id for device in mesh.devices.flat)
-    place = str(own.folder), own.options["dtype"], devices, tuple(mesh.shape.items())
-    model = _MODELS.get(place)
+    key = str(bundle.folder), bundle.options["dtype"], devices, tuple(mesh.shape.items())
+    model = _MODELS.get(key)
     if model is None:
         with jax.set_mesh(mesh):
-            model = unstack(abstract_params(own)[1](open_params(own, 0)))
-        _MODELS[place] = model
+            model = unstack(abstract_params(bundle)[1](open_params(bundle, 0)))
+        _MODELS[key] = model
         size = sum(x.nbytes for x in jax.tree.leaves(model) if hasattr(x, "nbytes"))
         log(f"policies.{name}: {section.path}, {size / 2**30:.3f} GiB")
     sampler = LocalSampler(
         model,
-        end_of_turn_ids(own.tokenizer),
-        max_len=own.architecture.longest,
+        end_of_turn_ids(bundle.tokenizer),
+        max_len=bundle.architecture.longest,
         max_batch=section.concurrency,
-        to_text=own.tokenizer.decode,
+        to_text=bundle.tokenizer.decode,
         mesh=mesh,
     )
     sampler.use(model, 0)
-    return FrozenFolder(name, section, own.tokenizer, sampler)
+    return FrozenFolder(name, section, bundle.tokenizer, sampler)

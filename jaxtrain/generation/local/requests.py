@@ -129,7 +129,7 @@ class Requests(ABC):
             for index, (prompt, number) in enumerate(zip(prompts, numbers, strict=True))
         ]
         # Prompts of like length together: less padding where they are read.
-        for request in sorted(requests, key=lambda one: len(one.prompt)):
+        for request in sorted(requests, key=lambda entry: len(entry.prompt)):
             self.add(request)
         while self.busy:
             self.step()

@@ -97,7 +97,7 @@ class LocalSampler(Requests):
 
     def _begin(self) -> None:
         """Fill free rows from the queue."""
-        busy = sum(one is not None for one in self._running)
+        busy = sum(running is not None for running in self._running)
         new: list[Request] = []
         while self._waiting and busy + len(new) < self.max_batch:
             request = self._waiting.popleft()  # others may add meanwhile
@@ -106,7 +106,7 @@ class LocalSampler(Requests):
         if not new:
             return
         self._make_room(busy + len(new), new)
-        free = [row for row, one in enumerate(self._running) if one is None]
+        free = [row for row, running in enumerate(self._running) if running is None]
         start = 0
         while start < len(new):
             stop = find_end(new, start)
@@ -118,10 +118,10 @@ class LocalSampler(Requests):
         model = self._weights[0]
         # A cycle may read guesses behind the row's limit.
         spare = model.draft.num_drafted if isinstance(model, DraftedModel) else 0
-        longest = max(len(one.prompt) + one.limit for one in new) + spare
+        longest = max(len(request.prompt) + request.limit for request in new) + spare
         B = min(bucket(count, 1), self.max_batch)
-        S = roomy(max(longest, *(bucket(len(one.prompt), 32) for one in new)))
-        E = bucket(max(len(one.ends) for one in new), 1)
+        S = roomy(max(longest, *(bucket(len(request.prompt), 32) for request in new)))
+        E = bucket(max(len(request.ends) for request in new), 1)
         old = self._size
         if self._rows is None:
             self._size = (B, S, E)
@@ -135,7 +135,7 @@ class LocalSampler(Requests):
     def _fill(self, new: Sequence[Request], rows: Sequence[int]) -> None:
         """Read the prompts of some requests, each different one once, into these rows."""
         model, version = self._weights
-        prompts = list(dict.fromkeys(tuple(one.prompt) for one in new))
+        prompts = list(dict.fromkeys(tuple(request.prompt) for request in new))
         U, P = bucket(len(prompts), 1, 4), bucket(max(map(len, prompts)), 32)
         R = bucket(len(new), 1, 4)
         tokens_UP, lengths_U = np.full((U, P), self.pad_id, np.int32), np.ones(U, np.int32)
@@ -144,103 +144,105 @@ class LocalSampler(Requests):
             lengths_U[index] = len(prompt)
         padding = R - len(new)
         places = {prompt: index for index, prompt in enumerate(prompts)}
-        samplings = [one.sampling for one in new]
+        samplings = [request.sampling for request in new]
         ends_RE = np.full((R, self._rows.ends.shape[1]), -1, np.int32)
-        for index, one in enumerate(new):
-            ends_RE[index, : len(one.ends)] = one.ends
+        for index, request in enumerate(new):
+            ends_RE[index, : len(request.ends)] = request.ends
 
         def column(values: Iterable[int], pad: int) -> np.ndarray:
             return np.array([*values, *[pad] * padding], np.int64).astype(np.int32)
 
         entry = RowInsert(
             row=column(rows, len(self._running)),
-            source=column((places[tuple(one.prompt)] for one in new), 0),
-            limit=column((one.limit for one in new), 0),
-            seed=column((one.sampling.seed for one in new), 0),
-            number=column((one.number for one in new), 0),
+            source=column((places[tuple(request.prompt)] for request in new), 0),
+            limit=column((request.limit for request in new), 0),
+            seed=column((request.sampling.seed for request in new), 0),
+            number=column((request.number for request in new), 0),
             draw=read_draws([*samplings, *samplings[-1:] * padding]),
             ends=ends_RE,
         )
         filled = fill(model, tokens_UP, lengths_U, self.routes)
         if filled.routed is not None:
             routed_UPR = np.asarray(filled.routed)
-            for one in new:
-                one.routed.append(routed_UPR[places[tuple(one.prompt)], : len(one.prompt)])
+            for request in new:
+                request.routed.append(
+                    routed_UPR[places[tuple(request.prompt)], : len(request.prompt)]
+                )
             filled = filled._replace(routed=None)
         self._rows = insert(model, self._rows, filled, entry, find_kind(samplings))
-        for one, row in zip(new, rows, strict=True):
-            one.next_version = version
-            self._running[row] = one
+        for request, row in zip(new, rows, strict=True):
+            request.next_version = version
+            self._running[row] = request
 
     def _draw(self) -> list[Request]:
         """A chunk of tokens of all rows; the requests that ended, their rows being free now."""
         model, version = self._weights
         speculates = isinstance(model, DraftedModel) and self._is_calm()
-        there = [(row, one) for row, one in enumerate(self._running) if one is not None]
-        stop_B = np.array([one is None or one.aborted for one in self._running])
+        busy = [(row, request) for row, request in enumerate(self._running) if request is not None]
+        stop_B = np.array([request is None or request.aborted for request in self._running])
         patience = np.int32(max(1, len(self._running) // REFILL))
-        kind = find_kind([one.sampling for _, one in there])
+        kind = find_kind([request.sampling for _, request in busy])
         if speculates:
             start = time.perf_counter()
-            self._rows, (*found, lengths) = speculate_chunk(
+            self._rows, (*drawn, lengths) = speculate_chunk(
                 model, self._rows, stop_B, patience, kind
             )
-            lengths_BN, handed = np.asarray(lengths), int(np.asarray(found[2]).sum())
+            lengths_BN, handed = np.asarray(lengths), int(np.asarray(drawn[2]).sum())
             seconds = time.perf_counter() - start
-            self._count_cycles(there, lengths_BN, model.draft.num_drafted, handed, seconds)
+            self._count_cycles(busy, lengths_BN, model.draft.num_drafted, handed, seconds)
         else:
-            self._rows, *found, routed = decode_chunk(
+            self._rows, *drawn, routed = decode_chunk(
                 model, self._rows, stop_B, patience, kind, self.routes
             )
             if routed is not None:
-                routed_BCR, count_B = np.asarray(routed), np.asarray(found[2])
-                for row, one in there:
-                    one.routed.append(routed_BCR[row, : count_B[row]].copy())
-        tokens_BC, logprobs_BC, handed_B, done_B = map(np.asarray, (*found, self._rows.done))
+                routed_BCR, count_B = np.asarray(routed), np.asarray(drawn[2])
+                for row, request in busy:
+                    request.routed.append(routed_BCR[row, : count_B[row]].copy())
+        tokens_BC, logprobs_BC, handed_B, done_B = map(np.asarray, (*drawn, self._rows.done))
         ended = []
-        for row, one in there:
-            if one.aborted:
+        for row, request in busy:
+            if request.aborted:
                 self._running[row] = None
                 continue
-            seen, count = len(one.tokens), int(handed_B[row])
-            one.tokens += tokens_BC[row, :count].tolist()
-            one.logprobs += logprobs_BC[row, :count].tolist()
-            one.versions += [one.next_version, *[version] * (count - 1)][:count]
-            one.next_version = version if count else one.next_version
+            seen, count = len(request.tokens), int(handed_B[row])
+            request.tokens += tokens_BC[row, :count].tolist()
+            request.logprobs += logprobs_BC[row, :count].tolist()
+            request.versions += [request.next_version, *[version] * (count - 1)][:count]
+            request.next_version = version if count else request.next_version
             over = bool(done_B[row])
-            if over and one.tokens and one.tokens[-1] in one.ends:
-                one.finish_reason = "stop"
-            cut = self._find_stop(one.tokens, seen, one.sampling.stop)
+            if over and request.tokens and request.tokens[-1] in request.ends:
+                request.finish_reason = "stop"
+            cut = self._find_stop(request.tokens, seen, request.sampling.stop)
             if cut is not None:
-                del one.tokens[cut:], one.logprobs[cut:], one.versions[cut:]
-                one.finish_reason, over = "stop", True
+                del request.tokens[cut:], request.logprobs[cut:], request.versions[cut:]
+                request.finish_reason, over = "stop", True
             if over:
                 # A row that a stop text ended runs on until it is told, or filled anew.
                 self._running[row] = None
-                ended.append(one)
+                ended.append(request)
         return ended
 
     def _is_calm(self) -> bool:
         """Whether so few rows are busy that guesses pay; those that idle are then given up, for a
         cycle would read guesses for them, too."""
-        most, busy = self.draft_rows, sum(one is not None for one in self._running)
+        most, busy = self.draft_rows, sum(request is not None for request in self._running)
         if not most:
             return True
         if busy > most:
             return False
         B = min(bucket(busy, 1, 4), most)
         if len(self._running) > B:
-            kept = [row for row, one in enumerate(self._running) if one is not None]
-            kept += [row for row, one in enumerate(self._running) if one is None]
-            kept = kept[:B]
-            self._rows = keep(self._rows, np.array(kept, np.int32))
-            self._running = [self._running[row] for row in kept]
+            busy_rows = [row for row, request in enumerate(self._running) if request is not None]
+            busy_rows += [row for row, request in enumerate(self._running) if request is None]
+            busy_rows = busy_rows[:B]
+            self._rows = keep(self._rows, np.array(busy_rows, np.int32))
+            self._running = [self._running[row] for row in busy_rows]
             self._size = (B, *self._size[1:])
         return True
 
     def _count_cycles(
         self,
-        there: Sequence[tuple[int, Request]],
+        busy: Sequence[tuple[int, Request]],
         lengths_BN: np.ndarray,
         num_drafted: int,
         tokens: int,
@@ -249,8 +251,8 @@ class LocalSampler(Requests):
         """Tell requests and the sampler what became of the guesses of a chunk."""
         if self.acceptance is None:
             self.acceptance = Acceptance(num_drafted)
-        for row, one in there:
-            one.lengths += lengths_BN[row][lengths_BN[row] > 0].tolist()
+        for row, request in busy:
+            request.lengths += lengths_BN[row][lengths_BN[row] > 0].tolist()
         self.acceptance.add(lengths_BN.ravel(), tokens, seconds)
 
 

@@ -104,14 +104,14 @@ def empty_rows(model: Any, *, B: int, S: int, E: int) -> SamplerRows:
 @functools.partial(jax.jit, static_argnames=("B", "S", "E"))
 def grow(model: Any, rows: SamplerRows, *, B: int, S: int, E: int) -> SamplerRows:
     """The same rows with more rows, slots or ends; none may shrink."""
-    more = B - rows.token.shape[0]
+    extra = B - rows.token.shape[0]
 
     def longer(x: jax.Array, fill: Any = 0) -> jax.Array:
-        return jnp.concatenate([x, jnp.full((more, *x.shape[1:]), fill, x.dtype)])
+        return jnp.concatenate([x, jnp.full((extra, *x.shape[1:]), fill, x.dtype)])
 
     ends = jnp.pad(rows.ends, ((0, 0), (0, E - rows.ends.shape[1])), constant_values=-1)
-    new_keys = jax.vmap(jax.random.key)(jnp.zeros(more, jnp.int32))
-    alone = jnp.arange(B - more, B, dtype=jnp.int32)
+    new_keys = jax.vmap(jax.random.key)(jnp.zeros(extra, jnp.int32))
+    alone = jnp.arange(B - extra, B, dtype=jnp.int32)
     return SamplerRows(
         cache=model.grow_cache(rows.cache, B, S),
         token=longer(rows.token),
@@ -129,8 +129,8 @@ def grow(model: Any, rows: SamplerRows, *, B: int, S: int, E: int) -> SamplerRow
 @jax.jit
 def keep(rows: SamplerRows, index_R: jax.Array) -> SamplerRows:
     """Some of the rows, in this order; all arrays of models' states are [B, ...]."""
-    kept = jax.tree.map(lambda x: x[index_R], rows)
-    return kept._replace(shared=elect(kept.shared, len(rows.token)))
+    remaining = jax.tree.map(lambda x: x[index_R], rows)
+    return remaining._replace(shared=elect(remaining.shared, len(rows.token)))
 
 
 @functools.partial(jax.jit, static_argnames=("routes",))
@@ -237,8 +237,8 @@ def decode_chunk(
         return rows, read.routed
 
     def going(carry):
-        left = (~carry[1].done).sum()
-        return (carry[0] < CHUNK) & (left > 0) & (running - left < patience)
+        num_running = (~carry[1].done).sum()
+        return (carry[0] < CHUNK) & (num_running > 0) & (running - num_running < patience)
 
     tokens_BC = jnp.full((B, CHUNK), -1, jnp.int32)
     logprobs_BC = jnp.zeros((B, CHUNK), jnp.float32)

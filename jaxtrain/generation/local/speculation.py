@@ -127,8 +127,8 @@ def speculate_chunk(
         return i + 1, rows, chunk._replace(lengths=lengths_BN)
 
     def going(carry):
-        left = (~carry[1].done).sum()
-        return (carry[0] < CYCLES) & (left > 0) & (running - left < patience)
+        num_running = (~carry[1].done).sum()
+        return (carry[0] < CYCLES) & (num_running > 0) & (running - num_running < patience)
 
     room = (B, CYCLES * T + 1)
     chunk = SpeculativeChunk(
@@ -185,8 +185,8 @@ def draw_all(
     count_BT = rows.count[:, None] + jnp.arange(T, dtype=jnp.int32)
     keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(rows.keys, count_BT)
     draw = DrawParameters(*(jnp.repeat(x, T) for x in rows.draw))
-    found = sample(logits_BTV.reshape(B * T, V), keys.reshape(B * T), draw, kind)
-    return found[0].reshape(B, T), found[1].reshape(B, T)
+    drawn = sample(logits_BTV.reshape(B * T, V), keys.reshape(B * T), draw, kind)
+    return drawn[0].reshape(B, T), drawn[1].reshape(B, T)
 
 
 def find_ends(rows: SamplerRows, tokens_BT: jax.Array, count_BT: jax.Array) -> jax.Array:

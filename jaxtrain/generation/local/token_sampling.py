@@ -38,18 +38,20 @@ class DrawKind(NamedTuple):
 def read_draws(samplings: list[Sampling]) -> DrawParameters:
     """The numbers of a Sampling for each row."""
     return DrawParameters(
-        np.array([one.temperature for one in samplings], np.float32),
-        np.array([one.top_k for one in samplings], np.int32),
-        np.array([one.top_p for one in samplings], np.float32),
-        np.array([one.min_p for one in samplings], np.float32),
+        np.array([sampling.temperature for sampling in samplings], np.float32),
+        np.array([sampling.top_k for sampling in samplings], np.int32),
+        np.array([sampling.top_p for sampling in samplings], np.float32),
+        np.array([sampling.min_p for sampling in samplings], np.float32),
     )
 
 
 def find_kind(samplings: list[Sampling]) -> DrawKind:
     """What these rows need."""
     return DrawKind(
-        any(one.temperature > 0 for one in samplings),
-        any(one.top_k > 0 or one.top_p < 1 or one.min_p > 0 for one in samplings),
+        any(sampling.temperature > 0 for sampling in samplings),
+        any(
+            sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 for sampling in samplings
+        ),
     )
 
 

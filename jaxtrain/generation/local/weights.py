@@ -31,8 +31,8 @@ from jaxtrain.models.parameters import Params, Rebuild
 
 def sampling_devices(parts: ModelBundle) -> list[Device]:
     """The trainer's devices that this process has."""
-    here = jax.process_index()
-    return [device for device in parts.mesh.devices.flat if device.process_index == here]
+    process = jax.process_index()
+    return [device for device in parts.mesh.devices.flat if device.process_index == process]
 
 
 def make_sampler_mesh(devices: list[Device], trainer: jax.sharding.Mesh) -> jax.sharding.Mesh:
@@ -61,14 +61,14 @@ class Copier:
         cache: Stored = "default",
     ):
         """cache: how the model keeps keys and values."""
-        own = parts
+        sampled_bundle = parts
         if weights != "default":
             adapter = parts.adapter or Adapter({})
             assert adapter.quantize == "none", "the config refuses this"
             adapter = dataclasses.replace(adapter, quantize=weights)
-            own = dataclasses.replace(parts, adapter=adapter, product=None)
-        shapes, self._rebuild = abstract_params(own, mesh)
-        self._own, self.weights = own is not parts, weights
+            sampled_bundle = dataclasses.replace(parts, adapter=adapter, product=None)
+        shapes, self._rebuild = abstract_params(sampled_bundle, mesh)
+        self._own, self.weights = sampled_bundle is not parts, weights
         self.cache: Stored = cache
         self._stored = find_stored(shapes, weights) if self._own else set()
         self._places = {path: shape.sharding for path, shape in shapes.items()}
@@ -81,14 +81,14 @@ class Copier:
     def __call__(self, params: Params) -> Params:
         """The sampler's parameters, or of some of the trainer's some of them; {} on all processes
         but the first, which call it, too."""
-        found = {}
+        copies = {}
         for path, value in params.items():
             new = self._round(path, value)
             if self._several:
-                found |= gather_params(new, self._places)
+                copies |= gather_params(new, self._places)
             else:
-                found |= {name: jax.device_put(x, self._places[name]) for name, x in new.items()}
-        return found
+                copies |= {name: jax.device_put(x, self._places[name]) for name, x in new.items()}
+        return copies
 
     def build(self, copies: Params, rebuild: Rebuild) -> Any:
         """The sampler's model of its parameters; rebuild: that of the trainer's."""
@@ -115,10 +115,10 @@ class Copier:
             return jax.jit(lambda x: jnp.copy(x.astype(self._dtypes[path])), out_shardings=out)
 
         def quantize(kernel: jax.Array) -> dict[str, jax.Array]:
-            one = STORAGES[self.weights].quantize
+            quantize_matrix = STORAGES[self.weights].quantize
             for _ in kernel.shape[:-2]:
-                one = jax.vmap(one)
-            return one(kernel)
+                quantize_matrix = jax.vmap(quantize_matrix)
+            return quantize_matrix(kernel)
 
         names = STORAGES[self.weights].shapes((1, 1))
         out = None if moved else {name: self._places[f"{path}.{name}"] for name in names}
@@ -127,13 +127,13 @@ class Copier:
 
 def find_dtypes(model: nnx.Module) -> dict[str, jnp.dtype]:
     """{path: dtype in which it is used} of parameters that may be rounded ahead of their use."""
-    found = {}
+    dtypes = {}
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Linear) and node.rounds_kernel:
-            found[".".join(map(str, (*path, "kernel")))] = node.dtype
+            dtypes[".".join(map(str, (*path, "kernel")))] = node.dtype
         elif isinstance(node, Embed):
-            found[".".join(map(str, (*path, "embedding")))] = node.dtype
-    return found
+            dtypes[".".join(map(str, (*path, "embedding")))] = node.dtype
+    return dtypes
 
 
 class EvaluationWeights:

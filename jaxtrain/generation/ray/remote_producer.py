@@ -34,7 +34,7 @@ class SharedEngine(Protocol):
         """(number that grows with every change, plain data): which servers there are."""
         ...
 
-    def hear(self, reports: Sequence[Any]) -> None:
+    def apply_reports(self, reports: Sequence[Any]) -> None:
         """What happened to requests made elsewhere."""
         ...
 
@@ -215,7 +215,7 @@ class RemoteProducer:
             self.prompts.newest = QuotedFailure(*reply["newest"])
         self._counters = Counter(reply["counters"])
         if self.engine is not None and reply.get("reports"):
-            self.engine.hear(reply["reports"])
+            self.engine.apply_reports(reply["reports"])
         return reply
 
     def _attach(self) -> None:

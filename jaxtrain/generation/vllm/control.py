@@ -51,8 +51,8 @@ class Deadline:
 def headers(key: str | None = None) -> dict[str, str]:
     """Headers of every request; key: other than that of KEY_VARIABLE."""
     key = key or os.environ.get(KEY_VARIABLE)
-    found = {"Content-Type": "application/json"}
-    return {**found, "Authorization": f"Bearer {key}"} if key else found
+    fields = {"Content-Type": "application/json"}
+    return {**fields, "Authorization": f"Bearer {key}"} if key else fields
 
 
 def call(
@@ -108,12 +108,12 @@ def explain(raw: bytes, longest: int = 400) -> str:
     """What an error answer says, in one line."""
     text = raw.decode(errors="replace")
     try:
-        found = json.loads(text)
+        message = json.loads(text)
     except (ValueError, RecursionError):
-        found = text
-    if isinstance(found, dict):
-        found = found.get("error", found.get("detail", found))
-    if isinstance(found, dict):
-        found = found.get("message", found)
-    text = " ".join(str(found).split())
+        message = text
+    if isinstance(message, dict):
+        message = message.get("error", message.get("detail", message))
+    if isinstance(message, dict):
+        message = message.get("message", message)
+    text = " ".join(str(message).split())
     return text if len(text) <= longest else text[: longest - 3] + "..."

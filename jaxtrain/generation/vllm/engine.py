@@ -41,7 +41,7 @@ SESSION = "X-Session-ID"
 MOST_BYTES = 2**28
 """Of an answer; one with the experts of 100,000 tokens is a third of that."""
 PAUSE = 0.05
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 """How often a waiting request looks whether its server was dropped."""
 
 
@@ -77,7 +77,7 @@ class KeptServers:
         return [
             server
             for server in self.servers
-            if server.state == "up" and server.keeps and server.kept == self.version
+            if server.state == "up" and server.keeps and server.kept_version == self.version
             if not server.updating
         ]
 
@@ -88,17 +88,19 @@ class KeptServers:
             if server is not None:
                 return server
             if not any(self._may_come(server) for server in self.servers):
-                told = ", ".join(server.tell() for server in self.servers)
-                raise KeepLost(f"no server holds version {self.version} any more: {told}")
+                reasons = ", ".join(server.describe() for server in self.servers)
+                raise KeepLost(f"no server holds version {self.version} any more: {reasons}")
             await asyncio.sleep(PAUSE)
 
     def release(self) -> None:
         """Give them back."""
-        self.pool.let_go(one for one in self.servers if one.kept == self.version)
+        self.pool.release_kept(
+            server for server in self.servers if server.kept_version == self.version
+        )
 
     def _may_come(self, server: VllmServer) -> bool:
-        kept = server.state == "up" and server.kept == self.version
-        return kept and server.version <= self.version
+        holds_version = server.state == "up" and server.kept_version == self.version
+        return holds_version and server.version <= self.version
 
 
 class VllmEngine:
@@ -115,7 +117,7 @@ class VllmEngine:
         first_pause: float = 0.5,
         routes: RouteShape | None = None,
         group_size: int | None = None,
-        kept: KeptServers | None = None,
+        kept_servers: KeptServers | None = None,
         policy: str = "",
     ):
         """routes: ask the servers where tokens went, and refuse one that does not say.
@@ -124,19 +126,19 @@ class VllmEngine:
         all tokens of the version that they keep. policy: draw with this one's adapters."""
         self.policy = policy
         self.servers, self.adapters, self.first_pause = servers, adapters, first_pause
-        self.routes, self.group_size, self.kept = routes, group_size, kept
-        self._lines: dict[asyncio.AbstractEventLoop, LoopConnection] = {}
-        self._told: set[str] = set()
+        self.routes, self.group_size, self.kept_servers = routes, group_size, kept_servers
+        self._connections: dict[asyncio.AbstractEventLoop, LoopConnection] = {}
+        self._logged_kinds: set[str] = set()
 
     @property
     def version(self) -> int:
         """Newest published version, or the one that is kept."""
-        return self.servers.version if self.kept is None else self.kept.version
+        return self.servers.version if self.kept_servers is None else self.kept_servers.version
 
     def keep(self) -> "VllmEngine | None":
         """See types.Keeping; which servers, rollout.vllm.eval_servers says."""
-        found = self.servers.keep(self.servers.config.eval_servers)
-        if not found:
+        kept_servers = self.servers.keep(self.servers.config.eval_servers)
+        if not kept_servers:
             return None
         return VllmEngine(
             self.servers,
@@ -144,13 +146,13 @@ class VllmEngine:
             first_pause=self.first_pause,
             routes=self.routes,
             group_size=self.group_size,
-            kept=KeptServers(self.servers, found),
+            kept_servers=KeptServers(self.servers, kept_servers),
         )
 
     def release(self) -> None:
         """See engine.KeptEngine."""
-        assert self.kept is not None, "of a kept one"
-        self.kept.release()
+        assert self.kept_servers is not None, "of a kept one"
+        self.kept_servers.release()
 
     def counters(self) -> dict[str, float]:
         """Requests, retries, servers lost and the like since the start, and how many servers there
@@ -159,9 +161,9 @@ class VllmEngine:
 
     async def close(self) -> None:
         """Close the connections of the running event loop."""
-        line = self._lines.pop(asyncio.get_running_loop(), None)
-        if line is not None:
-            await line.session.close()
+        connection = self._connections.pop(asyncio.get_running_loop(), None)
+        if connection is not None:
+            await connection.session.close()
 
     async def generate(
         self,
@@ -171,7 +173,7 @@ class VllmEngine:
         index: int = 0,
     ) -> Completion:
         """Continue a prompt; see `engine.Engine`."""
-        line = self._line()
+        connection = self._loop_connection()
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
@@ -179,16 +181,23 @@ class VllmEngine:
         failures, pause = 0, self.first_pause
         session = index // (self.group_size or 1)
         direct = False
-        async with line.room:
+        async with connection.room:
             for _ in range(MAX_ASKS):
-                server = await self._take(line, session, direct)
+                server = await self._acquire_server(connection, session, direct)
                 epoch = server.epoch
                 note_version(min(versions, default=server.version))
                 try:
                     seed = derive_seed(sampling.seed, index, len(prompt) + len(tokens))
-                    left = sampling.max_new_tokens - len(tokens)
-                    answer, drawn = await self._ask(
-                        line, server, [*prompt, *tokens], sampling, stop_ids, left, seed, session
+                    max_tokens = sampling.max_new_tokens - len(tokens)
+                    answer, drawn = await self._request(
+                        connection,
+                        server,
+                        [*prompt, *tokens],
+                        sampling,
+                        stop_ids,
+                        max_tokens,
+                        seed,
+                        session,
                     )
                 except AnswerLost as lost:
                     self.servers.count("retries")
@@ -200,7 +209,7 @@ class VllmEngine:
                     # A server that died is no fault of the request.
                     failures += server.epoch == epoch
                     if failures > self.servers.config.retries:
-                        self._tell(lost)
+                        self._log_failure(lost)
                         raise EpisodeFailed(f"vllm: {lost.kind}") from None
                     await asyncio.sleep(pause * (1 + random.random()))
                     pause = min(2 * pause, 30.0)
@@ -218,26 +227,28 @@ class VllmEngine:
                 return Completion(tokens, logprobs, reason, versions, routed)
         raise EpisodeFailed("vllm: asked too often")
 
-    def _tell(self, lost: AnswerLost) -> None:
+    def _log_failure(self, lost: AnswerLost) -> None:
         """Why a request was given up, once a kind; the others are counted by the caller."""
-        if lost.kind not in self._told:
-            self._told.add(lost.kind)
+        if lost.kind not in self._logged_kinds:
+            self._logged_kinds.add(lost.kind)
             times = self.servers.config.retries + 1
             self.servers.log(f"a request failed {times} times, the last time: {lost}")
 
     async def _leave_router(self, lost: AnswerLost) -> None:
         """A request through the router failed: it is asked again, of a server itself."""
         if lost.kind == "connection lost":
-            self.servers.lose_front(str(lost))
+            self.servers.mark_front_down(str(lost))
         if lost.kind == "unknown weights":
             await asyncio.to_thread(self.servers.drop_strangers)
 
-    async def _take(self, line: LoopConnection, session: int, direct: bool) -> VllmServer:
+    async def _acquire_server(
+        self, connection: LoopConnection, session: int, direct: bool
+    ) -> VllmServer:
         """A server to ask, waited for; RunStopped when none comes. direct: not the router."""
         servers = self.servers
-        if self.kept is not None:
-            return await self.kept.take(session if self.group_size else None)
-        async with line.gate:
+        if self.kept_servers is not None:
+            return await self.kept_servers.take(session if self.group_size else None)
+        async with connection.gate:
             deadline = servers.clock() + servers.config.wait_seconds
             while True:
                 server = None if direct else servers.acquire_front()
@@ -251,9 +262,9 @@ class VllmEngine:
                 servers.check(servers.clock() > deadline)
                 await asyncio.sleep(0.05)
 
-    async def _ask(
+    async def _request(
         self,
-        line: LoopConnection,
+        connection: LoopConnection,
         server: VllmServer,
         prompt: list[int],
         sampling: Sampling,
@@ -273,7 +284,7 @@ class VllmEngine:
             route, prompt, sampling, stop_ids, max_tokens=max_tokens, seed=seed, model=model
         )
         self.servers.count("requests")
-        status, raw = await self._post(line, server, body, session)
+        status, raw = await self._post(connection, server, body, session)
         self.servers.note_progress(server)
         if status >= 500 or status in (408, 425, 429):
             raise AnswerLost(
@@ -301,12 +312,14 @@ class VllmEngine:
                 f"{server.url} does not say to which experts tokens went, which"
                 " rollout.router_replay needs; start it with --enable-return-routed-experts"
             )
-        versions = self._date(server, answer, began)
-        if self.kept is not None and any(version != self.kept.version for version in versions):
+        versions = self._date_tokens(server, answer, began)
+        if self.kept_servers is not None and any(
+            version != self.kept_servers.version for version in versions
+        ):
             raise KeepLost(f"{server.url} went on to other weights")
         return answer, versions
 
-    def _date(self, server: VllmServer, answer: ServerAnswer, began: int) -> list[int]:
+    def _date_tokens(self, server: VllmServer, answer: ServerAnswer, began: int) -> list[int]:
         """The version of each token; drops a server whose weights are not this run's."""
         count = len(answer.tokens)
         if self.adapters:
@@ -330,14 +343,16 @@ class VllmEngine:
         return versions
 
     async def _post(
-        self, line: LoopConnection, server: VllmServer, body: dict, session: int
+        self, connection: LoopConnection, server: VllmServer, body: dict, session: int
     ) -> tuple[int, bytes]:
         """(status, body) of the answer; Lost when there is none or the server was dropped."""
         epoch = server.epoch
         limit = self.servers.config.request_seconds
-        task = asyncio.ensure_future(self._exchange(line.session, server, body, session, limit))
+        task = asyncio.ensure_future(
+            self._exchange(connection.session, server, body, session, limit)
+        )
         try:
-            while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+            while not (await asyncio.wait({task}, timeout=POLL_SECONDS))[0]:
                 if server.epoch != epoch:
                     raise AnswerLost("server gone", f"{server.url} is gone")
             return task.result()
@@ -368,14 +383,16 @@ class VllmEngine:
                     raise aiohttp.ClientPayloadError(f"an answer of more than {MOST_BYTES} bytes")
             return answer.status, bytes(raw)
 
-    def _line(self) -> LoopConnection:
+    def _loop_connection(self) -> LoopConnection:
         loop = asyncio.get_running_loop()
-        if loop not in self._lines:
+        if loop not in self._connections:
             room = self.servers.config.concurrency
-            if self.kept is not None:
-                room = max(1, int(room * self.kept.share))
+            if self.kept_servers is not None:
+                room = max(1, int(room * self.kept_servers.share))
             # Shorter than the server's 5 s, or a request meets the end of its connection half way.
             connector = aiohttp.TCPConnector(limit=room + 16, keepalive_timeout=2.0)
             session = aiohttp.ClientSession(connector=connector, headers=headers())
-            self._lines[loop] = LoopConnection(session, asyncio.Semaphore(room), asyncio.Lock())
-        return self._lines[loop]
+            self._connections[loop] = LoopConnection(
+                session, asyncio.Semaphore(room), asyncio.Lock()
+            )
+        return self._connections[loop]

@@ -85,7 +85,7 @@ def open_vllm(
     """
     vllm = config.rollout.vllm
     adapters, policies = vllm.sync == "lora", list_trained(config)
-    engine = own = None
+    engine = publisher = None
     if is_main_process():
         with ExitStack() as stack:
             sources, launcher = open_sources(vllm), None
@@ -116,7 +116,7 @@ def open_vllm(
                 servers.closing.callback(join(config.rollout.ray).close)
             if launcher is not None:
                 servers.closing.callback(launcher.close)
-                launcher.watch(servers.lose, servers.fail)
+                launcher.watch(servers.report_ended, servers.fail)
             replay = config.rollout.router_replay
             routes = route_shape(parts.architecture) if replay else None
             size = config.rollout.group_size
@@ -130,10 +130,10 @@ def open_vllm(
             folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
             if adapters:
                 run, base = config.run.output_dir, config.model.path
-                own = open_lora(servers, folder, run, parts, base, policies)
+                publisher = open_lora(servers, folder, run, parts, base, policies)
             else:
                 ahead = config.rollout.mode != "sync"
-                own = open_weights(servers, parts, delta=vllm.sync == "delta", ahead=ahead)
+                publisher = open_weights(servers, parts, delta=vllm.sync == "delta", ahead=ahead)
             stack.pop_all()  # the publisher closes them
     gather_one = open_gather(parts, vllm.weight_dtype, adapters=adapters)
     if policies:
@@ -141,8 +141,8 @@ def open_vllm(
         def gather_all(params: Any) -> dict[str, Any]:
             return {name: gather_one(params[name]) for name in policies}
 
-        return engine, SharedPublisher(own, gather_all)
-    return engine, SharedPublisher(own, gather_one)
+        return engine, SharedPublisher(publisher, gather_all)
+    return engine, SharedPublisher(publisher, gather_one)
 
 
 def open_gather(
@@ -199,22 +199,22 @@ def open_weights(
     """Publishes all weights of a run without adapters. ahead: while the trainer goes on."""
     entries = family(parts.architecture).names(parts.architecture)
     shapes = {}
-    for path, like in abstract_params(parts)[0].items():
+    for path, shape in abstract_params(parts)[0].items():
         entry = next(entry for entry in entries if entry.param == path)
-        shapes |= entry.op.shapes(like.shape)
+        shapes |= entry.op.shapes(shape.shape)
     dtype, device = servers.config.weight_dtype, None
     wide = wide_tensors(parts.architecture)
     if servers.config.transport == "device":
         device = open_device_image(shapes, dtype, entries, servers.log, wide)
-    kept = PublishedCopy() if delta and servers.config.delta_base == "device" else None
-    write = partial(list_pieces, entries=entries, dtype=dtype, kept=kept, wide=wide)
+    published = PublishedCopy() if delta and servers.config.delta_base == "device" else None
+    write = partial(list_pieces, entries=entries, dtype=dtype, published=published, wide=wide)
     return WeightPublisher(
         servers,
         write,
         shapes,
         delta=delta,
         ahead=ahead,
-        find=kept and partial(write, compare=True),
+        find=published and partial(write, compare=True),
         device=device,
         wide=wide,
         carried=parts.architecture.carries,

@@ -48,8 +48,8 @@ class Inspector:
     def inspect(self, server: VllmServer) -> None:
         """Learn what the server is; UserError where this run cannot use it."""
         url = server.url
-        found = call(url, "GET", "/version", timeout=30)
-        self._check_version(url, found.get("version") if isinstance(found, dict) else found)
+        info = call(url, "GET", "/version", timeout=30)
+        self._check_version(url, info.get("version") if isinstance(info, dict) else info)
         listed = call(url, "GET", "/v1/models", timeout=30)
         try:
             base = next(model for model in listed["data"] if not model.get("parent"))
@@ -76,8 +76,8 @@ class Inspector:
         """A sync that broke off, of this run or an earlier one, may have left it paused: no request
         would ever be answered."""
         try:
-            found = call(url, "GET", "/is_paused", timeout=30)
-            if isinstance(found, dict) and found.get("is_paused") is True:
+            status = call(url, "GET", "/is_paused", timeout=30)
+            if isinstance(status, dict) and status.get("is_paused") is True:
                 call(url, "POST", "/resume", timeout=30)
                 self.log(f"vllm {url} was paused, which a sync that broke off leaves behind")
         except ServerRefused:
@@ -101,20 +101,24 @@ class Inspector:
             return
         body = {"model": model, "prompt": PROBE_TEXT, "add_special_tokens": False}
         try:
-            found = call(url, "POST", "/tokenize", body, timeout=30)
-            theirs = [int(token) for token in found["tokens"]]
+            answer = call(url, "POST", "/tokenize", body, timeout=30)
+            server_ids = [int(token) for token in answer["tokens"]]
         except (ServerRefused, KeyError, TypeError, ValueError):
             return  # started without a tokenizer: it gets and gives ids all the same
-        ours = self.tokenize(PROBE_TEXT)
-        if theirs != ours:
-            place = next(
-                (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if len({*pair}) > 1),
-                min(len(ours), len(theirs)),
+        trainer_ids = self.tokenize(PROBE_TEXT)
+        if server_ids != trainer_ids:
+            position = next(
+                (
+                    i
+                    for i, pair in enumerate(zip(trainer_ids, server_ids, strict=False))
+                    if len({*pair}) > 1
+                ),
+                min(len(trainer_ids), len(server_ids)),
             )
             self.log(
-                f"warning: vllm {url} has another tokenizer than the trainer: {len(theirs)} tokens"
-                f" of a text of {len(ours)} here, which differ from place {place} on (there"
-                f" {theirs[place : place + 3]}, here {ours[place : place + 3]}); start it with the"
+                f"warning: vllm {url} has another tokenizer than the trainer: {len(server_ids)} tokens"
+                f" of a text of {len(trainer_ids)} here, which differ from place {position} on (there"
+                f" {server_ids[position : position + 3]}, here {trainer_ids[position : position + 3]}); start it with the"
                 " tokenizer of model.path, or stop texts are looked for in other words than ours"
             )
 

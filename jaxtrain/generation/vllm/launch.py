@@ -28,7 +28,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.policies import list_trained
 from jaxtrain.distributed import gpus
 from jaxtrain.distributed.child_processes import ServerProcess
-from jaxtrain.distributed.orphans import end_left
+from jaxtrain.distributed.orphans import end_orphans
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.vllm.control import KEY_VARIABLE
 from jaxtrain.generation.vllm.sources import DiscoveredServer
@@ -37,7 +37,7 @@ from jaxtrain.text_safety import escape_control_chars
 FOLDER = "servers"
 MAX_RESTARTS, RESTART_WINDOW_SECONDS = 3, 600.0
 """A server that ends more often than that within that time is given up."""
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 STOP_SECONDS = 20.0
 TAIL_LINES, TAIL_BYTES = 12, 16_384
 """Of a log, where a server did not even come up."""
@@ -103,12 +103,12 @@ class Launcher:
         self._watching = True
 
         def work() -> None:
-            while not self._closed.wait(LOOK_SECONDS):
-                self.look(lost, failed)
+            while not self._closed.wait(POLL_SECONDS):
+                self.inspect(lost, failed)
 
         threading.Thread(target=work, name="servers", daemon=True).start()
 
-    def look(
+    def inspect(
         self, lost: Callable[[str, str], None], failed: Callable[[BaseException], None]
     ) -> None:
         """Look once who has ended; see `watch`."""
@@ -175,20 +175,25 @@ def open_launcher(
     check_python(vllm.python)
     assigned = gpus.assign(vllm)
     folder.mkdir(parents=True, exist_ok=True)
-    left = sum(map(end_left, folder.glob("*.json")))
-    if left:
-        log(f"ended {left} processes of vLLM servers that a run before this one left")
+    ended = sum(map(end_orphans, folder.glob("*.json")))
+    if ended:
+        log(f"ended {ended} processes of vLLM servers that a run before this one left")
     # Nobody else on this machine is to pause them, or to give them weights.
     key = os.environ.setdefault(KEY_VARIABLE, secrets.token_urlsafe(32))
     with_trainer = vllm.transport == "device" and not vllm.sleep
     servers = []
-    for place, (port, own) in enumerate(zip(find_ports(vllm.replicas), assigned, strict=True)):
-        ranks = max(1, len(own))
+    for number, (port, server_gpus) in enumerate(
+        zip(find_ports(vllm.replicas), assigned, strict=True)
+    ):
+        ranks = max(1, len(server_gpus))
         command = build_command(config, port, ranks=ranks, longest=longest)
         # It takes the first ones; of the trainer's it only reads weights.
-        visible = [*own, *(gpus.list_gpus(os.environ) if with_trainer and own else [])]
+        visible = [
+            *server_gpus,
+            *(gpus.list_gpus(os.environ) if with_trainer and server_gpus else []),
+        ]
         env = build_environment(folder / "path", key, visible, vllm.python)
-        log_file, note = folder / f"{place}.log", folder / f"{place}.json"
+        log_file, note = folder / f"{number}.log", folder / f"{number}.json"
 
         def make(
             command=command, env=env, log_file=log_file, port=port, note=note
@@ -196,7 +201,7 @@ def open_launcher(
             return ServerProcess(command, env, log_file, port, note=note)
 
         servers.append(Launched(f"http://127.0.0.1:{port}", make, log_file))
-    where = " | ".join(",".join(own) or "CPU" for own in assigned)
+    where = " | ".join(",".join(server_gpus) or "CPU" for server_gpus in assigned)
     count = f"{len(servers)} vLLM server{'s' if len(servers) > 1 else ''}"
     log(f"starting {count} (GPUs: {where}); logs in {folder}")
     return Launcher(servers, log)
@@ -205,8 +210,8 @@ def open_launcher(
 def find_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Different ports of an address of this machine that nobody listens on."""
     with ExitStack() as stack:
-        found = [stack.enter_context(socket.create_server((host, 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in found]
+        sockets = [stack.enter_context(socket.create_server((host, 0))) for _ in range(count)]
+        return [socket_.getsockname()[1] for socket_ in sockets]
 
 
 def read_tail(log_file: Path) -> str:
@@ -235,19 +240,19 @@ def find_python(python: str | None) -> str:
 
 def check_python(python: str | None) -> None:
     """UserError where that Python is none, or has no vLLM. Takes as long as Python's start."""
-    found = find_python(python)
+    executable = find_python(python)
     key = "rollout.vllm.python" if python or not os.environ.get(PYTHON_VARIABLE) else "VLLM_PYTHON"
     fix = f"; name the Python of an environment with vLLM in {key}"
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
         done = subprocess.run(
-            [found, "-c", code], capture_output=True, text=True, timeout=ASK_SECONDS
+            [executable, "-c", code], capture_output=True, text=True, timeout=ASK_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         why = getattr(error, "strerror", None) or "it does not answer"
-        raise UserError(f"rollout.vllm.launch: {found} cannot be run: {why}{fix}") from None
+        raise UserError(f"rollout.vllm.launch: {executable} cannot be run: {why}{fix}") from None
     if done.returncode:
-        raise UserError(f"rollout.vllm.launch: {found} has no vLLM{fix}")
+        raise UserError(f"rollout.vllm.launch: {executable} has no vLLM{fix}")
 
 
 def build_command(

@@ -83,10 +83,10 @@ def parse_answer(
     """The tokens of an answer; GarbageAnswer says what is wrong with it. routes: what to read of
     the experts that the `num_prompt` tokens of the prompt and those of the answer went to."""
     try:
-        found = json.loads(raw)
+        answer = json.loads(raw)
     except ValueError:
         raise GarbageAnswer(f"no JSON but {_short(raw)}") from None
-    choices = found.get("choices") if isinstance(found, dict) else None
+    choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise GarbageAnswer(f"no list of one choice: {_short(raw)}")
     choice = choices[0]
@@ -100,8 +100,8 @@ def parse_answer(
     logprobs = _read_logprobs(route, choice, tokens)
     bad = [x for x in logprobs if not isinstance(x, int | float) or not -1e30 < x < 1e-3]
     if len(logprobs) != len(tokens) or bad:
-        told = f"{bad[0]!r} among them" if bad else "as many are needed"
-        raise GarbageAnswer(f"{len(logprobs)} log-probs for {len(tokens)} tokens, {told}")
+        problem = f"{bad[0]!r} among them" if bad else "as many are needed"
+        raise GarbageAnswer(f"{len(logprobs)} log-probs for {len(tokens)} tokens, {problem}")
     labels, routed = _read_labels(choice, len(tokens)), None
     if routes is not None:
         routed = _read_routed(choice, num_prompt + len(tokens) - 1, routes)
@@ -109,12 +109,12 @@ def parse_answer(
 
 
 def _read_logprobs(route: str, choice: dict[str, Any], tokens: list[int]) -> list[Any]:
-    found = choice.get("logprobs") or {}
-    if not isinstance(found, dict):
+    logprobs = choice.get("logprobs") or {}
+    if not isinstance(logprobs, dict):
         return []
     if route == COMPLETIONS:
-        return found.get("token_logprobs") or []
-    content = found.get("content") or []
+        return logprobs.get("token_logprobs") or []
+    content = logprobs.get("content") or []
     if not all(isinstance(item, dict) for item in content):
         return [math.nan]
     ids = [item.get("token_id", token) for item, token in zip(content, tokens, strict=False)]
@@ -145,11 +145,11 @@ def _read_routed(choice: dict[str, Any], length: int, routes: RouteShape) -> np.
     """A record of `length` tokens. vLLM has a row of all layers, dense ones among them, for every
     token but the last (its own documentation, "return_routed_experts"), in base64 of a .npy file.
     """
-    found = choice.get("routed_experts")
-    if found is None:
+    encoded = choice.get("routed_experts")
+    if encoded is None:
         return None
     try:
-        array = np.load(io.BytesIO(base64.b64decode(found, validate=True)), allow_pickle=False)
+        array = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
     except (ValueError, TypeError, OSError, EOFError):
         raise GarbageAnswer("routed_experts is no .npy file in base64") from None
     layers, top = routes.layers, routes.top

@@ -53,7 +53,7 @@ class VllmServer:
     """Whether a source still lists it: what drains is forgotten, or waited for."""
     updating: bool = False
     """It gets no new requests."""
-    kept: int | None = None
+    kept_version: int | None = None
     """The version that it keeps for an evaluation, which alone may ask it; None: it keeps none."""
     behind: bool = False
     """Whether it kept a version and has not been given the newest since."""
@@ -66,9 +66,9 @@ class VllmServer:
     """Whether its log-probs are of the distribution after temperature and truncation."""
     progressed: float = 0.0
     """When it was last seen to work on its requests (monotonic)."""
-    told: Telemetry = Telemetry()
+    telemetry: Telemetry = Telemetry()
     """What it said last of its work."""
-    told_at: float = -math.inf
+    telemetry_at: float = -math.inf
     """When that was (monotonic)."""
     short: bool = False
     """Whether it was told that max_model_len is short."""
@@ -84,9 +84,9 @@ class VllmServer:
     @property
     def keeps(self) -> bool:
         """Whether its weights must stay as they are."""
-        return self.kept is not None and self.version == self.kept
+        return self.kept_version is not None and self.version == self.kept_version
 
-    def tell(self) -> str:
+    def describe(self) -> str:
         """The URL and why it is not up."""
         return f"{self.url} ({self.why})"
 
@@ -130,23 +130,23 @@ class Pool:
     def read_label(self, label: str) -> int | None:
         """The version of a label; None for weights that this run never sent."""
         start, _, number = label.rpartition("-")
-        known = start == f"jaxtrain-{self.session}" and number.isdigit()
-        return int(number) if known and int(number) <= self.version + 1 else None
+        is_ours = start == f"jaxtrain-{self.session}" and number.isdigit()
+        return int(number) if is_ours and int(number) <= self.version + 1 else None
 
     # -- who is there
 
-    def join(self, found: DiscoveredServer) -> VllmServer | None:
+    def join(self, discovered: DiscoveredServer) -> VllmServer | None:
         """Take in a server that a source lists. None where it is known already; one that was about
         to leave stays."""
-        url = found.url.rstrip("/")
+        url = discovered.url.rstrip("/")
         with self._lock:
             for server in self.all:
                 if server.url == url:
-                    server.capacity = found.capacity
+                    server.capacity = discovered.capacity
                     if not server.listed:
                         self._stay(server)
                     return None
-            server = VllmServer(url, capacity=found.capacity)
+            server = VllmServer(url, capacity=discovered.capacity)
             self.all = [*self.all, server]
             self.counters["servers_joined"] += 1
         self.changed()
@@ -166,12 +166,12 @@ class Pool:
         server.nudge.set()
         self.changed()
 
-    def end_drain(self, server: VllmServer, *, now: bool = False) -> bool:
+    def end_drain(self, server: VllmServer, *, dead: bool = False) -> bool:
         """Let go of a draining server once nothing is under way there, drain_seconds are over, or
-        at once where it is `now` known to be dead; whether that was so."""
+        at once where it is `dead` known to be dead; whether that was so."""
         with self._lock:
             over = self.clock() - server.leaving >= self.config.drain_seconds
-            if server.state != "draining" or (server.in_flight and not over and not now):
+            if server.state != "draining" or (server.in_flight and not over and not dead):
                 return False
             if server.in_flight:
                 server.epoch += 1  # cut: the requests are asked again elsewhere
@@ -194,7 +194,7 @@ class Pool:
     def _forget(self, server: VllmServer, why: str) -> None:
         self._set(server, "gone", why)
         server.version = -1
-        self.all = [other for other in self.all if other is not server]
+        self.all = [entry for entry in self.all if entry is not server]
         self.counters["servers_left"] += 1
 
     def _set(self, server: VllmServer, state: str, why: str) -> None:
@@ -218,7 +218,7 @@ class Pool:
             server
             for server in self.all
             if server.state == "up" and not server.updating and server.version == self.version
-            if server.kept is None
+            if server.kept_version is None
         ]
 
     def acquire(
@@ -239,7 +239,7 @@ class Pool:
             if session is not None:
                 self.counters["sessions_asked"] += 1
                 self.counters["sessions_at_first"] += chosen.first
-            server = ready[chosen.place]
+            server = ready[chosen.index]
             if not server.in_flight:
                 server.progressed = self.clock()
             server.in_flight += 1
@@ -257,7 +257,7 @@ class Pool:
             front.in_flight += 1
             return front
 
-    def lose_front(self, why: str) -> None:
+    def mark_front_down(self, why: str) -> None:
         """The router takes no requests: they go to the servers themselves until it answers."""
         front = self.front
         assert front is not None, "there was one"
@@ -269,7 +269,7 @@ class Pool:
         self.log(f"router {front.url}: {why}; requests go to its servers directly")
         self.changed()
 
-    def regain_front(self) -> None:
+    def mark_front_up(self) -> None:
         """The router answers."""
         front = self.front
         if front is not None and front.state != "up":
@@ -291,8 +291,8 @@ class Pool:
         does not say whose it is."""
         for server in self.up():
             try:
-                found = call(server.url, "GET", "/weight_info", timeout=30)
-                label = str(found["weight_version"])
+                info = call(server.url, "GET", "/weight_info", timeout=30)
+                label = str(info["weight_version"])
             except (ServerGone, ServerRefused, KeyError, TypeError):
                 continue
             if self.read_label(label) is None:
@@ -300,13 +300,15 @@ class Pool:
 
     def load(self, server: VllmServer) -> float:
         """Requests under way there: ours, or through a router what the server itself tells."""
-        told = server.told
-        return server.in_flight + (told.running + told.waiting if self.front is not None else 0)
+        telemetry = server.telemetry
+        return server.in_flight + (
+            telemetry.running + telemetry.waiting if self.front is not None else 0
+        )
 
     def _weigh(self, ready: list[VllmServer]) -> list[CandidateServer]:
         """The servers as `choose` sees them."""
-        weights = weigh([server.capacity or server.told.ranks for server in ready])
-        now, total = self.clock(), self.config.concurrency / max(1, len(ready))
+        weights = weigh([server.capacity or server.telemetry.ranks for server in ready])
+        time_now, total = self.clock(), self.config.concurrency / max(1, len(ready))
         return [
             CandidateServer(
                 server.url,
@@ -314,11 +316,11 @@ class Pool:
                 server.in_flight,
                 limit_load(
                     total * weight,
-                    running=server.told.running,
-                    waiting=server.told.waiting,
-                    ranks=server.told.ranks,
-                    age=now - server.told_at,
-                    own=server.in_flight,
+                    running=server.telemetry.running,
+                    waiting=server.telemetry.waiting,
+                    ranks=server.telemetry.ranks,
+                    age=time_now - server.telemetry_at,
+                    in_flight=server.in_flight,
                 ),
             )
             for server, weight in zip(ready, weights, strict=True)
@@ -352,10 +354,10 @@ class Pool:
     def check_length(self, server: VllmServer, prompt: int, new: int) -> None:
         """Say once when a prompt and its answer are longer than what the server takes."""
 
-    def note_told(self, server: VllmServer, told: Telemetry | None) -> None:
+    def record_telemetry(self, server: VllmServer, telemetry: Telemetry | None) -> None:
         """What the server said of its work now; None: nothing that can be read."""
-        if told is not None:
-            server.told, server.told_at = told, self.clock()
+        if telemetry is not None:
+            server.telemetry, server.telemetry_at = telemetry, self.clock()
 
     def note_progress(self, server: VllmServer) -> None:
         """The server has answered, or is not expected to."""
@@ -363,37 +365,43 @@ class Pool:
 
     # -- weights
 
-    def keep(self, wanted: int | Collection[str]) -> list[VllmServer]:
-        """Have servers keep the newest version until `let_go`: so many, the least loaded ones, or
+    def keep(self, selection: int | Collection[str]) -> list[VllmServer]:
+        """Have servers keep the newest version until `release_kept`: so many, the least loaded ones, or
         those of these URLs. Others are left to be asked; empty: there are too few."""
         with self._lock:
-            free = [one for one in self.up() if one.kept is None and not one.behind]
-            chosen = sorted(free, key=lambda one: one.in_flight / (one.capacity or 1.0))
-            if isinstance(wanted, int):
-                chosen = chosen[:wanted]
+            free = [
+                candidate
+                for candidate in self.up()
+                if candidate.kept_version is None and not candidate.behind
+            ]
+            chosen = sorted(
+                free, key=lambda candidate: candidate.in_flight / (candidate.capacity or 1.0)
+            )
+            if isinstance(selection, int):
+                chosen = chosen[:selection]
             else:
-                urls = {url.rstrip("/") for url in wanted}
-                chosen = [one for one in free if one.url in urls]
+                urls = {url.rstrip("/") for url in selection}
+                chosen = [candidate for candidate in free if candidate.url in urls]
             chosen = chosen[: max(0, len(free) - 1)]
             for server in chosen:
-                server.kept = self.version
+                server.kept_version = self.version
         return chosen
 
-    def let_go(self, servers: Iterable[VllmServer]) -> None:
+    def release_kept(self, servers: Iterable[VllmServer]) -> None:
         """What they kept is not needed any more; those that are behind are given the newest."""
         with self._lock:
             for server in servers:
-                server.behind = server.kept is not None and server.version < self.version
-                server.kept = None
+                server.behind = server.kept_version is not None and server.version < self.version
+                server.kept_version = None
                 server.nudge.set()
         self.changed()
 
     def _let_go_of_last(self) -> None:
         """Training comes first: where all other servers are gone, none keeps anything."""
         up = self.up()
-        if up and all(server.kept is not None for server in up):
+        if up and all(server.kept_version is not None for server in up):
             self.log("only servers that kept weights for an evaluation are left: they train now")
-            self.let_go(up)
+            self.release_kept(up)
 
     def begin_publish(self, version: int) -> None:
         """No server that holds an older version is asked any more; what is under way goes on."""
@@ -424,19 +432,19 @@ class Pool:
                 return
             if server.state == "draining":
                 server.why = why
-                self.end_drain(server, now=True)
+                self.end_drain(server, dead=True)
                 return
             self._set(server, "down", why)
-            server.version, server.kept, server.behind = -1, None, False
+            server.version, server.kept_version, server.behind = -1, None, False
             server.epoch += 1
-            left = len(self.up())
+            num_up = len(self.up())
             self.counters["servers_lost"] += 1
-            there = f"{left} left" if left else f"none left: {self.tell_wait()}"
+            summary = f"{num_up} left" if num_up else f"none left: {self.describe_wait()}"
             # Said before anybody can see the consequences.
-            self.log(f"vllm {server.url} dropped ({why}); its requests are asked again; {there}")
+            self.log(f"vllm {server.url} dropped ({why}); its requests are asked again; {summary}")
         self.changed()
 
-    def tell_wait(self) -> str:
+    def describe_wait(self) -> str:
         """How long an empty pool is waited for."""
         return f"waiting up to {self.config.wait_seconds:g} s for one to come back"
 
@@ -448,9 +456,9 @@ class Pool:
         """The servers that hold a version, as soon as there is one; RunStopped after too long."""
         deadline = self.clock() + self.config.wait_seconds
         while True:
-            found = [server for server in self.up() if server.version == version]
-            if found:
-                return found
+            holders = [server for server in self.up() if server.version == version]
+            if holders:
+                return holders
             self.check(self.clock() > deadline)
             time.sleep(0.1)
 
@@ -460,8 +468,8 @@ class Pool:
             raise self.error
         self._let_go_of_last()
         if too_late:
-            known = ", ".join(server.tell() for server in self.all) or "none is known"
+            reasons = ", ".join(server.describe() for server in self.all) or "none is known"
             raise RunStopped(
                 f"no vLLM server for {self.config.wait_seconds:g} s (rollout.vllm.wait_seconds): "
-                + known
+                + reasons
             )

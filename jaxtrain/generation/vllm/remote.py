@@ -5,7 +5,7 @@
     worker:  RemotePool.update(table) <──────────────────┘
              VllmEngine(RemotePool) asks; what fails is told: RemotePool.reports()
                                                       │
-    trainer: TableSender.hear(reports) <──────────────┘ suspect, drop, requests under way
+    trainer: TableSender.apply_reports(reports) <──────────────┘ suspect, drop, requests under way
 
 There is one writer, the trainer's `Servers`: it alone watches, inspects and brings weights. A
 worker chooses for itself (`choose.py`), by its own requests alone.
@@ -24,8 +24,18 @@ from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.generation.vllm.inspector import Inspector
 from jaxtrain.generation.vllm.pool import Pool, VllmServer
 
-TOLD = ("url", "state", "version", "epoch", "capacity", "updating", "kept", "model", "route")
-TOLD += ("max_model_len", "processed")
+SHARED_FIELDS = (
+    "url",
+    "state",
+    "version",
+    "epoch",
+    "capacity",
+    "updating",
+    "kept_version",
+    "model",
+    "route",
+)
+SHARED_FIELDS += ("max_model_len", "processed")
 """Fields of a server that travel."""
 
 
@@ -46,14 +56,16 @@ class TableSender:
             "version": pool.version,
             "publishing": pool.publishing,
             "asleep": pool.asleep,
-            "servers": [{name: getattr(one, name) for name in TOLD} for one in pool.all],
+            "servers": [
+                {name: getattr(server, name) for name in SHARED_FIELDS} for server in pool.all
+            ],
         }
         with self._lock:
             if table != self._last:
                 self._epoch, self._last = self._epoch + 1, table
             return self._epoch, table
 
-    def hear(self, reports: Sequence[dict[str, Any]]) -> None:
+    def apply_reports(self, reports: Sequence[dict[str, Any]]) -> None:
         """What workers met; servers that were dropped since are none of it."""
         servers = {server.url: server for server in self.pool.all}
         for report in reports:
@@ -96,37 +108,39 @@ class RemotePool(Pool):
         if table is None:
             return
         with self._lock:
-            known = {server.url: server for server in self.all}
+            by_url = {server.url: server for server in self.all}
             self.session, self.version = table["session"], table["version"]
             self.publishing, self.asleep = table["publishing"], table["asleep"]
-            found = []
-            for told in table["servers"]:
-                server = known.pop(told["url"], None) or VllmServer(told["url"])
-                for name in TOLD:
+            servers = []
+            for row in table["servers"]:
+                server = by_url.pop(row["url"], None) or VllmServer(row["url"])
+                for name in SHARED_FIELDS:
                     if name != "epoch":
-                        setattr(server, name, told[name])
-                if self._epochs.get(server.url, told["epoch"]) != told["epoch"]:
+                        setattr(server, name, row[name])
+                if self._epochs.get(server.url, row["epoch"]) != row["epoch"]:
                     server.epoch += 1  # dropped: what is under way will not be answered
-                self._epochs[server.url] = told["epoch"]
-                found.append(server)
-            for server in known.values():
+                self._epochs[server.url] = row["epoch"]
+                servers.append(server)
+            for server in by_url.values():
                 server.state = "gone"
                 server.epoch += 1
                 self._epochs.pop(server.url, None)
-            self.all = found
+            self.all = servers
 
     def reports(self) -> list[dict[str, Any]]:
         """What the trainer has not heard yet."""
         with self._lock:
-            found, self._reports = self._reports, []
-            found += [{"what": "answered", "url": url} for url in sorted(self._answered)]
+            reports, self._reports = self._reports, []
+            reports += [{"what": "answered", "url": url} for url in sorted(self._answered)]
             self._answered.clear()
             loads = {server.url: server.in_flight for server in self.all}
             for url, count in loads.items():
                 if self._loads.get(url, 0) != count:
-                    found.append({"what": "load", "url": url, "worker": self.name, "count": count})
+                    reports.append(
+                        {"what": "load", "url": url, "worker": self.name, "count": count}
+                    )
             self._loads = loads
-            return found
+            return reports
 
     def read_label(self, label: str) -> int | None:
         """See Pool; versions that the table does not have yet are the run's, too."""
@@ -135,13 +149,13 @@ class RemotePool(Pool):
 
     def suspect(self, server: VllmServer) -> None:
         """See Pool: the trainer looks."""
-        self._tell("suspect", server)
+        self._report("suspect", server)
 
     def drop(self, server: VllmServer, why: str) -> None:
         """See Pool: here at once, and told; the next table says what became of it."""
         with self._lock:
             if not server.lost:
-                self._tell("drop", server, why=why, epoch=self._epochs.get(server.url, 0))
+                self._report("drop", server, why=why, epoch=self._epochs.get(server.url, 0))
                 self._set(server, "down", why)
                 server.epoch += 1
 
@@ -156,9 +170,9 @@ class RemotePool(Pool):
         """See Inspector."""
         self.inspector.check_length(server, prompt, new)
 
-    def _tell(self, what: str, server: VllmServer, **more: Any) -> None:
+    def _report(self, event: str, server: VllmServer, **fields: Any) -> None:
         with self._lock:
-            self._reports.append({"what": what, "url": server.url, **more})
+            self._reports.append({"what": event, "url": server.url, **fields})
 
 
 class RemoteVllm:

@@ -38,7 +38,7 @@ class CandidateServer(NamedTuple):
 class ServerChoice(NamedTuple):
     """What `choose` found."""
 
-    place: int
+    index: int
     """In the list of candidates."""
     first: bool
     """Whether it is what the session prefers to all others."""
@@ -51,17 +51,17 @@ def choose(
 
     sticky: False for a request that shares nothing: the least loaded one, equal ones by hash.
     """
-    scores = [score(session, one.url, one.weight) for one in candidates]
-    loads = [one.load / one.weight for one in candidates]
-    places = [i for i, one in enumerate(candidates) if one.load < one.limit]
-    if not places:
+    scores = [score(session, candidate.url, candidate.weight) for candidate in candidates]
+    loads = [candidate.load / candidate.weight for candidate in candidates]
+    open_indices = [i for i, candidate in enumerate(candidates) if candidate.load < candidate.limit]
+    if not open_indices:
         return None
-    least = min(loads[i] for i in places)
+    least = min(loads[i] for i in open_indices)
     bound = BOUND * sum(loads) / len(loads) + SLACK if sticky else least
     if bound < least:  # those with room are all above it
         bound = least
-    place = max((i for i in places if loads[i] <= bound), key=lambda i: scores[i])
-    return ServerChoice(place, scores[place] == max(scores))
+    index = max((i for i in open_indices if loads[i] <= bound), key=lambda i: scores[i])
+    return ServerChoice(index, scores[index] == max(scores))
 
 
 def score(session: int, url: str, weight: float) -> float:
@@ -72,18 +72,18 @@ def score(session: int, url: str, weight: float) -> float:
 
 def weigh(capacities: Sequence[float | None]) -> list[float]:
     """Weights whose mean is 1. A server that tells no capacity counts like the mean of the rest."""
-    known = [one for one in capacities if one]
-    mean = sum(known) / len(known) if known else 1.0
-    return [(one or mean) / mean for one in capacities]
+    reported = [capacity for capacity in capacities if capacity]
+    mean = sum(reported) / len(reported) if reported else 1.0
+    return [(capacity or mean) / mean for capacity in capacities]
 
 
 def limit_load(
-    share: float, *, running: float, waiting: float, ranks: int, age: float, own: float
+    share: float, *, running: float, waiting: float, ranks: int, age: float, in_flight: float
 ) -> float:
     """How many requests of ours a server may have under way.
 
     share: its part of rollout.vllm.concurrency. running, waiting: as its /metrics said `age`
-    seconds ago (infinity: never), in all its ranks. own: requests of ours there. Where nothing
+    seconds ago (infinity: never), in all its ranks. in_flight: requests of ours there. Where nothing
     waits the share alone counts; a server that others keep full still gets one request a rank. What
     it said too long ago is passed over: a broken exporter starves nobody.
     """
@@ -91,7 +91,7 @@ def limit_load(
     if age > FRESH_SECONDS or not waiting:
         return most
     target = TARGET_WAITING * ranks
-    room = own if waiting > target else running + target
+    room = in_flight if waiting > target else running + target
     return min(most, max(room, float(ranks)))
 
 

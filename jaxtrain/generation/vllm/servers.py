@@ -60,13 +60,13 @@ class Servers(Pool):
         self.poll()
 
     @property
-    def bring(self) -> Callable[[VllmServer], None] | None:
+    def push_weights(self) -> Callable[[VllmServer], None] | None:
         """See Watcher."""
-        return self.watcher.bring
+        return self.watcher.push_weights
 
-    @bring.setter
-    def bring(self, bring: Callable[[VllmServer], None]) -> None:
-        self.watcher.bring = bring
+    @push_weights.setter
+    def push_weights(self, push_weights: Callable[[VllmServer], None]) -> None:
+        self.watcher.push_weights = push_weights
 
     def open(self) -> None:
         """Wait for the servers, inspect them and begin to watch them.
@@ -75,26 +75,26 @@ class Servers(Pool):
         that cannot do what this run needs.
         """
         deadline = time.monotonic() + self.config.wait_seconds
-        told = False
+        logged = False
         while True:
             for server in [server for server in self.all if not server.model]:
                 try:
-                    self.watcher.look(server)
+                    self.watcher.inspect(server)
                 except (ServerGone, ServerRefused) as error:
                     server.why = str(error)
             waiting = [server for server in self.all if not server.model]
             if self.all and not waiting or time.monotonic() > deadline:
                 break
-            if not told:
-                self.log(f"waiting for {self._tell_awaited(waiting)}")
-                told = True
+            if not logged:
+                self.log(f"waiting for {self._describe_awaited(waiting)}")
+                logged = True
             time.sleep(min(1.0, self.config.health_seconds))
             self.poll()
         if len(waiting) == len(self.all):
             names = " and ".join(source.name for source in self.sources)
             raise UserError(
                 f"{names}: none answered within {self.config.wait_seconds:g} s"
-                f" (rollout.vllm.wait_seconds): {self._tell_awaited(waiting)}"
+                f" (rollout.vllm.wait_seconds): {self._describe_awaited(waiting)}"
             )
         for server in waiting:
             self.give_up_at_start(server)
@@ -113,7 +113,7 @@ class Servers(Pool):
         """End the run with that, as soon as it asks for a server."""
         self.error = error
 
-    def lose(self, url: str, why: str) -> None:
+    def report_ended(self, url: str, why: str) -> None:
         """Drop a server that is known to have ended."""
         self.count("processes_ended")
         for server in self.all:
@@ -123,69 +123,71 @@ class Servers(Pool):
     def give_up_at_start(self, server: VllmServer) -> None:
         """Begin without a server that did not come."""
         self._set(server, "down", server.why)
-        self.log(f"going on without {server.tell()}; it is taken in when it answers")
+        self.log(f"going on without {server.describe()}; it is taken in when it answers")
 
     def poll(self) -> None:
         """Ask every source once; take in who is new, let go of who is listed no more."""
         listed = []
-        for place, source in enumerate(self.sources):
-            found = source.poll()
-            if found is None:
-                if place not in self.silent:
+        for number, source in enumerate(self.sources):
+            entries = source.poll()
+            if entries is None:
+                if number not in self.silent:
                     self.counters["sources_lost"] += 1
                     self.log(f"{source.name} does not answer; the last list of servers stays")
-                self.silent.add(place)
+                self.silent.add(number)
                 continue
-            if place in self.silent:
+            if number in self.silent:
                 self.log(f"{source.name} answers again")
-            self.silent.discard(place)
+            self.silent.discard(number)
             if self.front is not None and self.front.url in source.name:
-                self.regain_front()
-            self._known[place] = {one.url.rstrip("/") for one in found}
-            listed += found
-        for one in listed:
-            server = self.join(one)
+                self.mark_front_up()
+            self._known[number] = {entry.url.rstrip("/") for entry in entries}
+            listed += entries
+        for entry in listed:
+            server = self.join(entry)
             if server is not None and self._opened:
                 self.log(f"vllm {server.url} joins; it is inspected and given the newest weights")
                 self.watcher.start(server)
                 server.nudge.set()
-        known = set().union(*self._known.values())
+        listed_urls = set().union(*self._known.values())
         for server in self.all:
-            if server.url not in known and server.listed:
+            if server.url not in listed_urls and server.listed:
                 self.log(f"vllm {server.url} leaves: listed no more")
                 self.leave(server, "listed no more")
 
     def waits_on(self) -> bool:
         """Whether a source that may list others answers, so that an empty pool may fill."""
         return any(
-            not source.fixed and place not in self.silent
-            for place, source in enumerate(self.sources)
+            not source.fixed and number not in self.silent
+            for number, source in enumerate(self.sources)
         )
 
     def check(self, too_late: bool) -> None:
         """See Pool: with a source that answers, no waiting is too long."""
         super().check(too_late and not self.waits_on())
 
-    def tell_wait(self) -> str:
+    def describe_wait(self) -> str:
         """See Pool."""
-        return "waiting for one to be listed" if self.waits_on() else super().tell_wait()
+        return "waiting for one to be listed" if self.waits_on() else super().describe_wait()
 
     def measure(self) -> dict[str, float]:
         """Totals since the start, and what there is now, by name."""
-        found = super().measure()
-        asked, first = found.pop("sessions_asked", 0.0), found.pop("sessions_at_first", 0.0)
-        if asked:
-            found["affinity"] = first / asked
-        found["servers_up"] = float(len(self.up()))
+        totals = super().measure()
+        requests, first = totals.pop("sessions_asked", 0.0), totals.pop("sessions_at_first", 0.0)
+        if requests:
+            totals["affinity"] = first / requests
+        totals["servers_up"] = float(len(self.up()))
         if self.config.eval_servers:
-            found["servers_kept"] = float(sum(server.kept is not None for server in self.all))
+            totals["servers_kept"] = float(
+                sum(server.kept_version is not None for server in self.all)
+            )
         if not self.fixed:
             draining = sum(server.state == "draining" for server in self.all)
-            found |= {
+            totals |= {
                 "servers_draining": float(draining),
                 "sources_silent": float(len(self.silent)),
             }
-        return dict(sorted(found.items()))
+        return dict(sorted(totals.items()))
 
     def check_length(self, server: VllmServer, prompt: int, new: int) -> None:
         """See Inspector."""
@@ -196,13 +198,13 @@ class Servers(Pool):
         while not self.watcher.closed.wait(self.config.health_seconds):
             self.poll()
 
-    def _tell_awaited(self, waiting: list[VllmServer]) -> str:
+    def _describe_awaited(self, waiting: list[VllmServer]) -> str:
         if not self.all:
             return "servers: " + ", ".join(f"{source.name} lists none" for source in self.sources)
-        return ", ".join(server.tell() for server in waiting)
+        return ", ".join(server.describe() for server in waiting)
 
 
-SECONDS = 1.0
+LISTING_SECONDS = 1.0
 """Between two looks."""
 
 
@@ -226,7 +228,7 @@ class Listing:
 
     def _watch(self) -> None:
         self._write()
-        while not self._stop.wait(SECONDS):
+        while not self._stop.wait(LISTING_SECONDS):
             self._write()
 
     def _write(self) -> None:
@@ -241,7 +243,7 @@ def describe(server: VllmServer) -> dict[str, Any]:
     """A server as people see it, without the password of its URL."""
     why = "" if server.state == "up" else server.why
     if server.keeps:
-        why = f"keeps version {server.kept} for an evaluation"
+        why = f"keeps version {server.kept_version} for an evaluation"
     return {
         "url": redact_text(server.url),
         "state": server.state,

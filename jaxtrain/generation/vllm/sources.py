@@ -79,13 +79,13 @@ class FileServers:
         try:
             text = read_text(self.path, MAX_FILE_BYTES)
             lines = [line.partition("#")[0].split() for line in text.splitlines()]
-            found = [
+            servers = [
                 DiscoveredServer(url, float(rest[0]) if rest else None)
                 for url, *rest in filter(None, lines)
             ]
         except (OSError, ValueError):
             return None
-        return found if text.strip() and all(is_url(one.url) for one in found) else None
+        return servers if text.strip() and all(is_url(server.url) for server in servers) else None
 
 
 class DnsServers:
@@ -94,8 +94,8 @@ class DnsServers:
     fixed = False
 
     def __init__(self, address: str):
-        self.name, place = address, urlsplit(address)
-        self.host, self.port = place.hostname or "", place.port or 8000
+        self.name, parts = address, urlsplit(address)
+        self.host, self.port = parts.hostname or "", parts.port or 8000
 
     def poll(self) -> list[DiscoveredServer] | None:
         """See Source."""
@@ -143,8 +143,8 @@ class DynamoServers:
 
     def poll(self) -> list[DiscoveredServer] | None:
         """See Source."""
-        found = ask(self.url, "/v1/rl/workers")
-        listed = found.get("workers") if isinstance(found, dict) else found
+        answer = ask(self.url, "/v1/rl/workers")
+        listed = answer.get("workers") if isinstance(answer, dict) else answer
         if not isinstance(listed, list):
             return None
         urls = [worker.get("system_url") for worker in listed if isinstance(worker, dict)]
@@ -166,18 +166,18 @@ KINDS = {
 
 def open_sources(config: VllmConfig) -> list[ServerSource]:
     """Where a run's servers are listed."""
-    found: list[ServerSource] = [NamedServers(config.servers)] if config.servers else []
+    sources: list[ServerSource] = [NamedServers(config.servers)] if config.servers else []
     if config.discover:
-        found.append(KINDS[urlsplit(config.discover).scheme](config.discover))
-    return found
+        sources.append(KINDS[urlsplit(config.discover).scheme](config.discover))
+    return sources
 
 
 def list_workers(url: str) -> list[str] | None:
     """The URLs behind a vllm-router; None for what is none, or does not answer."""
-    found = ask(url, "/list_workers")
-    urls = found.get("urls") if isinstance(found, dict) else None
-    known = isinstance(urls, list) and all(isinstance(one, str) for one in urls)
-    return urls if known else None
+    answer = ask(url, "/list_workers")
+    urls = answer.get("urls") if isinstance(answer, dict) else None
+    is_list = isinstance(urls, list) and all(isinstance(entry, str) for entry in urls)
+    return urls if is_list else None
 
 
 def ask(url: str, path: str) -> Any:

@@ -44,8 +44,8 @@ class TeacherServer:
         self.sleep = sleep
         self.model: str | None = None
 
-    def score(self, batch: Batch, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 [A, B, T, k], log-probs float32 [A, B, T, k]) where `wanted` [A, B, T] says;
+    def score(self, batch: Batch, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32 [A, B, T, k], log-probs float32 [A, B, T, k]) where `mask` [A, B, T] says;
         elsewhere and where fewer are known the ids are -1.
 
         The log-probs are those at temperature 1. Raises RunStopped when the server cannot be
@@ -54,30 +54,30 @@ class TeacherServer:
         shape = (*batch.tokens.shape, self.k)
         ids, logp = np.full(shape, NOTHING, np.int32), np.zeros(shape, np.float32)
         rows = [
-            (place, path)
-            for place in np.ndindex(batch.tokens.shape[:-1])
-            for path in find_branches(batch.prev[place], wanted[place])
+            (row, path)
+            for row in np.ndindex(batch.tokens.shape[:-1])
+            for path in find_branches(batch.prev[row], mask[row])
         ]
         if not rows:
             return ids, logp
         self.find_model()
         with ThreadPoolExecutor(self.concurrency) as pool:
-            tokens = [batch.tokens[place][path].tolist() for place, path in rows]
-            for (place, path), found in zip(rows, pool.map(self.ask, tokens), strict=True):
-                for index, entry in zip(path, found, strict=True):
-                    if not wanted[place][index]:
+            tokens = [batch.tokens[row][path].tolist() for row, path in rows]
+            for (row, path), entries in zip(rows, pool.map(self.ask, tokens), strict=True):
+                for index, entry in zip(path, entries, strict=True):
+                    if not mask[row][index]:
                         continue
                     pairs = read_entry(entry, self.k, self.url)
-                    ids[place][index, : len(pairs)] = [pair[0] for pair in pairs]
-                    logp[place][index, : len(pairs)] = [pair[1] for pair in pairs]
+                    ids[row][index, : len(pairs)] = [pair[0] for pair in pairs]
+                    logp[row][index, : len(pairs)] = [pair[1] for pair in pairs]
         return ids, logp
 
     def find_model(self) -> None:
         """The name under which the server knows its model."""
         if self.model is None:
-            found = self._call("GET", "/v1/models")
+            answer = self._call("GET", "/v1/models")
             try:
-                self.model = str(found["data"][0]["id"])
+                self.model = str(answer["data"][0]["id"])
             except (KeyError, IndexError, TypeError):
                 raise UserError(
                     f"task.teacher.url {self.url}: /v1/models names no model; is it a vLLM server?"
@@ -92,9 +92,9 @@ class TeacherServer:
             "temperature": 0.0,
             "prompt_logprobs": self.k,
         }
-        found = self._call("POST", ROUTE, body)
+        answer = self._call("POST", ROUTE, body)
         try:
-            entries = found["choices"][0]["prompt_logprobs"]
+            entries = answer["choices"][0]["prompt_logprobs"]
         except (KeyError, IndexError, TypeError):
             entries = None
         if not isinstance(entries, list) or len(entries) != len(tokens):
@@ -128,22 +128,22 @@ class TeacherServer:
         )
 
 
-def find_branches(prev_T: np.ndarray, wanted_T: np.ndarray) -> list[np.ndarray]:
+def find_branches(prev_T: np.ndarray, mask_T: np.ndarray) -> list[np.ndarray]:
     """Indices of the tokens of each branch, root first, up to its last wanted token; every wanted
     token is on one of them."""
     paths, covered = [], np.zeros(len(prev_T), bool)
     # In preorder a token's children lie behind it: from the end, the first that is not on a known
     # branch ends one of its own.
-    for end in np.flatnonzero(wanted_T)[::-1]:
+    for end in np.flatnonzero(mask_T)[::-1]:
         if covered[end]:
             continue
         path, index = [], int(end)
         while index >= 0:
             path.append(index)
             index = int(prev_T[index])
-        found = np.array(path[::-1])
-        covered[found] = True
-        paths.append(found)
+        branch = np.array(path[::-1])
+        covered[branch] = True
+        paths.append(branch)
     return paths[::-1]
 
 

@@ -28,7 +28,7 @@ class Watcher:
 
     def __init__(self, pool: Pool, inspector: Inspector):
         self.pool, self.inspector = pool, inspector
-        self.bring: Callable[[VllmServer], None] | None = None
+        self.push_weights: Callable[[VllmServer], None] | None = None
         self.closed = threading.Event()
 
     def start(self, server: VllmServer) -> None:
@@ -41,7 +41,7 @@ class Watcher:
         for server in self.pool.all:
             server.nudge.set()
 
-    def look(self, server: VllmServer) -> None:
+    def inspect(self, server: VllmServer) -> None:
         """Ask for its health and inspect it; ServerGone, ServerRefused or UserError."""
         self.inspector.refuse_router(server.url)
         call(server.url, "GET", "/health", timeout=HEALTH_TIMEOUT_SECONDS)
@@ -58,18 +58,18 @@ class Watcher:
             if server.state == "up" and (server.in_flight or self.pool.front is not None):
                 self._read(server)
             if nudged or self.pool.clock() - looked >= pause:
-                self._look_again(server)
+                self._check_health(server)
                 looked = self.pool.clock()
 
     def _read(self, server: VllmServer) -> Telemetry | None:
         """What it tells of its work, noted."""
-        before, told = server.told, read_telemetry(server.url)
-        self.pool.note_told(server, told)
-        if told is not None and told.tokens != before.tokens:
+        before, telemetry = server.telemetry, read_telemetry(server.url)
+        self.pool.record_telemetry(server, telemetry)
+        if telemetry is not None and telemetry.tokens != before.tokens:
             self.pool.note_progress(server)
-        return told
+        return telemetry
 
-    def _look_again(self, server: VllmServer) -> None:
+    def _check_health(self, server: VllmServer) -> None:
         try:
             call(server.url, "GET", "/health", timeout=HEALTH_TIMEOUT_SECONDS)
         except (ServerGone, ServerRefused) as error:
@@ -79,10 +79,10 @@ class Watcher:
         server.strikes = 0
         if server.state == "new" and not server.model:
             self._take_in(server)
-        elif self._wants_weights(server) and self.bring is not None:
-            self._take_back(server, self.bring)
-        elif server.behind and not self.pool.publishing and self.bring is not None:
-            self._catch_up(server, self.bring)
+        elif self._wants_weights(server) and self.push_weights is not None:
+            self._take_back(server, self.push_weights)
+        elif server.behind and not self.pool.publishing and self.push_weights is not None:
+            self._catch_up(server, self.push_weights)
         elif server.state in ("up", "draining"):
             self._check_progress(server)
 
@@ -113,11 +113,11 @@ class Watcher:
         epoch, limit = server.epoch, pool.config.progress_seconds
         if self.pool.clock() - server.progressed < limit / 4:
             return
-        told = self._read(server)
+        telemetry = self._read(server)
         silent = self.pool.clock() - server.progressed
         if silent < limit:
             return
-        if told is None or not told.tokens:
+        if telemetry is None or not telemetry.tokens:
             # It does not tell what it does: ask for one token, behind what waits there.
             try:
                 seconds = min(limit, PROBE_SECONDS)
@@ -138,7 +138,7 @@ class Watcher:
     def _take_in(self, server: VllmServer) -> None:
         """Inspect one that has just joined; the weights come afterwards."""
         try:
-            self.look(server)
+            self.inspect(server)
         except (ServerGone, ServerRefused) as error:
             server.why = str(error)
         except UserError as error:

@@ -32,8 +32,8 @@ def send_adapter(url: str, folder: Path, name: str, deadline: Deadline) -> str:
     ServerRefused, or UserError for a server that takes none."""
     sizes = {file: describe(folder / name / file) for file in FILES}
     length = sum(size for size, _ in sizes.values())
-    told = {FILES_HEADER: json.dumps(sizes), "Content-Length": str(length)}
-    status, raw = _request(url, "PUT", name, told, read_all(folder / name), deadline)
+    fields = {FILES_HEADER: json.dumps(sizes), "Content-Length": str(length)}
+    status, raw = _request(url, "PUT", name, fields, read_all(folder / name), deadline)
     if status == 200:
         try:
             return str(json.loads(raw)["path"])
@@ -56,11 +56,11 @@ def remove_adapter(url: str, name: str, seconds: float) -> None:
 
 def describe(file: Path) -> tuple[int, int]:
     """(bytes, crc32) of a file."""
-    found = 0
+    crc = 0
     with file.open("rb") as stream:
         while piece := stream.read(PIECE):
-            found = zlib.crc32(piece, found)
-    return file.stat().st_size, found
+            crc = zlib.crc32(piece, crc)
+    return file.stat().st_size, crc
 
 
 def read_all(folder: Path) -> Iterator[bytes]:
@@ -75,7 +75,7 @@ def _request(
     url: str,
     method: str,
     name: str,
-    more: dict[str, str],
+    fields: dict[str, str],
     body: Iterator[bytes] | None,
     deadline: Deadline,
 ) -> tuple[int, bytes]:
@@ -89,7 +89,7 @@ def _request(
     try:
         connection.connect()
         with cut_after(seconds, connection.sock, late):
-            sent = {**headers(), "Content-Type": "application/octet-stream", **more}
+            sent = {**headers(), "Content-Type": "application/octet-stream", **fields}
             connection.request(method, f"{base.path}{ROUTE}{name}", body, sent)
             answer = connection.getresponse()
             return answer.status, answer.read(MOST_ANSWER)

@@ -21,7 +21,7 @@ CONTROL_SECONDS = 60.0
 CLOSE_SECONDS = 15.0
 
 
-def bring_to_all(servers: Servers, bring: Callable[[VllmServer], None], version: int) -> None:
+def push_to_all(servers: Servers, bring: Callable[[VllmServer], None], version: int) -> None:
     """Bring `version` to every server that is up or new and keeps no other, all at once.
 
     A server that fails, or is not done after sync_seconds, is dropped; returns as soon as the
@@ -29,8 +29,8 @@ def bring_to_all(servers: Servers, bring: Callable[[VllmServer], None], version:
     long. Raises UserError when a server says that the run is set up wrongly.
     """
     limit = servers.config.sync_seconds
-    there = [s for s in servers.all if s.state == "up" or (s.state == "new" and s.model)]
-    wanted = [server for server in there if not server.keeps]
+    reachable = [s for s in servers.all if s.state == "up" or (s.state == "new" and s.model)]
+    pending = [server for server in reachable if not server.keeps]
     failures: queue.Queue[tuple[VllmServer, BaseException | None]] = queue.Queue()
 
     def try_one(server: VllmServer) -> None:
@@ -42,19 +42,19 @@ def bring_to_all(servers: Servers, bring: Callable[[VllmServer], None], version:
             failures.put((server, None))
 
     deadline = Deadline(limit)
-    for server in wanted:
+    for server in pending:
         threading.Thread(target=try_one, args=(server,), daemon=True).start()
-    while wanted:
+    while pending:
         try:
             server, error = failures.get(timeout=deadline.left())
         except queue.Empty:
             break
-        wanted.remove(server)
+        pending.remove(server)
         if isinstance(error, ServerGone | ServerRefused | RunStopped):
             servers.drop(server, f"weight sync: {error}")
         elif error is not None:
             raise error
-    for server in wanted:
+    for server in pending:
         servers.drop(
             server,
             f"weight sync: version {version} not taken within {limit:g} s"

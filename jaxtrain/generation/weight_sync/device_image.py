@@ -52,7 +52,7 @@ class DeviceBlock(NamedTuple):
     """Memory of one GPU."""
 
     device: int
-    place: int
+    address: int
     size: int
     handle: bytes
 
@@ -96,14 +96,14 @@ class DeviceImage:
         missing, self._sums = dict(self.sizes), []
         held, held_bytes = [], 0
         for rows in look_ahead(self._list_rows(params, self._homes)):
-            block, place = self._find(rows.name)
+            block, address = self._find(rows.name)
             size = rows.array.nbytes
             missing[rows.name] -= size
             if not size:
                 continue
             rows.array.block_until_ready()
             row_bytes = size // (rows.array.shape[0] if rows.array.ndim else 1)
-            target = place + rows.first * row_bytes
+            target = address + rows.first * row_bytes
             self._cuda.copy(block.device, target, rows.array.unsafe_buffer_pointer(), size)
             self._sums.append((rows.name, rows.sum))
             held.append(rows.array)  # until it is copied
@@ -118,11 +118,11 @@ class DeviceImage:
     def seal(self, version: int) -> int:
         """It is written; returns the checksum of what was sent there."""
         sums = dict.fromkeys(self.shapes, 0)
-        for _, found in self._sums:
-            if hasattr(found, "copy_to_host_async"):
-                found.copy_to_host_async()
-        for name, found in self._sums:
-            sums[name] += int(found)
+        for _, partial_sum in self._sums:
+            if hasattr(partial_sum, "copy_to_host_async"):
+                partial_sum.copy_to_host_async()
+        for name, partial_sum in self._sums:
+            sums[name] += int(partial_sum)
         tensors = {
             name: wire.WireTensor(shape, self.dtypes[name], np.empty(0))
             for name, shape in self.shapes.items()
@@ -142,21 +142,21 @@ class DeviceImage:
 
     def read(self, name: str, bits: np.ndarray) -> None:
         """Copy a tensor's bits into an array of the host."""
-        block, place = self._find(name)
+        block, address = self._find(name)
         if bits.nbytes:
-            self._cuda.copy_to_host(block.device, bits.ctypes.data, place, bits.nbytes)
+            self._cuda.copy_to_host(block.device, bits.ctypes.data, address, bits.nbytes)
 
     def free(self) -> None:
         """Give its memory back, once no server reads it."""
         for block in self._blocks:
             with contextlib.suppress(CudaError):  # the device is gone, and its memory with it
-                self._cuda.free(block.device, block.place)
+                self._cuda.free(block.device, block.address)
         self._blocks = []
 
     def _find(self, name: str) -> tuple[DeviceBlock, int]:
         spot = self._spots[name]
         block = self._blocks[spot.block]
-        return block, block.place + spot.start
+        return block, block.address + spot.start
 
     def _wait(self) -> None:
         for block in self._blocks:
@@ -171,10 +171,10 @@ class DeviceImage:
         try:
             for size, near in zip(room, devices.values(), strict=True):
                 device = self._cuda.locate(near)
-                place = self._cuda.allocate(device, max(size, ALIGNED))
-                self._blocks.append(DeviceBlock(device, place, size, b""))
+                address = self._cuda.allocate(device, max(size, ALIGNED))
+                self._blocks.append(DeviceBlock(device, address, size, b""))
                 self._blocks[-1] = DeviceBlock(
-                    device, place, size, self._cuda.export(device, place)
+                    device, address, size, self._cuda.export(device, address)
                 )
         except CudaError as error:
             self.free()
@@ -185,12 +185,12 @@ class DeviceImage:
 
 def list_devices(params: Mapping[str, Any]) -> dict[Any, int]:
     """{device that holds parameters: a place in its memory}."""
-    found: dict[Any, int] = {}
+    addresses: dict[Any, int] = {}
     for array in params.values():
         for shard in array.addressable_shards:
             if shard.data.nbytes:
-                found.setdefault(shard.device, shard.data.unsafe_buffer_pointer())
-    return dict(sorted(found.items(), key=lambda item: item[0].id))
+                addresses.setdefault(shard.device, shard.data.unsafe_buffer_pointer())
+    return dict(sorted(addresses.items(), key=lambda item: item[0].id))
 
 
 def spread(

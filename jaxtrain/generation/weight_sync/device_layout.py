@@ -42,15 +42,15 @@ class PublishedCopy:
         if not compare or old is None:
             return piece._replace(array=_to_pinned(new))
         room = min(new.size, max(LEAST_ROOM, new.size // ROOM))
-        found = (_to_pinned(array) for array in _find_changes(old, new, room))
-        return piece._replace(array=DeviceChange(*found, lambda: _to_pinned(new), new.shape))
+        changes = (_to_pinned(array) for array in _find_changes(old, new, room))
+        return piece._replace(array=DeviceChange(*changes, lambda: _to_pinned(new), new.shape))
 
 
 def list_pieces(
     params: Params,
     entries: list[ParameterEntry],
     dtype: str,
-    kept: PublishedCopy | None = None,
+    published: PublishedCopy | None = None,
     *,
     compare: bool = False,
     wide: Collection[str] = (),
@@ -59,7 +59,7 @@ def list_pieces(
     nearest even.
 
     Of one process their arrays are jax's, on their way into host memory which the device writes
-    directly; with `compare` what has changed in them since the pieces that were `kept`. Of several
+    directly; with `compare` what has changed in them since the pieces that were `published`. Of several
     processes, which must all go through the list, a layer is gathered at a time.
     """
     for entry in entries:
@@ -67,10 +67,10 @@ def list_pieces(
         sent = sent_as(entry, value, dtype, wide)
         if value.is_fully_addressable:
             for piece in lay_out(entry.op, value, sent):
-                if kept is None:
+                if published is None:
                     yield piece._replace(array=_to_pinned(piece.array))
                 else:
-                    yield kept.replace(piece, compare=compare)
+                    yield published.replace(piece, compare=compare)
         else:
             yield from entry.op.write(value, partial(_gather, dtype=sent))
 
@@ -149,8 +149,8 @@ def _write_all(op: TensorOp, value: jax.Array, dtype: str) -> Iterator[SplitPiec
     else:
         calls = [(op, None)]
     for part, index in calls:
-        like = np.broadcast_to(np.zeros((), bool), value.shape[index is not None :])
-        named = list(part.write(like, lambda array: array))
+        template = np.broadcast_to(np.zeros((), bool), value.shape[index is not None :])
+        named = list(part.write(template, lambda array: array))
         arrays: Any = _write(_without_names(part), dtype, value, index)
         for piece, array in zip(named, arrays, strict=True):
             yield piece._replace(array=array)
@@ -176,14 +176,14 @@ def _cast(array: jax.Array, dtype: str) -> jax.Array:
 def _find_changes(old: jax.Array, new: jax.Array, room: int) -> tuple[jax.Array, ...]:
     """(number of items whose bits differ, flat places of the first `room` of them, new values)."""
     bits = "uint16" if new.dtype.itemsize == 2 else "uint32"
-    was, now = (jax.lax.bitcast_convert_type(a, bits).reshape(-1) for a in (old, new))
-    differs = was != now
-    place = jnp.cumsum(differs, dtype="int32")
-    target = jnp.where(differs, place - 1, room)
+    old_bits, new_bits = (jax.lax.bitcast_convert_type(a, bits).reshape(-1) for a in (old, new))
+    differs = old_bits != new_bits
+    running_count = jnp.cumsum(differs, dtype="int32")
+    target = jnp.where(differs, running_count - 1, room)
     every = jnp.arange(new.size, dtype="uint32")
     empty = jnp.zeros(room, "uint32")
     positions = empty.at[target].set(every, mode="drop", unique_indices=True)
-    return place[-1], positions, now[positions]
+    return running_count[-1], positions, new_bits[positions]
 
 
 def _cut_rows(array: jax.Array) -> Iterator[tuple[Index, Any]]:
@@ -218,18 +218,18 @@ def _without_names(op: TensorOp) -> TensorOp:
     """The same op for whatever tensors, as the key of a compiled function."""
     if isinstance(op, StackedOps):
         return StackedOps(tuple(_without_names(part) for part in op.ops))
-    found: Any = op
-    if hasattr(found, "op"):
-        return dataclasses.replace(found, op=_without_names(found.op))
-    return dataclasses.replace(found, name="")
+    nested: Any = op
+    if hasattr(nested, "op"):
+        return dataclasses.replace(nested, op=_without_names(nested.op))
+    return dataclasses.replace(nested, name="")
 
 
 def _compose(index: Index, inner: tuple[slice, ...]) -> Index:
     """A part of a part."""
-    found = []
+    slices = []
     for outer, part in zip(index, inner, strict=True):
         step = outer.step or 1
         start, stop, _ = part.indices(len(range(outer.start, outer.stop, step)))
         last = outer.start + (stop - 1) * step
-        found.append(slice(outer.start + start * step, last + 1, outer.step))
-    return tuple(found)
+        slices.append(slice(outer.start + start * step, last + 1, outer.step))
+    return tuple(slices)

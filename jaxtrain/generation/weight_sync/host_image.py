@@ -63,7 +63,7 @@ class DeviceChange(NamedTuple):
     positions: Any
     """u32 flat places in the piece, ascending."""
     values: Any
-    whole: Callable[[], Any]
+    read_all: Callable[[], Any]
     """The array after all."""
     shape: tuple[int, ...]
 
@@ -89,8 +89,8 @@ class Image:
         self.tensors: dict[str, wire.WireTensor] = {}
         start = 0
         for name, chosen in dtypes.items():
-            found = self.segment.room[start : start + sizes[name]]
-            bits = found.view(wire.BITS[wire.ITEM_BYTES[chosen]])
+            raw = self.segment.room[start : start + sizes[name]]
+            bits = raw.view(wire.BITS[wire.ITEM_BYTES[chosen]])
             self.tensors[name] = wire.WireTensor(tuple(shapes[name]), chosen, bits)
             start += sizes[name]
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
@@ -118,11 +118,11 @@ class Image:
                 done.add_done_callback(lambda done: room.release())
                 parts[piece.name].append(done)
         assert not any(missing.values()), f"unwritten parts: {[n for n, m in missing.items() if m]}"
-        found = {name: [done.result() for done in jobs] for name, jobs in parts.items()}
+        results = {name: [done.result() for done in jobs] for name, jobs in parts.items()}
         if not compare:
             return None
-        joined = self._pool.map(self._join, found, found.values())
-        return dict(zip(found, joined, strict=True))
+        joined = self._pool.map(self._join, results, results.values())
+        return dict(zip(results, joined, strict=True))
 
     def _cut(self, tensor: wire.WireTensor, piece: SplitPiece) -> Iterator["WriteJob | ScatterJob"]:
         """The jobs of a piece, some rows each; waits until it has arrived."""
@@ -132,21 +132,21 @@ class Image:
             if count <= array.positions.size:
                 yield ScatterJob(piece, tensor, array, count)
                 return
-            array = array.whole()
+            array = array.read_all()
         new = np.atleast_1d(np.asarray(array))
         old, flat = tensor.bits, piece.index == whole(tensor.shape)
         old = old.reshape(new.shape) if flat else old.reshape(tensor.shape)[piece.index]
         width = new[:1].size
         rows = max(1, CHUNK_ITEMS // max(1, width))
         for start in range(0, len(new), rows):
-            place: Place = start * width
+            offset: Place = start * width
             if not flat:
                 rows_index = piece.index[0]
                 first = rows_index.start + start * (rows_index.step or 1)
-                place = (slice(first, None, rows_index.step), *piece.index[1:])
+                offset = (slice(first, None, rows_index.step), *piece.index[1:])
             stop = start + rows
             target = as_numpy(tensor.dtype)
-            yield WriteJob(target, old[start:stop], new[start:stop], tensor, place)
+            yield WriteJob(target, old[start:stop], new[start:stop], tensor, offset)
 
     def _join(self, name: str, parts: list[Part]) -> wire.Changes:
         tensor = self.tensors[name]
@@ -167,7 +167,7 @@ class WriteJob(NamedTuple):
     new: np.ndarray
     tensor: wire.WireTensor
     """Of which `old` is a part."""
-    place: Place
+    offset: Place
 
     def __call__(self, compare: bool) -> Part | None:
         old, size = self.old, self.tensor.bits.size
@@ -176,7 +176,7 @@ class WriteJob(NamedTuple):
             old[...] = new
             return None
         index = np.uint32 if size <= 2**32 else np.uint64
-        if isinstance(self.place, int):
+        if isinstance(self.offset, int):
             old, new = old.reshape(-1), new.reshape(-1)
             where = np.flatnonzero(old != new)
             values = new[where]
@@ -184,12 +184,12 @@ class WriteJob(NamedTuple):
                 old[where] = values
             else:
                 old[...] = new
-            where += self.place
+            where += self.offset
             return where.astype(index), values
-        found = np.nonzero(old != new)
-        values = new[found]
+        differing = np.nonzero(old != new)
+        values = new[differing]
         old[...] = new
-        moved = _moved(found, self.place)
+        moved = _moved(differing, self.offset)
         return np.ravel_multi_index(moved, self.tensor.shape).astype(index), values
 
 
@@ -198,30 +198,30 @@ class ScatterJob(NamedTuple):
 
     piece: SplitPiece
     tensor: wire.WireTensor
-    found: DeviceChange
+    change: DeviceChange
     count: int
 
     def __call__(self, compare: bool) -> Part:
         shape = self.tensor.shape
-        where: np.ndarray = np.asarray(self.found.positions)[: self.count]
-        values = np.asarray(self.found.values)[: self.count].view(self.tensor.bits.dtype)
-        place = self.piece.index
-        if self.found.shape[1:] == shape[1:] and not any(part.step for part in place):  # rows
-            first = place[0].start * math.prod(shape[1:]) if place else 0
+        where: np.ndarray = np.asarray(self.change.positions)[: self.count]
+        values = np.asarray(self.change.values)[: self.count].view(self.tensor.bits.dtype)
+        part_index = self.piece.index
+        if self.change.shape[1:] == shape[1:] and not any(part.step for part in part_index):  # rows
+            first = part_index[0].start * math.prod(shape[1:]) if part_index else 0
             where = np.add(where, first, dtype=np.int64)
         else:
-            inner = np.unravel_index(where, self.found.shape)
-            where = np.asarray(np.ravel_multi_index(_moved(inner, place), shape))
+            inner = np.unravel_index(where, self.change.shape)
+            where = np.asarray(np.ravel_multi_index(_moved(inner, part_index), shape))
         index = np.uint32 if self.tensor.bits.size <= 2**32 else np.uint64
         where = np.asarray(where, index)
         self.tensor.bits[where] = values
         return where, values.copy()
 
 
-def _moved(inside: tuple[np.ndarray, ...], place: Index) -> tuple[np.ndarray, ...]:
+def _moved(inside: tuple[np.ndarray, ...], index: Index) -> tuple[np.ndarray, ...]:
     """Indices within a part as those of its tensor."""
-    pairs = zip(inside, place, strict=True)
-    return tuple(at * (part.step or 1) + part.start for at, part in pairs)
+    pairs = zip(inside, index, strict=True)
+    return tuple(positions * (part.step or 1) + part.start for positions, part in pairs)
 
 
 def look_ahead(pieces: Iterable[Any]) -> Iterator[Any]:

@@ -30,7 +30,7 @@ from jaxtrain.generation.vllm.servers import Servers, VllmServer
 from jaxtrain.generation.weight_sync.adapter_upload import remove_adapter, send_adapter
 from jaxtrain.generation.weight_sync.delivery import (
     CONTROL_SECONDS,
-    bring_to_all,
+    push_to_all,
     put_to_sleep,
     wake,
 )
@@ -68,7 +68,7 @@ class LoraPublisher:
         self._sends: set[VllmServer] = set()
         """Those that do not see the folder."""
         self._lock = threading.Lock()
-        servers.bring = self.bring
+        servers.push_weights = self.push_weights
         self._clear_leftovers()
 
     def publish(self, version: int, params: Any, rebuild: Any = None) -> dict[str, float]:
@@ -78,7 +78,7 @@ class LoraPublisher:
             self._write(version, params[policy] if policy else params, policy)
         self.version = version
         written = time.perf_counter()
-        bring_to_all(self.servers, self.bring, version)
+        push_to_all(self.servers, self.push_weights, version)
         self.servers.asleep = False
         self._prune()
         return {
@@ -99,7 +99,7 @@ class LoraPublisher:
         self.servers.close()
         self._prune(keep=0)
 
-    def bring(self, server: VllmServer) -> None:
+    def push_weights(self, server: VllmServer) -> None:
         """Have one server load the newest version."""
         deadline = Deadline(self.servers.config.sync_seconds)
         with server.alone(deadline):
@@ -196,7 +196,7 @@ class LoraPublisher:
             return True
         if server.lost:
             return True  # taken back, it counts as one that holds none
-        if server.kept is not None and name == self.servers.label(server.kept):
+        if server.kept_version is not None and name == self.servers.label(server.kept_version):
             return False  # an evaluation asks for it
         try:
             body = {"lora_name": name}
@@ -214,39 +214,39 @@ class LoraPublisher:
 
     def _clear_leftovers(self) -> None:
         """Adapters of an earlier process of this run: unload those still served, delete all."""
-        own = self._find_own()
-        names = {path.name for path in own}
-        if not own:
+        folders = self._find_own()
+        names = {path.name for path in folders}
+        if not folders:
             return
         for server in self.servers.all:
             try:
                 listed = call(server.url, "GET", "/v1/models", timeout=CONTROL_SECONDS)
                 for model in listed["data"]:
-                    here = Path(model.get("root", "")) in own
-                    if model.get("parent") and (here or model["id"] in names):
+                    is_leftover = Path(model.get("root", "")) in folders
+                    if model.get("parent") and (is_leftover or model["id"] in names):
                         body = {"lora_name": model["id"]}
                         path = "/v1/unload_lora_adapter"
                         call(server.url, "POST", path, body, timeout=CONTROL_SECONDS)
-                        if not here:  # it was sent there
+                        if not is_leftover:  # it was sent there
                             remove_adapter(server.url, model["id"], CONTROL_SECONDS)
             except (ServerGone, ServerRefused, TypeError, KeyError):
                 return  # in doubt they stay: a served adapter must keep its folder
-        for path in own:
+        for path in folders:
             shutil.rmtree(path, ignore_errors=True)
 
     def _find_own(self) -> set[Path]:
         """Folders that an earlier process of this run made, by the note in each: one that somebody
         copied or renamed is theirs."""
-        found = set()
+        folders = set()
         for path in [*self.folder.glob("jaxtrain-*"), *self.folder.glob(".jaxtrain-*")]:
             try:
                 note = parse_json(read_text(path / NOTE, 2**16))
                 name = note["name"]
                 if note["run"] == self.run and path.name in (name, UNFINISHED.format(name)):
-                    found.add(path)
+                    folders.add(path)
             except (OSError, ValueError, TypeError, KeyError):
                 continue  # no note, or none of ours
-        return found
+        return folders
 
 
 def reserve(folder: Path, size: int) -> None:

@@ -25,7 +25,7 @@ from jaxtrain.generation.vllm.servers import Servers, VllmServer
 from jaxtrain.generation.weight_sync.delivery import (
     CONTROL_SECONDS,
     Delivery,
-    bring_to_all,
+    push_to_all,
     put_to_sleep,
     wake,
 )
@@ -99,7 +99,7 @@ class WeightPublisher:
         self._sent: dict[str, float] = {}
         self._lock, self._host_lock = threading.Lock(), threading.Lock()
         self._readers, self._readers_changed = 0, threading.Condition()
-        servers.bring = self.bring
+        servers.push_weights = self.push_weights
 
     def publish(self, version: int, params: Any, rebuild: Any = None) -> dict[str, float]:
         """Send the weights to every server; see `publisher.Publisher`.
@@ -112,25 +112,27 @@ class WeightPublisher:
         before = self.delivery.wait()
         first = self.newest is None
         with self._writing():
-            edition = self._copy(version, params)
+            weights = self._copy(version, params)
         copied = time.perf_counter() - started
 
         def deliver() -> dict[str, float]:
             start = time.perf_counter()
-            last, self.newest = self.newest, self._seal(edition)
+            last, self.newest = self.newest, self._seal(weights)
             self.staging.history.add(last, self.newest)
             self._sent = dict.fromkeys(COUNTED, 0.0)
             self._sent["sync/checksum_seconds"] = time.perf_counter() - start
-            left, self._left = self._left, []
+            retired, self._left = self._left, []
             hosts = {urllib.parse.urlsplit(s.url).hostname for s in self.servers.all}
             self.staging.relays.begin(version, len(hosts))
-            kept = [server.url for server in self.servers.all if server.keeps]
-            self.staging.pass_over([link for url in kept for link in self.links.known(url)])
-            bring_to_all(self.servers, self.bring, version)
-            for image in left:  # by now all that are up read something else
+            kept_urls = [server.url for server in self.servers.all if server.keeps]
+            self.staging.exclude_owners(
+                [link for url in kept_urls for link in self.links.known(url)]
+            )
+            push_to_all(self.servers, self.push_weights, version)
+            for image in retired:  # by now all that are up read something else
                 image.free()
             self.servers.asleep = False
-            return {**self._describe(edition), **self._sent}
+            return {**self._describe(weights), **self._sent}
 
         self.delivery.start(version, deliver, started)
         done = before if self.ahead and not first else self.delivery.wait()
@@ -154,26 +156,26 @@ class WeightPublisher:
         for image in filter(None, [self.device, *self._left]):
             image.free()
 
-    def bring(self, server: VllmServer) -> None:
+    def push_weights(self, server: VllmServer) -> None:
         """Bring the newest version to one server and see that it has arrived."""
         deadline = Deadline(self.servers.config.sync_seconds)
-        with server.alone(deadline), self._reading(deadline) as edition:
+        with server.alone(deadline), self._reading(deadline) as weights:
             epoch = server.epoch
             links = self._find_links(server, deadline)
             start = time.perf_counter()
             try:
-                edition = self._stage(links, edition, deadline)
+                weights = self._stage(links, weights, deadline)
             except ServerGone:
                 if server.state != "up" or not deadline.left():
                     raise
                 # The link broke while nothing was sent; once more, over a new one.
                 self.links.forget(server.url)
                 links = self._find_links(server, deadline)
-                edition = self._stage(links, edition, deadline)
+                weights = self._stage(links, weights, deadline)
             self._note_longest("sync/stage_seconds", time.perf_counter() - start)
-            self._commit(server, edition, deadline)
-            self._verify(server, links, edition, deadline)
-            self.servers.mark_up(server, edition.version, epoch)
+            self._commit(server, weights, deadline)
+            self._verify(server, links, weights, deadline)
+            self.servers.mark_up(server, weights.version, epoch)
 
     @property
     def _image(self) -> Image:
@@ -234,13 +236,13 @@ class WeightPublisher:
         base = -1 if changes is None or old is None else old.version
         return WeightVersion(version, image.tensors, 0, changes, base)
 
-    def _seal(self, edition: WeightVersion) -> WeightVersion:
-        """The edition with its checksum, and its image readable."""
-        if edition.device is not None:
-            return edition._replace(checksum=edition.device.seal(edition.version))
-        checksum = wire.checksum(edition.tensors)
-        self._image.segment.seal(edition.version, checksum)
-        return edition._replace(checksum=checksum)
+    def _seal(self, weights: WeightVersion) -> WeightVersion:
+        """The weights with its checksum, and its image readable."""
+        if weights.device is not None:
+            return weights._replace(checksum=weights.device.seal(weights.version))
+        checksum = wire.checksum(weights.tensors)
+        self._image.segment.seal(weights.version, checksum)
+        return weights._replace(checksum=checksum)
 
     def _leave_device(self, why: str) -> None:
         """From now on weights go through the host's memory."""
@@ -252,40 +254,40 @@ class WeightPublisher:
                 " now on"
             )
 
-    def _to_host(self, edition: WeightVersion, why: str, deadline: Deadline) -> WeightVersion:
+    def _to_host(self, weights: WeightVersion, why: str, deadline: Deadline) -> WeightVersion:
         """The same version in the host's image, for a server that cannot read the device's."""
-        assert edition.device is not None, "it is there already"
-        state = edition.device.state
+        assert weights.device is not None, "it is there already"
+        state = weights.device.state
         with self._host_lock:
             newest, image = self.newest, self._image
-            if newest is not None and newest.version == edition.version and newest.device is None:
+            if newest is not None and newest.version == weights.version and newest.device is None:
                 return newest
-            if state.state() == (edition.version, edition.checksum) and deadline.left():
+            if state.state() == (weights.version, weights.checksum) and deadline.left():
                 self._leave_device(why)
                 image.segment.begin()
                 try:
                     for name, tensor in image.tensors.items():
-                        edition.device.read(name, tensor.bits)
+                        weights.device.read(name, tensor.bits)
                 except CudaError as error:
                     raise ServerGone(f"the device's memory cannot be read: {error}") from None
                 total = image.segment.room.nbytes
                 added = wire.in_threads(wire.add_up, image.tensors.values(), total)
                 sums = dict(zip(image.tensors, added, strict=True))
-                if wire.combine_sums(image.tensors, sums) != edition.checksum:
+                if wire.combine_sums(image.tensors, sums) != weights.checksum:
                     raise ServerGone("the device's memory does not hold what was written there")
                 checksum = wire.checksum(image.tensors)
                 # Who is too late may have been overtaken by the next version.
-                if state.state() == (edition.version, edition.checksum) and deadline.left():
-                    image.segment.seal(edition.version, checksum)
-                    self.newest = WeightVersion(edition.version, image.tensors, checksum, None)
+                if state.state() == (weights.version, weights.checksum) and deadline.left():
+                    image.segment.seal(weights.version, checksum)
+                    self.newest = WeightVersion(weights.version, image.tensors, checksum, None)
                     return self.newest
             raise ServerGone("it was too late for this version")
 
-    def _describe(self, edition: WeightVersion) -> dict[str, float]:
-        if edition.changes is None:
+    def _describe(self, weights: WeightVersion) -> dict[str, float]:
+        if weights.changes is None:
             return {"sync/delta": 0.0}
-        total = sum(tensor.bits.size for tensor in edition.tensors.values())
-        changed = sum(change.positions.size for change in edition.changes.values())
+        total = sum(tensor.bits.size for tensor in weights.tensors.values())
+        changed = sum(change.positions.size for change in weights.changes.values())
         return {"sync/delta": 1.0, "sync/changed": changed / total}
 
     def _find_links(self, server: VllmServer, deadline: Deadline) -> list[WorkerLink]:
@@ -315,8 +317,8 @@ class WeightPublisher:
 
     def _ask_world_size(self, server: VllmServer, deadline: Deadline) -> int:
         try:
-            found = call(server.url, "GET", "/get_world_size", timeout=deadline.left(30))
-            return int(found["world_size"])
+            answer = call(server.url, "GET", "/get_world_size", timeout=deadline.left(30))
+            return int(answer["world_size"])
         except ServerRefused as error:
             if error.status != 404:
                 raise
@@ -325,15 +327,15 @@ class WeightPublisher:
                 " jaxtrain_vllm.serve, or with VLLM_SERVER_DEV_MODE=1 in its environment"
             ) from None
         except (KeyError, TypeError, ValueError):
-            raise UserError(f"{server.url}/get_world_size answers {found!r}") from None
+            raise UserError(f"{server.url}/get_world_size answers {answer!r}") from None
 
-    def _compare(self, server: VllmServer, theirs: Any) -> None:
+    def _compare(self, server: VllmServer, server_tensors: Any) -> None:
         """The whole list of names, and the shapes that the server knows; one UserError."""
-        if not isinstance(theirs, dict):
+        if not isinstance(server_tensors, dict):
             raise UserError(f"{server.url} does not say which tensors it holds")
         tied = TIED_COPY not in self.shapes
-        problems = [f"missing there: {name}" for name in self.shapes if name not in theirs]
-        for name, shape in theirs.items():
+        problems = [f"missing there: {name}" for name in self.shapes if name not in server_tensors]
+        for name, shape in server_tensors.items():
             if name == TIED_COPY and tied:
                 continue
             if name.startswith(self.carried):
@@ -345,40 +347,40 @@ class WeightPublisher:
                     f"{name} is {tuple(shape)} there, {self.shapes[name]} in the trainer"
                 )
         if problems:
-            more = f"\n  and {len(problems) - 6} more" if len(problems) > 6 else ""
+            rest_note = f"\n  and {len(problems) - 6} more" if len(problems) > 6 else ""
             listed = "".join(f"\n  {problem}" for problem in problems[:6])
             raise UserError(
                 f"{server.url} serves another model than the one in training; start it with"
-                f" model.path or a model of that shape:{listed}{more}"
+                f" model.path or a model of that shape:{listed}{rest_note}"
             )
 
     def _stage(
-        self, links: list[WorkerLink], edition: WeightVersion, deadline: Deadline
+        self, links: list[WorkerLink], weights: WeightVersion, deadline: Deadline
     ) -> WeightVersion:
         """Have every worker hold the version beside the one that it samples from; returns the
-        edition that they hold, which is the host's where one cannot read the device's."""
-        if edition.device is not None:
-            refused = self._lend(links, edition, edition.device, deadline)
+        weights that they hold, which is the host's where one cannot read the device's."""
+        if weights.device is not None:
+            refused = self._lend(links, weights, weights.device, deadline)
             if refused is None:
-                return edition
-            edition = self._to_host(edition, refused, deadline)
-        self.staging.stage(links, edition, self._image.segment, deadline)
-        return edition
+                return weights
+            weights = self._to_host(weights, refused, deadline)
+        self.staging.stage(links, weights, self._image.segment, deadline)
+        return weights
 
     def _lend(
         self,
         links: list[WorkerLink],
-        edition: WeightVersion,
+        weights: WeightVersion,
         device: DeviceImage,
         deadline: Deadline,
     ) -> str | None:
         """Have every worker look at the device's image; why one cannot, or None."""
         header = {"kind": "lent", **device.describe()}
         for link in links:
-            if link.host != link.own_host:
+            if link.host != link.local_host:
                 return f"a server is on another host ({link.host})"
-            answer = self.staging.send(link, edition, header, (), deadline)
-            if answer.get("staged") != edition.version:
+            answer = self.staging.send(link, weights, header, (), deadline)
+            if answer.get("staged") != weights.version:
                 return f"a server cannot read it: {answer.get('error')}"
             self._count("sync/bytes", device.nbytes)
         return None
@@ -391,9 +393,9 @@ class WeightPublisher:
         with self._lock:
             self._sent[name] = self._sent.get(name, 0.0) + number
 
-    def _commit(self, server: VllmServer, edition: WeightVersion, deadline: Deadline) -> None:
+    def _commit(self, server: VllmServer, weights: WeightVersion, deadline: Deadline) -> None:
         """Replace the weights that the server samples from; requests under way are kept."""
-        url, left = server.url, deadline.left
+        url, seconds_left = server.url, deadline.left
         # Only the newer route says which weights drew a token; on the other one, cut and go on.
         mode = "keep" if server.route == GENERATE else "abort"
         if self.servers.asleep:
@@ -401,17 +403,24 @@ class WeightPublisher:
         server.updating = True
         started = time.perf_counter()
         try:
-            call(url, "POST", "/pause", timeout=left(), mode=mode)
+            call(url, "POST", "/pause", timeout=seconds_left(), mode=mode)
             try:
-                commit = {"version": edition.version, "checksum": edition.checksum}
-                label = {"weight_version": self.servers.label(edition.version)}
-                call(url, "POST", "/start_weight_update", timeout=left())
-                call(url, "POST", "/update_weights", {"update_info": commit}, timeout=left())
-                call(url, "POST", "/finish_weight_update", label, timeout=left())
+                commit = {"version": weights.version, "checksum": weights.checksum}
+                label = {"weight_version": self.servers.label(weights.version)}
+                call(url, "POST", "/start_weight_update", timeout=seconds_left())
+                call(
+                    url, "POST", "/update_weights", {"update_info": commit}, timeout=seconds_left()
+                )
+                call(url, "POST", "/finish_weight_update", label, timeout=seconds_left())
                 if mode == "abort":
-                    server.version = edition.version
+                    server.version = weights.version
             finally:
-                call(url, "POST", "/resume", timeout=max(RESUME_SECONDS, left(CONTROL_SECONDS)))
+                call(
+                    url,
+                    "POST",
+                    "/resume",
+                    timeout=max(RESUME_SECONDS, seconds_left(CONTROL_SECONDS)),
+                )
             if self.servers.asleep:
                 wake(server, deadline, "kv_cache")
         finally:
@@ -422,19 +431,19 @@ class WeightPublisher:
         self,
         server: VllmServer,
         links: list[WorkerLink],
-        edition: WeightVersion,
+        weights: WeightVersion,
         deadline: Deadline,
     ) -> None:
         """What the workers hold is what was sent; ServerGone otherwise."""
         for link in links:
             answer = link.ask({"command": "status"}, timeout=deadline.left())
-            found = (answer.get("version"), answer.get("checksum"))
-            if found != (edition.version, edition.checksum):
+            state = (answer.get("version"), answer.get("checksum"))
+            if state != (weights.version, weights.checksum):
                 raise ServerGone(
-                    f"after the sync a worker holds version {found[0]} with checksum {found[1]},"
-                    f" not version {edition.version} with {edition.checksum}"
+                    f"after the sync a worker holds version {state[0]} with checksum {state[1]},"
+                    f" not version {weights.version} with {weights.checksum}"
                 )
-            link.held = (edition.version, edition.checksum)
+            link.served = (weights.version, weights.checksum)
 
 
 def collect(
@@ -445,16 +454,16 @@ def collect(
 ) -> dict[str, wire.WireTensor]:
     """Pieces put together as bits of `dtype` (of `wide` of float32), rounded to nearest even as the
     trainer's cast is: in plain steps what `image.Image` holds."""
-    found = {
+    collected = {
         name: wire.WireTensor(shapes[name], sent, wire.empty_bits(shapes[name], sent))
         for name, sent in choose_dtypes(shapes, dtype, wide).items()
     }
-    missing = {name: tensor.bits.size for name, tensor in found.items()}
+    missing = {name: tensor.bits.size for name, tensor in collected.items()}
     for piece in pieces:
-        tensor = found[piece.name]
+        tensor = collected[piece.name]
         assert piece.shape == tensor.shape, f"{piece.name}: {piece.shape} is not {tensor.shape}"
         target = as_numpy(tensor.dtype)
         tensor.bits.view(target).reshape(tensor.shape)[piece.index] = piece.array.astype(target)
         missing[piece.name] -= piece.array.size
     assert not any(missing.values()), f"unwritten parts: {[n for n, m in missing.items() if m]}"
-    return found
+    return collected

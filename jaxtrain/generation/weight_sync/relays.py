@@ -32,7 +32,7 @@ class RelaySource:
     """A worker that passes on what it has."""
 
     link: WorkerLink
-    place: tuple[str, int]
+    address: tuple[str, int]
     names: Collection[str]
     busy: bool = False
     """Whether one fetches from it."""
@@ -77,8 +77,8 @@ class Relays:
         patience = Deadline(deadline.left() * PATIENCE)
         with self._changed:
             while True:
-                there, source = self._find(version, name, link)
-                if source is not None or not there or not patience.left():
+                available, source = self._find(version, name, link)
+                if source is not None or not available or not patience.left():
                     break
                 self._changed.wait(patience.left(1.0))
             seconds = deadline.left()
@@ -94,31 +94,31 @@ class Relays:
     def done(self, turn: Transfer, link: WorkerLink, answer: dict[str, Any] | None) -> bool:
         """It is over, with that answer of the worker, or none: it is gone itself. Whether the
         version is there."""
-        there = answer is not None and "error" not in answer
-        place = read_place(answer.get("place")) if answer is not None and there else None
+        arrived = answer is not None and "error" not in answer
+        address = read_address(answer.get("place")) if answer is not None and arrived else None
         with self._changed:
             if turn.version != self._version:
-                return there
+                return arrived
             self._coming.subtract(turn.names)
             if turn.source is not None:
                 turn.source.busy = False
                 if answer is not None:
-                    link.failures = 0 if there else link.failures + 1
-                    if not there and turn.source in self._sources:
+                    link.failures = 0 if arrived else link.failures + 1
+                    if not arrived and turn.source in self._sources:
                         self._sources.remove(turn.source)
-            elif there:
+            elif arrived:
                 self._longest = max(self._longest, time.monotonic() - turn.started)
             else:
                 self._direct -= 1
-            if place is not None and self.wants(link):
-                self._sources.append(RelaySource(link, place, turn.names))
+            if address is not None and self.wants(link):
+                self._sources.append(RelaySource(link, address, turn.names))
             self._changed.notify_all()
-        return there
+        return arrived
 
     def wants(self, link: WorkerLink) -> bool:
         """Whether this link shall pass on what it gets; nobody reaches the trainer's own host by
         its address there, which may be a loopback's."""
-        return self.on and link.host != link.own_host
+        return self.on and link.host != link.local_host
 
     def _find(self, version: int, name: str, link: WorkerLink) -> tuple[bool, RelaySource | None]:
         """(whether other hosts have it or are getting it, one that can serve this link now)."""
@@ -126,13 +126,15 @@ class Relays:
             return False, None
         if not self.wants(link) or link.failures >= FAILURES:
             return False, None
-        there = [one for one in self._sources if name in one.names and not one.link.closed]
-        coming = bool(there) or self._coming[name] > 0
-        return coming, next((one for one in there if not one.busy), None)
+        candidates = [
+            source for source in self._sources if name in source.names and not source.link.closed
+        ]
+        coming = bool(candidates) or self._coming[name] > 0
+        return coming, next((source for source in candidates if not source.busy), None)
 
 
-def read_place(said: Any) -> tuple[str, int] | None:
+def read_address(answer: Any) -> tuple[str, int] | None:
     """Where a worker says that it passes on what it has."""
-    if isinstance(said, list) and [type(part) for part in said] == [str, int]:
-        return said[0], said[1]
+    if isinstance(answer, list) and [type(part) for part in answer] == [str, int]:
+        return answer[0], answer[1]
     return None

@@ -69,36 +69,36 @@ class DeltaHistory:
         self._steps: deque[DeltaChange] = deque(maxlen=KEPT_DELTAS)
         self._newest = (-1, 0)
 
-    def add(self, before: WeightVersion | None, edition: WeightVersion) -> None:
-        """An edition that is complete, and the one before it."""
-        total = sum(tensor.bits.nbytes for tensor in edition.tensors.values())
-        if edition.changes is None or before is None:
+    def add(self, before: WeightVersion | None, weights: WeightVersion) -> None:
+        """An weights that is complete, and the one before it."""
+        total = sum(tensor.bits.nbytes for tensor in weights.tensors.values())
+        if weights.changes is None or before is None:
             self._steps.clear()
         else:
-            positions = {name: one.positions for name, one in edition.changes.items()}
+            positions = {name: change.positions for name, change in weights.changes.items()}
             self._steps.append(DeltaChange((before.version, before.checksum), positions))
             while sum(step.nbytes for step in self._steps) > total / 2:
                 self._steps.popleft()
-        self._newest = (edition.version, edition.checksum)
+        self._newest = (weights.version, weights.checksum)
 
     def since(
-        self, held: tuple[int, int], edition: WeightVersion
+        self, held: tuple[int, int], weights: WeightVersion
     ) -> dict[str, wire.Changes] | None:
         """What turns the version `held`, given with its checksum, into the newest; None where that
         is not known, or not worth it."""
         bases = [step.base for step in self._steps]
-        if held not in bases or self._newest != (edition.version, edition.checksum):
+        if held not in bases or self._newest != (weights.version, weights.checksum):
             return None
         steps = [*self._steps][bases.index(held) :]
         if len(steps) == 1:
-            return edition.changes
-        found = {}
-        for name, tensor in edition.tensors.items():
+            return weights.changes
+        merged = {}
+        for name, tensor in weights.tensors.items():
             parts = [step.positions[name] for step in steps if name in step.positions]
             where = np.unique(np.concatenate(parts)) if parts else np.empty(0, "<u4")
-            found[name] = wire.Changes(where, tensor.bits[where], tensor.bits.size)
-        total = sum(tensor.bits.nbytes for tensor in edition.tensors.values())
-        return found if sum(one.nbytes for one in found.values()) <= WORTH * total else None
+            merged[name] = wire.Changes(where, tensor.bits[where], tensor.bits.size)
+        total = sum(tensor.bits.nbytes for tensor in weights.tensors.values())
+        return merged if sum(change.nbytes for change in merged.values()) <= WORTH * total else None
 
 
 class StagingHost:
@@ -144,7 +144,7 @@ class StagingHost:
 
 
 class Staging:
-    """Has workers hold an edition beside the one that they serve."""
+    """Has workers hold an weights beside the one that they serve."""
 
     def __init__(
         self,
@@ -166,22 +166,24 @@ class Staging:
     def stage(
         self,
         links: Sequence[WorkerLink],
-        edition: WeightVersion,
-        own: SharedMemorySegment,
+        weights: WeightVersion,
+        segment: SharedMemorySegment,
         deadline: Deadline,
     ) -> None:
         """Bring it to all of them, at once; ServerGone where one did not take it in time.
 
-        own: the trainer's memory, which holds the edition.
+        segment: the trainer's memory, which holds the weights.
         """
         if len(links) == 1:
-            return self._stage_one(links[0], edition, own, deadline)
+            return self._stage_one(links[0], weights, segment, deadline)
         with ThreadPoolExecutor(len(links), thread_name_prefix="stage") as pool:
-            tasks = [pool.submit(self._stage_one, one, edition, own, deadline) for one in links]
+            tasks = [
+                pool.submit(self._stage_one, link, weights, segment, deadline) for link in links
+            ]
             for task in tasks:
                 task.result()
 
-    def pass_over(self, links: Collection[WorkerLink]) -> None:
+    def exclude_owners(self, links: Collection[WorkerLink]) -> None:
         """Workers that keep what they hold: others of their hosts shall not wait for them."""
         with self._lock:
             hosts = list(self._hosts.values())
@@ -192,82 +194,94 @@ class Staging:
     def send(
         self,
         link: WorkerLink,
-        edition: WeightVersion,
+        weights: WeightVersion,
         header: dict[str, Any],
         payload: Sequence[np.ndarray],
         deadline: Deadline,
     ) -> dict[str, Any]:
         """A worker's answer to a message of kind stage."""
-        known = {"command": "stage", "version": edition.version, "checksum": edition.checksum}
-        answer = link.ask({**known, **header}, payload, timeout=deadline.left())
+        identity = {"command": "stage", "version": weights.version, "checksum": weights.checksum}
+        answer = link.ask({**identity, **header}, payload, timeout=deadline.left())
         self.count("sync/tcp_bytes", sum(part.nbytes for part in payload))
         return answer
 
     def _stage_one(
-        self, link: WorkerLink, edition: WeightVersion, own: SharedMemorySegment, deadline: Deadline
+        self,
+        link: WorkerLink,
+        weights: WeightVersion,
+        trainer_segment: SharedMemorySegment,
+        deadline: Deadline,
     ) -> None:
-        if link.host == link.own_host and link.shares and own.described is not None:
-            if self._share(link, edition, own.described, deadline):
+        if (
+            link.host == link.local_host
+            and link.can_share
+            and trainer_segment.described is not None
+        ):
+            if self._share(link, weights, trainer_segment.described, deadline):
                 return
         host = self._host(link.host)
-        while link.shares:
-            patient = edition.changes is not None
-            segment = host.claim(link, edition.version, deadline, patient=patient)
+        while link.can_share:
+            patient = weights.changes is not None
+            segment = host.claim(link, weights.version, deadline, patient=patient)
             if segment is None:
-                found = None
+                new_segment = None
                 try:
-                    found = self._transfer(link, edition, deadline).get("segment")
+                    new_segment = self._transfer(link, weights, deadline).get("segment")
                 finally:
-                    host.done(link, edition.version, found if isinstance(found, dict) else None)
+                    host.done(
+                        link,
+                        weights.version,
+                        new_segment if isinstance(new_segment, dict) else None,
+                    )
                 return
-            if self._share(link, edition, segment, deadline):
+            if self._share(link, weights, segment, deadline):
                 return
             if host.owner is not None and host.owner.closed:
                 host.lost(segment)
-                link.shares = True  # that it could not read it says nothing of the next
-        self._transfer(link, edition, deadline)
+                link.can_share = True  # that it could not read it says nothing of the next
+        self._transfer(link, weights, deadline)
 
     def _host(self, address: str) -> StagingHost:
         with self._lock:
             return self._hosts.setdefault(address, StagingHost())
 
     def _share(
-        self, link: WorkerLink, edition: WeightVersion, segment: Any, deadline: Deadline
+        self, link: WorkerLink, weights: WeightVersion, segment: Any, deadline: Deadline
     ) -> bool:
         """Have it read memory of its host; if it cannot, it is not asked again on this link."""
-        described, whole = wire.pack_full(edition.tensors)
+        described, payload = wire.pack_full(weights.tensors)
         header = {"kind": "shared", "segment": segment, "tensors": described}
-        answer = self.send(link, edition, header, (), deadline)
-        link.shares = "error" not in answer
-        if link.shares:
-            link.own = False
-            self._check(answer, edition)
-            delta = edition.changes is not None
-            size = sum(one.nbytes for one in (edition.changes or {}).values())
-            self.count("sync/bytes", size if delta else sum(part.nbytes for part in whole))
-        return link.shares
+        answer = self.send(link, weights, header, (), deadline)
+        link.can_share = "error" not in answer
+        if link.can_share:
+            link.is_base = False
+            self._check(answer, weights)
+            delta = weights.changes is not None
+            size = sum(change.nbytes for change in (weights.changes or {}).values())
+            self.count("sync/bytes", size if delta else sum(part.nbytes for part in payload))
+        return link.can_share
 
     def _transfer(
-        self, link: WorkerLink, edition: WeightVersion, deadline: Deadline
+        self, link: WorkerLink, weights: WeightVersion, deadline: Deadline
     ) -> dict[str, Any]:
         """Send it what it lacks, or everything; its answer."""
-        changes, base = None, edition.base
-        if link.own and link.held is not None:
-            if link.held[0] == edition.base:
-                changes = edition.changes
+        changes, base = None, weights.base
+        if link.is_base and link.served is not None:
+            if link.served[0] == weights.base:
+                changes = weights.changes
             else:
-                changes, base = self.history.since(link.held, edition), link.held[0]
+                changes, base = self.history.since(link.served, weights), link.served[0]
                 self.count("sync/chains", float(changes is not None))
         if changes is not None:
-            changed, payload = self._pack(edition.version, base, changes)
+            changed, payload = self._pack(weights.version, base, changes)
             header = {"kind": "delta", "base": base, "tensors": changed}
-            answer = self._deliver(link, edition, header, payload, deadline)
+            answer = self._deliver(link, weights, header, payload, deadline)
             if "error" not in answer:
-                return self._check(answer, edition)
-        link.held, link.own = None, True  # what it holds makes room
-        described, whole = wire.pack_full(edition.tensors)
+                return self._check(answer, weights)
+        link.served, link.is_base = None, True  # what it holds makes room
+        described, full_payload = wire.pack_full(weights.tensors)
         header = {"kind": "full", "tensors": described}
-        return self._check(self._deliver(link, edition, header, whole, deadline), edition)
+        return self._check(self._deliver(link, weights, header, full_payload, deadline), weights)
 
     def _pack(
         self, version: int, base: int, changes: dict[str, wire.Changes]
@@ -284,41 +298,41 @@ class Staging:
     def _deliver(
         self,
         link: WorkerLink,
-        edition: WeightVersion,
+        weights: WeightVersion,
         header: dict[str, Any],
         payload: Sequence[np.ndarray],
         deadline: Deadline,
     ) -> dict[str, Any]:
         """Its answer to a payload from another host, or from here where that fails."""
         name, full = (
-            payloads.name_payload(edition.version, edition.checksum, base)
+            payloads.name_payload(weights.version, weights.checksum, base)
             for base in (header.get("base"), None)
         )
         size = sum(part.nbytes for part in payload)
         while True:
-            turn = self.relays.take(edition.version, name, {name, full}, link, deadline)
+            transfer = self.relays.take(weights.version, name, {name, full}, link, deadline)
             answer: dict[str, Any] | None = None
             try:
-                if turn.source is not None:
-                    told = self._tell(link, size, turn.seconds, turn.source.place)
-                    answer = self.send(link, edition, {**header, **told}, (), deadline)
+                if transfer.source is not None:
+                    fetch_fields = self._tell(link, size, transfer.seconds, transfer.source.address)
+                    answer = self.send(link, weights, {**header, **fetch_fields}, (), deadline)
                 else:
-                    answer = self._send_from_here(link, edition, name, header, payload, deadline)
+                    answer = self._send_from_here(link, weights, name, header, payload, deadline)
             finally:
-                there = self.relays.done(turn, link, answer)
+                arrived = self.relays.done(transfer, link, answer)
             assert answer is not None, "an error was raised otherwise"
-            if there:
+            if arrived:
                 self.count("sync/bytes", size)
-            if turn.source is not None:
-                self.count("sync/relayed_bytes", size * there)
-                self.count("sync/relay_failures", not there)
-            if there or turn.source is None:
+            if transfer.source is not None:
+                self.count("sync/relayed_bytes", size * arrived)
+                self.count("sync/relay_failures", not arrived)
+            if arrived or transfer.source is None:
                 return answer
 
     def _send_from_here(
         self,
         link: WorkerLink,
-        edition: WeightVersion,
+        weights: WeightVersion,
         name: str,
         header: dict[str, Any],
         payload: Sequence[np.ndarray],
@@ -326,28 +340,28 @@ class Staging:
     ) -> dict[str, Any]:
         """Over several connections where it is large, or else over the link alone."""
         size = sum(part.nbytes for part in payload)
-        if self.offers is not None and link.streams and self._count_streams(size) > 1:
+        if self.offers is not None and link.can_fetch and self._count_streams(size) > 1:
             self.offers.put(name, payload)
-            told = self._tell(link, size, deadline.left())
-            answer = self.send(link, edition, {**header, **told}, (), deadline)
+            fetch_fields = self._tell(link, size, deadline.left())
+            answer = self.send(link, weights, {**header, **fetch_fields}, (), deadline)
             self.count("sync/tcp_bytes", size)
             if "error" not in answer:
                 return answer
-            link.streams = False
-        told = {"pass_on": self.relays.wants(link)}
-        return self.send(link, edition, {**header, **told}, payload, deadline)
+            link.can_fetch = False
+        fetch_fields = {"pass_on": self.relays.wants(link)}
+        return self.send(link, weights, {**header, **fetch_fields}, payload, deadline)
 
     def _tell(
-        self, link: WorkerLink, size: int, seconds: float, place: tuple[str, int] | None = None
+        self, link: WorkerLink, size: int, seconds: float, address: tuple[str, int] | None = None
     ) -> dict[str, Any]:
-        """What a message says of a payload that is to be fetched; place: None: here."""
-        told = {"bytes": size, "streams": self._count_streams(size), "seconds": seconds}
-        return {"from": {**told, "place": place}, "pass_on": self.relays.wants(link)}
+        """What a message says of a payload that is to be fetched; address: None: here."""
+        fetch = {"bytes": size, "streams": self._count_streams(size), "seconds": seconds}
+        return {"from": {**fetch, "place": address}, "pass_on": self.relays.wants(link)}
 
     def _count_streams(self, size: int) -> int:
         return self.streams if size >= STREAM_BYTES else 1
 
-    def _check(self, answer: dict[str, Any], edition: WeightVersion) -> dict[str, Any]:
-        if answer.get("staged") != edition.version:
+    def _check(self, answer: dict[str, Any], weights: WeightVersion) -> dict[str, Any]:
+        if answer.get("staged") != weights.version:
             raise ServerGone(f"a worker did not take the weights: {answer.get('error')}")
         return answer

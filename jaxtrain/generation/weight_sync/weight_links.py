@@ -29,19 +29,19 @@ class WorkerLink:
 
     def __init__(self, connection: socket.socket, hello: dict[str, Any]):
         self.connection, self.hello = connection, hello
-        self.shares = True
+        self.can_share = True
         """Whether it may be able to read memory of other processes of its host."""
-        self.own = True
+        self.is_base = True
         """Whether what it serves came over this link, and does not lie in another's memory, so that
         it is a base for a delta."""
-        self.held = read_held(hello.get("serves"))
+        self.served = read_served(hello.get("serves"))
         """(version, checksum) of this run's that it serves and can be sent a delta on; None where
         that is not known."""
-        self.streams = True
+        self.can_fetch = True
         """Whether it may be able to fetch what it is not sent."""
         self.failures = 0
         """How often in a row it did not get from another host what it was to fetch there."""
-        self.host, self.own_host = (
+        self.host, self.local_host = (
             connection.getpeername()[0],
             connection.getsockname()[0],
         )
@@ -71,10 +71,10 @@ class WorkerLink:
         self.connection.close()
 
 
-def read_held(said: Any) -> tuple[int, int] | None:
+def read_served(field: Any) -> tuple[int, int] | None:
     """What a hello says of the version that is served there; None where it says nothing."""
-    if isinstance(said, list) and len(said) == 2 and all(type(number) is int for number in said):
-        return said[0], said[1]
+    if isinstance(field, list) and len(field) == 2 and all(type(number) is int for number in field):
+        return field[0], field[1]
     return None
 
 
@@ -95,10 +95,10 @@ class WeightLinks:
                 f"rollout.vllm.listen {host!r}, listen_port {port}: cannot listen there:"
                 f" {error.strerror or error}; name an address of this machine and a free port"
             ) from None
-        self.gate = AuthenticatedListener(
+        self.listener = AuthenticatedListener(
             "rollout.vllm.listen", listeners, self.token.encode(), self._admit
         )
-        self.port = self.gate.port
+        self.port = self.listener.port
 
     def describe(self, server: str) -> dict[str, Any]:
         """What a server must know to connect; from then on its workers are expected."""
@@ -118,8 +118,8 @@ class WeightLinks:
         with self._changed:
             while len(self._links.get(server, ())) < count:
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    found = len(self._links.get(server, ()))
-                    raise ServerGone(f"{found} of {count} workers connected in {seconds:g} s")
+                    connected = len(self._links.get(server, ()))
+                    raise ServerGone(f"{connected} of {count} workers connected in {seconds:g} s")
             return list(self._links[server])
 
     def known(self, server: str) -> list[WorkerLink]:
@@ -131,10 +131,12 @@ class WeightLinks:
         """Whether all workers that are connected read the trainer's memory."""
         with self._changed:
             links = [link for links in self._links.values() for link in links]
-        return bool(links) and all(link.shares and link.host == link.own_host for link in links)
+        return bool(links) and all(
+            link.can_share and link.host == link.local_host for link in links
+        )
 
     def close(self) -> None:
-        self.gate.close()
+        self.listener.close()
         for server in list(self._links):
             self.forget(server)
 
