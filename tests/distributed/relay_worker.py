@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.batch import Batch
-from jaxtrain.distributed.broadcast import broadcast
 from jaxtrain.config import ParallelConfig
+from jaxtrain.distributed.broadcast import broadcast
 from jaxtrain.distributed.gather import cut_pieces, gather_params
 from jaxtrain.distributed.launch import Launch
 from jaxtrain.distributed.mesh import make_mesh
@@ -36,7 +36,11 @@ def make_round() -> list[Batch]:
 
 
 def main(port: str, size: int, process: int) -> None:
-    join(Launch(f"localhost:{port}", process, size), {}, ParallelConfig(start_timeout=60, meet_timeout=60))
+    join(
+        Launch(f"localhost:{port}", process, size),
+        {},
+        ParallelConfig(start_timeout=60, meet_timeout=60),
+    )
     found = {
         "one": broadcast("a number", lambda: time.sleep(2) or 17),
         "two": broadcast("text", lambda: "x" * 3),

@@ -45,7 +45,9 @@ def test_launchers_variables_are_read():
     assert find(SLURM) == Launch("gpu03:61441", 9, 12, 1, 4)
     assert find(TORCHRUN) == Launch("host0:1235", 11, 16, 3, 8)
     assert find({**SLURM, **TORCHRUN}, "slurm").size == 12
-    assert find(SLURM, coordinator="here:99", num_processes=2, process_id=1) == Launch("here:99", 1, 2)
+    assert find(SLURM, coordinator="here:99", num_processes=2, process_id=1) == Launch(
+        "here:99", 1, 2
+    )
     assert find({}) is None
     # sbatch without srun: the batch script itself is no task of a step.
     assert find({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None

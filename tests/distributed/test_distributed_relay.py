@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from other_devices import set_cpus
 
-from jaxtrain.distributed.relay import Receiver, Sender
 from jaxtrain.distributed.hub import free_port
+from jaxtrain.distributed.relay import Receiver, Sender
 from jaxtrain.errors import UserError
 
 TOKEN = b"token of the tests"
