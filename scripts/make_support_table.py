@@ -73,8 +73,8 @@ def ask(kind: str, extra: str, teacher: Path) -> str | None:
     from jaxtrain.config import Config
     from jaxtrain.config.load import validate_config
     from jaxtrain.config.overrides import change_table
-    from jaxtrain.core.loop import make_task
     from jaxtrain.errors import UserError
+    from jaxtrain.methods.registry import make_task
 
     # Presets first: what a method sets of section model stands over them.
     words = sorted(f"{COMMON} {extra} {METHODS[kind]}".split(), key=lambda word: "." in word)

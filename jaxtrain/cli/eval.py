@@ -8,13 +8,14 @@ from pathlib import Path
 import jax
 
 from jaxtrain.config import Config, load_config
-from jaxtrain.core.evaluate import Evaluation
+from jaxtrain.core.evaluation import HeldOutEvaluation
 from jaxtrain.core.roles import ModelSnapshot, Roles
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import Task
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engines import find_engine, with_secrets
+from jaxtrain.generation.evaluation.answers import ServingEngine, SetAnswers
 from jaxtrain.generation.evaluation.problem_sets import open_problem_sets
 from jaxtrain.methods.registry import make_task
 from jaxtrain.methods.reopen import alone, open_trained
@@ -40,11 +41,11 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
         trained, frozen, copies = roles.open(config.run.seed)
         held, policies = ModelSnapshot(roles, {**frozen, **copies, **trained}, 0), {}
     datasets, sets = config.data.eval_datasets, config.eval.sets
-    evaluation = Evaluation(config, task, held.roles, log, partial(append_samples, Path()))
+    evaluation = HeldOutEvaluation(config, task, held.roles)
     scorer = Scorer(lambda: held, impl=config.model.logp)
     with jax.set_mesh(task.mesh):
         for dataset in datasets:
-            means = evaluation.held_out(held, dataset, scorer)
+            means = evaluation.measure(held, dataset, scorer)
             shown = "  ".join(f"{name} {value:.6g}" for name, value in means.items())
             log(f"{dataset.path} ({dataset.split}): {shown or 'no trained token'}")
         own = task.evaluate(held, scorer)
@@ -99,18 +100,15 @@ def generate_into(
             stack.callback(publisher.close)
             params = {name: one.params() for name, one in policies.items()} or held.params()
             publisher.publish(0, params, held.roles.rebuild(held.roles.trained))
-        evaluation = Evaluation(
+        answers = SetAnswers(
             config,
             task,
-            held.roles,
-            log,
-            partial(append_samples, folder),
             sets,
-            engine,
-            served=kind.serves,
-            policies=lambda: policies,
+            partial(append_samples, folder),
+            ServingEngine(kind.serves, engine),
+            log,
         )
-        found = evaluation.generate(held)
+        found = answers.measure(held, policies)
         if is_main_process():
             file = JsonLines(folder / "metrics.jsonl")
             file.start(held.step, held.step)

@@ -15,7 +15,7 @@ from jaxtrain.adapters.peft_folder import CONFIG
 from jaxtrain.adapters.spec import find_linears
 from jaxtrain.cli.merge import merge_source
 from jaxtrain.core.bundle import find_folder
-from jaxtrain.core.evaluate import Evaluation
+from jaxtrain.core.evaluation import HeldOutEvaluation
 from jaxtrain.core.export import replace_folder
 from jaxtrain.core.roles import ModelSnapshot, Roles
 from jaxtrain.core.scorer import Scorer
@@ -187,9 +187,9 @@ def tell_loss(trained: Trained, plain: Path, output: Path) -> None:
 def measure(trained: Trained, held: ModelSnapshot) -> list[float]:
     """Held-out loss of each dataset of data.eval_datasets; NaN without trained tokens."""
     config, task, *_ = trained
-    evaluation = Evaluation(config, task, held.roles, print, lambda step, lines: None)
+    evaluation = HeldOutEvaluation(config, task, held.roles)
     scorer = Scorer(lambda: held, impl=config.model.logp)
-    found = (evaluation.held_out(held, one, scorer) for one in config.data.eval_datasets)
+    found = (evaluation.measure(held, one, scorer) for one in config.data.eval_datasets)
     return [means.get("loss", math.nan) for means in found]
 
 

@@ -46,8 +46,12 @@ def train_together(args: argparse.Namespace, command: list[str]) -> int:
 
     def work(config) -> int:
         from jaxtrain.core.loop import train
+        from jaxtrain.methods.registry import make_task
 
-        return train(config, command)
+        open_answers = None
+        if config.eval.sets:
+            from jaxtrain.generation.evaluation.answers import AnswerEvaluation as open_answers
+        return train(config, make_task(config), command, open_answers)
 
     def join(config):
         return config.parallel, Path(config.run.output_dir)

@@ -1,53 +1,53 @@
-"""What people are told of a run at its start, and what is written and told at its end."""
+"""The end of a run: export, curves, report, and a summary for people."""
 
 import os
 import sys
 from pathlib import Path
 
-import jax
-
-from jaxtrain.adapters.storage import count_weights
 from jaxtrain.config import Config
-from jaxtrain.core.evaluate import Evaluation
 from jaxtrain.core.export import export_model, export_policies
+from jaxtrain.core.run import Run
 from jaxtrain.core.session import Session
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
-from jaxtrain.runs.plot import plot_runs
-from jaxtrain.runs.report.command import write_report
 
 
-def describe_start(session: Session) -> str:
-    """One line on what is about to be trained."""
-    roles, last = session.roles, session.rounds.total_steps
-    model = roles.params(roles.trained, {**session.frozen, **session.state.params})
-    params = sum(count_weights(path, value) for path, value in model.items())
-    trained = sum(value.size for value in session.state.params.values())
-    trained *= max(1, len(session.policies))
-    part = f"{trained / 1e6:.2f}M of " if trained < params else ""
-    steps = f"steps {session.start + 1} to {last}"
-    if session.start >= last:
-        steps = f"all {last} steps are done"
-    return (
-        f"{part}{params / 1e6:.2f}M parameters on {session.bundle.mesh.size}"
-        f" {jax.devices()[0].device_kind} device(s), {steps}"
+def report_stop(run: Run) -> None:
+    """Report a run that ends by a stop request before its last step."""
+    session, name = run.session, run.session.signals.name
+    run.watchdog.stopped(name)
+    run.observers.stopped(name)
+    saved = "saved" if session.step > session.start else "nothing new to save after"
+    run.sinks.summarize(
+        f"{name}: {saved} step {session.step} of {session.rounds.total_steps} in"
+        f" {session.folder}; the same command goes on from there"
     )
 
 
-def finish(session: Session, evaluation: Evaluation) -> str:
-    """Export, draw the curves, and tell people where everything lies."""
-    config, folder, lines = session.config, session.folder, [evaluation.summary()]
+def finish(run: Run) -> None:
+    """Export the model, draw the curves, and summarize where everything is."""
+    with run.watchdog.phase("exporting the model"):
+        run.sinks.summarize(write_outputs(run.session, run.evaluation.summarize()))
+
+
+def write_outputs(session: Session, summary: str) -> str:
+    """Write the outputs of a finished run; returns `summary` and where they are."""
+    config, folder, lines = session.config, session.folder, [summary]
     places = {
         "checkpoints": folder / "checkpoints",
         "metrics": folder / "metrics.jsonl",
     }
     if is_main_process() and config.log.plot and (folder / "metrics.jsonl").exists():
+        from jaxtrain.runs.plot import plot_runs
+
         try:
             plot_runs([folder], folder / "curves.png")
             places["curves"] = folder / "curves.png"
         except UserError as error:  # what was trained is worth more than its picture
             lines.append(f"no curves were drawn: {error}")
     if is_main_process() and config.log.report and (folder / "metrics.jsonl").exists():
+        from jaxtrain.runs.report.command import write_report
+
         try:
             places["report"] = write_report(folder)
         except UserError as error:

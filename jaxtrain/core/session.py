@@ -71,6 +71,8 @@ class Session:
     folder: Path = Path()
     phase: Callable[[str], AbstractContextManager[object]] = nullcontext
     signals: Any = None
+    ended: bool = False
+    """Whether an observer has ended the run."""
 
     def __post_init__(self) -> None:
         self.scorer = Scorer(self.snapshot, impl=self.config.model.logp)
@@ -115,6 +117,11 @@ class Session:
     def mix(self, role: str, share: float) -> None:
         """See task.Live."""
         self.state = mix_copies(self.state, role, share)
+
+    def accept_stop(self) -> None:
+        """End the run: a wait was interrupted by a stop request, possibly from another process."""
+        self.signals.stop = True
+        self.signals.name = self.signals.name or stop_requested()
 
     def stop_requested(self) -> bool:
         """See task.Live."""

@@ -14,10 +14,21 @@ from jaxtrain.adapters.storage import count_weights
 from jaxtrain.batch import Batch
 from jaxtrain.core.metrics import Throughput, average, count_work, model_flops, peak_flops
 from jaxtrain.core.optimizer import is_vector
-from jaxtrain.core.saving import NonFiniteStep
 from jaxtrain.core.session import Session
+from jaxtrain.distributed.broadcast import mark_shared
 from jaxtrain.distributed.mesh import is_main_process
+from jaxtrain.errors import RunStopped
 from jaxtrain.models.parameters import split_model
+
+
+class NonFiniteStep(RunStopped):
+    """A step's loss or gradient was not finite; every process reads that."""
+
+    def __init__(self, text: str, step: int):
+        super().__init__(text)
+        self.step = step
+        """The bad step. The state is that after the step before it."""
+        mark_shared(self)
 
 
 class PendingStep(NamedTuple):
@@ -136,7 +147,7 @@ class ExpertOverflowWarning:
     def __init__(self) -> None:
         self.seen: list[float] = []
 
-    def look(self, values: dict[str, float]) -> str | None:
+    def check(self, values: dict[str, float]) -> str | None:
         """A warning, the first time that a layer took too many rounds over the last steps."""
         if "expert_rounds" not in values or len(self.seen) > self.STEPS:
             return None

@@ -8,7 +8,7 @@ import pytest
 from test_methods_rl import read_params
 from toy_run import MODEL
 
-from jaxtrain.core.loop import Loop
+from jaxtrain.core.hooks import HookList
 from jaxtrain.core.session import Session
 from jaxtrain.main import main
 from jaxtrain.methods.offline import OfflineRounds
@@ -95,7 +95,7 @@ def test_any_error_after_a_step_saves_first(sft, whole, tmp_path, monkeypatch, c
         elif where == "update":
             patch.setattr(Session, "update", after(3, error, Session.update))
         else:
-            patch.setattr(Loop, "act", after(2, error, Loop.act))
+            patch.setattr(HookList, "on_round_end", after(2, error, HookList.on_round_end))
         train(sft, folder)
     assert find_steps(folder / "checkpoints") == [3]
     assert "step 3 is saved; the same command goes on from there" in capsys.readouterr().out

@@ -13,8 +13,8 @@ from jaxtrain.config import validate_config
 from jaxtrain.config.task import EvalConfig
 from jaxtrain.core import session
 from jaxtrain.core.bundle import build_model_bundle
-from jaxtrain.core.loop import Loop
-from jaxtrain.core.saving import is_due
+from jaxtrain.core.evaluation import EvaluationHook
+from jaxtrain.core.hooks import is_due
 from jaxtrain.data.pipeline import BatchSource
 from jaxtrain.environments.rewards import pool
 from jaxtrain.errors import UserError
@@ -129,18 +129,16 @@ def test_servers_are_let_go_when_what_publishes_to_them_fails(monkeypatch):
 @pytest.mark.parametrize(("every", "evaluated"), [(None, 1), (4, 1), ("never", 0)])
 def test_the_last_step_is_evaluated_but_where_eval_says_never(every, evaluated):
     config = SimpleNamespace(eval=EvalConfig(every=every), run=SimpleNamespace(num_epochs=None))
-    rounds, told = SimpleNamespace(total_steps=4), []
-    loop = SimpleNamespace(
-        session=SimpleNamespace(step=4, rounds=rounds),
-        config=config,
+    rounds, calls = SimpleNamespace(total_steps=4), []
+    hook = SimpleNamespace(
+        session=SimpleNamespace(step=4, rounds=rounds, config=config),
         collect=lambda: False,
-        noted=0,
-        evaluated=0,
-        report=lambda: None,
-        evaluate=lambda: told.append("evaluated"),
+        recorded=0,
+        evaluated_step=0,
+        evaluate=lambda: calls.append("evaluated"),
     )
-    Loop.act(loop, 3)
-    assert len(told) == evaluated
+    EvaluationHook.on_round_end(hook, 3)
+    assert len(calls) == evaluated
 
 
 def test_what_comes_so_often_an_epoch_is_even_and_lands_on_the_last_step():

@@ -8,7 +8,7 @@ import pytest
 from toy_run import MODEL
 
 from jaxtrain.config import load_config
-from jaxtrain.core.evaluate import average_batches
+from jaxtrain.core.evaluation import average_batches
 from jaxtrain.core.roles import ModelSnapshot, Roles
 from jaxtrain.core.step import make_eval
 from jaxtrain.data.packing.pack import Fields, build_batch, lay_out

@@ -351,7 +351,7 @@ def test_an_observer(name_of, tmp_path):
     with observers:
         observers.start(10, 4)
         for step, verdicts in ((5, []), (6, ["stop"])):
-            observers.tell("step", step, {"tokens": 300.0})
+            observers.notify("step", step, {"tokens": 300.0})
             assert list(observers.take()) == verdicts
         checkpoints = Checkpoints(run / "checkpoints", saved=observers.saved)
         checkpoints.save(6, {"a": jnp.ones(2)}, {})

@@ -89,12 +89,12 @@ def test_they_hear_everything_in_its_order_and_of_the_end_once(watch, tmp_path):
     found = heard(observers)
     with observers:
         observers.start(10, 4)
-        observers.tell("step", 5, {"loss": 1.0})
+        observers.notify("step", 5, {"loss": 1.0})
         observers.saved(5, tmp_path / "checkpoints/5")  # from another thread: told by the loop's
         assert found[-1] == ("step", 5, 1.0) and observers.take() == {}
-        observers.tell("publish", 1, {})
+        observers.notify("publish", 1, {})
         assert found[-1] == ("checkpoint", 5, "5")
-        observers.tell("step", 2, {"loss": 0.5})
+        observers.notify("step", 2, {"loss": 0.5})
         assert list(observers.take()) == ["save"] and observers.take() == {}
         observers.stopped("SIGTERM")
     assert found == [
@@ -142,7 +142,7 @@ def test_one_that_fails_is_switched_off_and_the_others_go_on(watch):
     with observers:
         observers.start(10, 0)
         for step in (1, 2):
-            observers.tell("step", step, {"loss": 1.0})
+            observers.notify("step", step, {"loss": 1.0})
     assert [one for one in found if one[0] == "step"] == [("step", 1, 1.0), ("step", 2, 1.0)]
     assert "never" not in found
     assert len(said) == 1 and "Broken failed and is switched off: step(): ZeroDiv" in said[0]
@@ -152,7 +152,7 @@ def test_a_verdict_that_is_none_switches_off_as_well(watch):
     observers, said = watch({"kind": "Notes", "options": {"verdict": "halt"}})
     with observers:
         observers.start(10, 0)
-        observers.tell("step", 1, {"loss": 1.0})
+        observers.notify("step", 1, {"loss": 1.0})
     assert "it returned 'halt'; a verdict is None, 'save', 'evaluate' or 'stop'" in said[0]
 
 
@@ -162,7 +162,7 @@ def test_a_slow_call_is_told_once(watch, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     observers.start(10, 0)
     for step in (1, 2):
-        observers.tell("step", step, {"loss": 1.0})
+        observers.notify("step", step, {"loss": 1.0})
     assert len(said) == 1 and "took 2.0 s in step()" in said[0]
 
 
@@ -170,7 +170,7 @@ def test_an_alert_reaches_the_others_and_no_alert_answers_it(watch):
     observers, said = watch({"kind": "Warns"}, {"kind": "Notes"})
     found = heard(observers)
     observers.start(10, 0)
-    observers.tell("step", 1, {"loss": 1.0})
+    observers.notify("step", 1, {"loss": 1.0})
     [alert] = [text for kind, text in (one for one in found if one[0] == "alert")]
     assert alert.endswith("Warns: it burns")
     assert [line.rpartition(":")[2] for line in said] == [" it burns", " it burns"]

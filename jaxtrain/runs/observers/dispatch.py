@@ -1,7 +1,7 @@
-"""The observers of a run: opened by the config, told on process 0, their verdicts kept.
+"""The observers of a run: opened by the config, notified on process 0, their verdicts collected.
 
-    loop thread ── tell("step", ...) ──> each observer ──> verdicts ── take() ──> the loop
-    seal thread ── saved(...) ──> a queue, told to them by the loop's next tell
+    loop thread ── notify("step", ...) ──> each observer ──> verdicts ── take() ──> the loop
+    seal thread ── saved(...) ──> a queue, passed on by the loop's next notify
 
 One that fails is switched off with a warning; one that cannot be made or started ends the run
 before it trains. No jax here.
@@ -28,7 +28,7 @@ MOMENT = 1.0
 
 
 class Observers:
-    """Context: tells all observers of one run. On other processes than the first there are none."""
+    """Context: notifies all observers of one run. Processes but the first have none."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class Observers:
         self.config, self.folder, self.log, self.attempt = config, folder, log, attempt
         self.phase = phase
         self._all = open_observers(config) if primary else {}
-        self._told: list[str] = []
-        """Those that were started: only they hear of the end."""
+        self._started: list[str] = []
+        """Labels of those that were started: only they are notified of the end."""
         self._verdicts: dict[str, str] = {}
         self._saved: queue.SimpleQueue[tuple[int, Path]] = queue.SimpleQueue()
         self._slow: set[str] = set()
@@ -77,13 +77,13 @@ class Observers:
                 raise UserError(
                     f"observer {label} cannot start: {plugins.describe(error)}"
                 ) from error
-            self._told.append(label)
+            self._started.append(label)
 
-    def tell(self, method: str, *args: Any) -> None:
+    def notify(self, method: str, *args: Any) -> None:
         """Call a method of all that have it, on the loop's thread."""
         while not self._saved.empty():
-            self._tell("checkpoint", *self._saved.get())
-        self._tell(method, *args)
+            self._call("checkpoint", *self._saved.get())
+        self._call(method, *args)
 
     def saved(self, step: int, path: Path) -> None:
         """A checkpoint is complete; from any thread."""
@@ -111,12 +111,12 @@ class Observers:
         elif error is not None:
             state = "failed"
             message = shorten(escape_control_chars(f"{type(error).__name__}: {error}"), 500)
-        self._all = {label: one for label, one in self._all.items() if label in self._told}
+        self._all = {label: one for label, one in self._all.items() if label in self._started}
         with self.phase("waiting for observers"):
-            self.tell("end", state, message)
+            self.notify("end", state, message)
         self._all = {}
 
-    def _tell(self, method: str, *args: Any) -> None:
+    def _call(self, method: str, *args: Any) -> None:
         for label, observer in list(self._all.items()):
             began = time.monotonic()
             try:
@@ -150,7 +150,7 @@ class Observers:
         if not self._alerting:  # who warns of a warning is not told on
             self._alerting = True
             try:
-                self._tell("alert", f"{label}: {text}")
+                self._call("alert", f"{label}: {text}")
             finally:
                 self._alerting = False
 

@@ -3,47 +3,28 @@
 A state belongs to a cursor: what had been trained when it was whole. Every save takes both from the
 same end of a round, so that what was drawn since then, and not trained, is asked again.
 
-    round trained ─> mark() ─> due? ─> save()          by steps, by time, at the end, on a signal
-                        └─ error ─> rescue() ─> the last good state, then the error goes on
+    on_round_trained: mark ─> on_round_end: due? ─> save      by steps, by time; on_end: always
+                       └─ on_error ─> rescue ─> the last good state, then the error goes on
 
 Of several processes all save, or none: process 0 alone looks at the clock, and an error that only
 one of them has seen (agree.py) ends the run without a save, which would wait for the others.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from typing_extensions import override
 
+from jaxtrain.core.evaluation import EvaluationHook
+from jaxtrain.core.hooks import POLL_STEPS, Hook, is_due
 from jaxtrain.core.session import Session
-from jaxtrain.distributed.broadcast import broadcast, is_shared, mark_shared
-from jaxtrain.errors import RunStopped
+from jaxtrain.core.step_metrics import NonFiniteStep
+from jaxtrain.core.step_reports import StepReports
+from jaxtrain.distributed.broadcast import broadcast, is_shared
 from jaxtrain.runs.checkpoint import Checkpoints
-
-LOOK_EVERY = 8
-"""Steps between two looks of several processes at process 0's clock, where steps may be short."""
-
-
-def is_due(step: int, before: int, every: int | None, times: float, total: int) -> bool:
-    """Whether something falls on the steps `before` + 1 to `step`: what comes every so many steps,
-    or so many times, evenly, in a run of `total` steps."""
-    if every and step // every > before // every:
-        return True
-    passed = (math.floor(done * times / total + 1e-9) for done in (step, before))
-    return next(passed) > next(passed)
-
-
-class NonFiniteStep(RunStopped):
-    """A step's loss or gradient was not finite; every process reads that."""
-
-    def __init__(self, text: str, step: int):
-        super().__init__(text)
-        self.step = step
-        """The bad step. The state is that after the step before it."""
-        mark_shared(self)
 
 
 class SavePoint(NamedTuple):
@@ -53,24 +34,47 @@ class SavePoint(NamedTuple):
     cursor: dict[str, Any]
 
 
-class Saves:
-    """The saves of one run."""
+class CheckpointHook(Hook):
+    """Saves the state when section `checkpoint` says so, at the end, and before an error."""
 
-    def __init__(self, session: Session, checkpoints: Checkpoints, log: Callable[[str], None]):
-        self.session, self.checkpoints, self.log = session, checkpoints, log
-        self.config = session.config
+    def __init__(
+        self,
+        session: Session,
+        checkpoints: Checkpoints,
+        evaluation: EvaluationHook,
+        reports: StepReports,
+    ):
+        """evaluation: its numbers may choose the best checkpoint."""
+        self.session, self.checkpoints, self.config = session, checkpoints, session.config
+        self.evaluation, self.reports = evaluation, reports
         # A bad step is read when the one after it has been marked.
         self.points: deque[SavePoint] = deque(maxlen=3)
         self.tried = session.start
         """The newest step whose state is saved, or was refused by the disk."""
         self.saved_at = time.monotonic()
 
-    def mark(self) -> None:
-        """A round has been trained: the state is whole, and the cursor that of what follows."""
+    @override
+    def on_round_trained(self) -> None:
         if not self.points or self.points[-1].step < self.session.step:
             self.points.append(SavePoint(self.session.step, self.session.rounds.state()))
 
-    def due(self, before: int) -> bool:
+    @override
+    def on_round_end(self, before: int) -> None:
+        # The last state is saved by `on_end`.
+        if self.session.step < self.session.rounds.total_steps and self.is_due(before):
+            self.save()
+
+    @override
+    def on_end(self) -> None:
+        if self.session.step > self.session.start:
+            self.save()
+
+    @override
+    def on_error(self, error: Exception) -> None:
+        with self.session.phase("saving what was trained"):
+            self.rescue(error)
+
+    def is_due(self, before: int) -> bool:
         """Whether to save after the steps `before` + 1 to the current one; all processes alike."""
         step, options = self.session.step, self.config.checkpoint
         if step == before:
@@ -90,17 +94,24 @@ class Saves:
 
         if jax.process_count() == 1:
             return passed()
-        looks = self.session.rounds.pauses or self.session.step % LOOK_EVERY == 0
-        return looks and broadcast("whether it is time for a checkpoint", passed)
+        polls = self.session.rounds.pauses or self.session.step % POLL_STEPS == 0
+        return polls and broadcast("whether it is time for a checkpoint", passed)
 
-    def save(self, metrics: dict[str, float]) -> None:
-        """Save the current state, which is whole and finite; `metrics` are those measured of it."""
-        self.mark()
-        self.write(self.points[-1], metrics)
-        self.saved_at = time.monotonic()
+    def save(self) -> None:
+        """Save the current state together with the cursor of the data."""
+        if (self.config.checkpoint.best_metric or "").startswith("eval/"):
+            # The best checkpoint is chosen by the numbers of its own step.
+            self.evaluation.collect(wait=True)
+        # Never save a state whose loss is not finite: this raises instead.
+        self.reports.flush()
+        with self.session.phase("saving a checkpoint"):
+            self.on_round_trained()
+            self.write(self.points[-1], self.reports.latest)
+            self.saved_at = time.monotonic()
+        self.reports.restart_clock()
 
     def write(self, point: SavePoint, metrics: dict[str, float]) -> None:
-        """Save the current state as that of a point."""
+        """Save the current state as that of a point; `metrics` were measured of it."""
         # What went wrong with the checkpoint before may not go wrong with this one.
         self.checkpoints.wait()
         self.tried = point.step
@@ -112,29 +123,27 @@ class Saves:
             config=self.config.saved(),
         )
 
-    def rescue(self, error: Exception, read: Callable[[], None], metrics: dict[str, float]) -> None:
-        """An error is about to end the run: save what was trained before it, if that can be done.
+    def rescue(self, error: Exception) -> None:
+        """Save what was trained before an error that ends the run, if that can be done.
 
-        Never raises, so that the error is the one that people see. read: reads the numbers of the
-        step that was dispatched last; raises NotFinite.
+        Never raises, so that the error itself is the one that people see.
         """
         if not is_shared(error) or self.session.step == self.session.start:
             return
+        log, latest = self.reports.sinks.log, self.reports.latest
         try:
-            step = find_last_good(error, read, self.session.step)
+            step = find_last_good(error, self.reports.flush, self.session.step)
             if step > self.tried:
-                self.write(self.find_point(step), metrics)
+                self.write(self.find_point(step), latest)
                 self.checkpoints.wait()
-                self.log(f"step {step} is saved; the same command goes on from there")
+                log(f"step {step} is saved; the same command goes on from there")
         except Exception as second:  # the border: devices, disk or data may be what has failed
             first = str(second).strip().partition("\n")[0][:300]
-            self.log(
-                f"warning: what was trained since step {self.tried} could not be saved: {first}"
-            )
+            log(f"warning: what was trained since step {self.tried} could not be saved: {first}")
 
     def find_point(self, step: int) -> SavePoint:
-        """The state after this step with its cursor. Within a round, the rest of it is given up:
-        it is not asked again."""
+        """Return the cursor of the state after this step. Within a round, the remainder of the
+        round is given up: it is not trained again."""
         for point in self.points:
             if point.step == step:
                 return point

@@ -1,0 +1,149 @@
+"""A training run, opened: its folder, sinks, session and hooks, and everything that must be closed.
+
+The order of the hooks is the order of events: a step is reported before it is evaluated, evaluated
+before it is saved (the numbers choose the best checkpoint), and saved before observers' verdicts.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxtrain.adapters.storage import count_weights
+from jaxtrain.config import Config
+from jaxtrain.core.checkpointing import CheckpointHook
+from jaxtrain.core.evaluation import AnswerEvaluator, EvaluationHook
+from jaxtrain.core.hooks import Hook, HookList
+from jaxtrain.core.observation import ObserverHook, ProfileHook
+from jaxtrain.core.session import Session, open_session, start_state
+from jaxtrain.core.step_reports import StepReports
+from jaxtrain.core.task import Task
+from jaxtrain.distributed.mesh import is_main_process
+from jaxtrain.distributed.processes import peers
+from jaxtrain.runs.checkpoint import Checkpoints
+from jaxtrain.runs.folder import RunFolder
+from jaxtrain.runs.hardware import Hardware
+from jaxtrain.runs.observers.dispatch import Observers, list_observers
+from jaxtrain.runs.profile import ProfileWindow
+from jaxtrain.runs.sinks import Sinks
+from jaxtrain.runs.watchdog import Signals, Watchdog
+
+OpenAnswers = Callable[[Session, Callable[[str], None]], AnswerEvaluator]
+"""(session, log) -> what evaluates problem sets."""
+
+
+class Run(NamedTuple):
+    """What the loop works with."""
+
+    session: Session
+    reports: StepReports
+    evaluation: EvaluationHook
+    hooks: Hook
+    sinks: Sinks
+    watchdog: Watchdog
+    observers: Observers
+
+
+@contextmanager
+def open_run(
+    config: Config, task: Task, command: list[str], open_answers: OpenAnswers | None
+) -> Iterator[Run]:
+    """Open a run at its start or its newest checkpoint; everything is closed at the end, in the
+    opposite order. The arguments are those of `loop.train`."""
+    primary = is_main_process()
+    formats = list(task.data.check())  # before the folder is claimed: data may be what is wrong
+    with ExitStack() as stack:
+        folder = stack.enter_context(RunFolder(config, command))
+        sinks = stack.enter_context(Sinks(config, folder.path, primary=primary))
+        watchdog = stack.enter_context(
+            Watchdog(
+                folder.path,
+                config.log.watchdog_seconds,
+                sinks.log,
+                attempt=folder.attempt,
+                primary=primary,
+            )
+        )
+        stack.enter_context(
+            Hardware(folder.path, config.log.hardware_seconds, jax.local_devices, primary=primary)
+        )
+        observers = stack.enter_context(
+            Observers(
+                config,
+                folder.path,
+                sinks.log,
+                attempt=folder.attempt,
+                phase=watchdog.phase,
+                primary=primary,
+            )
+        )
+        signals = stack.enter_context(open_signals(sinks))
+        stack.enter_context(jax.set_mesh(task.mesh))
+        for line in [*folder.describe(), *formats]:
+            sinks.log(line)
+        checkpoints = open_checkpoints(config, folder, sinks, observers)
+        stack.callback(checkpoints.close)
+        with watchdog.phase("opening the data"):
+            session = open_session(config, task, sinks.log)
+            stack.callback(session.rounds.close)
+            session.folder, session.phase, session.signals = folder.path, watchdog.phase, signals
+            answers = None if open_answers is None else open_answers(session, sinks.log)
+            if answers is not None:
+                stack.callback(answers.close)
+        with watchdog.phase("reading the weights"):
+            start_state(session, checkpoints)
+        # What was written after the checkpoint comes again.
+        folder.rewind(session.start)
+        sinks.log(describe_start(session))
+        for part in (sinks, watchdog, observers):
+            part.start(session.rounds.total_steps, session.start)
+        profile = stack.enter_context(
+            ProfileWindow(
+                folder.path / "profile", config.log.profile_start, config.log.profile_steps
+            )
+        )
+        reports = StepReports(session, sinks, watchdog, observers)
+        evaluation = EvaluationHook(session, answers, reports)
+        saving = CheckpointHook(session, checkpoints, evaluation, reports)
+        hooks: list[Hook] = [ProfileHook(session, profile), reports, evaluation, saving]
+        if list_observers(config):
+            hooks.append(ObserverHook(session, observers, evaluation, saving, sinks.log))
+        yield Run(session, reports, evaluation, HookList(hooks), sinks, watchdog, observers)
+
+
+def open_signals(sinks: Sinks) -> Signals:
+    """Return what catches signals and passes them on to the other processes."""
+    processes = peers()
+    if processes is None:
+        return Signals(sinks.log)
+    processes.log = sinks.log
+    return Signals(sinks.log, processes.request_stop)
+
+
+def open_checkpoints(
+    config: Config, folder: RunFolder, sinks: Sinks, observers: Observers
+) -> Checkpoints:
+    """Open the run's checkpoints as section `checkpoint` says."""
+    options: dict[str, Any] = config.checkpoint.model_dump(
+        exclude={"every", "per_epoch", "every_minutes"}
+    )
+    path = folder.path / "checkpoints"
+    return Checkpoints(path, **options, log=sinks.log, saved=observers.saved)
+
+
+def describe_start(session: Session) -> str:
+    """One line on what is about to be trained."""
+    roles, last = session.roles, session.rounds.total_steps
+    model = roles.params(roles.trained, {**session.frozen, **session.state.params})
+    params = sum(count_weights(path, value) for path, value in model.items())
+    trained = sum(value.size for value in session.state.params.values())
+    trained *= max(1, len(session.policies))
+    part = f"{trained / 1e6:.2f}M of " if trained < params else ""
+    steps = f"steps {session.start + 1} to {last}"
+    if session.start >= last:
+        steps = f"all {last} steps are done"
+    return (
+        f"{part}{params / 1e6:.2f}M parameters on {session.bundle.mesh.size}"
+        f" {jax.devices()[0].device_kind} device(s), {steps}"
+    )
