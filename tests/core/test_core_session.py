@@ -18,7 +18,7 @@ from jaxtrain.core.hooks import is_due
 from jaxtrain.data.pipeline import BatchSource
 from jaxtrain.environments.rewards import pool
 from jaxtrain.errors import UserError
-from jaxtrain.generation.local import engine
+from jaxtrain.generation.local import publishers
 from jaxtrain.methods.registry import make_task
 from jaxtrain.methods.rl import method as rl
 
@@ -74,9 +74,9 @@ def test_a_reference_that_cannot_be_is_told_before_anything_opens(workers, monke
 def test_reward_workers_end_when_a_later_part_fails(workers, monkeypatch):
     config = validate_config(RL, "a test")
     closed = []
-    close = engine.LocalPublisher.close
+    close = publishers.LocalPublisher.close
     monkeypatch.setattr(
-        engine.LocalPublisher, "close", lambda self: (closed.append(self), close(self))
+        publishers.LocalPublisher, "close", lambda self: (closed.append(self), close(self))
     )
     monkeypatch.setattr(session, "make_step", refuse)
     with pytest.raises(UserError, match="it is broken"):
