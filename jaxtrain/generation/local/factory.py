@@ -38,19 +38,19 @@ class LocalKind(EngineKind):
         """See EngineKind."""
         return config.rollout.mode != "sync" or config.rollout.streaming
 
-    def check(self, config: Config, parts: ModelBundle) -> None:
+    def check(self, config: Config, bundle: ModelBundle) -> None:
         """See EngineKind."""
         if config.rollout.draft is not None:
-            check_draft(config.rollout.draft, parts, "rollout.draft")
-        check_cache(config.rollout.local.cache, parts)
+            check_draft(config.rollout.draft, bundle, "rollout.draft")
+        check_cache(config.rollout.local.cache, bundle)
         for name, section in list_folders(config).items():
-            assemble_folder(name, section, parts)
+            assemble_folder(name, section, bundle)
 
     def open(
-        self, config: Config, parts: ModelBundle, log: Callable[[str], None]
+        self, config: Config, bundle: ModelBundle, log: Callable[[str], None]
     ) -> tuple[Engine | None, Publisher]:
         """See EngineKind."""
-        devices = split_devices(self.reserved(config))[1] or sampling_devices(parts)
+        devices = split_devices(self.reserved(config))[1] or sampling_devices(bundle)
         ahead = self.ahead(config)
         if ahead and not config.rollout.devices and len(devices) > 1:
             raise UserError(
@@ -59,9 +59,9 @@ class LocalKind(EngineKind):
                 " same time; set rollout.devices to how many of them sample, or rollout.mode to"
                 ' "sync" and streaming to false'
             )
-        mesh = make_sampler_mesh(devices, parts.mesh)
+        mesh = make_sampler_mesh(devices, bundle.mesh)
         local = config.rollout.local
-        copy = Copier(parts, mesh, local.weights, local.cache)
+        copy = Copier(bundle, mesh, local.weights, local.cache)
         copy_draft = make_draft_copier(mesh)
         policies = list_trained(config)
         if not is_main_process():
@@ -72,18 +72,18 @@ class LocalKind(EngineKind):
         def make_sampler() -> LocalSampler:
             return LocalSampler(
                 None,
-                end_of_turn_ids(parts.tokenizer),
-                max_len=min(parts.architecture.longest, config.data.sequence_len),
+                end_of_turn_ids(bundle.tokenizer),
+                max_len=min(bundle.architecture.longest, config.data.sequence_len),
                 max_batch=config.rollout.max_batch,
-                to_text=parts.tokenizer.decode,
+                to_text=bundle.tokenizer.decode,
                 mesh=mesh,
                 draft_rows=config.rollout.draft_rows,
-                routes=route_shape(parts.architecture) if config.rollout.router_replay else None,
+                routes=route_shape(bundle.architecture) if config.rollout.router_replay else None,
             )
 
         # Whoever draws on the same devices takes turns.
         thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
-        folders = open_folders(config, parts, devices, log)
+        folders = open_folders(config, bundle, devices, log)
         speakers = {name: folder.speak(thread) for name, folder in folders.items()}
         if policies:
             engines = {name: LocalEngine(make_sampler(), thread) for name in policies}
@@ -92,19 +92,19 @@ class LocalKind(EngineKind):
         engine = LocalEngine(make_sampler(), thread)
         named, draft = config.rollout.draft, None
         if named and config.rollout.draft_refresh is None:
-            draft = open_draft(named, parts, mesh, "rollout.draft")
+            draft = open_draft(named, bundle, mesh, "rollout.draft")
         publisher = LocalPublisher(
             engine, copy, rests=not ahead, draft=draft, copy_draft=copy_draft, thread=thread
         )
         return with_policies(engine, speakers), publisher
 
 
-def check_cache(cache: Stored, parts: ModelBundle) -> None:
+def check_cache(cache: Stored, bundle: ModelBundle) -> None:
     """UserError where no layer keeps keys and values as rollout.local.cache says."""
-    model = build.abstract(parts.architecture)
+    model = build.abstract(bundle.architecture)
     if cache != "default" and not store_cache(model, cache):
         raise UserError(
             f'rollout.local.cache "{cache}" is for attention with keys and values, and'
-            f" {parts.architecture.architecture} has none (its layers keep latents or recurrent"
+            f" {bundle.architecture.architecture} has none (its layers keep latents or recurrent"
             " states); remove it"
         )

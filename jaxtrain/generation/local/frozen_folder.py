@@ -113,7 +113,7 @@ def list_folders(config: Config) -> dict[str, PolicyConfig]:
     }
 
 
-def assemble_folder(name: str, section: PolicyConfig, parts: ModelBundle) -> ModelBundle:
+def assemble_folder(name: str, section: PolicyConfig, bundle: ModelBundle) -> ModelBundle:
     """The parts of a frozen policy on the trained one's mesh, with a tokenizer of its own; reads no
     weights. UserError for what is no language model that answers messages."""
     key = f"policies.{name}.path"
@@ -128,12 +128,12 @@ def assemble_folder(name: str, section: PolicyConfig, parts: ModelBundle) -> Mod
             f" `jaxtrain {verb} {section.path} --output FOLDER` writes"
         )
     check_files(folder, key)
-    dtype = parts.options["dtype"]
+    dtype = bundle.options["dtype"]
     model = ModelConfig(
         path=str(folder),
         param_dtype=dtype,
         compute_dtype=dtype,
-        attention=parts.options["attention_impl"],
+        attention=bundle.options["attention_impl"],
     )
     tokenizer = find_tokenizer(model)
     if not tokenizer.chat_template:
@@ -141,7 +141,7 @@ def assemble_folder(name: str, section: PolicyConfig, parts: ModelBundle) -> Mod
             f"{key} {section.path!r} has no chat template, and is asked by messages; name a chat"
             " model, or write chat_template.jinja into the folder"
         )
-    return build_auxiliary_bundle(model, dataclasses.replace(parts, tokenizer=tokenizer), key)
+    return build_auxiliary_bundle(model, dataclasses.replace(bundle, tokenizer=tokenizer), key)
 
 
 def check_files(folder: Path, key: str) -> None:
@@ -155,25 +155,25 @@ def check_files(folder: Path, key: str) -> None:
         )
 
 
-def frozen_shapes(config: Config, parts: ModelBundle) -> dict[str, Shapes]:
+def frozen_shapes(config: Config, bundle: ModelBundle) -> dict[str, Shapes]:
     """Shapes of each frozen policy's weights, placed as they will be where the trainer's devices
     sample; UserError as assemble_folder."""
-    mesh = make_sampler_mesh(list(parts.mesh.devices.flat), parts.mesh)
+    mesh = make_sampler_mesh(list(bundle.mesh.devices.flat), bundle.mesh)
     return {
-        name: abstract_params(assemble_folder(name, section, parts), mesh)[0]
+        name: abstract_params(assemble_folder(name, section, bundle), mesh)[0]
         for name, section in list_folders(config).items()
     }
 
 
 def open_folders(
     config: Config,
-    parts: ModelBundle,
+    bundle: ModelBundle,
     devices: Sequence[Device],
     log: Callable[[str], None] = print,
 ) -> dict[str, FrozenFolder]:
     """Load the frozen policies that are folders; UserError. devices: where they are drawn."""
     return {
-        name: open_folder(name, section, parts, make_sampler_mesh(list(devices), parts.mesh), log)
+        name: open_folder(name, section, bundle, make_sampler_mesh(list(devices), bundle.mesh), log)
         for name, section in list_folders(config).items()
     }
 
@@ -181,28 +181,33 @@ def open_folders(
 def open_folder(
     name: str,
     section: PolicyConfig,
-    parts: ModelBundle,
+    bundle: ModelBundle,
     mesh: jax.sharding.Mesh,
     log: Callable[[str], None],
 ) -> FrozenFolder:
     """One of them, on `mesh`."""
-    bundle = dataclasses.replace(assemble_folder(name, section, parts), mesh=mesh)
+    folder_bundle = dataclasses.replace(assemble_folder(name, section, bundle), mesh=mesh)
     devices = tuple(device.id for device in mesh.devices.flat)
-    key = str(bundle.folder), bundle.options["dtype"], devices, tuple(mesh.shape.items())
+    key = (
+        str(folder_bundle.folder),
+        folder_bundle.options["dtype"],
+        devices,
+        tuple(mesh.shape.items()),
+    )
     model = _MODELS.get(key)
     if model is None:
         with jax.set_mesh(mesh):
-            model = unstack(abstract_params(bundle)[1](open_params(bundle, 0)))
+            model = unstack(abstract_params(folder_bundle)[1](open_params(folder_bundle, 0)))
         _MODELS[key] = model
         size = sum(x.nbytes for x in jax.tree.leaves(model) if hasattr(x, "nbytes"))
         log(f"policies.{name}: {section.path}, {size / 2**30:.3f} GiB")
     sampler = LocalSampler(
         model,
-        end_of_turn_ids(bundle.tokenizer),
-        max_len=bundle.architecture.longest,
+        end_of_turn_ids(folder_bundle.tokenizer),
+        max_len=folder_bundle.architecture.longest,
         max_batch=section.concurrency,
-        to_text=bundle.tokenizer.decode,
+        to_text=folder_bundle.tokenizer.decode,
         mesh=mesh,
     )
     sampler.use(model, 0)
-    return FrozenFolder(name, section, bundle.tokenizer, sampler)
+    return FrozenFolder(name, section, folder_bundle.tokenizer, sampler)

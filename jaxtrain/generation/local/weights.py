@@ -29,10 +29,10 @@ from jaxtrain.layers.linear import Linear
 from jaxtrain.models.parameters import Params, Rebuild
 
 
-def sampling_devices(parts: ModelBundle) -> list[Device]:
+def sampling_devices(bundle: ModelBundle) -> list[Device]:
     """The trainer's devices that this process has."""
     process = jax.process_index()
-    return [device for device in parts.mesh.devices.flat if device.process_index == process]
+    return [device for device in bundle.mesh.devices.flat if device.process_index == process]
 
 
 def make_sampler_mesh(devices: list[Device], trainer: jax.sharding.Mesh) -> jax.sharding.Mesh:
@@ -55,26 +55,26 @@ class Copier:
 
     def __init__(
         self,
-        parts: ModelBundle,
+        bundle: ModelBundle,
         mesh: jax.sharding.Mesh,
         weights: Literal["default", "int8"] = "default",
         cache: Stored = "default",
     ):
         """cache: how the model keeps keys and values."""
-        sampled_bundle = parts
+        sampled_bundle = bundle
         if weights != "default":
-            adapter = parts.adapter or Adapter({})
+            adapter = bundle.adapter or Adapter({})
             assert adapter.quantize == "none", "the config refuses this"
             adapter = dataclasses.replace(adapter, quantize=weights)
-            sampled_bundle = dataclasses.replace(parts, adapter=adapter, product=None)
+            sampled_bundle = dataclasses.replace(bundle, adapter=adapter, product=None)
         shapes, self._rebuild = abstract_params(sampled_bundle, mesh)
-        self._own, self.weights = sampled_bundle is not parts, weights
+        self._own, self.weights = sampled_bundle is not bundle, weights
         self.cache: Stored = cache
         self._stored = find_stored(shapes, weights) if self._own else set()
         self._places = {path: shape.sharding for path, shape in shapes.items()}
         dtypes = find_dtypes(self._rebuild(shapes))
         self._dtypes = {path: shape.dtype for path, shape in shapes.items()} | dtypes
-        self._trained, _ = split_trained(shapes, parts.adapter)
+        self._trained, _ = split_trained(shapes, bundle.adapter)
         self._several = jax.process_count() > 1
         self._rounding = functools.cache(self._make_rounding)
 
@@ -143,13 +143,13 @@ class EvaluationWeights:
     on its own devices: all gather the parameters there.
     """
 
-    def __init__(self, parts: ModelBundle):
+    def __init__(self, bundle: ModelBundle):
         self.copies = jax.process_count() > 1
-        self.mesh, self.places = parts.mesh, {}
+        self.mesh, self.places = bundle.mesh, {}
         """Where process 0 samples."""
         if self.copies and is_main_process():
             self.mesh = make_mesh(jax.local_devices(), fsdp=-1)
-            shapes, _ = abstract_params(dataclasses.replace(parts, mesh=self.mesh))
+            shapes, _ = abstract_params(dataclasses.replace(bundle, mesh=self.mesh))
             self.places = {path: shape.sharding for path, shape in shapes.items()}
 
     def __call__(self, params: Params) -> Params:

@@ -1,6 +1,6 @@
-"""Short control calls to a server: blocking, from any thread, with plain answers and errors.
+"""Short, blocking control calls to a server, with plain answers and errors; from any thread.
 
-What asks for tokens is elsewhere (`engine.py`): that is many requests at once and asynchronous.
+Requests for tokens are in `engine.py`: those are many at once and asynchronous.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ MAX_ANSWER_BYTES = 64 * 2**20
 
 
 class ServerGone(Exception):
-    """The server did not answer: refused, cut off, or too late."""
+    """Raised when a server did not answer: the connection was refused or broke, or timed out."""
 
 
 class ServerRefused(Exception):
-    """The server answered, but not with 200."""
+    """Raised when a server answered with a status other than 200."""
 
     def __init__(self, status: int, message: str):
         super().__init__(f"HTTP {status}: {message}")
@@ -33,23 +33,24 @@ class ServerRefused(Exception):
 
     @property
     def passes(self) -> bool:
-        """Whether the same request may be answered later, or elsewhere."""
+        """Return True if the same request may succeed later, or on another server."""
         return self.status >= 500 or self.status in (408, 425, 429)
 
 
 class Deadline:
-    """One end for many steps."""
+    """A time limit shared by several steps."""
 
     def __init__(self, seconds: float):
         self.seconds, self._end = seconds, time.monotonic() + seconds
 
     def left(self, most: float = math.inf) -> float:
-        """Seconds that a step may take, `most` at most; 0 once it has passed."""
+        """Return the remaining seconds for a step, at most `most`; 0 once the deadline has
+        passed."""
         return max(0.0, min(most, self._end - time.monotonic()))
 
 
 def headers(key: str | None = None) -> dict[str, str]:
-    """Headers of every request; key: other than that of KEY_VARIABLE."""
+    """Return the headers of every request. key: overrides that of KEY_VARIABLE."""
     key = key or os.environ.get(KEY_VARIABLE)
     fields = {"Content-Type": "application/json"}
     return {**fields, "Authorization": f"Bearer {key}"} if key else fields
@@ -65,9 +66,9 @@ def call(
     api_key: str | None = None,
     **query: str | int,
 ) -> Any:
-    """The JSON of an answer, None for an empty one; ServerGone or ServerRefused otherwise.
+    """Return the JSON of an answer, or None for an empty one; raises ServerGone or ServerRefused.
 
-    timeout: seconds for all of it, however slowly bytes come. api_key: as for `headers`.
+    timeout: seconds for the whole call, however slowly bytes arrive. api_key: as for `headers`.
     """
     if query:
         path = f"{path}?{urllib.parse.urlencode(query)}"
@@ -105,7 +106,7 @@ def call(
 
 
 def explain(raw: bytes, longest: int = 400) -> str:
-    """What an error answer says, in one line."""
+    """Return the message of an error answer in one line."""
     text = raw.decode(errors="replace")
     try:
         message = json.loads(text)

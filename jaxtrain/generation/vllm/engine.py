@@ -1,14 +1,14 @@
-"""VllmEngine: one prompt at a time for many coroutines, from servers that may come and go.
+"""VllmEngine: many coroutines with one prompt each, on servers that may come and go.
 
 generate ──bounded──> its session's server ──answer──> checked ──> Completion
               ^                        │
-              │   refused, cut off, 5xx, late, dropped: back-off, ask again, elsewhere if possible
+              │   refused, cut off, 5xx, late, dropped: back off, retry, elsewhere if possible
               └────────────────────────┘
                 no server at all: wait, up to wait_seconds, then RunStopped
 
-One call of `generate` gives one Completion or an exception, so nothing is lost and nothing comes
-twice; what a dead server had already drawn is thrown away. An answer that was interrupted for new
-weights keeps its tokens and goes on behind them.
+A call of `generate` gives one Completion or an exception, so nothing is lost or duplicated;
+tokens that a dead server had drawn are discarded. An answer interrupted by new weights keeps its
+tokens and continues behind them.
 """
 
 import asyncio
@@ -35,18 +35,18 @@ from jaxtrain.generation.vllm.messages import (
 from jaxtrain.generation.vllm.pool import Pool, VllmServer
 
 MAX_ASKS = 50
-"""Of one request, whatever happened to the servers: an end even where they flap for ever."""
+"""Attempts per request, whatever happens to the servers: a bound even if they flap forever."""
 SESSION = "X-Session-ID"
-"""Header by which a router keeps what shares a prefix on one server."""
+"""Header by which a router keeps requests with a common prefix on one server."""
 MOST_BYTES = 2**28
-"""Of an answer; one with the experts of 100,000 tokens is a third of that."""
+"""Limit for an answer; one with the experts of 100,000 tokens is a third of it."""
 PAUSE = 0.05
 POLL_SECONDS = 0.25
-"""How often a waiting request looks whether its server was dropped."""
+"""Interval at which a waiting request checks whether its server was dropped."""
 
 
 class AnswerLost(Exception):
-    """No answer to this request, but another try may bring one. kind: few words, to be counted."""
+    """Raised when a request got no answer, but a retry may. kind: a few words, for counting."""
 
     def __init__(self, kind: str, text: str):
         super().__init__(text)
@@ -54,26 +54,33 @@ class AnswerLost(Exception):
 
 
 class LoopConnection(NamedTuple):
-    """What one event loop holds."""
+    """Resources of one event loop."""
 
     session: aiohttp.ClientSession
     room: asyncio.Semaphore
     gate: asyncio.Lock
-    """Held by the one request that waits for a server; the others wait behind it."""
+    """Held by the one request that waits for a server; the others queue behind it."""
 
 
 class KeptServers:
-    """The servers of one evaluation."""
+    """Servers that keep a version for one evaluation, while the others continue with training.
+
+        loop thread   Pool.keep ─> KeptServers ───── a publish skips them ─────────────────> release
+        evaluation    engine of these servers alone: every token is of that version            │
+        watchers      behind by some versions: sent the newest at once, whole or as deltas <───┘
+
+    A server that is dropped keeps nothing. When none is left, KeepLost ends the evaluation, which
+    is then repeated; when all other servers are gone, training gets these.
+    """
 
     def __init__(self, pool: Pool, servers: Sequence[VllmServer]):
-        """servers: as Pool.keep returned them; those that hold the version only soon are waited
-        for."""
+        """servers: from Pool.keep; those that receive the version only soon are waited for."""
         self.pool, self.servers, self.version = pool, servers, pool.version
         self.share = len(servers) / max(1, len(pool.up()))
-        """Of all servers."""
+        """Fraction of all servers."""
 
     def ready(self) -> list[VllmServer]:
-        """Those that may be asked now."""
+        """Return the servers that may get requests now."""
         return [
             server
             for server in self.servers
@@ -82,7 +89,7 @@ class KeptServers:
         ]
 
     async def take(self, session: int | None) -> VllmServer:
-        """One of them, its load counted, waited for; KeepLost where none keeps the version."""
+        """Wait for a server and count its load; KeepLost if none keeps the version."""
         while True:
             server = self.pool.acquire(session, self.ready)
             if server is not None:
@@ -93,7 +100,7 @@ class KeptServers:
             await asyncio.sleep(PAUSE)
 
     def release(self) -> None:
-        """Give them back."""
+        """Return them to training."""
         self.pool.release_kept(
             server for server in self.servers if server.kept_version == self.version
         )
@@ -104,7 +111,7 @@ class KeptServers:
 
 
 class VllmEngine:
-    """`engine.Engine` over HTTP. adapters: versions are LoRA adapters, chosen by name.
+    """`engine.Engine` over HTTP. adapters: versions are LoRA adapters, selected by name.
 
     May be used from several event loops, one after the other or at once.
     """
@@ -120,10 +127,11 @@ class VllmEngine:
         kept_servers: KeptServers | None = None,
         policy: str = "",
     ):
-        """routes: ask the servers where tokens went, and refuse one that does not say.
-        group_size: so many indices in a row are of one prompt, a session, and prefer one server;
-        None: every request goes to the least loaded one. kept: ask these servers alone, and have
-        all tokens of the version that they keep. policy: draw with this one's adapters."""
+        """routes: request the experts of each token, and fail if a server does not report them.
+        group_size: this many consecutive indices share a prompt, form a session, and prefer one
+        server; None: every request goes to the least loaded one. kept_servers: use these servers
+        alone, and draw all tokens with the version that they keep. policy: draw with this policy's
+        adapters."""
         self.policy = policy
         self.servers, self.adapters, self.first_pause = servers, adapters, first_pause
         self.routes, self.group_size, self.kept_servers = routes, group_size, kept_servers
@@ -132,11 +140,12 @@ class VllmEngine:
 
     @property
     def version(self) -> int:
-        """Newest published version, or the one that is kept."""
+        """Return the newest published version, or the kept one."""
         return self.servers.version if self.kept_servers is None else self.kept_servers.version
 
     def keep(self) -> "VllmEngine | None":
-        """See types.Keeping; which servers, rollout.vllm.eval_servers says."""
+        """Return an engine on servers that keep the newest version (rollout.vllm.eval_servers);
+        None if there are too few."""
         kept_servers = self.servers.keep(self.servers.config.eval_servers)
         if not kept_servers:
             return None
@@ -150,13 +159,13 @@ class VllmEngine:
         )
 
     def release(self) -> None:
-        """See engine.KeptEngine."""
+        """Return the kept servers to training."""
         assert self.kept_servers is not None, "of a kept one"
         self.kept_servers.release()
 
     def counters(self) -> dict[str, float]:
-        """Requests, retries, servers lost and the like since the start, and how many servers there
-        are now."""
+        """Return requests, retries, lost servers etc. since the start, and the current number of
+        servers."""
         return {f"vllm/{name}": number for name, number in self.servers.measure().items()}
 
     async def close(self) -> None:
@@ -228,14 +237,14 @@ class VllmEngine:
         raise EpisodeFailed("vllm: asked too often")
 
     def _log_failure(self, lost: AnswerLost) -> None:
-        """Why a request was given up, once a kind; the others are counted by the caller."""
+        """Log why a request was given up, once per kind; the caller counts them."""
         if lost.kind not in self._logged_kinds:
             self._logged_kinds.add(lost.kind)
             times = self.servers.config.retries + 1
             self.servers.log(f"a request failed {times} times, the last time: {lost}")
 
     async def _leave_router(self, lost: AnswerLost) -> None:
-        """A request through the router failed: it is asked again, of a server itself."""
+        """Handle a failure through the router; the request is repeated on a server itself."""
         if lost.kind == "connection lost":
             self.servers.mark_front_down(str(lost))
         if lost.kind == "unknown weights":
@@ -244,7 +253,7 @@ class VllmEngine:
     async def _acquire_server(
         self, connection: LoopConnection, session: int, direct: bool
     ) -> VllmServer:
-        """A server to ask, waited for; RunStopped when none comes. direct: not the router."""
+        """Wait for a server; RunStopped when none comes. direct: not the router."""
         servers = self.servers
         if self.kept_servers is not None:
             return await self.kept_servers.take(session if self.group_size else None)
@@ -273,7 +282,7 @@ class VllmEngine:
         seed: int,
         session: int,
     ) -> tuple[ServerAnswer, list[int]]:
-        """(answer, version of each token) of one request to one server."""
+        """Return (answer, version of each token) of one request to one server."""
         if 0 < server.max_model_len <= len(prompt):
             raise EpisodeFailed("vllm: the prompt fills the server's max_model_len")
         self.servers.check_length(server, len(prompt), max_tokens)
@@ -320,7 +329,7 @@ class VllmEngine:
         return answer, versions
 
     def _date_tokens(self, server: VllmServer, answer: ServerAnswer, began: int) -> list[int]:
-        """The version of each token; drops a server whose weights are not this run's."""
+        """Return the version of each token; drops a server whose weights are not this run's."""
         count = len(answer.tokens)
         if self.adapters:
             return [began] * count
@@ -345,7 +354,8 @@ class VllmEngine:
     async def _post(
         self, connection: LoopConnection, server: VllmServer, body: dict, session: int
     ) -> tuple[int, bytes]:
-        """(status, body) of the answer; Lost when there is none or the server was dropped."""
+        """Return (status, body) of the answer; AnswerLost if there is none or the server was
+        dropped."""
         epoch = server.epoch
         limit = self.servers.config.request_seconds
         task = asyncio.ensure_future(

@@ -1,7 +1,7 @@
-"""A run's parameters as the servers want them: the device's side of `publish_*.py`.
+"""Opens the servers of section rollout.vllm and the publisher that sends them the weights.
 
-The name map that loads and saves a model also publishes it, so a server gets exactly what an export
-would hold.
+The name map that loads and saves a model also publishes it, so a server receives exactly what an
+export would contain.
 """
 
 import collections
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from typing_extensions import override
 
 from jaxtrain.adapters.peft import adapter_entries, write_gathered
 from jaxtrain.config import Config
@@ -45,15 +46,15 @@ from jaxtrain_vllm.cuda_driver import Cuda, CudaError
 
 
 class VllmKind(EngineKind):
-    """vLLM servers over HTTP."""
+    """Engine kind "vllm": servers over HTTP."""
 
     several = True
 
-    def check(self, config: Config, parts: ModelBundle) -> None:
-        """See EngineKind."""
+    @override
+    def check(self, config: Config, bundle: ModelBundle) -> None:
         vllm = config.rollout.vllm
         if vllm.sync == "lora":
-            check_adapter(vllm, parts)
+            check_adapter(vllm, bundle)
         if vllm.launch == "local":
             if jax.process_count() > 1:
                 raise UserError(
@@ -63,25 +64,25 @@ class VllmKind(EngineKind):
                 )
             check_python(vllm.python)
 
+    @override
     def open(
-        self, config: Config, parts: ModelBundle, log: Callable[[str], None]
+        self, config: Config, bundle: ModelBundle, log: Callable[[str], None]
     ) -> tuple[Engine | None, Publisher]:
-        """See EngineKind."""
-        return open_vllm(config, parts, log)
+        return open_vllm(config, bundle, log)
 
+    @override
     def share(self, engine: VllmEngine, workers: int) -> SharedServers:
-        """See EngineKind."""
         return share(engine, workers)
 
 
 def open_vllm(
-    config: Config, parts: ModelBundle, log: Callable[[str], None] = print
+    config: Config, bundle: ModelBundle, log: Callable[[str], None] = print
 ) -> tuple[Engine | None, Publisher]:
-    """The servers of section rollout.vllm, inspected, and what brings them the weights.
+    """Return (engine, publisher) for the servers of section rollout.vllm.
 
-    Of several processes the first talks to the servers; the others have no engine, and their
-    publisher takes part in gathering. Nothing may be asked of the engine before the first publish.
-    Raises UserError for servers that do not come or cannot do what the run needs.
+    Only process 0 talks to the servers; the others have no engine, and their publisher takes part
+    in gathering. No request is possible before the first publish. Raises UserError for servers that
+    do not answer or cannot do what the run needs.
     """
     vllm = config.rollout.vllm
     adapters, policies = vllm.sync == "lora", list_trained(config)
@@ -91,12 +92,12 @@ def open_vllm(
             sources, launcher = open_sources(vllm), None
             if vllm.launch == "local":
                 home = Path(config.run.output_dir) / FOLDER
-                launcher = open_launcher(config, home, log, parts.architecture.longest)
+                launcher = open_launcher(config, home, log, bundle.architecture.longest)
                 stack.callback(launcher.close)
                 launcher.start()
                 sources.append(launcher)
             if vllm.launch == "ray":
-                sources.append(open_source(config, parts.architecture.longest, log))
+                sources.append(open_source(config, bundle.architecture.longest, log))
                 cluster = join(config.rollout.ray)
                 stack.callback(cluster.close)
                 if "listen" not in vllm.model_fields_set:
@@ -105,7 +106,7 @@ def open_vllm(
                 vllm,
                 config.sampling,
                 log,
-                lambda text: parts.tokenizer.encode(text, add_special_tokens=False),
+                lambda text: bundle.tokenizer.encode(text, add_special_tokens=False),
                 sources,
             )
             stack.callback(servers.close)
@@ -118,7 +119,7 @@ def open_vllm(
                 servers.closing.callback(launcher.close)
                 launcher.watch(servers.report_ended, servers.fail)
             replay = config.rollout.router_replay
-            routes = route_shape(parts.architecture) if replay else None
+            routes = route_shape(bundle.architecture) if replay else None
             size = config.rollout.group_size
             engines = {
                 name: VllmEngine(
@@ -130,12 +131,12 @@ def open_vllm(
             folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
             if adapters:
                 run, base = config.run.output_dir, config.model.path
-                publisher = open_lora(servers, folder, run, parts, base, policies)
+                publisher = open_lora(servers, folder, run, bundle, base, policies)
             else:
                 ahead = config.rollout.mode != "sync"
-                publisher = open_weights(servers, parts, delta=vllm.sync == "delta", ahead=ahead)
+                publisher = open_weights(servers, bundle, delta=vllm.sync == "delta", ahead=ahead)
             stack.pop_all()  # the publisher closes them
-    gather_one = open_gather(parts, vllm.weight_dtype, adapters=adapters)
+    gather_one = open_gather(bundle, vllm.weight_dtype, adapters=adapters)
     if policies:
 
         def gather_all(params: Any) -> dict[str, Any]:
@@ -146,21 +147,23 @@ def open_vllm(
 
 
 def open_gather(
-    parts: ModelBundle, dtype: str, *, adapters: bool
+    bundle: ModelBundle, dtype: str, *, adapters: bool
 ) -> Callable[[Params], dict[str, Any]]:
-    """What every process does with its parameters before process 0 publishes them.
+    """Return the function that every process applies to its parameters before process 0 publishes.
 
-    Adapters are small and are gathered as they are. Of whole models process 0 takes one slice after
-    the other while it puts them together; what the others do is answer each of its gathers.
+    Adapters are small and are gathered as they are. Of whole models process 0 assembles one slice
+    after the other; the other processes only answer each of its gathers.
     """
     if adapters:
-        assert parts.adapter is not None, "the config says that there is one"
-        paths = {entry.param: None for entry in adapter_entries(parts.architecture, parts.adapter)}
+        assert bundle.adapter is not None, "the config says that there is one"
+        paths = {
+            entry.param: None for entry in adapter_entries(bundle.architecture, bundle.adapter)
+        }
         return lambda params: {path: to_host(params[path]) for path in paths}
     if is_main_process():
         return lambda params: params
-    entries = family(parts.architecture).names(parts.architecture)
-    wide = wide_tensors(parts.architecture)
+    entries = family(bundle.architecture).names(bundle.architecture)
+    wide = wide_tensors(bundle.architecture)
 
     def take_part(params: Params) -> Params:
         collections.deque(list_pieces(params, entries, dtype, wide=wide), maxlen=0)
@@ -173,18 +176,18 @@ def open_lora(
     servers: Servers,
     folder: Path,
     run: str,
-    parts: ModelBundle,
+    bundle: ModelBundle,
     base_name: str | None = None,
     policies: Sequence[str] = (),
 ) -> LoraPublisher:
-    """Publishes the run's adapter, or those of several policies, which it gets in numpy. run: the
-    run's folder."""
-    adapter = parts.adapter
+    """Return the publisher of the run's adapter, or of several policies' adapters. run: the run's
+    folder."""
+    adapter = bundle.adapter
     assert adapter is not None, "the config says that there is one"
-    entries = adapter_entries(parts.architecture, adapter)
+    entries = adapter_entries(bundle.architecture, adapter)
 
     def write(params: Params, target: Path) -> None:
-        write_gathered(params, parts.architecture, adapter, target, base_name)
+        write_gathered(params, bundle.architecture, adapter, target, base_name)
 
     def measure(params: Params) -> int:
         # The header of a few hundred bytes a tensor, and adapter_config.json.
@@ -194,16 +197,17 @@ def open_lora(
 
 
 def open_weights(
-    servers: Servers, parts: ModelBundle, *, delta: bool, ahead: bool = False
+    servers: Servers, bundle: ModelBundle, *, delta: bool, ahead: bool = False
 ) -> WeightPublisher:
-    """Publishes all weights of a run without adapters. ahead: while the trainer goes on."""
-    entries = family(parts.architecture).names(parts.architecture)
+    """Return the publisher of all weights, for runs without adapters. ahead: it delivers while the
+    trainer continues."""
+    entries = family(bundle.architecture).names(bundle.architecture)
     shapes = {}
-    for path, shape in abstract_params(parts)[0].items():
+    for path, shape in abstract_params(bundle)[0].items():
         entry = next(entry for entry in entries if entry.param == path)
         shapes |= entry.op.shapes(shape.shape)
     dtype, device = servers.config.weight_dtype, None
-    wide = wide_tensors(parts.architecture)
+    wide = wide_tensors(bundle.architecture)
     if servers.config.transport == "device":
         device = open_device_image(shapes, dtype, entries, servers.log, wide)
     published = PublishedCopy() if delta and servers.config.delta_base == "device" else None
@@ -217,7 +221,7 @@ def open_weights(
         find=published and partial(write, compare=True),
         device=device,
         wide=wide,
-        carried=parts.architecture.carries,
+        carried=bundle.architecture.carries,
     )
 
 
@@ -228,7 +232,8 @@ def open_device_image(
     log: Callable[[str], None],
     wide: frozenset[str] = frozenset(),
 ) -> DeviceImage | None:
-    """Room for all weights on the trainer's GPUs; None, and a line why, where that cannot be."""
+    """Return memory for all weights on the trainer's GPUs; None, with a log line, if that is
+    impossible."""
     try:
         if jax.process_count() > 1:
             raise CudaError("the run has several processes")

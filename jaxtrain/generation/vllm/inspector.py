@@ -1,4 +1,5 @@
-"""What a server is, before it gets work: version, model, route, log-probs, tokenizer, length."""
+"""Inspection of a server before it gets work: version, model, route, log-probs, tokenizer,
+length."""
 
 import json
 from collections.abc import Callable
@@ -18,14 +19,14 @@ from jaxtrain.generation.vllm.pool import VllmServer
 from jaxtrain.generation.vllm.sources import list_workers
 
 TESTED = ((0, 32), (0, 33))
-"""vLLM versions from the first, before the second."""
+"""Tested vLLM versions: from the first, before the second."""
 PROBE_SECONDS = 120.0
 PROBE_TEXT = "The quick brown fox: naïve 3.14159 × 42 = ? \n\tdef f(x):  return x**2  # 東京 🙂"
 
 
 class Inspector:
-    """Looks at servers for a run. tokenize: the trainer's own token ids of a text, to be compared
-    with theirs."""
+    """Inspects servers for a run. tokenize: the trainer's token ids of a text, to be compared with
+    the servers'."""
 
     def __init__(
         self,
@@ -37,8 +38,8 @@ class Inspector:
         self.config, self.sampling, self.log, self.tokenize = config, sampling, log, tokenize
 
     def refuse_router(self, url: str) -> None:
-        """UserError for the address of a router, whose /health and control calls are those of any
-        one server behind it."""
+        """Raise UserError for a router's address: its control calls reach an arbitrary server
+        behind it."""
         if list_workers(url) is not None:
             raise UserError(
                 f"{url} is a router: new weights would reach one of its servers alone. Remove it"
@@ -46,7 +47,7 @@ class Inspector:
             )
 
     def inspect(self, server: VllmServer) -> None:
-        """Learn what the server is; UserError where this run cannot use it."""
+        """Read the server's properties; UserError if this run cannot use it."""
         url = server.url
         info = call(url, "GET", "/version", timeout=30)
         self._check_version(url, info.get("version") if isinstance(info, dict) else info)
@@ -73,8 +74,8 @@ class Inspector:
         server.model = model
 
     def _end_pause(self, url: str) -> None:
-        """A sync that broke off, of this run or an earlier one, may have left it paused: no request
-        would ever be answered."""
+        """Resume a server that an interrupted sync, of this run or an earlier one, left paused; it
+        would never answer a request."""
         try:
             status = call(url, "GET", "/is_paused", timeout=30)
             if isinstance(status, dict) and status.get("is_paused") is True:
@@ -84,7 +85,7 @@ class Inspector:
             pass  # it was started without these routes
 
     def check_length(self, server: VllmServer, prompt: int, new: int) -> None:
-        """Say once when a prompt and its answer are longer than what the server takes."""
+        """Log once if a prompt and its answer exceed the server's limit."""
         limit = server.max_model_len
         if 0 < limit < prompt + new and not server.short:
             server.short = True
@@ -96,7 +97,7 @@ class Inspector:
             )
 
     def _compare_tokens(self, url: str, model: str) -> None:
-        """Say when the server's tokenizer is another than the trainer's."""
+        """Warn if the server's tokenizer differs from the trainer's."""
         if self.tokenize is None:
             return
         body = {"model": model, "prompt": PROBE_TEXT, "add_special_tokens": False}
@@ -116,10 +117,10 @@ class Inspector:
                 min(len(trainer_ids), len(server_ids)),
             )
             self.log(
-                f"warning: vllm {url} has another tokenizer than the trainer: {len(server_ids)} tokens"
-                f" of a text of {len(trainer_ids)} here, which differ from place {position} on (there"
-                f" {server_ids[position : position + 3]}, here {trainer_ids[position : position + 3]}); start it with the"
-                " tokenizer of model.path, or stop texts are looked for in other words than ours"
+                f"warning: vllm {url} has another tokenizer than the trainer: {len(server_ids)}"
+                f" tokens of a text of {len(trainer_ids)} here, which differ from place {position}"
+                f" on (there {server_ids[position : position + 3]}, here"
+                f" {trainer_ids[position : position + 3]}); start it with the tokenizer of model.path, or stop texts are looked for in other words than ours"
             )
 
     def _check_version(self, url: str, version: object) -> None:
@@ -145,8 +146,8 @@ class Inspector:
         return GENERATE
 
     def probe(self, route: str, url: str, model: str, timeout: float = PROBE_SECONDS) -> float:
-        """Log-prob of the one token that top_k 1 leaves: 0 exactly where log-probs are taken after
-        truncation."""
+        """Return the log-prob of the only token that top_k 1 allows: exactly 0 if log-probs are
+        taken after truncation."""
         sampling = Sampling(temperature=1.0, top_k=1, max_new_tokens=1)
         # Two tokens: a lone one ends vLLM 0.32 where a CPU runs layers of linear attention.
         body = build_request(route, [1, 1], sampling, (), max_tokens=1, seed=0, model=model)
@@ -157,7 +158,7 @@ class Inspector:
             raise UserError(f"{url}{route} answers what no vLLM server does: {error}") from None
 
     def _check_logprobs(self, server: VllmServer) -> None:
-        """The log-probs that it returns must be those of softmax(logits / temperature)."""
+        """Raise UserError unless its log-probs are those of softmax(logits / temperature)."""
         draw = self.sampling
         cut = draw.top_p < 1 or draw.top_k > 0 or draw.min_p > 0
         if draw.temperature not in (0.0, 1.0) and not server.processed:

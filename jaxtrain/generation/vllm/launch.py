@@ -1,12 +1,12 @@
-"""Servers that belong to a run: started on this machine with it, started again, ended with it.
+"""Servers that belong to a run: started on this machine with it, restarted, and ended with it.
 
-    Launcher ── ServerProcess ── hold.py ── jaxtrain_vllm.serve ── vLLM and its workers
-       |  a thread looks every second who has ended: dropped at once, started again where it was
-       '- poll: a Source with the same URLs as long as the run lasts; the pool's watchers see who
-          is back and give it the newest weights
+    Launcher ── ServerProcess ── run_supervised.py ── jaxtrain_vllm.serve ── vLLM and its workers
+       |  a thread checks every second for ended processes: dropped at once, restarted in place
+       '- poll: a ServerSource with the same URLs as long as the run lasts; the pool's watchers
+          notice restarted servers and send them the newest weights
 
-RUN/servers/N.log    what server N says, of all its starts
-RUN/servers/N.json   who it is, as long as it runs: a run that was killed leaves it to the next one
+RUN/servers/N.log    output of server N, over all its starts
+RUN/servers/N.json   identity of its process while it runs: a killed run leaves it to the next one
 """
 
 import os
@@ -23,6 +23,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from typing_extensions import override
+
 import jaxtrain_vllm
 from jaxtrain.config import Config
 from jaxtrain.config.policies import list_trained
@@ -31,7 +33,7 @@ from jaxtrain.distributed.child_processes import ServerProcess
 from jaxtrain.distributed.orphans import end_orphans
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.vllm.control import KEY_VARIABLE
-from jaxtrain.generation.vllm.sources import DiscoveredServer
+from jaxtrain.generation.vllm.sources import DiscoveredServer, ServerSource
 from jaxtrain.text_safety import escape_control_chars
 
 FOLDER = "servers"
@@ -40,25 +42,25 @@ MAX_RESTARTS, RESTART_WINDOW_SECONDS = 3, 600.0
 POLL_SECONDS = 1.0
 STOP_SECONDS = 20.0
 TAIL_LINES, TAIL_BYTES = 12, 16_384
-"""Of a log, where a server did not even come up."""
+"""Part of a log that is quoted when a server does not start."""
 
 
 @dataclass
 class Launched:
-    """One server, over all its starts."""
+    """Server over all its starts."""
 
     url: str
     make: Callable[[], ServerProcess]
-    """Its next process, not started yet."""
+    """Creates its next process, not started yet."""
     log_file: Path
     process: ServerProcess | None = None
     restarts: deque[float] = field(default_factory=deque)
-    """When it was started again, within the window."""
+    """Times of restarts within the window."""
     given_up: bool = False
 
 
-class Launcher:
-    """A `Source` of servers that it runs itself."""
+class Launcher(ServerSource):
+    """A `ServerSource` of servers that it runs itself."""
 
     name = 'rollout.vllm.launch "local"'
     fixed = True
@@ -71,19 +73,18 @@ class Launcher:
     ):
         self.servers, self.log, self.clock = list(servers), log, clock
         self.restarts = 0
-        """Of all servers so far."""
+        """Restarts of all servers so far."""
         self._lock = threading.Lock()
         self._watching = False
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Start all of them; who waits for them is whoever polls."""
+        """Start all servers, without waiting for them."""
         for server in self.servers:
             self._start(server)
 
+    @override
     def poll(self) -> list[DiscoveredServer]:
-        """All of them. UserError, with the end of its log, for one that ends before `watch`: what
-        does not even come up is a mistake in the config."""
         if not self._watching:
             for server in self.servers:
                 status = server.process and server.process.poll()
@@ -98,8 +99,11 @@ class Launcher:
     def watch(
         self, lost: Callable[[str, str], None], failed: Callable[[BaseException], None]
     ) -> None:
-        """From now on start again who ends. lost: told the URL and why as soon as that is seen.
-        failed: told what ends the run, once all are given up."""
+        """Restart processes that end from now on.
+
+        lost: called with the URL and the reason as soon as an end is noticed. failed: called with
+        the error that ends the run, once all are given up.
+        """
         self._watching = True
 
         def work() -> None:
@@ -111,7 +115,7 @@ class Launcher:
     def inspect(
         self, lost: Callable[[str, str], None], failed: Callable[[BaseException], None]
     ) -> None:
-        """Look once who has ended; see `watch`."""
+        """Check once for ended processes; see `watch`."""
         for server in self.servers:
             if server.given_up or server.process is None:
                 continue
@@ -165,11 +169,11 @@ class Launcher:
 def open_launcher(
     config: Config, folder: Path, log: Callable[[str], None], longest: int | None = None
 ) -> Launcher:
-    """The servers that section rollout.vllm asks for, not started yet; what a run that was killed
-    left of them is ended.
+    """Return the launcher of section rollout.vllm, not started yet; ends what a killed run left
+    behind.
 
-    folder: RUN/servers. longest: tokens of a sequence that the model takes. Raises UserError where
-    vLLM or GPUs are missing.
+    folder: RUN/servers. longest: maximum sequence length of the model. Raises UserError if vLLM or
+    GPUs are missing.
     """
     vllm = config.rollout.vllm
     check_python(vllm.python)
@@ -208,14 +212,14 @@ def open_launcher(
 
 
 def find_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Different ports of an address of this machine that nobody listens on."""
+    """Return different free ports of an address of this machine."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server((host, 0))) for _ in range(count)]
         return [socket_.getsockname()[1] for socket_ in sockets]
 
 
 def read_tail(log_file: Path) -> str:
-    """The last lines of a log, as people may see them."""
+    """Return the last lines of a log, with control characters escaped."""
     try:
         with log_file.open("rb") as file:
             file.seek(max(0, log_file.stat().st_size - TAIL_BYTES))
@@ -227,26 +231,27 @@ def read_tail(log_file: Path) -> str:
 
 PYTHON_VARIABLE = "VLLM_PYTHON"
 SHARED_FRACTION = "0.4"
-"""Of a GPU's memory, for a server that shares it with the trainer."""
+"""Fraction of a GPU's memory for a server that shares it with the trainer."""
 LORA_RANKS = (64, 128, 256, 320, 512)
-"""Largest ranks that vLLM can be told, from serve's default on."""
-ASK_SECONDS = 60.0
+"""Maximum ranks that vLLM accepts, from serve's default on."""
+PYTHON_TIMEOUT_SECONDS = 60.0
 
 
 def find_python(python: str | None) -> str:
-    """The Python that servers run with: rollout.vllm.python, VLLM_PYTHON or this one."""
+    """Return the Python for servers: rollout.vllm.python, VLLM_PYTHON or this one."""
     return os.path.expanduser(python or os.environ.get(PYTHON_VARIABLE) or sys.executable)
 
 
 def check_python(python: str | None) -> None:
-    """UserError where that Python is none, or has no vLLM. Takes as long as Python's start."""
+    """Raise UserError if that Python cannot be run, or has no vLLM. Takes as long as Python's
+    start."""
     executable = find_python(python)
     key = "rollout.vllm.python" if python or not os.environ.get(PYTHON_VARIABLE) else "VLLM_PYTHON"
     fix = f"; name the Python of an environment with vLLM in {key}"
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
         done = subprocess.run(
-            [executable, "-c", code], capture_output=True, text=True, timeout=ASK_SECONDS
+            [executable, "-c", code], capture_output=True, text=True, timeout=PYTHON_TIMEOUT_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         why = getattr(error, "strerror", None) or "it does not answer"
@@ -263,11 +268,11 @@ def build_command(
     ranks: int = 1,
     longest: int | None = None,
 ) -> list[str]:
-    """The command line of one server of this run.
+    """Build the command line of one server of this run.
 
     port: a text stands for one that is not known yet. ranks: GPUs that it spreads over. longest:
-    tokens of a sequence that the model takes, where that may be less than data.sequence_len. What
-    rollout.vllm.args says comes last, so that it counts.
+    maximum sequence length of the model, which may be less than data.sequence_len. The words of
+    rollout.vllm.args come last, so that they override the others.
     """
     model, vllm = config.model, config.rollout.vllm
     assert model.path is not None, "the config says that there is one"
@@ -304,9 +309,12 @@ def build_command(
 def build_environment(
     folder: Path, key: str | None, gpus: Sequence[str] | None, python: str | None
 ) -> dict[str, str]:
-    """The environment of a server. folder: gets a link to jaxtrain_vllm, which vLLM's Python is to
-    find, and nothing else of this one's packages. key: asked of whoever sends it requests. gpus:
-    those that it may see; None: as this process."""
+    """Build the environment of a server.
+
+    folder: receives a link to jaxtrain_vllm, the only package of this environment that vLLM's
+    Python shall find. key: demanded of every client. gpus: those that it may see; None: as this
+    process.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     link, package = folder / "jaxtrain_vllm", Path(jaxtrain_vllm.__file__).parent
     if not link.is_symlink() or link.readlink() != package:

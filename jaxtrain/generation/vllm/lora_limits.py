@@ -1,10 +1,10 @@
-"""What vLLM 0.32 serves of an adapter, and what a run refuses before its servers would.
+"""Limits of vLLM 0.32 for adapters, checked before a run's servers would fail.
 
-On a CPU no mixture of experts is served with an adapter, whatever has one: with adapters vLLM runs
-experts in kernels for GPUs alone, so that a server starts and its engine fails at the first
-request.
-Experts that a folder has as one tensor get one pair in PEFT (adapters/peft_experts.py), which two
-of vLLM's classes read; all others want a pair for each expert. Either refuses the other's form.
+On CPUs no mixture of experts is served with an adapter, whatever layers it targets: vLLM then runs
+experts in GPU-only kernels, so that a server starts and its engine fails at the first request.
+Experts that a folder stores as one tensor get one pair of matrices in PEFT
+(adapters/peft_experts.py), which two of vLLM's classes read; all others want a pair per expert.
+Each refuses the other's format.
 """
 
 from collections.abc import Iterable
@@ -17,19 +17,19 @@ from jaxtrain.distributed import gpus
 from jaxtrain.errors import UserError
 
 JOINT = {"GptOssForCausalLM", "Qwen3_5MoeForConditionalGeneration"}
-"""Architectures of which vLLM reads one pair for all experts (is_3d_moe_weight)."""
+"""Architectures for which vLLM reads one pair for all experts (is_3d_moe_weight)."""
 
 INSTEAD = (
     'set adapter.target to "attention", or train all weights: adapter.kind "none" with'
     ' rollout.vllm.sync "full" or "delta"'
 )
 UNREAD = {"Glm4ForCausalLM": ("gate_up_proj",)}
-"""Modules of folders, of which vLLM's class wants pairs under other names."""
+"""Modules of folders for which vLLM's class expects pairs under other names."""
 
 
-def check_adapter(vllm: VllmConfig, parts: ModelBundle) -> None:
-    """Refuse an adapter that vLLM would not serve, or as something else; UserError."""
-    adapter = parts.adapter
+def check_adapter(vllm: VllmConfig, bundle: ModelBundle) -> None:
+    """Raise UserError for an adapter that vLLM would not serve, or would serve wrongly."""
+    adapter = bundle.adapter
     assert adapter is not None, "the config says that there is one"
     if adapter.full or adapter.rows:
         keys = "adapter.train_embeddings and adapter.train_head to false"
@@ -47,10 +47,10 @@ def check_adapter(vllm: VllmConfig, parts: ModelBundle) -> None:
             "rollout.vllm.sync lora: vLLM scales all layers by one rank and alpha; remove"
             " adapter.rank_pattern and adapter.alpha_pattern"
         )
-    (architecture,) = parts.architecture.to_hf()["architectures"]
-    linears = find_linears(parts.architecture)
+    (architecture,) = bundle.architecture.to_hf()["architectures"]
+    linears = find_linears(bundle.architecture)
     check_modules(architecture, linears, adapter.slots)
-    if parts.architecture.experts_per_token is None:
+    if bundle.architecture.experts_per_token is None:
         return
     if vllm.launch == "local" and not gpus.find_theirs(vllm):
         raise UserError(
@@ -58,7 +58,7 @@ def check_adapter(vllm: VllmConfig, parts: ModelBundle) -> None:
             " does not serve with an adapter, whatever adapter.target is; give the servers GPUs"
             ' (rollout.vllm.gpus), or set rollout.engine to "local"'
         )
-    wrapped = find_wrapped(parts.architecture, linears)
+    wrapped = find_wrapped(bundle.architecture, linears)
     experts = [path for path in adapter.slots if path in wrapped]
     joint = any(not wrapped[path].alone for path in experts)
     if experts and joint != (architecture in JOINT):
@@ -71,7 +71,8 @@ def check_adapter(vllm: VllmConfig, parts: ModelBundle) -> None:
 
 
 def check_modules(architecture: str, linears: Linears, paths: Iterable[str]) -> None:
-    """Refuse Linears of which vLLM's class takes no adapter, or half of one; UserError."""
+    """Raise UserError for Linears on which vLLM's class supports no adapter, or only half of
+    one."""
     for path in paths:
         if path.endswith(".attention.k") and f"{path[:-1]}v" not in linears:
             raise UserError(

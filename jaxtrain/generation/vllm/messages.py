@@ -1,7 +1,7 @@
-"""Requests for tokens and their answers: two public routes of vLLM, one checked result.
+"""Requests for tokens and their answers: two public routes of vLLM, one validated result.
 
-`/inference/v1/generate` (servers started with --enable-scale-out) tells which weights drew each
-token. `/v1/completions` with token ids does not; there the caller knows what it asked.
+`/inference/v1/generate` (servers started with --enable-scale-out) reports which weights drew each
+token. `/v1/completions` with token ids does not; there the caller must know.
 """
 
 import base64
@@ -21,20 +21,21 @@ GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 
 
 class GarbageAnswer(Exception):
-    """An answer of status 200 that is not what the route promises."""
+    """Raised for an answer with status 200 that violates the route's format."""
 
 
 class ServerAnswer(NamedTuple):
-    """What came back for one prompt."""
+    """Validated answer to one prompt."""
 
     tokens: list[int]
     logprobs: list[float]
     finish_reason: str
-    """stop, length, or abort: the server was told to give back what it had."""
+    """stop, length, or abort: the server was ordered to return what it had."""
     labels: list[str] | None
-    """The server's name for the weights that drew each token; None where it does not say."""
+    """The server's name for the weights that drew each token; None if it does not report them."""
     routed: np.ndarray | None = None
-    """A record (data.routes) of the prompt's tokens and these; None where the server keeps none."""
+    """Record (data.routes) of the experts for the prompt's tokens and these; None if the server
+    keeps none."""
 
 
 def build_request(
@@ -47,8 +48,8 @@ def build_request(
     seed: int,
     model: str,
 ) -> dict[str, Any]:
-    """The body of a request. Everything that changes the distribution is sent: what is left out
-    would be taken from the model's generation_config.json."""
+    """Build the body of a request. Everything that changes the distribution is sent explicitly:
+    vLLM takes what is missing from the model's generation_config.json."""
     greedy = sampling.temperature == 0
     params = {
         "n": 1,
@@ -72,7 +73,8 @@ def build_request(
 
 
 def derive_seed(seed: int, index: int, position: int) -> int:
-    """A seed for one request: the same for the same place of an episode, unlike any other's."""
+    """Return a seed for one request: equal for the same place of an episode, different
+    elsewhere."""
     text = f"{seed}/{index}/{position}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1
 
@@ -80,8 +82,11 @@ def derive_seed(seed: int, index: int, position: int) -> int:
 def parse_answer(
     route: str, raw: bytes, max_tokens: int, num_prompt: int = 0, routes: RouteShape | None = None
 ) -> ServerAnswer:
-    """The tokens of an answer; GarbageAnswer says what is wrong with it. routes: what to read of
-    the experts that the `num_prompt` tokens of the prompt and those of the answer went to."""
+    """Validate an answer; GarbageAnswer explains what is wrong.
+
+    routes: which experts to read, for the `num_prompt` tokens of the prompt and those of the
+    answer.
+    """
     try:
         answer = json.loads(raw)
     except ValueError:
@@ -124,7 +129,7 @@ def _read_logprobs(route: str, choice: dict[str, Any], tokens: list[int]) -> lis
 
 
 def _read_labels(choice: dict[str, Any], count: int) -> list[str] | None:
-    """Which weights drew each token; None where the answer does not say."""
+    """Return the label of each token's weights; None if the answer has none."""
     spans = choice.get("weight_versions")
     if spans is None:
         return None
@@ -142,9 +147,9 @@ def _read_labels(choice: dict[str, Any], count: int) -> list[str] | None:
 
 
 def _read_routed(choice: dict[str, Any], length: int, routes: RouteShape) -> np.ndarray | None:
-    """A record of `length` tokens. vLLM has a row of all layers, dense ones among them, for every
-    token but the last (its own documentation, "return_routed_experts"), in base64 of a .npy file.
-    """
+    """Return a record of `length` tokens. vLLM has a row of all layers, dense ones included, for
+    every token but the last ("return_routed_experts" in its documentation), as base64 of a .npy
+    file."""
     encoded = choice.get("routed_experts")
     if encoded is None:
         return None

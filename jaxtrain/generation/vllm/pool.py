@@ -1,14 +1,14 @@
-"""The servers of a run: what state each is in, and which may be asked now.
+"""State of a run's servers, and which of them get requests.
 
-    join ──> new ──bring(weights)──> up ──refused, dead, stalled──> down ──healthy, bring──> up
-                                     │                                │
-                                   leave                            leave
-                                     v                                v
-                                  draining ──nothing under way──────> gone
-                                             (or drain_seconds over)
+    join ──> new ──push weights──> up ──refused, dead, stalled──> down ──healthy, push──> up
+                                   │                               │
+                                 leave                           leave
+                                   v                               v
+                                draining ──nothing in flight─────> gone
+                                           (or drain_seconds over)
 
-Only `up` servers that hold the newest weights get requests. Who notices that a server is gone or
-has come stands in `watch.py` and `servers.py`; this is their table, which any thread may use.
+Only `up` servers that hold the newest weights get requests. `watcher.py` and `servers.py` detect
+that a server has gone or come; this is their table, which any thread may use.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from jaxtrain.generation.vllm.telemetry import Telemetry
 
 @dataclasses.dataclass(eq=False)
 class VllmServer:
-    """One server; its fields change under the lock of Pool."""
+    """State of a server; its fields change under the lock of Pool."""
 
     url: str
     state: str = "new"
@@ -40,59 +40,60 @@ class VllmServer:
     """Newest policy version that it holds; -1: none of this run's."""
     in_flight: int = 0
     epoch: int = 0
-    """Counts how often it was dropped: a request of an older epoch will not be answered."""
+    """Incremented with every drop: a request of an older epoch will not be answered."""
     why: str = "not asked yet"
-    """Why it is not up."""
+    """Reason why it is not up."""
     since: float = dataclasses.field(default_factory=time.time)
-    """When its state last changed (unix time)."""
+    """Time of its last state change (unix time)."""
     capacity: float | None = None
-    """What its source says that it takes beside the others."""
+    """Capacity that its source lists, relative to the others."""
     leaving: float = 0.0
-    """When it began to drain (monotonic)."""
+    """Start of draining (monotonic)."""
     listed: bool = True
-    """Whether a source still lists it: what drains is forgotten, or waited for."""
+    """True while a source lists it. A drained server that is no longer listed is forgotten; a
+    listed one may return."""
     updating: bool = False
-    """It gets no new requests."""
+    """True while its weights change; it gets no new requests."""
     kept_version: int | None = None
-    """The version that it keeps for an evaluation, which alone may ask it; None: it keeps none."""
+    """Version that it keeps for an evaluation, which has it exclusively; None: it keeps none."""
     behind: bool = False
-    """Whether it kept a version and has not been given the newest since."""
+    """True if it kept a version and has not received the newest since."""
     strikes: int = 0
     model: str = ""
-    """Name of the base model there."""
+    """Name of the base model on the server."""
     route: str = GENERATE
     max_model_len: int = 0
     processed: bool = False
-    """Whether its log-probs are of the distribution after temperature and truncation."""
+    """True if its log-probs are those after temperature and truncation."""
     progressed: float = 0.0
-    """When it was last seen to work on its requests (monotonic)."""
+    """Time of its last observed progress (monotonic)."""
     telemetry: Telemetry = Telemetry()
-    """What it said last of its work."""
+    """Last reading of its /metrics."""
     telemetry_at: float = -math.inf
-    """When that was (monotonic)."""
+    """Time of that reading (monotonic)."""
     short: bool = False
-    """Whether it was told that max_model_len is short."""
+    """True once the warning about its max_model_len was logged."""
     sync_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    """Held while weights are brought to it."""
+    """Serializes weight syncs of this server."""
     nudge: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     @property
     def lost(self) -> bool:
-        """Whether nothing that it held counts any more."""
+        """Return True if nothing that it held counts any more."""
         return self.state in ("down", "gone")
 
     @property
     def keeps(self) -> bool:
-        """Whether its weights must stay as they are."""
+        """Return True if its weights must not change."""
         return self.kept_version is not None and self.version == self.kept_version
 
     def describe(self) -> str:
-        """The URL and why it is not up."""
+        """Return the URL and why it is not up."""
         return f"{self.url} ({self.why})"
 
     @contextlib.contextmanager
     def alone(self, deadline: Deadline) -> Iterator[None]:
-        """Hold sync_lock; ServerGone when another sync keeps it for too long."""
+        """Hold sync_lock; raises ServerGone if an earlier sync does not release it in time."""
         if not self.sync_lock.acquire(timeout=deadline.left()):
             raise ServerGone(f"an earlier sync is not over after {deadline.seconds:g} s")
         try:
@@ -102,33 +103,35 @@ class VllmServer:
 
 
 class Pool:
-    """The table of servers."""
+    """The table of servers. Any thread may use it."""
 
     def __init__(self, config: VllmConfig, log: Callable[[str], None] = print):
         self.config, self.log = config, log
         self.session = secrets.token_hex(4)
-        """Part of every version's label: no other run's weights pass for ours."""
+        """Part of every version's label, so that another run's weights are recognized as
+        foreign."""
         self.all: list[VllmServer] = []
-        """Replaced, never changed: who goes through it needs no lock."""
+        """All servers. Replaced, never mutated, so that iterating needs no lock."""
         self.version = -1
-        """Newest published version; of one under way already that, so that requests wait for it."""
+        """Newest published version. Advanced when a publish begins, so that requests wait for
+        it."""
         self.publishing = False
         self.counters: Counter[str] = Counter()
         self.error: BaseException | None = None
-        """What a watcher found that no waiting will mend."""
+        """An error that waiting cannot resolve; the next request raises it."""
         self.asleep = False
         self.front: VllmServer | None = None
-        """The router that requests go through; up as long as it takes them."""
+        """The router that requests go through; up as long as it accepts them."""
         self.clock = time.monotonic
         self._lock = threading.RLock()
         self._turn = 0
 
     def label(self, version: int, policy: str = "") -> str:
-        """The name of a version on the servers; policy: of one of several."""
+        """Return the name of a version on the servers. policy: one of several."""
         return "-".join(["jaxtrain", self.session, *filter(None, [policy]), str(version)])
 
     def read_label(self, label: str) -> int | None:
-        """The version of a label; None for weights that this run never sent."""
+        """Return the version of a label; None for weights that this run never sent."""
         start, _, number = label.rpartition("-")
         is_ours = start == f"jaxtrain-{self.session}" and number.isdigit()
         return int(number) if is_ours and int(number) <= self.version + 1 else None
@@ -136,8 +139,7 @@ class Pool:
     # -- who is there
 
     def join(self, discovered: DiscoveredServer) -> VllmServer | None:
-        """Take in a server that a source lists. None where it is known already; one that was about
-        to leave stays."""
+        """Admit a server that a source lists. None if it is known already; a draining one stays."""
         url = discovered.url.rstrip("/")
         with self._lock:
             for server in self.all:
@@ -153,8 +155,11 @@ class Pool:
         return server
 
     def leave(self, server: VllmServer, why: str, *, listed: bool = False) -> None:
-        """Ask it no more; what is under way there may end within drain_seconds, then it is
-        forgotten. listed: its source still has it, so that it may come back."""
+        """Send it no more requests; those in flight may finish within drain_seconds, then it is
+        forgotten.
+
+        listed: its source still lists it, so that it may return.
+        """
         with self._lock:
             server.listed = listed
             if server.state == "up":
@@ -167,8 +172,10 @@ class Pool:
         self.changed()
 
     def end_drain(self, server: VllmServer, *, dead: bool = False) -> bool:
-        """Let go of a draining server once nothing is under way there, drain_seconds are over, or
-        at once where it is `dead` known to be dead; whether that was so."""
+        """Release a draining server if nothing is in flight, drain_seconds are over, or it is dead.
+
+        Returns True if it was released.
+        """
         with self._lock:
             over = self.clock() - server.leaving >= self.config.drain_seconds
             if server.state != "draining" or (server.in_flight and not over and not dead):
@@ -203,7 +210,7 @@ class Pool:
         server.state, server.why = state, why
 
     def changed(self) -> None:
-        """Called without the lock after every change of who is there, in what state."""
+        """Hook, called without the lock after every state change."""
 
     # -- who may be asked
 
@@ -211,7 +218,8 @@ class Pool:
         return [server for server in self.all if server.state == "up"]
 
     def ready(self) -> list[VllmServer]:
-        """Those that may be asked now: up, with the newest weights, none of them on the way."""
+        """Return the servers that may get requests: up, with the newest weights, and not
+        updating."""
         if self.asleep:
             return []
         return [
@@ -224,10 +232,10 @@ class Pool:
     def acquire(
         self, session: int | None = None, among: Callable[[], list[VllmServer]] | None = None
     ) -> VllmServer | None:
-        """A server that may be asked now, its load counted; None: none may.
+        """Choose a server for a request and count its load; None if none may get it.
 
-        session: what shares a prefix, so that it goes to one server as long as that can be. among:
-        those that may be asked; by default `ready`.
+        session: requests that share a prefix prefer one server. among: candidates; by default
+        `ready`.
         """
         with self._lock:
             ready = self.ready() if among is None else among()
@@ -246,8 +254,8 @@ class Pool:
             return server
 
     def acquire_front(self) -> VllmServer | None:
-        """The router, as a server with the newest weights; None where there is none that works, or
-        nothing behind it may be asked."""
+        """Return the router as a server with the newest weights; None if there is none, it is down,
+        or no server behind it is ready."""
         with self._lock:
             front, ready = self.front, self.ready()
             if front is None or front.state != "up" or not ready:
@@ -258,7 +266,7 @@ class Pool:
             return front
 
     def mark_front_down(self, why: str) -> None:
-        """The router takes no requests: they go to the servers themselves until it answers."""
+        """Send requests to the servers themselves until the router answers again."""
         front = self.front
         assert front is not None, "there was one"
         with self._lock:
@@ -270,7 +278,7 @@ class Pool:
         self.changed()
 
     def mark_front_up(self) -> None:
-        """The router answers."""
+        """Send requests through the router again."""
         front = self.front
         if front is not None and front.state != "up":
             back = front.state == "down"
@@ -280,15 +288,15 @@ class Pool:
             self.changed()
 
     def cut_front(self) -> None:
-        """Ask again, directly, what is under way through the router: some of it hangs behind it."""
+        """Repeat requests in flight through the router directly: some hang behind it."""
         with self._lock:
             if self.front is not None:
                 self.front.epoch += 1
                 self.counters["requests_cut"] += self.front.in_flight
 
     def drop_strangers(self) -> None:
-        """Drop every server that holds weights which this run never sent: behind a router an answer
-        does not say whose it is."""
+        """Drop every server with weights that this run never sent. Behind a router an answer does
+        not reveal its server, so all are checked."""
         for server in self.up():
             try:
                 info = call(server.url, "GET", "/weight_info", timeout=30)
@@ -299,14 +307,15 @@ class Pool:
                 self.drop(server, f"it holds weights {label!r}, which this run never sent")
 
     def load(self, server: VllmServer) -> float:
-        """Requests under way there: ours, or through a router what the server itself tells."""
+        """Return the requests in flight there: ours, or through a router what the server
+        reports."""
         telemetry = server.telemetry
         return server.in_flight + (
             telemetry.running + telemetry.waiting if self.front is not None else 0
         )
 
     def _weigh(self, ready: list[VllmServer]) -> list[CandidateServer]:
-        """The servers as `choose` sees them."""
+        """Return the servers as candidates for `choose`."""
         weights = weigh([server.capacity or server.telemetry.ranks for server in ready])
         time_now, total = self.clock(), self.config.concurrency / max(1, len(ready))
         return [
@@ -327,14 +336,14 @@ class Pool:
         ]
 
     def release(self, server: VllmServer) -> None:
-        """Give back what `acquire` counted."""
+        """Undo the counting of `acquire`."""
         with self._lock:
             server.in_flight -= 1
             if server.state == "draining" and not server.in_flight:
                 server.nudge.set()
 
     def add_load(self, server: VllmServer, change: int) -> None:
-        """So many requests more, or fewer, are under way there from elsewhere."""
+        """Add a change of the number of requests in flight from other processes."""
         with self._lock:
             if change > 0 and not server.in_flight:
                 server.progressed = self.clock()
@@ -347,27 +356,30 @@ class Pool:
             self.counters[name] += number
 
     def measure(self) -> dict[str, float]:
-        """Totals since the start, by name."""
+        """Return totals since the start, by name."""
         with self._lock:
             return {name: float(n) for name, n in sorted(self.counters.items())}
 
     def check_length(self, server: VllmServer, prompt: int, new: int) -> None:
-        """Say once when a prompt and its answer are longer than what the server takes."""
+        """Log once if a prompt and its answer exceed the server's limit."""
 
     def record_telemetry(self, server: VllmServer, telemetry: Telemetry | None) -> None:
-        """What the server said of its work now; None: nothing that can be read."""
+        """Record a reading of /metrics; None: it could not be read."""
         if telemetry is not None:
             server.telemetry, server.telemetry_at = telemetry, self.clock()
 
     def note_progress(self, server: VllmServer) -> None:
-        """The server has answered, or is not expected to."""
+        """Record that the server has made progress, or is not expected to."""
         server.progressed = self.clock()
 
     # -- weights
 
     def keep(self, selection: int | Collection[str]) -> list[VllmServer]:
-        """Have servers keep the newest version until `release_kept`: so many, the least loaded ones, or
-        those of these URLs. Others are left to be asked; empty: there are too few."""
+        """Have servers keep the newest version until `release_kept`.
+
+        selection: how many, the least loaded first, or their URLs. At least one server remains for
+        training; returns [] if there are too few.
+        """
         with self._lock:
             free = [
                 candidate
@@ -388,7 +400,7 @@ class Pool:
         return chosen
 
     def release_kept(self, servers: Iterable[VllmServer]) -> None:
-        """What they kept is not needed any more; those that are behind are given the newest."""
+        """End the keeping; servers that are behind receive the newest version."""
         with self._lock:
             for server in servers:
                 server.behind = server.kept_version is not None and server.version < self.version
@@ -396,21 +408,23 @@ class Pool:
                 server.nudge.set()
         self.changed()
 
-    def _let_go_of_last(self) -> None:
-        """Training comes first: where all other servers are gone, none keeps anything."""
+    def _release_last_kept(self) -> None:
+        """Release kept servers if no others are up: training takes precedence."""
         up = self.up()
         if up and all(server.kept_version is not None for server in up):
             self.log("only servers that kept weights for an evaluation are left: they train now")
             self.release_kept(up)
 
     def begin_publish(self, version: int) -> None:
-        """No server that holds an older version is asked any more; what is under way goes on."""
+        """Stop sending requests to servers with older versions; those in flight continue."""
         with self._lock:
             self.version, self.publishing = max(self.version, version), True
 
     def mark_up(self, server: VllmServer, version: int, epoch: int | None = None) -> None:
-        """The server holds that version now and may be asked. epoch: when that was begun;
-        ServerGone where it was dropped or has left since."""
+        """Record that a server holds a version and may get requests.
+
+        epoch: at the start of the sync; raises ServerGone if it was dropped or has left since.
+        """
         with self._lock:
             if epoch not in (None, server.epoch) or server.state == "gone":
                 raise ServerGone("it was given up before it held the weights")
@@ -426,7 +440,7 @@ class Pool:
         self.changed()
 
     def drop(self, server: VllmServer, why: str) -> None:
-        """Ask it no more until it has been taken back; its requests are redone elsewhere."""
+        """Send it no requests until it is re-admitted; those in flight are repeated elsewhere."""
         with self._lock:
             if server.lost:
                 return
@@ -445,15 +459,16 @@ class Pool:
         self.changed()
 
     def describe_wait(self) -> str:
-        """How long an empty pool is waited for."""
+        """Return how long an empty pool is waited for."""
         return f"waiting up to {self.config.wait_seconds:g} s for one to come back"
 
     def suspect(self, server: VllmServer) -> None:
-        """A request to it failed: look at its health now."""
+        """Check a server's health now, after a failed request."""
         server.nudge.set()
 
     def wait_for(self, version: int) -> list[VllmServer]:
-        """The servers that hold a version, as soon as there is one; RunStopped after too long."""
+        """Return the servers that hold a version, as soon as there is one; RunStopped on
+        time-out."""
         deadline = self.clock() + self.config.wait_seconds
         while True:
             holders = [server for server in self.up() if server.version == version]
@@ -466,7 +481,7 @@ class Pool:
         """Raise what ends the run: a watcher's error, or that no server came back in time."""
         if self.error is not None:
             raise self.error
-        self._let_go_of_last()
+        self._release_last_kept()
         if too_late:
             reasons = ", ".join(server.describe() for server in self.all) or "none is known"
             raise RunStopped(

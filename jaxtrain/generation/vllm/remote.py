@@ -1,14 +1,14 @@
-"""The trainer's servers as other processes ask them: a table goes there, reports come back.
+"""The trainer's servers for engines in other processes: a table goes out, reports come back.
 
     trainer: Servers ── TableSender.table() ──> {"session", "version", "servers": [...]}
-                                                      │ a service hands it to its workers
-    worker:  RemotePool.update(table) <──────────────────┘
-             VllmEngine(RemotePool) asks; what fails is told: RemotePool.reports()
+                                                      │ a service passes it to its workers
+    worker:  RemotePool.update(table) <───────────────┘
+             VllmEngine(RemotePool) sends requests; failures ──> RemotePool.reports()
                                                       │
-    trainer: TableSender.apply_reports(reports) <──────────────┘ suspect, drop, requests under way
+    trainer: TableSender.apply_reports(reports) <─────┘ suspect, drop, requests in flight
 
-There is one writer, the trainer's `Servers`: it alone watches, inspects and brings weights. A
-worker chooses for itself (`choose.py`), by its own requests alone.
+There is one writer, the trainer's `Servers`: it alone watches, inspects and pushes weights. A
+worker chooses servers itself (`routing.py`), by its own requests alone.
 """
 
 import math
@@ -16,6 +16,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from typing_extensions import override
 
 from jaxtrain.batch import RouteShape
 from jaxtrain.config.vllm import VllmConfig
@@ -36,7 +38,7 @@ SHARED_FIELDS = (
     "route",
 )
 SHARED_FIELDS += ("max_model_len", "processed")
-"""Fields of a server that travel."""
+"""Fields of a server that are sent."""
 
 
 class TableSender:
@@ -66,7 +68,7 @@ class TableSender:
             return self._epoch, table
 
     def apply_reports(self, reports: Sequence[dict[str, Any]]) -> None:
-        """What workers met; servers that were dropped since are none of it."""
+        """Apply the workers' reports; those about servers that were dropped since are stale."""
         servers = {server.url: server for server in self.pool.all}
         for report in reports:
             server = servers.get(report["url"])
@@ -83,8 +85,8 @@ class TableSender:
                     self._count_load(server, report["worker"], report["count"])
 
     def _count_load(self, server: VllmServer, worker: str, count: int) -> None:
-        """Requests of a worker count as the trainer's own: a hanging server is found by them, and
-        one that drains is not let go of while there are any."""
+        """Count a worker's requests as the trainer's, so that a hanging server is noticed by them,
+        and a draining one is not released while there are any."""
         change = count - self._elsewhere[server.url, worker]
         self._elsewhere[server.url, worker] = count
         self.pool.add_load(server, change)
@@ -98,13 +100,13 @@ class RemotePool(Pool):
         self.inspector = Inspector(config, Sampling(), log)
         self.name = name
         self._epochs: dict[str, int] = {}
-        """Of each server, as the table had it last."""
+        """Epoch of each server in the last table."""
         self._reports: list[dict[str, Any]] = []
         self._loads: dict[str, int] = {}
         self._answered: set[str] = set()
 
     def update(self, table: Any) -> None:
-        """Take over what the trainer knows."""
+        """Replace the table by the trainer's."""
         if table is None:
             return
         with self._lock:
@@ -128,7 +130,7 @@ class RemotePool(Pool):
             self.all = servers
 
     def reports(self) -> list[dict[str, Any]]:
-        """What the trainer has not heard yet."""
+        """Return what the trainer has not received yet."""
         with self._lock:
             reports, self._reports = self._reports, []
             reports += [{"what": "answered", "url": url} for url in sorted(self._answered)]
@@ -143,31 +145,32 @@ class RemotePool(Pool):
             return reports
 
     def read_label(self, label: str) -> int | None:
-        """See Pool; versions that the table does not have yet are the run's, too."""
+        """Like Pool.read_label, but versions that the table does not have yet also count as the
+        run's."""
         start, _, number = label.rpartition("-")
         return int(number) if start == f"jaxtrain-{self.session}" and number.isdigit() else None
 
     def suspect(self, server: VllmServer) -> None:
-        """See Pool: the trainer looks."""
+        """Report a failed request; the trainer checks the server."""
         self._report("suspect", server)
 
     def drop(self, server: VllmServer, why: str) -> None:
-        """See Pool: here at once, and told; the next table says what became of it."""
+        """Drop a server here at once and report it; the next table has the trainer's verdict."""
         with self._lock:
             if not server.lost:
                 self._report("drop", server, why=why, epoch=self._epochs.get(server.url, 0))
                 self._set(server, "down", why)
                 server.epoch += 1
 
+    @override
     def note_progress(self, server: VllmServer) -> None:
-        """See Pool."""
         self._answered.add(server.url)
 
     def check(self, too_late: bool) -> None:
-        """See Pool: it is the trainer that gives up."""
+        """Do nothing: the trainer decides when waiting is too long."""
 
+    @override
     def check_length(self, server: VllmServer, prompt: int, new: int) -> None:
-        """See Inspector."""
         self.inspector.check_length(server, prompt, new)
 
     def _report(self, event: str, server: VllmServer, **fields: Any) -> None:
@@ -179,7 +182,7 @@ class RemoteVllm:
     """A worker's engine with its pool."""
 
     def __init__(self, settings: dict[str, Any], name: str, log: Callable[[str], None] = print):
-        """settings: of `share`. name: the worker's."""
+        """settings: from `share`. name: the worker's."""
         config = VllmConfig(**settings["config"])
         routes = settings["routes"]
         self.pool = RemotePool(config, name, log)
@@ -193,7 +196,7 @@ class RemoteVllm:
 
 
 def share(engine: VllmEngine, workers: int) -> SharedServers:
-    """How so many workers ask the servers of this engine."""
+    """Return the means by which `workers` processes use the servers of this engine."""
     config = engine.servers.config
     fair = math.ceil(config.concurrency / workers)
     settings = {

@@ -13,43 +13,43 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 BOUND, SLACK = 1.5, 8.0
-"""A server is passed over above BOUND times the mean load and SLACK requests (consistent hashing
-with bounded loads, Mirrokni et al. 2016). Not the least load: with more servers than sessions one
-is always idle, and groups would be torn apart."""
+"""A server is skipped if its load exceeds BOUND times the mean plus SLACK requests (consistent
+hashing with bounded loads, Mirrokni et al. 2016). The least loaded server would be wrong: with more
+servers than sessions one is always idle, and groups would be torn apart."""
 TARGET_WAITING = 4
-"""Requests that may wait in a server's own queue, for each of its data-parallel ranks."""
+"""Requests that may wait in a server's own queue, per data-parallel rank."""
 FRESH_SECONDS = 10.0
-"""From then on what a server said of its queue counts no more."""
+"""Age from which a server's report about its queue is ignored."""
 MASK = 2**64 - 1
 
 
 class CandidateServer(NamedTuple):
-    """A server that could be asked."""
+    """A server that could get the request."""
 
     url: str
     weight: float
-    """How much it takes beside the others; see `weigh`."""
+    """Capacity relative to the others; see `weigh`."""
     load: float
-    """Requests under way there."""
+    """Requests in flight there."""
     limit: float = math.inf
-    """As many requests at most; see `limit_load`."""
+    """Maximum number of requests; see `limit_load`."""
 
 
 class ServerChoice(NamedTuple):
-    """What `choose` found."""
+    """Result of `choose`."""
 
     index: int
-    """In the list of candidates."""
+    """Index in the list of candidates."""
     first: bool
-    """Whether it is what the session prefers to all others."""
+    """True if this is the session's preferred server."""
 
 
 def choose(
     session: int, candidates: Sequence[CandidateServer], *, sticky: bool = True
 ) -> ServerChoice | None:
-    """The server for a request of this session; None where all are full.
+    """Return the server for a request of this session; None if all are full.
 
-    sticky: False for a request that shares nothing: the least loaded one, equal ones by hash.
+    sticky: False for a request that shares no prefix: the least loaded server, ties broken by hash.
     """
     scores = [score(session, candidate.url, candidate.weight) for candidate in candidates]
     loads = [candidate.load / candidate.weight for candidate in candidates]
@@ -65,13 +65,13 @@ def choose(
 
 
 def score(session: int, url: str, weight: float) -> float:
-    """How much a session prefers a server; the highest is first."""
+    """Return how strongly a session prefers a server; the highest score wins."""
     mixed = mix(mix(session & MASK) ^ seed(url))
     return -weight / math.log((mixed + 0.5) / 2**64)
 
 
 def weigh(capacities: Sequence[float | None]) -> list[float]:
-    """Weights whose mean is 1. A server that tells no capacity counts like the mean of the rest."""
+    """Return weights whose mean is 1. A server without a capacity gets the mean of the rest."""
     reported = [capacity for capacity in capacities if capacity]
     mean = sum(reported) / len(reported) if reported else 1.0
     return [(capacity or mean) / mean for capacity in capacities]
@@ -80,12 +80,12 @@ def weigh(capacities: Sequence[float | None]) -> list[float]:
 def limit_load(
     share: float, *, running: float, waiting: float, ranks: int, age: float, in_flight: float
 ) -> float:
-    """How many requests of ours a server may have under way.
+    """Return how many of our requests a server may have in flight.
 
-    share: its part of rollout.vllm.concurrency. running, waiting: as its /metrics said `age`
-    seconds ago (infinity: never), in all its ranks. in_flight: requests of ours there. Where nothing
-    waits the share alone counts; a server that others keep full still gets one request a rank. What
-    it said too long ago is passed over: a broken exporter starves nobody.
+    share: its part of rollout.vllm.concurrency. running, waiting: from its /metrics, read `age`
+    seconds ago (infinity: never), over all its ranks. in_flight: our requests there. If nothing
+    waits, only the share counts; a server that other clients keep full still gets one request per
+    rank. Old readings are ignored, so that a broken exporter starves nobody.
     """
     most = BOUND * share + SLACK
     if age > FRESH_SECONDS or not waiting:
@@ -97,12 +97,12 @@ def limit_load(
 
 @lru_cache(4096)
 def seed(url: str) -> int:
-    """64 bits of a URL, the same in every process."""
+    """Return 64 bits of a URL, the same in every process."""
     return int.from_bytes(blake2b(url.encode(), digest_size=8).digest(), "little")
 
 
 def mix(x: int) -> int:
-    """64 bits that look random (splitmix64)."""
+    """Return 64 pseudo-random bits (splitmix64)."""
     x = (x + 0x9E3779B97F4A7C15) & MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK

@@ -1,8 +1,8 @@
-"""The servers of a run, opened: sources are polled, who is listed is taken in and watched.
+"""The servers of a run: their sources are polled, and every listed server is watched.
 
-sources ──poll each health_seconds──> join / leave ──> Pool (who may be asked)
-                                                         ^
-                           a Watcher's thread a server ──┘ health, weights
+sources ──poll every health_seconds──> join / leave ──> Pool (which servers get requests)
+                                                          ^
+                     one Watcher thread per server ───────┘ health, weights
 """
 
 import contextlib
@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from jaxtrain.config.secrets import redact_text
 from jaxtrain.config.vllm import VllmConfig
@@ -40,14 +42,14 @@ class Servers(Pool):
         tokenize: Callable[[str], list[int]] | None = None,
         sources: Sequence[ServerSource] | None = None,
     ):
-        """tokenize: the trainer's own token ids of a text, to be compared with the servers'.
-        sources: where servers are listed; by default those of config.servers."""
+        """tokenize: the trainer's token ids of a text, to be compared with the servers'. sources:
+        where servers are listed; by default config.servers."""
         super().__init__(config, log)
         self.inspector = Inspector(config, sampling, log, tokenize)
         self.watcher = Watcher(self, self.inspector)
         self.sources = list(sources) if sources is not None else [NamedServers(config.servers)]
         self.silent: set[int] = set()
-        """Places of the sources that did not answer last time."""
+        """Indices of the sources that did not answer the last poll."""
         self._known: dict[int, set[str]] = {}
         """{place of a source: URLs that it listed last}"""
         self.fixed = all(source.fixed for source in self.sources)
@@ -61,7 +63,7 @@ class Servers(Pool):
 
     @property
     def push_weights(self) -> Callable[[VllmServer], None] | None:
-        """See Watcher."""
+        """The publisher's function that gives a server the newest weights; see Watcher."""
         return self.watcher.push_weights
 
     @push_weights.setter
@@ -69,10 +71,10 @@ class Servers(Pool):
         self.watcher.push_weights = push_weights
 
     def open(self) -> None:
-        """Wait for the servers, inspect them and begin to watch them.
+        """Wait for the servers, inspect them and start to watch them.
 
-        Goes on without a server that stays away. Raises UserError when none comes, and for one
-        that cannot do what this run needs.
+        Continues without a server that does not answer. Raises UserError if none does, and for a
+        server that cannot do what this run needs.
         """
         deadline = time.monotonic() + self.config.wait_seconds
         logged = False
@@ -110,23 +112,23 @@ class Servers(Pool):
         self.closing.close()
 
     def fail(self, error: BaseException) -> None:
-        """End the run with that, as soon as it asks for a server."""
+        """End the run with this error, as soon as it requests a server."""
         self.error = error
 
     def report_ended(self, url: str, why: str) -> None:
-        """Drop a server that is known to have ended."""
+        """Drop a server whose process is known to have ended."""
         self.count("processes_ended")
         for server in self.all:
             if server.url == url:
                 self.drop(server, why)
 
     def give_up_at_start(self, server: VllmServer) -> None:
-        """Begin without a server that did not come."""
+        """Start without a server that did not answer."""
         self._set(server, "down", server.why)
         self.log(f"going on without {server.describe()}; it is taken in when it answers")
 
     def poll(self) -> None:
-        """Ask every source once; take in who is new, let go of who is listed no more."""
+        """Poll every source once; admit new servers, release those no longer listed."""
         listed = []
         for number, source in enumerate(self.sources):
             entries = source.poll()
@@ -156,22 +158,23 @@ class Servers(Pool):
                 self.leave(server, "listed no more")
 
     def waits_on(self) -> bool:
-        """Whether a source that may list others answers, so that an empty pool may fill."""
+        """Return True if a source that may list further servers answers, so that an empty pool may
+        fill."""
         return any(
             not source.fixed and number not in self.silent
             for number, source in enumerate(self.sources)
         )
 
+    @override
     def check(self, too_late: bool) -> None:
-        """See Pool: with a source that answers, no waiting is too long."""
         super().check(too_late and not self.waits_on())
 
+    @override
     def describe_wait(self) -> str:
-        """See Pool."""
         return "waiting for one to be listed" if self.waits_on() else super().describe_wait()
 
     def measure(self) -> dict[str, float]:
-        """Totals since the start, and what there is now, by name."""
+        """Return totals since the start and current numbers, by name."""
         totals = super().measure()
         requests, first = totals.pop("sessions_asked", 0.0), totals.pop("sessions_at_first", 0.0)
         if requests:
@@ -189,12 +192,12 @@ class Servers(Pool):
             }
         return dict(sorted(totals.items()))
 
+    @override
     def check_length(self, server: VllmServer, prompt: int, new: int) -> None:
-        """See Inspector."""
         self.inspector.check_length(server, prompt, new)
 
     def _poll_on(self) -> None:
-        """The thread of the sources."""
+        """Poll the sources until closed; runs in a thread."""
         while not self.watcher.closed.wait(self.config.health_seconds):
             self.poll()
 
@@ -205,11 +208,16 @@ class Servers(Pool):
 
 
 LISTING_SECONDS = 1.0
-"""Between two looks."""
+"""Interval between two checks for changes."""
 
 
 class Listing:
-    """Context: keeps the file. A full disk or a lost folder costs the file, never the run."""
+    """Context that keeps servers.json in the run's folder up to date: [{"url", "state", "version",
+    "in_flight", "why", "since"}], states as in pool.py, times in unix seconds.
+
+    Replaced when something changed, at most once per second. A full disk or a lost folder costs the
+    file, never the run.
+    """
 
     def __init__(self, path: Path, servers: Callable[[], Sequence[VllmServer]]):
         self.path, self.servers = path, servers
@@ -240,7 +248,7 @@ class Listing:
 
 
 def describe(server: VllmServer) -> dict[str, Any]:
-    """A server as people see it, without the password of its URL."""
+    """Return a server's row of servers.json, without the password of its URL."""
     why = "" if server.state == "up" else server.why
     if server.keeps:
         why = f"keeps version {server.kept_version} for an evaluation"

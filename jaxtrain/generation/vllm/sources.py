@@ -1,8 +1,8 @@
-"""Which servers there are: sources that are asked again and again.
+"""Sources of servers, which are polled repeatedly.
 
-A `ServerSource` is anything with `poll`. The config's own list, a launcher and a cluster are sources as
-well as files, names and routers: the pool (`servers.py`) takes in what they list and lets go of
-what they list no more.
+A `ServerSource` is anything with `poll`: the config's own list, files, DNS names and routers, as
+well as a launcher or a cluster. The pool (`servers.py`) admits the servers that they list and
+removes those that they no longer list.
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from typing_extensions import override
+
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.generation.vllm.control import ServerGone, ServerRefused, call
 from jaxtrain.safe_io import read_text
@@ -20,53 +22,53 @@ from jaxtrain.safe_io import read_text
 LIST_SECONDS = 10.0
 MAX_FILE_BYTES = 2**20
 RANK = re.compile(r"@\d+$")
-"""What vllm-router adds to the URL of a server for each data-parallel rank."""
+"""Suffix that vllm-router adds to a server's URL for each data-parallel rank."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DiscoveredServer:
-    """One server as a source tells of it."""
+    """Server as a source lists it."""
 
     url: str
-    """Where its routes are, for requests and for administration."""
+    """Base URL of its routes, for requests and for administration."""
     capacity: float | None = None
-    """How much it takes beside others, in any unit that they share; None: not told."""
+    """Capacity relative to other servers, in any common unit; None: not listed."""
     policy: str = ""
     """Name of the policy that it serves; empty: the run's own."""
 
 
 class ServerSource(Protocol):
-    """Where servers are listed. Polled from one thread, each `rollout.vllm.health_seconds`."""
+    """A list of servers. Polled from one thread, every `rollout.vllm.health_seconds`."""
 
     name: str
-    """What people know it by: a key of the config or a URL."""
+    """Name for log lines: a config key or a URL."""
     fixed: bool
-    """Whether its list never changes, so that it is no reason to wait for more."""
+    """True if the list never changes, so that waiting for further servers is pointless."""
 
     def poll(self) -> list[DiscoveredServer] | None:
-        """The servers that are there now, or None when the source did not answer: the last list
-        stays."""
+        """Return the servers listed now. None: the source did not answer; the last list stays
+        valid."""
         ...
 
 
-class NamedServers:
-    """The servers that the config names: always these."""
+class NamedServers(ServerSource):
+    """The servers that the config names."""
 
     fixed = True
 
     def __init__(self, urls: Sequence[str], name: str = "rollout.vllm.servers"):
         self.name, self._found = name, [DiscoveredServer(url.rstrip("/")) for url in urls]
 
+    @override
     def poll(self) -> list[DiscoveredServer]:
-        """The same as ever."""
         return list(self._found)
 
 
-class FileServers:
-    """file:///PATH: a server a line, its URL and, if known, its capacity; `#` begins a comment.
+class FileServers(ServerSource):
+    """file:///PATH: one server per line, its URL and optionally its capacity; `#` begins a comment.
 
-    A file without any line, as while it is written anew, counts as no answer; one with a comment
-    alone lists no servers.
+    An empty file, as while it is being rewritten, counts as no answer; a file with only a comment
+    lists no servers.
     """
 
     fixed = False
@@ -74,8 +76,8 @@ class FileServers:
     def __init__(self, address: str):
         self.name, self.path = address, Path(urlsplit(address).path)
 
+    @override
     def poll(self) -> list[DiscoveredServer] | None:
-        """See Source."""
         try:
             text = read_text(self.path, MAX_FILE_BYTES)
             lines = [line.partition("#")[0].split() for line in text.splitlines()]
@@ -88,8 +90,8 @@ class FileServers:
         return servers if text.strip() and all(is_url(server.url) for server in servers) else None
 
 
-class DnsServers:
-    """dns://NAME:PORT: a server at each address of a name (a headless service, a job's hosts)."""
+class DnsServers(ServerSource):
+    """dns://NAME:PORT: one server at each address of a name (a headless service, a job's hosts)."""
 
     fixed = False
 
@@ -97,8 +99,8 @@ class DnsServers:
         self.name, parts = address, urlsplit(address)
         self.host, self.port = parts.hostname or "", parts.port or 8000
 
+    @override
     def poll(self) -> list[DiscoveredServer] | None:
-        """See Source."""
         try:
             listed = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError:
@@ -108,17 +110,17 @@ class DnsServers:
         return [DiscoveredServer(f"http://{host}:{self.port}") for host in named]
 
 
-class RouterServers:
-    """router+http://HOST:PORT: the workers of a vllm-router. What each rank of a server is listed
-    for counts as its capacity."""
+class RouterServers(ServerSource):
+    """router+http://HOST:PORT: the workers of a vllm-router. The number of ranks listed for a
+    server counts as its capacity."""
 
     fixed = False
 
     def __init__(self, address: str):
         self.name, self.url = address, address.removeprefix("router+").rstrip("/")
 
+    @override
     def poll(self) -> list[DiscoveredServer] | None:
-        """See Source."""
         urls = list_workers(self.url)
         if urls is None:
             return None
@@ -132,7 +134,7 @@ class RouterServers:
         ]
 
 
-class DynamoServers:
+class DynamoServers(ServerSource):
     """dynamo+http://HOST:PORT: the workers that NVIDIA Dynamo lists for reinforcement learning.
     Requests go to them directly, so each must have vLLM's own routes at its `system_url`."""
 
@@ -141,8 +143,8 @@ class DynamoServers:
     def __init__(self, address: str):
         self.name, self.url = address, address.removeprefix("dynamo+").rstrip("/")
 
+    @override
     def poll(self) -> list[DiscoveredServer] | None:
-        """See Source."""
         answer = ask(self.url, "/v1/rl/workers")
         listed = answer.get("workers") if isinstance(answer, dict) else answer
         if not isinstance(listed, list):
@@ -161,11 +163,11 @@ KINDS = {
     "dynamo+http": DynamoServers,
     "dynamo+https": DynamoServers,
 }
-"""{scheme of rollout.vllm.discover: the source that it names}"""
+"""{scheme of rollout.vllm.discover: its source class}"""
 
 
 def open_sources(config: VllmConfig) -> list[ServerSource]:
-    """Where a run's servers are listed."""
+    """Return the sources of a run's servers."""
     sources: list[ServerSource] = [NamedServers(config.servers)] if config.servers else []
     if config.discover:
         sources.append(KINDS[urlsplit(config.discover).scheme](config.discover))
@@ -189,5 +191,5 @@ def ask(url: str, path: str) -> Any:
 
 
 def is_url(text: str) -> bool:
-    """Whether a text is the address of a server."""
+    """Return True if a text is the address of a server."""
     return text.startswith(("http://", "https://")) and bool(urlsplit(text).hostname)

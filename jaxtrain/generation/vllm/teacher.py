@@ -1,9 +1,9 @@
-"""A teacher behind a vLLM server: what it thinks of token sequences that others wrote.
+"""A teacher behind a vLLM server: its log-probs of token sequences that others wrote.
 
     batch of trees ─> the branches with trained tokens ─> POST /v1/completions, prompt_logprobs k
-        ─> the k likeliest tokens at each trained place
+        ─> the k likeliest tokens at each trained position
 
-Every branch is asked whole; the server's own prefix cache spares it what branches share.
+Every branch is sent whole; the server's prefix cache avoids recomputing what branches share.
 """
 
 import time
@@ -22,11 +22,11 @@ from jaxtrain.text_safety import escape_control_chars
 ROUTE = "/v1/completions"
 TRIES = 4
 NOTHING = -1
-"""Id of a place without a token."""
+"""Id of a position without a token."""
 
 
 class TeacherServer:
-    """Asks one address, which may be a load balancer; nothing is asked before the first batch."""
+    """Client for one address, which may be a load balancer; connects with the first batch."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class TeacherServer:
         seconds: float = 300.0,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        """k: likeliest tokens of each place. seconds: longest wait for one sequence. sleep: called
+        """k: likeliest tokens per position. seconds: time limit for one sequence. sleep: called
         with the seconds of a pause."""
         self.url, self.k = url.rstrip("/"), k
         self.concurrency, self.seconds = concurrency, seconds
@@ -45,11 +45,11 @@ class TeacherServer:
         self.model: str | None = None
 
     def score(self, batch: Batch, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 [A, B, T, k], log-probs float32 [A, B, T, k]) where `mask` [A, B, T] says;
-        elsewhere and where fewer are known the ids are -1.
+        """Return (ids int32, log-probs float32), both [A, B, T, k], where `mask` [A, B, T] is set.
 
-        The log-probs are those at temperature 1. Raises RunStopped when the server cannot be
-        reached, UserError when it refuses.
+        Elsewhere, and where fewer tokens are known, the ids are -1. Log-probs are those at
+        temperature 1. Raises RunStopped when the server cannot be reached, UserError when it
+        refuses.
         """
         shape = (*batch.tokens.shape, self.k)
         ids, logp = np.full(shape, NOTHING, np.int32), np.zeros(shape, np.float32)
@@ -73,7 +73,7 @@ class TeacherServer:
         return ids, logp
 
     def find_model(self) -> None:
-        """The name under which the server knows its model."""
+        """Look up the name of the server's model."""
         if self.model is None:
             answer = self._call("GET", "/v1/models")
             try:
@@ -84,7 +84,7 @@ class TeacherServer:
                 ) from None
 
     def ask(self, tokens: list[int]) -> list[Any]:
-        """One entry for each token of a sequence; that of the first is null."""
+        """Return one entry for each token of a sequence; that of the first is null."""
         body = {
             "model": self.model,
             "prompt": tokens,
@@ -105,7 +105,7 @@ class TeacherServer:
         return entries
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
-        """The answer's JSON, asked for again where that may help."""
+        """Return the answer's JSON; repeats the request where that may help."""
         reason = ""
         for attempt in range(TRIES):
             if attempt:
@@ -118,8 +118,8 @@ class TeacherServer:
                 reason = str(refused)
                 if not refused.passes:
                     raise UserError(
-                        f"task.teacher.url {self.url} refuses {path}: {escape_control_chars(reason)}; a"
-                        f" server for task.top_k {self.k} is started with --max-logprobs {self.k}"
+                        f"task.teacher.url {self.url} refuses {path}:"
+                        f" {escape_control_chars(reason)}; a server for task.top_k {self.k} is started with --max-logprobs {self.k}"
                         " or more, and with --max-model-len for the longest row"
                     ) from None
         raise RunStopped(
@@ -129,8 +129,8 @@ class TeacherServer:
 
 
 def find_branches(prev_T: np.ndarray, mask_T: np.ndarray) -> list[np.ndarray]:
-    """Indices of the tokens of each branch, root first, up to its last wanted token; every wanted
-    token is on one of them."""
+    """Return the indices of each branch's tokens, root first, up to its last masked token. Every
+    masked token is on at least one branch."""
     paths, covered = [], np.zeros(len(prev_T), bool)
     # In preorder a token's children lie behind it: from the end, the first that is not on a known
     # branch ends one of its own.
@@ -148,8 +148,8 @@ def find_branches(prev_T: np.ndarray, mask_T: np.ndarray) -> list[np.ndarray]:
 
 
 def read_entry(entry: Any, k: int, url: str) -> list[tuple[int, float]]:
-    """The k likeliest of {"7": {"logprob": -0.1, "rank": 1}, ...}; the token that stands there is
-    among the answer's even if it is none of them."""
+    """Return the k likeliest of {"7": {"logprob": -0.1, "rank": 1}, ...}. vLLM includes the actual
+    token even if it is not among them."""
     try:
         assert isinstance(entry, Mapping)
         pairs = [(int(token), float(value["logprob"])) for token, value in entry.items()]

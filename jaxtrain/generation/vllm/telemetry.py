@@ -1,4 +1,4 @@
-"""What a server tells of its work at /metrics."""
+"""Parse a vLLM server's /metrics."""
 
 import re
 from typing import NamedTuple
@@ -16,24 +16,24 @@ ENGINE = re.compile(r'engine="(\d+)"')
 
 
 class Telemetry(NamedTuple):
-    """One look at /metrics, sums over the data-parallel ranks."""
+    """Reading of /metrics, summed over the data-parallel ranks."""
 
     tokens: tuple[float, ...] = ()
-    """Counters that change with every step of an engine that works; empty: it tells none."""
+    """Counters that change with every step of a working engine; empty if the server has none."""
     running: float = 0.0
-    """Requests that are computed now."""
+    """Requests being computed."""
     waiting: float = 0.0
-    """Requests in its queue."""
+    """Requests in the server's queue."""
     ranks: int = 1
-    """Data-parallel ranks that tell something."""
+    """Data-parallel ranks that report."""
     prefix_hits: float = 0.0
-    """Prompt tokens found in the prefix cache since its start."""
+    """Prompt tokens found in the prefix cache since the server's start."""
     prefix_queries: float = 0.0
-    """Prompt tokens looked for there."""
+    """Prompt tokens looked up there."""
 
 
 def read_telemetry(url: str, timeout: float = METRICS_TIMEOUT_SECONDS) -> Telemetry | None:
-    """None where the server has no such page, or none that can be read."""
+    """Fetch /metrics; None if the server has no such page, or an unreadable one."""
     try:
         text = call(url, "GET", "/metrics", timeout=timeout)
     except (ServerGone, ServerRefused):
@@ -42,7 +42,7 @@ def read_telemetry(url: str, timeout: float = METRICS_TIMEOUT_SECONDS) -> Teleme
 
 
 def parse_telemetry(text: str) -> Telemetry | None:
-    """What Prometheus' text format says of a vLLM server; None where a number is none."""
+    """Parse Prometheus text of a vLLM server; None if a value is no number."""
     sums: dict[str, float] = {}
     tokens, ranks = [], set()
     try:

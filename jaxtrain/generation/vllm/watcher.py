@@ -1,8 +1,8 @@
-"""One thread a server: drop it when it is gone, take it in or back when it is there.
+"""Threads that watch servers: drop one when it is gone, admit it when it comes or returns.
 
-A look at /health each health_seconds, or at once when a request failed (`Pool.suspect`). A
-restarted server knows nothing of the run, so it is inspected, must draw a token, and is given the
-weights again before it gets work.
+Checks /health every health_seconds, or at once after a failed request (`Pool.suspect`). A restarted
+server has none of the run's state, so it is inspected, must draw a token, and receives the weights
+again before it gets work.
 """
 
 import math
@@ -17,14 +17,17 @@ from jaxtrain.generation.vllm.telemetry import Telemetry, read_telemetry
 
 HEALTH_TIMEOUT_SECONDS = 20.0
 MAX_STRIKES = 3
-"""Unanswered looks at /health before a server counts as stalled."""
+"""Unanswered health checks in a row before a server counts as stalled."""
 TELEMETRY_SECONDS = 1.0
-"""How often a server that works for us is asked what it does."""
+"""Interval at which /metrics of a busy server is read."""
 
 
 class Watcher:
-    """Watches the servers of a pool. `bring` is the publisher's function that gives a server the
-    newest weights; it raises ServerGone, ServerRefused, UserError or RunStopped."""
+    """Watches the servers of a pool.
+
+    push_weights: the publisher's function that gives a server the newest weights; it raises
+    ServerGone, ServerRefused, UserError or RunStopped.
+    """
 
     def __init__(self, pool: Pool, inspector: Inspector):
         self.pool, self.inspector = pool, inspector
@@ -36,13 +39,13 @@ class Watcher:
         threading.Thread(target=self._watch, args=(server,), daemon=True).start()
 
     def close(self) -> None:
-        """End all threads, soon."""
+        """End all threads soon."""
         self.closed.set()
         for server in self.pool.all:
             server.nudge.set()
 
     def inspect(self, server: VllmServer) -> None:
-        """Ask for its health and inspect it; ServerGone, ServerRefused or UserError."""
+        """Check a server's health and inspect it; ServerGone, ServerRefused or UserError."""
         self.inspector.refuse_router(server.url)
         call(server.url, "GET", "/health", timeout=HEALTH_TIMEOUT_SECONDS)
         self.inspector.inspect(server)
@@ -62,7 +65,7 @@ class Watcher:
                 looked = self.pool.clock()
 
     def _read(self, server: VllmServer) -> Telemetry | None:
-        """What it tells of its work, noted."""
+        """Read and record a server's /metrics."""
         before, telemetry = server.telemetry, read_telemetry(server.url)
         self.pool.record_telemetry(server, telemetry)
         if telemetry is not None and telemetry.tokens != before.tokens:
@@ -87,8 +90,8 @@ class Watcher:
             self._check_progress(server)
 
     def _wants_weights(self, server: VllmServer) -> bool:
-        """Whether it waits for weights that no publish will bring it. A new one that was there
-        when a publish began is given them by that."""
+        """Return True if a server waits for weights that no publish will bring it. A new server
+        that was present when a publish began gets them from that publish."""
         late = server.state == "new" and not self.pool.publishing
         return self.pool.version >= 0 and (server.state == "down" or late)
 
@@ -105,7 +108,7 @@ class Watcher:
             server.why = str(error)
 
     def _check_progress(self, server: VllmServer) -> None:
-        """Drop a server that is healthy by its own word but does nothing for its requests."""
+        """Drop a server that reports itself healthy but makes no progress on its requests."""
         pool = self.pool
         if not pool.load(server) or server.updating or pool.asleep:
             pool.note_progress(server)
@@ -173,5 +176,5 @@ class Watcher:
 
 
 def says_draining(error: ServerRefused) -> bool:
-    """Whether a refused /health says that the server is about to leave."""
+    """Return True if a refused /health announces that the server is about to shut down."""
     return error.status == 503 and "draining" in error.message

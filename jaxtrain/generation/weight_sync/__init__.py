@@ -1,1 +1,1 @@
-"""Weights on their way from the trainer to servers."""
+"""Weight synchronization: the trainer's publishers, and the transports to servers."""

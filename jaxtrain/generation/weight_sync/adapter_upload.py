@@ -1,6 +1,7 @@
-"""An adapter's files on their way to a server that does not see the run's disk.
+"""Upload of an adapter's files to a server that does not see the run's disk.
 
-The other end is `jaxtrain_vllm/adapter_store.py`: a folder of the server's own, whole or not at all.
+The trainer sends them when it publishes a version; the server (`jaxtrain_vllm/adapter_store.py`)
+keeps them in a folder of its own, complete or not at all, and then loads that folder.
 """
 
 import http.client
@@ -28,8 +29,10 @@ MOST_ANSWER = 2**16
 
 
 def send_adapter(url: str, folder: Path, name: str, deadline: Deadline) -> str:
-    """Send the files of folder/name; the folder of the server that holds them. ServerGone,
-    ServerRefused, or UserError for a server that takes none."""
+    """Send the files of folder/name; return the server's folder that holds them.
+
+    Raises ServerGone, ServerRefused, or UserError for a server that accepts no files.
+    """
     sizes = {file: describe(folder / name / file) for file in FILES}
     length = sum(size for size, _ in sizes.values())
     fields = {FILES_HEADER: json.dumps(sizes), "Content-Length": str(length)}
@@ -50,12 +53,12 @@ def send_adapter(url: str, folder: Path, name: str, deadline: Deadline) -> str:
 
 
 def remove_adapter(url: str, name: str, seconds: float) -> None:
-    """Have the server delete what it was sent; ServerGone."""
+    """Have the server delete an uploaded adapter; ServerGone."""
     _request(url, "DELETE", name, {}, None, Deadline(seconds))
 
 
 def describe(file: Path) -> tuple[int, int]:
-    """(bytes, crc32) of a file."""
+    """Return (bytes, crc32) of a file."""
     crc = 0
     with file.open("rb") as stream:
         while piece := stream.read(PIECE):
@@ -64,7 +67,7 @@ def describe(file: Path) -> tuple[int, int]:
 
 
 def read_all(folder: Path) -> Iterator[bytes]:
-    """The files of an adapter, one behind the other."""
+    """Yield the files of an adapter, one after the other."""
     for file in FILES:
         with (folder / file).open("rb") as stream:
             while piece := stream.read(PIECE):
@@ -79,7 +82,7 @@ def _request(
     body: Iterator[bytes] | None,
     deadline: Deadline,
 ) -> tuple[int, bytes]:
-    """(status, answer) of one request, all of it before the deadline."""
+    """Return (status, answer) of one request, which must end before the deadline."""
     base = urllib.parse.urlsplit(url)
     make = http.client.HTTPSConnection if base.scheme == "https" else http.client.HTTPConnection
     late, seconds = threading.Event(), deadline.left()

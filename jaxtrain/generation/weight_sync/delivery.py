@@ -1,10 +1,10 @@
-"""What both ways of bringing weights to servers share: to all at once, and when to give up.
+"""Delivery of a version to all servers, shared by both publishers.
 
-    loop thread   publish(v): keep v as the newest, then bring it to every server that is up,
-                  in a Delivery, which it need not wait for
-    watchers      a server came back: bring it the newest
+    loop thread   publish(v): keep v as the newest, then push it to every server that is up, in a
+                  Delivery, which it need not wait for
+    watchers      a server came back: push the newest to it
 
-Which of the two brings it makes no difference; `VllmServer.sync_lock` keeps them apart.
+Both paths do the same work; `VllmServer.sync_lock` serializes them for each server.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ CLOSE_SECONDS = 15.0
 
 
 def push_to_all(servers: Servers, bring: Callable[[VllmServer], None], version: int) -> None:
-    """Bring `version` to every server that is up or new and keeps no other, all at once.
+    """Push `version` to every server that is up or new and keeps no other version, in parallel.
 
-    A server that fails, or is not done after sync_seconds, is dropped; returns as soon as the
-    others hold the version, waits when there are none, and raises RunStopped when that takes too
-    long. Raises UserError when a server says that the run is set up wrongly.
+    A server that fails, or needs more than sync_seconds, is dropped. Returns as soon as the others
+    hold the version, waits if there are none, and raises RunStopped when that takes too long.
+    Raises UserError when a server reports a mistake in the run's setup.
     """
     limit = servers.config.sync_seconds
     reachable = [s for s in servers.all if s.state == "up" or (s.state == "new" and s.model)]
@@ -64,7 +64,7 @@ def push_to_all(servers: Servers, bring: Callable[[VllmServer], None], version: 
 
 
 class Delivery:
-    """One publish under way, in a thread of its own."""
+    """A publish in progress, in a thread of its own."""
 
     def __init__(self, servers: Servers):
         self.servers = servers
@@ -73,9 +73,9 @@ class Delivery:
         self._error: BaseException | None = None
 
     def start(self, version: int, work: Callable[[], dict[str, float]], started: float) -> None:
-        """Run `work`, which brings `version` to the servers; requests wait for it from now on.
+        """Run `work`, which pushes `version` to the servers; requests wait for it from now on.
 
-        started: of the whole publish (perf_counter), for "sync/seconds".
+        started: beginning of the whole publish (perf_counter), for "sync/seconds".
         """
         assert self._thread is None, "one publish at a time"
         self.servers.begin_publish(version)
@@ -92,7 +92,7 @@ class Delivery:
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> dict[str, float]:
-        """What the last one found, once it is over; raises what it raised."""
+        """Wait for the last delivery; return its metrics or raise its error."""
         if self._thread is not None:
             self._thread.join(seconds)
             if not self._thread.is_alive():
@@ -102,13 +102,13 @@ class Delivery:
         return self._found
 
     def close(self) -> None:
-        """Let the last one end, or the servers would stay paused; not for long."""
+        """Wait a short time for the last delivery: ended midway, it would leave servers paused."""
         with contextlib.suppress(BaseException):
             self.wait(CLOSE_SECONDS)
 
 
 def put_to_sleep(servers: Servers) -> None:
-    """Make the servers give their GPU memory back; nobody asks them until `wake`."""
+    """Make the servers release their GPU memory; they get no requests until `wake`."""
     servers.asleep = True
     for server in servers.up():
         try:
@@ -125,6 +125,6 @@ def put_to_sleep(servers: Servers) -> None:
 
 
 def wake(server: VllmServer, deadline: Deadline, *tags: str) -> None:
-    """Bring memory back: of "weights", before they are replaced, or of "kv_cache", after."""
+    """Restore memory: of "weights" before they are replaced, of "kv_cache" after."""
     for tag in tags:
         call(server.url, "POST", "/wake_up", timeout=deadline.left(CONTROL_SECONDS), tags=tag)

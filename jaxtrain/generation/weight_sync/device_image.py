@@ -1,13 +1,13 @@
-"""The newest weights in the trainer's own GPU memory, for servers of its host to read there.
+"""The newest weights in the trainer's GPU memory, read there by servers of the same host.
 
-    whole tensors, laid out on the device (`device_layout.list_whole`)
+    whole tensors, laid out on the device (`device_layout.list_rows`)
           v  copied within the GPU
-    device image: all tensors, 2 bytes a weight, outside jax's pool, which cannot be lent
+    device image: all tensors, 2 bytes per weight, outside jax's pool, which CUDA IPC cannot share
           v  a handle, over the authenticated link
-    each worker opens it once (`jaxtrain_vllm/cuda_ipc.py`), adds up what lies there, and loads from it
+    each worker opens it once (`jaxtrain_vllm/cuda_ipc.py`), sums up its contents, loads from it
 
-The host's part of it is one page that says which version it holds, so that a reader notices that
-it was written meanwhile: what `image.Image` has in front of its bits.
+One page of host memory states which version the image holds, so that a reader notices that it was
+written meanwhile. `host_image.Image` has the same page in front of its bits.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from jaxtrain_vllm.cuda_driver import CudaError
 from jaxtrain_vllm.shared_memory import SharedMemorySegment
 
 ALIGNED = 512
-"""Every tensor begins at a multiple of that."""
+"""Every tensor begins at a multiple of this."""
 
 
 class DeviceRows(NamedTuple):
@@ -36,20 +36,20 @@ class DeviceRows(NamedTuple):
     name: str
     first: int
     array: Any
-    """jax's, as [rows, ...] of the tensor (or a scalar), in the dtype that is sent."""
+    """jax array [rows, ...] of the tensor (or a scalar), in the dtype that is sent."""
     sum: Any
-    """What they add to the tensor's sum (`wire.combine_sums`), int32."""
+    """Contribution to the tensor's sum (`wire.combine_sums`), int32."""
 
 
 class DeviceTensorLocation(NamedTuple):
-    """Where a tensor lies."""
+    """Location of a tensor in the image."""
 
     block: int
     start: int
 
 
 class DeviceBlock(NamedTuple):
-    """Memory of one GPU."""
+    """Memory on one GPU."""
 
     device: int
     address: int
@@ -58,12 +58,12 @@ class DeviceBlock(NamedTuple):
 
 
 class DeviceImage:
-    """All tensors of a model as raw bits of `dtype`, those named in `wide` of float32, in blocks
-    on the GPUs that train it.
+    """All tensors of a model as raw bits of `dtype`, or float32 for those in `wide`, in blocks on
+    the GPUs that train it.
 
-    list_rows(params, homes): all of the model; homes: which device of `list_devices` each tensor
-    is wanted on. cuda: `jaxtrain_vllm.cuda_driver.Cuda`, or what stands in for it. All may raise
-    CudaError, after which the image is of no further use.
+    list_rows(params, homes): yields all rows of the model, each tensor on its device homes[name] of
+    `list_devices`. cuda: `jaxtrain_vllm.cuda_driver.Cuda`, or a substitute. Every method may raise
+    CudaError, after which the image is unusable.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class DeviceImage:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Total bytes of the tensors."""
         return sum(self.sizes.values())
 
     def take(self, params: Any) -> None:
-        """Write all weights over what is there; when it returns nothing of `params` is needed."""
+        """Overwrite the image with all weights; `params` may be donated once this returns."""
         if not self._blocks:
             self._allocate(list_devices(params))
         self.state.begin()
@@ -116,7 +116,7 @@ class DeviceImage:
         assert not any(missing.values()), f"unwritten parts: {[n for n, m in missing.items() if m]}"
 
     def seal(self, version: int) -> int:
-        """It is written; returns the checksum of what was sent there."""
+        """Mark the image as complete; return the checksum of what was sent there."""
         sums = dict.fromkeys(self.shapes, 0)
         for _, partial_sum in self._sums:
             if hasattr(partial_sum, "copy_to_host_async"):
@@ -132,7 +132,7 @@ class DeviceImage:
         return checksum
 
     def describe(self) -> dict[str, Any]:
-        """What a worker needs to open it, and where it finds each tensor: parts of a message."""
+        """Return the message fields by which a worker opens the image and locates each tensor."""
         blocks = [{"handle": block.handle.hex(), "bytes": block.size} for block in self._blocks]
         tensors = [
             {"name": n, "shape": list(s), "dtype": self.dtypes[n], **self._spots[n]._asdict()}
@@ -141,13 +141,13 @@ class DeviceImage:
         return {"memory": {"state": self.state.described, "blocks": blocks}, "tensors": tensors}
 
     def read(self, name: str, bits: np.ndarray) -> None:
-        """Copy a tensor's bits into an array of the host."""
+        """Copy a tensor's bits into a host array."""
         block, address = self._find(name)
         if bits.nbytes:
             self._cuda.copy_to_host(block.device, bits.ctypes.data, address, bits.nbytes)
 
     def free(self) -> None:
-        """Give its memory back, once no server reads it."""
+        """Free the memory, once no server reads it."""
         for block in self._blocks:
             with contextlib.suppress(CudaError):  # the device is gone, and its memory with it
                 self._cuda.free(block.device, block.address)
@@ -163,8 +163,8 @@ class DeviceImage:
             self._cuda.wait(block.device)
 
     def _allocate(self, devices: Mapping[Any, int]) -> None:
-        """Room on every device that holds weights, about as much on each. devices: and a place
-        in the memory of each, by which the driver knows it."""
+        """Allocate blocks of about equal size on every device that holds weights. devices: with an
+        address in the memory of each, which identifies it to the driver."""
         if self.state.described is None:
             raise CudaError("this system has no memory that processes share")
         self._spots, room = spread(self.sizes, len(devices))
@@ -184,7 +184,7 @@ class DeviceImage:
 
 
 def list_devices(params: Mapping[str, Any]) -> dict[Any, int]:
-    """{device that holds parameters: a place in its memory}."""
+    """Return {device that holds parameters: an address in its memory}."""
     addresses: dict[Any, int] = {}
     for array in params.values():
         for shard in array.addressable_shards:
@@ -196,7 +196,8 @@ def list_devices(params: Mapping[str, Any]) -> dict[Any, int]:
 def spread(
     sizes: Mapping[str, int], count: int
 ) -> tuple[dict[str, DeviceTensorLocation], list[int]]:
-    """Where each tensor goes when `count` blocks share them about evenly, and the blocks' bytes."""
+    """Return the location of each tensor in `count` blocks of about equal size, and the blocks'
+    bytes."""
     room = [0] * count
     spots = {}
     for name, size in sizes.items():

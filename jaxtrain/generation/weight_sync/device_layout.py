@@ -1,7 +1,7 @@
-"""Weights cast and laid out as Hugging Face's tensors on the device, on their way to the host.
+"""Weights cast and laid out as Hugging Face tensors on the device, on their way to the host.
 
-The name map that loads and saves a model says how, traced: a stacked parameter goes a layer at a
-time, so that little device memory is needed, and all layers run one compiled function.
+The name map that loads and saves a model is traced. A stacked parameter is processed one layer at a
+time, so that it needs little device memory; all layers share one compiled function.
 """
 
 import dataclasses
@@ -21,21 +21,22 @@ from jaxtrain.models.saving import to_host
 from jaxtrain_vllm.cuda_driver import CudaError
 
 SMALL_BYTES = 2**26
-"""A stack up to that size goes in one call."""
+"""A stack up to this size is processed in one call."""
 BLOCK_BYTES = 2**27
 PINNED = "pinned_host"
 ROOM, LEAST_ROOM = 16, 1024
-"""Changes of one in so many items are taken from the device, or so many; of more, everything."""
+"""At most one change in ROOM items (or LEAST_ROOM changes) is fetched from the device; if there are
+more, the whole array is."""
 
 
 class PublishedCopy:
-    """The last published weights on their devices, to be compared with there."""
+    """The last published weights on their devices, against which the next ones are compared."""
 
     def __init__(self):
         self._arrays: dict[Any, jax.Array] = {}
 
     def replace(self, piece: SplitPiece, *, compare: bool) -> SplitPiece:
-        """Keep a piece's array, of one device; with `compare` its changes come in its place."""
+        """Store a piece's array, of one device; with `compare`, return its changes instead."""
         new: Any = piece.array
         key = (piece.name, tuple((part.start, part.stop) for part in piece.index))
         old, self._arrays[key] = self._arrays.get(key), new
@@ -55,12 +56,12 @@ def list_pieces(
     compare: bool = False,
     wide: Collection[str] = (),
 ) -> Iterator[SplitPiece]:
-    """All Hugging Face tensors of a model in `dtype`, those named in `wide` in float32, rounded to
-    nearest even.
+    """Yield all Hugging Face tensors of a model in `dtype`, or float32 for those in `wide`, rounded
+    to nearest even.
 
-    Of one process their arrays are jax's, on their way into host memory which the device writes
-    directly; with `compare` what has changed in them since the pieces that were `published`. Of several
-    processes, which must all go through the list, a layer is gathered at a time.
+    With one process the arrays are jax's, already being copied to pinned host memory; with
+    `compare` they are the changes since the pieces that were `published`. With several processes,
+    which must all consume the iterator, one layer is gathered at a time.
     """
     for entry in entries:
         value = params[entry.param]
@@ -76,7 +77,7 @@ def list_pieces(
 
 
 def sent_as(entry: ParameterEntry, value: Any, dtype: str, wide: Collection[str]) -> str:
-    """What the tensors of a parameter are sent as: all in float32, or none."""
+    """Return the dtype in which a parameter's tensors are sent: all in float32, or none."""
     if not wide:
         return dtype
     return "float32" if any(name in wide for name in entry.op.shapes(value.shape)) else dtype
@@ -89,8 +90,8 @@ def list_rows(
     homes: Mapping[str, Any],
     wide: Collection[str] = (),
 ) -> Iterator[DeviceRows]:
-    """All Hugging Face tensors of a model of one process in `dtype` (of `wide` in float32), on the
-    device where each is wanted; CudaError for a part of a tensor that is not whole rows of it."""
+    """Yield all Hugging Face tensors of a model of one process in `dtype` (float32 for `wide`),
+    each on its device in `homes`; CudaError for a part of a tensor that is not whole rows."""
     for entry in entries:
         value = params[entry.param]
         for piece in _write_all(entry.op, value, sent_as(entry, value, dtype, wide)):
@@ -102,13 +103,13 @@ def list_rows(
                 raise CudaError(f"{piece.name} is put together from columns")
             home = homes[piece.name]
             if array.devices() != {home}:
-                array = _bring_home(array, value.sharding, home)
+                array = _move_home(array, value.sharding, home)
             first = piece.index[0].start if piece.index else 0
-            yield DeviceRows(piece.name, first, array, _add_up(array, first))
+            yield DeviceRows(piece.name, first, array, _sum_rows(array, first))
 
 
-def _bring_home(array: jax.Array, sharding: Any, home: Any) -> jax.Array:
-    """The whole array on one device."""
+def _move_home(array: jax.Array, sharding: Any, home: Any) -> jax.Array:
+    """Return the whole array on one device."""
     if len(array.devices()) > 1:
         everywhere = jax.NamedSharding(sharding.mesh, jax.P())
         copies = jax.jit(_same, out_shardings=everywhere)(array).addressable_shards
@@ -121,8 +122,9 @@ def _same(array: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _add_up(array: jax.Array, first: Any) -> jax.Array:
-    """A part of the sum of a tensor, modulo 2**32; see `wire.combine_sums`. first: its row."""
+def _sum_rows(array: jax.Array, first: Any) -> jax.Array:
+    """Return a part of a tensor's sum, modulo 2**32; see `wire.combine_sums`. first: its first
+    row."""
     bits = "int16" if array.dtype.itemsize == 2 else "int32"
     signed = jax.lax.bitcast_convert_type(array, bits)
     rows = signed.reshape(array.shape[0] if array.ndim else 1, -1)
@@ -132,7 +134,7 @@ def _add_up(array: jax.Array, first: Any) -> jax.Array:
 
 
 def lay_out(op: TensorOp, value: jax.Array, dtype: str) -> Iterator[SplitPiece]:
-    """The pieces of one parameter on their devices; a piece of a sharded one is a shard's."""
+    """Yield the pieces of one parameter on their devices; a sharded piece yields one per shard."""
     for piece in _write_all(op, value, dtype):
         array: Any = piece.array
         for shard in array.addressable_shards:
@@ -143,7 +145,7 @@ def lay_out(op: TensorOp, value: jax.Array, dtype: str) -> Iterator[SplitPiece]:
 
 
 def _write_all(op: TensorOp, value: jax.Array, dtype: str) -> Iterator[SplitPiece]:
-    """The pieces of one parameter, their arrays jax's and sharded like it, as XLA sees fit."""
+    """Yield the pieces of one parameter; their arrays are sharded as XLA chooses."""
     if isinstance(op, StackedOps) and value.nbytes > SMALL_BYTES:
         calls = [(part, index) for index, part in enumerate(op.ops)]
     else:
@@ -174,7 +176,8 @@ def _cast(array: jax.Array, dtype: str) -> jax.Array:
 
 @partial(jax.jit, static_argnums=2)
 def _find_changes(old: jax.Array, new: jax.Array, room: int) -> tuple[jax.Array, ...]:
-    """(number of items whose bits differ, flat places of the first `room` of them, new values)."""
+    """Return (number of items whose bits differ, flat positions of the first `room` of them, new
+    values)."""
     bits = "uint16" if new.dtype.itemsize == 2 else "uint32"
     old_bits, new_bits = (jax.lax.bitcast_convert_type(a, bits).reshape(-1) for a in (old, new))
     differs = old_bits != new_bits
@@ -187,8 +190,8 @@ def _find_changes(old: jax.Array, new: jax.Array, room: int) -> tuple[jax.Array,
 
 
 def _cut_rows(array: jax.Array) -> Iterator[tuple[Index, Any]]:
-    """Blocks of rows of an array of one device, none much larger than BLOCK_BYTES: copies of few
-    sizes find room in host memory that was used before; new such memory is slow to get."""
+    """Yield blocks of rows of a single-device array, none much larger than BLOCK_BYTES. Copies of
+    few different sizes reuse pinned host memory; allocating new one is slow."""
     count = -(-array.nbytes // BLOCK_BYTES)
     if count < 2 or array.ndim == 0:
         yield tuple(slice(0, size) for size in array.shape), array
@@ -206,8 +209,8 @@ def _take_rows(array: jax.Array, start: Any, size: int) -> jax.Array:
 
 
 def _to_pinned(array: Any) -> Any:
-    """Begin to copy to memory of the host that the device writes without a detour, and that numpy
-    reads where it is."""
+    """Start a copy to pinned host memory, which the device writes directly and numpy reads in
+    place."""
     [device] = array.devices()
     if device.platform == "cpu" or PINNED not in {m.kind for m in device.addressable_memories()}:
         return array
@@ -215,7 +218,8 @@ def _to_pinned(array: Any) -> Any:
 
 
 def _without_names(op: TensorOp) -> TensorOp:
-    """The same op for whatever tensors, as the key of a compiled function."""
+    """Return the op without tensor names, as the key of a compiled function that all layers
+    share."""
     if isinstance(op, StackedOps):
         return StackedOps(tuple(_without_names(part) for part in op.ops))
     nested: Any = op
@@ -225,7 +229,7 @@ def _without_names(op: TensorOp) -> TensorOp:
 
 
 def _compose(index: Index, inner: tuple[slice, ...]) -> Index:
-    """A part of a part."""
+    """Return the slice of a slice."""
     slices = []
     for outer, part in zip(index, inner, strict=True):
         step = outer.step or 1

@@ -1,10 +1,10 @@
-"""The newest weights as the servers get them: one block of host memory, written in place.
+"""The newest weights as servers receive them: one block of host memory, written in place.
 
     pieces, from the device or the host    the loop thread waits for each to arrive
-          v  chunks, in threads            compared with what was there (delta), copied
-    image: all tensors end to end          shared with this host's servers (`jaxtrain_vllm/segment`)
+          v  chunks, in threads            compared with the last version (delta), copied
+    image: all tensors end to end          shared with this host's servers (`shared_memory.py`)
 
-`publish_weights.collect` says in plain steps what comes out.
+`publish_weights.collect` is the plain reference for its contents.
 """
 
 import itertools
@@ -24,31 +24,32 @@ from jaxtrain_vllm import wire
 from jaxtrain_vllm.shared_memory import SharedMemorySegment
 
 AHEAD_BYTES = 2**30
-"""Pieces that are on their way from the device at once."""
+"""Bytes of pieces that may be in transfer from the device at once."""
 CHUNK_ITEMS = 2**22
 THREADS = min(16, os.cpu_count() or 1)
 SPARSE = 16
-"""Changes of fewer than one in so many items are quicker written one by one."""
+"""If fewer than one in so many items changed, writing them one by one is faster."""
 Place = int | Index
-"""Where a job's part begins in its tensor: flat where it is contiguous there, else its index, of
-which only starts and steps count."""
+"""Start of a job's part in its tensor: a flat position if it is contiguous there, else its index,
+of which only starts and steps are used."""
 Part = tuple[np.ndarray, np.ndarray]
 """(flat positions, new values) of some changes."""
 
 
 def as_numpy(dtype: str) -> np.dtype:
-    """numpy's dtype of a name on the wire."""
+    """Return the numpy dtype of a name on the wire."""
     return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 def choose_dtypes(names: Iterable[str], dtype: str, wide: Collection[str]) -> dict[str, str]:
-    """{tensor: what it is sent as}, the wider ones first: end to end, all of them are aligned."""
+    """Return {tensor: dtype that is sent}, the wider ones first, so that all are aligned end to
+    end."""
     chosen = {name: "float32" if name in wide else dtype for name in names}
     return dict(sorted(chosen.items(), key=lambda item: -wire.ITEM_BYTES[item[1]]))
 
 
 def measure_all(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> dict[str, int]:
-    """{tensor: its bytes}."""
+    """Return {tensor: bytes}."""
     return {
         name: int(np.prod(shapes[name], dtype=np.int64)) * wire.ITEM_BYTES[dtype]
         for name, dtype in dtypes.items()
@@ -56,15 +57,15 @@ def measure_all(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]
 
 
 class DeviceChange(NamedTuple):
-    """Instead of a piece's array: what a device found to have changed in it."""
+    """Changes that a device found in a piece, in place of its array."""
 
     count: Any
-    """How many items; more than there are positions: they did not fit."""
+    """Number of changed items; if larger than the number of positions, they did not fit."""
     positions: Any
-    """u32 flat places in the piece, ascending."""
+    """u32 flat positions in the piece, ascending."""
     values: Any
     read_all: Callable[[], Any]
-    """The array after all."""
+    """Returns the whole array, for the case that the changes did not fit."""
     shape: tuple[int, ...]
 
     @property
@@ -73,12 +74,12 @@ class DeviceChange(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are on their way."""
+        """Bytes in transfer."""
         return self.positions.nbytes + self.values.nbytes
 
 
 class Image:
-    """All tensors of a model as raw bits of `dtype`, those named in `wide` of float32."""
+    """All tensors of a model as raw bits of `dtype`, or float32 for those in `wide`."""
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], dtype: str, wide: Collection[str] = ()
@@ -98,11 +99,11 @@ class Image:
     def take(
         self, pieces: Iterable[SplitPiece], *, compare: bool
     ) -> dict[str, wire.Changes] | None:
-        """Write the pieces, which are all of the model, over what is there; with `compare` also
-        what has changed by that.
+        """Overwrite the image with the pieces, which cover the whole model; with `compare`, return
+        what changed.
 
-        Returns when nothing of the pieces is needed any more. Their arrays are numpy's, or of a
-        device's memory that numpy can read.
+        The pieces' memory is no longer needed when this returns. Their arrays are numpy's, or
+        device memory that numpy can read.
         """
         self.segment.begin()
         missing = {name: tensor.bits.size for name, tensor in self.tensors.items()}
@@ -125,7 +126,7 @@ class Image:
         return dict(zip(results, joined, strict=True))
 
     def _cut(self, tensor: wire.WireTensor, piece: SplitPiece) -> Iterator["WriteJob | ScatterJob"]:
-        """The jobs of a piece, some rows each; waits until it has arrived."""
+        """Yield the jobs of a piece, some rows each, once it has arrived."""
         array: Any = piece.array
         if isinstance(array, DeviceChange):
             count = int(np.asarray(array.count))
@@ -160,13 +161,13 @@ class Image:
 
 
 class WriteJob(NamedTuple):
-    """One job: write `new` as `target` over `old`, and find what that changes."""
+    """Job that writes `new` as `target` over `old`, and returns what that changes."""
 
     target: np.dtype
     old: np.ndarray
     new: np.ndarray
     tensor: wire.WireTensor
-    """Of which `old` is a part."""
+    """Tensor that contains `old`."""
     offset: Place
 
     def __call__(self, compare: bool) -> Part | None:
@@ -194,7 +195,7 @@ class WriteJob(NamedTuple):
 
 
 class ScatterJob(NamedTuple):
-    """One job: write what a device found to have changed."""
+    """Job that writes the changes that a device found."""
 
     piece: SplitPiece
     tensor: wire.WireTensor
@@ -219,16 +220,14 @@ class ScatterJob(NamedTuple):
 
 
 def _moved(inside: tuple[np.ndarray, ...], index: Index) -> tuple[np.ndarray, ...]:
-    """Indices within a part as those of its tensor."""
+    """Convert indices within a part to indices of its tensor."""
     pairs = zip(inside, index, strict=True)
     return tuple(positions * (part.step or 1) + part.start for positions, part in pairs)
 
 
 def look_ahead(pieces: Iterable[Any]) -> Iterator[Any]:
-    """The pieces in order, with some of them begun beforehand: copies from a device overlap.
-
-    A piece has an `array`.
-    """
+    """Yield the pieces in order, but start some of them in advance, so that copies from a device
+    overlap. A piece has an `array`."""
     source, waiting, size = iter(pieces), deque[Any](), 0
     for piece in itertools.chain(source, [None]):
         if piece is not None:

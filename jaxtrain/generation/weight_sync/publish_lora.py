@@ -1,15 +1,14 @@
-"""Weights as LoRA adapters: a PEFT folder and a name per version, loaded over a public route.
+"""Publishes weights as LoRA adapters: each version is a PEFT folder with a name of its own.
 
-A new version never takes an old one's name or path: vLLM keys its prefix cache by both, and would
-go on with keys and values of the old weights. Answers under way end with the adapter they began
-with; older versions are unloaded, then deleted.
+    trainer   writes RUN/adapters/NAME ──> every server loads it by /v1/load_lora_adapter
+              (or uploads the files to servers that do not see the disk, `adapter_upload.py`)
 
-A server that does not see the folder is sent the files (`send_adapter.py`) and loads them from a
-folder of its own.
+A new version never reuses an old one's name or path: vLLM keys its prefix cache by both, and would
+continue with keys and values of the old weights. Requests in flight finish with the adapter that
+they began with; older versions are unloaded, then deleted.
 
-Each folder holds a note of which run made it under which name. An earlier process of the same run
-may leave such folders, and these alone are cleared away: adapter_dir may be anybody's, and several
-runs' at once.
+Each folder contains a note that names its run. Only folders that an earlier process of the same
+run left are removed: adapter_dir may belong to anybody, and serve several runs at once.
 """
 
 import contextlib
@@ -44,9 +43,9 @@ UNFINISHED = ".{}.unfinished"
 class LoraPublisher:
     """`publisher.Publisher` by adapter folders.
 
-    run: what tells this run from others, its folder. write(params, folder): writes a PEFT folder.
-    measure(params): how many bytes that takes. policies: names of several whose adapters are
-    published together, as {policy: params}: a server has a version once it has that of each.
+    run: identifies this run, by its folder. write(params, folder): writes a PEFT folder.
+    measure(params): bytes that this takes. policies: names of several adapters that are published
+    together, as {policy: params}: a server has a version once it has that of each.
     """
 
     def __init__(
@@ -63,10 +62,10 @@ class LoraPublisher:
         self.run, self.write, self.measure = run, write, measure
         self.version = -1
         self._written: list[str] = []
-        """Names of the folders that lie there, the oldest first."""
+        """Names of the existing folders, the oldest first."""
         self._loaded: defaultdict[VllmServer, set[str]] = defaultdict(set)
         self._sends: set[VllmServer] = set()
-        """Those that do not see the folder."""
+        """Servers that do not see the folder."""
         self._lock = threading.Lock()
         servers.push_weights = self.push_weights
         self._clear_leftovers()
@@ -90,7 +89,7 @@ class LoraPublisher:
         }
 
     def sleep(self) -> None:
-        """Let the servers sleep until the next publish, where rollout.vllm.sleep says so."""
+        """Put the servers to sleep until the next publish, if rollout.vllm.sleep is set."""
         if self.servers.config.sleep:
             put_to_sleep(self.servers)
 
@@ -152,7 +151,7 @@ class LoraPublisher:
             raise
 
     def _write(self, version: int, params: Any, policy: str) -> None:
-        """The folder of a version, whole or not at all; a full disk costs older versions first."""
+        """Write the folder of a version atomically; a full disk costs older versions first."""
         target = self.folder / self.servers.label(version, policy)
         for last in (False, True):
             unfinished = target.with_name(UNFINISHED.format(target.name))
@@ -191,7 +190,8 @@ class LoraPublisher:
                     self._written.remove(name)
 
     def _unload(self, server: VllmServer, name: str) -> bool:
-        """Whether the server has let go of an adapter, so that its folder may be deleted."""
+        """Return True once the server has unloaded an adapter, so that its folder may be
+        deleted."""
         if name not in self._loaded[server]:
             return True
         if server.lost:
@@ -213,7 +213,7 @@ class LoraPublisher:
         return True
 
     def _clear_leftovers(self) -> None:
-        """Adapters of an earlier process of this run: unload those still served, delete all."""
+        """Unload and delete adapters of an earlier process of this run."""
         folders = self._find_own()
         names = {path.name for path in folders}
         if not folders:
@@ -235,8 +235,8 @@ class LoraPublisher:
             shutil.rmtree(path, ignore_errors=True)
 
     def _find_own(self) -> set[Path]:
-        """Folders that an earlier process of this run made, by the note in each: one that somebody
-        copied or renamed is theirs."""
+        """Return the folders that an earlier process of this run wrote, by their notes. A folder
+        that a user copied or renamed is the user's."""
         folders = set()
         for path in [*self.folder.glob("jaxtrain-*"), *self.folder.glob(".jaxtrain-*")]:
             try:
@@ -250,10 +250,8 @@ class LoraPublisher:
 
 
 def reserve(folder: Path, size: int) -> None:
-    """OSError (ENOSPC) now, where writing `size` bytes would fail half way.
-
-    Tensors are written through memory maps, where a full disk is a signal that kills the process.
-    """
+    """Raise OSError (ENOSPC) now if writing `size` bytes would fail midway. Tensors are written
+    through memory maps, where a full disk kills the process by a signal."""
     path = folder / ".room"
     with path.open("wb") as stream:
         os.posix_fallocate(stream.fileno(), 0, max(1, size))

@@ -1,14 +1,14 @@
-"""Whole weights over TCP, in full or as what changed, committed by one short pause.
+"""Publishes whole weights over TCP, in full or as deltas, committed by one short pause.
 
-Per server: stage over its links while it goes on sampling, then
+Per server: stage over its workers' links while it keeps sampling (`staging.py`), then
 
     /pause keep (or abort) -> /start_weight_update -> /update_weights -> /finish_weight_update
     -> /resume, whatever happened -> ask every worker for version and checksum
 
-The last published bits stay on the host, in the image: the next delta is taken against them, and a
-server that came back gets them whole. Or they stay on the device, where every server can read them
-there (`device_image.py`); once one cannot, the host's image takes their place for the rest of the
-run.
+A server gets requests for a version only after every worker has confirmed its checksum. The last
+published bits stay in the host's image: the next delta is taken against them, and a server that
+came back receives them whole. Or they stay on the device, where servers of the same host read them
+(`device_image.py`); if one cannot, the host's image replaces the device's for the rest of the run.
 """
 
 import contextlib
@@ -48,18 +48,18 @@ COUNTED = (
 )
 LINK_SECONDS = 60.0
 RESUME_SECONDS = 5.0
-"""For a server that is late: no longer waited for, but not left paused if that can be helped."""
+"""Time to resume a server that missed the deadline: it is dropped, but should not stay paused."""
 FEW_BYTES = 2**28
-"""Weights so small that what has changed is told whether anybody needs it or not."""
+"""For weights up to this size changes are always determined, even if no server needs them."""
 
 
 class WeightPublisher:
     """`publisher.Publisher` by TCP.
 
     write(params): the pieces of all Hugging Face tensors, of any float dtype. shapes: their names
-    and shapes. dtype: what is sent; wide: the names of those that are sent in float32 all the same.
-    carried: what the names begin with of tensors that servers have and no run trains. delta: send
-    only changes where that is less.
+    and shapes. wide: names of those that are sent in float32 rather than in
+    rollout.vllm.weight_dtype. carried: name prefixes of tensors that servers have and no run
+    trains. delta: send only changes if that is less.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class WeightPublisher:
         wide: Collection[str] = (),
         carried: tuple[str, ...] = (),
     ):
-        """find: like `write`, but what has changed since the last call of either (`image.Found`).
-        ahead: `publish` returns once the weights are copied, and servers take them meanwhile.
-        device: where to keep them as long as all servers can read them there."""
+        """find: like `write`, but yields what changed since the last call of either
+        (`host_image.DeviceChange`). ahead: `publish` returns once the weights are copied, and
+        servers receive them meanwhile. device: image to use as long as all servers can read it."""
         config = servers.config
         self.servers, self.write, self.shapes = servers, write, dict(shapes)
         self.find, self.device = find, device
         self.wide, self.carried = frozenset(wide), carried
         self._left: list[DeviceImage] = []
-        """Device images of no further use, which servers may still have open."""
+        """Retired device images, which servers may still have open."""
         self.dtype, self.delta, self.ahead = config.weight_dtype, delta, ahead
         self.links = WeightLinks(config.listen, config.listen_port)
         self.image: Image | None = None
@@ -104,9 +104,9 @@ class WeightPublisher:
     def publish(self, version: int, params: Any, rebuild: Any = None) -> dict[str, float]:
         """Send the weights to every server; see `publisher.Publisher`.
 
-        Ahead of the servers, all but the first time, it returns as soon as the parameters may
-        change; requests wait until a server holds the version. Numbers are then those of the
-        delivery before, and its errors come out.
+        With `ahead`, all but the first call return as soon as the parameters may change; requests
+        wait until a server holds the version. The metrics are then those of the previous delivery,
+        whose errors are raised here.
         """
         started = time.perf_counter()
         before = self.delivery.wait()
@@ -143,13 +143,13 @@ class WeightPublisher:
         }
 
     def sleep(self) -> None:
-        """Let the servers sleep until the next publish, where rollout.vllm.sleep says so."""
+        """Put the servers to sleep until the next publish, if rollout.vllm.sleep is set."""
         if self.servers.config.sleep:
             self.delivery.wait()
             put_to_sleep(self.servers)
 
     def close(self) -> None:
-        """Hang up on the servers, which keep what they hold, and stop watching them."""
+        """Disconnect from the servers, which keep their weights, and stop watching them."""
         self.delivery.close()
         self.servers.close()
         self.links.close()
@@ -157,7 +157,7 @@ class WeightPublisher:
             image.free()
 
     def push_weights(self, server: VllmServer) -> None:
-        """Bring the newest version to one server and see that it has arrived."""
+        """Push the newest version to one server and verify that it arrived."""
         deadline = Deadline(self.servers.config.sync_seconds)
         with server.alone(deadline), self._reading(deadline) as weights:
             epoch = server.epoch
@@ -185,7 +185,7 @@ class WeightPublisher:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Hold the image, once nobody reads it any more, and keep new readers off."""
+        """Wait until nobody reads the image, and block new readers."""
         with self._readers_changed:
             # Who is later than that fails by what the image says of itself, or by a checksum.
             limit = self.servers.config.sync_seconds
@@ -195,7 +195,7 @@ class WeightPublisher:
 
     @contextlib.contextmanager
     def _reading(self, deadline: Deadline) -> Iterator[WeightVersion]:
-        """The newest version, as long as its bits are needed."""
+        """Yield the newest version, and keep its bits unchanged meanwhile."""
         if not self._readers_changed.acquire(timeout=deadline.left()):
             raise ServerGone("the weights were being written all the time")
         try:
@@ -211,7 +211,7 @@ class WeightPublisher:
                 self._readers_changed.notify_all()
 
     def _copy(self, version: int, params: Any) -> WeightVersion:
-        """The weights in the image, and what that changed there."""
+        """Write the weights to the image, and determine what changed there."""
         if self.device is not None:
             try:
                 self.device.take(params)
@@ -237,7 +237,7 @@ class WeightPublisher:
         return WeightVersion(version, image.tensors, 0, changes, base)
 
     def _seal(self, weights: WeightVersion) -> WeightVersion:
-        """The weights with its checksum, and its image readable."""
+        """Return the version with its checksum, and mark its image as readable."""
         if weights.device is not None:
             return weights._replace(checksum=weights.device.seal(weights.version))
         checksum = wire.checksum(weights.tensors)
@@ -245,7 +245,7 @@ class WeightPublisher:
         return weights._replace(checksum=checksum)
 
     def _leave_device(self, why: str) -> None:
-        """From now on weights go through the host's memory."""
+        """Send weights through host memory from now on."""
         if self.device is not None:
             self._left.append(self.device)
             self.device = None
@@ -255,7 +255,8 @@ class WeightPublisher:
             )
 
     def _to_host(self, weights: WeightVersion, why: str, deadline: Deadline) -> WeightVersion:
-        """The same version in the host's image, for a server that cannot read the device's."""
+        """Return the same version in the host's image, for a server that cannot read the
+        device's."""
         assert weights.device is not None, "it is there already"
         state = weights.device.state
         with self._host_lock:
@@ -291,7 +292,7 @@ class WeightPublisher:
         return {"sync/delta": 1.0, "sync/changed": changed / total}
 
     def _find_links(self, server: VllmServer, deadline: Deadline) -> list[WorkerLink]:
-        """The links to all workers of a server, made where there are none."""
+        """Return the links to all workers of a server; have it connect if there are none."""
         count = self._ask_world_size(server, deadline)
         if server.state == "up":
             try:
@@ -330,7 +331,8 @@ class WeightPublisher:
             raise UserError(f"{server.url}/get_world_size answers {answer!r}") from None
 
     def _compare(self, server: VllmServer, server_tensors: Any) -> None:
-        """The whole list of names, and the shapes that the server knows; one UserError."""
+        """Raise one UserError for all differences in tensor names, and in the shapes that the
+        server knows."""
         if not isinstance(server_tensors, dict):
             raise UserError(f"{server.url} does not say which tensors it holds")
         tied = TIED_COPY not in self.shapes
@@ -357,24 +359,26 @@ class WeightPublisher:
     def _stage(
         self, links: list[WorkerLink], weights: WeightVersion, deadline: Deadline
     ) -> WeightVersion:
-        """Have every worker hold the version beside the one that it samples from; returns the
-        weights that they hold, which is the host's where one cannot read the device's."""
+        """Have every worker hold the version besides the one that it samples from.
+
+        Returns the version that they hold: the host's image if a worker cannot read the device's.
+        """
         if weights.device is not None:
-            refused = self._lend(links, weights, weights.device, deadline)
+            refused = self._share_device(links, weights, weights.device, deadline)
             if refused is None:
                 return weights
             weights = self._to_host(weights, refused, deadline)
         self.staging.stage(links, weights, self._image.segment, deadline)
         return weights
 
-    def _lend(
+    def _share_device(
         self,
         links: list[WorkerLink],
         weights: WeightVersion,
         device: DeviceImage,
         deadline: Deadline,
     ) -> str | None:
-        """Have every worker look at the device's image; why one cannot, or None."""
+        """Have every worker read the device's image; return why one cannot, or None."""
         header = {"kind": "lent", **device.describe()}
         for link in links:
             if link.host != link.local_host:
@@ -394,7 +398,7 @@ class WeightPublisher:
             self._sent[name] = self._sent.get(name, 0.0) + number
 
     def _commit(self, server: VllmServer, weights: WeightVersion, deadline: Deadline) -> None:
-        """Replace the weights that the server samples from; requests under way are kept."""
+        """Replace the weights that the server samples from; requests in flight survive."""
         url, seconds_left = server.url, deadline.left
         # Only the newer route says which weights drew a token; on the other one, cut and go on.
         mode = "keep" if server.route == GENERATE else "abort"
@@ -434,7 +438,7 @@ class WeightPublisher:
         weights: WeightVersion,
         deadline: Deadline,
     ) -> None:
-        """What the workers hold is what was sent; ServerGone otherwise."""
+        """Raise ServerGone unless all workers hold exactly what was sent."""
         for link in links:
             answer = link.ask({"command": "status"}, timeout=deadline.left())
             state = (answer.get("version"), answer.get("checksum"))
@@ -452,8 +456,8 @@ def collect(
     dtype: str,
     wide: Collection[str] = (),
 ) -> dict[str, wire.WireTensor]:
-    """Pieces put together as bits of `dtype` (of `wide` of float32), rounded to nearest even as the
-    trainer's cast is: in plain steps what `image.Image` holds."""
+    """Assemble pieces as bits of `dtype` (float32 for `wide`), rounded to nearest even like the
+    trainer's cast: the plain reference for `host_image.Image`."""
     collected = {
         name: wire.WireTensor(shapes[name], sent, wire.empty_bits(shapes[name], sent))
         for name, sent in choose_dtypes(shapes, dtype, wide).items()

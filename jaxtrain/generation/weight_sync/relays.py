@@ -1,11 +1,11 @@
-"""Which host has a version from whom, where there are more hosts than the trainer sends it to.
+"""Relaying of a version from host to host, if there are more hosts than the trainer serves itself.
 
-    trainer ── fan_out hosts ── each of them to others, one after another ── these to others ...
-       └─ whoever got none there: too late, another checksum, its host gone
+    trainer ── fan_out hosts ── each to others, one after another ── these to others ...
+       └─ any host that failed to get it there: too late, wrong checksum, source gone
 
-Nothing is planned: who needs a version takes it from a host that has it and serves nobody now, or
-waits for one. Those that have it double in the time of one transfer, each at the full speed of its
-network, and it does not matter who fails, nor in which order hosts come.
+There is no plan: a host that needs a version takes it from an idle host that has it, or waits for
+one. The number of holders doubles in the time of one transfer, each at the full speed of its
+network, whatever fails and in whatever order hosts come.
 """
 
 import threading
@@ -19,12 +19,13 @@ from jaxtrain.generation.vllm.control import Deadline
 from jaxtrain.generation.weight_sync.weight_links import WorkerLink
 
 SLOWER, MORE_SECONDS = 4.0, 10.0
-"""From another host a version may take so many times what the trainer's own transfers took, and so
-much longer; then the trainer sends it."""
+"""A transfer between hosts may take SLOWER times as long as the trainer's own, plus MORE_SECONDS;
+then the trainer sends the version itself."""
 PATIENCE = 1 / 3
-"""Of the time that is left: for the first hosts to have it, or for one from another host."""
+"""Fraction of the remaining time to wait for the first holders, or for one relayed transfer."""
 FAILURES = 2
-"""After so many in a row a worker is sent everything by the trainer: others may not reach it."""
+"""After so many failures in a row the trainer serves a worker itself: it may not reach the
+others."""
 
 
 @dataclass(eq=False)
@@ -35,35 +36,35 @@ class RelaySource:
     address: tuple[str, int]
     names: Collection[str]
     busy: bool = False
-    """Whether one fetches from it."""
+    """True while a host fetches from it."""
 
 
 class Transfer(NamedTuple):
-    """One transfer: from a source, or, with None, from the trainer."""
+    """A transfer from a source or, if that is None, from the trainer."""
 
     version: int
     names: Collection[str]
-    """What it brings."""
+    """Payloads that the receiver can pass on afterwards."""
     source: RelaySource | None
     seconds: float
     started: float
 
 
 class Relays:
-    """The sources of the newest version. Used by a thread for each server."""
+    """The sources of the newest version. Used by one thread per server."""
 
     def __init__(self, fan_out: int):
-        """fan_out: hosts that the trainer sends a version to itself; 0: all of them."""
+        """fan_out: hosts that the trainer serves itself; 0: all of them."""
         self.fan_out, self.on = fan_out, False
         self._version = -1
         self._sources: list[RelaySource] = []
         self._coming: Counter[str] = Counter()
-        """Transfers under way, by what they bring."""
+        """Number of transfers in progress, by payload."""
         self._direct, self._longest = 0, 0.0
         self._changed = threading.Condition()
 
     def begin(self, version: int, hosts: int) -> None:
-        """Nobody has this version yet, which so many hosts will want."""
+        """Start a version that nobody has yet, and that so many hosts will want."""
         with self._changed:
             self.on = 0 < self.fan_out < hosts
             self._version, self._sources, self._coming = version, [], Counter()
@@ -72,8 +73,10 @@ class Relays:
     def take(
         self, version: int, name: str, names: Collection[str], link: WorkerLink, deadline: Deadline
     ) -> Transfer:
-        """Whom this link gets the payload `name` from; `done` is to be called. names: what it has
-        to pass on then."""
+        """Choose the source of the payload `name` for a link; `done` must be called afterwards.
+
+        names: payloads that the link can pass on then.
+        """
         patience = Deadline(deadline.left() * PATIENCE)
         with self._changed:
             while True:
@@ -92,8 +95,10 @@ class Relays:
             return Transfer(version, names, source, seconds, time.monotonic())
 
     def done(self, turn: Transfer, link: WorkerLink, answer: dict[str, Any] | None) -> bool:
-        """It is over, with that answer of the worker, or none: it is gone itself. Whether the
-        version is there."""
+        """Record the end of a transfer; return True if the version arrived.
+
+        answer: the worker's, or None if it is gone.
+        """
         arrived = answer is not None and "error" not in answer
         address = read_address(answer.get("place")) if answer is not None and arrived else None
         with self._changed:
@@ -116,12 +121,12 @@ class Relays:
         return arrived
 
     def wants(self, link: WorkerLink) -> bool:
-        """Whether this link shall pass on what it gets; nobody reaches the trainer's own host by
-        its address there, which may be a loopback's."""
+        """Return True if this link shall pass on what it receives. Never from the trainer's own
+        host: its address there may be a loopback address, which nobody else reaches."""
         return self.on and link.host != link.local_host
 
     def _find(self, version: int, name: str, link: WorkerLink) -> tuple[bool, RelaySource | None]:
-        """(whether other hosts have it or are getting it, one that can serve this link now)."""
+        """Return (True if other hosts have it or are getting it, an idle source for this link)."""
         if version != self._version or self._direct < self.fan_out:
             return False, None
         if not self.wants(link) or link.failures >= FAILURES:
@@ -134,7 +139,7 @@ class Relays:
 
 
 def read_address(answer: Any) -> tuple[str, int] | None:
-    """Where a worker says that it passes on what it has."""
+    """Parse the address where a worker passes on what it has."""
     if isinstance(answer, list) and [type(part) for part in answer] == [str, int]:
         return answer[0], answer[1]
     return None

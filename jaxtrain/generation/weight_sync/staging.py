@@ -1,12 +1,13 @@
-"""A version on its way from the trainer's memory to every worker: once over the network for a host.
+"""Staging of a version in every worker: sent over the network once per host.
 
-    trainer ── the changes, or all ──> the first worker of a host to come (others of it wait)
-                                           | its memory
-                                       other workers of that host, of whatever server
+    trainer ── changes, or everything ──> the first worker of a host (others of the host wait)
+                                             | its shared memory
+                                         other workers of that host, of whatever server
 
-Workers of a server are sent it side by side. On the trainer's own host all read the trainer's
-memory. Who cannot read another's memory (a container, another user) is sent its own copy.
-Beyond so many hosts they pass a version on to each other (`relays.py`).
+The workers of a server are staged in parallel. On the trainer's own host all read the trainer's
+memory. A worker that cannot read another's memory (a container, another user) is sent its own
+copy. Beyond `fan_out` hosts they pass a version on to each other (`relays.py`). A worker that
+missed some deltas gets one that merges them (`DeltaHistory`), or everything.
 """
 
 import threading
@@ -26,14 +27,14 @@ from jaxtrain_vllm.payloads import PayloadOffers
 from jaxtrain_vllm.shared_memory import SharedMemorySegment
 
 WORTH = 0.7
-"""A delta larger than this share of the whole is not worth its trouble."""
+"""A delta larger than this fraction of the whole is not used."""
 KEPT_DELTAS = 8
 OWNER_SECONDS = 30.0
-"""How long the workers of a host wait for the one whose memory they read the last time: the others
-have no base for a delta of their own."""
+"""Time for which the workers of a host wait for the one whose memory they read last: they have no
+base for a delta of their own."""
 
 STREAM_BYTES = 2**28
-"""What is larger travels over several connections."""
+"""Larger payloads travel over several connections."""
 
 
 class WeightVersion(NamedTuple):
@@ -41,16 +42,16 @@ class WeightVersion(NamedTuple):
 
     version: int
     tensors: dict[str, wire.WireTensor]
-    """On the host; none where they lie on the device."""
+    """In host memory; empty if they are on the device."""
     checksum: int
     changes: dict[str, wire.Changes] | None
-    """Since the version before; None where everything is to be sent."""
+    """Since version `base`; None if everything is to be sent."""
     base: int = -1
     device: DeviceImage | None = None
 
 
 class DeltaChange(NamedTuple):
-    """What one delta changed."""
+    """Positions that one delta changed."""
 
     base: tuple[int, int]
     """(version, checksum) before it."""
@@ -62,15 +63,15 @@ class DeltaChange(NamedTuple):
 
 
 class DeltaHistory:
-    """Where the last deltas changed something, for a server that missed some of them: the values
-    are those of the newest version, so that several deltas are one."""
+    """Positions that the last deltas changed, for a server that missed some of them. All values are
+    those of the newest version, so that several deltas merge into one."""
 
     def __init__(self) -> None:
         self._steps: deque[DeltaChange] = deque(maxlen=KEPT_DELTAS)
         self._newest = (-1, 0)
 
     def add(self, before: WeightVersion | None, weights: WeightVersion) -> None:
-        """An weights that is complete, and the one before it."""
+        """Add a sealed version. before: the one that it follows."""
         total = sum(tensor.bits.nbytes for tensor in weights.tensors.values())
         if weights.changes is None or before is None:
             self._steps.clear()
@@ -84,8 +85,10 @@ class DeltaHistory:
     def since(
         self, held: tuple[int, int], weights: WeightVersion
     ) -> dict[str, wire.Changes] | None:
-        """What turns the version `held`, given with its checksum, into the newest; None where that
-        is not known, or not worth it."""
+        """Return what turns the version `held`, given with its checksum, into the newest one.
+
+        None if that is unknown, or too large to be worth it.
+        """
         bases = [step.base for step in self._steps]
         if held not in bases or self._newest != (weights.version, weights.checksum):
             return None
@@ -102,7 +105,7 @@ class DeltaHistory:
 
 
 class StagingHost:
-    """The workers of one machine, and whose memory there holds the newest version."""
+    """The workers of one machine, and which of them has the newest version in shared memory."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -111,8 +114,10 @@ class StagingHost:
         self.busy: WorkerLink | None = None
 
     def claim(self, link: WorkerLink, version: int, deadline: Deadline, *, patient: bool) -> Any:
-        """What describes memory that holds the version, once there is some; None: this link is to
-        be sent it, and `done` is to be called. patient: whether to wait for the last owner."""
+        """Return the description of memory that holds the version, once there is some.
+
+        None: this link must be sent the version, and call `done`. patient: wait for the last owner.
+        """
         patience = Deadline(OWNER_SECONDS if patient else 0.0)
         with self.changed:
             while self.version != version:
@@ -129,7 +134,8 @@ class StagingHost:
             return self.segment
 
     def done(self, link: WorkerLink, version: int, segment: Any) -> None:
-        """The link that claimed it was sent it (segment: where it lies now), or was not (None)."""
+        """Record the end of a claim. segment: memory that now holds the version; None: it
+        failed."""
         with self.changed:
             self.busy = None
             if segment is not None:
@@ -137,14 +143,14 @@ class StagingHost:
             self.changed.notify_all()
 
     def lost(self, segment: Any) -> None:
-        """That memory cannot be read: its owner has ended."""
+        """Forget memory that cannot be read, as its owner has ended."""
         with self.changed:
             if self.segment == segment:
                 self.version, self.segment, self.owner = -1, None, None
 
 
 class Staging:
-    """Has workers hold an weights beside the one that they serve."""
+    """Has workers hold a version besides the one that they serve."""
 
     def __init__(
         self,
@@ -154,12 +160,12 @@ class Staging:
         streams: int = 1,
         fan_out: int = 0,
     ):
-        """count: adds to a metric. offers: where workers fetch what is not sent over their links;
-        None: all is. fan_out: see `Relays`."""
+        """count: adds to a metric. offers: payloads that workers fetch over several connections;
+        None: everything is sent over their links. fan_out: see `Relays`."""
         self.count, self.history = count, DeltaHistory()
         self.offers, self.streams, self.relays = offers, streams, Relays(fan_out)
         self._packed: tuple[int, dict[int, Any]] = (-1, {})
-        """The newest version, and its deltas by what they begin with."""
+        """The newest version, and its packed deltas by base version."""
         self._lock, self._packing = threading.Lock(), threading.Lock()
         self._hosts: dict[str, StagingHost] = {}
 
@@ -170,9 +176,9 @@ class Staging:
         segment: SharedMemorySegment,
         deadline: Deadline,
     ) -> None:
-        """Bring it to all of them, at once; ServerGone where one did not take it in time.
+        """Stage a version in all workers in parallel; ServerGone if one did not take it in time.
 
-        segment: the trainer's memory, which holds the weights.
+        segment: the trainer's memory, which holds the version.
         """
         if len(links) == 1:
             return self._stage_one(links[0], weights, segment, deadline)
@@ -184,7 +190,7 @@ class Staging:
                 task.result()
 
     def exclude_owners(self, links: Collection[WorkerLink]) -> None:
-        """Workers that keep what they hold: others of their hosts shall not wait for them."""
+        """Exclude workers that keep their version: others of their hosts must not wait for them."""
         with self._lock:
             hosts = list(self._hosts.values())
         for host in hosts:
@@ -199,7 +205,7 @@ class Staging:
         payload: Sequence[np.ndarray],
         deadline: Deadline,
     ) -> dict[str, Any]:
-        """A worker's answer to a message of kind stage."""
+        """Return a worker's answer to a message of kind stage."""
         identity = {"command": "stage", "version": weights.version, "checksum": weights.checksum}
         answer = link.ask({**identity, **header}, payload, timeout=deadline.left())
         self.count("sync/tcp_bytes", sum(part.nbytes for part in payload))
@@ -248,7 +254,8 @@ class Staging:
     def _share(
         self, link: WorkerLink, weights: WeightVersion, segment: Any, deadline: Deadline
     ) -> bool:
-        """Have it read memory of its host; if it cannot, it is not asked again on this link."""
+        """Have a worker read memory of its host; if it cannot, it is not asked again on this
+        link."""
         described, payload = wire.pack_full(weights.tensors)
         header = {"kind": "shared", "segment": segment, "tensors": described}
         answer = self.send(link, weights, header, (), deadline)
@@ -264,7 +271,7 @@ class Staging:
     def _transfer(
         self, link: WorkerLink, weights: WeightVersion, deadline: Deadline
     ) -> dict[str, Any]:
-        """Send it what it lacks, or everything; its answer."""
+        """Send a worker the changes that it lacks, or everything; return its answer."""
         changes, base = None, weights.base
         if link.is_base and link.served is not None:
             if link.served[0] == weights.base:
@@ -286,7 +293,7 @@ class Staging:
     def _pack(
         self, version: int, base: int, changes: dict[str, wire.Changes]
     ) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
-        """`wire.pack_delta`, once for all hosts."""
+        """Call `wire.pack_delta` once for all hosts."""
         with self._packing:
             if self._packed[0] != version:
                 self._packed = (version, {})
@@ -303,7 +310,8 @@ class Staging:
         payload: Sequence[np.ndarray],
         deadline: Deadline,
     ) -> dict[str, Any]:
-        """Its answer to a payload from another host, or from here where that fails."""
+        """Have a worker fetch a payload from another host, or from here if that fails; return its
+        answer."""
         name, full = (
             payloads.name_payload(weights.version, weights.checksum, base)
             for base in (header.get("base"), None)
@@ -314,7 +322,9 @@ class Staging:
             answer: dict[str, Any] | None = None
             try:
                 if transfer.source is not None:
-                    fetch_fields = self._tell(link, size, transfer.seconds, transfer.source.address)
+                    fetch_fields = self._describe_fetch(
+                        link, size, transfer.seconds, transfer.source.address
+                    )
                     answer = self.send(link, weights, {**header, **fetch_fields}, (), deadline)
                 else:
                     answer = self._send_from_here(link, weights, name, header, payload, deadline)
@@ -338,11 +348,11 @@ class Staging:
         payload: Sequence[np.ndarray],
         deadline: Deadline,
     ) -> dict[str, Any]:
-        """Over several connections where it is large, or else over the link alone."""
+        """Send over several connections if the payload is large, else over the link alone."""
         size = sum(part.nbytes for part in payload)
         if self.offers is not None and link.can_fetch and self._count_streams(size) > 1:
             self.offers.put(name, payload)
-            fetch_fields = self._tell(link, size, deadline.left())
+            fetch_fields = self._describe_fetch(link, size, deadline.left())
             answer = self.send(link, weights, {**header, **fetch_fields}, (), deadline)
             self.count("sync/tcp_bytes", size)
             if "error" not in answer:
@@ -351,10 +361,10 @@ class Staging:
         fetch_fields = {"pass_on": self.relays.wants(link)}
         return self.send(link, weights, {**header, **fetch_fields}, payload, deadline)
 
-    def _tell(
+    def _describe_fetch(
         self, link: WorkerLink, size: int, seconds: float, address: tuple[str, int] | None = None
     ) -> dict[str, Any]:
-        """What a message says of a payload that is to be fetched; address: None: here."""
+        """Return the message fields of a payload to be fetched. address: None for the trainer's."""
         fetch = {"bytes": size, "streams": self._count_streams(size), "seconds": seconds}
         return {"from": {**fetch, "place": address}, "pass_on": self.relays.wants(link)}
 

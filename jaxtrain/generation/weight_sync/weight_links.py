@@ -1,8 +1,8 @@
 """The trainer's end of the TCP links over which servers receive weights.
 
-Every worker of every server connects to one listening port (`jaxtrain_vllm/engine.py`), shows that
-it knows the token its server was sent (`jaxtrain_vllm/listener.py`), says who it is and what it holds,
-and then waits to be sent something; see `jaxtrain_vllm/wire.py`.
+Every worker of every server connects to one listening port (`jaxtrain_vllm/engine.py`), proves that
+it knows the token that its server was sent (`jaxtrain_vllm/listener.py`), identifies itself and
+what it holds, and then waits for messages in the format of `jaxtrain_vllm/wire.py`.
 """
 
 import secrets
@@ -21,26 +21,26 @@ from jaxtrain_vllm.listener import AuthenticatedListener, open_listeners
 
 HELLO_SECONDS = 30.0
 ANSWER_BYTES = 2**16
-"""A worker's answer is a line of JSON without payload; only its hello is longer."""
+"""Limit for a worker's answer: a line of JSON without payload. Only its hello is longer."""
 
 
 class WorkerLink:
-    """One worker."""
+    """Link to a worker."""
 
     def __init__(self, connection: socket.socket, hello: dict[str, Any]):
         self.connection, self.hello = connection, hello
         self.can_share = True
-        """Whether it may be able to read memory of other processes of its host."""
+        """False once the worker failed to read memory of other processes on its host."""
         self.is_base = True
-        """Whether what it serves came over this link, and does not lie in another's memory, so that
-        it is a base for a delta."""
+        """True if what it serves came over this link, and does not lie in another process's memory,
+        so that a delta can be applied to it."""
         self.served = read_served(hello.get("serves"))
-        """(version, checksum) of this run's that it serves and can be sent a delta on; None where
-        that is not known."""
+        """(version, checksum) of this run's weights that it serves, as base of a delta; None:
+        unknown."""
         self.can_fetch = True
-        """Whether it may be able to fetch what it is not sent."""
+        """False once the worker failed to fetch a payload over connections of its own."""
         self.failures = 0
-        """How often in a row it did not get from another host what it was to fetch there."""
+        """Failures in a row to fetch from other hosts."""
         self.host, self.local_host = (
             connection.getpeername()[0],
             connection.getsockname()[0],
@@ -49,7 +49,8 @@ class WorkerLink:
     def ask(
         self, header: dict[str, Any], payload: Sequence[np.ndarray] = (), *, timeout: float
     ) -> dict[str, Any]:
-        """The answer to a message, within `timeout` seconds; ServerGone when the link breaks."""
+        """Return the answer to a message, within `timeout` seconds; ServerGone if the link
+        breaks."""
         late = threading.Event()
         try:
             self.connection.settimeout(None)
@@ -64,7 +65,7 @@ class WorkerLink:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be sent any more, as far as this side knows."""
+        """Return True if this side has closed the link."""
         return self.connection.fileno() < 0
 
     def close(self) -> None:
@@ -72,14 +73,14 @@ class WorkerLink:
 
 
 def read_served(field: Any) -> tuple[int, int] | None:
-    """What a hello says of the version that is served there; None where it says nothing."""
+    """Parse the version that a worker serves according to its hello; None if there is none."""
     if isinstance(field, list) and len(field) == 2 and all(type(number) is int for number in field):
         return field[0], field[1]
     return None
 
 
 class WeightLinks:
-    """Listens for workers and keeps their links by server."""
+    """Accepts workers and keeps their links by server."""
 
     def __init__(self, host: str, port: int):
         self.host, self.token = host, secrets.token_hex(32)
@@ -87,7 +88,7 @@ class WeightLinks:
         self._expected: set[str] = set()
         self._changed = threading.Condition()
         self.offers = payloads.PayloadOffers()
-        """What workers may fetch here instead of being sent it."""
+        """Payloads that workers fetch here."""
         try:
             listeners = open_listeners([host], port)
         except OSError as error:
@@ -101,7 +102,7 @@ class WeightLinks:
         self.port = self.listener.port
 
     def describe(self, server: str) -> dict[str, Any]:
-        """What a server must know to connect; from then on its workers are expected."""
+        """Return what a server needs to connect; its workers are accepted from then on."""
         self._expected.add(server)
         return {"host": self.host, "port": self.port, "token": self.token, "server": server}
 
@@ -113,7 +114,7 @@ class WeightLinks:
             link.close()
 
     def wait_for(self, server: str, count: int, seconds: float) -> list[WorkerLink]:
-        """The links of a server's `count` workers; ServerGone when they do not come."""
+        """Return the links of a server's `count` workers; ServerGone if they do not connect."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while len(self._links.get(server, ())) < count:
@@ -123,12 +124,12 @@ class WeightLinks:
             return list(self._links[server])
 
     def known(self, server: str) -> list[WorkerLink]:
-        """The links of a server as far as there are any."""
+        """Return the current links of a server."""
         with self._changed:
             return list(self._links.get(server, ()))
 
     def all_share(self) -> bool:
-        """Whether all workers that are connected read the trainer's memory."""
+        """Return True if all connected workers read the trainer's memory."""
         with self._changed:
             links = [link for links in self._links.values() for link in links]
         return bool(links) and all(
@@ -144,7 +145,7 @@ class WeightLinks:
         threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
-        """Take in a worker by its hello; hang up on one whose server was not asked."""
+        """Accept a worker by its hello; close the connection if its server is not expected."""
         try:
             connection.settimeout(HELLO_SECONDS)
             hello, _ = wire.receive_message(connection, max_payload=0)
