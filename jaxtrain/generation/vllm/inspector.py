@@ -120,7 +120,8 @@ class Inspector:
                 f"warning: vllm {url} has another tokenizer than the trainer: {len(server_ids)}"
                 f" tokens of a text of {len(trainer_ids)} here, which differ from place {position}"
                 f" on (there {server_ids[position : position + 3]}, here"
-                f" {trainer_ids[position : position + 3]}); start it with the tokenizer of model.path, or stop texts are looked for in other words than ours"
+                f" {trainer_ids[position : position + 3]}); start it with the"
+                " tokenizer of model.path, or stop texts are looked for in other words than ours"
             )
 
     def _check_version(self, url: str, version: object) -> None:
