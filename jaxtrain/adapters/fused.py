@@ -29,7 +29,7 @@ from jaxtrain.huggingface.ops import (
     TensorOp,
     TensorRef,
     Transpose,
-    whole,
+    full_index,
 )
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.families import family
@@ -103,9 +103,9 @@ class TensorScales:
         def read(path: str, op: TensorOp, expert: int) -> np.ndarray:
             shape = shapes[path][1:]
             if len(shape) == 2:
-                kernel = op.read(fetch, whole(shape))
+                kernel = op.read(fetch, full_index(shape))
             else:
-                kernel = op.read(fetch, (slice(expert, expert + 1), *whole(shape[1:])))[0]
+                kernel = op.read(fetch, (slice(expert, expert + 1), *full_index(shape[1:])))[0]
             return np.asarray(find_absmax(jnp.asarray(kernel, jnp.float32)))
 
         @functools.lru_cache(RECENT)

@@ -27,7 +27,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.copy import copy_folder, is_float
 from jaxtrain.huggingface.files import check_inside, read_object, spell
 from jaxtrain.huggingface.generation import NAME as GENERATION
-from jaxtrain.huggingface.ops import StackedOps, TensorOp, Transpose, whole
+from jaxtrain.huggingface.ops import StackedOps, TensorOp, Transpose, full_index
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.huggingface.safetensors import CODES, MAX_SHARD_BYTES, SafetensorsFolder
 from jaxtrain.models import build, families
@@ -123,7 +123,7 @@ class ExpertCorrection:
 def fetch(peft: PeftFolder, name: str, index: Any = ()) -> np.ndarray:
     """A tensor of the adapter, or a part of it."""
     name = PREFIX + name
-    return peft.files.fetch(name, index or whole(peft.files.tensors[name].shape))
+    return peft.files.fetch(name, index or full_index(peft.files.tensors[name].shape))
 
 
 class MatrixLocation(NamedTuple):
@@ -166,7 +166,7 @@ class RoundTrip:
         source = out.copy()
         for one in self.matrices[name]:
             shape = one.shape if index is None else (1, *one.shape[1:])
-            kernel = one.op.read(lambda _, place: source[place], whole(shape))
+            kernel = one.op.read(lambda _, place: source[place], full_index(shape))
             wide = np.asarray(kernel, np.float32).reshape(shape[-2:])
             if self.scales is not None and one.path in self.scales.tensors:
                 expert = one.expert if index is None else index
@@ -406,5 +406,5 @@ def _same_tables(peft: PeftFolder) -> bool:
     names = [n for table in TABLES for n in peft.files.tensors if n.endswith(f".{table}")]
     if len(names) != len(TABLES):
         return False
-    embed, head = (peft.files.fetch(n, whole(peft.files.tensors[n].shape)) for n in names)
+    embed, head = (peft.files.fetch(n, full_index(peft.files.tensors[n].shape)) for n in names)
     return np.array_equal(embed, head)

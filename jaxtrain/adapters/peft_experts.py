@@ -28,7 +28,7 @@ from jaxtrain.huggingface.ops import (
     TensorOp,
     TensorRef,
     Transpose,
-    whole,
+    full_index,
 )
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.families import family
@@ -205,4 +205,4 @@ class ExpertsB:
         part = np.zeros((self.total, ranks * experts), array.dtype)
         chosen = slice(self.first, self.first + (outputs - 1) * self.step + 1, self.step)
         part[chosen] = array.transpose(2, 1, 0).reshape(outputs, -1)
-        yield SplitPiece(self.name, shape, (whole(shape)[0], columns), part)
+        yield SplitPiece(self.name, shape, (full_index(shape)[0], columns), part)

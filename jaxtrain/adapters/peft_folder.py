@@ -14,7 +14,7 @@ from jaxtrain.adapters.peft_experts import WrappedExperts
 from jaxtrain.adapters.spec import LoRASpec
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import shorten, spell
-from jaxtrain.huggingface.ops import whole
+from jaxtrain.huggingface.ops import full_index
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -136,9 +136,9 @@ class PeftFolder:
     def _is_copy(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether rows are those of the embedding again, as PEFT may write them of a tied head."""
         others = [n for n in self.files.tensors if n.endswith(f"embed_tokens.{ROWS}") and n != name]
-        own = self.files.fetch(name, whole(shape))
+        own = self.files.fetch(name, full_index(shape))
         same = (n for n in others if self.files.tensors[n].shape == shape)
-        return any(np.array_equal(own, self.files.fetch(n, whole(shape))) for n in same)
+        return any(np.array_equal(own, self.files.fetch(n, full_index(shape))) for n in same)
 
     def rows(self) -> dict[str, tuple[int, ...]]:
         """Ids of the tokens of which it replaces the rows, by the module of the table."""

@@ -65,8 +65,8 @@ def merge_source(
         write_peft(trained.snapshot.params(), parts.architecture, parts.adapter, temporary, base)
         parts.tokenizer.save_pretrained(temporary)
         quantize, model = parts.adapter.quantize, trained.config.model
-        kept = dict(parts.architecture.kept)
-        keys = {f"{role}_id": int(kept[f"{role}_id"]) for role in model.special_tokens.roles()}
+        carried = dict(parts.architecture.carried_attributes)
+        keys = {f"{role}_id": int(carried[f"{role}_id"]) for role in model.special_tokens.roles()}
         found = merge(base, Path(temporary), output, dtype, quantize, model.family, keys)
         return found, base
 

@@ -416,18 +416,18 @@ def check_kind(kind: str | None, raw: Mapping[str, Any], key: str) -> None:
 def keep_task(architecture: Any, section: Mapping[str, Any], **ids: int) -> Any:
     """The architecture with what its exports say of the method that reads them: the section task
     that opens them, and ids of tokens."""
-    kept = {**dict(architecture.kept), TASK: json.dumps(section, sort_keys=True)}
-    kept |= {name: str(index) for name, index in ids.items()}
-    return dataclasses.replace(architecture, kept=tuple(kept.items()))
+    carried = {**dict(architecture.carried_attributes), TASK: json.dumps(section, sort_keys=True)}
+    carried |= {name: str(index) for name, index in ids.items()}
+    return dataclasses.replace(architecture, carried_attributes=tuple(carried.items()))
 
 
 def name_padding(architecture: Any, tokenizer: Any) -> Any:
     """The architecture with the tokenizer's pad token where it names none: transformers finds the
     last token of a text by it."""
-    kept = dict(architecture.kept)
-    if kept.get("pad_token_id", "null") == "null" and tokenizer.pad_token_id is not None:
-        kept["pad_token_id"] = str(int(tokenizer.pad_token_id))
-    return dataclasses.replace(architecture, kept=tuple(kept.items()))
+    carried = dict(architecture.carried_attributes)
+    if carried.get("pad_token_id", "null") == "null" and tokenizer.pad_token_id is not None:
+        carried["pad_token_id"] = str(int(tokenizer.pad_token_id))
+    return dataclasses.replace(architecture, carried_attributes=tuple(carried.items()))
 
 
 def find_folder(name: str, weights: bool, key: str = "model.path") -> Path:

@@ -22,9 +22,9 @@ def grow_tables(config: Config, architecture: Any, tokenizer: Any) -> tuple[Any,
     wanted = [*model.added_tokens, *model.special_tokens.additional_special_tokens, *roles.values()]
     if not wanted:
         return architecture, ()
-    kept = dict(architecture.kept)
-    kept |= {f"{role}_id": str(int(getattr(tokenizer, f"{role}_id"))) for role in roles}
-    architecture = dataclasses.replace(architecture, kept=tuple(kept.items()))
+    carried = dict(architecture.carried_attributes)
+    carried |= {f"{role}_id": str(int(getattr(tokenizer, f"{role}_id"))) for role in roles}
+    architecture = dataclasses.replace(architecture, carried_attributes=tuple(carried.items()))
     stored = architecture.vocab_size
     rows = rows_needed(tokenizer, stored) if alone else max(stored, len(tokenizer))
     if rows > stored and config.rollout.engine == "vllm":

@@ -48,14 +48,14 @@ def render(
     compiled or that takes more time or memory than any conversation needs.
     """
     reply = _request(tokenizer, messages, tools, generation)
-    place = f"the chat template of {tokenizer.name_or_path} (model.chat_template)"
+    source = f"the chat template of {tokenizer.name_or_path} (model.chat_template)"
     match reply.kind:
         case "text":
             return reply.text
         case "failed":
             raise TemplateFailed(f"chat template: {reply.text}")
         case "unreadable":
-            raise UserError(f"{place} cannot be read: {reply.text}")
+            raise UserError(f"{source} cannot be read: {reply.text}")
         case "time":
             reason = f"it takes longer than {SECONDS:g} s"
         case "memory":
@@ -65,7 +65,7 @@ def render(
     from jaxtrain.huggingface.template_worker import MEMORY_BYTES
 
     raise UserError(
-        f"{place} is stopped: {reason}; a rendering gets {SECONDS:g} s and"
+        f"{source} is stopped: {reason}; a rendering gets {SECONDS:g} s and"
         f" {MEMORY_BYTES >> 20} MiB. Name another one as model.chat_template"
     )
 
@@ -94,16 +94,16 @@ def _request(
     """Render here or in the worker; with a mark, the marked program of the template."""
     from jaxtrain.huggingface.template_worker import RenderRequest, answer  # slow to import
 
-    place = f"the chat template of {tokenizer.name_or_path} (model.chat_template)"
+    source = f"the chat template of {tokenizer.name_or_path} (model.chat_template)"
     try:
         template = tokenizer.get_chat_template(tools=tools or None)
     except ValueError as error:
-        raise UserError(f"{place}: {escape_control_chars(str(error))[:200]}") from None
+        raise UserError(f"{source}: {escape_control_chars(str(error))[:200]}") from None
     if not isinstance(template, str) or len(template) > MAX_LENGTH:
         kind = type(template).__name__
-        found = f"{len(template)} characters" if isinstance(template, str) else kind
+        size = f"{len(template)} characters" if isinstance(template, str) else kind
         raise UserError(
-            f"{place}: it must be a text of at most {MAX_LENGTH} characters, found {found}"
+            f"{source}: it must be a text of at most {MAX_LENGTH} characters, found {size}"
         )
     variables = tokenizer.special_tokens_map | ({} if mark is None else {MARK: mark})
     request = RenderRequest(template, messages, tools, generation, variables, mark is not None)

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import describe, shorten, spell
-from jaxtrain.huggingface.ops import Fetch, Index, whole
+from jaxtrain.huggingface.ops import Fetch, Index, full_index
 from jaxtrain.huggingface.safetensors import TensorLocation
 
 METHOD = "compressed-tensors"
@@ -104,10 +104,10 @@ class Compressed:
         codes, scales = tensors[self.parts[0]], tensors[self.parts[1]]
         shape = codes.shape
         if self.grouped:
-            said = tensors.get(self.parts[2])
-            if said is None or said.shape != (2,) or said.dtype != np.int64:
+            stored_shape = tensors.get(self.parts[2])
+            if stored_shape is None or stored_shape.shape != (2,) or stored_shape.dtype != np.int64:
                 raise UserError(f"{codes.file}: {shorten(name)}_packed has no {name}_shape of 2")
-            shape = tuple(int(size) for size in said.read(whole((2,))))
+            shape = tuple(int(size) for size in stored_shape.read(full_index((2,))))
         num_out, num_in = shape if len(shape) == 2 else (0, 0)
         count = scales.shape[1] if len(scales.shape) == 2 else 0
         fits = count > 0 and num_in % count == 0 and scales.shape[0] == num_out
@@ -136,24 +136,26 @@ class Compressed:
             wide = fetch(self.parts[0], index).astype(np.float32)
         first = columns.start // self.group
         scales = fetch(self.parts[1], (rows, slice(first, -(-columns.stop // self.group))))
-        place = np.arange(columns.start, columns.stop, columns.step or 1) // self.group - first
-        wide *= scales.astype(np.float32)[:, place]
+        group_index = (
+            np.arange(columns.start, columns.stop, columns.step or 1) // self.group - first
+        )
+        wide *= scales.astype(np.float32)[:, group_index]
         return wide.astype(BFLOAT16)
 
 
 def find_compressed(tensors: Mapping[str, TensorLocation]) -> dict[str, Compressed]:
     """The matrices that these hold in one of the layouts."""
-    found = {}
+    matrices = {}
     for name in tensors:
         base = name.removesuffix("_scale")
         if base == name or not base.endswith(".weight"):
             continue
         codes, words = tensors.get(base), tensors.get(f"{base}_packed")
         if words is not None and words.dtype == np.int32:
-            found[base] = Compressed(base, tensors)
+            matrices[base] = Compressed(base, tensors)
         elif codes is not None and codes.dtype in (np.dtype(np.int8), FLOAT8):
-            found[base] = Compressed(base, tensors)
-    return found
+            matrices[base] = Compressed(base, tensors)
+    return matrices
 
 
 def write_config(scheme: Scheme, group: int, ignore: list[str]) -> dict[str, Any]:
@@ -179,26 +181,26 @@ def write_config(scheme: Scheme, group: int, ignore: list[str]) -> dict[str, Any
 
 def check_config(packing: Mapping[str, Any]) -> None:
     """UserError where a folder's quantization_config says what is not read."""
-    place = f"config.json: quantization_config of {METHOD}"
+    key_path = f"config.json: quantization_config of {METHOD}"
     advice = "; convert such weights to plain ones with transformers"
     if packing.get("format") not in FORMATS:
         raise UserError(
-            f"{place}: format is {describe(packing.get('format'))}; read are"
+            f"{key_path}: format is {describe(packing.get('format'))}; read are"
             f" {', '.join(FORMATS)}{advice}"
         )
     groups = packing.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise UserError(f"{place}: config_groups is {describe(groups)}, not the schemes by name")
+        raise UserError(f"{key_path}: config_groups is {describe(groups)}, not the schemes by name")
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
-            raise UserError(f"{place}: {spell(name)}.weights is {describe(weights)}")
-        for key, wanted in (("symmetric", (True, None)), ("actorder", (None,))):
-            if weights.get(key) not in wanted:
-                raise UserError(f"{place}: {spell(name)}.weights.{key} is not read{advice}")
+            raise UserError(f"{key_path}: {spell(name)}.weights is {describe(weights)}")
+        for key, allowed in (("symmetric", (True, None)), ("actorder", (None,))):
+            if weights.get(key) not in allowed:
+                raise UserError(f"{key_path}: {spell(name)}.weights.{key} is not read{advice}")
         form = (weights.get("type"), weights.get("num_bits"))
         if form not in {(scheme.kind, scheme.bits) for scheme in SCHEMES.values()}:
             raise UserError(
-                f"{place}: {spell(name)} has weights of {describe(form[1])} bits, type"
+                f"{key_path}: {spell(name)} has weights of {describe(form[1])} bits, type"
                 f" {describe(form[0])}; read are fp8, int8 and int4{advice}"
             )

@@ -47,7 +47,10 @@ IGNORED = {
 TRAINING_NOISE = re.compile(r".*(dropout|_pdrop|_dropout_prob|jitter_noise)")
 """Only where transformers trains; evaluation computes the same, and no training here draws any."""
 
-OWN = {"rope", "kept", "grown", "row_tokens", "score", "around", "said", "prefix", "fused_experts"}
+NOT_ATTRIBUTES = {
+    *("rope", "carried_attributes", "fixed_attributes", "grown", "row_tokens", "score"),
+    *("around", "prefix", "fused_experts"),
+}
 """Fields of the dataclass that are no attributes of a config.json."""
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
 OLD_ROPE = {"partial_rotary_factor", "rope_local_base_freq"}
@@ -62,7 +65,7 @@ def hf_defaults(model_type: str) -> dict[str, Any]:
 def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for the dataclass `cls` from the content of a config.json.
 
-    Every field of `cls` but those in OWN is named as in config.json, or as `cls.renamed` says.
+    Every field of `cls` but those in NOT_ATTRIBUTES is named as in config.json, or as `cls.renamed` says.
     Raises UserError for an attribute that is not a field, says something about the network and
     differs from transformers' default. `cls.rope_keys`: what the family reads of rope_parameters
     beside its type's keys. `cls.fixed`: see DecoderConfig.
@@ -71,12 +74,12 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     positions = ROPE | OLD_ROPE & {*getattr(cls, "rope_keys", ())}
     by_kind = getattr(cls, "rope_by_kind", False)
     hints = get_type_hints(cls)
-    hints |= {theirs: hints[ours] for ours, theirs in cls.renamed.items()}
-    names = {field.name for field in dataclasses.fields(cls)} - OWN
+    hints |= {attribute: hints[field_name] for field_name, attribute in cls.renamed.items()}
+    names = {field.name for field in dataclasses.fields(cls)} - NOT_ATTRIBUTES
     names = {cls.renamed.get(name, name) for name in names}
     defaults = hf_defaults(model_type)
     fixed = getattr(cls, "fixed", {})
-    raw, said = split_fixed(raw, {key: fixed[key] for key in fixed if key not in names})
+    raw, fixed_values = split_fixed(raw, {key: fixed[key] for key in fixed if key not in names})
     for key, value in raw.items():
         if key in names or key in IGNORED or key in positions:
             continue
@@ -85,10 +88,12 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if TRAINING_NOISE.fullmatch(key) and is_number(value) and 0 <= value < 1:
             continue
-        known = f"the default {shorten(defaults[key])}" if key in defaults else "that it is absent"
+        expected = (
+            f"the default {shorten(defaults[key])}" if key in defaults else "that it is absent"
+        )
         raise UserError(
             f"config.json: {spell(key)}={shorten(value)} is not supported for model_type"
-            f" {spell(model_type)!r}; this implementation only knows {known}"
+            f" {spell(model_type)!r}; this implementation only knows {expected}"
         )
     for name in names & set(raw):
         if raw[name] is not None:
@@ -102,18 +107,24 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
         rope = {key: value for key, value in stated.items() if value is not None}
         assert not by_kind or all(isinstance(value, dict) for value in rope.values())
     except Exception as error:  # transformers checks as it likes
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"config.json ({model_type}): {said[:500]}") from error
+        fixed_values = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"config.json ({model_type}): {fixed_values[:500]}") from error
     values = {name: _freeze(full[name]) for name in names if name in full}
     for name, value in values.items():
         if not (value is None and allows_none(hints[name])):
             check_value(name, _thaw(value), hints[name])
     check_total(values)
     check_rope({"rope_parameters": rope}, by_kind)
-    values |= {ours: values.pop(theirs) for ours, theirs in cls.renamed.items() if theirs in values}
+    values |= {
+        field_name: values.pop(attribute)
+        for field_name, attribute in cls.renamed.items()
+        if attribute in values
+    }
     values["rope"] = tuple(sorted((key, _freeze(value)) for key, value in rope.items()))
-    values["said"] = tuple((key, json.dumps(value)) for key, value in sorted(said.items()))
-    values["kept"] = tuple((key, json.dumps(raw[key])) for key in KEPT if key in raw)
+    values["fixed_attributes"] = tuple(
+        (key, json.dumps(value)) for key, value in sorted(fixed_values.items())
+    )
+    values["carried_attributes"] = tuple((key, json.dumps(raw[key])) for key in KEPT if key in raw)
     return values
 
 
@@ -121,7 +132,7 @@ def write_fields(config: Any) -> dict[str, Any]:
     """The content of a config.json that transformers 4 and 5 read as `config`."""
     raw: dict[str, Any] = {"architectures": [config.architecture], "model_type": config.model_type}
     for field in dataclasses.fields(config):
-        if field.name not in OWN:
+        if field.name not in NOT_ATTRIBUTES:
             name = config.renamed.get(field.name, field.name)
             raw[name] = _thaw(getattr(config, field.name))
     # A null under a name that transformers does not know says nothing; others read it as a number.
@@ -139,7 +150,12 @@ def write_fields(config: Any) -> dict[str, Any]:
         raw["rope_scaling"] = None if plain else scaling
         if "partial_rotary_factor" in rope:
             raw["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    raw.update({key: json.loads(value) for key, value in (*config.said, *config.kept)})
+    raw.update(
+        {
+            key: json.loads(value)
+            for key, value in (*config.fixed_attributes, *config.carried_attributes)
+        }
+    )
     return raw
 
 

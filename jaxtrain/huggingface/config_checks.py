@@ -82,26 +82,26 @@ FRACTIONS = {
 }
 
 
-def check_names(raw: Any, place: str = "config.json") -> tuple[list[str], str | None]:
+def check_names(raw: Any, source: str = "config.json") -> tuple[list[str], str | None]:
     """(architectures, model_type) of the content of a config.json; UserError for other things."""
     if not isinstance(raw, Mapping):
-        raise UserError(f"{place} holds {describe(raw)}, not an object")
+        raise UserError(f"{source} holds {describe(raw)}, not an object")
     named, model_type = raw.get("architectures"), raw.get("model_type")
     if named is not None and not (
         isinstance(named, list) and all(isinstance(name, str) and len(name) < 200 for name in named)
     ):
         raise UserError(
-            f"{place}: architectures is {describe(named)}; it is a list of names, such as"
+            f"{source}: architectures is {describe(named)}; it is a list of names, such as"
             ' ["Qwen3ForCausalLM"]'
         )
     if model_type is not None and not isinstance(model_type, str):
-        raise UserError(f"{place}: model_type is {describe(model_type)}; it is a name")
+        raise UserError(f"{source}: model_type is {describe(model_type)}; it is a name")
     for key in ("dtype", "torch_dtype"):
-        found = raw.get(key)
-        name = found.removeprefix("torch.") if isinstance(found, str) else found
+        dtype = raw.get(key)
+        name = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
         if name is not None and not isinstance(name, dict) and name not in DTYPES:
             raise UserError(
-                f"{place}: {key} is {describe(found)}; it is one of {', '.join(DTYPES)}"
+                f"{source}: {key} is {describe(dtype)}; it is one of {', '.join(DTYPES)}"
             )
     return named or [], model_type
 
@@ -140,23 +140,23 @@ def split_fixed(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the attributes of a config.json that say something, those that `fixed` names); UserError
     where one of these has none of the values allowed there. None given: any will do."""
-    rest, said = {}, {}
+    rest, fixed_values = {}, {}
     for key, value in raw.items():
-        (said if key in fixed else rest)[key] = value
+        (fixed_values if key in fixed else rest)[key] = value
         if fixed.get(key) and value not in fixed[key]:
             only = " or ".join(map(json.dumps, fixed[key]))
             raise UserError(
                 f"config.json: {key}={describe(value)} is not supported; only {only} is"
             )
-    return rest, said
+    return rest, fixed_values
 
 
 def check_total(values: Mapping[str, Any]) -> None:
     """UserError where the sizes are possible one by one, but not together."""
 
     def size(name: str, default: int) -> int:
-        found = values.get(name)
-        return default if found is None else found
+        value = values.get(name)
+        return default if value is None else value
 
     width, heads = size("hidden_size", 1), size("num_attention_heads", 1)
     inner = size("moe_intermediate_size", size("intermediate_size", 1))
@@ -179,15 +179,15 @@ def check_rope(raw: Mapping[str, Any], by_kind: bool = False) -> None:
         if raw[key] is not None:
             _check_rope_value(key, raw[key])
     for name in ("rope_scaling", "rope_parameters"):
-        found = raw.get(name)
-        if found is not None:
-            _check_rope_table(name, found, by_kind)
+        table = raw.get(name)
+        if table is not None:
+            _check_rope_table(name, table, by_kind)
 
 
-def _check_rope_table(name: str, found: Any, by_kind: bool) -> None:
-    if not isinstance(found, Mapping) or len(found) > 100:
-        raise UserError(f"config.json: {name} is {describe(found)}; it is an object or null")
-    for key, value in found.items():
+def _check_rope_table(name: str, table: Any, by_kind: bool) -> None:
+    if not isinstance(table, Mapping) or len(table) > 100:
+        raise UserError(f"config.json: {name} is {describe(table)}; it is an object or null")
+    for key, value in table.items():
         if isinstance(value, Mapping):
             if not by_kind:
                 raise UserError(
@@ -197,15 +197,15 @@ def _check_rope_table(name: str, found: Any, by_kind: bool) -> None:
             _check_rope_table(f"{name}.{spell(key)}", value, False)
         elif value is not None:
             _check_rope_value(key, value, f"{name}.")
-    low, high = found.get("low_freq_factor"), found.get("high_freq_factor")
+    low, high = table.get("low_freq_factor"), table.get("high_freq_factor")
     if low is not None and high is not None and low >= high:
         raise UserError(
             f"config.json: {name}.high_freq_factor={high} must be above low_freq_factor={low}"
         )
 
 
-def _check_rope_value(key: str, value: Any, place: str = "") -> None:
-    name = f"config.json: {place}{spell(key)}"
+def _check_rope_value(key: str, value: Any, prefix: str = "") -> None:
+    name = f"config.json: {prefix}{spell(key)}"
     if key in ("rope_type", "type"):
         if not isinstance(value, str):
             raise UserError(f"{name} is {describe(value)}; it is a name")

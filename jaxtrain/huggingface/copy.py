@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import check_inside, read_object
-from jaxtrain.huggingface.ops import SplitPiece, whole
+from jaxtrain.huggingface.ops import SplitPiece, full_index
 from jaxtrain.huggingface.packed import is_packed, open_folder, without_packing
 from jaxtrain.huggingface.safetensors import CODES, MAX_SHARD_BYTES, SHARD, write_folder
 
@@ -59,13 +59,13 @@ def copy_folder(
     def pieces() -> Iterator[SplitPiece]:
         for name, stored in files.tensors.items():
             if len(stored.shape) != 3:
-                array = change(name, files.fetch(name, whole(stored.shape)), None)
-                yield SplitPiece(name, array.shape, whole(array.shape), array)
+                array = change(name, files.fetch(name, full_index(stored.shape)), None)
+                yield SplitPiece(name, array.shape, full_index(array.shape), array)
                 continue
             for index in range(stored.shape[0]):
-                place = (slice(index, index + 1), *whole(stored.shape[1:]))
-                array = change(name, files.fetch(name, place)[0], index)
-                yield SplitPiece(name, stored.shape, place, array[None])
+                matrix_index = (slice(index, index + 1), *full_index(stored.shape[1:]))
+                array = change(name, files.fetch(name, matrix_index)[0], index)
+                yield SplitPiece(name, stored.shape, matrix_index, array[None])
 
     write_folder(output, plan, pieces(), max_shard_bytes)
     copy_beside(base, output)
@@ -84,9 +84,9 @@ def with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, A
     inner = config.get("text_config")
     if not isinstance(inner, dict):
         return {**config, **keys}
-    own = {key: value for key, value in keys.items() if key in config or key not in inner}
+    outer = {key: value for key, value in keys.items() if key in config or key not in inner}
     below = {key: value for key, value in keys.items() if key in inner}
-    return {**config, **own, "text_config": {**inner, **below}}
+    return {**config, **outer, "text_config": {**inner, **below}}
 
 
 def copy_beside(base: Path, output: Path) -> None:

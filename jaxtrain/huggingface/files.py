@@ -39,16 +39,16 @@ def read_text(file: Path, max_bytes: int = MAX_BYTES) -> str:
 def parse_object(raw: bytes, name: str, *, strict: bool = False) -> dict[str, Any]:
     """As `read_object`, of bytes in hand; name: what they are, for the message."""
     try:
-        found = foreign.parse_json(raw, strict=strict)
+        parsed = foreign.parse_json(raw, strict=strict)
     except ValueError as error:
         raise UserError(f"{name} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{name} holds {describe(found)}, not a JSON object")
-    return found
+    if not isinstance(parsed, dict):
+        raise UserError(f"{name} holds {describe(parsed)}, not a JSON object")
+    return parsed
 
 
-def find_inside(folder: Path, name: Any, told_by: Path) -> Path:
-    """The file of that name in the folder, which `told_by`, a file of it, speaks of.
+def find_inside(folder: Path, name: Any, referrer: Path) -> Path:
+    """The file of that name in the folder, which `referrer`, a file of it, speaks of.
 
     UserError for a name that leads out of the folder, by itself or through a link, but for the
     links of the Hugging Face cache to its blobs; and for one that is no file.
@@ -56,16 +56,16 @@ def find_inside(folder: Path, name: Any, told_by: Path) -> Path:
     parts = Path(name).parts if isinstance(name, str) else ()
     if not parts or "\0" in name or ".." in parts or Path(name).is_absolute():
         raise UserError(
-            f"{told_by} names the file {shorten(name)}, which is not a name inside this folder;"
+            f"{referrer} names the file {shorten(name)}, which is not a name inside this folder;"
             " nothing outside of it is read"
         )
     path, shown = folder / name, f"{folder}/{spell(name, 200)}"
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
-        raise UserError(f"{shown} is missing, but {told_by.name} names it") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{shown} is not a regular file, but {told_by.name} names it")
+        raise UserError(f"{shown} is missing, but {referrer.name} names it") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{shown} is not a regular file, but {referrer.name} names it")
     check_inside(folder, path)
     return path
 

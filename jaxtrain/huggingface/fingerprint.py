@@ -19,7 +19,7 @@ def fingerprint(folder: Path) -> str:
         digest.update(repr((name, str(stored.dtype), stored.shape)).encode())
         size = math.prod(stored.shape) * stored.dtype.itemsize
         with stored.file.open("rb") as file:
-            for at in sorted({0, max(size - BLOCK, 0) // 2, max(size - BLOCK, 0)}):
-                file.seek(stored.offset + at)
+            for offset in sorted({0, max(size - BLOCK, 0) // 2, max(size - BLOCK, 0)}):
+                file.seek(stored.offset + offset)
                 digest.update(file.read(min(BLOCK, size)))
     return digest.hexdigest()

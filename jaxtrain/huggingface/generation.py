@@ -31,20 +31,24 @@ def find_problem(folder: Path) -> str | None:
 def describe_ignored(folder: Path) -> str | None:
     """What a good file says about drawing, which does not count; None where it says nothing."""
     try:
-        found = _read(folder)
+        settings = _read(folder)
     except UserError:
         return None  # told by find_problem
-    said = [
-        f"{key} {found[key]:g}"
+    ignored = [
+        f"{key} {settings[key]:g}"
         for key in NEUTRAL
-        if found.get(key) is not None and found[key] != NEUTRAL[key]
+        if settings.get(key) is not None and settings[key] != NEUTRAL[key]
     ]
-    if not said:
+    if not ignored:
         return None
-    own = [f"sampling.{one.replace(' ', '=')}" for one in said if not one.startswith("rep")]
+    options = [
+        f"sampling.{setting.replace(' ', '=')}"
+        for setting in ignored
+        if not setting.startswith("rep")
+    ]
     return (
-        f"{folder / NAME} says {', '.join(said)}, which is not read: answers are drawn as section"
-        f" sampling says{' (' if own else ''}{' '.join(own)}{')' if own else ''}"
+        f"{folder / NAME} says {', '.join(ignored)}, which is not read: answers are drawn as section"
+        f" sampling says{' (' if options else ''}{' '.join(options)}{')' if options else ''}"
     )
 
 
@@ -53,26 +57,26 @@ def write_generation(folder: Path, base: Path | None, ends: Collection[int]) -> 
     the tokens with which this model's answers end. vLLM and transformers stop at all of them;
     config.json names the base's alone."""
     try:
-        found = {} if base is None else _read(base)
+        settings = {} if base is None else _read(base)
     except UserError:
-        found = {}  # told when the run began
-    known = found.get("eos_token_id")
-    ids = list(known) if isinstance(known, list) else [] if known is None else [known]
-    found["eos_token_id"] = ids + [token for token in sorted(ends) if token not in ids]
-    (folder / NAME).write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+        settings = {}  # told when the run began
+    eos = settings.get("eos_token_id")
+    ids = list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
+    settings["eos_token_id"] = ids + [token for token in sorted(ends) if token not in ids]
+    (folder / NAME).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def _read(folder: Path) -> dict[str, Any]:
     file = folder / NAME
     if not file.exists():
         return {}
-    found = read_object(file)
+    settings = read_object(file)
     for key in NUMBERS:
-        value = found.get(key)
+        value = settings.get(key)
         if value is not None and type(value) not in (int, float):
             raise UserError(f"{file}: {key} is {describe(value)}; it is a number")
-    value = found.get("eos_token_id")
+    value = settings.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(item) is int for item in ids):
         raise UserError(f"{file}: eos_token_id is {describe(value)}; it is an id or a list of them")
-    return found
+    return settings

@@ -66,7 +66,7 @@ class TensorRef:
 
     def write(self, array, host):
         array = host(array)
-        yield SplitPiece(self.name, array.shape, whole(array.shape), array)
+        yield SplitPiece(self.name, array.shape, full_index(array.shape), array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class FirstRow:
 
     def write(self, array, host):
         array = host(array)[None]
-        yield SplitPiece(self.name, array.shape, whole(array.shape), array)
+        yield SplitPiece(self.name, array.shape, full_index(array.shape), array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ class SplitRows:
     def write(self, array, host):
         array = host(array)
         shape = self.shapes(array.shape)[self.name]
-        yield SplitPiece(self.name, shape, self._shifted(whole(array.shape)), array)
+        yield SplitPiece(self.name, shape, self._shifted(full_index(array.shape)), array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,9 @@ class Interleaved:
 
     def _spread(self, index):
         axis = self.axis % len(index)
-        first, last = (self.start + at * self.step for at in (index[axis].start, index[axis].stop))
+        first, last = (
+            self.start + row * self.step for row in (index[axis].start, index[axis].stop)
+        )
         rows = slice(first, last - self.step + 1, self.step)
         return (*index[:axis], rows, *index[axis + 1 :])
 
@@ -138,7 +140,7 @@ class Interleaved:
     def write(self, array, host):
         array = host(array)
         shape = self.shapes(array.shape)[self.name]
-        yield SplitPiece(self.name, shape, self._spread(whole(array.shape)), array)
+        yield SplitPiece(self.name, shape, self._spread(full_index(array.shape)), array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,15 +158,15 @@ class PermutedRows:
         assert shape[self.axis] == sum(size for _, size in self.runs), f"{self.name}: {shape}"
         return {self.name: (*shape[: self.axis], self.total, *shape[self.axis + 1 :])}
 
-    def _pieces(self, wanted: slice) -> Iterator[tuple[slice, slice]]:
-        """(rows of the target, the same rows of the tensor) within `wanted`."""
-        place = 0
+    def _pieces(self, rows: slice) -> Iterator[tuple[slice, slice]]:
+        """(rows of the target, the same rows of the tensor) within `rows`."""
+        offset = 0
         for start, size in self.runs:
-            first, stop = max(place, wanted.start), min(place + size, wanted.stop)
+            first, stop = max(offset, rows.start), min(offset + size, rows.stop)
             if first < stop:
-                shift = start - place
+                shift = start - offset
                 yield slice(first, stop), slice(first + shift, stop + shift)
-            place += size
+            offset += size
 
     def _at(self, index, rows):
         return (*index[: self.axis], rows, *index[self.axis + 1 :])
@@ -177,9 +179,11 @@ class PermutedRows:
 
     def write(self, array, host):
         array = host(array)
-        shape, index = self.shapes(array.shape)[self.name], whole(array.shape)
-        for here, there in self._pieces(index[self.axis]):
-            yield SplitPiece(self.name, shape, self._at(index, there), array[self._at(index, here)])
+        shape, index = self.shapes(array.shape)[self.name], full_index(array.shape)
+        for target_rows, tensor_rows in self._pieces(index[self.axis]):
+            yield SplitPiece(
+                self.name, shape, self._at(index, tensor_rows), array[self._at(index, target_rows)]
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,15 +209,18 @@ class MatrixBlock:
     def write(self, array, host):
         array = host(array)
         shape, width = (self.total, self.columns), array.shape[1]
-        columns, place = slice(self.start, self.start + width), 0
-        left = np.ones(self.total, bool)
+        columns, offset = slice(self.start, self.start + width), 0
+        unwritten = np.ones(self.total, bool)
         for first, size in self.runs:
             yield SplitPiece(
-                self.name, shape, (slice(first, first + size), columns), array[place : place + size]
+                self.name,
+                shape,
+                (slice(first, first + size), columns),
+                array[offset : offset + size],
             )
-            left[first : first + size] = False
-            place += size
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], left.astype(np.int8), [0]])))
+            unwritten[first : first + size] = False
+            offset += size
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], unwritten.astype(np.int8), [0]])))
         for first, stop in edges.reshape(-1, 2).tolist():
             zeros = np.zeros((stop - first, width), array.dtype)
             yield SplitPiece(self.name, shape, (slice(first, stop), columns), zeros)
@@ -310,10 +317,10 @@ class DraftVocabulary:
 
     def write(self, array, host):
         ids = host(array).astype(np.int64)
-        yield SplitPiece("d2t", ids.shape, whole(ids.shape), ids - np.arange(len(ids)))
-        kept = np.zeros(self.total, bool)
-        kept[ids] = True
-        yield SplitPiece("t2d", kept.shape, whole(kept.shape), kept)
+        yield SplitPiece("d2t", ids.shape, full_index(ids.shape), ids - np.arange(len(ids)))
+        in_draft = np.zeros(self.total, bool)
+        in_draft[ids] = True
+        yield SplitPiece("t2d", in_draft.shape, full_index(in_draft.shape), in_draft)
 
 
 class ParameterEntry(NamedTuple):
@@ -323,6 +330,6 @@ class ParameterEntry(NamedTuple):
     op: TensorOp
 
 
-def whole(shape: Sequence[int]) -> Index:
+def full_index(shape: Sequence[int]) -> Index:
     """The index of all of an array."""
     return tuple(slice(0, size) for size in shape)

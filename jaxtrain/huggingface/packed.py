@@ -22,7 +22,7 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.compressed import BFLOAT16, FLOAT8, METHOD, check_config, find_compressed
 from jaxtrain.huggingface.files import describe, shorten, spell
-from jaxtrain.huggingface.ops import Fetch, Index, whole
+from jaxtrain.huggingface.ops import Fetch, Index, full_index
 from jaxtrain.huggingface.safetensors import SafetensorsFolder, TensorLocation
 
 SCALES = "_scale_inv"
@@ -70,7 +70,7 @@ class MXFP4Tensor:
 
     def view(self) -> tuple[np.ndarray, np.ndarray]:
         """uint8 [..., out, in / 2] and [..., out, in / 32] as they are stored, still on disk."""
-        blocks, scales = (stored.read(whole(stored.shape)) for stored in self.stored)
+        blocks, scales = (stored.read(full_index(stored.shape)) for stored in self.stored)
         return blocks.reshape(*scales.shape[:-1], -1), scales
 
     def read(self, fetch, index):
@@ -82,8 +82,8 @@ class MXFP4Tensor:
             inputs.start - first * MXFP4_BLOCK, inputs.stop - first * MXFP4_BLOCK, inputs.step
         )
         values = np.empty((*scales.shape[:-1], MXFP4_BLOCK * scales.shape[-1]), BFLOAT16)
-        for place in np.ndindex(scales.shape[:-2]):  # a matrix at a time: few are wide at once
-            values[place] = decode_mxfp4(blocks[place], scales[place])
+        for matrix in np.ndindex(scales.shape[:-2]):  # a matrix at a time: few are wide at once
+            values[matrix] = decode_mxfp4(blocks[matrix], scales[matrix])
         return values[..., inside].swapaxes(-1, -2)
 
 
@@ -107,11 +107,11 @@ class FP8:
     def __init__(self, name: str, codes: TensorLocation, scales: TensorLocation):
         self.parts = (name, f"{name}{SCALES}")
         *lead, num_out, num_in = codes.shape
-        wanted = (*lead, -(-num_out // FP8_BLOCK), -(-num_in // FP8_BLOCK))
-        if scales.shape != wanted:
+        expected = (*lead, -(-num_out // FP8_BLOCK), -(-num_in // FP8_BLOCK))
+        if scales.shape != expected:
             raise UserError(
                 f"{scales.file}: {shorten(self.parts[1])} {scales.shape} does not fit weights"
-                f" {codes.shape} in FP8: {wanted}, one scale for each {FP8_BLOCK} x {FP8_BLOCK}"
+                f" {codes.shape} in FP8: {expected}, one scale for each {FP8_BLOCK} x {FP8_BLOCK}"
             )
         self.shape = codes.shape
 
@@ -124,11 +124,11 @@ class FP8:
         codes, scales = fetch(self.parts[0], index), fetch(self.parts[1], (*lead, *blocks))
         own_rows, own_columns = (p - b.start for p, b in zip(places, blocks, strict=True))
         values = np.empty(codes.shape, BFLOAT16)
-        for place in np.ndindex(codes.shape[:-2]):  # a matrix at a time, as above
-            wide = E4M3[codes[place].view(np.uint8)]
-            factor = scales[place].astype(np.float32)[:, own_columns]
+        for matrix in np.ndindex(codes.shape[:-2]):  # a matrix at a time, as above
+            wide = E4M3[codes[matrix].view(np.uint8)]
+            factor = scales[matrix].astype(np.float32)[:, own_columns]
             wide *= factor[own_rows]
-            values[place] = wide
+            values[matrix] = wide
         return values
 
 
@@ -159,23 +159,23 @@ class PackedFolder(SafetensorsFolder):
 
 def find_mxfp4(tensors: Mapping[str, TensorLocation]) -> dict[str, MXFP4Tensor]:
     """The tensors that these hold in MXFP4."""
-    found = {}
+    matrices = {}
     for name, stored in tensors.items():
         base, end = name.rsplit("_", 1) if "_" in name else (name, "")
         scales = tensors.get(f"{base}_scales")
         if end == "blocks" and scales is not None and stored.dtype == scales.dtype == np.uint8:
-            found[base] = MXFP4Tensor(base, stored, scales)
-    return found
+            matrices[base] = MXFP4Tensor(base, stored, scales)
+    return matrices
 
 
 def find_fp8(tensors: Mapping[str, TensorLocation]) -> dict[str, FP8]:
     """The tensors that these hold in FP8 with scales of blocks."""
-    found = {}
+    matrices = {}
     for name, scales in tensors.items():
         codes = tensors.get(name.removesuffix(SCALES))
         if name.endswith(SCALES) and codes is not None and codes.dtype == FLOAT8:
-            found[name.removesuffix(SCALES)] = FP8(name.removesuffix(SCALES), codes, scales)
-    return found
+            matrices[name.removesuffix(SCALES)] = FP8(name.removesuffix(SCALES), codes, scales)
+    return matrices
 
 
 def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,9 +184,11 @@ def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
     packing = raw.get("quantization_config")
     if packing is not None and not is_packed(raw):
         method = packing.get("quant_method") if isinstance(packing, Mapping) else None
-        said = f"quant_method={spell(method)}" if isinstance(method, str) else describe(packing)
+        description = (
+            f"quant_method={spell(method)}" if isinstance(method, str) else describe(packing)
+        )
         raise UserError(
-            f"config.json: quantization_config with {said} is not supported; read are"
+            f"config.json: quantization_config with {description} is not supported; read are"
             f" {', '.join(METHODS)} and plain weights, to which transformers can convert others"
         )
     packing = packing or {}

@@ -26,22 +26,22 @@ MAX_DEPTH = 50
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 
 
-def check_patterns(backend: Any, place: str) -> None:
+def check_patterns(backend: Any, source: str) -> None:
     """UserError where a pattern of a tokenizers.Tokenizer may take time without bound."""
     for name in PARTS:
         part = getattr(backend, name)
         if part is None:
             continue
         try:
-            found = json.loads(part.__getstate__())
+            settings = json.loads(part.__getstate__())
         except Exception:  # a part written in Python, which has no pattern of a file
             continue
-        for pattern in _list_patterns(found):
+        for pattern in _list_patterns(settings):
             try:
                 check_pattern(pattern)
             except ValueError as reason:
                 raise UserError(
-                    f"the tokenizer {place}: {name} of tokenizer.json has the regular expression"
+                    f"the tokenizer {source}: {name} of tokenizer.json has the regular expression"
                     f" {shorten(pattern)}, {reason}, so that a text may take forever. Rewrite it"
                     " (possessive repetitions and atomic groups are fine), or use another tokenizer"
                 ) from None
@@ -65,8 +65,8 @@ def _list_patterns(part: Any) -> list[str]:
         return [pattern for item in part for pattern in _list_patterns(item)]
     if not isinstance(part, dict):
         return []
-    own = [part["Regex"]] if isinstance(part.get("Regex"), str) else []
-    return own + [found for value in part.values() for found in _list_patterns(value)]
+    direct = [part["Regex"]] if isinstance(part.get("Regex"), str) else []
+    return direct + [nested for value in part.values() for nested in _list_patterns(value)]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Reader:
             return parts[0]
         return _Ways(sum(part.repeats for part in parts), any(part.varies for part in parts))
 
-    def repeated(self, found: _Ways) -> _Ways:
+    def repeated(self, ways: _Ways) -> _Ways:
         """An atom with the quantifiers behind it."""
         while match := _REPEAT.match(self.text, self.at):
             start, self.at = self.at, match.end()
@@ -128,17 +128,17 @@ class _Reader:
             if possessive or suffix == "?":
                 self.at += 1
             if possessive:
-                found = _Ways()
+                ways = _Ways()
             elif most is None or most > SMALL:
-                if found.varies or found.repeats:
+                if ways.varies or ways.repeats:
                     raise ValueError(
                         f"which at place {start} repeats without a small bound what itself matches"
                         " in several ways"
                     )
-                found = _Ways(1, True)
+                ways = _Ways(1, True)
             else:
-                found = _Ways(found.repeats * most, found.varies or least != most)
-        return found
+                ways = _Ways(ways.repeats * most, ways.varies or least != most)
+        return ways
 
     def atom(self, depth: int) -> _Ways:
         text, start = self.text, self.at
@@ -173,14 +173,14 @@ class _Reader:
                 return _Ways()
             if kind.endswith(")"):
                 return _Ways()  # (?i): options for what follows
-        found = self.alternatives(depth + 1)
+        ways = self.alternatives(depth + 1)
         if self.text[self.at : self.at + 1] != ")":
             raise ValueError(f"whose ( at place {start} is not closed")
         self.at += 1
         if kind == "?>":
             return _Ways()
         # What is looked at is matched in one way, once it is; on its way it counts.
-        return _Ways(found.repeats) if kind in ("?=", "?!", "?<=", "?<!") else found
+        return _Ways(ways.repeats) if kind in ("?=", "?!", "?<=", "?<!") else ways
 
     def character_class(self, depth: int) -> None:
         if depth > MAX_DEPTH:

@@ -55,7 +55,7 @@ class Prefixes:
         """All of it, without the generation prompt."""
         return "".join(self.bodies[:-1]) + self.lasts[-1]
 
-    def whole(self, count: int, generation: bool = False) -> str:
+    def render(self, count: int, generation: bool = False) -> str:
         """The rendering of the first `count` messages; 1 or more."""
         ends = self.prompts if generation else self.lasts
         return "".join(self.bodies[:count]) + ends[count - 1]
@@ -81,12 +81,12 @@ def mark_template(text: str) -> nodes.Template | None:
     loops = [index for index, node in enumerate(tree.body) if _is_loop(node)]
     if len(loops) != 1:
         return None
-    place = loops[0]
-    loop: Any = tree.body[place]
-    if not _is_plain(tree, loop, tree.body[place + 1 :]):
+    position = loops[0]
+    loop: Any = tree.body[position]
+    if not _is_plain(tree, loop, tree.body[position + 1 :]):
         return None
     # Each way from a tree of its own, for they are changed.
-    last, behind, prompt = (parse(text).body[place:] for _ in range(3))
+    last, behind, prompt = (parse(text).body[position:] for _ in range(3))
     ways = (
         [_Body(as_last=False).visit(node) for node in loop.body],
         [_Body(as_last=True).visit(node) for node in last[0].body],  # pyright: ignore
@@ -98,7 +98,7 @@ def mark_template(text: str) -> nodes.Template | None:
         for way in ways
         for node in (nodes.Output([nodes.Name(MARK, "load")]), nodes.Scope(way))
     ]
-    tree.body = tree.body[: place + 1]
+    tree.body = tree.body[: position + 1]
     assert tree.environment is not None, "a parsed tree has one"
     tree.set_environment(tree.environment)
     return tree
@@ -122,27 +122,27 @@ def _is_plain(tree: nodes.Template, loop: nodes.For, behind: list[nodes.Node]) -
     if loop.recursive or loop.else_ or loop.test or not isinstance(loop.target, nodes.Name):
         return False
     for node in (*loop.body, *behind):
-        for one in (node, *node.find_all(nodes.Stmt)):
-            if not isinstance(one, STATEMENTS):
+        for statement in (node, *node.find_all(nodes.Stmt)):
+            if not isinstance(statement, STATEMENTS):
                 return False
         if any(True for _ in node.find_all((nodes.NSRef, nodes.Break, nodes.Continue))):
             return False
     fine = {id(loop.iter)}
     fine |= {id(n.node) for n in tree.find_all(nodes.Getitem) if _is_const(n.arg, 0)}
-    inner = [one for node in loop.body for one in _outside_loops(node)]
+    inner = [statement for node in loop.body for statement in _outside_loops(node)]
     for node in inner:
         if isinstance(node, nodes.Getattr) and node.attr in OF_LOOP:
             fine.add(id(node.node))
         if isinstance(node, nodes.Getitem) and _neighbor(node.arg):
             fine.add(id(node.node))
-    own = {id(node) for node in inner}
+    body_nodes = {id(node) for node in inner}
     flags = {id(n) for node in behind for n in (node, *node.find_all(nodes.Name))}
     for name in tree.find_all(nodes.Name):
         if name.name in KEEPING:
             return False
         if name.name == "messages" and (id(name) not in fine or name.ctx != "load"):
             return False
-        if name.name == "loop" and id(name) in own and id(name) not in fine:
+        if name.name == "loop" and id(name) in body_nodes and id(name) not in fine:
             return False
         if name.name == "add_generation_prompt" and (id(name) not in flags or name.ctx != "load"):
             return False
@@ -170,9 +170,9 @@ def _is_const(node: nodes.Node, value: int) -> bool:
 def _neighbor(node: nodes.Node) -> int:
     """1 for loop.index0 + 1, -1 for loop.index0 - 1, 0 for all else."""
     if isinstance(node, nodes.Add | nodes.Sub) and _is_const(node.right, 1):
-        left = node.left
-        if isinstance(left, nodes.Getattr) and left.attr == "index0":
-            if isinstance(left.node, nodes.Name) and left.node.name == "loop":
+        operand = node.left
+        if isinstance(operand, nodes.Getattr) and operand.attr == "index0":
+            if isinstance(operand.node, nodes.Name) and operand.node.name == "loop":
                 return 1 if isinstance(node, nodes.Add) else -1
     return 0
 
@@ -208,8 +208,8 @@ class _Body(NodeTransformer):
 class _Generation(NodeTransformer):
     """What is behind the loop, with or without the generation prompt."""
 
-    def __init__(self, wanted: bool):
-        self.wanted = wanted
+    def __init__(self, generation: bool):
+        self.wanted = generation
 
     def visit_Name(self, node: nodes.Name) -> nodes.Node:
         return nodes.Const(self.wanted) if node.name == "add_generation_prompt" else node

@@ -11,7 +11,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.compressed import NIBBLES, SCHEMES, encode, encoded_shapes, write_config
 from jaxtrain.huggingface.copy import copy_beside, is_float
 from jaxtrain.huggingface.files import read_object, shorten, spell
-from jaxtrain.huggingface.ops import TIED_COPY, SplitPiece, whole
+from jaxtrain.huggingface.ops import TIED_COPY, SplitPiece, full_index
 from jaxtrain.huggingface.packed import is_packed
 from jaxtrain.huggingface.safetensors import CODES, MAX_SHARD_BYTES, SafetensorsFolder, write_folder
 
@@ -58,8 +58,8 @@ def quantize_folder(
     def pieces() -> Iterator[SplitPiece]:
         for name, stored in files.tensors.items():
             if name not in names:
-                for place in cut(stored.shape):
-                    yield SplitPiece(name, stored.shape, place, files.fetch(name, place))
+                for part in cut(stored.shape):
+                    yield SplitPiece(name, stored.shape, part, files.fetch(name, part))
                 continue
             shapes = encoded_shapes(how, stored.shape, group)
             for rows, columns in cut(stored.shape):
@@ -71,7 +71,7 @@ def quantize_folder(
                     yield SplitPiece(name + ending, shape, (rows, slice(0, shape[1])), array)
             if "_shape" in shapes:
                 yield SplitPiece(
-                    f"{name}_shape", (2,), whole((2,)), np.array(stored.shape, np.int64)
+                    f"{name}_shape", (2,), full_index((2,)), np.array(stored.shape, np.int64)
                 )
 
     write_folder(output, plan, pieces(), max_shard_bytes)
@@ -80,8 +80,11 @@ def quantize_folder(
     config["quantization_config"] = write_config(how, group, ignore)
     (output / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     sizes = [
-        sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for shape, dtype in one)
-        for one in ([(s.shape, s.dtype) for s in files.tensors.values()], plan.values())
+        sum(
+            int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            for shape, dtype in tensors
+        )
+        for tensors in ([(s.shape, s.dtype) for s in files.tensors.values()], plan.values())
     ]
     return QuantizeResult(len(names), *sizes)
 
@@ -134,12 +137,12 @@ def find_group(files: SafetensorsFolder, names: Collection[str]) -> str:
 
 def list_ignored(files: SafetensorsFolder, names: Collection[str]) -> list[str]:
     """The modules whose matrices stay as they are, with a head even where it is tied."""
-    kept = {
+    plain = {
         name.removesuffix(".weight")
         for name, stored in files.tensors.items()
         if name not in names and name.endswith(".weight") and len(stored.shape) > 1
     }
-    return sorted(kept | {TIED_COPY.removesuffix(".weight")})
+    return sorted(plain | {TIED_COPY.removesuffix(".weight")})
 
 
 def cut(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
@@ -150,4 +153,4 @@ def cut(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     per_row = max(1, int(np.prod(shape[1:], dtype=np.int64)))
     step = max(1, PART_NUMBERS // per_row)
     for first in range(0, shape[0], step):
-        yield (slice(first, min(shape[0], first + step)), *whole(shape[1:]))
+        yield (slice(first, min(shape[0], first + step)), *full_index(shape[1:]))

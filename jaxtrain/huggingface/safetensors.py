@@ -86,9 +86,9 @@ class SafetensorsFolder:
             for shard in sorted(set(homes.values())):
                 self._add(read_header(find_inside(self.path, shard, index)))
             for name, shard in homes.items():
-                found = self.tensors.get(name)
-                if found is None or found.file != self.path / shard:
-                    where = "nowhere" if found is None else f"in {found.file.name}"
+                stored = self.tensors.get(name)
+                if stored is None or stored.file != self.path / shard:
+                    where = "nowhere" if stored is None else f"in {stored.file.name}"
                     raise UserError(
                         f"{index}: weight_map says that {shorten(name)} is in {shard}, but it is"
                         f" {where}; download the folder again"
@@ -169,24 +169,24 @@ def read_header(file: Path) -> dict[str, TensorLocation]:
 
 def _read_entry(file: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
     """(dtype, shape, first byte, byte behind the last) of one tensor of a header."""
-    place = f"{file}: tensor {shorten(name)}"
+    source = f"{file}: tensor {shorten(name)}"
     if not isinstance(entry, dict):
-        raise UserError(f"{place} is {describe(entry)} in the header; the file is damaged")
+        raise UserError(f"{source} is {describe(entry)} in the header; the file is damaged")
     code = entry.get("dtype")
     if not isinstance(code, str) or code not in DTYPES:
-        raise UserError(f"{place} has dtype {shorten(code)}; supported: {sorted(DTYPES)}")
+        raise UserError(f"{source} has dtype {shorten(code)}; supported: {sorted(DTYPES)}")
     shape, offsets = _read_sizes(entry.get("shape")), _read_sizes(entry.get("data_offsets"))
     if shape is None or len(shape) > MAX_DIMS:
-        raise UserError(f"{place} has shape {shorten(entry.get('shape'))}; the header is damaged")
+        raise UserError(f"{source} has shape {shorten(entry.get('shape'))}; the header is damaged")
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise UserError(
-            f"{place} has data_offsets {shorten(entry.get('data_offsets'))}; the header is damaged"
+            f"{source} has data_offsets {shorten(entry.get('data_offsets'))}; the header is damaged"
         )
     start, stop = offsets
     dtype = DTYPES[code]
     if stop - start != dtype.itemsize * math.prod(shape):
         raise UserError(
-            f"{place} {shorten(list(shape))} {code} does not fill its {stop - start} bytes; the"
+            f"{source} {shorten(list(shape))} {code} does not fill its {stop - start} bytes; the"
             " header is damaged"
         )
     return dtype, shape, start, stop

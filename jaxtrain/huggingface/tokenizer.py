@@ -47,34 +47,34 @@ PROBES = (
 )
 
 
-def open_tokenizer(place: str) -> Any:
+def open_tokenizer(source: str) -> Any:
     """The fast tokenizer of a folder or a Hub id.
 
     Raises UserError, with file and key, where a file is not what it should be.
     """
     from transformers import AutoTokenizer  # slow to import
 
-    check_files(Path(place))
+    check_files(Path(source))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, use_fast=True, trust_remote_code=False)
         size = len(tokenizer) if tokenizer.is_fast else 0
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # foreign files in foreign code, whose Rust parts panic
         reason = _say(error)
         raise UserError(
-            f"cannot load the tokenizer {place} (key model.tokenizer): {reason}\n"
+            f"cannot load the tokenizer {source} (key model.tokenizer): {reason}\n"
             'Give a folder with tokenizer.json, a Hub id that can be reached, or "builtin".'
         ) from error
     if not tokenizer.is_fast:
         raise UserError(
-            f"the tokenizer {place} is a slow one ({type(tokenizer).__name__}); jaxtrain needs a "
+            f"the tokenizer {source} is a slow one ({type(tokenizer).__name__}); jaxtrain needs a "
             "fast one: convert it to tokenizer.json with transformers and name that folder"
         )
     if not size:
-        raise UserError(f"the tokenizer {place} (key model.tokenizer) has no tokens")
-    check_template(tokenizer.chat_template, place)
-    check_patterns(tokenizer.backend_tokenizer, place)
+        raise UserError(f"the tokenizer {source} (key model.tokenizer) has no tokens")
+    check_template(tokenizer.chat_template, source)
+    check_patterns(tokenizer.backend_tokenizer, source)
     return tokenizer
 
 
@@ -97,25 +97,25 @@ def check_files(folder: Path) -> None:
         read_text(file)
 
 
-def _check_config(file: Path, found: dict[str, Any]) -> None:
+def _check_config(file: Path, config: dict[str, Any]) -> None:
     for key, kinds in TYPES.items():
-        value = found.get(key)
+        value = config.get(key)
         if value is not None and not (
             isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
         ):
             allowed = " or ".join(dict.fromkeys(_KINDS[kind] for kind in kinds))
             raise UserError(f"{file}: {key} is {describe(value)}; it must be {allowed}")
     for key in (*TOKENS, "additional_special_tokens", "extra_special_tokens"):
-        value = found.get(key)
+        value = config.get(key)
         several = list(value.values()) if isinstance(value, dict) and key not in TOKENS else value
         for token in several if isinstance(several, list) else [value]:
             _check_token(f"{file}: {key}", token)
-    for number, token in (found.get("added_tokens_decoder") or {}).items():
-        place = f"{file}: added_tokens_decoder.{spell(number)}"
+    for number, token in (config.get("added_tokens_decoder") or {}).items():
+        key_path = f"{file}: added_tokens_decoder.{spell(number)}"
         if not number.isascii() or not number.isdigit() or not isinstance(token, dict):
-            raise UserError(f"{place} is {describe(token)}; it must be the object of an id")
-        _check_token(place, token)
-    templates = found.get("chat_template")
+            raise UserError(f"{key_path} is {describe(token)}; it must be the object of an id")
+        _check_token(key_path, token)
+    templates = config.get("chat_template")
     for entry in templates if isinstance(templates, list) else []:
         texts = entry if isinstance(entry, dict) else {}
         if not all(isinstance(texts.get(key), str) for key in ("name", "template")):
@@ -125,7 +125,7 @@ def _check_config(file: Path, found: dict[str, Any]) -> None:
             )
 
 
-def _check_token(place: str, token: Any) -> None:
+def _check_token(source: str, token: Any) -> None:
     content = token.get("content") if isinstance(token, dict) else token
     if (
         content is not None
@@ -134,18 +134,18 @@ def _check_token(place: str, token: Any) -> None:
         and token is not None
     ):
         raise UserError(
-            f"{place} is {describe(token)}; a token is a text, or an object with content"
+            f"{source} is {describe(token)}; a token is a text, or an object with content"
         )
 
 
-def _check_tokenizer(file: Path, found: dict[str, Any]) -> None:
-    model = found.get("model")
+def _check_tokenizer(file: Path, content: dict[str, Any]) -> None:
+    model = content.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, dict | list) or not vocabulary:
         raise UserError(
             f"{file}: model is {describe(model)}; it must be an object with the vocabulary, vocab"
         )
-    added = found.get("added_tokens")
+    added = content.get("added_tokens")
     if not isinstance(added, list):
         raise UserError(f"{file}: added_tokens is {describe(added)}; it must be a list")
     for token in added:
@@ -155,16 +155,16 @@ def _check_tokenizer(file: Path, found: dict[str, Any]) -> None:
                 f"{file}: added_tokens holds {describe(token)}; each has an id and a content"
             )
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if not isinstance(found.get(part), dict | None):
-            raise UserError(f"{file}: {part} is {describe(found[part])}; it is an object or null")
+        if not isinstance(content.get(part), dict | None):
+            raise UserError(f"{file}: {part} is {describe(content[part])}; it is an object or null")
 
 
-def check_template(template: Any, place: str) -> None:
+def check_template(template: Any, source: str) -> None:
     """UserError for a chat template that is neither a text nor several by name."""
     several = isinstance(template, dict) and all(isinstance(t, str) for t in template.values())
     if not (template is None or isinstance(template, str) or several):
         raise UserError(
-            f"the tokenizer {place}: chat_template is {describe(template)}; it must be a text, or"
+            f"the tokenizer {source}: chat_template is {describe(template)}; it must be a text, or"
             " a list of {name, template}"
         )
 
@@ -177,30 +177,30 @@ def find_differences(tokenizer: Any) -> str | None:
     """
     from tokenizers import Tokenizer
 
-    place = str(tokenizer.name_or_path)
-    file = _find_file(place)
+    source = str(tokenizer.name_or_path)
+    file = _find_file(source)
     if file is None:
         return None
     try:
-        own = Tokenizer.from_file(str(file))
+        stored = Tokenizer.from_file(str(file))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # as above
         return f"{file} cannot be read by itself ({_say(error)}), though transformers loads it"
-    check_patterns(own, place)
-    own.no_truncation()
-    own.no_padding()
+    check_patterns(stored, source)
+    stored.no_truncation()
+    stored.no_padding()
     loaded = tokenizer.backend_tokenizer
-    added = [token.content for token in own.get_added_tokens_decoder().values()][:40]
+    added = [token.content for token in stored.get_added_tokens_decoder().values()][:40]
     for text in (*PROBES, *(f"a {token} b{token}c" for token in added)):
         for special in (False, True):
-            theirs = loaded.encode(text, add_special_tokens=special).ids
-            ours = own.encode(text, add_special_tokens=special).ids
-            if theirs != ours:
-                parts = ", ".join(_compare(loaded, own)) or "no part by name"
+            loaded_ids = loaded.encode(text, add_special_tokens=special).ids
+            stored_ids = stored.encode(text, add_special_tokens=special).ids
+            if loaded_ids != stored_ids:
+                parts = ", ".join(_compare(loaded, stored)) or "no part by name"
                 return (
                     f"transformers ({type(tokenizer).__name__}) does not tokenize as {file} says:"
-                    f" {shorten(text)} becomes {_cut(theirs)}, by the file {_cut(ours)}; they"
+                    f" {shorten(text)} becomes {_cut(loaded_ids)}, by the file {_cut(stored_ids)}; they"
                     f" differ in {parts}. This run goes on"
                     " with the first; if the model was trained with the second, set tokenizer_class"
                     ' to "PreTrainedTokenizerFast" in tokenizer_config.json'
@@ -208,20 +208,20 @@ def find_differences(tokenizer: Any) -> str | None:
     return None
 
 
-def _find_file(place: str) -> Path | None:
-    if Path(place).is_dir():
-        file = Path(place) / "tokenizer.json"
+def _find_file(source: str) -> Path | None:
+    if Path(source).is_dir():
+        file = Path(source) / "tokenizer.json"
         return file if file.is_file() else None
     try:
-        found = try_to_load_from_cache(place, "tokenizer.json")
+        cached = try_to_load_from_cache(source, "tokenizer.json")
     except HFValidationError:
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def _compare(first: Any, second: Any) -> list[str]:
-    one, other = (json.loads(tokenizer.to_str()) for tokenizer in (first, second))
-    return [part for part in PARTS if one.get(part) != other.get(part)]
+    loaded, stored = (json.loads(tokenizer.to_str()) for tokenizer in (first, second))
+    return [part for part in PARTS if loaded.get(part) != stored.get(part)]
 
 
 def _cut(ids: list[int]) -> str:
@@ -243,18 +243,25 @@ _KINDS = {
 }
 
 
-def compare_vocabularies(ours: Any, theirs: Any) -> str | None:
+def compare_vocabularies(tokenizer: Any, reference: Any) -> str | None:
     """In what two tokenizers' token ids do not mean the same, as a part of a sentence; None: they
     agree on all."""
-    left, right = ({i: token for token, i in one.get_vocab().items()} for one in (ours, theirs))
-    differs = sorted(i for i in left.keys() | right.keys() if left.get(i) != right.get(i))
+    token_of, reference_token_of = (
+        {i: token for token, i in table.get_vocab().items()} for table in (tokenizer, reference)
+    )
+    differs = sorted(
+        i
+        for i in token_of.keys() | reference_token_of.keys()
+        if token_of.get(i) != reference_token_of.get(i)
+    )
     if not differs:
         return None
     first = differs[0]
-    mine, other = (
-        shorten(repr(one[first])) if first in one else "no token" for one in (left, right)
+    first_token, reference_token = (
+        shorten(repr(table[first])) if first in table else "no token"
+        for table in (token_of, reference_token_of)
     )
     return (
-        f"{len(differs):,} of {max(len(left), len(right)):,} ids differ, the first of them {first}:"
-        f" {escape_control_chars(mine)} here, {escape_control_chars(other)} there"
+        f"{len(differs):,} of {max(len(token_of), len(reference_token_of)):,} ids differ, the first of them {first}:"
+        f" {escape_control_chars(first_token)} here, {escape_control_chars(reference_token)} there"
     )

@@ -45,8 +45,8 @@ def experts_mlp(
     act = config.hidden_act if activation is None else activation
     shared = {"num_shared": num_shared, "gate_shared": gate_shared}
     chooser = Router(width, count, config.routing, **router, **common)
-    own = {"activation": act, "use_bias": use_bias}
-    return MoE(chooser, width, num_hidden, count, **own, **shared, **common)
+    mlp_options = {"activation": act, "use_bias": use_bias}
+    return MoE(chooser, width, num_hidden, count, **mlp_options, **shared, **common)
 
 
 def grouped_experts_mlp(config: GroupedExpertsConfig, common: Mapping[str, Any]) -> MoE:
@@ -103,5 +103,5 @@ def block_of(
     make = functools.partial(
         config.norm, config.hidden_size, eps=config.rms_norm_eps, param_dtype=common["param_dtype"]
     )
-    mlp, made = make_mlp(config, common), {name: make() for name in norms}
-    return Block(mixer, mlp, residual_scale=residual_scale, **made)
+    mlp, norm_layers = make_mlp(config, common), {name: make() for name in norms}
+    return Block(mixer, mlp, residual_scale=residual_scale, **norm_layers)

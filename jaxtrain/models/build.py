@@ -69,7 +69,7 @@ def draw_params(
     the place of the array, so that none is there whole."""
     module = family(config)
     _, state = nnx.split(abstract(config, part, **options))
-    places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
+    param_shardings = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
     for path, leaf in nnx.to_flat_state(state):
         name = ".".join(map(str, path))
         if only is not None and name not in only:
@@ -78,15 +78,18 @@ def draw_params(
         def draw(key: jax.Array, layer: Any = None, path: tuple = path) -> jax.Array:
             chosen = DecoderOptions(**options, only_layer=layer)
             model = module.Model(config, chosen, nnx.Rngs(params=key))
-            found = dict(nnx.to_flat_state(nnx.state(model)))[path].get_value()
-            return found if layer is None else found[0]
+            value = dict(nnx.to_flat_state(nnx.state(model)))[path].get_value()
+            return value if layer is None else value[0]
 
-        key, place = jax.random.key(seed), places[path].get_value() if places else None
+        key, sharding = (
+            jax.random.key(seed),
+            param_shardings[path].get_value() if param_shardings else None,
+        )
         if name in by_layer:
-            one = jax.jit(draw, out_shardings=layer_sharding(place))
-            yield name, (one(key, layer) for layer in range(leaf.get_value().shape[0]))
+            draw_layer = jax.jit(draw, out_shardings=layer_sharding(sharding))
+            yield name, (draw_layer(key, layer) for layer in range(leaf.get_value().shape[0]))
         else:
-            yield name, jax.jit(draw, out_shardings=place)(key)
+            yield name, jax.jit(draw, out_shardings=sharding)(key)
 
 
 def param_count(config: DecoderConfig) -> int:
@@ -95,9 +98,9 @@ def param_count(config: DecoderConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
 
-def layer_sharding(place: NamedSharding | None) -> NamedSharding | None:
+def layer_sharding(sharding: NamedSharding | None) -> NamedSharding | None:
     """Where one layer of a stacked parameter goes."""
-    if place is None:
+    if sharding is None:
         return None
-    assert not place.spec or place.spec[0] is None, "layers are cut over no axis"
-    return NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+    assert not sharding.spec or sharding.spec[0] is None, "layers are cut over no axis"
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))

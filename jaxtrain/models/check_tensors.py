@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import spell
-from jaxtrain.huggingface.ops import TIED_COPY, ParameterEntry, whole
+from jaxtrain.huggingface.ops import TIED_COPY, ParameterEntry, full_index
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.models.decoder_config import DecoderConfig
 
@@ -22,22 +22,24 @@ def check_tensors(
     files: SafetensorsFolder,
     shapes: Mapping[ParameterEntry, tuple[int, ...]],
     config: DecoderConfig,
-    whole: bool = True,
+    complete: bool = True,
 ) -> None:
     """One UserError for all tensors that are missing, unexpected (whole), misshapen, no floats."""
-    wanted, fixed = {}, {}
+    expected, fixed = {}, {}
     for entry, shape in shapes.items():
-        wanted |= entry.op.shapes(shape)
+        expected |= entry.op.shapes(shape)
         fixed |= fixed_dtypes(entry)
-    found = files.tensors
+    tensors = files.tensors
     tables = [e.op.shapes(s) for e, s in shapes.items() if e.param == "embed.embedding"]
     table_name = next(iter(tables[0])) if tables else None
-    problems = [f"missing {name} {shape}" for name, shape in wanted.items() if name not in found]
-    for name, stored in found.items():
-        if name in wanted:
-            if stored.shape != wanted[name]:
+    problems = [
+        f"missing {name} {shape}" for name, shape in expected.items() if name not in tensors
+    ]
+    for name, stored in tensors.items():
+        if name in expected:
+            if stored.shape != expected[name]:
                 problems.append(
-                    f"{stored.file.name}: {name} is {stored.shape}, config.json says {wanted[name]}"
+                    f"{stored.file.name}: {name} is {stored.shape}, config.json says {expected[name]}"
                 )
             elif name in fixed:
                 if stored.dtype.kind not in "iub":
@@ -50,7 +52,7 @@ def check_tensors(
         elif name == TIED_COPY and config.score is not None:
             continue  # the head of the language model that it was
         elif name == TIED_COPY and config.tie_word_embeddings:
-            if table_name in found and not _equal(files, TIED_COPY, table_name):
+            if table_name in tensors and not _equal(files, TIED_COPY, table_name):
                 problems.append(
                     f"{stored.file.name}: {name} differs from the embedding, but config.json says "
                     "tie_word_embeddings=true"
@@ -58,25 +60,27 @@ def check_tensors(
         elif name.startswith(config.carries):
             continue
         # The last is a buffer of old transformers, not a weight.
-        elif whole and not name.endswith("rotary_emb.inv_freq"):
+        elif complete and not name.endswith("rotary_emb.inv_freq"):
             problems.append(f"{stored.file.name}: unexpected {spell(name)} {stored.shape}")
     if problems:
-        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+        overflow = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
         listed = "".join(f"\n  {problem}" for problem in problems[:8])
         raise UserError(
             f"{files.path}: the tensors do not fit {config.architecture} with this config.json:"
-            f"{listed}{more}"
+            f"{listed}{overflow}"
         )
 
 
-def _equal(files: SafetensorsFolder, name: str, other: str) -> bool:
-    a, b = files.tensors[name], files.tensors[other]
+def _equal(files: SafetensorsFolder, name: str, copy: str) -> bool:
+    a, b = files.tensors[name], files.tensors[copy]
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return (
         a.file.samefile(b.file)
         and a.offset == b.offset
         or bool(
-            np.array_equal(files.fetch(name, whole(a.shape)), files.fetch(other, whole(b.shape)))
+            np.array_equal(
+                files.fetch(name, full_index(a.shape)), files.fetch(copy, full_index(b.shape))
+            )
         )
     )

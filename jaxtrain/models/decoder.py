@@ -198,8 +198,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
             config.hidden_size, eps=config.rms_norm_eps, param_dtype=jnp.dtype(options.param_dtype)
         )
         head = config.score
-        own = head is None and not config.tie_word_embeddings
-        self.lm_head = Embed(config.vocab_size, config.hidden_size, **common) if own else None
+        has_head = head is None and not config.tie_word_embeddings
+        self.lm_head = Embed(config.vocab_size, config.hidden_size, **common) if has_head else None
         self.score = None if head is None else make_score(head, config.hidden_size, common)
         self.encodings = tuple(
             (name, tuple(frequency.tolist()), factor)
@@ -258,8 +258,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
         layer behind the last of them is run."""
         context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
         depth = max(layers) + 1
-        found = self._run(batch.tokens, context, capture=tuple(layers), depth=depth)[0].captured
-        return jnp.concatenate([found[layer] for layer in layers], axis=-1)
+        outputs = self._run(batch.tokens, context, capture=tuple(layers), depth=depth)[0].captured
+        return jnp.concatenate([outputs[layer] for layer in layers], axis=-1)
 
     def init_packed(self, rows: int, slots: int) -> tuple[State, ...]:
         """Empty states for `append`, in the compute dtype."""
@@ -279,8 +279,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
         rows, length = tokens_BQ.shape
         start_B = jnp.full(rows, start, jnp.int32)
         decoding = Decoding(start_B, start_B + length)
-        found, states = self._run(tokens_BQ, context, states=states, decoding=decoding)
-        return found.hidden, states
+        output, states = self._run(tokens_BQ, context, states=states, decoding=decoding)
+        return output.hidden, states
 
     def scores(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> [..., n] of a model that scores, in at least float32."""
@@ -312,7 +312,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         end_B = cache.length + (T if counts_B is None else counts_B)
         context, decoding = place_new(cache.length, end_B, T)
         decoding = decoding._replace(both_sides=both_sides, shared=shared)
-        found, states = self._run(
+        output, states = self._run(
             tokens_BT,
             context,
             capture=capture,
@@ -320,12 +320,12 @@ class Decoder(EmbeddingAndHead, CachedStack):
             decoding=decoding,
             trial=trial,
         )
-        captured = [found.captured[layer] for layer in capture]
+        captured = [output.captured[layer] for layer in capture]
         return Decoded(
-            found.hidden,
+            output.hidden,
             TrialTokens(states, tokens_BT, cache.length) if trial else DecoderCache(states, end_B),
             jnp.concatenate(captured, axis=-1) if captured else None,
-            side_by_side(found.notes.get("routed")),
+            side_by_side(output.notes.get("routed")),
         )
 
     def commit(self, trial: TrialTokens, counts_B: jax.Array) -> DecoderCache:
@@ -369,8 +369,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
     ) -> tuple[StackOutput, tuple[State, ...]]:
         x_BTD, extra = self._read(tokens_BT, context, words)
         turns = self._turn(context.positions)
-        found, states = self.stack(x_BTD, context, turns, extra=extra, words=words, **options)
-        return found._replace(hidden=scaled(self.norm(found.hidden), self.logit_scale)), states
+        output, states = self.stack(x_BTD, context, turns, extra=extra, words=words, **options)
+        return output._replace(hidden=scaled(self.norm(output.hidden), self.logit_scale)), states
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:

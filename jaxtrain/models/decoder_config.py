@@ -56,9 +56,9 @@ class DecoderConfig:
     tie_word_embeddings: bool
     rope: tuple[tuple[str, Any], ...]
     """Hugging Face's rope_parameters as sorted items; none where nothing is rotated."""
-    kept: tuple[tuple[str, str], ...] = ()
+    carried_attributes: tuple[tuple[str, str], ...] = ()
     """Attributes that are only carried along (token ids, ...), as (key, JSON)."""
-    said: tuple[tuple[str, str], ...] = ()
+    fixed_attributes: tuple[tuple[str, str], ...] = ()
     """Attributes of `fixed` that were there, as (key, JSON)."""
     row_tokens: int = 0
     """See `for_rows`; 0: as many as max_position_embeddings says."""
@@ -154,15 +154,15 @@ class DecoderConfig:
 
     def layers_by_kind(self) -> dict[str, list[int]]:
         """{kind: its layers}: how parameters are stored."""
-        found: dict[str, list[int]] = {}
+        layers: dict[str, list[int]] = {}
         for layer, spec in enumerate(self.layers()):
-            found.setdefault(spec.kind, []).append(layer)
-        return dict(sorted(found.items()))
+            layers.setdefault(spec.kind, []).append(layer)
+        return dict(sorted(layers.items()))
 
     def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
         """`rope.frequencies` of each position encoding that layers() names; a layer with another
         name rotates nothing."""
-        found = dict(self.rope) if self.rope_by_kind else {"default": self.rope}
+        tables = dict(self.rope) if self.rope_by_kind else {"default": self.rope}
         return {
             name: frequencies(
                 self.head_size,
@@ -171,7 +171,7 @@ class DecoderConfig:
                 self.max_position_embeddings,
                 self.row_tokens,
             )
-            for name, rope in found.items()
+            for name, rope in tables.items()
         }
 
     @property

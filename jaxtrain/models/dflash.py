@@ -33,7 +33,7 @@ from jaxtrain.layers.rope import Angles, angles
 from jaxtrain.layers.stack import Stack
 from jaxtrain.models.blocks import attention_block
 from jaxtrain.models.decoder import DecoderCache, DecoderOptions, EmbeddingAndHead
-from jaxtrain.models.draft import OWN, BaseDraftConfig, Draft
+from jaxtrain.models.draft import DRAFT_FIELDS, BaseDraftConfig, Draft
 from jaxtrain.models.naming import attention_names, mlp_names
 from jaxtrain.models.windows import windowed_layers
 
@@ -66,9 +66,9 @@ class Config(BaseDraftConfig):
                 f"config.json: dflash_config is {describe(inner)}; a DFlash draft has an object"
                 " with mask_token_id and target_layer_ids"
             )
-        known = ("mask_token_id", "target_layer_ids", "causal", "use_swa")
+        supported = ("mask_token_id", "target_layer_ids", "causal", "use_swa")
         for key, value in inner.items():
-            if key not in known[:2] and value not in (None, False):
+            if key not in supported[:2] and value not in (None, False):
                 raise UserError(
                     f"config.json: dflash_config.{spell(key)} is {describe(value)}, which is not"
                     " supported; drafts of this code have none"
@@ -98,7 +98,7 @@ class Config(BaseDraftConfig):
         plain = {key: value for key, value in raw.items() if key not in KEYS}
         if "sliding_attention" in (raw.get("layer_types") or ()):
             plain["use_sliding_window"] = True  # else transformers forgets the window
-        values = {key: v for key, v in read_fields(cls, plain).items() if key not in OWN}
+        values = {key: v for key, v in read_fields(cls, plain).items() if key not in DRAFT_FIELDS}
         config = cls(
             **values,
             capture=tuple(capture),
@@ -112,7 +112,7 @@ class Config(BaseDraftConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """The content of config.json as z-lab's code, SGLang and vLLM read it."""
-        raw = {key: value for key, value in write_fields(self).items() if key not in OWN}
+        raw = {key: value for key, value in write_fields(self).items() if key not in DRAFT_FIELDS}
         return raw | {
             "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
             "block_size": self.block_size,
@@ -223,16 +223,16 @@ class Model(Draft):
         makes, and the context's keys and values. Windows are not looked at."""
         anchors = np.asarray(batch.streams[ANCHOR]) > 0
         count, K = int(anchors.sum()), self.block_size
-        each, context, pairs = 0.0, self.fc.kernel.get_value().size, 0.0
+        per_block, context, pairs = 0.0, self.fc.kernel.get_value().size, 0.0
         seen = int(np.asarray(batch.positions)[anchors].sum()) + count * K
         for _, node in nnx.iter_graph(self.stack):
             if isinstance(node, Linear):
-                each += node.kernel.get_value().size
+                per_block += node.kernel.get_value().size
             if isinstance(node, BlockAttention):
                 context += node.k.kernel.get_value().size + node.v.kernel.get_value().size
                 pairs += 4.0 * node.num_heads * node.head_dim * len(self.stack.specs) * K * seen
         head = 4.0 * self.vocab_size * self.norm.scale.get_value().size * count * (K - 1)
-        return 6.0 * (each * count * K + context * tokens) + 3.0 * pairs + head
+        return 6.0 * (per_block * count * K + context * tokens) + 3.0 * pairs + head
 
     def read(
         self,
@@ -282,8 +282,8 @@ class Model(Draft):
     ) -> jax.Array:
         x_BQD = target.embed(token_BQ).astype(self.compute_dtype)
         turns = {"default": self._angles(context.positions)}
-        found, _ = self.stack(x_BQD, context, turns, **options)
-        return self.norm(found.hidden)
+        output, _ = self.stack(x_BQD, context, turns, **options)
+        return self.norm(output.hidden)
 
 
 def find_anchors(anchor_BT: jax.Array, num_blocks: int) -> jax.Array:
@@ -301,12 +301,12 @@ def chain(anchors_BA: jax.Array, next_BT: jax.Array, block_size: int) -> jax.Arr
     end and in empty places."""
     T = next_BT.shape[1]
     here_BA = jnp.where(anchors_BA < T, anchors_BA, -1)
-    found = [here_BA]
+    places = [here_BA]
     for _ in range(block_size - 1):
         after_BA = jnp.take_along_axis(next_BT, jnp.maximum(here_BA, 0), axis=1)
         here_BA = jnp.where(here_BA >= 0, after_BA, -1)
-        found.append(here_BA)
-    return jnp.stack(found, axis=2)
+        places.append(here_BA)
+    return jnp.stack(places, axis=2)
 
 
 def names(config: Config) -> list[ParameterEntry]:

@@ -46,7 +46,7 @@ class BaseDraftConfig(DecoderConfig):
         return len(self.capture) * self.target_hidden_size
 
 
-OWN = ("capture", "target_hidden_size", "num_target_layers", "mask_token_id")
+DRAFT_FIELDS = ("capture", "target_hidden_size", "num_target_layers", "mask_token_id")
 """Fields of DraftConfig that are no attributes of a decoder's config.json."""
 
 
@@ -114,10 +114,10 @@ class Draft(CachedStack):
 def check_target(draft: BaseDraftConfig, target: DecoderConfig, key: str = "task.draft") -> None:
     """UserError where a draft cannot stand beside this target. key: the section or option that
     names the draft."""
-    found, wanted = draft.target_hidden_size, target.hidden_size
-    if found != wanted:
+    draft_width, target_width = draft.target_hidden_size, target.hidden_size
+    if draft_width != target_width:
         raise UserError(
-            f"{key} reads states of {found} features, the target (model) has hidden_size {wanted};"
+            f"{key} reads states of {draft_width} features, the target (model) has hidden_size {target_width};"
             " choose the draft of this target"
         )
     if draft.vocab_size != target.vocab_size:
@@ -146,17 +146,17 @@ def check_target(draft: BaseDraftConfig, target: DecoderConfig, key: str = "task
 
 def check_capture(capture: tuple[int, ...], num_layers: int, key: str = "task.draft") -> None:
     """UserError unless the layers that a draft reads are layers of the target, each once."""
-    place = f"{key}.target_layers {list(capture)}"
+    setting = f"{key}.target_layers {list(capture)}"
     if not capture:
-        raise UserError(f"{place} is empty; name at least one layer of the target, from 0")
+        raise UserError(f"{setting} is empty; name at least one layer of the target, from 0")
     if outside := [layer for layer in capture if not 0 <= layer < num_layers]:
         raise UserError(
-            f"{place}: the target has {num_layers} layers, which count from 0, so that there is no"
+            f"{setting}: the target has {num_layers} layers, which count from 0, so that there is no"
             f" layer {outside[0]}"
         )
     if len(set(capture)) < len(capture):
         twice = next(layer for layer in capture if capture.count(layer) > 1)
         raise UserError(
-            f"{place} names layer {twice} twice (a target of {num_layers} layers); set"
+            f"{setting} names layer {twice} twice (a target of {num_layers} layers); set"
             f" {key}.target_layers to different layers from 0 to {num_layers - 1}"
         )

@@ -47,7 +47,7 @@ from jaxtrain.models.decoder import DecoderOptions, EmbeddingAndHead
 from jaxtrain.models.draft import BaseDraftConfig, Draft
 
 BEHIND = "eagle_aux_hidden_state_layer_ids"
-OWN = {"length", "capture", "num_target_layers", "mask_token_id"}
+DRAFT_FIELDS = {"length", "capture", "num_target_layers", "mask_token_id"}
 """Fields that a config.json has in another form, or not at all."""
 
 
@@ -71,13 +71,13 @@ class Config(BaseDraftConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         """See DecoderConfig; reads what SpecForge writes, too, where it names the layers."""
-        own = {**raw, "tie_word_embeddings": False}  # who says true stores a head of P rows, too
-        eagle = own.pop("eagle_config", None) or {}
-        behind = own.pop(BEHIND, None)
+        untied = {**raw, "tie_word_embeddings": False}  # who says true stores a head of P rows, too
+        eagle = untied.pop("eagle_config", None) or {}
+        behind = untied.pop(BEHIND, None)
         if not isinstance(eagle, dict):
             raise UserError("config.json: eagle_config is no object; write {} or remove it")
-        given = eagle.get(BEHIND) or behind
-        layers = given if isinstance(given, list) else []
+        stated = eagle.get(BEHIND) or behind
+        layers = stated if isinstance(stated, list) else []
         if eagle.get(BEHIND) is None:
             layers = [layer - 1 for layer in layers if type(layer) is int]
         if not layers or not all(type(layer) is int for layer in layers):
@@ -90,23 +90,23 @@ class Config(BaseDraftConfig):
                 "config.json: eagle_config.use_aux_hidden_state is false, as for EAGLE 1 and 2;"
                 " only drafts that read several layers of the target are supported"
             )
-        if not own.get("use_sliding_window"):
-            own.pop("max_window_layers", None)
-        own.setdefault("draft_vocab_size", own.get("vocab_size"))
-        own.setdefault("target_hidden_size", own.get("hidden_size"))
-        found: dict[str, Any] = {"capture": tuple(layers)}
+        if not untied.get("use_sliding_window"):
+            untied.pop("max_window_layers", None)
+        untied.setdefault("draft_vocab_size", untied.get("vocab_size"))
+        untied.setdefault("target_hidden_size", untied.get("hidden_size"))
+        fields: dict[str, Any] = {"capture": tuple(layers)}
         for key, name in (("ttt_length", "length"), ("num_target_layers", "num_target_layers")):
             if eagle.get(key) is not None:
                 check_value(f"eagle_config.{key}", eagle[key], int)
-                found[name] = eagle[key]
-        config = cls(**{**read_fields(cls, own), **found})
+                fields[name] = eagle[key]
+        config = cls(**{**read_fields(cls, untied), **fields})
         config.check()
         return config
 
     def to_hf(self) -> dict[str, Any]:
         """See DecoderConfig. SGLang counts the layers whose output is read (eagle_config), vLLM
         those before which it lies."""
-        raw = {key: value for key, value in write_fields(self).items() if key not in OWN}
+        raw = {key: value for key, value in write_fields(self).items() if key not in DRAFT_FIELDS}
         raw["target_hidden_size"] = self.target_hidden_size
         raw[BEHIND] = [layer + 1 for layer in self.capture]
         raw["eagle_config"] = {

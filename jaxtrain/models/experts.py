@@ -36,14 +36,14 @@ class ExpertsConfig(DecoderConfig):
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         """As for every decoder; any of ALIASES will do."""
         raw = dict(raw)
-        for ours, names in ALIASES.items():
-            found = {name: raw.pop(name) for name in names if raw.get(name) is not None}
-            values = list(found.values())
+        for field, names in ALIASES.items():
+            stated = {name: raw.pop(name) for name in names if raw.get(name) is not None}
+            values = list(stated.values())
             if any(value != values[0] for value in values):
-                both = " and ".join(f"{name}={describe(value)}" for name, value in found.items())
-                raise UserError(f"config.json: {both} are two names of one number; remove one")
-            if found:
-                raw[cls.renamed.get(ours, ours)] = values[0]
+                pairs = " and ".join(f"{name}={describe(value)}" for name, value in stated.items())
+                raise UserError(f"config.json: {pairs} are two names of one number; remove one")
+            if stated:
+                raw[cls.renamed.get(field, field)] = values[0]
         return super().from_hf(raw)
 
     def to_hf(self) -> dict[str, Any]:

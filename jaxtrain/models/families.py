@@ -27,37 +27,42 @@ def find_family(architecture: str, text: Any = None) -> ModuleType:
     """The module of an architecture, built in or an entry point's; UserError names all of them.
     text: what stands in text_config, where there are several kinds of it."""
     key, advice = "config.json: architectures", "set model.family to the module that holds it"
-    known = {**ARCHITECTURES, **DRAFTS}
+    modules = {**ARCHITECTURES, **DRAFTS}
     kind = text.get("model_type") if isinstance(text, Mapping) else None
     if isinstance(kind, str) and (architecture, kind) in TEXTS:
-        known[architecture] = TEXTS[architecture, kind]
-    return plugins.find("models", architecture, known, key=key, modules=True, instead=advice)
+        modules[architecture] = TEXTS[architecture, kind]
+    return plugins.find("models", architecture, modules, key=key, modules=True, instead=advice)
 
 
 def config_from_hf(
-    raw: Mapping[str, Any], place: str | None = None, folder: str | os.PathLike | None = None
+    raw: Mapping[str, Any],
+    family_module: str | None = None,
+    folder: str | os.PathLike | None = None,
 ) -> DecoderConfig:
     """Config of the family that a config.json names, by `architectures` or else `model_type`; with
     a head that scores where the architecture is one of those of models.scores.
 
-    place: "package.module" or "file.py" that holds the family, as in model.family. folder: where
+    family_module: "package.module" or "file.py" that holds the family, as in model.family. folder: where
     the config.json lies, whose tensors may say how they are called.
     """
     named, model_type = check_names(raw)
     base, per = split_architecture(named[0]) if named else (None, None)
-    if place is not None:
-        module = plugins.load_module(place, key=f"model.family {place!r}")
+    if family_module is not None:
+        module = plugins.load_module(family_module, key=f"model.family {family_module!r}")
     elif base is not None:
         module = find_family(base, raw.get("text_config"))
     else:
-        known = [*ARCHITECTURES, *(entry.name for entry in plugins.list_entry_points("models"))]
+        architectures = [
+            *ARCHITECTURES,
+            *(entry.name for entry in plugins.list_entry_points("models")),
+        ]
         types = lambda of: (of.model_type, getattr(of, "text_type", None))  # noqa: E731
-        fitting = (m for m in map(find_family, known) if model_type in types(m.Config))
+        fitting = (m for m in map(find_family, architectures) if model_type in types(m.Config))
         module = None if model_type is None else next(fitting, None)
         if module is None:
             raise UserError(
                 f"config.json: no architectures, and model_type={model_type!r} is that of none of"
-                f" {', '.join(known)}; name one of them, or set model.family"
+                f" {', '.join(architectures)}; name one of them, or set model.family"
             )
     config = check_family(module, base).from_hf(without_packing(raw))
     fits = type(config).fit is not DecoderConfig.fit
@@ -86,11 +91,11 @@ def check_family(module: ModuleType, architecture: str | None) -> type[DecoderCo
             f"{module.__name__} is no model family: it has no {' and no '.join(missing)}; see"
             " docs/extending.md"
         )
-    own = module.Config.architecture
-    if architecture not in (None, own, *module.Config.also):
+    expected = module.Config.architecture
+    if architecture not in (None, expected, *module.Config.also):
         raise UserError(
             f"config.json: architectures names {architecture!r}, but {module.__name__} holds"
-            f" {own!r}; change model.family, or Config.architecture there"
+            f" {expected!r}; change model.family, or Config.architecture there"
         )
     if module.Config.__module__ != module.__name__:
         raise UserError(
@@ -100,9 +105,9 @@ def check_family(module: ModuleType, architecture: str | None) -> type[DecoderCo
     return module.Config
 
 
-def read_config(folder: str | os.PathLike, place: str | None = None) -> DecoderConfig:
-    """Config of a Hugging Face folder; UserError where there is none. place: as above."""
+def read_config(folder: str | os.PathLike, family_module: str | None = None) -> DecoderConfig:
+    """Config of a Hugging Face folder; UserError where there is none. family_module: as above."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise UserError(f"{path} does not exist; expected a Hugging Face model folder")
-    return config_from_hf(read_object(path), place, folder)
+    return config_from_hf(read_object(path), family_module, folder)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import shorten
-from jaxtrain.huggingface.ops import ParameterEntry, whole
+from jaxtrain.huggingface.ops import ParameterEntry, full_index
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 
 SMALL = 2**22
@@ -30,17 +30,17 @@ class FiniteCheck:
     def add(self, entry: ParameterEntry, value: jax.Array) -> None:
         """Look at `value`, what the entry was read as; waits for nothing large."""
         if value.nbytes <= SMALL and value.is_fully_addressable:
-            found: bool | jax.Array = bool(np.isfinite(np.asarray(value)).all())
+            finite: bool | jax.Array = bool(np.isfinite(np.asarray(value)).all())
         else:
-            found = _is_finite(value)
-        like = jax.ShapeDtypeStruct(value.shape, value.dtype)
-        self._found.append((entry, found, like))
+            finite = _is_finite(value)
+        spec = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        self._found.append((entry, finite, spec))
 
     def close(self) -> None:
         """Raise UserError with the first tensor that holds NaN or an infinite number."""
-        for entry, found, like in self._found:
-            if not bool(found):
-                raise UserError(describe_bad(self.files, entry, like))
+        for entry, finite, spec in self._found:
+            if not bool(finite):
+                raise UserError(describe_bad(self.files, entry, spec))
 
 
 @jax.jit
@@ -49,11 +49,11 @@ def _is_finite(value: jax.Array) -> jax.Array:
 
 
 def describe_bad(
-    files: SafetensorsFolder, entry: ParameterEntry, like: jax.ShapeDtypeStruct
+    files: SafetensorsFolder, entry: ParameterEntry, spec: jax.ShapeDtypeStruct
 ) -> str:
     """Which of an entry's tensors is not finite: its file, name and first bad place."""
-    for name, shape in entry.op.shapes(like.shape).items():
-        stored, array = files.tensors[name], files.fetch(name, whole(shape))
+    for name, shape in entry.op.shapes(spec.shape).items():
+        stored, array = files.tensors[name], files.fetch(name, full_index(shape))
         where = f"{stored.file}: tensor {shorten(name, 200)} {shape}"
         bad = ~np.isfinite(array)
         count = int(bad.sum())
@@ -65,9 +65,9 @@ def describe_bad(
                 f" {float(value)} at {[int(i) for i in first]}: the file is damaged, or of training"
                 " that went astray; download it again, or take an earlier checkpoint"
             )
-        if not np.isfinite(np.asarray(array).astype(like.dtype)).all():
+        if not np.isfinite(np.asarray(array).astype(spec.dtype)).all():
             return (
-                f"{where} of {stored.dtype} holds values that {np.dtype(like.dtype)} cannot; choose"
+                f"{where} of {stored.dtype} holds values that {np.dtype(spec.dtype)} cannot; choose"
                 " another model.param_dtype"
             )
     return f"{Path(files.path)}: {entry.param} is not finite"

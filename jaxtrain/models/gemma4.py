@@ -115,10 +115,10 @@ class Config(TextConfig):
         values["global_head_dim"] = DEFAULT_WIDE if wide is None else wide
         values["num_global_key_value_heads"] = few
         for name in ("global_head_dim", "num_global_key_value_heads"):
-            found = values[name]
-            if not (type(found) is int and 1 <= found <= 2**14) and (found, name) != (None, OWN_K):
+            value = values[name]
+            if not (type(value) is int and 1 <= value <= 2**14) and (value, name) != (None, OWN_K):
                 raise UserError(
-                    f"config.json: {name} is {describe(found)}; it must be a number from 1"
+                    f"config.json: {name} is {describe(value)}; it must be a number from 1"
                 )
         return values
 
@@ -135,8 +135,8 @@ class Config(TextConfig):
             raise UserError(
                 f"config.json: num_kv_shared_layers={shared} must be below the {count} layers"
             )
-        owners, others = self.layer_types[: count - shared], self.layer_types[count - shared :]
-        if missing := sorted({*others} - {*owners}):
+        owners, sharers = self.layer_types[: count - shared], self.layer_types[count - shared :]
+        if missing := sorted({*sharers} - {*owners}):
             raise UserError(
                 f"config.json: num_kv_shared_layers={shared} leaves no layer of type"
                 f" {missing[0]!r} whose keys the last layers could share"
@@ -175,12 +175,12 @@ class Config(TextConfig):
         """(H, K) of a layer."""
         if layer_type != FULL:
             return self.head_size, self.num_key_value_heads
-        own = self.num_global_key_value_heads if self.attention_k_eq_v else None
-        return self.global_head_dim, own or self.num_key_value_heads
+        full_heads = self.num_global_key_value_heads if self.attention_k_eq_v else None
+        return self.global_head_dim, full_heads or self.num_key_value_heads
 
     def layers(self) -> tuple[LayerSpec, ...]:
         types, first = self.layer_types, self.num_hidden_layers - self.num_kv_shared_layers
-        found = []
+        specs = []
         plain = windowed_layers(self.num_hidden_layers, types, self.sliding_window, {*types})
         for layer, (name, spec) in enumerate(zip(types, plain, strict=True)):
             kind = KINDS[name]
@@ -190,8 +190,8 @@ class Config(TextConfig):
                 spec = dataclasses.replace(spec, kind=kind, gives=name)
             else:
                 spec = dataclasses.replace(spec, kind=kind)
-            found.append(spec)
-        return tuple(found)
+            specs.append(spec)
+        return tuple(specs)
 
     def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
         return {
@@ -235,17 +235,22 @@ def read_overrides(by_layer: Any, values: Mapping[str, Any]) -> tuple[int | None
     layer that differs; UserError where others do, or in other attributes."""
     types, k_eq_v = values["layer_types"], values["attention_k_eq_v"]
     full = {str(layer) for layer, name in enumerate(types) if name == FULL}
-    known = {"head_dim", "num_key_value_heads"} if k_eq_v else {"head_dim"}
-    found = by_layer if isinstance(by_layer, Mapping) else {}
-    own = [found.get(layer, {}) for layer in sorted(full)]
-    fits = isinstance(by_layer, Mapping) and {*map(str, found)} <= full
-    fits = fits and all(isinstance(one, Mapping) and one == own[0] for one in own)
-    if not fits or not {*own[0]} <= known:
+    allowed = {"head_dim", "num_key_value_heads"} if k_eq_v else {"head_dim"}
+    overrides = by_layer if isinstance(by_layer, Mapping) else {}
+    full_overrides = [overrides.get(layer, {}) for layer in sorted(full)]
+    fits = isinstance(by_layer, Mapping) and {*map(str, overrides)} <= full
+    fits = fits and all(
+        isinstance(override, Mapping) and override == full_overrides[0]
+        for override in full_overrides
+    )
+    if not fits or not {*full_overrides[0]} <= allowed:
         raise UserError(
             f"config.json: per_layer_config is {describe(by_layer)}; all layers of type {FULL!r}"
-            f" must have the same {' and '.join(sorted(known))} there, and nothing else"
+            f" must have the same {' and '.join(sorted(allowed))} there, and nothing else"
         )
-    return own[0].get("head_dim", values["head_dim"]), own[0].get("num_key_value_heads")
+    return full_overrides[0].get("head_dim", values["head_dim"]), full_overrides[0].get(
+        "num_key_value_heads"
+    )
 
 
 class Model(Decoder):
@@ -292,14 +297,14 @@ class Model(Decoder):
             experts = make_experts(config, common)
             inner = {name.removeprefix("mlp."): make_norm() for name in EXPERT_NORMS}
             mlp, norms = ParallelMLP(mlp, experts, **inner), norms - {"mlp_norm"}
-        own = config.hidden_size_per_layer_input
+        per_layer_width = config.hidden_size_per_layer_input
         per_layer = None
-        if own:
+        if per_layer_width:
             per_layer = PerLayerGate(
-                width, own, activation=act, norm=config.norm, eps=eps, **common
+                width, per_layer_width, activation=act, norm=config.norm, eps=eps, **common
             )
-        made = {name: make_norm() for name in norms}
-        return Block(attention, mlp, per_layer=per_layer, scalar=True, **made)
+        norm_layers = {name: make_norm() for name in norms}
+        return Block(attention, mlp, per_layer=per_layer, scalar=True, **norm_layers)
 
 
 def make_per_layer(config: Config, common: Mapping[str, Any]) -> PerLayerInputs:
@@ -363,9 +368,9 @@ def layer_names(config: Config, kind: str, layers: Sequence[int]) -> list[Parame
             kernels["v"] = "v_proj"
     linear = functools.partial(linear_entries, kind, layers)
     entries = [layer_entry(kind, layers, "layer_scalar", "layer_scalar")]
-    for ours, theirs in kernels.items():
+    for path, tensor in kernels.items():
         bias = config.attention_bias
-        entries += linear(f"attention.{ours}", f"self_attn.{theirs}", bias=bias)
+        entries += linear(f"attention.{path}", f"self_attn.{tensor}", bias=bias)
     norms = {f"attention.{name}": f"self_attn.{name}" for name in scales} | SANDWICH_NORMS
     if config.enable_moe_block:
         del norms["mlp_norm"]
@@ -375,7 +380,7 @@ def layer_names(config: Config, kind: str, layers: Sequence[int]) -> list[Parame
                 kind,
                 layers,
                 config.moe_intermediate_size,
-                ours="mlp.experts",
+                path="mlp.experts",
                 module="",
                 router="router.proj",
             ),

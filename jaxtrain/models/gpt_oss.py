@@ -41,11 +41,11 @@ class Config(ExpertsConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         raw = dict(raw)
-        for other, name in SAME.items():
-            found = raw.pop(other, None)
-            if found is not None and raw.setdefault(name, found) != found:
+        for alias, name in SAME.items():
+            value = raw.pop(alias, None)
+            if value is not None and raw.setdefault(name, value) != value:
                 raise UserError(
-                    f"config.json: {other}={shorten(found)} and {name}={shorten(raw[name])} are"
+                    f"config.json: {alias}={shorten(value)} and {name}={shorten(raw[name])} are"
                     " two names of one number; remove one"
                 )
         # What positions are scaled from stands in rope_scaling, too, which is what is read.
@@ -99,10 +99,10 @@ def names(config: Config) -> list[ParameterEntry]:
 def interleaved_expert_names(kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
     """Experts, all of them in one tensor [E, in, out], gate and up in turns; and their biases."""
 
-    def entry(part: str, tensor: str, place: int | None) -> ParameterEntry:
+    def entry(part: str, tensor: str, offset: int | None) -> ParameterEntry:
         def op(layer: int) -> TensorOp:
             name = f"model.layers.{layer}.mlp.experts.{tensor}"
-            return TensorRef(name) if place is None else Interleaved(name, -1, place, 2)
+            return TensorRef(name) if offset is None else Interleaved(name, -1, offset, 2)
 
         return ParameterEntry(
             f"stack.{kind}.mlp.experts.{part}", StackedOps(tuple(op(n) for n in layers))

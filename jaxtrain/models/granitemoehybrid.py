@@ -167,8 +167,8 @@ def names(config: Config) -> list[ParameterEntry]:
         else:
             bias = config.attention_bias
             entries += attention_names(kind, layers, qkv_bias=bias, out_bias=bias)
-        ours = "mlp.shared" if config.num_local_experts else "mlp"
-        entries += shared_names(kind, layers, config.shared_intermediate_size, ours)
+        path = "mlp.shared" if config.num_local_experts else "mlp"
+        entries += shared_names(kind, layers, config.shared_intermediate_size, path)
         if config.num_local_experts:
             entries += granite_expert_names(kind, layers, config.intermediate_size)
     return entries

@@ -33,7 +33,7 @@ def names(config: Config) -> list[ParameterEntry]:
     return granitemoe.names(config) + shared
 
 
-def shared_names(kind: str, layers: Sequence[int], hidden: int, ours: str) -> list[ParameterEntry]:
-    """The shared MLP of `hidden` dims, whose gate and up are one tensor; ours: where it is here."""
-    theirs = ("shared_mlp.input_linear", "shared_mlp.output_linear")
-    return joint_mlp_names(kind, layers, hidden, ours, theirs)
+def shared_names(kind: str, layers: Sequence[int], hidden: int, path: str) -> list[ParameterEntry]:
+    """The shared MLP of `hidden` dims, whose gate and up are one tensor; path: where it is here."""
+    modules = ("shared_mlp.input_linear", "shared_mlp.output_linear")
+    return joint_mlp_names(kind, layers, hidden, path, modules)

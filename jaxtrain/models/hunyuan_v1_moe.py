@@ -49,14 +49,14 @@ class Config(ExpertsConfig):
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         raw = dict(raw)
         for key in BY_LAYER:
-            found = raw.get(key)
-            if isinstance(found, list) and found:
-                if any(value != found[0] for value in found):
+            by_layer = raw.get(key)
+            if isinstance(by_layer, list) and by_layer:
+                if any(value != by_layer[0] for value in by_layer):
                     raise UserError(
                         f"config.json: {key} differs from layer to layer; only one number for all"
                         " of them is supported"
                     )
-                raw[key] = found[0]
+                raw[key] = by_layer[0]
         for key, same in (
             ("moe_intermediate_size", raw.get("intermediate_size")),
             ("attention_head_dim", raw.get("head_dim")),

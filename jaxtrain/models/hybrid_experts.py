@@ -77,7 +77,7 @@ def shared_expert_names(
     else:
         entries = expert_names(kind, layers, config.num_experts)
     for name in ("gate", "up", "down"):
-        theirs = f"mlp.shared_expert.{name}_proj"
-        entries += linear_entries(kind, layers, f"mlp.shared.{name}", theirs)
+        module = f"mlp.shared_expert.{name}_proj"
+        entries += linear_entries(kind, layers, f"mlp.shared.{name}", module)
     gate = "mlp.shared_expert_gate.weight"
     return [*entries, layer_entry(kind, layers, "mlp.shared_gate.kernel", gate, transpose=True)]

@@ -67,9 +67,9 @@ class LatentConfig(GroupedExpertsConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         """With what published folders say and vLLM asks for; transformers' own need not."""
-        own = {field.name for field in dataclasses.fields(cls)}
-        said = {k: cls.fixed[k][0] for k in ROUTER_KEYS if k in cls.fixed and k not in own}
-        return super().from_hf({**said, **raw})
+        fields = {field.name for field in dataclasses.fields(cls)}
+        defaults = {k: cls.fixed[k][0] for k in ROUTER_KEYS if k in cls.fixed and k not in fields}
+        return super().from_hf({**defaults, **raw})
 
     def check_heads(self) -> None:
         if self.num_key_value_heads != self.num_attention_heads:
@@ -205,10 +205,10 @@ def latent_attention_names(
         linears |= {"q_a": ("q_a_proj", bias), "q": ("q_b_proj", False)}
         norms["q_norm"] = "q_a_layernorm"
     entries = []
-    for ours, (theirs, has_bias) in linears.items():
-        names = f"attention.{ours}", f"self_attn.{theirs}"
+    for path, (module, has_bias) in linears.items():
+        names = f"attention.{path}", f"self_attn.{module}"
         entries += linear_entries(kind, layers, *names, bias=has_bias)
-    for ours, theirs in norms.items():
-        names = f"attention.{ours}.scale", f"self_attn.{theirs}.weight"
+    for path, module in norms.items():
+        names = f"attention.{path}.scale", f"self_attn.{module}.weight"
         entries.append(layer_entry(kind, layers, *names))
     return entries

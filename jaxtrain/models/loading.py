@@ -20,7 +20,7 @@ from jaxtrain.huggingface.ops import (
     GrownRows,
     ParameterEntry,
     StackedOps,
-    whole,
+    full_index,
 )
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
@@ -67,22 +67,25 @@ def read_params(
     files = open_folder(folder)
     _, state = nnx.split(abstract(config, part, **options))
     flat = dict(nnx.to_flat_state(state))
-    places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
+    param_shardings = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
     entries = stored_entries(config)
     paths = {path: entries[".".join(map(str, path))] for path in flat}
     assert part is not None or len(paths) == len(entries), "names() and Model differ"
     stored = {path: entry for path, entry in paths.items() if not _is_drawn(entry, config)}
     shapes = {entry: flat[path].get_value().shape for path, entry in stored.items()}
-    check_tensors(files, shapes, config, whole=part is None)
+    check_tensors(files, shapes, config, complete=part is None)
     if drawn := {entry.param for entry in paths.values()} - {e.param for e in stored.values()}:
         yield from draw_params(config, seed, mesh, drawn, **options)
     check = FiniteCheck(files)
     for path, entry in stored.items():
-        like, place = flat[path].get_value(), places[path].get_value() if places else None
+        spec, sharding = (
+            flat[path].get_value(),
+            param_shardings[path].get_value() if param_shardings else None,
+        )
         if entry.param in by_layer:
-            yield entry.param, _read_layers(files, entry, like, place, check)
+            yield entry.param, _read_layers(files, entry, spec, sharding, check)
             continue
-        value = read_entry(files, entry, like, place)
+        value = read_entry(files, entry, spec, sharding)
         check.add(entry, value)
         yield entry.param, value
     check.close()
@@ -91,28 +94,28 @@ def read_params(
 def _read_layers(
     files: SafetensorsFolder,
     entry: ParameterEntry,
-    like: jax.ShapeDtypeStruct,
-    place: NamedSharding | None,
+    spec: jax.ShapeDtypeStruct,
+    sharding: NamedSharding | None,
     check: FiniteCheck,
 ) -> Iterator[jax.Array]:
     """The layers of a stacked parameter, each read when it is asked for."""
     assert isinstance(entry.op, StackedOps), f"{entry.param} is no stack of layers"
-    one = jax.ShapeDtypeStruct(like.shape[1:], like.dtype)
+    layer_spec = jax.ShapeDtypeStruct(spec.shape[1:], spec.dtype)
     for op in entry.op.ops:
         layer = ParameterEntry(entry.param, op)
-        value = read_entry(files, layer, one, layer_sharding(place))
+        value = read_entry(files, layer, layer_spec, layer_sharding(sharding))
         check.add(layer, value)
         yield value
 
 
 def stored_entries(config: DecoderConfig) -> dict[str, ParameterEntry]:
     """{parameter: its entry} as the folder that a config is to be read from has them."""
-    found = {entry.param: entry for entry in family(config).names(config)}
+    entries = {entry.param: entry for entry in family(config).names(config)}
     for param in ("embed.embedding", "lm_head.embedding") if config.grown else ():
-        if param in found:
+        if param in entries:
             stored = config.vocab_size - config.grown
-            found[param] = found[param]._replace(op=GrownRows(found[param].op, stored))
-    return found
+            entries[param] = entries[param]._replace(op=GrownRows(entries[param].op, stored))
+    return entries
 
 
 def _is_drawn(entry: ParameterEntry, config: DecoderConfig) -> bool:
@@ -138,8 +141,8 @@ def remember(model: Decoder, folder: str | os.PathLike) -> Decoder:
     """
     dtypes = {name: str(stored.dtype) for name, stored in open_folder(folder).tensors.items()}
     common = collections.Counter(dtypes.values()).most_common(1)[0][0]
-    others = {name: d for name, d in dtypes.items() if d != common or name == TIED_COPY}
-    model.stored = (("", common), *sorted(others.items()))
+    exceptions = {name: d for name, d in dtypes.items() if d != common or name == TIED_COPY}
+    model.stored = (("", common), *sorted(exceptions.items()))
     if any(name.startswith(model.carries) for name in dtypes):
         model.carried_from = os.path.abspath(folder)
     return model
@@ -148,20 +151,20 @@ def remember(model: Decoder, folder: str | os.PathLike) -> Decoder:
 def read_entry(
     files: SafetensorsFolder,
     entry: ParameterEntry,
-    like: jax.ShapeDtypeStruct,
-    place: NamedSharding | None,
+    spec: jax.ShapeDtypeStruct,
+    sharding: NamedSharding | None,
 ) -> jax.Array:
-    """The parameter of an entry, with the shape and dtype of `like`, placed at `place`."""
+    """The parameter of an entry, with the shape and dtype of `spec`, placed at `sharding`."""
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        index = whole(like.shape) if index is None else index
+        index = full_index(spec.shape) if index is None else index
         closed = tuple(
             slice(s.start or 0, size if s.stop is None else s.stop)
-            for s, size in zip(index, like.shape, strict=True)
+            for s, size in zip(index, spec.shape, strict=True)
         )
         array = entry.op.read(files.fetch, closed)
-        return np.ascontiguousarray(array).astype(like.dtype, copy=False)
+        return np.ascontiguousarray(array).astype(spec.dtype, copy=False)
 
-    if place is None:
+    if sharding is None:
         return jax.device_put(part(None))
-    return jax.make_array_from_callback(like.shape, place, part)
+    return jax.make_array_from_callback(spec.shape, sharding, part)

@@ -50,9 +50,9 @@ def make_mamba(
 
 
 def mamba_names(
-    sizes: MambaSizes, kind: str, layers: Sequence[int], ours: str, module: str
+    sizes: MambaSizes, kind: str, layers: Sequence[int], path: str, module: str
 ) -> list[ParameterEntry]:
-    """The tensors under `model.layers.<n>.<module>`; ours: what the block calls the layer."""
+    """The tensors under `model.layers.<n>.<module>`; path: what the block calls the layer."""
     N, P, G, S = sizes[:4]
     R, inner = N // G, N * P
     mixed, columns = [], []
@@ -72,16 +72,16 @@ def mamba_names(
     into = [Transpose(op) for op in rows("in_proj.weight", columns, all_rows)]
     conv = rows("conv1d.weight", mixed, conv_rows)
     entries = [
-        ParameterEntry(f"stack.{kind}.{ours}.in_proj.kernel", StackedOps(tuple(into))),
-        ParameterEntry(f"stack.{kind}.{ours}.conv", StackedOps(tuple(conv))),
-        layer_entry(kind, layers, f"{ours}.norm.scale", f"{module}.norm.weight"),
-        *linear_entries(kind, layers, f"{ours}.out_proj", f"{module}.out_proj"),
+        ParameterEntry(f"stack.{kind}.{path}.in_proj.kernel", StackedOps(tuple(into))),
+        ParameterEntry(f"stack.{kind}.{path}.conv", StackedOps(tuple(conv))),
+        layer_entry(kind, layers, f"{path}.norm.scale", f"{module}.norm.weight"),
+        *linear_entries(kind, layers, f"{path}.out_proj", f"{module}.out_proj"),
     ]
     if sizes.conv_bias:
         bias = rows("conv1d.bias", mixed, conv_rows)
-        entries.append(ParameterEntry(f"stack.{kind}.{ours}.conv_bias", StackedOps(tuple(bias))))
+        entries.append(ParameterEntry(f"stack.{kind}.{path}.conv_bias", StackedOps(tuple(bias))))
     for leaf in ("A_log", "D", "dt_bias"):
-        entries.append(layer_entry(kind, layers, f"{ours}.{leaf}", f"{module}.{leaf}"))
+        entries.append(layer_entry(kind, layers, f"{path}.{leaf}", f"{module}.{leaf}"))
     return entries
 
 

@@ -57,7 +57,9 @@ class Config(ExpertsConfig):
         if "rotary_dim" in raw or share is None:
             return config
         rotated = ("rotary_dim", json.dumps(int(size * share)))
-        return dataclasses.replace(config, said=tuple(sorted([*config.said, rotated])))
+        return dataclasses.replace(
+            config, fixed_attributes=tuple(sorted([*config.fixed_attributes, rotated]))
+        )
 
     @property
     def routing(self) -> RoutingOptions:

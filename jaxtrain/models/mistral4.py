@@ -80,7 +80,7 @@ def names(config: Config) -> list[ParameterEntry]:
             entries += mlp_names(kind, layers)
             continue
         entries += fused_expert_names(kind, layers, config.moe_intermediate_size)
-        for ours, theirs in EXPERT_PARTS.items() if config.shared_width else ():
-            names = f"mlp.shared.{ours}", f"mlp.shared_experts.{theirs}"
+        for part, projection in EXPERT_PARTS.items() if config.shared_width else ():
+            names = f"mlp.shared.{part}", f"mlp.shared_experts.{projection}"
             entries += linear_entries(kind, layers, *names)
     return with_prefix(entries, config.prefix)

@@ -66,15 +66,15 @@ def with_prefix(entries: list[ParameterEntry], prefix: str) -> list[ParameterEnt
 
     def rename(op: TensorOp) -> TensorOp:
         if isinstance(op, StackedOps):
-            return StackedOps(tuple(rename(one) for one in op.ops))
-        found: Any = op
+            return StackedOps(tuple(rename(inner) for inner in op.ops))
+        named_op: Any = op
         if isinstance(op, Transpose):
             return Transpose(rename(op.op))
-        if found.name == TIED_COPY:
-            return dataclasses.replace(found, name=beside + TIED_COPY)
-        if not found.name.startswith("model."):
+        if named_op.name == TIED_COPY:
+            return dataclasses.replace(named_op, name=beside + TIED_COPY)
+        if not named_op.name.startswith("model."):
             return op
-        return dataclasses.replace(found, name=prefix + found.name.removeprefix("model."))
+        return dataclasses.replace(named_op, name=prefix + named_op.name.removeprefix("model."))
 
     return [ParameterEntry(entry.param, rename(entry.op)) for entry in entries]
 
@@ -111,9 +111,9 @@ def attention_names(
     ]
     if gate is not None:
         entries += _linear(kind, layers, root, "attention.gate", f"self_attn.{gate}", False)
-    for ours, theirs in zip(("q_norm", "k_norm"), qk_norms if qk_norm else (), strict=False):
+    for norm, tensor in zip(("q_norm", "k_norm"), qk_norms if qk_norm else (), strict=False):
         entries.append(
-            _layers(kind, layers, root, f"attention.{ours}.scale", f"self_attn.{theirs}.weight")
+            _layers(kind, layers, root, f"attention.{norm}.scale", f"self_attn.{tensor}.weight")
         )
     return entries
 
@@ -123,8 +123,8 @@ def norm_names(
 ) -> list[ParameterEntry]:
     """The norms of a `Block`, by what they are called here."""
     return [
-        _layers(kind, layers, root, f"{ours}.scale", f"{theirs}.weight")
-        for ours, theirs in norms.items()
+        _layers(kind, layers, root, f"{path}.scale", f"{tensor}.weight")
+        for path, tensor in norms.items()
     ]
 
 
@@ -140,8 +140,8 @@ def mlp_names(
     """A dense gated MLP; root as for `attention_names`; module, parts: what theirs are called."""
     return [
         entry
-        for ours, theirs in parts.items()
-        for entry in _linear(kind, layers, root, f"mlp.{ours}", f"{module}.{theirs}", bias)
+        for path, tensor in parts.items()
+        for entry in _linear(kind, layers, root, f"mlp.{path}", f"{module}.{tensor}", bias)
     ]
 
 
@@ -150,10 +150,10 @@ def joint_names(
 ) -> list[ParameterEntry]:
     """Kernels that are one matrix there: {ours: outputs}, in the order of its rows."""
     start, total, entries = 0, sum(sizes.values()), []
-    for ours, size in sizes.items():
+    for path, size in sizes.items():
         tensors = (f"model.layers.{layer}.{name}.weight" for layer in layers)
         ops = (Transpose(PermutedRows(tensor, 0, ((start, size),), total)) for tensor in tensors)
-        entries.append(ParameterEntry(f"stack.{kind}.{ours}.kernel", StackedOps(tuple(ops))))
+        entries.append(ParameterEntry(f"stack.{kind}.{path}.kernel", StackedOps(tuple(ops))))
         start += size
     return entries
 
@@ -162,14 +162,14 @@ def joint_mlp_names(
     kind: str,
     layers: Sequence[int],
     hidden: int,
-    ours: str = "mlp",
-    theirs: Sequence[str] = ("mlp.gate_up_proj", "mlp.down_proj"),
+    path: str = "mlp",
+    modules: Sequence[str] = ("mlp.gate_up_proj", "mlp.down_proj"),
 ) -> list[ParameterEntry]:
     """A dense gated MLP of `hidden` dims whose gate and up are one matrix."""
-    both = {f"{ours}.{part}": hidden for part in ("gate", "up")}
+    sizes = {f"{path}.{part}": hidden for part in ("gate", "up")}
     return [
-        *joint_names(kind, layers, theirs[0], both),
-        *linear_entries(kind, layers, f"{ours}.down", theirs[1]),
+        *joint_names(kind, layers, modules[0], sizes),
+        *linear_entries(kind, layers, f"{path}.down", modules[1]),
     ]
 
 
@@ -178,24 +178,24 @@ def fused_expert_names(
     layers: Sequence[int],
     hidden: int,
     *,
-    ours: str = "mlp",
+    path: str = "mlp",
     module: str = "mlp.",
     router: str = "gate",
     tensors: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj"),
 ) -> list[ParameterEntry]:
     """A router and the experts, all experts of `hidden` dims in one tensor [E, out, in]: that of
-    gate and up, and that of down, behind `model.layers.<n>.<module>`; ours: what the block calls
+    gate and up, and that of down, behind `model.layers.<n>.<module>`; path: what the block calls
     the MoE."""
     name = f"{module}{router}.weight"
-    entries = [layer_entry(kind, layers, f"{ours}.router.kernel", name, transpose=True)]
+    entries = [layer_entry(kind, layers, f"{path}.router.kernel", name, transpose=True)]
 
     def stack(part: str, make: Callable[[str], TensorOp]) -> None:
         names = [f"model.layers.{layer}.{module}" for layer in layers]
         op = StackedOps(tuple(Transpose(make(name)) for name in names))
-        entries.append(ParameterEntry(f"stack.{kind}.{ours}.experts.{part}.kernel", op))
+        entries.append(ParameterEntry(f"stack.{kind}.{path}.experts.{part}.kernel", op))
 
-    for place, part in enumerate(("gate", "up")):
-        start = place * hidden
+    for position, part in enumerate(("gate", "up")):
+        start = position * hidden
         stack(part, lambda name, s=start: SplitRows(f"{name}{tensors[0]}", 1, s, 2 * hidden))
     stack("down", lambda name: TensorRef(f"{name}{tensors[1]}"))
     return entries
@@ -206,28 +206,28 @@ def expert_names(
     layers: Sequence[int],
     num_experts: int,
     *,
-    ours: str = "mlp",
+    path: str = "mlp",
     module: str = "mlp",
     router: str = "gate",
     parts: Mapping[str, str] = EXPERT_PARTS,
     choice_bias: str | None = None,
     shared: str | None = None,
 ) -> list[ParameterEntry]:
-    """A router and the experts, each a tensor of its own, under `model.layers.<n>.<module>`; ours:
+    """A router and the experts, each a tensor of its own, under `model.layers.<n>.<module>`; path:
     what the block calls the MoE; parts: what tensors of an expert's matrices are called.
     choice_bias, shared: what those of the router's bias and of the shared experts are called there,
     where there are any."""
     name = f"{module}.{router}.weight"
-    entries = [layer_entry(kind, layers, f"{ours}.router.kernel", name, transpose=True)]
+    entries = [layer_entry(kind, layers, f"{path}.router.kernel", name, transpose=True)]
     if choice_bias is not None:
         name = f"{module}.{choice_bias}"
-        entries.append(layer_entry(kind, layers, f"{ours}.router.choice_bias", name))
-    for part, theirs in parts.items():
+        entries.append(layer_entry(kind, layers, f"{path}.router.choice_bias", name))
+    for part, projection in parts.items():
         stacks = tuple(
             StackedOps(
                 tuple(
                     Transpose(
-                        TensorRef(f"model.layers.{layer}.{module}.experts.{e}.{theirs}.weight")
+                        TensorRef(f"model.layers.{layer}.{module}.experts.{e}.{projection}.weight")
                     )
                     for e in range(num_experts)
                 )
@@ -235,11 +235,11 @@ def expert_names(
             for layer in layers
         )
         entries.append(
-            ParameterEntry(f"stack.{kind}.{ours}.experts.{part}.kernel", StackedOps(stacks))
+            ParameterEntry(f"stack.{kind}.{path}.experts.{part}.kernel", StackedOps(stacks))
         )
         if shared is not None:
-            name = f"{module}.{shared}.{theirs}"
-            entries += linear_entries(kind, layers, f"{ours}.shared.{part}", name)
+            name = f"{module}.{shared}.{projection}"
+            entries += linear_entries(kind, layers, f"{path}.shared.{part}", name)
     return entries
 
 

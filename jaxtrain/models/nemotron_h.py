@@ -170,12 +170,12 @@ def read_kinds(raw: dict[str, Any]) -> list[str] | None:
         return None
     if listed is None:
         listed = [LETTERS.get(letter) for letter in pattern] if isinstance(pattern, str) else None
-        key, found, allowed = "hybrid_override_pattern", pattern, " ".join(LETTERS)
+        key, value, allowed = "hybrid_override_pattern", pattern, " ".join(LETTERS)
     else:
-        key, found, allowed = "layers_block_type", listed, ", ".join(KINDS)
+        key, value, allowed = "layers_block_type", listed, ", ".join(KINDS)
     if not isinstance(listed, list) or not listed or not all(kind in KINDS for kind in listed):
         raise UserError(
-            f"config.json: {key} is {describe(found)}; it must name each layer by one of {allowed}"
+            f"config.json: {key} is {describe(value)}; it must name each layer by one of {allowed}"
         )
     count = raw.get("num_hidden_layers")
     if count is not None and count != len(listed):
@@ -254,7 +254,7 @@ def names(config: Config) -> list[ParameterEntry]:
                 kind,
                 layers,
                 config.n_routed_experts,
-                ours="layer",
+                path="layer",
                 module="mixer",
                 parts=parts,
                 choice_bias=CHOICE_BIAS,
@@ -263,6 +263,6 @@ def names(config: Config) -> list[ParameterEntry]:
             linears = {}
             if config.moe_latent_size is not None:
                 linears |= {"latent_in": "fc1_latent_proj", "latent_out": "fc2_latent_proj"}
-        for ours, theirs in linears.items():
-            entries += linear_entries(kind, layers, f"layer.{ours}", f"mixer.{theirs}")
+        for part, module in linears.items():
+            entries += linear_entries(kind, layers, f"layer.{part}", f"mixer.{module}")
     return with_prefix(entries, config.prefix)

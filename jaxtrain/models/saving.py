@@ -20,7 +20,7 @@ from jaxtrain.huggingface.ops import (
     ParameterEntry,
     SplitPiece,
     TensorRef,
-    whole,
+    full_index,
 )
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.huggingface.safetensors import SafetensorsFolder, TensorLocation, write_folder
@@ -47,10 +47,10 @@ def save(
         entries = [*entries, ParameterEntry("embed.embedding", TensorRef(TIED_COPY))]
     plan, wide = {}, wide_tensors(config) if dtype else ()
     for entry in entries:
-        own, fixed = params[entry.param].dtype, fixed_dtypes(entry)
+        param_dtype, fixed = params[entry.param].dtype, fixed_dtypes(entry)
         for name, shape in entry.op.shapes(params[entry.param].shape).items():
-            asked = fixed.get(name) or (None if name in wide else dtype)
-            chosen = asked or stored.get(name) or stored.get("") or own
+            forced = fixed.get(name) or (None if name in wide else dtype)
+            chosen = forced or stored.get(name) or stored.get("") or param_dtype
             plan[name] = (shape, np.dtype(chosen))
     pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
     if is_main_process():
@@ -59,7 +59,10 @@ def save(
         plan |= {name: (stored.shape, stored.dtype) for name, stored in carried.items()}
         copied = (
             SplitPiece(
-                name, stored.shape, whole(stored.shape), files.fetch(name, whole(stored.shape))
+                name,
+                stored.shape,
+                full_index(stored.shape),
+                files.fetch(name, full_index(stored.shape)),
             )
             for name, stored in carried.items()
         )
@@ -94,13 +97,13 @@ def carried_tensors(
     files: SafetensorsFolder, carries: tuple[str, ...]
 ) -> dict[str, TensorLocation]:
     """The tensors of a folder that are copied into every export, not trained."""
-    return {name: found for name, found in files.tensors.items() if name.startswith(carries)}
+    return {name: location for name, location in files.tensors.items() if name.startswith(carries)}
 
 
 def count_carried(folder: str | os.PathLike, config: DecoderConfig) -> int:
     """Numbers in a folder's tensors that are only carried along."""
-    found = carried_tensors(open_folder(folder), config.carries) if config.carries else {}
-    return sum(math.prod(stored.shape) for stored in found.values())
+    tensors = carried_tensors(open_folder(folder), config.carries) if config.carries else {}
+    return sum(math.prod(stored.shape) for stored in tensors.values())
 
 
 def count_stale(model: Decoder, config: DecoderConfig) -> int:

@@ -41,7 +41,7 @@ class ScoreHead:
     def to_hf(self, architecture: str) -> dict[str, Any]:
         """Keys of the config.json of such a model of a family, by its causal model's name."""
         suffix = next(suffix for suffix, per in SUFFIXES.items() if per == self.per)
-        one = self.per == "sequence" and len(self.labels) == 1
+        scalar = self.per == "sequence" and len(self.labels) == 1
         name = architecture.removesuffix(LANGUAGE) + suffix
         return {
             "architectures": [OTHERWISE.get(name, name)],
@@ -49,14 +49,14 @@ class ScoreHead:
             "id2label": {str(index): label for index, label in enumerate(self.labels)},
             "label2id": {label: index for index, label in enumerate(self.labels)},
             # Else vLLM puts a lone score through a sigmoid.
-            "problem_type": "regression" if one else None,
+            "problem_type": "regression" if scalar else None,
         }
 
 
 def split_architecture(name: str) -> tuple[str, Per | None]:
     """(the family's causal model, what its head scores) of an architecture's name; None: tokens are
     predicted."""
-    name = next((ours for ours, theirs in OTHERWISE.items() if theirs == name), name)
+    name = next((canonical for canonical, alias in OTHERWISE.items() if alias == name), name)
     for suffix, per in SUFFIXES.items():
         if name.endswith(suffix):
             return name.removesuffix(suffix) + LANGUAGE, per

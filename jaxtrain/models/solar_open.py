@@ -30,9 +30,9 @@ class Config(GroupedExpertsConfig):
     """On queries, keys and values."""
 
     def to_hf(self) -> dict[str, Any]:
-        said = dict(self.said)
-        own = ("intermediate_size", "first_k_dense_replace")
-        return {k: v for k, v in super().to_hf().items() if k not in own or k in said}
+        fixed = dict(self.fixed_attributes)
+        aliases = ("intermediate_size", "first_k_dense_replace")
+        return {k: v for k, v in super().to_hf().items() if k not in aliases or k in fixed}
 
 
 class Model(Decoder):

@@ -49,9 +49,9 @@ def name_layers(
     if raw.get("layer_types") is not None:
         return
     for key in keys:
-        found = raw.get(key)
-        if found is not None and (type(found) is not int or found < 1):
-            raise UserError(f"config.json: {key} is {describe(found)}; it must be a number above 0")
+        value = raw.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise UserError(f"config.json: {key} is {describe(value)}; it must be a number above 0")
     every = next((raw[key] for key in keys if raw.get(key)), every)
     count = raw.get("num_hidden_layers")
     if type(count) is int:

@@ -15,7 +15,7 @@ from jaxtrain.adapters.nf4 import TensorPart
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import whole
+from jaxtrain.huggingface.ops import full_index
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.models import build, families, loading, saving
 
@@ -65,7 +65,7 @@ def test_matrices_of_a_tensor_equal_the_definition_on_all_of_it(num, rows, parts
 def fuse(folder, name):
     """{what transformers calls a tensor of experts: it} of a folder, in numpy."""
     files = open_folder(folder)
-    found = {n: files.fetch(n, whole(t.shape)) for n, t in files.tensors.items()}
+    found = {n: files.fetch(n, full_index(t.shape)) for n, t in files.tensors.items()}
     if name == "granitemoe":
         return {n: array for n, array in found.items() if array.ndim == 3}
     fused = {}

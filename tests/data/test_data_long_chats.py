@@ -97,8 +97,8 @@ def test_every_beginning_is_as_it_renders_alone(name, talk, tools):
             except TemplateFailed:
                 assert found is None
                 return
-            assert found is not None and found.whole(count, generation) == alone
-    assert found.text == found.whole(len(talk))
+            assert found is not None and found.render(count, generation) == alone
+    assert found.text == found.render(len(talk))
 
 
 def outcome(renderer, talk, tools, wanted):

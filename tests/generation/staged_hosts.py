@@ -9,7 +9,7 @@ from jaxtrain.generation.vllm.control import Deadline, ServerGone
 from jaxtrain.generation.weight_sync.host_image import Image
 from jaxtrain.generation.weight_sync.staging import Staging, WeightVersion
 from jaxtrain.generation.weight_sync.weight_links import WeightLinks, WorkerLink
-from jaxtrain.huggingface.ops import SplitPiece, whole
+from jaxtrain.huggingface.ops import SplitPiece, full_index
 from jaxtrain_vllm import wire
 from jaxtrain_vllm.weight_receiver import WeightReceiver, connect
 
@@ -68,7 +68,7 @@ class Trainer:
         """The next version; these items of "a" are changed in it, or it is the first."""
         for place in changed:
             self.params["a"].reshape(-1)[place] += 1.0
-        pieces = [SplitPiece(n, a.shape, whole(a.shape), a) for n, a in self.params.items()]
+        pieces = [SplitPiece(n, a.shape, full_index(a.shape), a) for n, a in self.params.items()]
         last = self.newest
         changes = self.image.take(pieces, compare=last is not None)
         checksum = wire.checksum(self.image.tensors)

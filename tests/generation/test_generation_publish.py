@@ -18,7 +18,7 @@ from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.generation.vllm.servers import Servers
 from jaxtrain.generation.weight_sync.publish_weights import WeightPublisher, collect
-from jaxtrain.huggingface.ops import SplitPiece, whole
+from jaxtrain.huggingface.ops import SplitPiece, full_index
 from jaxtrain_vllm import handshake, wire
 from jaxtrain_vllm.weight_receiver import WeightReceiver, connect
 
@@ -33,7 +33,7 @@ def draw_params(seed=0):
 
 def pieces(params):
     for name, array in params.items():
-        yield SplitPiece(name, array.shape, whole(array.shape), array)
+        yield SplitPiece(name, array.shape, full_index(array.shape), array)
 
 
 @contextlib.contextmanager
@@ -252,7 +252,7 @@ def test_one_gpu_for_both_sleeps_while_training_and_wakes_in_parts():
 def test_rounding_is_that_of_the_trainer():
     """Round to nearest, ties to even, as jax casts: else deltas would be dense."""
     values = np.array([1.0 + 2**-8, 1.0 + 3 * 2**-8, -1.0, 3e-40], np.float32)
-    found = collect([SplitPiece("a", (4,), whole((4,)), values)], {"a": (4,)}, "bfloat16")
+    found = collect([SplitPiece("a", (4,), full_index((4,)), values)], {"a": (4,)}, "bfloat16")
     np.testing.assert_array_equal(found["a"].bits, [0x3F80, 0x3F82, 0xBF80, 0x0003])
 
 

@@ -28,7 +28,7 @@ from jaxtrain.huggingface.ops import (
     StackedOps,
     TensorRef,
     Transpose,
-    whole,
+    full_index,
 )
 from jaxtrain_vllm import wire
 from jaxtrain_vllm.shared_memory import SharedMemorySegment
@@ -157,7 +157,7 @@ def test_any_split_of_a_tensor_gives_the_changes_of_the_whole(rows, columns, see
     old = rng.normal(size=(rows, columns)).astype(np.float32)
     new = np.where(rng.random(old.shape) < share, old + 1, old)
     held = Image({"a": old.shape}, "float32")
-    held.take([SplitPiece("a", old.shape, whole(old.shape), old)], compare=False)
+    held.take([SplitPiece("a", old.shape, full_index(old.shape), old)], compare=False)
     at = [sorted({0, size, int(rng.integers(0, size + 1))}) for size in old.shape]
     parts = [
         (slice(r, r_end), slice(c, c_end))

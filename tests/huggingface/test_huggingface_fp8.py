@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import SplitPiece, whole
+from jaxtrain.huggingface.ops import SplitPiece, full_index
 from jaxtrain.huggingface.packed import BFLOAT16, FLOAT8, open_folder
 from jaxtrain.huggingface.safetensors import write_folder
 from jaxtrain.models import build, families, loading, saving
@@ -23,7 +23,7 @@ QUANTIZED = {
 
 def store(folder, tensors):
     plan = {name: (array.shape, array.dtype) for name, array in tensors.items()}
-    pieces = (SplitPiece(n, a.shape, whole(a.shape), a) for n, a in tensors.items())
+    pieces = (SplitPiece(n, a.shape, full_index(a.shape), a) for n, a in tensors.items())
     # A few to a shard: codes and scales then lie in different ones.
     write_folder(folder, plan, pieces, max_shard_bytes=40_000)
 
@@ -55,7 +55,7 @@ def test_any_part_is_codes_times_the_scale_of_its_block(tmp_path):
         wanted[i, j] = np.float32(codes[i, j]) * scales[i // BLOCK, j // BLOCK]
     wanted = wanted.astype(BFLOAT16)
     for index in [
-        whole((200, 300)),
+        full_index((200, 300)),
         (slice(100, 200), slice(0, 300)),
         (slice(130, 131), slice(127, 257)),
         (slice(0, 200, 2), slice(5, 300, 7)),
@@ -107,7 +107,7 @@ def test_a_model_in_fp8_is_one_of_its_decoded_weights(tmp_path):
     out = open_folder(tmp_path / "out")
     assert set(out.tensors) == set(wanted)
     for name, array in wanted.items():
-        got = out.fetch(name, whole(array.shape))
+        got = out.fetch(name, full_index(array.shape))
         assert got.dtype == array.dtype and got.tobytes() == array.tobytes(), name
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in written and written["torch_dtype"] == "bfloat16"

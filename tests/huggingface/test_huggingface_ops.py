@@ -5,7 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxtrain.huggingface.ops import Interleaved, SplitRows, StackedOps, TensorRef, Transpose, whole
+from jaxtrain.huggingface.ops import (
+    Interleaved,
+    SplitRows,
+    StackedOps,
+    TensorRef,
+    Transpose,
+    full_index,
+)
 
 STORE = {
     "a": np.arange(12.0).reshape(3, 4),
@@ -51,7 +58,7 @@ def test_split_entries_cover_the_tensor_once():
     ]
     seen = np.zeros((10, 4))
     for part, size in zip(parts, (4, 5, 1), strict=True):
-        target = part.read(fetch, whole((size, 4)))
+        target = part.read(fetch, full_index((size, 4)))
         for piece in part.write(target, np.asarray):
             seen[piece.index] += 1
     assert (seen == 1).all()

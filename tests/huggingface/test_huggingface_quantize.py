@@ -15,7 +15,7 @@ from jaxtrain.cli.quantize import choose_matrices, list_notes
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.compressed import BFLOAT16, SCHEMES, encode
 from jaxtrain.huggingface.copy import copy_folder
-from jaxtrain.huggingface.ops import SplitPiece, whole
+from jaxtrain.huggingface.ops import SplitPiece, full_index
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.huggingface.quantize import cut, quantize_folder
 from jaxtrain.huggingface.safetensors import SafetensorsFolder, write_folder
@@ -37,7 +37,7 @@ def make(folder: Path, raw: dict) -> Path:
         path = entry.param
         shapes |= entry.op.shapes(param_shapes(config)[path])
     plan = {name: (shape, BFLOAT16) for name, shape in shapes.items()}
-    pieces = (SplitPiece(n, s, whole(s), rng.normal(0, 0.1, s)) for n, s in shapes.items())
+    pieces = (SplitPiece(n, s, full_index(s), rng.normal(0, 0.1, s)) for n, s in shapes.items())
     write_folder(folder, plan, pieces)
     (folder / "config.json").write_text(json.dumps(config.to_hf()))
     return folder
@@ -67,7 +67,7 @@ def test_a_folder_stands_for_weights_within_half_a_step(base, names, tmp_path, s
     assert files.tensors.keys() == plain.keys()
     stored = load_file(tmp_path / "q/model.safetensors") if scheme != "fp8" else None
     for name, wide in plain.items():
-        read = files.fetch(name, whole(wide.shape))
+        read = files.fetch(name, full_index(wide.shape))
         if name not in names:
             assert read.tobytes() == wide.tobytes(), name
             continue
@@ -94,7 +94,7 @@ def test_a_folder_stands_for_weights_within_half_a_step(base, names, tmp_path, s
     assert "quantization_config" not in (tmp_path / "again/config.json").read_text()
     again = load_file(tmp_path / "again/model.safetensors")
     name = min(names)
-    assert again[name].tobytes() == files.fetch(name, whole(plain[name].shape)).tobytes()
+    assert again[name].tobytes() == files.fetch(name, full_index(plain[name].shape)).tobytes()
 
 
 def test_rows_of_zeros_and_of_tiny_numbers_stay_finite():
@@ -128,12 +128,12 @@ def test_experts_are_quantized_one_by_one_and_routers_stay(tmp_path):
 def test_what_is_only_carried_along_stays(base, names, tmp_path):
     """A tower's matrices: byte by byte, and named among those that nobody is to expect in bits."""
     files = SafetensorsFolder(base)
-    arrays = {n: files.fetch(n, whole(s.shape)) for n, s in files.tensors.items()}
+    arrays = {n: files.fetch(n, full_index(s.shape)) for n, s in files.tensors.items()}
     arrays["visual.blocks.0.qkv.weight"] = np.ones((6, 2), BFLOAT16)
     folder = tmp_path / "seeing"
     plan = {n: (a.shape, a.dtype) for n, a in arrays.items()}
     write_folder(
-        folder, plan, (SplitPiece(n, a.shape, whole(a.shape), a) for n, a in arrays.items())
+        folder, plan, (SplitPiece(n, a.shape, full_index(a.shape), a) for n, a in arrays.items())
     )
     shutil.copy(base / "config.json", folder)
     quantize_folder(folder, tmp_path / "q", "fp8", 128, names)
@@ -222,7 +222,7 @@ def test_transformers_decodes_the_same_numbers(base, names, tmp_path, scheme):
     files, count = open_folder(folder), 0
     for name, value in decoded.state_dict().items():
         if name in files.tensors:
-            ours = files.fetch(name, whole(files.tensors[name].shape)).astype(np.float32)
+            ours = files.fetch(name, full_index(files.tensors[name].shape)).astype(np.float32)
             assert (value.numpy() == ours).all(), name
             count += 1
     assert count == len(files.tensors)

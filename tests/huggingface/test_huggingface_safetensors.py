@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import SplitPiece, whole
+from jaxtrain.huggingface.ops import SplitPiece, full_index
 from jaxtrain.huggingface.safetensors import SafetensorsFolder, write_folder
 
 RNG = np.random.default_rng(0)
@@ -24,7 +24,7 @@ TENSORS = {
 
 def pieces(tensors):
     for name, array in tensors.items():
-        yield SplitPiece(name, array.shape, whole(array.shape), array)
+        yield SplitPiece(name, array.shape, full_index(array.shape), array)
 
 
 def write(folder, tensors=TENSORS, **options):
@@ -38,7 +38,7 @@ def test_reads_what_the_package_writes(tmp_path):
     folder = SafetensorsFolder(tmp_path)
     assert set(folder.tensors) == set(TENSORS)
     for name, array in TENSORS.items():
-        found = folder.fetch(name, whole(array.shape))
+        found = folder.fetch(name, full_index(array.shape))
         assert found.dtype == array.dtype
         np.testing.assert_array_equal(found, array)
     np.testing.assert_array_equal(
@@ -66,7 +66,7 @@ def test_shards_carry_an_index_and_replace_an_older_model(tmp_path):
     assert index["metadata"]["total_size"] == sum(a.nbytes for a in TENSORS.values())
     folder = SafetensorsFolder(tmp_path)
     for name, array in TENSORS.items():
-        np.testing.assert_array_equal(folder.fetch(name, whole(array.shape)), array)
+        np.testing.assert_array_equal(folder.fetch(name, full_index(array.shape)), array)
 
 
 def test_an_interrupted_write_leaves_the_old_model(tmp_path):

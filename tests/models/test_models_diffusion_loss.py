@@ -165,4 +165,6 @@ def test_transformers_says_the_same_with_a_mask_of_zeros(tmp_path):
         zeros = torch.zeros(1, 1, 6, 6)
         wanted = other(torch.tensor(tokens), attention_mask=zeros).logits.numpy()
     np.testing.assert_allclose(found, wanted, atol=2e-5)
-    assert dict(families.read_config(tmp_path).kept) == dict(config.kept)
+    assert dict(families.read_config(tmp_path).carried_attributes) == dict(
+        config.carried_attributes
+    )

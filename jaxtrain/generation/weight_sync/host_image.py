@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.huggingface.ops import Index, SplitPiece, whole
+from jaxtrain.huggingface.ops import Index, SplitPiece, full_index
 from jaxtrain_vllm import wire
 from jaxtrain_vllm.shared_memory import SharedMemorySegment
 
@@ -135,7 +135,7 @@ class Image:
                 return
             array = array.read_all()
         new = np.atleast_1d(np.asarray(array))
-        old, flat = tensor.bits, piece.index == whole(tensor.shape)
+        old, flat = tensor.bits, piece.index == full_index(tensor.shape)
         old = old.reshape(new.shape) if flat else old.reshape(tensor.shape)[piece.index]
         width = new[:1].size
         rows = max(1, CHUNK_ITEMS // max(1, width))
