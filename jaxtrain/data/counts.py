@@ -1,7 +1,6 @@
-"""Counts of what reading the data gave: rows, samples, drops by reason, tokens saved by sharing;
-and progress lines.
+"""Counts of rows, samples, drops by reason and tokens saved by sharing; and progress lines.
 
-The counts travel in the data's cursor, so they go on where a resumed run goes on.
+The counts are part of the data cursor, so that a resumed run continues them.
 """
 
 import time
@@ -13,20 +12,19 @@ from jaxtrain.data.sample import Dropped
 from jaxtrain.errors import UserError
 
 Counts = Counter[str]
-"""draws, lost_rows (draws of which nothing was kept), trees, "dropped:<reason>",
-packed_tokens and flat_tokens (those of all branches apart), controls (control tokens that texts
-spell)."""
+"""draws, lost_rows (draws that gave no sample), trees, "dropped:<reason>", packed_tokens and
+flat_tokens (of all branches separately), controls (control tokens that texts spell)."""
 
 PROBE = 64
-"""Draws after which data that mostly do not train are refused."""
+"""Number of draws after which data that mostly do not train are refused."""
 SHOWN_REASONS = 5
-"""Reasons that a line names."""
+"""Reasons named in a line."""
 
 
 def count_items(counts: Counts, items: Iterable[Any], pass_len: int | None) -> None:
-    """Count one draw; UserError when a whole pass over the data gave nothing, or no masks do.
+    """Count one draw; UserError if a full pass gave nothing, or if most samples have no mask.
 
-    items: trees, groups, or what has their `num_tokens` and may have `flat_tokens`; and drops.
+    items: drops, and trees, groups or objects with their `num_tokens` and perhaps `flat_tokens`.
     """
     add_items(counts, items)
     if pass_len is not None and counts["draws"] >= pass_len and not counts["trees"]:
@@ -43,7 +41,7 @@ def count_items(counts: Counts, items: Iterable[Any], pass_len: int | None) -> N
 
 
 def add_items(counts: Counts, items: Iterable[Any]) -> None:
-    """Count what one row became."""
+    """Count the samples and drops of one row."""
     counts["draws"] += 1
     before = counts["trees"]
     for item in items:
@@ -58,10 +56,10 @@ def add_items(counts: Counts, items: Iterable[Any]) -> None:
 
 
 def drops_of(counts: Mapping[str, int]) -> dict[str, int]:
-    """{reason: how many}, the most frequent first."""
-    found = [(name, n) for name, n in counts.items() if name.startswith("dropped:") and n]
-    found.sort(key=lambda pair: -pair[1])
-    return {name.removeprefix("dropped:"): number for name, number in found}
+    """Return {reason: number}, the most frequent first."""
+    drops = [(name, n) for name, n in counts.items() if name.startswith("dropped:") and n]
+    drops.sort(key=lambda pair: -pair[1])
+    return {name.removeprefix("dropped:"): number for name, number in drops}
 
 
 def list_drops(counts: Mapping[str, int]) -> str:
@@ -78,9 +76,9 @@ def describe_drops(counts: Mapping[str, int]) -> str:
 
 
 def describe_counts(counts: Mapping[str, int], sequence_len: int, controls: str) -> str:
-    """A line for people: what was dropped and why, what sharing saves, spelled control tokens.
+    """Describe drops by reason, savings by sharing, and spelled control tokens in one line.
 
-    "" where there is nothing to tell. controls: what became of those ("stay text").
+    "" if there is nothing to report. controls: treatment of control tokens ("stay text").
     """
     parts = []
     if drops_of(counts):
@@ -101,7 +99,7 @@ def describe_counts(counts: Mapping[str, int], sequence_len: int, controls: str)
 
 
 def describe_controls(datasets: Iterable[Any]) -> str:
-    """What becomes of the control tokens that the datasets' texts spell."""
+    """Describe the treatment of control tokens that the texts of the datasets spell."""
     kinds = {dataset.special_tokens for dataset in datasets}
     if kinds == {"control"}:
         return "count as control tokens"
@@ -109,23 +107,23 @@ def describe_controls(datasets: Iterable[Any]) -> str:
 
 
 def count_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """The same for metrics.jsonl: totals since the start of the run."""
-    found: dict[str, float] = {
+    """Return the counts for metrics.jsonl: totals since the start of the run."""
+    metrics: dict[str, float] = {
         "data/rows": counts.get("draws", 0),
         "data/lost_rows": counts.get("lost_rows", 0),
         "data/examples": counts.get("trees", 0),
     }
     drops = drops_of(counts)
-    found["data/dropped"] = sum(drops.values())
+    metrics["data/dropped"] = sum(drops.values())
     for reason, number in drops.items():
         name = "_".join(reason.partition(":")[0].split()[:6])
-        found[f"data/dropped/{name}"] = found.get(f"data/dropped/{name}", 0) + number
+        metrics[f"data/dropped/{name}"] = metrics.get(f"data/dropped/{name}", 0) + number
     packed, flat = counts.get("packed_tokens", 0), counts.get("flat_tokens", 0)
     if flat > packed:
-        found["data/shared_prefix_share"] = 1 - packed / flat
+        metrics["data/shared_prefix_share"] = 1 - packed / flat
     if counts.get("controls"):
-        found["data/control_tokens"] = counts["controls"]
-    return {name: float(number) for name, number in found.items()}
+        metrics["data/control_tokens"] = counts["controls"]
+    return {name: float(number) for name, number in metrics.items()}
 
 
 T = TypeVar("T")
@@ -133,35 +131,35 @@ EVERY_SECONDS = 10.0
 
 
 class Progress:
-    """Counts rows and says so every ten seconds; nothing about work that is done before."""
+    """Counts rows and logs the progress every ten seconds."""
 
-    def __init__(self, what: str, total: int | None, log: Callable[[str], None]):
-        """what: "tokenizing x.jsonl"; total: None where nobody knows."""
-        self.what, self.total, self.log = what, total, log
+    def __init__(self, activity: str, total: int | None, log: Callable[[str], None]):
+        """activity: "tokenizing x.jsonl"; total: None where nobody knows."""
+        self.what, self.total, self.log = activity, total, log
         self.done = 0
-        self._began = self._said = time.monotonic()
+        self._start = self._last_log = time.monotonic()
 
     def count(self) -> None:
-        """One row more."""
+        """Count a row."""
         self.done += 1
-        now = time.monotonic()
-        if now - self._said >= EVERY_SECONDS:
-            self._said = now
-            self.log(self.describe(now - self._began))
+        current = time.monotonic()
+        if current - self._last_log >= EVERY_SECONDS:
+            self._last_log = current
+            self.log(self.describe(current - self._start))
 
     def each(self, rows: Iterable[T]) -> Iterator[T]:
-        """The rows, counted."""
+        """Yield the rows and count them."""
         for row in rows:
             yield row
             self.count()
 
     def describe(self, seconds: float) -> str:
-        """ "tokenizing x.jsonl: 12,000 of 100,000 rows (12%), 1,900 rows/s, 46 s left"."""
+        """Return "tokenizing x.jsonl: 12,000 of 100,000 rows (12%), 1,900 rows/s, 46 s left"."""
         speed = self.done / max(seconds, 1e-9)
         if self.total is None:
             return f"{self.what}: {self.done:,} rows, {speed:,.0f} rows/s"
-        left = (self.total - self.done) / max(speed, 1e-9)
+        seconds_left = (self.total - self.done) / max(speed, 1e-9)
         return (
             f"{self.what}: {self.done:,} of {self.total:,} rows ({self.done / self.total:.0%}),"
-            f" {speed:,.0f} rows/s, {left:,.0f} s left"
+            f" {speed:,.0f} rows/s, {seconds_left:,.0f} s left"
         )

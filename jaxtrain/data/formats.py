@@ -10,12 +10,14 @@
 
 Each row becomes Samples, or a Dropped with a reason that is counted.
 
-A custom format is a function of (row, tokenizer, dataset): an entry point in group jaxtrain.formats,
-"package.module:function" or "file.py:function". `row` is a dict whose `fields` are renamed, `dataset`
-the entry of data.datasets. The function returns
+A custom format is a function of (row, tokenizer, dataset): an entry point in group
+jaxtrain.formats,
+"package.module:function" or "file.py:function". `row` is a dict whose `fields` are renamed,
+`dataset` the entry of data.datasets. The function returns
 
 - a row of one of the formats above, which is then read as that format, or
-- a list of (token ids, weights), one pair per sample, one weight per token, 0 for context. Rules for
+- a list of (token ids, weights), one pair per sample, one weight per token, 0 for context. Rules
+for
   length, first tokens and samples without weight are applied afterwards, as for all formats.
 
 It raises ValueError with the reason to drop a row; any other error ends the run.

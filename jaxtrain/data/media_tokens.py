@@ -1,5 +1,4 @@
-"""Tokens that stand for images and videos: rows that hold one are refused where a model is trained
-on its text alone."""
+"""Tokens that represent images and videos: training on text alone refuses rows that contain one."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,17 +16,17 @@ MediaTokens = Mapping[int, str]
 
 
 def find_media(tokens: Any, media: MediaTokens) -> str:
-    """What is wrong with ids of which one stands for an image or a video; empty: nothing."""
-    found = np.isin(tokens, [*media]).nonzero()[0]
-    if not len(found):
+    """Describe the first token that represents an image or a video; "" if there is none."""
+    positions = np.isin(tokens, [*media]).nonzero()[0]
+    if not len(positions):
         return ""
-    token = int(np.asarray(tokens)[found[0]])
+    token = int(np.asarray(tokens)[positions[0]])
     return f"token {token} ({media[token]}) stands for an image or a video, and only text is read"
 
 
 @dataclasses.dataclass(frozen=True)
 class TextOnly:
-    """`readers.Tokenize` that raises UserError for a row with such a token."""
+    """`readers.Tokenize` that raises UserError for a row with a media token."""
 
     tokenize: Tokenize
     media: MediaTokens
@@ -41,14 +40,14 @@ class TextOnly:
 
 
 def only_text(part: MixturePart, media: MediaTokens) -> MixturePart:
-    """The dataset, with such rows refused."""
+    """Return the dataset with rows refused that contain media tokens."""
     if not media:
         return part
     return dataclasses.replace(part, tokenize=TextOnly(part.tokenize, media))
 
 
 def list_tokens(items: Sequence[Any]) -> Iterator[np.ndarray]:
-    """All runs of tokens in what became of a row."""
+    """Yield the token arrays of samples and trees."""
     for item in items:
         match item:
             case Sample():

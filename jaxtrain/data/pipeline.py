@@ -1,56 +1,72 @@
-"""From the config's datasets to a Source: the doorway between section data and steps.py."""
+"""From the datasets of a config to batches: section `data` and a method's recipe become a source.
 
+row ──recipe.open──> samples, trees ──packing──> rows ──> rounds of one Batch [A, B, T]
+"""
+
+import math
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rich.console import Console
 
 from jaxtrain.batch import Batch
 from jaxtrain.config.data import DataConfig, DatasetConfig
-from jaxtrain.data.counts import Counts
+from jaxtrain.data.counts import Counts, add_items
 from jaxtrain.data.packing.pack import Fields, Normalize
-from jaxtrain.data.packing.steps import BatchSource, eval_part_batches, open_parts, plan_part_steps
-from jaxtrain.data.sources.readers import MixturePart
-
-__all__ = ["Recipe", "BatchSource", "count_steps", "eval_batches", "open_source", "plan_steps"]
+from jaxtrain.data.packing.steps import BatchSource, StepIterator, StepShape, raise_if_error
+from jaxtrain.data.packing.units import UnitPacker
+from jaxtrain.data.packing.window import TreeReader, WindowPacker
+from jaxtrain.data.sample import Dropped, to_trees
+from jaxtrain.data.sources.readers import (
+    STREAM_ROWS,
+    IndexedReader,
+    MixturePart,
+    StreamReader,
+    is_stream,
+    keep_items,
+)
+from jaxtrain.errors import UserError
 
 
 class Recipe(Protocol):
-    """What a method makes of the rows of a dataset, and how that fills the rows of a step."""
+    """A method's way from rows of a dataset to trees, and from trees to the rows of a step."""
 
     row_tokens: int
     """T."""
     normalize: Normalize
-    """What the weights of a tree are divided by: see pack.lay_out."""
+    """Divisor of the weights of a tree: see pack.lay_out."""
     held_out_normalize: Normalize
-    """The same for held-out data."""
+    """Divisor for held-out data."""
     units: int | None
-    """Trees of an optimizer step, which replaces a fixed number of microsteps."""
+    """Trees of an optimizer step; replaces a fixed number of microsteps."""
     fields: Fields
     """Weights and other per-token arrays of every batch."""
 
     def open(self, dataset: DatasetConfig) -> MixturePart:
-        """The dataset, opened, with the function that makes samples or trees of its rows."""
+        """Open a dataset, with the function that makes samples or trees of its rows."""
         ...
 
     def open_held_out(self, dataset: DatasetConfig) -> MixturePart:
-        """The same for a held-out dataset."""
+        """Open a held-out dataset."""
         ...
 
     def settings(self, dataset: DatasetConfig) -> str | None:
-        """All keys that shape what rows of the dataset become, for the cache; None: not cached."""
+        """Return all settings that shape the samples of a row, for the cache; None: not cached."""
         ...
 
     def probe(self, dataset: DatasetConfig) -> Any:
-        """A first look at a few rows; UserError when they would not train. str() is a line."""
+        """Read a few rows; UserError if they would not train. str() of it is a line or two."""
         ...
 
     def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
-        """The verb preprocess: counts of all rows, what was dropped and why, some samples."""
+        """Print samples, counts of all rows, and drops by reason, for the verb preprocess."""
         ...
 
-    def show_example(self, found: Any, console: Console) -> None:
-        """Print the first example that `probe` found."""
+    def show_example(self, probe: Any, console: Console) -> None:
+        """Print the first example of a probe."""
         ...
 
 
@@ -64,23 +80,45 @@ def open_source(
     num_epochs: float | None = None,
     opened: Sequence[MixturePart] | None = None,
 ) -> BatchSource:
-    """Source of rounds [Batch [A, B, T]] over data.datasets, seeded and exactly resumable.
+    """Open a source of rounds [Batch [A, B, T]] over data.datasets, seeded and exactly resumable.
 
-    Without num_epochs it never ends; with it the last batch is padded with empty rows. Raises
-    UserError for data that cannot be read or of which nothing trains.
+    Without num_epochs it never ends; with it the last batch is padded with empty rows. opened: the
+    datasets, if they are open already. Raises UserError for data that cannot be read or of which
+    nothing trains.
     """
-    return open_parts(
-        opened or [recipe.open(dataset) for dataset in data.datasets],
-        data,
-        seed=seed,
-        rows_per_microstep=rows_per_microstep,
-        microsteps=microsteps,
-        num_epochs=num_epochs,
-        normalize=recipe.normalize,
-        row_tokens=recipe.row_tokens,
-        units=recipe.units,
-        fields=recipe.fields,
+    parts = opened or [recipe.open(dataset) for dataset in data.datasets]
+    row_tokens, units = recipe.row_tokens, recipe.units
+    shape = StepShape(
+        rows_per_microstep,
+        microsteps,
+        row_tokens,
+        tuple(data.length_buckets),
+        recipe.normalize,
+        units,
+        recipe.fields,
     )
+    streamed = any(is_stream(part.rows) for part in parts)
+    if streamed and num_epochs is not None:
+        raise UserError("run.num_epochs needs datasets with a length; set run.max_steps instead")
+    common = {"row_tokens": row_tokens, "seed": seed, "shuffle": data.shuffle}
+    if streamed:
+        reader = StreamReader(parts, shuffle_buffer=data.shuffle_buffer, **common)
+    else:
+        reader = IndexedReader(parts, num_epochs=num_epochs, num_workers=data.num_workers, **common)
+    layout = {
+        "datasets": [part.name for part in parts],
+        "rows": [None if is_stream(part.rows) else len(part.rows) for part in parts],
+        "weights": [part.weight for part in parts],
+        "seed": seed,
+        "shuffle": data.shuffle,
+        "row_tokens": row_tokens,
+        "units": units,
+        "packing": data.packing,
+        "packing_window": data.packing_window,
+    }
+    packer = _open_packer(reader, data, seed, row_tokens, units)
+    left_out = sum(sum(part.left_out.values()) for part in parts)
+    return BatchSource(packer, shape, prefetch=data.prefetch, layout=layout, left_out=left_out)
 
 
 def plan_steps(
@@ -93,23 +131,23 @@ def plan_steps(
     num_epochs: float = 1.0,
     opened: Sequence[MixturePart] | None = None,
 ) -> tuple[int, Counts]:
-    """Optimizer steps that open_source(num_epochs=...) will give, and the counts of what was read:
-    every row is tokenized once."""
-    return plan_part_steps(
-        opened or [recipe.open(dataset) for dataset in data.datasets],
-        data,
-        seed=seed,
-        rows_per_microstep=rows_per_microstep,
-        microsteps=microsteps,
-        num_epochs=num_epochs,
-        row_tokens=recipe.row_tokens,
-        units=recipe.units,
+    """Return the number of optimizer steps that open_source(num_epochs=...) yields, and the counts
+    of all rows read for them. Every row is tokenized once."""
+    parts = opened or [recipe.open(dataset) for dataset in data.datasets]
+    row_tokens, units = recipe.row_tokens, recipe.units
+    if units is not None:  # only the number of trees matters, and a group has no row of its own
+        data = data.model_copy(update={"packing": False})
+    sized = [
+        MixturePart(part.name, measure_lengths(part, data, row_tokens), keep_items, part.weight)
+        for part in parts
+    ]
+    reader = IndexedReader(
+        sized, row_tokens=row_tokens, seed=seed, shuffle=data.shuffle, num_epochs=num_epochs
     )
-
-
-def count_steps(data: DataConfig, recipe: Recipe, **shape: Any) -> int:
-    """The steps of plan_steps alone."""
-    return plan_steps(data, recipe, **shape)[0]
+    packer = _open_packer(reader, data, seed, row_tokens, units)
+    num_outputs = sum(1 for _ in iter(lambda: next(packer, None), None))
+    per_step = 1 if isinstance(packer, UnitPacker) else rows_per_microstep * microsteps
+    return -(-num_outputs // per_step), packer.counts
 
 
 def eval_batches(
@@ -120,16 +158,88 @@ def eval_batches(
     done: Callable[[Counts], None] = lambda counts: None,
     opened: MixturePart | None = None,
 ) -> Iterator[Batch]:
-    """Batches [1, B, T] of every example of a held-out dataset once; the last one is padded.
+    """Yield batches [1, B, T] of every row of a held-out dataset once, in order; the last is
+    padded.
 
-    done: gets the counts of what was read. opened: the dataset, where it was opened already.
+    done: called with the counts of what was read, also if the iterator is closed early. opened: the
+    dataset, if it is open already.
     """
-    return eval_part_batches(
-        opened or recipe.open_held_out(dataset),
-        data,
-        rows=rows,
-        row_tokens=recipe.row_tokens,
-        fields=recipe.fields,
+    part = opened or recipe.open_held_out(dataset)
+    options = {"row_tokens": recipe.row_tokens, "shuffle": False}
+    if is_stream(part.rows):
+        reader = StreamReader([part], once=True, **options)
+    else:
+        reader = IndexedReader([part], num_epochs=1, **options)
+    ordered = data.model_copy(update={"shuffle": False})
+    shape = StepShape(
+        rows,
+        1,
+        recipe.row_tokens,
+        tuple(data.length_buckets),
         normalize=recipe.held_out_normalize,
-        done=done,
+        fields=recipe.fields,
+    )
+    packer = _open_packer(reader, ordered, 0, recipe.row_tokens)
+    iterator = StepIterator(packer, shape)
+    try:
+        for batch in iterator:
+            yield raise_if_error(batch)
+    finally:
+        done(packer.counts)
+        iterator.close()
+
+
+def count_part(part: MixturePart, row_tokens: int, seconds: float) -> tuple[Counts, bool]:
+    """Count what the rows of a dataset become, in order, for at most `seconds`; and return whether
+    these were all its rows."""
+    counts: Counts = Counter()
+    start = time.monotonic()
+    limit = STREAM_ROWS if is_stream(part.rows) else math.inf
+    for index, (row, origin) in enumerate(part.numbered_rows()):
+        if time.monotonic() - start > seconds or index == limit:
+            return counts, False
+        add_items(counts, to_trees(part.tokenize(row, origin), row_tokens))
+    return counts, True
+
+
+@dataclass(frozen=True)
+class TreeSize:
+    """Size of a tree, in place of the tree where only its size matters."""
+
+    num_tokens: int
+    flat_tokens: int
+    controls: int
+
+
+def measure_lengths(
+    part: MixturePart, data: DataConfig, row_tokens: int
+) -> list[list[TreeSize | Dropped]]:
+    """Tokenize every row once and return the sizes of what each became."""
+    options = {"row_tokens": row_tokens, "shuffle": False, "num_epochs": 1}
+    reader = IndexedReader([part], num_workers=data.num_workers, **options)
+    lengths = [
+        [item if isinstance(item, Dropped) else _measure(item) for item in items]
+        for items in iter(lambda: next(reader, None), None)
+    ]
+    reader.close()
+    return lengths
+
+
+def _measure(item: Any) -> TreeSize:
+    flat = getattr(item, "flat_tokens", item.num_tokens)
+    return TreeSize(item.num_tokens, flat, item.controls)
+
+
+def _open_packer(
+    reader: TreeReader, data: DataConfig, seed: int, row_tokens: int, units: int | None = None
+) -> WindowPacker | UnitPacker:
+    if units is not None:
+        return UnitPacker(reader, units=units, row_tokens=row_tokens, packing=data.packing)
+    return WindowPacker(
+        reader,
+        row_tokens=row_tokens,
+        window=data.packing_window,
+        packing=data.packing,
+        shuffle=data.shuffle,
+        seed=seed,
     )

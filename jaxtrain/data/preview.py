@@ -400,7 +400,8 @@ def probe_trees(part: MixturePart) -> Probe:
 
 
 def describe_trees(part: MixturePart, tokenizer: Any, num_samples: int = 1) -> str:
-    """Describe a dataset: outlines of its first trees, the workload of all, and what was dropped."""
+    """Describe a dataset: outlines of its first trees, the workload of all, and what was
+    dropped."""
     clock, trees, lines = _RowClock(), [], []
     dropped: Counter[str] = Counter()
     for row, origin in clock.read(part):
@@ -455,7 +456,7 @@ def _pick_rows(rows: Any, name: str) -> list[tuple[dict[str, Any], str]]:
         picked = [(row, f"row {number}") for number, row in enumerate(first_rows, 1)]
     else:
         count = min(len(rows), NUM_ROWS)
-        indices = sorted({place * len(rows) // count for place in range(count)})
+        indices = sorted({step * len(rows) // count for step in range(count)})
         picked = [(rows[index], rows.origin(index)) for index in indices]
     if not picked:
         raise UserError(f"{name} has no rows")

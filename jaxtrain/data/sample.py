@@ -10,30 +10,30 @@ from jaxtrain.data.packing.tree import Forest, Node, Tree, TreeGroup
 
 @dataclass(frozen=True)
 class Sample:
-    """One tokenized example."""
+    """Tokenized example."""
 
     tokens: np.ndarray
     """int32 [n] token ids."""
     weights: np.ndarray
     """float32 [n] loss weight of each token; 0 is context, 1 an ordinary trained token."""
     origin: str = ""
-    """Where it came from, for messages: "train.jsonl row 17"."""
+    """File and row, for messages: "train.jsonl row 17"."""
     controls: int = 0
-    """Control tokens that its texts spell: see control.py."""
+    """Control tokens that its texts spell: see control_tokens.py."""
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """An example that does not train, and why; counted, never silent."""
+    """Example that does not train, with the reason; counted, never silent."""
 
     reason: str
     """Short and countable: "too long", "no trained token", ..."""
     origin: str = ""
-    """Where it came from, for messages."""
+    """File and row, for messages."""
 
 
 def to_tree(sample: Sample, component: str = "nll") -> Tree:
-    """One-branch tree of a sample; its weights become those of `component`."""
+    """Build the one-branch tree of a sample, with its weights as those of `component`."""
     node = Node(-1, np.asarray(sample.tokens, np.int32), {component: sample.weights})
     return Tree((node,), origin=sample.origin, controls=sample.controls)
 
@@ -43,10 +43,10 @@ def to_trees(
     row_tokens: int,
     component: str = "nll",
 ) -> list[Tree | Forest | TreeGroup | Dropped]:
-    """Trees (or groups) of what a row_tokenizer returned for one row of a dataset.
+    """Convert the output of a row tokenizer to trees (or groups).
 
-    Trees that cannot train are dropped here, whoever made them: those of more than `row_tokens`
-    tokens fit no row, and a trained first token has nothing that predicts it.
+    Trees that cannot train are dropped here: those of more than `row_tokens` tokens fit no row, and
+    nothing predicts a trained first token.
     """
     checked: list[Tree | Forest | TreeGroup | Dropped] = []
     for item in items:
@@ -66,7 +66,7 @@ def to_trees(
 
 
 def trains(tree: Tree | Forest) -> bool:
-    """Whether any token that has a predictor carries weight."""
+    """Return True if any token with a predictor carries weight."""
     if isinstance(tree, Forest):
         return any(map(trains, tree.trees))
     for index, node in enumerate(tree.nodes):

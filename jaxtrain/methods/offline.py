@@ -13,8 +13,8 @@ from jaxtrain.core.bundle import ModelBundle, count_microsteps
 from jaxtrain.core.task import Round, TrainingContext
 from jaxtrain.data.counts import describe_controls, describe_counts
 from jaxtrain.data.media_tokens import only_text
-from jaxtrain.data.packing.steps import count_part
-from jaxtrain.data.pipeline import BatchSource, Recipe, eval_batches, open_source, plan_steps
+from jaxtrain.data.packing.steps import BatchSource
+from jaxtrain.data.pipeline import Recipe, count_part, eval_batches, open_source, plan_steps
 from jaxtrain.data.sources.cache import cache_part, default_folder
 from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.distributed.feed import row_shards

@@ -12,7 +12,7 @@ from jaxtrain.batch import check_batch
 from jaxtrain.config import DataConfig, DatasetConfig
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.packing.tree import Tree
-from jaxtrain.data.pipeline import count_steps, eval_batches, open_source
+from jaxtrain.data.pipeline import eval_batches, open_source, plan_steps
 from jaxtrain.data.preview import describe_trees
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.errors import UserError
@@ -42,7 +42,7 @@ def read(source, count):
 def test_the_builtin_data_become_batches(tokenizer):
     dataset = DatasetConfig(path="builtin:calculator", options={"num_rows": 30})
     data = make_data(dataset, sequence_len=512)
-    steps = count_steps(data, Sequences(data, tokenizer), **STEP)
+    steps = plan_steps(data, Sequences(data, tokenizer), **STEP)[0]
     source = open_source(data, Sequences(data, tokenizer), **STEP, num_epochs=1)
     batches = read(source, 100)
     assert len(batches) == steps
@@ -76,7 +76,7 @@ def test_steps_of_units_resume_and_count(tokenizer, mode, packing):
             np.testing.assert_array_equal(left.weights["nll"], right.weights["nll"])
         resumed.close()
     finite = open_source(data, Trees(task, data, tokenizer), **STEP, num_epochs=2)
-    steps = count_steps(data, Trees(task, data, tokenizer), **STEP, num_epochs=2)
+    steps = plan_steps(data, Trees(task, data, tokenizer), **STEP, num_epochs=2)[0]
     assert len(read(finite, 1000)) == steps
 
 

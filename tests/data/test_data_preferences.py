@@ -19,9 +19,8 @@ from jaxtrain.data.comparisons.preferences import Preferences, RankedReader, hal
 from jaxtrain.data.comparisons.ranked import Ranked, RankedPair, rank_pairs
 from jaxtrain.data.counts import drops_of
 from jaxtrain.data.packing.pack import NLL
-from jaxtrain.data.packing.steps import count_part
 from jaxtrain.data.packing.tree import Node, Tree
-from jaxtrain.data.pipeline import count_steps, open_source
+from jaxtrain.data.pipeline import count_part, open_source, plan_steps
 from jaxtrain.data.preview import probe_samples
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.sources.dataset import open_rows
@@ -410,7 +409,7 @@ def test_probe_preview_and_packing(tokenizer, tmp_path):
         int(answer.weights.sum()) for one in found.samples for answer in one.answers
     )
     source.close()
-    assert count_steps(data, made, **shape) == 1
+    assert plan_steps(data, made, **shape)[0] == 1
 
 
 def test_a_format_from_outside_and_a_stream(tokenizer, tmp_path):

@@ -3,13 +3,16 @@
 import json
 from dataclasses import dataclass
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxtrain.batch import check_batch
 from jaxtrain.config.data import DataConfig
-from jaxtrain.data.packing.steps import StepShape, eval_part_batches, open_parts, plan_part_steps
+from jaxtrain.data import pipeline
+from jaxtrain.data.packing.pack import NLL
+from jaxtrain.data.packing.steps import StepShape
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.sources.readers import IndexedReader, MixturePart
 from jaxtrain.errors import UserError
@@ -47,9 +50,14 @@ def make_data(**changes):
     return DataConfig(sequence_len=32, **{"packing_window": 8, **changes})
 
 
+RECIPE = SimpleNamespace(
+    row_tokens=32, normalize="token", held_out_normalize="token", units=None, fields=NLL
+)
+
+
 def open_source(parts, data, **changes):
     options = {"seed": 3, "rows_per_microstep": 2, "microsteps": 2, **changes}
-    return open_parts(parts, data, **options)
+    return pipeline.open_source(data, RECIPE, opened=parts, **options)
 
 
 def make_parts(kind="indexed", tokenize=None):
@@ -235,14 +243,14 @@ def test_a_dataset_smaller_than_a_batch_repeats_or_is_padded():
 def test_counted_steps_are_those_that_come_out(num_epochs, kind, packing):
     data = make_data(packing=packing)
     options = {"seed": 3, "rows_per_microstep": 2, "microsteps": 2, "num_epochs": num_epochs}
-    steps, _ = plan_part_steps(make_parts(kind), data, **options)
-    assert len(read(open_parts(make_parts(kind), data, **options), 1000)) == steps
+    steps, _ = pipeline.plan_steps(data, RECIPE, opened=make_parts(kind), **options)
+    assert len(read(open_source(make_parts(kind), data, **options), 1000)) == steps
 
 
 @pytest.mark.parametrize("kind", [0, 1, "stream"])
 def test_eval_sees_every_row_exactly_once(kind):
     part = make_parts("stream")[0] if kind == "stream" else make_parts()[kind]
-    batches = list(eval_part_batches(part, make_data(), rows=3))
+    batches = list(pipeline.eval_batches(None, make_data(), RECIPE, 3, opened=part))
     assert all(batch.tokens.shape == (1, 3, 32) for batch in batches)
     assert sorted(ids_of(batches)) == sorted(row["id"] for row in part.rows)
 

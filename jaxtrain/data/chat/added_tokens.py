@@ -1,4 +1,4 @@
-"""Tokens that a config adds to a tokenizer, and what they ask of the model's tables."""
+"""Tokens that a config adds to a tokenizer, and the rows that they need in the embedding."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,25 +17,25 @@ def add_tokens(
     special: Sequence[str] = (),
     roles: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """Put tokens into a tokenizer, which then has those that are new; returns these.
+    """Add tokens to a tokenizer in place and return those that are new.
 
-    added: as texts spell them. special: control tokens, which only templates write. roles: the
-    control tokens that begin, end, pad and stand for what is unknown.
+    added: ordinary tokens, spelled as in texts. special: control tokens, which only templates
+    write. roles: {attribute of the tokenizer, such as "eos_token": control token}.
     """
     roles = roles or {}
     controls = [*special, *roles.values()]
-    known = tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
     for token in (*added, *controls):
         if not token.strip():
             raise UserError(
                 f"model.added_tokens or model.special_tokens: {show(token)} is no token"
             )
-    if both := set(added) & set(controls):
+    if overlap := set(added) & set(controls):
         raise UserError(
-            f"{show(min(both))} is in model.added_tokens and a control token; a token that texts"
+            f"{show(min(overlap))} is in model.added_tokens and a control token; a token that texts"
             " spell is no control token"
         )
-    new = tuple(dict.fromkeys(token for token in (*added, *controls) if token not in known))
+    new = tuple(dict.fromkeys(token for token in (*added, *controls) if token not in vocabulary))
     for tokens, is_control in ((controls, True), (added, False)):
         tokenizer.add_tokens(
             [AddedToken(token, special=is_control, normalized=False) for token in tokens],
@@ -47,8 +47,11 @@ def add_tokens(
 
 
 def rows_needed(tokenizer: Any, rows: int) -> int:
-    """Rows that the tables of a model with `rows` need; as often divisible by 2 as they were, up to
-    64, so that they are cut over devices as before."""
+    """Return the embedding rows for a tokenizer, at least `rows`.
+
+    The new number is divisible by the same power of 2 as the old one, up to 64, so that the table
+    shards over devices as before.
+    """
     size = len(tokenizer)
     if size <= rows:
         return rows

@@ -1,9 +1,9 @@
-"""Control tokens: what a chat template may write and people's text may not.
+"""Control tokens: a chat template may write them, texts of the data may not.
 
-Text of people that spells a control token ("<|im_end|>" in a question about chat formats, or an
-attack) is text: it becomes ordinary tokens, which the model reads as these letters. Only what the
-template itself writes is control. To tell the two apart in a rendered conversation, the spelled
-ones are replaced by marks before the template sees them, and written out again afterwards:
+A text that spells a control token ("<|im_end|>" in a question about chat formats, or in an attack)
+becomes ordinary tokens, which the model reads as these letters. Only the template itself writes
+control tokens. To distinguish the two in a rendered conversation, spelled ones are replaced by
+marks before the template sees them, and written out again afterwards:
 
     protect        messages with "<|im_end|>" inside        -> with 9047...001...9047 in its place
     chat template                                           -> text: its own control tokens, marks
@@ -21,15 +21,15 @@ from tokenizers import AddedToken, Tokenizer
 SpecialTokens = Literal["text", "control"]
 
 PROBES = ("", "a", " a", "a ", "\n", " ", "A1")
-"""What stands around a control token when its independence is looked at."""
+"""Texts put around a control token to test whether it is tokenized independently of them."""
 
 
 class Protected(NamedTuple):
-    """Values of a row whose spelled control tokens are marked."""
+    """Values of a row with marks in place of spelled control tokens."""
 
     value: Any
     mark: str
-    """Digits that stand around each mark and nowhere else; "" where nothing had to be marked."""
+    """Digits around each mark that occur nowhere else; "" if nothing had to be marked."""
     count: int
     """Control tokens that were spelled in the texts."""
 
@@ -38,7 +38,7 @@ class Encoder:
     """Texts to token ids with one tokenizer."""
 
     def __init__(self, tokenizer: Any, special_tokens: SpecialTokens = "text"):
-        """special_tokens "control": what spells a control token is one, wherever it stands."""
+        """special_tokens "control": a text that spells a control token writes one."""
         self.backend = tokenizer.backend_tokenizer
         self.special_tokens: SpecialTokens = special_tokens
         self.contents = find_control(tokenizer)
@@ -53,14 +53,15 @@ class Encoder:
         return {**self.__dict__, "_plain": None}
 
     def count(self, text: str) -> int:
-        """Control tokens that a text spells."""
+        """Count the control tokens that a text spells."""
         return sum(1 for _ in self._spelled.finditer(text))
 
     def protect(self, value: Any, mark: str = "") -> Protected:
-        """A copy of nested lists and dicts of texts in which spelled control tokens are marked, and
-        beginnings of them at the end of a text, which the next text might complete.
+        """Copy nested lists and dicts of texts, marking the control tokens that they spell.
 
-        mark: one of `make_mark`, for texts that are protected apart; else one that they lack.
+        The beginning of a control token at the end of a text is marked too, because the next text
+        might complete it. mark: from `make_mark`, for texts that are protected separately; by
+        default a number that does not occur in them.
         """
         texts = list(_texts(value))
         count = sum(map(self.count, texts))
@@ -69,31 +70,33 @@ class Encoder:
         number = 0o4736251734
         while not mark and any(f"9{number:o}" in text for text in texts):
             number += 1
-        mark = mark or f"9{number:o}"  # 9 nowhere but in front: two marks cannot overlap
+        mark = mark or f"9{number:o}"  # octal has no 9 except in front: marks cannot overlap
 
         def protect(text: str) -> str:
-            numbered = lambda found: f"{mark}{self._order.index(found[0]) + 1:04}{mark}"  # noqa: E731
+            numbered = lambda match: f"{mark}{self._order.index(match[0]) + 1:04}{mark}"  # noqa: E731
             marked = self._spelled.sub(numbered, text)
             return f"{marked}{mark}0000{mark}" if self._begins(text) else marked
 
         return Protected(_map_texts(value, protect), mark, count)
 
     def restore(self, text: str, mark: str) -> str:
-        """A marked text as it was."""
+        """Return the original of a marked text."""
         if not mark or mark not in text:
             return text
         spelled = ("", *self._order)
-        return re.sub(f"{mark}(\\d{{4}}){mark}", lambda found: spelled[int(found[1])], text)
+        return re.sub(f"{mark}(\\d{{4}}){mark}", lambda match: spelled[int(match[1])], text)
 
     def __call__(self, text: str, mark: str = "") -> list[int]:
-        """Token ids of what a template wrote around protected values."""
+        """Encode a text that a template wrote around protected values."""
         if not mark or mark not in text:
             # The Python wrapper gives the same ids, at several times the cost for a short text.
             return self.backend.encode(text, add_special_tokens=False).ids
         plain, names, ids = self._open_plain()
-        named = self._spelled.sub(lambda found: names[found[0]], text)
+        named = self._spelled.sub(lambda match: names[match[0]], text)
         found = plain.encode(self.restore(named, mark), add_special_tokens=False).ids
-        if not self.contents_ids.isdisjoint(found):  # a model that has them as words, too
+        # Some vocabularies contain a control token as an ordinary word as well. Encoding the
+        # spelled ones a letter at a time keeps their ids out.
+        if not self.contents_ids.isdisjoint(found):
             pieces = re.split(f"({mark}\\d{{4}}{mark})", named)
             found = [
                 token
@@ -107,17 +110,17 @@ class Encoder:
         return [ids.get(token, token) for token in found]
 
     def text(self, text: str) -> list[int]:
-        """Token ids of a text of people, without any template."""
+        """Encode a text of the data without a template."""
         protected = self.protect(text)
         return self(protected.value, protected.mark)
 
     def pieces(self, text: str) -> list[str]:
-        """The text cut around those control tokens beside which it is tokenized independently."""
+        """Cut a text around the control tokens whose two sides are tokenized independently."""
         pieces, start = [], 0
-        for found in self._spelled.finditer(text):
-            if self._stands_apart(found[0]):
-                pieces += [text[start : found.start()], found[0]]
-                start = found.end()
+        for match in self._spelled.finditer(text):
+            if self._stands_apart(match[0]):
+                pieces += [text[start : match.start()], match[0]]
+                start = match.end()
         return [piece for piece in (*pieces, text[start:]) if piece]
 
     @property
@@ -126,13 +129,13 @@ class Encoder:
         return set(self.contents.values())
 
     def _begins(self, text: str) -> bool:
-        """Whether a text ends in the beginning of a control token."""
+        """Return True if a text ends with the beginning of a control token."""
         return any(
             text[-n:] in self._beginnings for n in range(1, min(self._longest, len(text)) + 1)
         )
 
     def _stands_apart(self, control: str) -> bool:
-        """Whether a text around a control token is its two sides, tokenized alone."""
+        """Return True if the texts around a control token are tokenized independently of it."""
         if control not in self._apart:
             encode = lambda text: self.backend.encode(text, add_special_tokens=False).ids  # noqa: E731
             alone = {probe: encode(probe) for probe in PROBES}
@@ -145,7 +148,7 @@ class Encoder:
         return self._apart[control]
 
     def _letters(self, spelled: str) -> list[int]:
-        """A spelled control token a letter at a time; one of a single letter has no other form."""
+        """Encode a spelled control token a letter at a time; drops a letter that is one itself."""
         plain = self._open_plain()[0]
         return [
             token
@@ -155,16 +158,16 @@ class Encoder:
         ]
 
     def _open_plain(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
-        """The tokenizer without control tokens; for each a name that stands for it there and that
-        nobody can guess, and the id that it has."""
+        """Return the tokenizer without control tokens, an unguessable stand-in for each of them,
+        and the ids that the stand-ins map to."""
         if self._plain is None:
             plain = Tokenizer.from_str(self.backend.to_str())
             plain.encode_special_tokens = True
-            known = self.backend.get_added_tokens_decoder()
+            added_tokens = self.backend.get_added_tokens_decoder()
             nonce, names, ids = secrets.token_hex(16), {}, {}
             for number, (content, token_id) in enumerate(self.contents.items()):
                 names[content] = f"\ufdd0{nonce}{number}\ufdd1"
-                as_it_was = known.get(token_id)
+                as_it_was = added_tokens.get(token_id)
                 flags = {
                     name: getattr(as_it_was, name, False)
                     for name in ("single_word", "lstrip", "rstrip")
@@ -176,33 +179,33 @@ class Encoder:
 
 
 def make_mark() -> str:
-    """A mark that no text holds by chance or by intent."""
+    """Draw a mark that occurs in no text, by chance or by intent."""
     return f"9{secrets.randbits(60) | 1 << 60:o}"
 
 
 def find_control(tokenizer: Any) -> dict[str, int]:
-    """{content: id} of a tokenizer's control tokens."""
-    found = {
+    """Return {content: id} of a tokenizer's control tokens."""
+    controls = {
         token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special
     }
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
-    return {**found, **{str(content): i for content, i in named if content and i is not None}}
+    return {**controls, **{str(content): i for content, i in named if content and i is not None}}
 
 
 _ENCODERS: "weakref.WeakKeyDictionary[Any, dict[str, Encoder]]" = weakref.WeakKeyDictionary()
 
 
 def encoder_of(tokenizer: Any, special_tokens: SpecialTokens = "text") -> Encoder:
-    """The tokenizer's encoder; made once."""
+    """Return the tokenizer's encoder, built once."""
     kinds = _ENCODERS.setdefault(tokenizer, {})
-    found = kinds.get(special_tokens)
-    if found is None or found.contents != find_control(tokenizer):
-        found = kinds[special_tokens] = Encoder(tokenizer, special_tokens)
-    return found
+    encoder = kinds.get(special_tokens)
+    if encoder is None or encoder.contents != find_control(tokenizer):
+        encoder = kinds[special_tokens] = Encoder(tokenizer, special_tokens)
+    return encoder
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in nested lists and dicts, keys too."""
+    """Yield every text in nested lists and dicts, keys included."""
     waiting = [value]
     while waiting:
         value = waiting.pop()

@@ -1,4 +1,4 @@
-"""Messages as they come, to messages in OpenAI form: ShareGPT on sight, renamed keys and roles."""
+"""Messages of a row in OpenAI form: detects ShareGPT, applies renamed keys and roles."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ TOO_MUCH = f"more than {MOST_TEXT:,} characters"
 MOST_OF_ROW = 1 << 23
 """Characters of a row's texts together."""
 MOST_MESSAGES = 4000
-"""What a chat template gets through within its time."""
+"""Limit of what a chat template renders within its time budget."""
 MOST_TOOLS = 1024
 
 KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "train")
@@ -37,25 +37,25 @@ ROLES = {
     "function": "tool",
     "function_call": "function_call",
 }
-"""Roles that ShareGPT data and others use; function_call is a turn whose text is a tool call."""
+"""Roles of ShareGPT and other data; function_call is a turn whose text is a tool call."""
 
 ACCEPTED = ("system", "developer", "user", "assistant", "tool")
 
 
 class MalformedRow(Exception):
-    """A row that cannot be read; the text says why in words that can be counted over rows."""
+    """A row that cannot be read. The message is short and general, so that it can be counted."""
 
-    place = ""
-    """Where in the row: "message 3"."""
+    location = ""
+    """Position in the row: "message 3"."""
 
 
 def read_messages(
     value: Any, fields: Mapping[str, str], roles: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Messages in OpenAI form, arguments of tool calls as objects, empty keys left out.
+    """Return messages in OpenAI form: arguments of tool calls as objects, empty keys removed.
 
-    fields: renamed keys as {"messages.content": "value"}; roles: {"found": "wanted"}. Raises
-    Malformed.
+    fields: renamed keys as {"messages.content": "value"}; roles: {role in the data: role}. Raises
+    MalformedRow.
     """
     if isinstance(value, Mapping):
         value = [value]
@@ -69,13 +69,13 @@ def read_messages(
         try:
             messages.append(_message(item, fields, roles))
         except MalformedRow as error:
-            error.place = f"message {number}"
+            error.location = f"message {number}"
             raise
     return messages
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Tool schemas: a list, or the same as a JSON string; None if there are none."""
+    """Return tool schemas from a list or its JSON; None if there are none."""
     if isinstance(value, str):
         value = _json(value, "tools") if value.strip() else None
     if not value:
@@ -96,29 +96,29 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def check_readable(row: Any) -> None:
-    """Raise Malformed for a row that its file could not give."""
+    """Raise MalformedRow for a row that could not be read from its file."""
     if isinstance(row, UnreadableRow):
         raise MalformedRow(row.reason)
 
 
 def check_values(value: Any) -> None:
-    """Raise Malformed for what no template and no tokenizer gets through: values that are nested
-    without end, half a surrogate pair, texts beyond MOST_TEXT or, together, MOST_OF_ROW."""
+    """Raise MalformedRow for values that would break a template or tokenizer: deep nesting, half a
+    surrogate pair, texts longer than MOST_TEXT or, together, MOST_OF_ROW."""
     if too_deep(value):
         raise MalformedRow(f"nested deeper than {DEPTH} levels")
-    size, left = 0, [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            if len(one) > MOST_TEXT:
+    size, pending = 0, [value]
+    while pending:
+        entry = pending.pop()
+        if isinstance(entry, str):
+            if len(entry) > MOST_TEXT:
                 raise MalformedRow(TOO_MUCH)
-            size += len(one)
-            if not one.isascii() and has_surrogates(one):
+            size += len(entry)
+            if not entry.isascii() and has_surrogates(entry):
                 raise MalformedRow("a text with half a surrogate pair")
-        elif isinstance(one, Mapping):
-            left += [*one, *one.values()]
-        elif isinstance(one, list | tuple):
-            left += one
+        elif isinstance(entry, Mapping):
+            pending += [*entry, *entry.values()]
+        elif isinstance(entry, list | tuple):
+            pending += entry
     if size > MOST_OF_ROW:
         raise MalformedRow(f"more than {MOST_OF_ROW:,} characters in all")
 
@@ -126,14 +126,19 @@ def check_values(value: Any) -> None:
 def _message(item: Any, fields: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(item, Mapping):
         raise MalformedRow(f"a message is {name_type(item)}, not an object")
-    found = dict(item)
-    if "role" not in found and "from" in found:
-        found["role"], found["content"] = found["from"], found.get("value")
+    renamed_item = dict(item)
+    if "role" not in renamed_item and "from" in renamed_item:
+        renamed_item["role"], renamed_item["content"] = (
+            renamed_item["from"],
+            renamed_item.get("value"),
+        )
     for key in KEYS:
         renamed = fields.get(f"messages.{key}")
         if renamed is not None:
-            found[key] = found.get(renamed)
-    message: dict[str, Any] = {key: found[key] for key in KEYS if found.get(key) not in (None, [])}
+            renamed_item[key] = renamed_item.get(renamed)
+    message: dict[str, Any] = {
+        key: renamed_item[key] for key in KEYS if renamed_item.get(key) not in (None, [])
+    }
     role: Any = message.get("role")
     if not isinstance(role, str):
         raise MalformedRow(f"a role is {name_type(role)}, not a text")
@@ -160,16 +165,16 @@ def _message(item: Any, fields: Mapping[str, str], roles: Mapping[str, str]) -> 
 
 
 def _text_parts(parts: list[Any]) -> str:
-    """Content given as parts, which must all be text."""
-    found = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    texts = [text for text in found if isinstance(text, str)]
-    if len(texts) < len(found):
+    """Join the parts of a content, which must all be text."""
+    contents = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    texts = [text for text in contents if isinstance(text, str)]
+    if len(texts) < len(contents):
         raise MalformedRow("only text content is supported")
     return "".join(texts)
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:
-    """Calls with `arguments` as an object: templates write that as JSON themselves."""
+    """Return calls with `arguments` as an object, because templates write the JSON themselves."""
     if isinstance(calls, str):
         calls = _json(calls, "tool_calls")
     if not isinstance(calls, list):
@@ -190,16 +195,16 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
             arguments = _json(arguments, f"arguments of {show(function['name'], 40)}")
         if not isinstance(arguments, Mapping):
             raise MalformedRow(f"arguments of {show(function['name'], 40)} are no object")
-        kept = {"id": call["id"]} if call.get("id") is not None else {}
+        call_id = {"id": call["id"]} if call.get("id") is not None else {}
         function = {"name": function["name"], "arguments": dict(arguments)}
-        result.append({**kept, "type": "function", "function": function})
+        result.append({**call_id, "type": "function", "function": function})
     return result
 
 
-def _json(text: str, what: str) -> Any:
+def _json(text: str, name: str) -> Any:
     try:
         return parse_json(text)
     except InvalidValue as error:
-        raise MalformedRow(f"{what}: {error}") from None
+        raise MalformedRow(f"{name}: {error}") from None
     except ValueError:
-        raise MalformedRow(f"{what}: broken JSON") from None
+        raise MalformedRow(f"{name}: broken JSON") from None

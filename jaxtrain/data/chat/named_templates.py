@@ -1,7 +1,7 @@
-"""Chat templates that model.chat_template names, for tokenizers that bring none of their own.
+"""Chat templates that model.chat_template can name, for tokenizers without a template.
 
-They write a conversation's text as the models of that name read it; tools and thinking are the
-business of a model's own template, and what a template leaves out is refused (see template.py).
+They write the texts of a conversation in the format of that model family. Tools and thinking need a
+model's own template; rows with parts that a template omits are refused (see template.py).
 """
 
 import json
@@ -30,11 +30,11 @@ TOKENS: dict[str, tuple[str, ...]] = {
     "alpaca": (),
     "vicuna": (),
 }
-"""The control tokens that each template writes, beside bos and eos. chatml is "builtin"."""
+"""Control tokens of each template besides bos and eos. chatml is "builtin"."""
 
 
 def read_template(name: str) -> str:
-    """A named template's text, or a file's; UserError where there is neither."""
+    """Return the text of a named template or of a file; UserError if there is neither."""
     if name in ("builtin", "chatml"):
         config = json.loads((BUILTIN / "tokenizer_config.json").read_text(encoding="utf-8"))
         return config["chat_template"]
@@ -50,14 +50,16 @@ def read_template(name: str) -> str:
 
 
 def require_tokens(tokenizer: Any, name: str) -> None:
-    """UserError where the tokenizer lacks a control token of a named template: it would be letters,
-    which the model has to learn one by one and never ends a turn with."""
+    """Raise UserError if the tokenizer lacks a control token of a named template.
+
+    It would be encoded letter by letter, and the end of a turn would be no special token.
+    """
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in TOKENS.get(name, ()) if token not in vocabulary]
     if missing:
         fitting = [
-            other
-            for other, tokens in TOKENS.items()
+            template
+            for template, tokens in TOKENS.items()
             if all(token in vocabulary for token in tokens)
         ]
         raise UserError(

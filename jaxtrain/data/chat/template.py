@@ -1,22 +1,22 @@
-"""Messages to tokens: the tokenizer's own chat template, and which tokens an assistant wrote.
+"""Messages to tokens by the tokenizer's chat template, and the mask of what an assistant wrote.
 
 The mask comes from incremental prefixes of the template. For an assistant turn i,
 
-    prompt = render(messages[:i], generation prompt)     what the model sees when it has to speak
-    done   = render(messages[:i+1])                      the same with the turn it wrote
+    prompt = render(messages[:i], generation prompt)     the model's input when it writes the turn
+    done   = render(messages[:i+1])                      the same with the turn
 
-so the turn is done minus prompt, up to and with its end-of-turn token. A turn trains only in a
-rendering that begins with both, in text and in tokens; then training sees what inference will see.
+so the turn is done minus prompt, including its end-of-turn token. A turn trains only in a rendering
+that begins with both, in text and in tokens; then training sees what inference will see.
 
 - A template that rewrites history (Qwen3 strips earlier thinking) gives several renderings of one
-  conversation: the whole, and for the turns that it shows differently the conversation up to them.
-  Each turn trains in exactly one.
-- Where the turn's own rendering does not begin with its prompt (a generation prompt that opens a
-  thinking block, a turn that has none), the turn trains from where the two part.
-- Where tokens merge across the border of a turn (silent re-tokenization), the model would be
-  trained on tokens that it never sees in use: `RetokenizationError`, which formats count as dropped.
-- What people's texts spell of control tokens stays text: see control.py.
-- Where the template leaves out tools, tool calls or thinking that the row has: `TemplateOmission`, the same.
+  conversation: the full one, and for each turn that it shows differently the conversation up to
+  that turn. Each turn trains in exactly one.
+- If the rendering of a turn does not begin with its prompt (a generation prompt that opens a
+  thinking block, and a turn without one), the turn trains from where the two differ.
+- If tokens merge across the boundary of a turn (silent re-tokenization), the model would train on
+  tokens that it never sees at inference: `RetokenizationError`; the row is dropped.
+- Control tokens that texts of the data spell stay text: see control_tokens.py.
+- If the template omits tools, tool calls or thinking of the row: `TemplateOmission`; dropped too.
 """
 
 import bisect
@@ -40,45 +40,45 @@ Message = Mapping[str, Any]
 
 
 class RetokenizationError(Exception):
-    """Text that is tokenized differently once it is followed by the next turn."""
+    """A turn is tokenized differently once the next turn follows."""
 
 
 class TemplateOmission(Exception):
-    """The chat template does not write a part of the row; the text names the part."""
+    """The chat template does not write a part of the row, which the message names."""
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """One token sequence of a conversation."""
+    """Token sequence of a conversation."""
 
     tokens: np.ndarray
     """int32 [n]."""
     author: np.ndarray
-    """int32 [n]: index of the message that a token belongs to as a trainable part; -1 for context
-    (headers, generation prompts, messages that are not asked for)."""
+    """int32 [n]: index of the trained message that a token belongs to; -1 for context (headers,
+    generation prompts, messages that do not train)."""
     controls: int = 0
-    """Control tokens that the messages spell; counted with the first rendering of them."""
+    """Control tokens that the messages spell, counted with their first rendering."""
 
 
 def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
-    """A transformers fast tokenizer from a folder, the Hub or "builtin" (the one shipped here).
+    """Load a transformers fast tokenizer from a folder, the Hub, or "builtin" (shipped here).
 
     chat_template: a named template or a file with one, which replaces the tokenizer's own;
-    "builtin" is the one shipped here (ChatML with tools and thinking). Raises UserError when
-    there is no such tokenizer or only a slow one.
+    "builtin" is ChatML with tools and thinking. Raises UserError if there is no such tokenizer or
+    only a slow one.
     """
-    place = str(BUILTIN) if name_or_path == "builtin" else os.fspath(name_or_path)
-    folder = Path(place)
+    location = str(BUILTIN) if name_or_path == "builtin" else os.fspath(name_or_path)
+    folder = Path(location)
     if folder.exists() and not (folder / "tokenizer_config.json").exists():
         if not (folder / "tokenizer.json").exists():
             raise UserError(
-                f"no tokenizer in {place}: expected a folder with tokenizer.json and "
+                f"no tokenizer in {location}: expected a folder with tokenizer.json and "
                 'tokenizer_config.json (key model.tokenizer; "builtin" is the one shipped here)'
             )
-    if not folder.exists() and (place.startswith((".", "/", "~")) or place.count("/") > 1):
-        raise UserError(f"tokenizer folder {place} does not exist (key model.tokenizer)")
-    tokenizer = open_tokenizer(place)
-    # A tokenizer.json may ask to cut or fill up what it encodes.
+    if not folder.exists() and (location.startswith((".", "/", "~")) or location.count("/") > 1):
+        raise UserError(f"tokenizer folder {location} does not exist (key model.tokenizer)")
+    tokenizer = open_tokenizer(location)
+    # A tokenizer.json may request truncation or padding.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     if chat_template is not None:
@@ -87,8 +87,8 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
 
 
 def set_template(tokenizer: Any, chat_template: str) -> None:
-    """Replace a tokenizer's template by that of a name or a file; UserError where it lacks tokens
-    that a named one writes."""
+    """Replace a tokenizer's template by a named one or a file's; UserError if it lacks the tokens
+    that a named template writes."""
     require_tokens(tokenizer, chat_template)
     tokenizer.chat_template = read_template(chat_template)
 
@@ -103,8 +103,10 @@ def require_chat_template(tokenizer: Any) -> None:
 
 
 def encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
-    """Token ids of a text in which control tokens count as such (of people's: `encoder_of`);
-    special: with the tokens that the tokenizer adds at its ends."""
+    """Encode a trusted text, in which control tokens are control tokens (else use `encoder_of`).
+
+    special: with the tokens that the tokenizer adds at the ends.
+    """
     # The Python wrapper gives the same ids, at several times the cost for a short text.
     return tokenizer.backend_tokenizer.encode(text, add_special_tokens=special).ids
 
@@ -112,7 +114,7 @@ def encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
 def encode_text(
     tokenizer: Any, text: str, special: bool = False, special_tokens: SpecialTokens = "text"
 ) -> list[int]:
-    """Token ids of a text of people, in which control tokens are text; special: as `encode`."""
+    """Encode a text of the data, in which control tokens are text; special: as in `encode`."""
     encoder = encoder_of(tokenizer, special_tokens)
     if special_tokens == "control" or not encoder.count(text):
         return encode(tokenizer, text, special)
@@ -124,8 +126,7 @@ def encode_text(
 
 
 def begin_text(tokenizer: Any, encoder: Encoder, text: str) -> list[int]:
-    """Tokens of the beginning of a text of people, with a bos token if the tokenizer has that
-    habit."""
+    """Encode the beginning of a text of the data, with bos if the tokenizer adds one."""
     ids = encoder.text(text)
     bos = tokenizer.bos_token_id
     habit = encode(tokenizer, "", special=True)
@@ -133,7 +134,7 @@ def begin_text(tokenizer: Any, encoder: Encoder, text: str) -> list[int]:
 
 
 def eos_of(tokenizer: Any) -> int:
-    """Id of the token that ends plain text; UserError for a tokenizer without one."""
+    """Return the id of the token that ends plain text; UserError for a tokenizer without one."""
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path} names no eos token, which plain text "
@@ -145,8 +146,8 @@ def eos_of(tokenizer: Any) -> int:
 def render_text(
     tokenizer: Any, messages: Sequence[Message], tools: Any = None, generation: bool = False
 ) -> str:
-    """The chat template's text; raises TemplateFailed with the template's reason, UserError for a
-    template that is none or that does not end."""
+    """Render messages to text. Raises TemplateFailed with the template's reason, and UserError for
+    an invalid template or one that exceeds its time budget."""
     return render(tokenizer, messages, tools, generation)
 
 
@@ -156,9 +157,9 @@ def prompt_tokens(
     tools: Any = None,
     special_tokens: SpecialTokens = "text",
 ) -> list[int]:
-    """Tokens of messages with the generation prompt: what a model continues.
+    """Return the tokens of messages with the generation prompt, for a model to continue.
 
-    special_tokens: what a control token is that the messages spell.
+    special_tokens: meaning of control tokens that the messages spell.
     """
     require_chat_template(tokenizer)
     encoder = encoder_of(tokenizer, special_tokens)
@@ -167,9 +168,9 @@ def prompt_tokens(
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Id of the special token with which the chat template ends an assistant turn, if any.
+    """Return the id of the special token that ends an assistant turn in the template, if any.
 
-    Raises UserError for a template that refuses even a question and its answer.
+    Raises UserError for a template that refuses even a question with its answer.
     """
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
     try:
@@ -184,114 +185,115 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def end_of_turn_ids(tokenizer: Any, raw: bool = False) -> frozenset[int]:
-    """Tokens that end an answer: the tokenizer's eos and, unless the text is `raw`, what the chat
-    template ends an assistant turn with."""
+    """Return the tokens that end an answer: eos and, unless the text is `raw`, the token with which
+    the chat template ends an assistant turn."""
     templated = not raw and tokenizer.chat_template
-    found = {tokenizer.eos_token_id, end_of_turn(tokenizer) if templated else None}
-    return frozenset(token for token in found if token is not None)
+    token_ids = {tokenizer.eos_token_id, end_of_turn(tokenizer) if templated else None}
+    return frozenset(token for token in token_ids if token is not None)
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Ids of control tokens: those that no ordinary text produces."""
+    """Return the ids of control tokens, which no ordinary text produces."""
     return set(find_control(tokenizer).values())
 
 
 MOST_RENDERED = 2**27
-"""Characters of a conversation times its trained turns, where each turn has to be rendered behind
-all that precedes it."""
+"""Limit of characters times trained turns where each turn is rendered with all that precedes it."""
 MOST_RENDERED_MESSAGES = 1000
-"""Of such a conversation."""
+"""Limit of messages of such a conversation."""
 FEW = 3
-"""Turns up to which they are rendered one by one, which then is as quick."""
+"""Up to this many turns, rendering turn by turn is as fast as locating all turns at once."""
 
 
 @dataclass(frozen=True)
 class TurnSpan:
-    """Where a trainable message lies, in characters of the rendering that shows it."""
+    """Position of a trained message, in characters of the rendering that shows it."""
 
     index: int
     start: int
     end: int
     done: str
-    """What ends with it; "" where the whole conversation is known to begin so."""
+    """Rendering that ends with the turn; "" if the full one is known to begin with it."""
 
 
 class Renderer:
     """Renders conversations with one tokenizer. Picklable."""
 
     def __init__(self, tokenizer: Any, special_tokens: SpecialTokens = "text") -> None:
-        """special_tokens: what a control token is that the messages spell."""
+        """special_tokens: meaning of control tokens that the messages spell."""
         require_chat_template(tokenizer)
         self.tokenizer = tokenizer
         self.encoder = encoder_of(tokenizer, special_tokens)
         self.special = self.encoder.contents_ids
 
     def __call__(
-        self, messages: Sequence[Message], tools: Any, wanted: Sequence[int]
+        self, messages: Sequence[Message], tools: Any, trained: Sequence[int]
     ) -> list[Rendering]:
-        """Renderings in which each wanted message is marked once; the first is the whole.
+        """Return renderings that mark each trained message once; the first is the full one.
 
-        wanted: indices of the messages that train, of any role; an assistant's starts after the
-        generation prompt. Raises TemplateFailed, Retokenized, TemplateOmission, or UserError when an
-        assistant turn does not end in a special token.
+        trained: indices of the messages that train, of any role; an assistant's starts after the
+        generation prompt. Raises TemplateFailed, RetokenizationError, TemplateOmission, and
+        UserError if an assistant turn does not end with a special token.
         """
         (messages, tools), mark, count = self.encoder.protect((messages, tools))
-        first, *others = self.render(messages, tools, wanted, mark)
-        return [dataclasses.replace(first, controls=count), *others]
+        first, *later = self.render(messages, tools, trained, mark)
+        return [dataclasses.replace(first, controls=count), *later]
 
     def render(
-        self, messages: Sequence[Message], tools: Any, wanted: Sequence[int], mark: str
+        self, messages: Sequence[Message], tools: Any, trained: Sequence[int], mark: str
     ) -> list[Rendering]:
-        """As called, of protected messages and tools with their mark."""
-        if len(wanted) > FEW and (found := self.find_turns(messages, tools, wanted)):
-            text, turns = found
+        """Render messages and tools that are protected with `mark`; otherwise as `__call__`."""
+        if len(trained) > FEW and (located := self.find_turns(messages, tools, trained)):
+            text, turns = located
             self._check_tools(tools, text)
             return [self._mark(EncodedText(self.encoder, text, mark, {}), turns, messages)]
         size = sum(len(message.get("content") or "") for message in messages)
-        if size * len(wanted) > MOST_RENDERED:
+        if size * len(trained) > MOST_RENDERED:
             raise TemplateFailed(f"turns times characters are more than {MOST_RENDERED:,}")
-        if len(wanted) > FEW and len(messages) > MOST_RENDERED_MESSAGES:
+        if len(trained) > FEW and len(messages) > MOST_RENDERED_MESSAGES:
             raise TemplateFailed(
                 f"more than {MOST_RENDERED_MESSAGES:,} messages for a chat template that does not"
                 " write message by message"
             )
-        left = [self._turn(messages, tools, index) for index in wanted]
-        if left and left[-1].index == len(messages) - 1:
-            text = left[-1].done
+        pending = [self._turn(messages, tools, index) for index in trained]
+        if pending and pending[-1].index == len(messages) - 1:
+            text = pending[-1].done
         else:
             text = render_text(self.tokenizer, messages, tools)
         self._check_tools(tools, text)
-        renderings, known = [], {}
+        renderings, encoded_pieces = [], {}
         while True:
-            shown = [turn for turn in left if text.startswith(turn.done)]
+            shown = [turn for turn in pending if text.startswith(turn.done)]
             if shown or not renderings:
-                encoded = EncodedText(self.encoder, text, mark, known)
+                encoded = EncodedText(self.encoder, text, mark, encoded_pieces)
                 renderings.append(self._mark(encoded, shown, messages))
-            left = [turn for turn in left if turn not in shown]
-            if not left:
+            pending = [turn for turn in pending if turn not in shown]
+            if not pending:
                 return renderings
-            text = left[-1].done
+            text = pending[-1].done
 
     def find_turns(
-        self, messages: Sequence[Message], tools: Any, wanted: Sequence[int]
+        self, messages: Sequence[Message], tools: Any, trained: Sequence[int]
     ) -> tuple[str, list[TurnSpan]] | None:
-        """(the whole conversation, where the wanted turns lie in it) from two renderings; None
-        where the template is none that writes message by message, or shows one of them otherwise
-        later on. Raises TemplateOmission as `_turn` does."""
-        found = render_prefixes(self.tokenizer, messages, tools)
-        if found is None or found.text != render_text(self.tokenizer, messages, tools):
+        """Locate the trained turns from two renderings: (full text, spans).
+
+        None if the template does not write message by message, or shows a trained turn differently
+        later on. Raises TemplateOmission as `_turn` does.
+        """
+        prefixes = render_prefixes(self.tokenizer, messages, tools)
+        if prefixes is None or prefixes.text != render_text(self.tokenizer, messages, tools):
             return None
-        text, starts, turns = found.text, found.starts, []
-        for index in wanted:
+        text, starts, turns = prefixes.text, prefixes.starts, []
+        for index in trained:
             is_assistant = messages[index]["role"] == "assistant"
-            done, at = found.lasts[index], starts[index]
-            if not text.startswith(done, at) or (index == 0 and is_assistant):
+            done, offset = prefixes.lasts[index], starts[index]
+            if not text.startswith(done, offset) or (index == 0 and is_assistant):
                 return None
-            start, end = 0, at + len(done)
+            start, end = 0, offset + len(done)
             if index > 0:
-                prompt = (found.prompts if is_assistant else found.lasts)[index - 1]
+                prompt = (prefixes.prompts if is_assistant else prefixes.lasts)[index - 1]
                 start = starts[index - 1] + len(prompt)
-                # `text` begins with all of `done`, so whatever lies within that may be compared.
+                # `text` begins with all of `done`, so anything within that may be compared.
                 if start > end or not text.startswith(prompt, starts[index - 1]):
                     return None
             turns.append(TurnSpan(index, start, end, ""))
@@ -306,7 +308,7 @@ class Renderer:
             raise TemplateOmission("tools")
 
     def _turn(self, messages: Sequence[Message], tools: Any, index: int) -> TurnSpan:
-        """Render up to a message, without and with it."""
+        """Render the conversation up to a message, without and with it."""
         is_assistant = messages[index]["role"] == "assistant"
         prompt = ""
         if is_assistant or index > 0:
@@ -322,7 +324,7 @@ class Renderer:
 
     @staticmethod
     def _check_complete(message: Message, text: str) -> None:
-        """Raise TemplateOmission unless the text of a turn has its thinking and its tool calls."""
+        """Raise TemplateOmission unless a turn's text contains its thinking and tool calls."""
         if message.get("reasoning_content", "").strip() not in text:
             raise TemplateOmission("reasoning_content")
         for call in message.get("tool_calls", []):
@@ -332,7 +334,7 @@ class Renderer:
     def _mark(
         self, text: "EncodedText", turns: list[TurnSpan], messages: Sequence[Message]
     ) -> Rendering:
-        """Tokens of a text with the turns marked that it shows."""
+        """Encode a text and mark the tokens of its turns."""
         author = np.full(len(text.tokens), -1, np.int32)
         for turn in turns:
             start, end = text.find(turn.start), text.find(turn.end)
@@ -342,7 +344,8 @@ class Renderer:
         return Rendering(np.asarray(text.tokens, np.int32), author)
 
     def _end_of_turn(self, tokens: list[int], start: int, end: int) -> int:
-        """End of an assistant turn behind its last special token; only white space may follow."""
+        """Return the end of an assistant turn: after its last special token, which only white space
+        may follow."""
         for index in range(end - 1, start - 1, -1):
             if tokens[index] in self.special:
                 return index + 1
@@ -357,14 +360,16 @@ class Renderer:
 
 
 class EncodedText:
-    """Tokens of a rendered text, and where in them its characters are.
+    """Tokens of a rendered text, with a map from characters to tokens.
 
-    The text is tokenized in pieces between control tokens, each once for all renderings of a
-    conversation, so that the work is that of the conversation and not of all its prefixes.
+    The text is encoded in pieces between control tokens, each once for all renderings of a
+    conversation, so that the work grows with the conversation and not with all its prefixes.
     """
 
-    def __init__(self, encoder: Encoder, text: str, mark: str, known: dict[str, list[int]]) -> None:
-        """known: pieces that were tokenized before; grows."""
+    def __init__(
+        self, encoder: Encoder, text: str, mark: str, encoded_pieces: dict[str, list[int]]
+    ) -> None:
+        """encoded_pieces: cache of encoded pieces; new ones are added to it."""
         self.encoder, self.mark = encoder, mark
         self.pieces = encoder.pieces(text)
         self.tokens: list[int] = []
@@ -374,13 +379,13 @@ class EncodedText:
         for piece in self.pieces:
             self._starts.append(start)
             self._counts.append(len(self.tokens))
-            if piece not in known:
-                known[piece] = encoder(piece, mark)
-            self.tokens += known[piece]
+            if piece not in encoded_pieces:
+                encoded_pieces[piece] = encoder(piece, mark)
+            self.tokens += encoded_pieces[piece]
             start += len(piece)
 
     def find(self, cut: int) -> int:
-        """Tokens before the character `cut`; Retokenized where that is within a token."""
+        """Count the tokens before character `cut`; RetokenizationError if that is inside one."""
         index = bisect.bisect_right(self._starts, cut) - 1
         if index < 0:
             return 0

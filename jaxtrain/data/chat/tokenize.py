@@ -1,4 +1,4 @@
-"""One row to samples: read it as its format says, decide which tokens train, obey the length rule.
+"""Rows to samples: reads a row by its format, chooses the tokens that train, applies length rules.
 
 The first token of a sequence has nothing before it and never trains.
 """
@@ -34,12 +34,12 @@ from jaxtrain.errors import UserError
 from jaxtrain.text_safety import name_type, show
 
 TEXTS = ("text", "prompt", "completion", "instruction", "output", "input", "system", "segments")
-"""Columns of texts; those of messages and tools are checked as they are read."""
+"""Columns of texts; messages and tools are checked when they are read."""
 NAMES = [
     *sorted({name for needed in COLUMNS.values() for names in needed for name in names} | OPTIONAL),
     *(f"messages.{key}" for key in KEYS),
 ]
-"""What fields may rename columns to."""
+"""Names that `fields` may assign to columns."""
 ALPACA_INPUT = "\n\n### Input:\n"
 
 Result = list[Sample | Tree | Dropped]
@@ -47,9 +47,11 @@ Weighted = tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]
 
 
 class RowTokenizer:
-    """(row, origin) -> samples and drops; see formats.RowTokenizer.
+    """Callable (row, origin) -> samples and drops, for one dataset. Picklable.
 
-    A pickle holds the format's name alone, so that it may come from a file.
+    Raises UserError only for what makes every row fail (no chat template, no end-of-turn token) and
+    for a long sample under "error". A pickle holds only the name of the format, because a custom
+    format may be defined in a file that is not importable by name.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class RowTokenizer:
         too_long: str,
         trees: bool = False,
     ) -> None:
+        """too_long: drop | truncate | error, for samples of more than sequence_len tokens. trees:
+        samples of one conversation that begin alike become trees of at most that many tokens."""
         self.outside = find_custom_format(dataset)
         check_names(dataset, None if self.outside else NAMES)
         self.dataset = dataset
@@ -77,11 +81,11 @@ class RowTokenizer:
         return RowTokenizer, options
 
     def __call__(self, row: dict[str, Any], origin: str) -> Result:
-        """Samples of a row, or why it has none."""
+        """Return the samples of a row, or the reason why it has none."""
         try:
             return self._read(self._renamed(row), origin)
         except MalformedRow as error:
-            where = f"{origin}, {error.place}" if error.place else origin
+            where = f"{origin}, {error.location}" if error.location else origin
             return [Dropped(f"malformed row: {error}", where)]
         except template.TemplateFailed as error:
             return [Dropped(f"malformed row: {error}", origin)]
@@ -93,22 +97,22 @@ class RowTokenizer:
             raise UserError(f"{origin}: {error}") from None
 
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Columns under the names that the formats know; Malformed for texts that are of no use."""
+        """Rename columns as `fields` says; MalformedRow for unusable texts."""
         check_readable(row)
         row = dict(row)
-        for wanted, found in self.dataset.fields.items():
-            if "." not in wanted and found in row:
-                row[wanted] = row[found]
+        for target, column in self.dataset.fields.items():
+            if "." not in target and column in row:
+                row[target] = row[column]
         check_values([row[name] for name in TEXTS if name in row])
         return row
 
     def _read(self, row: dict[str, Any], origin: str) -> Result:
         name = self.dataset.format
         if self.outside is not None:
-            found = self._ask(self.outside, row)
-            if isinstance(found, list):
-                return self._finish(found, origin)
-            row, name = found, "auto"
+            custom = self._ask(self.outside, row)
+            if isinstance(custom, list):
+                return self._finish(custom, origin)
+            row, name = custom, "auto"
         if name == "auto":
             name = detect_format(row)
             if name is None:
@@ -131,29 +135,29 @@ class RowTokenizer:
             after = self._messages(completion, "assistant")
             return self._chat(before + after, read_tools(row.get("tools")), origin, len(before))
         instruction, output = _string(row, "instruction"), _string(row, "output")
-        given = row.get("input") or ""
-        if isinstance(given, list | dict) or isinstance(row.get("system"), list | dict):
+        extra_input = row.get("input") or ""
+        if isinstance(extra_input, list | dict) or isinstance(row.get("system"), list | dict):
             raise MalformedRow("column input or system holds a list or a table, not a text")
         if not self.dataset.as_chat:
-            middle = f"{ALPACA_INPUT}{given}" if given else ""
+            middle = f"{ALPACA_INPUT}{extra_input}" if extra_input else ""
             system = f"{row['system']}\n\n" if row.get("system") else ""
             prompt = f"{system}### Instruction:\n{instruction}{middle}\n\n### Response:\n"
             return self._finish([self._pair(prompt, output)], origin, self._count(prompt, output))
-        user = f"{instruction}\n\n{given}" if given else instruction
+        user = f"{instruction}\n\n{extra_input}" if extra_input else instruction
         messages = [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
         return self._chat(self._with_system(row, messages), None, origin)
 
     def _ask(self, read: Any, row: dict[str, Any]) -> dict[str, Any] | list[Weighted]:
-        """What a format from outside makes of a row, checked: see formats.py."""
-        found = call_custom_format(read, row, self.tokenizer, self.dataset)
-        if isinstance(found, dict):
-            return found
-        if not isinstance(found, list) or not all(map(_is_weighted, found)):
+        """Apply a custom format to a row and check its output: see formats.py."""
+        output = call_custom_format(read, row, self.tokenizer, self.dataset)
+        if isinstance(output, dict):
+            return output
+        if not isinstance(output, list) or not all(map(_is_weighted, output)):
             raise UserError(
-                f"format {self.dataset.format!r} returned {show(found)}; it must return a row of a"
+                f"format {self.dataset.format!r} returned {show(output)}; it must return a row of a"
                 " built-in format (a dict) or a list of (token ids, weights), equally many of both"
             )
-        return found
+        return output
 
     def _messages(self, value: Any, role: str) -> list[dict[str, Any]]:
         if isinstance(value, str):
@@ -161,7 +165,7 @@ class RowTokenizer:
         return read_messages(value, self.dataset.fields, self.dataset.roles)
 
     def _with_system(self, row: dict[str, Any], messages: list[dict[str, Any]]) -> Any:
-        """Messages after those of the column system, unless they bring their own."""
+        """Prepend the system column, unless the messages have a system message."""
         system = row.get("system")
         if not isinstance(system, str) or not system or messages[0]["role"] == "system":
             return messages
@@ -198,14 +202,14 @@ class RowTokenizer:
         return self._finish(weighted, origin, parts[0].controls)
 
     def _pair(self, prompt: str, completion: str) -> Weighted:
-        """Text before, text after and eos, tokenized apart: as the model meets them in use."""
+        """Encode prompt and completion separately, as at inference, and append eos."""
         before = self._begin(prompt)
         after = [*self.encoder.text(completion), template.eos_of(self.tokenizer)]
         everything = self.dataset.train_on == "all"
         return before + after, [float(everything)] * len(before) + [1.0] * len(after)
 
     def _segments(self, row: dict[str, Any]) -> Weighted:
-        """Segments tokenized apart, each trained or not; nothing is added at the end."""
+        """Encode segments separately, each trained or not; nothing is appended."""
         segments = _need(row, "segments")
         if not isinstance(segments, list) or not segments:
             raise MalformedRow("segments must be a list of {text, train}")
@@ -222,10 +226,10 @@ class RowTokenizer:
         return tokens, weights
 
     def _completion(self, row: dict[str, Any], origin: str) -> Result:
-        """A whole document and eos, cut to pieces of sequence_len.
+        """Encode a document and eos, cut into pieces of sequence_len.
 
-        A piece starts with the last token of the one before, as context: every token but the
-        document's first is predicted exactly once.
+        A piece starts with the last token of the previous piece as context, so that every token but
+        the first of the document is predicted exactly once.
         """
         text = _string(row, "text")
         tokens = self._begin(text) + [template.eos_of(self.tokenizer)]
@@ -242,7 +246,7 @@ class RowTokenizer:
         return sum(map(self.encoder.count, texts))
 
     def _finish(self, sequences: Sequence[Weighted], origin: str, controls: int = 0) -> Result:
-        """Length and mask rules, the same for all formats."""
+        """Apply the length and mask rules of all formats."""
         results: list[Sample | Dropped] = []
         for tokens, weights in sequences:
             if len(tokens) > self.sequence_len:
@@ -259,7 +263,7 @@ class RowTokenizer:
             weight[:1] = 0.0
             if weight.any():
                 results.append(Sample(np.asarray(tokens, np.int32), weight, origin, controls))
-                controls = 0  # each counts once, with the row's first sample
+                controls = 0  # counted once per row, with its first sample
             else:
                 results.append(Dropped("no trained token", origin))
         if not results:
@@ -281,7 +285,7 @@ def _string(row: dict[str, Any], name: str) -> str:
 
 
 def _is_weighted(pair: Any) -> bool:
-    """Whether something is (token ids, weights): equally many, from 0 on, and finite."""
+    """Return True for (token ids, weights) of equal length, ids >= 0 and finite weights."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         return False
     try:

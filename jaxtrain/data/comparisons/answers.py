@@ -1,11 +1,12 @@
-"""Answers to tokens: what a row of preference data says, as the model would have met it.
+"""Answers of preference data as tokens, rendered as the model would see and write them.
 
     prompt    the conversation so far with the generation prompt, or the text so far
-    answer    what follows, up to the end of its last assistant turn; weight 1 where one speaks
+    answer    the continuation up to the end of its last assistant turn; weight 1 on assistant tokens
 
 The tokens are those of SFT on prompt and answer together (template.py), cut where the answers
-begin. Where a template shows a prompt differently for different answers, because it rewrites
-history, the prompt is what all of them begin with; the rest belongs to each answer, with weight 0.
+begin. If a template shows the prompt differently for different answers, because it rewrites history,
+the prompt is the common beginning, and the remaining prompt tokens belong to each answer with
+weight 0.
 """
 
 from collections.abc import Sequence
@@ -31,11 +32,11 @@ class AnswerBranch(NamedTuple):
     weights: np.ndarray
     """float32 [n]; 0 in the prompt."""
     begin: int
-    """Where the answer begins."""
+    """Index of the answer's first token."""
 
 
 class Answers:
-    """Judged rows to `Ranked`, with one tokenizer. Picklable."""
+    """Converts `PreferenceRow`s to `Ranked` with one tokenizer. Picklable."""
 
     def __init__(self, dataset: DatasetConfig, tokenizer: Any, sequence_len: int, too_long: str):
         """sequence_len: tokens of a prompt and one answer; too_long: drop, truncate (answers, at
@@ -51,19 +52,19 @@ class Answers:
         return Answers, (self.dataset, self.tokenizer, self.sequence_len, self.too_long)
 
     def __call__(self, judged: PreferenceRow, origin: str) -> list[Ranked | Dropped]:
-        """At most one Ranked, and a drop for each comparison or labeled answer that it lacks.
+        """Return at most one Ranked, and a drop for each comparison or label that it lacks.
 
         Raises UserError for what makes every row fail, and for a long answer under "error".
         """
-        whole = judged.prompt is None and self._common_text(judged.answers)
-        branches = [self._try(judged, answer, whole) for answer in judged.answers]
-        made = [branch for branch in branches if isinstance(branch, AnswerBranch)]
+        shared_text = judged.prompt is None and self._common_text(judged.answers)
+        branches = [self._try(judged, answer, shared_text) for answer in judged.answers]
+        rendered = [branch for branch in branches if isinstance(branch, AnswerBranch)]
         dropped = [Dropped(reason, origin) for reason in judged.left_out]
-        shared = count_shared(made)
+        shared = count_shared(rendered)
         answers: dict[int, RankedAnswer | str] = {}
         for index, branch in enumerate(branches):
             answers[index] = branch if isinstance(branch, str) else self._cut(branch, shared)
-        pairs, kept = [], []
+        pairs, used = [], []
         for pair in judged.pairs:
             good, bad = answers[pair.chosen], answers[pair.rejected]
             if isinstance(good, str) or isinstance(bad, str):
@@ -72,31 +73,33 @@ class Answers:
                 dropped.append(Dropped(f"malformed row: {SAME}", origin))
             else:
                 pairs.append(pair)
-                kept += [pair.chosen, pair.rejected]
+                used += [pair.chosen, pair.rejected]
         for index, answer in enumerate(answers.values() if judged.labels else ()):
             if isinstance(answer, str):
                 dropped.append(Dropped(answer, origin))
             else:
-                kept.append(index)
-        kept = sorted(set(kept))
-        if not kept:
+                used.append(index)
+        used = sorted(set(used))
+        if not used:
             return [*dropped] or [Dropped("nothing to compare", origin)]
-        place = {index: new for new, index in enumerate(kept)}
+        new_index = {index: new for new, index in enumerate(used)}
         ranked = Ranked(
-            made[0].tokens[:shared],
-            tuple(answers[index] for index in kept),  # type: ignore[arg-type]
-            tuple(RankedPair(place[p.chosen], place[p.rejected], p.margin) for p in pairs),
-            tuple(judged.labels[index] for index in kept) if judged.labels else (),
+            rendered[0].tokens[:shared],
+            tuple(answers[index] for index in used),  # type: ignore[arg-type]
+            tuple(RankedPair(new_index[p.chosen], new_index[p.rejected], p.margin) for p in pairs),
+            tuple(judged.labels[index] for index in used) if judged.labels else (),
             origin,
-            self._count_controls(judged, kept),
+            self._count_controls(judged, used),
         )
         return [ranked, *dropped]
 
-    def _try(self, judged: PreferenceRow, answer: Any, whole: int | bool) -> AnswerBranch | str:
-        """Prompt and answer as tokens, or why they have none."""
+    def _try(
+        self, judged: PreferenceRow, answer: Any, shared_text: int | bool
+    ) -> AnswerBranch | str:
+        """Encode prompt and answer; or return the reason why that is impossible."""
         try:
             if isinstance(answer, str):
-                return self._text(judged.prompt, answer, int(whole))
+                return self._text(judged.prompt, answer, int(shared_text))
             assert isinstance(judged.prompt, list)
             return self._chat(judged.prompt, answer, judged.tools)
         except (MalformedRow, template.TemplateFailed) as error:
@@ -106,12 +109,12 @@ class Answers:
         except template.RetokenizationError:
             return "turn is tokenized differently in context"
 
-    def _text(self, prompt: Any, answer: str, whole: int) -> AnswerBranch:
-        """Texts before and after, tokenized apart, and eos; or one text of which `whole` tokens are
-        the prompt."""
+    def _text(self, prompt: Any, answer: str, shared_text: int) -> AnswerBranch:
+        """Encode prompt and answer separately and append eos; without a prompt, encode one text
+        whose first `shared_text` tokens are the prompt."""
         before = [] if prompt is None else template.begin_text(self.tokenizer, self.encoder, prompt)
         if prompt is None:
-            after, begin = template.begin_text(self.tokenizer, self.encoder, answer), whole
+            after, begin = template.begin_text(self.tokenizer, self.encoder, answer), shared_text
         elif not before:
             raise MalformedRow("empty prompt")
         else:
@@ -122,12 +125,12 @@ class Answers:
         return AnswerBranch(tokens, weights, begin)
 
     def _common_text(self, texts: Sequence[Any]) -> int:
-        """Tokens that whole texts begin with alike."""
-        found = [template.begin_text(self.tokenizer, self.encoder, text) for text in texts]
-        return _count_alike(found)
+        """Count the tokens of the common beginning of texts that include the prompt."""
+        token_lists = [template.begin_text(self.tokenizer, self.encoder, text) for text in texts]
+        return _count_alike(token_lists)
 
     def _chat(self, before: Messages, answer: Messages, tools: Any) -> AnswerBranch:
-        """A conversation and its answer, rendered together."""
+        """Render a conversation with its answer."""
         template.require_chat_template(self.tokenizer)
         assert self.renderer is not None
         messages, mode = [*before, *answer], self.dataset.train_on
@@ -145,18 +148,18 @@ class Answers:
         plain = [{k: v for k, v in message.items() if k != "train"} for message in messages]
         renderings = self.renderer(plain, tools, turns)
         if len(renderings) > 1:
-            # No one sequence is what the model would have seen in each of them.
+            # No single sequence equals the model's input at each of these turns.
             raise MalformedRow("the chat template shows a turn of an answer differently later on")
         tokens, author = renderings[0].tokens, renderings[0].author
-        own = np.flatnonzero(author >= 0)
-        if not len(own):
+        trained = np.flatnonzero(author >= 0)
+        if not len(trained):
             raise MalformedRow("no trained token in an answer")
-        begin, end = int(own[0]), int(own[-1]) + 1
+        begin, end = int(trained[0]), int(trained[-1]) + 1
         weights = (author >= 0) | ((mode == "all") & (np.arange(len(author)) >= begin))
         return AnswerBranch(tokens[:end], weights[:end].astype(np.float32), begin)
 
     def _cut(self, branch: AnswerBranch, shared: int) -> RankedAnswer | str:
-        """What stands behind the prompt, as long as it may be; or why there is none."""
+        """Cut the answer out of a branch and limit its length; or return the reason to drop it."""
         if shared < 1:
             return f"malformed row: {NOTHING_SHARED}"
         room = self.sequence_len
@@ -174,25 +177,25 @@ class Answers:
         tokens, weights = branch.tokens[shared:room], branch.weights[shared:room]
         return RankedAnswer(tokens, weights) if weights.any() else "no trained token"
 
-    def _count_controls(self, judged: PreferenceRow, kept: Sequence[int]) -> int:
-        """Control tokens that the texts spell, the prompt's once."""
-        values = [judged.prompt, judged.tools, *(judged.answers[index] for index in kept)]
+    def _count_controls(self, judged: PreferenceRow, used: Sequence[int]) -> int:
+        """Count the control tokens that the texts spell, those of the prompt once."""
+        values = [judged.prompt, judged.tools, *(judged.answers[index] for index in used)]
         return self.encoder.protect(values).count
 
 
 def count_shared(branches: Sequence[AnswerBranch]) -> int:
-    """Tokens of the prompt: what all branches begin with, before any answer begins."""
+    """Count the prompt tokens: the common beginning of all branches, before any answer begins."""
     if not branches:
         return 0
     return min(_count_alike([b.tokens for b in branches]), *(b.begin for b in branches))
 
 
 def _count_alike(sequences: Sequence[Any]) -> int:
-    """Length of the longest common beginning."""
-    first, *others = (np.asarray(sequence) for sequence in sequences)
+    """Return the length of the longest common prefix."""
+    first, *remaining = (np.asarray(sequence) for sequence in sequences)
     longest = len(first)
-    for other in others:
-        n = min(longest, len(other))
-        differs = np.flatnonzero(first[:n] != other[:n])
+    for later in remaining:
+        n = min(longest, len(later))
+        differs = np.flatnonzero(first[:n] != later[:n])
         longest = int(differs[0]) if len(differs) else n
     return longest

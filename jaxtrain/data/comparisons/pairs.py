@@ -1,4 +1,4 @@
-"""Answers to a prompt as a tree, and who is compared with whom: what preference losses train on.
+"""Answers to a prompt as a tree with comparison slots: the input of preference losses.
 
     prompt ─┬─ answer 0          tokens      p p p | a a a | b b
             └─ answer 1          score       0 0 0 | 1 1 1 | 1 1      answers' trained tokens
@@ -6,10 +6,10 @@
                                  chosen      . 4 .                    5 - 1: a token of answer 0
                                  rejected    . 6 .                    7 - 1: a token of answer 1
 
-A *slot* is a token that stands for a comparison and says, as distances from itself, where the last
-tokens of its branches are; so it means the same wherever the tree lies in a row. A single answer
-with a label has a slot with one of the two. Answers are merged with nothing but the prompt, so each
-answer token belongs to one branch (`Batch.owner`), and sums by owner are sums by answer.
+A *slot* is a token that represents a comparison. It stores the distances from itself to the last
+tokens of the two answers, which stay valid wherever the tree lies in a row. A labeled answer has a
+slot with one of the two. Answers share only the prompt, so each answer token belongs to one branch
+(`Batch.owner`), and sums by owner are sums by answer.
 """
 
 from collections.abc import Sequence
@@ -23,44 +23,43 @@ from jaxtrain.data.packing.tree import Forest, Node, Tree
 from jaxtrain.data.sample import Dropped
 
 PREFERENCE, SCORE, NLL = "preference", "score", "nll"
-"""Components of weights: of comparisons, of the answers' tokens, of the likelihood beside them."""
+"""Components of weights: comparisons, tokens of answers, additional likelihood."""
 CHOSEN, REJECTED, MARGIN, SHARE = "chosen", "rejected", "margin", "share"
-"""Streams: distances from a slot, by how much the better is better, share of a token in a score."""
-NOBODY = -(2**30)
-"""Distance to the side that a slot of a single answer has not."""
+"""Streams: distances from a slot, margin of the comparison, share of a token in a score."""
+NO_SIDE = -(2**30)
+"""Distance to the side that the slot of a labeled answer lacks."""
 
 
 class ComparisonSlot(NamedTuple):
-    """One comparison, or one labeled answer."""
+    """A comparison of two answers, or a labeled answer."""
 
     chosen: int | None
-    """Number of the answer."""
+    """Index of the answer; None for an undesirable one."""
     rejected: int | None
     margin: float = 0.0
 
 
 @dataclass(frozen=True)
 class PairTrees:
-    """Makes a tree, or a forest of flat rows, of a `Ranked`; travels to worker processes.
+    """Builds a tree, or a forest of flat sequences, from a `Ranked`. Picklable.
 
-    weights: {PREFERENCE: 1 in each slot, SCORE: 1 on the answers' trained tokens, and with `nll`
-    NLL}; streams: {CHOSEN, REJECTED: int32, MARGIN: float32, with `tail` SHARE: float32}. Lay it
-    out with normalize "branch".
+    weights: {PREFERENCE: 1 in each slot, SCORE: 1 on trained tokens of answers, and NLL if `nll`};
+    streams: {CHOSEN, REJECTED: int32, MARGIN: float32, SHARE: float32 if `tail`}. To be laid out
+    with normalize "branch".
     """
 
     share_prompts: bool = True
-    """False: a chain of its own for each answer, all in one row."""
+    """False: a separate sequence for each answer, all in one row."""
     nll: Literal["none", "answer", "sequence"] = "none"
-    """Tokens whose likelihood counts, too: none, those of chosen answers, their prompts as well."""
+    """Additional likelihood: none, of chosen answers, or of chosen answers with their prompts."""
     tail: float | None = None
-    """Share of an answer's tokens behind as many as the other of its pair has (LD-DPO,
-    arXiv 2409.06411). Answers are then computed once for each pair that they are in."""
+    """Share of the tokens by which an answer is longer than the other of its pair (LD-DPO,
+    arXiv 2409.06411). Answers are then computed once for each pair that contains them."""
     average: Literal["pairs", "prompts"] = "pairs"
-    """What counts as one: each comparison, or each prompt with all its comparisons."""
+    """Unit with weight 1: each comparison, or each prompt with all its comparisons."""
 
     def __call__(self, ranked: Ranked) -> Tree | Forest | Dropped:
-        """The tree of one prompt; answers without a trained token, and those that nothing compares,
-        are left out."""
+        """Build the tree of one prompt, without untrained answers and those in no comparison."""
         trained = [bool(np.any(answer.weights)) for answer in ranked.answers]
         slots = [slot for slot in list_slots(ranked) if all(trained[i] for i in _sides(slot))]
         if not slots:
@@ -71,13 +70,17 @@ class PairTrees:
     def _branches(
         self, ranked: Ranked, slots: list[ComparisonSlot]
     ) -> tuple[list[RankedAnswer], list[ComparisonSlot], list[np.ndarray]]:
-        """(an answer for each branch, slots that count these, share of each token [n])."""
+        """Return (answer of each branch, slots that index these, share of each token [n])."""
         if self.tail is None:
             used = sorted({side for slot in slots for side in _sides(slot)})
-            place: dict[int | None, int | None] = {side: index for index, side in enumerate(used)}
+            new_index: dict[int | None, int | None] = {
+                side: index for index, side in enumerate(used)
+            }
             answers = [ranked.answers[side] for side in used]
-            place[None] = None
-            moved = [ComparisonSlot(place[s.chosen], place[s.rejected], s.margin) for s in slots]
+            new_index[None] = None
+            moved = [
+                ComparisonSlot(new_index[s.chosen], new_index[s.rejected], s.margin) for s in slots
+            ]
             return answers, moved, [np.ones(len(answer.tokens)) for answer in answers]
         answers, moved, shares = [], [], []
         for slot in slots:
@@ -93,7 +96,7 @@ class PairTrees:
 
 
 def list_slots(ranked: Ranked) -> list[ComparisonSlot]:
-    """The comparisons of a prompt's answers; without any, its labeled answers one by one."""
+    """Return the comparisons of a prompt's answers, or else a slot for each labeled answer."""
     if ranked.pairs:
         return [ComparisonSlot(pair.chosen, pair.rejected, pair.margin) for pair in ranked.pairs]
     return [
@@ -108,7 +111,7 @@ def _sides(slot: ComparisonSlot) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """Branches of one prompt in the order in which they will lie in a row."""
+    """Branches of one prompt in the order of their tokens in a row."""
 
     rule: PairTrees
     ranked: Ranked
@@ -123,12 +126,14 @@ class _Layout:
         for slot in self.slots:
             if slot.chosen is not None:
                 chosen[slot.chosen] += weight
-        heads = [chosen.sum()] if share else list(chosen)  # likelihood's weights of prompts
+        heads = [chosen.sum()] if share else list(chosen)  # nll weights of the prompts
         pieces: list[Node] = []
         for index, answer in enumerate(self.answers):
             if index < len(heads):
-                whole = heads[index] if self.rule.nll == "sequence" else 0.0
-                pieces.append(self._node(-1, prompt, np.zeros(len(prompt)), whole, "prompt"))
+                prompt_weight = heads[index] if self.rule.nll == "sequence" else 0.0
+                pieces.append(
+                    self._node(-1, prompt, np.zeros(len(prompt)), prompt_weight, "prompt")
+                )
             mask = (np.asarray(answer.weights) != 0).astype(np.float64)
             counted = np.ones_like(mask) if self.rule.nll == "sequence" else mask
             pieces.append(
@@ -153,8 +158,8 @@ class _Layout:
         if self.rule.nll != "none":
             weights[NLL] = np.broadcast_to(nll, n).astype(np.float64)
         streams = {
-            CHOSEN: np.full(n, NOBODY, np.int32),
-            REJECTED: np.full(n, NOBODY, np.int32),
+            CHOSEN: np.full(n, NO_SIDE, np.int32),
+            REJECTED: np.full(n, NO_SIDE, np.int32),
             MARGIN: np.zeros(n, np.float32),
         }
         if self.rule.tail is not None:
@@ -162,7 +167,7 @@ class _Layout:
         return Node(parent, np.asarray(tokens, np.int32), weights, streams, role)
 
     def _place(self, pieces: Sequence[Node], weight: float) -> bool:
-        """Write the slots into the first tokens that are no roots; False: too few tokens."""
+        """Write the slots into the first tokens that are not roots; False if there are too few."""
         sizes = [len(piece.tokens) for piece in pieces]
         starts = np.cumsum([0, *sizes[:-1]])
         lasts = [
@@ -177,12 +182,12 @@ class _Layout:
         ]
         if len(free) < len(self.slots):
             return False
-        for slot, (piece, offset, at) in zip(self.slots, free, strict=False):
+        for slot, (piece, offset, position) in zip(self.slots, free, strict=False):
             piece.weights[PREFERENCE][offset] = weight
             piece.streams[MARGIN][offset] = slot.margin
             for name, side in ((CHOSEN, slot.chosen), (REJECTED, slot.rejected)):
                 if side is not None:
-                    piece.streams[name][offset] = lasts[side] - at
+                    piece.streams[name][offset] = lasts[side] - position
         return True
 
     def _role(self, index: int) -> str:

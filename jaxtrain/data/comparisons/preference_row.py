@@ -1,5 +1,6 @@
-"""Rows of preference data as they are meant, before any tokenizer: a prompt, answers, what of them
-is better. Their columns are detected; the names of many public datasets are known.
+"""Rows of preference data before tokenization: a prompt, answers, and which answer is better.
+
+The kind of a row is detected from its columns, which include those of many public datasets.
 
 | kind   | columns                                                                             |
 |--------|-------------------------------------------------------------------------------------|
@@ -53,7 +54,7 @@ OTHERS = ("system", "tools", "margin", "score_chosen", "score_rejected")
 COLUMNS = sorted(
     {*PROMPTS, *itertools.chain(*CHOSEN), *ONE, *LABELS, *MANY, *SCORES, *RANKS, *OTHERS}
 )
-"""Every column that is read."""
+"""All columns that are read."""
 
 ACCEPTED = """\
   pairs: chosen + rejected, and a prompt unless both are whole conversations
@@ -64,7 +65,7 @@ ACCEPTED = """\
 SAME = "chosen and rejected are the same"
 NOTHING_SHARED = "chosen and rejected share no prompt"
 MOST_ANSWERS = 64
-"""Of one prompt: each may be compared with each."""
+"""Limit per prompt, because each may be compared with each."""
 SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \n]?")
 BEGINS = re.compile(r"\s*Human:")
 """Conversations in one text, as the helpful-harmless data have them (Bai et al. 2022)."""
@@ -72,34 +73,36 @@ BEGINS = re.compile(r"\s*Human:")
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """What a row says: answers to one prompt, and which are better."""
+    """Answers to one prompt, and their comparisons or labels."""
 
     prompt: Text | None
-    """Plain text or messages; None: the answers are whole texts that begin with it."""
+    """Plain text or messages; None: the answers are full texts that begin with the prompt."""
     answers: tuple[Text, ...]
     pairs: tuple[RankedPair, ...] = ()
     labels: tuple[bool, ...] = ()
-    """One an answer, where the row has labels and no pairs."""
+    """A label per answer, if the row has labels and no pairs."""
     tools: Any = None
     left_out: tuple[str, ...] = ()
-    """Why comparisons of it are none, a reason each: ties, answers without a score."""
+    """A reason for each comparison that was impossible: ties, answers without a score."""
 
 
 def detect_kind(columns: Iterable[str]) -> Kind | None:
-    """What rows with these columns are, or None."""
+    """Return the kind of rows with these columns, or None."""
     names = set(columns)
-    if any(names >= set(both) for both in CHOSEN):
+    if any(names >= set(columns_of_pair) for columns_of_pair in CHOSEN):
         return "pairs"
-    asked = names & set(PROMPTS)
-    if names & set(LABELS) and (names & {"messages", "conversations"} or asked and names & {*ONE}):
+    prompt_names = names & set(PROMPTS)
+    if names & set(LABELS) and (
+        names & {"messages", "conversations"} or prompt_names and names & {*ONE}
+    ):
         return "labels"
-    if asked and names & set(MANY):
+    if prompt_names and names & set(MANY):
         return "scores"
     return None
 
 
 def require_kind(dataset: DatasetConfig, columns: tuple[str, ...], want: str) -> str:
-    """Return the kind of comparison in these columns; UserError names those found and accepted."""
+    """Return the kind of rows with these columns; UserError names those found and accepted."""
     if dataset.format != "auto":
         return f"format {dataset.format}"
     kind = detect_kind([*columns, *check_fields(dataset, columns)])
@@ -121,18 +124,24 @@ def require_kind(dataset: DatasetConfig, columns: tuple[str, ...], want: str) ->
 
 
 def rename(row: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
-    """The row with its columns under the names that are known here; raises Malformed for values
-    that no tokenizer gets through."""
+    """Rename columns as `fields` says and keep those of preference data.
+
+    Raises MalformedRow for values that would break a tokenizer.
+    """
     check_readable(row)
-    found = {wanted: row[at] for wanted, at in fields.items() if "." not in wanted and at in row}
-    row = {**row, **found}
+    renamed = {
+        target: row[column]
+        for target, column in fields.items()
+        if "." not in target and column in row
+    }
+    row = {**row, **renamed}
     row = {name: row[name] for name in COLUMNS if row.get(name) is not None}
     check_values(list(row.values()))
     return row
 
 
 def read_judged(row: Mapping[str, Any], dataset: DatasetConfig) -> PreferenceRow:
-    """A row of any kind; raises Malformed with what is wrong with it."""
+    """Read a row of any kind; raises MalformedRow with the reason if it is invalid."""
     row = rename(row, dataset.fields)
     kind = detect_kind(row)
     if kind is None:
@@ -141,39 +150,41 @@ def read_judged(row: Mapping[str, Any], dataset: DatasetConfig) -> PreferenceRow
 
 
 class PreferenceRowReader:
-    """One row, read once."""
+    """Reader of a single row."""
 
     def __init__(self, row: dict[str, Any], dataset: DatasetConfig):
         self.row, self.dataset = row, dataset
 
     def read(self, kind: Kind) -> PreferenceRow:
-        """See read_judged."""
+        """Read the row as one of a kind; raises MalformedRow."""
         if kind == "pairs":
             return self._pairs()
         return self._labels() if kind == "labels" else self._scores()
 
     def _pairs(self) -> PreferenceRow:
         row = self.row
-        names = next(both for both in CHOSEN if set(both) <= row.keys())
+        names = next(columns for columns in CHOSEN if set(columns) <= row.keys())
         good, bad = (self._several(row[name]) for name in names)
         pairs = [(i, len(good) + j) for i in range(len(good)) for j in range(len(bad))]
         _check_number(len(good) + len(bad))
         margins = self._margins(len(pairs))
-        made = [RankedPair(i, j, margin) for (i, j), margin in zip(pairs, margins, strict=True)]
-        return replace(self._join(self._prompt(), [*good, *bad]), pairs=tuple(made))
+        ranked_pairs = [
+            RankedPair(i, j, margin) for (i, j), margin in zip(pairs, margins, strict=True)
+        ]
+        return replace(self._join(self._prompt(), [*good, *bad]), pairs=tuple(ranked_pairs))
 
     def _labels(self) -> PreferenceRow:
         row = self.row
         label = _boolean(row[next(name for name in LABELS if name in row)])
-        one = next((row[name] for name in ONE if name in row), None)
-        if one is None:
-            talk = self._messages(row.get("messages", row.get("conversations")))
-            ends = [i for i, message in enumerate(talk) if message["role"] == "assistant"]
+        completion = next((row[name] for name in ONE if name in row), None)
+        if completion is None:
+            messages = self._messages(row.get("messages", row.get("conversations")))
+            ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
             if not ends or not ends[-1]:
                 raise MalformedRow("messages with a label do not end in an answer")
-            before, answer = talk[: ends[-1]], talk[ends[-1] : ends[-1] + 1]
+            before, answer = messages[: ends[-1]], messages[ends[-1] : ends[-1] + 1]
             return replace(self._join(before, [answer]), labels=(label,))
-        return replace(self._join(self._prompt(), [self._answer(one)]), labels=(label,))
+        return replace(self._join(self._prompt(), [self._answer(completion)]), labels=(label,))
 
     def _scores(self) -> PreferenceRow:
         row = self.row
@@ -183,17 +194,20 @@ class PreferenceRowReader:
         _check_number(len(listed))
         scores = self._score_column(len(listed))
         answers: list[Text] = []
-        for number, one in enumerate(listed):
-            entry = isinstance(one, Mapping) and not {"role", "from"} & one.keys()
+        for number, completion in enumerate(listed):
+            entry = isinstance(completion, Mapping) and not {"role", "from"} & completion.keys()
             if entry:
-                text = next((one[name] for name in OWN_TEXT if one.get(name) is not None), None)
+                text = next(
+                    (completion[name] for name in OWN_TEXT if completion.get(name) is not None),
+                    None,
+                )
                 if text is None:
                     raise MalformedRow(f"a completion has none of {', '.join(OWN_TEXT)}")
                 answers.append(self._answer(text))
                 if scores[number] is None:
-                    scores[number] = _own_score(one)
+                    scores[number] = _own_score(completion)
             else:
-                answers.append(self._answer(one))
+                answers.append(self._answer(completion))
         if all(score is None for score in scores):
             raise MalformedRow("completions without scores or ranks")
         pairs, left_out = rank_pairs(scores, self.dataset.pairing)
@@ -204,35 +218,35 @@ class PreferenceRowReader:
         return replace(judged, pairs=tuple(pairs), left_out=tuple(left_out))
 
     def _score_column(self, number: int) -> list[float | None]:
-        """A score an answer, more is better; None where there is none."""
+        """Return a score for each answer, higher is better; None for a missing one."""
         for names, sign in ((SCORES, 1), (RANKS, -1)):
             for name in names:
                 if name in self.row:
                     values = self.row[name]
                     if not isinstance(values, list | tuple) or len(values) != number:
                         raise MalformedRow(f"column {name} must be a list, one for each completion")
-                    found = [_number(value) for value in values]
-                    return [None if value is None else sign * value for value in found]
+                    numbers = [_number(value) for value in values]
+                    return [None if value is None else sign * value for value in numbers]
         return [None] * number
 
     def _margins(self, number: int) -> list[float]:
         row = self.row
         if self.dataset.margin == "scores":
-            given = [_number(row.get(name)) for name in ("score_chosen", "score_rejected")]
-            if None in given:
+            scores = [_number(row.get(name)) for name in ("score_chosen", "score_rejected")]
+            if None in scores:
                 raise MalformedRow(
                     'margin = "scores" needs numbers score_chosen and score_rejected'
                 )
-            return [given[0] - given[1]] * number  # type: ignore[operator]
+            return [scores[0] - scores[1]] * number  # type: ignore[operator]
         value = row.get("margin", 0.0)
         values = list(value) if isinstance(value, list | tuple) else [value] * number
-        found = [_number(one) for one in values]
-        if len(found) != number or None in found:
+        margins = [_number(margin) for margin in values]
+        if len(margins) != number or None in margins:
             raise MalformedRow("column margin must be a number, or one for each pair")
-        return found  # type: ignore[return-value]
+        return margins  # type: ignore[return-value]
 
     def _prompt(self) -> tuple[Any, bool] | Messages | None:
-        """(text, whether it is what a user says) or messages; None without any."""
+        """Return (text, True if it is a user message), or messages; None without a prompt."""
         row = self.row
         for name in PROMPTS:
             if name in row:
@@ -253,7 +267,7 @@ class PreferenceRowReader:
     def _join(
         self, prompt: tuple[str, bool] | Messages | None, answers: Sequence[Text]
     ) -> PreferenceRow:
-        """Prompt and answers in one form: all texts, or all messages."""
+        """Bring prompt and answers into one form: all texts, or all messages."""
         row, tools = self.row, read_tools(self.row.get("tools"))
         system = row.get("system")
         if not isinstance(system, str | None):
@@ -261,25 +275,27 @@ class PreferenceRowReader:
         talks = prompt is None and all(isinstance(a, str) and BEGINS.match(a) for a in answers)
         if talks:
             answers = [parse_talk(answer) for answer in answers]  # type: ignore[arg-type]
-        asked = prompt if isinstance(prompt, tuple) else None
-        chat = isinstance(prompt, list) or bool(asked and asked[1])
+        text_prompt = prompt if isinstance(prompt, tuple) else None
+        chat = isinstance(prompt, list) or bool(text_prompt and text_prompt[1])
         chat = chat or any(isinstance(answer, list) for answer in answers)
         chat = chat or bool(system or tools) or (self.dataset.as_chat and prompt is not None)
         if not chat:
             for answer in answers:
                 if not answer.strip():  # type: ignore[union-attr]
                     raise MalformedRow("empty answer")
-            if asked is None and not os.path.commonprefix(list(answers)):  # type: ignore[type-var]
+            if text_prompt is None and not os.path.commonprefix(list(answers)):  # type: ignore[type-var]
                 raise MalformedRow(NOTHING_SHARED)
-            return PreferenceRow(asked and asked[0], tuple(answers))
-        if asked is not None and not asked[0].strip():
+            return PreferenceRow(text_prompt and text_prompt[0], tuple(answers))
+        if text_prompt is not None and not text_prompt[0].strip():
             raise MalformedRow("empty prompt")
-        before = [{"role": "user", "content": asked[0]}] if asked is not None else prompt
+        before = (
+            [{"role": "user", "content": text_prompt[0]}] if text_prompt is not None else prompt
+        )
         after = [
             [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
             for answer in answers
         ]
-        before, after = _split(before, after, bool(asked))  # type: ignore[arg-type]
+        before, after = _split(before, after, bool(text_prompt))  # type: ignore[arg-type]
         if system and before[0]["role"] != "system":
             before = [{"role": "system", "content": system}, *before]
         for answer in after:
@@ -288,9 +304,9 @@ class PreferenceRowReader:
         return PreferenceRow(before, tuple(after), tools=tools)
 
     def _several(self, value: Any) -> list[Text]:
-        """Answers of a column: one, or a list of them."""
+        """Return the answers of a column, which holds an answer or a list of them."""
         if isinstance(value, list | tuple) and value and not isinstance(value[0], Mapping):
-            return [self._answer(one) for one in value]
+            return [self._answer(entry) for entry in value]
         return [self._answer(value)]
 
     def _answer(self, value: Any) -> Text:
@@ -301,74 +317,80 @@ class PreferenceRowReader:
 
 
 def parse_talk(text: str) -> Messages:
-    """Messages of a text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
+    """Parse a text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." into messages."""
     _, *parts = SPEAKER.split(text.strip("\n"))
     roles = {"Human": "user", "Assistant": "assistant"}
     return [
-        {"role": roles[who], "content": said.strip()}
-        for who, said in zip(parts[::2], parts[1::2], strict=True)
+        {"role": roles[speaker], "content": content.strip()}
+        for speaker, content in zip(parts[::2], parts[1::2], strict=True)
     ]
 
 
 def merge_judged(members: Sequence[PreferenceRow], want: str) -> PreferenceRow:
-    """Rows of one prompt as one: for "pairs" an answer that occurs several times is there once, and
-    labeled ones are compared, each desirable one with each undesirable; for "labels" each counts.
+    """Merge rows of one prompt.
+
+    For "pairs", equal answers become one, and labeled answers are compared, each desirable one with
+    each undesirable one. For "labels", each answer counts.
     """
-    places: dict[str, int] = {}
+    index_of: dict[str, int] = {}
     answers: list[Text] = []
     pairs: list[RankedPair] = []
     labels: dict[int, set[bool]] = {}
     left_out = list(itertools.chain(*(member.left_out for member in members)))
     for member in members:
-        where = []
+        indices = []
         for answer in member.answers:
             key = json.dumps(answer, sort_keys=True)
-            if key not in places or want == "labels":
-                places[key] = len(answers)
+            if key not in index_of or want == "labels":
+                index_of[key] = len(answers)
                 answers.append(answer)
-            where.append(places[key])
-        pairs += [RankedPair(where[p.chosen], where[p.rejected], p.margin) for p in member.pairs]
-        for place, label in zip(where, member.labels or [None] * len(where), strict=True):
-            labels.setdefault(place, set()).update([] if label is None else [label])
+            indices.append(index_of[key])
+        pairs += [
+            RankedPair(indices[p.chosen], indices[p.rejected], p.margin) for p in member.pairs
+        ]
+        for index, label in zip(indices, member.labels or [None] * len(indices), strict=True):
+            labels.setdefault(index, set()).update([] if label is None else [label])
     if want == "pairs":
         good, bad = (
-            [i for i, found in labels.items() if found == {kind}] for kind in (True, False)
+            [i for i, values in labels.items() if values == {kind}] for kind in (True, False)
         )
         compared = list(itertools.product(good, bad))
         pairs += [RankedPair(i, j) for i, j in compared]
-        left_out += ["answer with both labels"] * sum(len(found) > 1 for found in labels.values())
+        left_out += ["answer with both labels"] * sum(len(values) > 1 for values in labels.values())
         if not pairs and (good or bad):
             left_out.append("prompt whose labels are all alike")
-    whole = tuple(next(iter(labels[i])) for i in range(len(answers))) if want == "labels" else ()
+    merged_labels = (
+        tuple(next(iter(labels[i])) for i in range(len(answers))) if want == "labels" else ()
+    )
     return replace(
         members[0],
         answers=tuple(answers),
         pairs=tuple(pairs),
-        labels=whole,
+        labels=merged_labels,
         left_out=tuple(left_out),
     )
 
 
 def label_judged(judged: PreferenceRow) -> PreferenceRow:
-    """Compared answers as labeled ones: the better one is desirable, the worse one is not. An
-    answer that is both, in different pairs, is left out."""
+    """Convert comparisons to labels: the better answer is desirable, the worse one is not. An
+    answer that is better in one pair and worse in another is left out."""
     if judged.labels:
         return judged
     good = {pair.chosen for pair in judged.pairs}
     bad = {pair.rejected for pair in judged.pairs}
-    kept = sorted(good ^ bad)
-    both = ["answer that is better in one pair and worse in another"] * len(good & bad)
+    judged_once = sorted(good ^ bad)
+    contradictions = ["answer that is better in one pair and worse in another"] * len(good & bad)
     return replace(
         judged,
-        answers=tuple(judged.answers[i] for i in kept),
+        answers=tuple(judged.answers[i] for i in judged_once),
         pairs=(),
-        labels=tuple(i in good for i in kept),
-        left_out=(*judged.left_out, *both),
+        labels=tuple(i in good for i in judged_once),
+        left_out=(*judged.left_out, *contradictions),
     )
 
 
 def key_of(judged: PreferenceRow) -> str | None:
-    """Equal for rows of one prompt; None for one that has no prompt of its own."""
+    """Return a key that is equal for rows of one prompt; None for a row without a prompt."""
     if judged.prompt is None:
         return None
     return json.dumps([judged.prompt, judged.tools], sort_keys=True)
@@ -377,37 +399,39 @@ def key_of(judged: PreferenceRow) -> str | None:
 def _split(
     before: Messages | None, answers: list[Messages], text: bool
 ) -> tuple[Messages, list[Messages]]:
-    """Prompt and answers, where answers may be whole conversations that begin with the prompt.
+    """Split the prompt from answers that are full conversations beginning with it.
 
-    text: the prompt came as a text, so answers that begin with a user's message are whole.
+    text: the prompt was a text, so answers that begin with a user message are full conversations.
     """
     if before is None:
-        whole = True
+        are_conversations = True
     elif text:
-        whole = all(answer and answer[0]["role"] != "assistant" for answer in answers)
+        are_conversations = all(answer and answer[0]["role"] != "assistant" for answer in answers)
     else:
-        whole = all(answer[: len(before)] == before for answer in answers)
-    if not whole:
+        are_conversations = all(answer[: len(before)] == before for answer in answers)
+    if not are_conversations:
         assert before is not None
         return before, answers
     columns = zip(*answers, strict=False)
-    shared = list(itertools.takewhile(lambda one: all(other == one[0] for other in one), columns))
+    shared = list(
+        itertools.takewhile(lambda column: all(entry == column[0] for entry in column), columns)
+    )
     common = answers[0][: len(shared)]
     if len(shared) == max(map(len, answers)) and common:
         raise MalformedRow(SAME)
     if not common:
         raise MalformedRow(NOTHING_SHARED)
     if text and before is not None:
-        asked = before[0]["content"].strip()
-        if asked not in [message["content"].strip() for message in common]:
+        question = before[0]["content"].strip()
+        if question not in [message["content"].strip() for message in common]:
             raise MalformedRow("chosen is a whole conversation that does not hold the prompt")
     return common, [answer[len(shared) :] for answer in answers]
 
 
 def _says(message: Mapping[str, Any]) -> bool:
-    """Whether an assistant says, thinks or calls anything in this message."""
-    said = message["content"].strip() or message.get("tool_calls")
-    return message["role"] == "assistant" and bool(said or message.get("reasoning_content"))
+    """Return True if an assistant message has content, thinking or tool calls."""
+    content = message["content"].strip() or message.get("tool_calls")
+    return message["role"] == "assistant" and bool(content or message.get("reasoning_content"))
 
 
 def _check_number(answers: int) -> None:
@@ -416,7 +440,7 @@ def _check_number(answers: int) -> None:
 
 
 def _own_score(entry: Mapping[str, Any]) -> float | None:
-    """The score that a completion holds; a rank counts down."""
+    """Return the score in a completion's entry, or its negated rank."""
     for name in OWN_SCORE:
         if (score := _number(entry.get(name))) is not None:
             return score
@@ -425,7 +449,7 @@ def _own_score(entry: Mapping[str, Any]) -> float | None:
 
 
 def _number(value: Any) -> float | None:
-    """A number of a usable size, also one written as a text; None for anything else."""
+    """Return a number of usable size, also one written as text; None for anything else."""
     number = read_number(value)
     return number if number is not None and abs(number) < 1e9 else None
 

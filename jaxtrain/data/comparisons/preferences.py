@@ -1,9 +1,9 @@
-"""Preference data: rows that compare answers, or judge them one by one, to trees of a method.
+"""Preference data: rows that compare or label answers, as trees for a method.
 
-    row ──judged.py──> texts ──answers.py──> Ranked ──build (of the method)──> Tree or Forest
+    row ──preference_row.py──> texts ──answers.py──> Ranked ──build (of the method)──> Tree or Forest
 
-The prompt is the trunk, each answer a branch. A tree that is larger than a row, because a prompt
-has many answers, becomes several that each have the prompt.
+The prompt is the trunk, each answer a branch. A tree that does not fit a row, because a prompt has
+many answers, becomes several trees that each contain the prompt.
 """
 
 import functools
@@ -13,6 +13,7 @@ from dataclasses import is_dataclass, replace
 from typing import Any, Literal
 
 from rich.console import Console
+from typing_extensions import override
 
 from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
 from jaxtrain.data.chat.messages import KEYS, MalformedRow
@@ -28,6 +29,7 @@ from jaxtrain.data.comparisons.preference_row import (
 from jaxtrain.data.comparisons.ranked import Ranked
 from jaxtrain.data.formats import call_custom_format, check_names, find_custom_format
 from jaxtrain.data.packing.pack import Fields, Normalize
+from jaxtrain.data.pipeline import Recipe
 from jaxtrain.data.preview import Probe, probe_preferences, show_preferences, show_ranked
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.sources.dataset import open_rows
@@ -37,19 +39,19 @@ from jaxtrain.errors import UserError
 
 Want = Literal["pairs", "labels"]
 Build = Callable[[Ranked], Any]
-"""(Ranked) -> a Tree, or what has `num_tokens` and trees (Forest), or Dropped. Picklable."""
+"""(Ranked) -> Tree, Forest or Dropped. Picklable."""
 
 SHAPING = {"format", "fields", "roles", "as_chat", "train_on", "special_tokens"} | {
     "pairing",
     "margin",
     "group_prompts",
 }
-"""Keys of a dataset that shape what a row becomes."""
+"""Keys of a dataset that shape the trees of a row."""
 MOST_GROUPED = 64
-"""Rows of one prompt that become one tree."""
+"""Limit of rows of one prompt in one tree."""
 
 
-class Preferences:
+class Preferences(Recipe):
     """`pipeline.Recipe` of preference data."""
 
     normalize: Normalize
@@ -68,53 +70,56 @@ class Preferences:
         normalize: Normalize = "branch",
         units: int | None = None,
     ):
-        """want: whether the method compares answers or judges each. data.sequence_len limits a
-        prompt with one answer; row_tokens is T, twice as much where unset: any pair fits."""
+        """want: "pairs" for methods that compare answers, "labels" for those that judge each.
+
+        data.sequence_len limits a prompt with one answer. row_tokens is T; unset: twice that, so
+        that any pair fits.
+        """
         self.data, self.tokenizer, self.build, self.want = data, tokenizer, build, want
         self.row_tokens = row_tokens or 2 * data.sequence_len
         self.normalize = self.held_out_normalize = normalize
         self.units, self.fields = units, fields
 
+    @override
     def open(self, dataset: DatasetConfig) -> MixturePart:
-        """See pipeline.Recipe."""
         reader = self.reader(dataset)
         return MixturePart(
             dataset.path,
             self._rows(dataset, reader),
-            Builder(reader, self.build, self.row_tokens, self.data.too_long),
+            ComparisonTokenizer(reader, self.build, self.row_tokens, self.data.too_long),
             dataset.weight,
         )
 
     open_held_out = open
 
     def reader(self, dataset: DatasetConfig) -> "RankedReader":
-        """What makes `Ranked` of the dataset's rows."""
+        """Build the reader that turns rows of the dataset into `Ranked`."""
         return RankedReader(
             dataset, self.tokenizer, self.data.sequence_len, self.data.too_long, self.want
         )
 
+    @override
     def settings(self, dataset: DatasetConfig) -> str | None:
-        """See pipeline.Recipe."""
         build = describe_build(self.build)
         if type(self) is not Preferences or dataset.format not in FORMATS or build is None:
-            return None  # the code of somebody else shapes what rows become
+            return None  # code outside jaxtrain shapes the trees; it has no digest
         keys = dataset.model_dump_json(include=SHAPING)
         lengths = (self.data.sequence_len, self.data.too_long, self.row_tokens)
         return repr((keys, lengths, self.want, build))
 
+    @override
     def probe(self, dataset: DatasetConfig) -> Probe:
-        """See pipeline.Recipe."""
         return probe_preferences(self.open(dataset), self.reader(dataset), self.row_tokens)
 
+    @override
     def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
-        """See pipeline.Recipe."""
         show_preferences(
             self.open(dataset), self.reader(dataset), self.row_tokens, num_samples, console
         )
 
-    def show_example(self, found: Probe, console: Console) -> None:
-        """See pipeline.Recipe."""
-        show_ranked(found.samples[0], self.tokenizer, console)
+    @override
+    def show_example(self, probe: Probe, console: Console) -> None:
+        show_ranked(probe.samples[0], self.tokenizer, console)
 
     def _rows(self, dataset: DatasetConfig, reader: "RankedReader") -> Any:
         rows = open_rows(dataset)
@@ -128,7 +133,7 @@ class Preferences:
 
 
 class RankedReader:
-    """(row, origin) -> Ranked and drops, for one dataset. Picklable."""
+    """Callable (row, origin) -> Ranked and drops, for one dataset. Picklable."""
 
     def __init__(
         self, dataset: DatasetConfig, tokenizer: Any, sequence_len: int, too_long: str, want: Want
@@ -144,7 +149,7 @@ class RankedReader:
         return RankedReader, (self.dataset, self.tokenizer, *limits, self.want)
 
     def __call__(self, row: dict[str, Any], origin: str) -> list[Ranked | Dropped]:
-        """Of a row, or of {"group": rows of one prompt}: at most one Ranked, then what it lacks."""
+        """Read a row, or {"group": rows of one prompt}: at most one Ranked, then drops."""
         members: list[PreferenceRow] = []
         dropped: list[Ranked | Dropped] = []
         grouped = set(row) == {"group"}
@@ -152,7 +157,7 @@ class RankedReader:
             try:
                 members.append(self._read(member, grouped))
             except MalformedRow as error:
-                where = f"{origin}, {error.place}" if error.place else origin
+                where = f"{origin}, {error.location}" if error.location else origin
                 dropped.append(Dropped(f"malformed row: {error}", where))
         if not members:
             return dropped
@@ -163,7 +168,7 @@ class RankedReader:
             raise UserError(f"{origin}: {error}") from None
 
     def key(self, row: dict[str, Any]) -> str | None:
-        """Equal for rows of one prompt; None for a row that has no prompt of its own."""
+        """Return a key that is equal for rows of one prompt; None for a row without a prompt."""
         try:
             return key_of(self._read(row, True))
         except MalformedRow:
@@ -184,8 +189,8 @@ class RankedReader:
         return judged
 
 
-class Builder:
-    """(row, origin) -> trees and drops: the reader's `Ranked` as the method lays it out."""
+class ComparisonTokenizer:
+    """Callable (row, origin) -> trees and drops: reads `Ranked`, and builds the method's trees."""
 
     def __init__(self, reader: RankedReader, build: Build, row_tokens: int, too_long: str):
         self.reader, self.build = reader, build
@@ -193,20 +198,20 @@ class Builder:
 
     def __call__(self, row: dict[str, Any], origin: str) -> list[Any]:
         items: list[Any] = []
-        for found in self.reader(row, origin):
-            items += self._fit(found) if isinstance(found, Ranked) else [found]
+        for item in self.reader(row, origin):
+            items += self._fit(item) if isinstance(item, Ranked) else [item]
         return items
 
     def _fit(self, ranked: Ranked) -> list[Any]:
-        """One tree, or as many as it takes for each to fit a row."""
-        made = self.build(ranked)
-        if isinstance(made, Dropped) or made.num_tokens <= self.row_tokens:
-            return [made]
+        """Build one tree, or several that each fit a row."""
+        built = self.build(ranked)
+        if isinstance(built, Dropped) or built.num_tokens <= self.row_tokens:
+            return [built]
         halves = halve(ranked)
         if not halves:
             if self.too_long == "error":
                 raise UserError(
-                    f"{ranked.origin}: a prompt with its answers has {made.num_tokens} tokens, but"
+                    f"{ranked.origin}: a prompt with its answers has {built.num_tokens} tokens, but"
                     f' a row {self.row_tokens}; raise that, or set data.too_long to "drop"'
                 )
             return [Dropped("too long for a row", ranked.origin)]
@@ -214,12 +219,12 @@ class Builder:
 
 
 def halve(ranked: Ranked) -> list[Ranked]:
-    """The same comparisons (or labeled answers) in two, each with the prompt and the answers that
-    it needs; none of one that has only one."""
+    """Split the comparisons (or labeled answers) in two, each with the prompt and the answers that
+    it needs; [] if there is only one."""
     if ranked.labels:
         middle = len(ranked.labels) // 2
-        kept = [range(middle), range(middle, len(ranked.labels))] if middle else []
-        return [_select(ranked, list(part), (), number) for number, part in enumerate(kept)]
+        index_ranges = [range(middle), range(middle, len(ranked.labels))] if middle else []
+        return [_select(ranked, list(part), (), number) for number, part in enumerate(index_ranges)]
     pairs = sorted(ranked.pairs, key=lambda pair: pair[:2])
     middle = len(pairs) // 2
     halves = [pairs[:middle], pairs[middle:]] if middle else []
@@ -229,22 +234,22 @@ def halve(ranked: Ranked) -> list[Ranked]:
     ]
 
 
-def _select(ranked: Ranked, kept: list[int], pairs: Sequence[Any], number: int) -> Ranked:
-    place = {index: new for new, index in enumerate(kept)}
+def _select(ranked: Ranked, indices: list[int], pairs: Sequence[Any], number: int) -> Ranked:
+    new_index = {index: new for new, index in enumerate(indices)}
     return replace(
         ranked,
-        answers=tuple(ranked.answers[index] for index in kept),
+        answers=tuple(ranked.answers[index] for index in indices),
         pairs=tuple(
-            pair._replace(chosen=place[pair.chosen], rejected=place[pair.rejected])
+            pair._replace(chosen=new_index[pair.chosen], rejected=new_index[pair.rejected])
             for pair in pairs
         ),
-        labels=tuple(ranked.labels[index] for index in kept) if ranked.labels else (),
+        labels=tuple(ranked.labels[index] for index in indices) if ranked.labels else (),
         controls=ranked.controls if number == 0 else 0,
     )
 
 
 def check_dataset(dataset: DatasetConfig) -> None:
-    """Raise UserError for keys that mean nothing for preference data."""
+    """Raise UserError for keys that do not apply to preference data."""
     if dataset.format in FORMATS and dataset.format != "auto":
         raise UserError(
             f"{dataset.path}: format {dataset.format!r} is one of sft; preference data are told"
@@ -255,7 +260,8 @@ def check_dataset(dataset: DatasetConfig) -> None:
 
 
 def describe_build(build: Build) -> str | None:
-    """All that shapes what `build` makes, for the cache; None for code outside jaxtrain.data."""
+    """Describe everything that shapes the output of `build`, for the cache key; None for code
+    outside jaxtrain.data, which the key cannot cover."""
     if isinstance(build, functools.partial):
         inner = describe_build(build.func)
         arguments = [build.args, sorted(build.keywords.items())]

@@ -1,7 +1,7 @@
-"""Answers to one prompt and what is known of them: the common form of all preference data.
+"""Answers to one prompt with their comparisons or labels: the common form of all preference data.
 
-Rows of datasets become `Ranked`, whatever their columns; a method makes a tree of it: the prompt is
-the trunk, each answer a branch.
+Rows of datasets become `Ranked`, whatever their columns. A method builds a tree from it: the prompt
+is the trunk, each answer a branch.
 """
 
 import itertools
@@ -15,38 +15,38 @@ Pairing = Literal["best_worst", "best_rest", "neighbors", "all"]
 
 
 class RankedAnswer(NamedTuple):
-    """One continuation of the prompt."""
+    """Continuation of the prompt."""
 
     tokens: np.ndarray
-    """int32 [n] token ids behind the prompt, n >= 1, with the end of the turn."""
+    """int32 [n] token ids after the prompt, n >= 1, including the end of the turn."""
     weights: np.ndarray
-    """float32 [n]: 1 where the assistant speaks, 0 on what stands between its turns."""
+    """float32 [n]: 1 on assistant tokens, 0 on those between its turns."""
 
 
 class RankedPair(NamedTuple):
-    """Two answers of which one is better."""
+    """Comparison of two answers."""
 
     chosen: int
     """Index of the better answer."""
     rejected: int
     margin: float = 0.0
-    """By how much, where the data say so; 0 otherwise."""
+    """Margin of the better answer if the data have it, else 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ranked:
-    """A prompt with its answers. Some data compare them (pairs), others judge each (labels)."""
+    """A prompt with its answers, which are compared (pairs) or judged one by one (labels)."""
 
     prompt: np.ndarray
-    """int32 [n] token ids, n >= 1, up to where the answer begins."""
+    """int32 [n] token ids before the answers, n >= 1."""
     answers: tuple[RankedAnswer, ...]
     pairs: tuple[RankedPair, ...] = ()
     labels: tuple[bool, ...] = ()
-    """Whether each answer is desirable; one an answer, or none."""
+    """True for desirable answers; one per answer, or empty."""
     origin: str = ""
-    """Where it came from, for messages."""
+    """File and row, for messages."""
     controls: int = 0
-    """Control tokens that its texts spell: see control.py."""
+    """Control tokens that its texts spell: see control_tokens.py."""
 
     def __post_init__(self) -> None:
         if not len(self.prompt) or not all(len(answer.tokens) for answer in self.answers):
@@ -63,20 +63,20 @@ class Ranked:
 def rank_pairs(
     scores: Sequence[float | None], pairing: Pairing
 ) -> tuple[list[RankedPair], list[str]]:
-    """Pairs of which the first has the higher score, and a reason for each that there is not.
+    """Return pairs whose first answer has the higher score, and a reason for each missing pair.
 
-    Equal scores give no pair; of several that are best (or worst) the first (the last) counts. An
-    answer whose score is None is in no pair.
+    Equal scores give no pair. Of several best answers the first counts, of several worst ones the
+    last. An answer whose score is None is in no pair.
     """
-    known = [i for i, score in enumerate(scores) if score is not None]
-    left_out = ["answer without a score"] * (len(scores) - len(known))
-    ranked = sorted(known, key=lambda i: -scores[i])  # type: ignore[operator]
+    scored = [i for i, score in enumerate(scores) if score is not None]
+    left_out = ["answer without a score"] * (len(scores) - len(scored))
+    ranked = sorted(scored, key=lambda i: -scores[i])  # type: ignore[operator]
     if len(ranked) < 2:
         return [], [*left_out, "fewer than two answers with a score"]
     if pairing == "best_worst":
         compared = [(ranked[0], ranked[-1])]
     elif pairing == "best_rest":
-        compared = [(ranked[0], other) for other in ranked[1:]]
+        compared = [(ranked[0], worse) for worse in ranked[1:]]
     elif pairing == "neighbors":
         compared = list(itertools.pairwise(ranked))
     else:

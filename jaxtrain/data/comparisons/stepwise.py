@@ -1,4 +1,4 @@
-"""Answers in steps that are right or wrong: what process reward models train on.
+"""Answers in steps with labels, right or wrong: the data of process reward models.
 
     row      {"prompt": "2+2+3?", "completions": ["2+2=4", "4+3=8"], "labels": [true, false]}
     tokens   2 + 2 + 3 ? 2 + 2 = 4 \\n 4 + 3 = 8 \\n
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from typing_extensions import override
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat import template
@@ -19,6 +20,7 @@ from jaxtrain.data.chat.messages import MalformedRow, check_readable, check_valu
 from jaxtrain.data.packing.pack import Fields, Normalize
 from jaxtrain.data.packing.tree import Node, Tree
 from jaxtrain.data.packing.workload import describe_tree
+from jaxtrain.data.pipeline import Recipe
 from jaxtrain.data.preview import Probe, describe_trees, probe_trees
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.sources.dataset import open_rows
@@ -29,10 +31,10 @@ from jaxtrain.text_safety import escape_control_chars, show
 STEP, LABEL = "step", "label"
 """Component of weights: 1 on a labeled token; stream: its class, 0 wrong and 1 right."""
 COLUMNS = ("prompt", "completions", "labels")
-MOST_STEPS = 10_000
+MAX_STEPS = 10_000
 
 
-class Stepwise:
+class Stepwise(Recipe):
     """`pipeline.Recipe` of rows with labeled steps."""
 
     normalize: Normalize = "branch"
@@ -49,19 +51,19 @@ class Stepwise:
         max_completion: int | None = None,
         dtype: Any = np.float32,
     ):
-        """separator: text behind each step. last_only: of training data only the last label of an
-        answer counts. max_completion: tokens of all steps together. dtype: of the weights."""
+        """separator: text after each step. last_only: in training data only the last label of an
+        answer counts. max_completion: limit of tokens of all steps. dtype: dtype of the weights."""
         self.data, self.tokenizer = data, tokenizer
         self.separator, self.last_only, self.max_completion = separator, last_only, max_completion
         self.row_tokens = data.sequence_len
         self.fields = Fields((STEP,), {LABEL: np.int32}, dtype=dtype)
 
+    @override
     def open(self, dataset: DatasetConfig) -> MixturePart:
-        """See pipeline.Recipe."""
         return self._open(dataset, self.last_only)
 
     def open_held_out(self, dataset: DatasetConfig) -> MixturePart:
-        """The same with every label."""
+        """Open a held-out dataset, in which every label counts."""
         return self._open(dataset, False)
 
     def _open(self, dataset: DatasetConfig, last_only: bool) -> MixturePart:
@@ -70,31 +72,31 @@ class Stepwise:
         )
         return MixturePart(dataset.path, open_rows(dataset), read, dataset.weight)
 
+    @override
     def settings(self, dataset: DatasetConfig) -> str | None:
-        """See pipeline.Recipe."""
         if type(self) is not Stepwise:
             return None
         keys = dataset.model_dump_json(include={"fields", "roles", "special_tokens"})
         rules = (self.separator, self.last_only, self.max_completion)
         return repr((keys, rules, self.data.sequence_len, self.data.too_long))
 
+    @override
     def probe(self, dataset: DatasetConfig) -> Probe:
-        """See pipeline.Recipe."""
         return probe_trees(self.open(dataset))
 
+    @override
     def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
-        """See pipeline.Recipe."""
         text = describe_trees(self.open(dataset), self.tokenizer, num_samples)
         console.print(escape_control_chars(text), markup=False, soft_wrap=True)
 
-    def show_example(self, found: Probe, console: Console) -> None:
-        """See pipeline.Recipe."""
-        text = describe_tree(found.samples[0], self.tokenizer.decode)
+    @override
+    def show_example(self, probe: Probe, console: Console) -> None:
+        text = describe_tree(probe.samples[0], self.tokenizer.decode)
         console.print(escape_control_chars(text), markup=False, soft_wrap=True)
 
 
 class StepwiseReader:
-    """(row, origin) -> a tree of one branch with labels, or why there is none. Picklable."""
+    """Callable (row, origin) -> a labeled tree of one branch, or a drop. Picklable."""
 
     def __init__(
         self,
@@ -140,15 +142,17 @@ class StepwiseReader:
         return [self._fit(prompt, steps, labels, origin)]
 
     def read(self, row: dict[str, Any]) -> tuple[list[int], list[list[int]], list[int] | None]:
-        """(tokens of the prompt, of each step with its separator, labels or None); Malformed where
-        a column is none of these."""
+        """Return (tokens of the prompt, tokens of each step with its separator, labels or None).
+
+        Raises MalformedRow for columns of other types.
+        """
         check_readable(row)
         row = {**row, **{w: row[f] for w, f in self.dataset.fields.items() if f in row}}
         steps, labels = row.get("completions"), row.get("labels")
         if not isinstance(steps, list) or not steps:
             raise MalformedRow("column completions must be a list of steps, each a text")
-        if len(steps) > MOST_STEPS:
-            raise MalformedRow(f"more than {MOST_STEPS:,} steps")
+        if len(steps) > MAX_STEPS:
+            raise MalformedRow(f"more than {MAX_STEPS:,} steps")
         if not all(isinstance(step, str) for step in steps):
             raise MalformedRow("column completions must be a list of steps, each a text")
         check_values(steps)
@@ -173,7 +177,7 @@ class StepwiseReader:
     def _fit(
         self, prompt: list[int], steps: list[list[int]], labels: list[int], origin: str
     ) -> Tree | Dropped:
-        """The tree, as long as it may be."""
+        """Build the tree and apply the length rules."""
         ends = len(prompt) + np.cumsum([len(step) for step in steps]) - 1
         tokens = np.array([*prompt, *(token for step in steps for token in step)], np.int32)
         if self.max_completion is not None:
@@ -189,18 +193,18 @@ class StepwiseReader:
                 return Dropped("too long", origin)
             tokens = tokens[:limit]
         weights, label = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
-        kept = [place for place in range(len(ends)) if 0 < ends[place] < len(tokens)]
+        labeled = [index for index in range(len(ends)) if 0 < ends[index] < len(tokens)]
         if self.last_only:
-            kept = [place for place in kept if place == len(ends) - 1]
-        if not kept:
+            labeled = [index for index in labeled if index == len(ends) - 1]
+        if not labeled:
             return Dropped("no trained token", origin)
-        weights[ends[kept]] = 1.0
-        label[ends[kept]] = np.array(labels)[kept]
+        weights[ends[labeled]] = 1.0
+        label[ends[labeled]] = np.array(labels)[labeled]
         return Tree((Node(-1, tokens, {STEP: weights}, {LABEL: label}),), origin=origin)
 
 
 def read_label(value: Any) -> int:
-    """1 for a right step, 0 for a wrong one; Malformed for anything else."""
+    """Return 1 for a right step, 0 for a wrong one; MalformedRow for anything else."""
     if value is True or (type(value) in (int, float) and value == 1):
         return 1
     if value is False or (type(value) in (int, float) and value == 0):

@@ -1,4 +1,4 @@
-"""Branches as flat rows: what a tree, or a packed batch, holds of each sequence alone."""
+"""Branches of a tree, or of a packed batch, as separate sequences."""
 
 from dataclasses import dataclass, field
 
@@ -10,24 +10,24 @@ from jaxtrain.data.packing.tree import Forest, Tree, TreeGroup
 
 @dataclass(frozen=True, eq=False)
 class TreeBranch:
-    """One sequence from its root to its end."""
+    """Sequence from the root to the end of a branch."""
 
     tokens: np.ndarray
     """int32 [n]."""
     weights: dict[str, np.ndarray]
-    """{component: float [n]}; what branches share is divided evenly between them, so the weights
-    of all branches add up to those of the tree or batch. 0 is context."""
+    """{component: float [n]}; weights of shared tokens are divided evenly between the branches, so
+    that all branches add up to the tree or batch. 0 is context."""
     streams: dict[str, np.ndarray] = field(default_factory=dict)
-    """{name: [n, ...]}: advantages, log-probs and the like, the same on every branch."""
+    """{name: [n, ...]}: advantages, log-probs and the like, equal on all branches of a token."""
     row: tuple[int, ...] = ()
-    """Of a batch [..., T]: indices of the row that it lies in."""
+    """Indices of its row in a batch [..., T]."""
 
 
 def list_branches(of: Tree | Forest | TreeGroup | Batch) -> list[TreeBranch]:
-    """The branches of a tree in the order of its `ends`, of a forest or a group tree by tree, of a
-    batch [..., T] of host arrays row by row from left to right.
+    """List the branches of a tree in the order of its `ends`, of a forest or group tree by tree, of
+    a batch [..., T] of host arrays row by row from left to right.
 
-    A batch no longer says where a branch ended inside another one: it has one branch a leaf.
+    A batch does not record branches that end inside another one: it has one branch per leaf.
     """
     if isinstance(of, Tree):
         return [_of_tree(of, end) for end in of.ends]
@@ -60,19 +60,19 @@ def _of_row(batch: Batch, row: tuple[int, ...]) -> list[TreeBranch]:
     index = np.arange(len(prev))
     if batch.owner is not None:
         real = np.asarray(batch.owner)[row] >= 0
-    else:  # a lone token predicts nothing and is predicted by nothing: padding to all intents
+    else:  # a lone token predicts nothing and nothing predicts it: the same as padding
         real = (prev >= 0) | (until > index + 1)
     leaf = real.copy()
     leaf[prev[prev >= 0]] = False
     counted = np.concatenate([[0], np.cumsum(leaf)])
     through = np.maximum(counted[until] - counted[index], 1)  # leaves of each token's subtree
-    found = []
+    branches = []
     for end in np.flatnonzero(leaf):
         path = [int(end)]
         while prev[path[-1]] >= 0:
             path.append(int(prev[path[-1]]))
         path = path[::-1]
-        found.append(
+        branches.append(
             TreeBranch(
                 tokens=np.asarray(batch.tokens)[row][path],
                 weights={
@@ -85,4 +85,4 @@ def _of_row(batch: Batch, row: tuple[int, ...]) -> list[TreeBranch]:
                 row=row,
             )
         )
-    return found
+    return branches

@@ -5,8 +5,8 @@
                                  until          7    7      4  4  7  7  7   8  9
                                  positions      0    1      2  3  2  3  4   0  0
 
-Depth-first preorder puts every subtree in one contiguous run, hence one number a key (`until`) says
-who sees it. Every tree of a row is divided by its own K.
+In depth-first preorder every subtree is one contiguous run, so a single number per key (`until`)
+describes the queries that see it. The weights of each tree are divided by its own K.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,15 +27,15 @@ class PackedTree:
 
     tokens: np.ndarray
     positions: np.ndarray
-    """Depth along the own branch."""
+    """Depth along the branch."""
     prev: np.ndarray
     """Index of the token that predicts this one; -1 at the root."""
     until: np.ndarray
     """End of the subtree: this token is visible to queries index <= q < until."""
     owner: np.ndarray
-    """Branch of the token; the first one where branches share it."""
+    """Branch of the token; for a shared token the first one."""
     node: np.ndarray
-    """Index of the node that holds the token; those of a forest's trees are numbered on."""
+    """Index of the token's node, numbered through all trees of a forest."""
     weights: Weights
     """float64; 0 on the first token of a tree, which nothing predicts."""
     streams: dict[str, np.ndarray]
@@ -46,7 +46,8 @@ class PackedTree:
 
 @dataclass(frozen=True)
 class Fields:
-    """What every batch of a run holds, whether its rows do or not: one structure, one program."""
+    """Weights and streams of every batch of a run, so that all batches have one structure and one
+    compiled program, whatever their rows contain."""
 
     components: tuple[str, ...] = ("nll",)
     """Loss components that have weights."""
@@ -54,7 +55,7 @@ class Fields:
     """Dtype of each stream by name; np.dtype((np.float32, (8,))) is a vector of 8 for each token.
     """
     since: bool = False
-    """Whether some tree says which tokens see later ones."""
+    """True if tokens of some trees see later ones."""
     dtype: Any = np.float32
     """Dtype of the weights."""
 
@@ -64,14 +65,14 @@ NLL = Fields()
 
 
 def lay_out(tree: Tree | Forest, normalize: Normalize = "token") -> PackedTree:
-    """Pack one tree, or a forest tree by tree; `normalize` divides the weights of each tree.
+    """Lay out a tree, or a forest tree by tree; `normalize` divides the weights of each tree.
 
     "token": by K, so that a tree counts as its average branch (weight g/K). "tree": by the sum of
-    its weights, so that each tree counts as one. "branch": by 1, so that each branch counts as
-    itself (weight g), which is per-branch training.
+    its weights, so that each tree counts as one. "branch": by 1, so that each branch counts as one
+    (weight g), which is per-branch training.
     """
     if isinstance(tree, Forest):
-        return _join([lay_out(one, normalize) for one in tree.trees])
+        return _join([lay_out(part, normalize) for part in tree.trees])
     if len(tree.nodes) == 1:
         packed = _lay_out_chain(tree)
     else:
@@ -152,7 +153,7 @@ def _lay_out_nodes(tree: Tree) -> PackedTree:
 
 
 def _join(parts: Sequence[PackedTree]) -> PackedTree:
-    """Packed trees one behind the other, as one."""
+    """Concatenate packed trees into one."""
     lengths = [len(part.tokens) for part in parts]
     start = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths).astype(np.int32)
     branches = np.cumsum([0, *(part.num_branches for part in parts)])
@@ -166,11 +167,11 @@ def _join(parts: Sequence[PackedTree]) -> PackedTree:
 
     prev, since = behind("prev"), None
     if any(part.since is not None for part in parts):
-        own = [
+        first_queries = [
             np.arange(n, dtype=np.int32) if p.since is None else p.since
             for p, n in zip(parts, lengths, strict=True)
         ]
-        since = np.concatenate(own) + start
+        since = np.concatenate(first_queries) + start
     named = {name for part in parts for name in part.streams}
     return PackedTree(
         tokens=behind("tokens"),
@@ -192,10 +193,10 @@ def _join(parts: Sequence[PackedTree]) -> PackedTree:
 def fit_rows(
     lengths: Sequence[int], row_tokens: int, opened: Sequence[int] = ()
 ) -> list[list[int]]:
-    """First-fit-decreasing: indices of `lengths` by row; ties keep their order.
+    """Assign lengths to rows, first fit decreasing: indices of `lengths` by row, ties in order.
 
-    `opened` already lie in the first row together and stay there. Every length is at most
-    `row_tokens`. (Johnson 1973: at most 11/9 of the best number of rows, plus one.)
+    `opened` are in the first row already and stay there. Every length is at most `row_tokens`.
+    (Johnson 1973: at most 11/9 of the optimal number of rows, plus one.)
     """
     sizes = np.asarray(lengths, np.int64)
     rows: list[list[int]] = []
@@ -223,9 +224,9 @@ def fit_rows(
 def build_batch(
     rows: Sequence[Sequence[PackedTree]], row_tokens: int, fields: Fields = NLL
 ) -> Batch:
-    """Batch [B, T] of `rows`, each a list of packed trees that fit; a row may be empty.
+    """Build a batch [B, T] of `rows`, each a list of packed trees that fit; a row may be empty.
 
-    Padding: token 0, prev -1, until index + 1, owner -1, weights and streams 0. A component or a
+    Padding: token 0, prev -1, until index + 1, owner -1, weights and streams 0. A component or
     stream that a tree lacks is 0 on its tokens.
     """
     shape = (len(rows), row_tokens)
@@ -246,29 +247,29 @@ def build_batch(
         for tree in row:
             stop = start + len(tree.tokens)
             assert stop <= row_tokens, f"row {b} holds more than {row_tokens} tokens"
-            here = (b, slice(start, stop))
-            batch.tokens[here] = tree.tokens
-            batch.positions[here] = tree.positions
-            np.add(tree.prev, start, out=batch.prev[here], where=tree.prev >= 0)
-            batch.until[here] = tree.until + start
-            owner[here] = tree.owner + branch
+            span = (b, slice(start, stop))
+            batch.tokens[span] = tree.tokens
+            batch.positions[span] = tree.positions
+            np.add(tree.prev, start, out=batch.prev[span], where=tree.prev >= 0)
+            batch.until[span] = tree.until + start
+            owner[span] = tree.owner + branch
             if tree.since is not None:
                 assert batch.since is not None, (
                     "a tree with since in batches without (Fields.since)"
                 )
-                batch.since[here] = tree.since + start
+                batch.since[span] = tree.since + start
             for name, values in tree.weights.items():
-                batch.weights[name][here] = values
+                batch.weights[name][span] = values
             for name in batch.streams.keys() & tree.streams.keys():
-                np.copyto(batch.streams[name][here], tree.streams[name], casting="same_kind")
+                np.copyto(batch.streams[name][span], tree.streams[name], casting="same_kind")
             start, branch = stop, branch + tree.num_branches
     return batch
 
 
 def stack_batches(batches: Sequence[Batch]) -> Batch:
-    """[A, B, T] from A batches [B, T] of one shape and structure; denominators become [A].
+    """Stack A batches [B, T] of one shape and structure to [A, B, T]; denominators become [A].
 
-    Raises ValueError where microsteps name different denominators: they are those of the step.
+    Raises ValueError if the denominators differ, because they are those of the whole step.
     """
     first = batches[0]
     for batch in batches:

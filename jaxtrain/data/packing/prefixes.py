@@ -1,8 +1,13 @@
-"""Prefix merging: any group of flat token sequences as the trees of their common prefixes.
+"""Prefix merging: groups of flat token sequences as trees of their common prefixes.
 
-Rollouts of one prompt, the flat samples of a multi-turn episode, a preference pair: whatever starts
-alike is stored and computed once. Weights stay exact, because a shared token carries the sum of the
-weights that its sequences give it.
+Rollouts of one prompt, flat samples of a multi-turn episode, a preference pair: common beginnings
+are stored and computed once. Weights stay exact, because a shared token carries the sum of the
+weights of its sequences.
+
+A chat template that rewrites history shows a turn one way when it is written and another way later.
+Each turn trains on what the model saw when it wrote it, so that a conversation gives several
+samples that begin alike. `share_prefixes` merges these: every trained token keeps its weight, and
+each branch sees only its own tokens (docs/tree_training.md).
 """
 
 from collections.abc import Sequence
@@ -17,41 +22,41 @@ from jaxtrain.data.sample import Dropped, Sample
 
 @dataclass(frozen=True, eq=False)
 class FlatSequence:
-    """One flat sequence that is to be merged with others."""
+    """Flat sequence to be merged with others."""
 
     tokens: np.ndarray
     """int32 [n]"""
     weights: Weights
     """{component: float [n]}; every branch of a group has the same components."""
     streams: dict[str, np.ndarray] = field(default_factory=dict)
-    """{name: [n]}; values of shared context are taken from the first branch."""
+    """{name: [n]}; shared context takes the values of the first branch."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What merging saved."""
+    """Tokens before and after merging."""
 
     flat_tokens: int
-    """Tokens of all sequences apart."""
+    """Tokens of all sequences separately."""
     packed_tokens: int
     """Tokens of the trees."""
 
     @property
     def saved_tokens(self) -> int:
-        """Tokens that need not be computed."""
+        """Number of tokens that need not be computed."""
         return self.flat_tokens - self.packed_tokens
 
 
 def merge_prefixes(
     branches: Sequence[FlatSequence], *, share: Literal["all", "context"] = "all", origin: str = ""
 ) -> list[Tree]:
-    """Trees of the longest common prefixes of `branches`, one for each different first token.
+    """Merge `branches` into trees of their longest common prefixes, one per distinct first token.
 
-    share "all": equal tokens are shared, trained or not, and the weights of a shared token add up:
+    share "all": equal tokens are shared, trained or not, and the weights of a shared token add up;
     exact for sums of per-token losses. "context": a sequence shares nothing from its first trained
-    token on, so that every trained token belongs to one branch: what clipped and sequence-level
+    token on, so that every trained token belongs to one branch, as clipped and sequence-level
     objectives need. The k-th end of the trees is the k-th branch, in order of first appearance.
-    Raises ValueError for an empty group or sequence, and for a shared trained token under "all"
+    Raises ValueError for an empty group or sequence, and under "all" for a shared trained token
     whose streams differ.
     """
     if not branches or any(len(branch.tokens) == 0 for branch in branches):
@@ -67,7 +72,7 @@ def merge_prefixes(
 
 
 def measure_saving(trees: Sequence[Tree]) -> Saving:
-    """Tokens of all branches apart against tokens of the trees."""
+    """Measure the tokens of all branches separately against those of the trees."""
     return Saving(
         sum(sum(tree.branch_lengths()) for tree in trees), sum(tree.num_tokens for tree in trees)
     )
@@ -83,7 +88,7 @@ def _first_trained(weights: Weights, length: int) -> int:
 def _partition(
     branches: Sequence[FlatSequence], limits: list[int], group: list[int], depth: int
 ) -> list[list[int]]:
-    """Split a group by the token at `depth`; beyond its limit a sequence stays alone."""
+    """Split a group by the token at `depth`; beyond its limit a sequence is alone."""
     by_token: dict[object, list[int]] = {}
     for index in group:
         alone = limits[index] <= depth
@@ -95,7 +100,7 @@ def _partition(
 def _common_length(
     branches: Sequence[FlatSequence], limits: list[int], group: list[int], depth: int
 ) -> int:
-    """First depth at which the group is no longer one run of equal tokens."""
+    """Return the first depth at which the tokens of the group differ or a sequence ends."""
     first = branches[group[0]].tokens
     end = min(min(len(branches[i].tokens), limits[i]) for i in group)
     for index in group[1:]:
@@ -142,8 +147,8 @@ def _make_node(
         trained = np.any([values != 0 for values in weights.values()], axis=0)
         for name, values in streams.items():
             for index in group[1:]:
-                other = np.asarray(branches[index].streams[name])[start:stop]
-                if (values != other)[trained].any():
+                branch_values = np.asarray(branches[index].streams[name])[start:stop]
+                if (values != branch_values)[trained].any():
                     raise ValueError(
                         f"stream {name!r} differs on a trained token that two branches share;"
                         ' merge with share="context"'
@@ -154,31 +159,31 @@ def _make_node(
 def share_prefixes(
     results: Sequence[Sample | Dropped], max_tokens: int
 ) -> list[Sample | Tree | Dropped]:
-    """What a row became, its samples merged into trees of at most `max_tokens` tokens each.
+    """Merge the samples of a row into trees of at most `max_tokens` tokens each.
 
-    Samples that do not fit into one tree together go on in a next one, so that none is lost; one
-    that shares nothing stays a sample.
+    Samples that do not fit into one tree continue in the next, so that none is lost. A sample that
+    shares nothing stays a sample.
     """
     samples = [item for item in results if isinstance(item, Sample)]
     dropped = [item for item in results if isinstance(item, Dropped)]
-    made: list[Sample | Tree | Dropped] = []
+    merged: list[Sample | Tree | Dropped] = []
     for group in group_samples(samples, max_tokens):
         if len(group) == 1:
-            made += group
+            merged += group
             continue
-        branches = [FlatSequence(one.tokens, {"nll": one.weights}) for one in group]
+        branches = [FlatSequence(sample.tokens, {"nll": sample.weights}) for sample in group]
         [tree] = merge_prefixes(branches, origin=group[0].origin)
-        made.append(replace(tree, controls=sum(one.controls for one in group)))
-    return [*made, *dropped]
+        merged.append(replace(tree, controls=sum(sample.controls for sample in group)))
+    return [*merged, *dropped]
 
 
 def group_samples(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
-    """Samples that become one tree together, in their order; first come, first served."""
+    """Group consecutive samples that become one tree together."""
     groups: list[list[Sample]] = []
     size = 0
     for sample in samples:
-        others = groups[-1] if groups else []
-        shared = max((common_length(sample.tokens, one.tokens) for one in others), default=0)
+        group = groups[-1] if groups else []
+        shared = max((common_length(sample.tokens, member.tokens) for member in group), default=0)
         new = len(sample.tokens) - shared
         if shared == 0 or size + new > max_tokens:
             groups.append([])
@@ -188,8 +193,8 @@ def group_samples(samples: Sequence[Sample], max_tokens: int) -> list[list[Sampl
     return groups
 
 
-def common_length(left: np.ndarray, right: np.ndarray) -> int:
-    """Tokens that two sequences have in common at their beginning."""
-    n = min(len(left), len(right))
-    differs = left[:n] != right[:n]
+def common_length(first: np.ndarray, second: np.ndarray) -> int:
+    """Return the length of the common prefix of two sequences."""
+    n = min(len(first), len(second))
+    differs = first[:n] != second[:n]
     return int(differs.argmax()) if differs.any() else n

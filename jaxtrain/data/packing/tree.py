@@ -1,8 +1,8 @@
-"""Prefix trees of tokens: what one row of training data is, whatever the method.
+"""Prefix trees of tokens: the form of a training example in all methods.
 
 A document is a tree of one node, a preference pair a trunk with two leaves, an agent episode a
-trunk with a side leaf per hidden thought. A *branch* is a path from the root to an end node; the
-model must see each branch as if it stood alone, and each token is computed once.
+trunk with a side leaf per hidden thought. A *branch* is a path from the root to an end node. The
+model sees each branch as if it were alone, and computes each token once.
 
     system+user ─┬─ think 1                      K = 3 branches end at: think 1, think 2, answer 2
                  └─ answer 1, user ─┬─ think 2
@@ -34,11 +34,11 @@ class Node:
     streams: dict[str, np.ndarray] = field(default_factory=dict)
     """{name: [n, ...]} other per-token values of any dtype: advantages, old log-probs, targets."""
     role: str = ""
-    """What it is, for people: "user", "think", "response"."""
+    """Label for previews: "user", "think", "response"."""
     since: np.ndarray | None = None
-    """int32 [n] index in the node of the first token that sees each one; None is causal. All 0: the
-    node's tokens see each other, as the prompt of a prefix language model. i // k * k: blocks of k
-    tokens that see each other."""
+    """int32 [n] index in the node of the first token that sees each token; None is causal. All 0:
+    the tokens of the node see each other, like the prompt of a prefix language model. i // k * k:
+    blocks of k tokens see each other."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) == 0:
@@ -61,12 +61,12 @@ class Tree:
 
     nodes: tuple[Node, ...]
     ends: tuple[int, ...] = ()
-    """Node at which each branch ends; empty means the leaves, ascending. Named when a sequence
-    ends inside another one or occurs twice."""
+    """Node at which each branch ends; empty: the leaves, ascending. Needed if a sequence ends
+    inside another one or occurs twice."""
     origin: str = ""
-    """Where it came from, for messages."""
+    """File and row, for messages."""
     controls: int = 0
-    """Control tokens that its texts spell: see control.py."""
+    """Control tokens that its texts spell: see control_tokens.py."""
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -85,15 +85,15 @@ class Tree:
             raise ValueError(f"ends {self.ends} must be nodes and include every leaf {leaves}")
 
     def children(self, index: int) -> tuple[int, ...]:
-        """Child nodes, ascending, which is also the order of the depth-first walk."""
+        """Return the child nodes, ascending, which is also the order of the depth-first walk."""
         return self._children[index]
 
     def leaves(self) -> tuple[int, ...]:
-        """Nodes without children, ascending."""
+        """Return the nodes without children, ascending."""
         return tuple(i for i, children in enumerate(self._children) if not children)
 
     def root_path(self, leaf: int) -> tuple[int, ...]:
-        """Node indices from the root to the end of a branch; ValueError if no branch ends there."""
+        """Return the nodes from the root to the end of a branch; ValueError if none ends there."""
         if not 0 <= leaf < len(self.nodes):
             raise IndexError(f"node {leaf} is not in 0..{len(self.nodes) - 1}")
         if leaf not in self.ends:
@@ -115,7 +115,7 @@ class Tree:
 
     @property
     def flat_tokens(self) -> int:
-        """Tokens of its branches apart."""
+        """Tokens of all branches separately."""
         return sum(self.branch_lengths()) if len(self.nodes) > 1 else self.num_tokens
 
     @cached_property
@@ -127,7 +127,7 @@ class Tree:
 
     @cached_property
     def branch_counts(self) -> tuple[int, ...]:
-        """g of each node: the number of branches that pass through it or end in it."""
+        """g of each node: number of branches through it."""
         counts = [0] * len(self.nodes)
         for end in self.ends:
             counts[end] += 1
@@ -144,11 +144,11 @@ class Tree:
         return tuple(depths)
 
     def branch_lengths(self) -> tuple[int, ...]:
-        """Tokens of each branch, in the order of `ends`."""
+        """Return the number of tokens of each branch, in the order of `ends`."""
         return tuple(self.depths[end] + len(self.nodes[end].tokens) for end in self.ends)
 
     def preorder(self) -> list[int]:
-        """Node indices depth first, children in ascending order."""
+        """Return the node indices depth first, children in ascending order."""
         order, stack = [], [0]
         while stack:
             index = stack.pop()
@@ -159,25 +159,25 @@ class Tree:
 
 @dataclass(frozen=True, eq=False)
 class TreeGroup:
-    """Trees that only make sense in the same optimizer step: the branches of one tree."""
+    """Trees that belong to the same optimizer step: the branches of one tree."""
 
     trees: tuple[Tree, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all of them."""
+        """Tokens of all trees."""
         return sum(tree.num_tokens for tree in self.trees)
 
     @property
     def controls(self) -> int:
-        """Control tokens that their texts spell: the trees are branches of one."""
+        """Control tokens that the texts spell; not a sum, as the trees are branches of one."""
         return max(tree.controls for tree in self.trees)
 
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """Trees that must lie in the same row, one behind the other, because something on one points
-    into another: the two answers of a pair with a prompt each. Packs as one tree does."""
+    """Consecutive trees of one row, because a stream of one points into another: the two answers of
+    a pair with separate prompts. Packs like a single tree."""
 
     trees: tuple[Tree, ...]
     """At least one."""
@@ -188,32 +188,32 @@ class Forest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all of them."""
+        """Tokens of all trees."""
         return sum(tree.num_tokens for tree in self.trees)
 
     @property
     def flat_tokens(self) -> int:
-        """Tokens of their branches apart."""
+        """Tokens of all branches separately."""
         return sum(tree.flat_tokens for tree in self.trees)
 
     @property
     def num_branches(self) -> int:
-        """Branches of all of them."""
+        """Number of branches of all trees."""
         return sum(tree.num_branches for tree in self.trees)
 
     @property
     def origin(self) -> str:
-        """Where they came from, for messages."""
+        """File and row, for messages."""
         return self.trees[0].origin
 
     @property
     def controls(self) -> int:
-        """Control tokens that their texts spell: the trees are made of one row."""
+        """Control tokens that the texts spell; not a sum, as the trees come from one row."""
         return max(tree.controls for tree in self.trees)
 
 
 def chain(tokens: np.ndarray, weights: Weights, *, role: str = "", origin: str = "") -> Tree:
-    """The tree of one branch."""
+    """Build the tree of one branch."""
     return Tree((Node(-1, tokens, weights, role=role),), origin=origin)
 
 
@@ -223,9 +223,9 @@ def build_tree(
     component: str = "nll",
     origin: str = "",
 ) -> Tree:
-    """Tree from (parent, tokens, weights of ONE branch, role); the sums over branches follow.
+    """Build a tree from (parent, tokens, weights of ONE branch, role), summed over branches.
 
-    A mask [n] of bools is a weight of 1 on every branch: the token then carries g.
+    A mask [n] of bools is a weight of 1 on every branch, so that the token carries g.
     """
     bare = []
     for parent, tokens, weights, role in parts:
@@ -242,10 +242,10 @@ def build_tree(
 
 
 def split_branches(tree: Tree) -> list[tuple[np.ndarray, Weights]]:
-    """(tokens, weights) of each branch alone, in the order of `ends`.
+    """Return (tokens, weights) of each branch, in the order of `ends`.
 
-    A shared token's weight is divided evenly between the branches through it, so the weights of
-    the branches add up to the tree's; exact for trees whose branches agree on shared weights.
+    The weight of a shared token is divided evenly between its branches, so that the branches add up
+    to the tree; exact for trees whose branches agree on shared weights.
     """
     branches = []
     for end in tree.ends:

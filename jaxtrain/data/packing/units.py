@@ -1,7 +1,8 @@
-"""Optimizer steps of a fixed number of units, where a mean over exactly these units is wanted.
+"""Optimizer steps of a fixed number of units, for a mean over exactly these units.
 
-The window packer fills rows and lets trees fall into whatever step comes; here a step is n trees,
-n branches or n groups. Its rows vary, so the rows are padded with empty ones to few counts.
+The window packer fills rows, and a tree trains in the step that its row falls into. Here a step is
+n trees, n branches or n groups. The number of rows varies, so they are padded with empty rows to a
+few different numbers.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ from jaxtrain.errors import UserError
 
 
 class UnitPacker:
-    """Iterator of steps, each a list of rows; the cursor is a draw and a place within it."""
+    """Iterator of steps, each a list of rows; the cursor is a draw and a position within it."""
 
     def __init__(self, reader: TreeReader, *, units: int, row_tokens: int, packing: bool = True):
         self._reader, self._units, self._row_tokens = reader, units, row_tokens
@@ -60,7 +61,7 @@ class UnitPacker:
         self._reader.restore(state["begin"])
         self._begin, self._skip, self._pending = state["begin"], 0, []
         if state["skip"]:
-            self._pending = _kept(next(self._reader))[state["skip"] :]
+            self._pending = _drop_dropped(next(self._reader))[state["skip"] :]
             self._skip = state["skip"]
         self.counts = Counter(state["counts"])
 
@@ -71,9 +72,9 @@ class UnitPacker:
         begin = self._reader.state()
         items = next(self._reader)
         self._begin, self._skip = begin, 0
-        self._pending = _kept(items)
+        self._pending = _drop_dropped(items)
         count_items(self.counts, items, self._reader.pass_len)
 
 
-def _kept(items: list[Any]) -> list[Any]:
+def _drop_dropped(items: list[Any]) -> list[Any]:
     return [item for item in items if not isinstance(item, Dropped)]

@@ -1,12 +1,12 @@
-"""Rows out of a look-ahead window: which trees share a row, and how to come back to that point.
+"""Rows packed from a look-ahead window, with an exact cursor.
 
     reader ──trees──> window n (W trees) ──first-fit-decreasing──> rows ──> emitted one by one
                          ^                                          │
                          └──── the emptiest row opens window n+1 ───┘
 
-A row that was carried over is emitted with the window that it opens, so nothing waits for more
-than two windows, and a cursor is small: where the previous window began, which of its trees were
-carried, how many rows of the present window are out. Going back there reads both windows again.
+A carried row is emitted with the window that it opens, so that nothing waits longer than two
+windows and a cursor is small: the beginning of the previous window, its carried trees, and the
+number of rows emitted from the present one. Restoring a cursor reads both windows again.
 """
 
 from collections import Counter
@@ -22,14 +22,14 @@ from jaxtrain.errors import UserError
 
 
 class Sized(Protocol):
-    """All that packing needs to know of a tree."""
+    """Interface of a tree to the packer."""
 
     @property
     def num_tokens(self) -> int: ...
 
 
 class TreeReader(Protocol):
-    """Where trees come from: see readers.py."""
+    """Source of trees: see readers.py."""
 
     @property
     def pass_len(self) -> int | None: ...
@@ -52,8 +52,8 @@ class WindowPacker:
         shuffle: bool = True,
         seed: int = 0,
     ):
-        """packing False: one tree a row. shuffle: rows of a window come in random order, because
-        first-fit-decreasing makes the ones with long trees first."""
+        """packing False: one tree per row. shuffle: emit the rows of a window in random order,
+        because first-fit-decreasing builds those with long trees first."""
         self._reader, self._row_tokens, self._window = reader, row_tokens, window
         self._packing, self._shuffle, self._seed = packing, shuffle, seed
         self._begin = reader.state()
@@ -65,7 +65,7 @@ class WindowPacker:
         self._final = False
         self._next: tuple[dict, int, list[tuple[int, int, Sized]]] = (self._begin, 0, [])
         self.counts: Counts = Counter()
-        """Of everything read so far: see tally.count_items."""
+        """Counts of everything read so far: see counts.count_items."""
 
     def __next__(self) -> list[Sized]:
         while self._emitted == len(self._rows):
@@ -88,22 +88,22 @@ class WindowPacker:
         }
 
     def restore(self, state: dict) -> None:
-        """Read the windows that matter again, up to the row after the last one that came out."""
+        """Read the previous and the present window again, up to the next row to emit."""
         self._reader.restore(state["begin"])
         self._begin, self._begin_draws = state["begin"], state["draws"]
         self._number, self._final = state["window"], False
-        wanted = [tuple(pair) for pair in state["carried"]]
-        found = {}
+        carried_keys = [tuple(pair) for pair in state["carried"]]
+        carried_trees = {}
         for draw in range(state["draws"]):
             for item, tree in enumerate(next(self._reader)):
-                if (draw, item) in wanted:
-                    found[draw, item] = tree
-        if found.keys() != set(wanted):
+                if (draw, item) in carried_keys:
+                    carried_trees[draw, item] = tree
+        if carried_trees.keys() != set(carried_keys):
             raise UserError(
                 "the data do not give what they gave when the checkpoint was written; restore the"
                 ' data and the version of jaxtrain, or start with run.resume = "never"'
             )
-        self._carried = [(*pair, found[pair]) for pair in wanted]
+        self._carried = [(*pair, carried_trees[pair]) for pair in carried_keys]
         self._rows, self._emitted = [], 0
         if self._number >= 0:
             self._fill(replay=True)
@@ -116,12 +116,12 @@ class WindowPacker:
         self._reader.close()
 
     def _fill(self, replay: bool = False) -> None:
-        """Read one window and lay its rows out; a replay was counted before."""
+        """Read one window and pack its rows; a replay is not counted again."""
         own_begin = self._reader.state()
         trees = list(self._carried)
         tokens = sum(tree.num_tokens for *_, tree in trees)
         draws = 0
-        # At least two rows' worth, so that one row can be carried and others come out.
+        # At least the tokens of two rows, so that one can be carried and another emitted.
         while len(trees) < self._window or (self._packing and tokens < 2 * self._row_tokens):
             try:
                 items = next(self._reader)

@@ -1,4 +1,4 @@
-"""What trees save, in numbers and as text that people can read."""
+"""Savings of trees, in numbers and as readable text."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -10,7 +10,7 @@ from jaxtrain.data.packing.tree import Tree
 
 @dataclass(frozen=True)
 class Workload:
-    """Sizes of one tree."""
+    """Sizes of a tree."""
 
     branches: int
     """K"""
@@ -19,13 +19,13 @@ class Workload:
     path_tokens: int
     """Tokens of the longest branch."""
     token_ratio: float
-    """Tokens of all branches apart, over N: what sharing saves in matmuls."""
+    """Tokens of all branches separately, over N: the saving in matmuls."""
     pair_ratio: float
-    """Visible pairs of all branches apart, over those of the tree: what it saves in attention."""
+    """Visible pairs of all branches separately, over those of the tree: the saving in attention."""
 
 
 def measure_tree(tree: Tree) -> Workload:
-    """Workload of a tree; both ratios are 1 for a chain."""
+    """Measure a tree; both ratios are 1 for a chain."""
     lengths = np.array(tree.branch_lengths(), np.float64)
     pairs = 0.0
     for node, depth in zip(tree.nodes, tree.depths, strict=True):
@@ -41,22 +41,22 @@ def measure_tree(tree: Tree) -> Workload:
 
 
 def describe_workload(trees: Iterable[Tree]) -> str:
-    """Mean and largest of each number over the trees, as a small table."""
-    found = [measure_tree(tree) for tree in trees]
-    lines = [f"{len(found)} trees{'mean':>17}{'max':>10}"]
+    """Format the mean and maximum of each number over the trees as a small table."""
+    workloads = [measure_tree(tree) for tree in trees]
+    lines = [f"{len(workloads)} trees{'mean':>17}{'max':>10}"]
     for field in fields(Workload):
-        values = [getattr(workload, field.name) for workload in found]
+        values = [getattr(workload, field.name) for workload in workloads]
         title = field.name.replace("_", " ")
         lines.append(f"{title:<16}{np.mean(values):>10.2f}{np.max(values):>10.2f}")
     return "\n".join(lines)
 
 
 def describe_tree(tree: Tree, decode: Callable[[Sequence[int]], str] | None = None) -> str:
-    """Outline of a tree: a line a node with role, tokens, how many train, and g/K.
+    """Outline a tree: a line per node with role, tokens, trained tokens, and g/K.
 
-    A chain, and a trunk with nothing but leaves at its side, runs straight down; other children
-    hang off their parent. * marks a branch that ends inside the tree. decode: tokens -> text, of
-    which the beginning is shown.
+    A chain, and a trunk with only leaves at its side, runs straight down; other children hang off
+    their parent. * marks a branch that ends inside the tree. decode: tokens -> text, whose
+    beginning is shown.
     """
     size = measure_tree(tree)
     lines = [
@@ -72,7 +72,7 @@ def describe_tree(tree: Tree, decode: Callable[[Sequence[int]], str] | None = No
         if last is None:
             continue
         if tree.children(last) and not any(map(tree.children, sides)):
-            stack.append((last, indent, indent))  # a trunk does not move to the right
+            stack.append((last, indent, indent))  # do not indent a trunk
         else:
             lead = "└─ " if sides else ""
             stack.append((last, indent + lead, indent + " " * len(lead)))

@@ -1,15 +1,15 @@
-"""Tokenized datasets on disk, found again by their content.
+"""Tokenized datasets on disk, addressed by their content.
 
     <cache_dir>/<sha256 of rows, tokenizer, keys and code>/
         tokens.bin    int32, all nodes of all trees one after the other
         weights.bin   float32, the same for each component
-    streams.bin   bytes of what else nodes have for each token
-        items.bin     JSON of what each row became, one after the other
-        places.bin    int64 [rows + 1, 4]: where each row begins in the four
-        done.json     sizes of these; written last
+        streams.bin   bytes of the other per-token arrays of nodes
+        items.bin     JSON of the samples and drops of each row, one after the other
+        places.bin    int64 [rows + 1, 4]: offset of each row in these four files
+        done.json     sizes of these files; written last
 
-A folder is written under another name and renamed when it is whole, so that a kill or a second
-process that does the same leaves none or one. Rows are read through memory maps, also by workers.
+A folder is written under a temporary name and renamed when it is complete, so that a killed process
+or two concurrent ones leave no entry or one. Rows are read through memory maps, also by workers.
 """
 
 import hashlib
@@ -28,20 +28,20 @@ import numpy as np
 from jaxtrain.data.counts import Progress
 from jaxtrain.data.packing.tree import Forest, Node, Tree, TreeGroup
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.sources.readers import IndexedReader, Items, MixturePart, is_stream
+from jaxtrain.data.sources.readers import IndexedReader, Items, MixturePart, is_stream, keep_items
 
 FILES = ("tokens.bin", "weights.bin", "streams.bin", "items.bin", "places.bin")
 DONE = "done.json"
 UNUSED_DAYS = 30
-"""Entries that nobody read for so long are deleted."""
+"""Entries unused for this long are deleted."""
 
 
 class Uncachable(Exception):
-    """What a row became cannot be written down exactly."""
+    """The samples of a row cannot be stored exactly."""
 
 
 def default_folder() -> Path:
-    """Where tokenized data lie unless data.cache_dir says otherwise."""
+    """Return the folder of tokenized data that is used unless data.cache_dir is set."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "jaxtrain" / "tokenized"
 
@@ -56,10 +56,10 @@ def cache_part(
     num_workers: int,
     log: Callable[[str], None],
 ) -> MixturePart:
-    """`part` with its rows tokenized: from `folder`, or tokenized now and left there.
+    """Return `part` with its rows tokenized, read from `folder` or tokenized now and stored there.
 
-    settings: all keys that shape what rows become; None, and streams: nothing is cached. A disk
-    that refuses costs the cache, not the run.
+    settings: all settings that shape the samples; None, and streams, are not cached. A disk error
+    costs the cache, not the run.
     """
     if settings is None or is_stream(part.rows):
         return part
@@ -79,11 +79,11 @@ def cache_part(
     except OSError as error:
         log(f"{part.name}: tokenized data are not kept in {folder}: {error.strerror or error}")
         return part
-    return MixturePart(part.name, CachedRows(entry, part.left_out), _pass_on, part.weight)
+    return MixturePart(part.name, CachedRows(entry, part.left_out), keep_items, part.weight)
 
 
 def find_key(part: MixturePart, settings: str, tokenizer: Any, log: Callable[[str], None]) -> str:
-    """sha256 of all that shapes what the rows become; raises TypeError where rows are no JSON."""
+    """Digest all that shapes the samples of the rows; TypeError if rows are not JSON."""
     digest = hashlib.sha256()
     for text in (digest_code(), settings, part.name, *describe_tokenizer(tokenizer)):
         digest.update(f"{len(text)} ".encode() + text.encode("utf-8", "surrogatepass"))
@@ -97,7 +97,7 @@ def find_key(part: MixturePart, settings: str, tokenizer: Any, log: Callable[[st
 
 
 def is_whole(entry: Path) -> bool:
-    """Whether an entry is there with all its bytes."""
+    """Return True if an entry exists with all its bytes."""
     try:
         sizes = json.loads((entry / DONE).read_bytes())["sizes"]
         return all((entry / name).stat().st_size == sizes[name] for name in FILES)
@@ -108,7 +108,7 @@ def is_whole(entry: Path) -> bool:
 def write_entry(
     part: MixturePart, entry: Path, *, row_tokens: int, num_workers: int, log: Callable[[str], None]
 ) -> None:
-    """Tokenize all rows into `entry`, whole or not at all."""
+    """Tokenize all rows into `entry`, atomically."""
     clear_folder(entry.parent)
     unfinished = entry.with_name(f"{entry.name}.{os.getpid()}-{secrets.token_hex(4)}.unfinished")
     unfinished.mkdir(parents=True)
@@ -120,7 +120,7 @@ def write_entry(
         rows: Iterator[Items] = iter(lambda: next(reader, None), None)  # type: ignore[arg-type]
         sizes = write_items(unfinished, progress.each(rows))
         (unfinished / DONE).write_text(json.dumps({"sizes": sizes, "rows": len(part.rows)}))
-        if not is_whole(entry):  # nobody else was faster
+        if not is_whole(entry):  # another process may have been faster
             shutil.rmtree(entry, ignore_errors=True)
             try:
                 unfinished.rename(entry)
@@ -133,21 +133,21 @@ def write_entry(
 
 
 def clear_folder(folder: Path) -> None:
-    """Delete entries that were not used for long, and what killed processes left."""
-    now = time.time()
+    """Delete entries unused for long, and leftovers of killed processes."""
+    current = time.time()
     for entry in folder.glob("[0-9a-f]*"):
         name, _, rest = entry.name.partition(".")
         days = 1 if rest.endswith("unfinished") else UNUSED_DAYS
         mark = entry if rest else entry / DONE
         try:
-            if len(name) == 64 and now - mark.stat().st_mtime > days * 86400:
+            if len(name) == 64 and current - mark.stat().st_mtime > days * 86400:
                 shutil.rmtree(entry, ignore_errors=True)
         except OSError:
-            continue  # another process deletes it right now
+            continue  # another process is deleting it
 
 
 def write_items(folder: Path, rows: Iterable[Items]) -> dict[str, int]:
-    """Write what each row became; sizes of the files. Raises Uncachable."""
+    """Write the samples and drops of each row; return the sizes of the files. Raises Uncachable."""
     places = [(0, 0, 0, 0)]
     with (
         (folder / "tokens.bin").open("wb") as tokens,
@@ -190,17 +190,17 @@ def _write_item(
             if (short != values).any():
                 raise Uncachable
             weights.write(short.tobytes())
-        others = []
+        stream_entries = []
         for name, values in node.streams.items():
-            kept = np.ascontiguousarray(values)
-            streams.write(kept.tobytes())
-            others.append([name, kept.dtype.str, kept.shape])
-        nodes.append([node.parent, len(node.tokens), list(node.weights), node.role, others])
+            contiguous = np.ascontiguousarray(values)
+            streams.write(contiguous.tobytes())
+            stream_entries.append([name, contiguous.dtype.str, contiguous.shape])
+        nodes.append([node.parent, len(node.tokens), list(node.weights), node.role, stream_entries])
     return {"nodes": nodes, "ends": item.ends, "origin": item.origin, "controls": item.controls}
 
 
 class CachedRows:
-    """Rows of an entry, each what it became. Pickles by its folder."""
+    """Rows of an entry, each a list of samples and drops. Pickles by its folder."""
 
     def __init__(self, entry: Path, left_out: Mapping[str, int] | None = None):
         self.entry, self.left_out = entry, dict(left_out or {})
@@ -222,12 +222,12 @@ class CachedRows:
         tokens, weights, streams, texts, places = self._maps
         *starts, begin = places.reshape(-1, 4)[index].tolist()
         end = int(places.reshape(-1, 4)[index + 1][3])
-        reader = _Reader(tokens, weights, streams, *starts)
-        return [reader.read(one) for one in json.loads(texts[begin:end].tobytes())]
+        reader = _ItemReader(tokens, weights, streams, *starts)
+        return [reader.read(entry) for entry in json.loads(texts[begin:end].tobytes())]
 
 
-class _Reader:
-    """Items of a row, which lie one after the other."""
+class _ItemReader:
+    """Reader of the items of a row, which are stored one after the other."""
 
     def __init__(
         self,
@@ -241,15 +241,15 @@ class _Reader:
         self.tokens, self.weights, self.streams = tokens, weights, streams
         self.at_token, self.at_weight, self.at_stream = at_token, at_weight, at_stream
 
-    def read(self, one: dict[str, Any]) -> Any:
-        if "dropped" in one:
-            return Dropped(one["dropped"], one["origin"])
-        if "group" in one:
-            return TreeGroup(tuple(self.read(tree) for tree in one["group"]))
-        if "forest" in one:
-            return Forest(tuple(self.read(tree) for tree in one["forest"]))
-        nodes = tuple(self._node(*described) for described in one["nodes"])
-        return Tree(nodes, tuple(one["ends"]), one["origin"], one["controls"])
+    def read(self, entry: dict[str, Any]) -> Any:
+        if "dropped" in entry:
+            return Dropped(entry["dropped"], entry["origin"])
+        if "group" in entry:
+            return TreeGroup(tuple(self.read(tree) for tree in entry["group"]))
+        if "forest" in entry:
+            return Forest(tuple(self.read(tree) for tree in entry["forest"]))
+        nodes = tuple(self._node(*described) for described in entry["nodes"])
+        return Tree(nodes, tuple(entry["ends"]), entry["origin"], entry["controls"])
 
     def _node(
         self,
@@ -257,7 +257,7 @@ class _Reader:
         length: int,
         components: Sequence[str],
         role: str,
-        others: Sequence[tuple[str, str, Sequence[int]]],
+        stream_entries: Sequence[tuple[str, str, Sequence[int]]],
     ) -> Node:
         tokens = np.array(self.tokens[self.at_token : self.at_token + length])
         self.at_token += length
@@ -265,28 +265,26 @@ class _Reader:
         for name in components:
             weights[name] = np.array(self.weights[self.at_weight : self.at_weight + length])
             self.at_weight += length
-        streams = {name: self._stream(np.dtype(kind), shape) for name, kind, shape in others}
+        streams = {
+            name: self._stream(np.dtype(kind), shape) for name, kind, shape in stream_entries
+        }
         return Node(parent, tokens, weights, streams, role)
 
     def _stream(self, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
         end = self.at_stream + dtype.itemsize * math.prod(shape)
-        found = np.array(self.streams[self.at_stream : end]).view(dtype).reshape(shape)
+        values = np.array(self.streams[self.at_stream : end]).view(dtype).reshape(shape)
         self.at_stream = end
-        return found
+        return values
 
 
 def _map(path: Path, dtype: Any) -> np.ndarray:
-    if path.stat().st_size == 0:  # cannot be mapped
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     return np.memmap(path, dtype, "r")
 
 
-def _pass_on(items: Items, origin: str) -> Items:
-    return items
-
-
 def describe_tokenizer(tokenizer: Any) -> Iterator[str]:
-    """All of a tokenizer that shapes tokens."""
+    """Yield all of a tokenizer that shapes tokens."""
     yield tokenizer.backend_tokenizer.to_str()
     yield repr(tokenizer.chat_template)
     yield repr(sorted(tokenizer.special_tokens_map.items(), key=str))
@@ -295,8 +293,8 @@ def describe_tokenizer(tokenizer: Any) -> Iterator[str]:
 
 TOKENIZING_CODE = ("data", "huggingface", "methods")
 """Folders of jaxtrain whose code may shape the tokens of a row: readers and packing, tokenizers and
-template rendering, recipes of the methods. Digesting a few files too many costs a tokenization after
-an upgrade; one too few would silently train on outdated tokens."""
+template rendering, recipes of the methods. A few files too many cost a tokenization after an
+upgrade; one too few would silently train on outdated tokens."""
 
 
 def digest_code(package: Path = Path(__file__).parents[2]) -> str:

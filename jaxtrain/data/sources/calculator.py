@@ -55,16 +55,16 @@ FOLLOW_UPS = {
 }
 
 MOST_ROWS = 2**24
-"""An epoch's order is held in memory."""
+"""Limit of rows, because the order of an epoch is kept in memory."""
 
 HELD_OUT_SHARE = 10
-"""One statement in so many belongs to the test split."""
+"""One statement in this many belongs to the test split."""
 
 LARGEST_RESULT = 999
-"""Results stay within three digits, so that a conversation can go on with them."""
+"""Results have at most three digits, so that a conversation can continue with them."""
 
 FOLLOW_UP_TRIES = 50
-"""Some results allow few statements of a split, or none."""
+"""Attempts to find a follow-up; some results allow few statements of a split, or none."""
 
 MAX_TURNS = 3
 """Questions of one conversation, the first included."""
@@ -72,7 +72,7 @@ MAX_TURNS = 3
 
 @dataclass(frozen=True)
 class CalculatorProblem:
-    """One statement: a operator b."""
+    """Problem statement: a operator b."""
 
     a: int
     op: str
@@ -80,17 +80,17 @@ class CalculatorProblem:
 
     @property
     def expression(self) -> str:
-        """What the tool is called with: "12 + 34"."""
+        """Argument of the tool call: "12 + 34"."""
         return f"{self.a} {self.op} {self.b}"
 
     @property
     def result(self) -> int:
-        """The right answer."""
+        """Right answer."""
         return OPERATORS[self.op](self.a, self.b)
 
     @property
     def split(self) -> str:
-        """The one split that may contain this statement."""
+        """Split that may contain this statement."""
         a, b = self.a, self.b
         if self.op in "+*":
             a, b = min(a, b), max(a, b)
@@ -100,20 +100,20 @@ class CalculatorProblem:
 
 @dataclass(frozen=True)
 class CalculatorRows:
-    """Rows 0..num_rows-1 of a split; row i depends on (seed, split, i) and the options alone."""
+    """Rows 0..num_rows-1 of a split; row i depends only on (seed, split, i) and the options."""
 
     num_rows: int = 20_000
-    """How many rows; a larger number only adds rows at the end."""
+    """Number of rows; a larger number only adds rows at the end."""
     seed: int = 0
-    """Another seed, another selection of problems."""
+    """Seed of the selection of problems."""
     split: str = "train"
     """train or test."""
     max_value: int = 99
     """Largest operand that a user names, 9 to 999."""
     follow_up: float = 0.3
-    """Chance that the user goes on with the result, after each answer, up to 3 questions."""
+    """Probability of a follow-up question after each answer, up to 3 questions."""
     claims: float = 0.0
-    """Share of rows that check somebody's answer, which is wrong every second time."""
+    """Share of rows that check a claimed answer, half of which are wrong."""
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -130,8 +130,8 @@ class CalculatorRows:
             share = name in ("follow_up", "claims")
             kinds = (int, float) if share else (int,)
             if isinstance(value, bool) or not isinstance(value, kinds):
-                wanted = "a number" if share else "a whole number"
-                raise UserError(f"builtin:calculator: {name} is {show(value)}, not {wanted}")
+                expected = "a number" if share else "a whole number"
+                raise UserError(f"builtin:calculator: {name} is {show(value)}, not {expected}")
             if not low <= value <= high:
                 raise UserError(
                     f"builtin:calculator: {name} = {value} is not between {low} and {high}"
@@ -144,7 +144,7 @@ class CalculatorRows:
         return (self[index] for index in range(self.num_rows))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The row: messages, tools, answers (one string per question) and problems."""
+        """Build a row: messages, tools, answers (one string per question) and problems."""
         if not 0 <= index < self.num_rows:
             raise IndexError(index)
         # Seeding with a string hashes it, the same in every Python version and process.
@@ -169,11 +169,11 @@ class CalculatorRows:
         }
 
     def origin(self, index: int) -> str:
-        """Name of a row in messages to people."""
+        """Return the name of a row in messages."""
         return f"builtin:calculator {self.split} row {index}"
 
     def _draw(self, chance: random.Random) -> CalculatorProblem:
-        """A problem of this split."""
+        """Draw a problem of this split."""
         while True:
             op = chance.choice("+-*")
             a, b = chance.randint(1, self.max_value), self._operand(chance, op)
@@ -186,7 +186,7 @@ class CalculatorRows:
                 return problem
 
     def _follow(self, chance: random.Random, result: int) -> CalculatorProblem | None:
-        """A problem of this split about the last result; None if tries find none."""
+        """Draw a problem of this split about the last result; None if no attempt succeeds."""
         for _ in range(FOLLOW_UP_TRIES):
             op = chance.choice("+-*")
             problem = CalculatorProblem(result, op, self._operand(chance, op))
@@ -202,7 +202,7 @@ class CalculatorRows:
 
 
 def exchange(problem: CalculatorProblem, question: str) -> list[dict[str, Any]]:
-    """The four messages of one question: user, tool call, tool result, answer."""
+    """Build the four messages of a question: user, tool call, tool result, answer."""
     call = {
         "type": "function",
         "function": {
@@ -224,12 +224,12 @@ def exchange(problem: CalculatorProblem, question: str) -> list[dict[str, Any]]:
 
 
 def ask_whether(question: str, claim: int | str) -> str:
-    """What asks for a verdict on somebody's answer."""
+    """Write a question for a verdict on a claimed answer."""
     return f"{question} Somebody says {claim}. Right or wrong?"
 
 
 def _check(chance: random.Random, problem: CalculatorProblem) -> dict[str, Any]:
-    """A row whose answer is a verdict, "right" or "wrong"."""
+    """Build a row whose answer is a verdict, "right" or "wrong"."""
     wrong = chance.random() < 0.5
     claim = abs(problem.result + wrong * chance.choice((-10, -1, 1, 10)))
     verdict = "right" if claim == problem.result else "wrong"

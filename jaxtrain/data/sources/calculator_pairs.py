@@ -1,8 +1,8 @@
-"""Pairs of turns of a calculator agent, generated: to each prompt a right one and a wrong one.
+"""Generated preference pairs of a calculator agent: a right and a wrong turn for each prompt.
 
 The conversations are those of builtin:calculator, up to one of the agent's turns. The wrong turn
-errs as a small model does that has learned the form and not yet the copying: a number is written
-with its digits swapped, doubled, mixed up or lost.
+has the errors of a small model that has learned the form but not yet the copying: a number has
+digits swapped, doubled, mixed up or lost.
 
     call      the thought is right, a number in the call is not
     answer    the call was right, the number in the answer is not the tool's
@@ -21,8 +21,8 @@ MISTAKES = ("call", "answer")
 
 @dataclass(frozen=True)
 class CalculatorPairs:
-    """Rows with prompt (messages), chosen, rejected (a message each), tools and `mistake`; row i
-    depends on the conversations and i alone."""
+    """Rows with prompt (messages), chosen, rejected (a message each), tools and `mistake`. Row i
+    depends only on the conversations and i."""
 
     talks: CalculatorRows
 
@@ -37,9 +37,9 @@ class CalculatorPairs:
         chance = random.Random(f"{self.talks.seed} {self.talks.split} {index} wrong")
         question = chance.randrange(len(row["problems"]))
         mistake = chance.choice(MISTAKES)
-        # Behind the system message there are four a question: user, call, result, answer.
-        place = 4 * question + (2 if mistake == "call" else 4)
-        right = row["messages"][place]
+        # After the system message each question has four: user, call, result, answer.
+        index_of_turn = 4 * question + (2 if mistake == "call" else 4)
+        right = row["messages"][index_of_turn]
         if mistake == "call":
             a, op, b = row["problems"][question].split()
             a, b = (garble(chance, a), b) if chance.random() < 0.5 else (a, garble(chance, b))
@@ -48,7 +48,7 @@ class CalculatorPairs:
             number = garble(chance, row["answers"][question])
             wrong = {**right, "content": f"The answer is {number}."}
         return {
-            "prompt": row["messages"][:place],
+            "prompt": row["messages"][:index_of_turn],
             "chosen": [right],
             "rejected": [wrong],
             "tools": TOOLS,
@@ -56,27 +56,27 @@ class CalculatorPairs:
         }
 
     def origin(self, index: int) -> str:
-        """Name of a row in messages to people."""
+        """Return the name of a row in messages."""
         return f"builtin:calculator_pairs {self.talks.split} row {index}"
 
 
 def garble(chance: random.Random, number: str) -> str:
-    """Another number, copied badly: digits swapped, doubled, lost, or one in another's place."""
+    """Return a wrong copy of a number: digits swapped, doubled, lost or replaced."""
     while True:
         digits = list(number)
-        place = chance.randrange(len(digits))
+        position = chance.randrange(len(digits))
         slip = chance.choice(("swap", "double", "lose", "repeat", "other"))
         if slip == "swap":
-            other = chance.randrange(len(digits))
-            digits[place], digits[other] = digits[other], digits[place]
+            target = chance.randrange(len(digits))
+            digits[position], digits[target] = digits[target], digits[position]
         elif slip == "double":
-            digits.insert(place, digits[place])
+            digits.insert(position, digits[position])
         elif slip == "lose":
-            del digits[place]
+            del digits[position]
         elif slip == "repeat":
-            digits[place] = chance.choice(number)
+            digits[position] = chance.choice(number)
         else:
-            digits[place] = str(chance.randrange(10))
+            digits[position] = str(chance.randrange(10))
         wrong = "".join(digits)
         if wrong and wrong != number and str(int(wrong)) == wrong:
             return wrong

@@ -1,11 +1,11 @@
-"""Where rows come from: files, folders, the Hub and the built-in generator, behind one door.
+"""Rows of datasets: files, folders, the Hub and built-in generators.
 
-`open_rows` gives rows with random access (len, [i], origin(i)); with streaming = true a Stream,
-which can only be iterated, from any start. Nothing is loaded as a whole but json and csv:
+`open_rows` returns rows with random access (len, [i], origin(i)), or with streaming = true a
+stream, which can only be iterated, from any start. Only json and csv files are loaded as a whole:
 
-    jsonl      an index of byte offsets; a row is read and parsed when it is asked for
+    jsonl      an index of byte offsets; a row is read and parsed on access
     parquet    datasets' memory-mapped arrow cache         arrow      memory-mapped
-    txt        as jsonl, a line a row
+    txt        like jsonl, one row per line
     json csv   in memory                                   Hub        datasets
 """
 
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.sources.jsonl import JsonlRows, TextRows, open_json, read_lines
+from jaxtrain.data.sources.row_views import SelectedRows
 from jaxtrain.data.sources.tables import (
     CsvRows,
     TableRows,
@@ -43,19 +44,19 @@ OPENERS: dict[str, Callable[[str], Any]] = {
 BUILTIN = "builtin:"
 SPLIT = re.compile(r"^([\w.-]{1,200})(?:\[(-?\d{1,15}%?)?:(-?\d{1,15}%?)?\])?$", re.ASCII)
 MOST_ENTRIES = 100_000
-"""Of a folder of data, all below it counted."""
+"""Limit of files and folders below a folder of data."""
 HUB_ID = re.compile(r"^[\w-][\w.-]*(/[\w-][\w.-]*)?$")
 
 
 class RowSource(Protocol):
-    """Rows with random access. Picklable; cheap to pickle."""
+    """Rows with random access; small when pickled."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
     def origin(self, index: int) -> str:
-        """Name of a row in messages to people: "train.jsonl row 17"."""
+        """Return the name of a row in messages: "train.jsonl row 17"."""
         ...
 
 
@@ -68,9 +69,9 @@ class SplitSpec:
     stop: str | None = None
 
     def bounds(self, total: int) -> tuple[int, int]:
-        """First row and the one after the last, of so many; percentages round to the nearest."""
+        """Return (first row, end) of `total` rows; percentages round to the nearest row."""
 
-        def place(text: str | None, default: int) -> int:
+        def resolve(text: str | None, default: int) -> int:
             if text is None:
                 return default
             value = int(text.rstrip("%"))
@@ -78,25 +79,25 @@ class SplitSpec:
                 value = round(total * value / 100)
             return min(max(value + total if value < 0 else value, 0), total)
 
-        return place(self.start, 0), place(self.stop, total)
+        return resolve(self.start, 0), resolve(self.stop, total)
 
 
 def parse_split(text: str) -> SplitSpec:
-    """ "train", "train[:90%]", "train[100:200]"; raises UserError."""
-    found = SPLIT.match(text.strip())
-    if not found:
+    """Parse "train", "train[:90%]", "train[100:200]"; raises UserError."""
+    match = SPLIT.match(text.strip())
+    if not match:
         raise UserError(
             f"split {show(text)} is not understood: write a name, or a name with a slice, such as "
             '"train", "train[:90%]", "train[100:200]" (key data.datasets[].split)'
         )
-    return SplitSpec(*found.groups())
+    return SplitSpec(*match.groups())
 
 
 def open_rows(dataset: DatasetConfig) -> Any:
-    """Rows of a dataset, sliced as its split and max_rows say, of these one side where some are
-    held out; a Stream when streaming.
+    """Open the rows of a dataset, sliced by split and max_rows; a stream if streaming.
 
-    Raises UserError for what is missing, empty, of an unknown kind or out of reach.
+    If rows are held out, returns the training or the held-out rows, as `dataset.part` says. Raises
+    UserError for data that are missing, empty, of an unknown kind or unreachable.
     """
     split = parse_split(dataset.split)
     if dataset.path.startswith(BUILTIN):
@@ -105,10 +106,10 @@ def open_rows(dataset: DatasetConfig) -> Any:
         raise UserError(
             f"data.datasets[].options are for {BUILTIN} data, but the path is {dataset.path}"
         )
-    elif found := _find(dataset.path, split.name):
+    elif files := _find(dataset.path, split.name):
         if dataset.streaming:
-            return _limit(FileStream(tuple(map(str, found))), split, dataset.max_rows)
-        rows = _join([_open(file, split.name) for file in found])
+            return _limit(FileStream(tuple(map(str, files))), split, dataset.max_rows)
+        rows = _join([_open(file, split.name) for file in files])
     else:
         rows = _hub(dataset, split.name)
         if dataset.streaming:
@@ -120,31 +121,12 @@ def open_rows(dataset: DatasetConfig) -> Any:
         raise UserError(
             f"{dataset.path}: split {dataset.split!r} selects none of its {len(rows)} rows"
         )
-    rows = rows if (first, last) == (0, len(rows)) else RowSlice(rows, first, last)
+    rows = rows if (first, last) == (0, len(rows)) else SelectedRows(rows, range(first, last))
     if not dataset.held_out:
         return rows
     from jaxtrain.data.sources.held_out import take_side
 
     return take_side(rows, dataset)
-
-
-@dataclass(frozen=True)
-class RowSlice:
-    """Rows first..last-1 of other rows."""
-
-    rows: RowSource
-    first: int
-    last: int
-
-    def __len__(self) -> int:
-        return self.last - self.first
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.rows[_inside(index, len(self)) + self.first]
-
-    def origin(self, index: int) -> str:
-        """As the whole names it."""
-        return self.rows.origin(index + self.first)
 
 
 class JoinedRows:
@@ -158,13 +140,13 @@ class JoinedRows:
         return self.ends[-1]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        part, place = self._place(index)
-        return part[place]
+        part, row = self._place(index)
+        return part[row]
 
     def origin(self, index: int) -> str:
-        """As the file's rows name it."""
-        part, place = self._place(index)
-        return part.origin(place)
+        """Return the name that the file's rows give it."""
+        part, row = self._place(index)
+        return part.origin(row)
 
     def _place(self, index: int) -> tuple[RowSource, int]:
         number = bisect.bisect_right(self.ends, _inside(index, len(self)))
@@ -173,7 +155,7 @@ class JoinedRows:
 
 @dataclass(frozen=True)
 class FileStream:
-    """Rows of files in their order, read as they are needed."""
+    """Rows of files in order, read on demand."""
 
     files: tuple[str, ...]
 
@@ -199,7 +181,7 @@ class LimitedStream:
 
 
 class HubStream:
-    """A datasets.IterableDataset; it can say where it is and go on from there."""
+    """Rows of a datasets.IterableDataset, which saves and restores its position."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -209,11 +191,11 @@ class HubStream:
             yield {key: prune(value) for key, value in row.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Place of the next row."""
+        """Return the position of the next row."""
         return self.rows.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a place."""
+        """Continue from a position."""
         self.rows.load_state_dict(state)
 
 
@@ -245,39 +227,39 @@ def _builtin(dataset: DatasetConfig, split: str) -> RowSource:
 
 
 def _find(path: str, split: str) -> list[Path]:
-    """Files (or one save_to_disk folder) that a local path means; none if it is a Hub id."""
-    place = Path(os.path.expanduser(path))
+    """List the files (or the save_to_disk folder) of a local path; none if it is a Hub id."""
+    location = Path(os.path.expanduser(path))
     try:
-        if place.is_dir():
-            return _in_folder(place, split)
-        if place.is_file():
-            return [place]
-        if place.exists():
+        if location.is_dir():
+            return _in_folder(location, split)
+        if location.is_file():
+            return [location]
+        if location.exists():
             raise UserError(f"{path} is no regular file but a pipe or a device")
     except OSError as error:
         raise UserError(f"{show(path)} cannot be read: {error.strerror or error}") from None
     if glob.has_magic(path):
-        files = sorted(Path(found) for found in glob.glob(str(place), recursive=True))
+        files = sorted(Path(match) for match in glob.glob(str(location), recursive=True))
         if not files:
             raise UserError(f"no file matches {path} (key data.datasets[].path)")
         return files
-    if place.suffix in OPENERS or not HUB_ID.match(path):
+    if location.suffix in OPENERS or not HUB_ID.match(path):
         raise UserError(f"no such file or folder: {show(path)} (key data.datasets[].path)")
     return []
 
 
 def _in_folder(folder: Path, split: str) -> list[Path]:
-    """Data files of a folder: those that carry the split's name, or all for "train"."""
+    """List the data files of a folder: those with the split's name, or all for "train"."""
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return [folder]
-    found = list(itertools.islice(folder.rglob("*"), MOST_ENTRIES + 1))
-    if len(found) > MOST_ENTRIES:
+    entries = list(itertools.islice(folder.rglob("*"), MOST_ENTRIES + 1))
+    if len(entries) > MOST_ENTRIES:
         raise UserError(
             f"{folder} holds more than {MOST_ENTRIES:,} files and folders; name the folder of the"
             f" data, or a pattern, such as {folder / '*.jsonl'}"
         )
-    files = sorted(file for file in found if file.suffix in OPENERS and file.is_file())
-    # Beside other data a text is a license or a note.
+    files = sorted(file for file in entries if file.suffix in OPENERS and file.is_file())
+    # Next to other data a text file is a license or a note.
     files = [file for file in files if file.suffix != ".txt"] or files
     if not files:
         raise UserError(f"no data in {folder}: expected files ending in {', '.join(OPENERS)}")
@@ -319,7 +301,7 @@ def _join(parts: list[RowSource]) -> RowSource:
 
 
 def _limit(rows: Iterable[dict[str, Any]], split: SplitSpec, max_rows: int | None) -> Any:
-    """A stream cut as split and max_rows say, which needs no length."""
+    """Cut a stream by split and max_rows, which must not need its length."""
     for bound in (split.start, split.stop):
         if bound is not None and (bound.endswith("%") or bound.startswith("-")):
             raise UserError(
@@ -333,7 +315,7 @@ def _limit(rows: Iterable[dict[str, Any]], split: SplitSpec, max_rows: int | Non
 
 
 def _hub(dataset: DatasetConfig, split: str) -> Any:
-    """A dataset of the Hugging Face Hub."""
+    """Open a dataset of the Hugging Face Hub."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -351,7 +333,7 @@ def _hub(dataset: DatasetConfig, split: str) -> Any:
             f"({type(error).__name__}: {_first_line(error)}). Name a local file in "
             "data.datasets[].path, or check the network."
         ) from error
-    except Exception as error:  # the border: what comes from the network, and what reads it
+    except Exception as error:  # network data, and libraries that parse it, may raise anything
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UserError(
             f"{dataset.path}: {kind}{_first_line(error)} (keys data.datasets[].name and .split)"

@@ -1,4 +1,4 @@
-"""JSON files as rows: JSON lines by an index of byte offsets, JSON arrays in memory."""
+"""Rows of JSON lines and text files by an index of byte offsets, and of JSON arrays in memory."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from jaxtrain.safe_io import InvalidValue, UnreadableRow, parse_json, read_bytes
 from jaxtrain.text_safety import show
 
 BLOCK = 1 << 24
-"""Bytes read at once while line ends are looked for."""
+"""Bytes read at once in the search for line ends."""
 MOST_ROW = 1 << 25
 """Bytes of one row; a larger one is never read into memory."""
 MOST_FILE = 1 << 28
@@ -20,7 +20,7 @@ TOO_LARGE = f"a row of more than {MOST_ROW >> 20} MiB"
 
 
 class JsonlRows:
-    """Rows of a JSON-lines file, read when asked for; 20 bytes of memory a row."""
+    """Rows of a JSON-lines file, read on access; 20 bytes of memory per row."""
 
     holds = "JSON lines"
 
@@ -37,7 +37,7 @@ class JsonlRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.lengths[index] > MOST_ROW:
             return UnreadableRow(TOO_LARGE)
-        # A file object of its own for each process: workers must not share a position.
+        # Each process opens its own file object, because workers must not share a position.
         if self._file is None:
             self._file = open(self.path, "rb")
         self._file.seek(int(self.starts[index]))
@@ -46,25 +46,25 @@ class JsonlRows:
 
     @staticmethod
     def parse(line: bytes, path: str, number: int) -> dict[str, Any]:
-        """One row of the file."""
+        """Parse a row of the file."""
         return parse_line(line, path, number)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}
 
     def origin(self, index: int) -> str:
-        """File and line number."""
+        """Return the name of a row in messages: file and line number."""
         return f"{Path(self.path).name} line {int(self.lines[index])}"
 
 
 class TextRows(JsonlRows):
-    """Rows {"text": line}, read when asked for."""
+    """Rows {"text": line} of a text file without blank lines, read on access."""
 
     holds = "text"
 
     @staticmethod
     def parse(line: bytes, path: str, number: int) -> dict[str, Any]:
-        """See JsonlRows; the line's end is no part of the text. UserError where it is no UTF-8."""
+        """Decode a line without its line end; UserError if it is not UTF-8."""
         try:
             return {"text": line.decode().rstrip("\r\n").removeprefix("\ufeff")}
         except UnicodeDecodeError as error:
@@ -105,25 +105,27 @@ class JsonRows:
         return row
 
     def origin(self, index: int) -> str:
-        """File and number of the row, from 1."""
+        """Return the name of a row in messages: file and number, from 1."""
         return f"{Path(self.path).name} row {index + 1}"
 
 
 def open_json(path: str) -> JsonlRows | JsonRows:
-    """A .json file, which may hold JSON lines all the same."""
+    """Open a .json file, which may contain JSON lines."""
     with open(path, "rb") as file:
         lines = filter(bytes.strip, iter(lambda: file.readline(MOST_ROW), b""))
-        line, more = next(lines, b""), next(lines, b"")
+        line, second_line = next(lines, b""), next(lines, b"")
     if not line:
         raise UserError(f"{path} is empty")
     if line.lstrip().startswith(b"["):
         return JsonRows(path)
-    # One object a line is JSON lines; a file of one line that is an object may be either.
+    # One object per line is JSON lines; a file with a single line may be either.
     try:
         first = parse_json(line)
     except ValueError:
         return JsonRows(path)
-    if isinstance(first, dict) and (more or not any(isinstance(v, list) for v in first.values())):
+    if isinstance(first, dict) and (
+        second_line or not any(isinstance(v, list) for v in first.values())
+    ):
         return JsonlRows(path)
     return JsonRows(path)
 
@@ -131,23 +133,25 @@ def open_json(path: str) -> JsonlRows | JsonRows:
 def read_lines(
     path: str, parse: Callable[[bytes, str, int], dict[str, Any]] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Rows of a file of lines from first to last; JSON lines, unless `parse` reads them."""
+    """Yield the rows of a file of lines in order; JSON lines, unless `parse` is set."""
     parse = parse or parse_line
     with open(path, "rb") as file:
         number = 0
         while line := file.readline(MOST_ROW + 1):
             number += 1
-            whole = len(line) <= MOST_ROW or line.endswith(b"\n")
-            while not whole and (rest := file.readline(BLOCK)):
-                whole = rest.endswith(b"\n")
+            complete = len(line) <= MOST_ROW or line.endswith(b"\n")
+            while not complete and (rest := file.readline(BLOCK)):
+                complete = rest.endswith(b"\n")
                 line = b""
             if line.strip() or not line:
                 yield parse(line, path, number) if line else UnreadableRow(TOO_LARGE)
 
 
 def parse_line(line: bytes, path: str, number: int) -> dict[str, Any]:
-    """One row; Unreadable where its JSON is sound but of no use; raises UserError with file and
-    line for what is no JSON object."""
+    """Parse a line to a row: UnreadableRow if its JSON is valid but unusable.
+
+    Raises UserError with file and line for anything but a JSON object.
+    """
     try:
         row = parse_json(line)
     except InvalidValue as error:
@@ -160,8 +164,8 @@ def parse_line(line: bytes, path: str, number: int) -> dict[str, Any]:
 
 
 def check_size(path: str, advice: str) -> None:
-    """Raise UserError for a file that is read as a whole and would not fit: too many bytes, or so
-    many values that they take many times as much."""
+    """Raise UserError for a file too large for memory: too many bytes, or too many values, each of
+    which takes many times its bytes."""
     size, commas, opened = 0, 0, 0
     with open(path, "rb") as file:
         while block := file.read(BLOCK):
@@ -180,9 +184,9 @@ def _kind(value: Any) -> str:
 
 
 def _index(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Byte offset (int64), length and number from 1 (int32) of each line that is not blank.
+    """Return byte offset (int64), length and number from 1 (int32) of each line that is not blank.
 
-    Never holds more than a block, however long a line is.
+    Memory is bounded by a block, however long a line is.
     """
     starts, firsts, position, fresh = [], [], 0, True
     with open(path, "rb") as file:
@@ -203,9 +207,9 @@ def _index(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         end = np.append(start[1:] - 1, position - 1 if fresh else position)
         length = end - start
         keep = length > 0
-        # Only what begins with white space can be blank.
-        for place in np.flatnonzero(keep & np.isin(first, list(b" \t\r\v\f"))):
-            file.seek(int(start[place]))
-            keep[place] = bool(file.read(min(int(length[place]), BLOCK)).strip())
+        # Only lines that begin with white space can be blank.
+        for index in np.flatnonzero(keep & np.isin(first, list(b" \t\r\v\f"))):
+            file.seek(int(start[index]))
+            keep[index] = bool(file.read(min(int(length[index]), BLOCK)).strip())
     numbers = np.flatnonzero(keep).astype(np.int32) + 1
     return start[keep], np.minimum(length[keep], 2**31 - 1).astype(np.int32), numbers

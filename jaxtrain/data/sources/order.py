@@ -1,9 +1,9 @@
-"""Which row of which dataset is drawn when: shuffles, epochs and shares, all random access.
+"""Order of draws from a mixture of datasets: shuffles, epochs and shares, with random access.
 
-Draw d belongs to epoch d // epoch_len. Without weights an epoch holds every row of every dataset
-once. With weights an epoch is as long, but its draws are shared out by weight; a dataset that is
-used up starts over, newly shuffled. Everything follows from (seed, epoch, dataset), so a cursor is
-one number.
+Draw d belongs to epoch d // epoch_len. Without weights an epoch contains every row of every dataset
+once. With weights an epoch is as long, but its draws are divided by weight, and an exhausted
+dataset starts over, newly shuffled. The order is a function of (seed, epoch, dataset), so a cursor
+is a single number.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Order:
         seed: int = 0,
         shuffle: bool = True,
     ):
-        """`sizes` are the rows of each dataset; no weight at all means every row once an epoch."""
+        """sizes: rows of each dataset. weights: without any, every row is drawn once per epoch."""
         self.sizes = tuple(sizes)
         self.seed = seed
         self.shuffle = shuffle
@@ -49,14 +49,14 @@ class Order:
         dataset, rank = int(datasets[slot]), int(ranks[slot])
         if self.counts is None:
             return dataset, rank
-        visit, place = divmod(epoch * self.counts[dataset] + rank, self.sizes[dataset])
-        return dataset, self._row_of(dataset, visit, place)
+        visit, position = divmod(epoch * self.counts[dataset] + rank, self.sizes[dataset])
+        return dataset, self._row_of(dataset, visit, position)
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_epoch": None, "_passes": {}}
 
     def _plan_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each slot of the epoch its dataset, and its row or rank within that dataset."""
+        """Return the dataset of each slot of the epoch, and its row or rank within the dataset."""
         counts = self.sizes if self.counts is None else self.counts
         datasets = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         ranks = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
@@ -69,19 +69,19 @@ class Order:
             slots = np.argsort((ranks + 0.5) / share, kind="stable")
         return datasets[slots], ranks[slots]
 
-    def _row_of(self, dataset: int, visit: int, place: int) -> int:
+    def _row_of(self, dataset: int, visit: int, position: int) -> int:
         if not self.shuffle:
-            return place
+            return position
         cached = self._passes.get(dataset)
         if cached is None or cached[0] != visit:
             rng = np.random.default_rng((self.seed, 1 + dataset, visit))
             cached = (visit, rng.permutation(self.sizes[dataset]))
             self._passes[dataset] = cached
-        return int(cached[1][place])
+        return int(cached[1][position])
 
 
 def share_out(total: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in proportion to `shares` that add up to `total`, none of them 0."""
+    """Return positive integers in proportion to `shares` that add up to `total`."""
     if total < len(shares):
         raise UserError(
             f"data.datasets: {len(shares)} weighted datasets have only {total} rows together;"

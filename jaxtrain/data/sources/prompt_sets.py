@@ -1,11 +1,10 @@
-"""Ten known benchmarks as conversations: which rows of each are asked, and in which words.
+"""Ten public benchmarks as conversations: the rows used of each, and the wording of the prompts.
 
     "gsm8k=test.jsonl" ─ SETS["gsm8k"] ─ open_rows ─ shuffle, first n ─> Prompts.turns
 
-Sets, words, sizes and the draw are those that draft models (DFlash) are published with, so that
-numbers can stand beside those. A set larger than its size is shuffled with seed 0 as
-`datasets.Dataset.shuffle` does it, and the first rows are taken; a smaller one is taken whole, in
-its own order.
+Sets, wording, sizes and the draw are those of published draft models (DFlash), so that results are
+comparable. A set larger than its size is shuffled with seed 0 like `datasets.Dataset.shuffle`, and
+the first rows are taken; a smaller one is used in full, in its own order.
 """
 
 import os
@@ -29,38 +28,38 @@ Row = Mapping[str, Any]
 
 
 class UserTurns(NamedTuple):
-    """Conversations to be had: what the user says in each."""
+    """User messages of the conversations of a prompt set."""
 
     name: str
-    """Of the set."""
+    """Name of the set."""
     turns: list[tuple[str, ...]]
-    """The user's texts of each conversation in order, at least one; a later one follows the model's
-    own answer to the one before."""
+    """User messages of each conversation in order, at least one; the model answers each before the
+    next."""
     rows: list[dict[str, Any]]
-    """What each was made of."""
+    """Row of each conversation."""
     origins: list[str]
-    """Where each stands, for messages: "gsm8k_test.jsonl line 17"."""
+    """File and row of each, for messages: "gsm8k_test.jsonl line 17"."""
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """One benchmark."""
+    """Definition of a benchmark."""
 
     hub: str
-    """Its dataset on the Hugging Face Hub."""
+    """Dataset on the Hugging Face Hub."""
     split: str
     size: int
-    """Rows that are asked."""
+    """Number of rows used."""
     write: Callable[[Row], str | list[str]]
-    """What the user says; KeyError for a column that is not there, TypeError for one of another
-    type."""
+    """Writes the user messages of a row; KeyError for a missing column, TypeError for one of
+    another type."""
     subset: str | None = None
     files: str | None = None
-    """Pattern of its files in a folder, where their names do not carry the split's. Such a set is
-    read from files only: the Hub's dataset is a program, which `datasets` no longer runs."""
+    """Pattern of its files in a folder, if their names lack the split's. Such a set is read from
+    files only: the Hub's dataset is a script, which `datasets` no longer runs."""
 
     def describe(self) -> str:
-        """What to download, for people."""
+        """Describe the data to download."""
         subset = f" of its subset {self.subset}" if self.subset else ""
         return f"split {self.split}{subset} of https://huggingface.co/datasets/{self.hub}" + (
             f" (files {self.files})" if self.files else ""
@@ -68,24 +67,25 @@ class PromptSet:
 
 
 def text(row: Row, column: str, default: str | None = None) -> str:
-    """A column's text, `default` where it is empty; KeyError without it, TypeError for others."""
-    found = row[column] if default is None else row.get(column) or default
-    if not isinstance(found, str):
-        raise TypeError(f"column {column!r} is {name_type(found)}, not a text")
-    return found
+    """Return the text of a column, `default` if it is empty; KeyError if missing, TypeError for
+    other types."""
+    value = row[column] if default is None else row.get(column) or default
+    if not isinstance(value, str):
+        raise TypeError(f"column {column!r} is {name_type(value)}, not a text")
+    return value
 
 
 def ask_for_program(row: Row) -> str:
-    """LiveCodeBench: the problem, and the code to begin with where there is any."""
-    told = "Write your code in the following format:"
+    """LiveCodeBench: the problem, and the starter code if there is any."""
+    instruction = "Write your code in the following format:"
     if row.get("starter_code"):
-        told = "Use the following code structure:"
+        instruction = "Use the following code structure:"
     return (
         "You are an expert Python programmer. You will be given a question (problem specification)"
         " and will generate a correct Python program that matches the specification and passes all"
         " tests. You will NOT return anything except for the program\n\n"
         f"### Question:\n{text(row, 'question_content')}\n\n"
-        f"### Format: {told}\n"
+        f"### Format: {instruction}\n"
         f"```python\n{text(row, 'starter_code', '# YOUR CODE HERE')}\n```\n\n"
         "### Answer: (use the provided format with backticks)"
     )
@@ -107,8 +107,8 @@ def ask_for_fix(row: Row) -> str:
 
 def instruct(row: Row) -> str:
     """Alpaca."""
-    given = text(row, "input", "")
-    return text(row, "instruction") + (f"\n\nInput:\n{given}" if given else "")
+    extra_input = text(row, "input", "")
+    return text(row, "instruction") + (f"\n\nInput:\n{extra_input}" if extra_input else "")
 
 
 def converse(row: Row) -> list[str]:
@@ -141,13 +141,14 @@ SETS: dict[Benchmark, PromptSet] = {
 }
 
 
-def open_prompt_set(given: str, most: int | None = None, all_turns: bool = False) -> UserTurns:
-    """The conversations of "NAME" (from the Hub) or "NAME=PATH": a file, a folder, a pattern or
-    another Hub id. most: rows, where not the set's own number. all_turns: later turns, too.
+def open_prompt_set(spec: str, most: int | None = None, all_turns: bool = False) -> UserTurns:
+    """Open the conversations of "NAME" (from the Hub) or "NAME=PATH": a file, a folder, a pattern
+    or another Hub id.
 
-    Raises UserError for an unknown set, data that is not there, and rows of other columns.
+    most: number of rows instead of the set's size. all_turns: include later turns. Raises UserError
+    for an unknown set, missing data, and rows with other columns.
     """
-    name, _, path = given.partition("=")
+    name, _, path = spec.partition("=")
     if name not in SETS:
         raise UserError(
             f"no prompt set {show(name)}: there are {', '.join(SETS)}; with a file of its rows"
@@ -159,42 +160,46 @@ def open_prompt_set(given: str, most: int | None = None, all_turns: bool = False
 def read_prompt_set(
     name: Benchmark, path: str, key: str, most: int | None = None, all_turns: bool = False
 ) -> UserTurns:
-    """As open_prompt_set; `key` is what people change to name another path."""
-    one = SETS[name]
-    if one.files and path == one.hub:
+    """Open a prompt set by name and path; `key` names the setting of the path in messages."""
+    prompt_set = SETS[name]
+    if prompt_set.files and path == prompt_set.hub:
         raise UserError(
-            f"{name} cannot be read from the Hub; download {one.describe()} and name their folder:"
+            f"{name} cannot be read from the Hub; download {prompt_set.describe()} and name their folder:"
             f" {key}"
         )
-    if one.files and os.path.isdir(os.path.expanduser(path)):
-        path = str(Path(path) / one.files)
+    if prompt_set.files and os.path.isdir(os.path.expanduser(path)):
+        path = str(Path(path) / prompt_set.files)
     dataset = DatasetConfig(
-        path=path, name=one.subset if path == one.hub else None, split=one.split
+        path=path,
+        name=prompt_set.subset if path == prompt_set.hub else None,
+        split=prompt_set.split,
     )
     try:
         rows = open_rows(dataset)
     except UserError as error:
-        told = str(error).replace("data.datasets[].path", key).replace("data.datasets[]", name)
-        raise UserError(f"{name}: {told.rstrip('.')}. Its rows are {one.describe()}") from None
-    found = UserTurns(name, [], [], [])
-    for index in sample(len(rows), one.size if most is None else most):
+        message = str(error).replace("data.datasets[].path", key).replace("data.datasets[]", name)
+        raise UserError(
+            f"{name}: {message.rstrip('.')}. Its rows are {prompt_set.describe()}"
+        ) from None
+    conversations = UserTurns(name, [], [], [])
+    for index in sample(len(rows), prompt_set.size if most is None else most):
         row, origin = rows[index], rows.origin(index)
         turns = read_turns(name, row, origin)
-        found.turns.append(turns if all_turns else turns[:1])
-        found.rows.append(row)
-        found.origins.append(origin)
-    return found
+        conversations.turns.append(turns if all_turns else turns[:1])
+        conversations.rows.append(row)
+        conversations.origins.append(origin)
+    return conversations
 
 
 def sample(total: int, most: int) -> list[int]:
-    """Indices of the rows that are asked, in order: datasets' own shuffle with seed 0."""
+    """Return the indices of the rows used, in order: the shuffle of `datasets` with seed 0."""
     if total <= most:
         return list(range(total))
     return np.random.default_rng(0).permutation(total)[:most].tolist()
 
 
 def read_turns(name: Benchmark, row: Row, origin: str) -> tuple[str, ...]:
-    """What the user says in one row of a set; UserError where it is not a row of it."""
+    """Return the user messages of a row; UserError if it is not a row of the set."""
     if isinstance(row, UnreadableRow):
         raise UserError(f"{name}: {origin} cannot be read: {row.reason}")
     try:

@@ -1,7 +1,7 @@
-"""Readers: draws of rows, tokenized, in an order that a small cursor fixes.
+"""Readers: draws of tokenized rows, in an order that a small cursor determines.
 
-IndexedReader knows the length of its datasets and may tokenize in worker processes; StreamReader
-reads iterables once, block by block. Both yield, for each draw, the list of what its row became.
+IndexedReader reads datasets with a length and can tokenize in worker processes. StreamReader reads
+iterables block by block. Both yield the list of samples and drops of each draw.
 """
 
 import copy
@@ -24,33 +24,34 @@ Tokenize = Callable[[Any, str], Sequence[Sample | Tree | Forest | TreeGroup | Dr
 Items = list[Tree | Forest | TreeGroup | Dropped]
 
 CHUNK = 16
+"""Draws sent between processes together, because the queue costs as much as a short row."""
 MOST_USELESS = 2**16
-"""Draws that travel between processes together; the queue costs as much as a short row."""
+"""Limit of rows without samples that are remembered."""
 
 STREAM_ROWS = 1000
-"""Rows of a stream that `preprocess` looks at."""
+"""Rows of a stream that `preprocess` reads."""
 
 
 @dataclass(frozen=True)
 class MixturePart:
-    """One dataset of the mixture, opened."""
+    """An open dataset of the mixture."""
 
     name: str
-    """For messages and origins: the dataset's path."""
+    """Path of the dataset, for messages and origins."""
     rows: Any
-    """Has len and getitem, or is an iterable that can be iterated anew."""
+    """Rows with len and getitem, or an iterable that can be iterated repeatedly."""
     tokenize: Tokenize
-    """(row, origin) -> samples, trees or reasons; travels to the workers."""
+    """(row, origin) -> samples, trees or drops. Picklable, for worker processes."""
     weight: float | None = None
-    """Share of the draws; None everywhere: every row once an epoch."""
+    """Share of the draws; if None for all parts, every row is drawn once per epoch."""
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Rows that a selection left out, by reason."""
+        """Rows that a selection removed, by reason."""
         return dict(getattr(self.rows, "left_out", {}))
 
     def origin(self, index: int) -> str:
-        """Name of a row in messages; rows may know it better than their number."""
+        """Return the name of a row in messages: as its source names it, or by its number."""
         named = getattr(self.rows, "origin", None)
         return named(index) if named else f"{self.name} row {index}"
 
@@ -66,14 +67,15 @@ class MixturePart:
 
 @dataclass(frozen=True)
 class _Failure:
-    """A UserError met in a worker; raised where the user's own traceback is short."""
+    """UserError of a worker process, raised again in the main process, without grain's
+    additions."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """grain source of chunks: what the draws [start + 16 i, ...) became."""
+    """grain source of chunks: samples and drops of draws start + 16 i to start + 16 (i + 1)."""
 
     parts: Sequence[MixturePart]
     order: Order
@@ -81,8 +83,8 @@ class _Rows:
     start: int
     stop: int
     useless: dict[tuple[int, int], Sequence[Dropped]] = field(default_factory=dict)
-    """Rows that gave nothing, by dataset and row, at most MOST_USELESS: what a small dataset with
-    one huge row that does not train would otherwise read again in every pass."""
+    """Drops of rows without samples, by dataset and row, at most MOST_USELESS: otherwise a small
+    dataset with a huge row that does not train would tokenize it in every pass."""
 
     def __len__(self) -> int:
         return -(-max(self.stop - self.start, 0) // CHUNK)
@@ -91,10 +93,10 @@ class _Rows:
         first = self.start + int(chunk) * CHUNK
         done = []
         for draw in range(first, min(first + CHUNK, self.stop)):
-            dataset, row = place = self.order[draw]
+            dataset, row = key = self.order[draw]
             part = self.parts[dataset]
-            if (known := self.useless.get(place)) is not None:
-                done.append(list(known))
+            if (empty_drops := self.useless.get(key)) is not None:
+                done.append(list(empty_drops))
                 continue
             try:
                 items = part.tokenize(part.rows[row], part.origin(row))
@@ -102,7 +104,7 @@ class _Rows:
                 return _Failure(str(error))
             dropped = [item for item in items if isinstance(item, Dropped)]
             if len(dropped) == len(items) and len(self.useless) < MOST_USELESS:
-                self.useless[place] = dropped
+                self.useless[key] = dropped
             done.append(to_trees(items, self.row_tokens))
         return done
 
@@ -128,10 +130,10 @@ class IndexedReader:
         self._row_tokens = row_tokens
         self._order = Order(sizes, [part.weight for part in parts], seed=seed, shuffle=shuffle)
         self._num_workers = num_workers
-        # Without an end: a number that no run reaches and that grain can still slice.
+        # An endless reader stops at a number that no run reaches and that grain can still slice.
         self._stop = 2**50 if num_epochs is None else round(self._order.epoch_len * num_epochs)
         self.pass_len = self._order.pass_len
-        """Draws after which every row was seen."""
+        """Number of draws after which every row was seen."""
         self._drawn = 0
         self._chunks: grain.DatasetIterator | None = None
         self._pending: Iterator[Items] = iter(())
@@ -166,7 +168,7 @@ class IndexedReader:
         chunks = grain.MapDataset.source(rows).to_iter_dataset(options)
         if self._num_workers:
             if not flags.FLAGS.is_parsed():
-                flags.FLAGS.mark_as_parsed()  # grain reads absl flags here, whoever parsed none
+                flags.FLAGS.mark_as_parsed()  # grain reads absl flags, which fail if never parsed
             chunks = chunks.mp_prefetch(
                 grain.MultiprocessingOptions(
                     num_workers=self._num_workers, per_worker_buffer_size=4
@@ -177,15 +179,16 @@ class IndexedReader:
 
 
 def _leave_interrupts(worker: int, num_workers: int) -> None:
-    """Ctrl-C reaches the whole process group; only the loop answers it, then ends the workers."""
+    """Ignore SIGINT in a worker: Ctrl-C reaches the whole process group, but only the training loop
+    handles it, and then ends the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Stream:
-    """Rows of one iterable, shuffled within blocks; starts over when used up.
+    """Rows of an iterable, shuffled within blocks; starts over when exhausted.
 
-    The cursor names the beginning of a block and an offset in it. Going back there uses the
-    dataset's own state_dict (Hugging Face's IterableDataset) and else reads and skips the rows.
+    The cursor is the beginning of a block and an offset in it. Restoring it uses the dataset's
+    state_dict (Hugging Face's IterableDataset), or else reads and skips rows.
     """
 
     def __init__(self, part: MixturePart, *, seed: tuple[int, ...], block: int, shuffle: bool):
@@ -207,7 +210,7 @@ class _Stream:
             self._offset = state["offset"]
 
     def next_row(self, once: bool = False) -> tuple[dict, str]:
-        """The next row and its origin; with `once` StopIteration at the end of a pass."""
+        """Return the next row and its origin; with `once`, StopIteration at the end of a pass."""
         while self._offset == len(self._block):
             if self._exhausted:
                 if once:
@@ -216,14 +219,14 @@ class _Stream:
             elif self._block:
                 self._begin = {**self._begin, "rows": self._read, "source": self._source_state()}
             self._read_block()
-        place = int(self._permutation[self._offset])
+        index = int(self._permutation[self._offset])
         self._offset += 1
-        return self._block[place], f"{self._part.name} row {self._begin['rows'] + place}"
+        return self._block[index], f"{self._part.name} row {self._begin['rows'] + index}"
 
     def _seek(self, begin: dict) -> None:
         self._begin, self._block, self._offset = begin, [], 0
         self._exhausted, self._read = False, begin["rows"]
-        # A Hugging Face stream that was wound forward stays so: each pass loads a state.
+        # A Hugging Face stream keeps a loaded position across iterators, so each pass loads one.
         if self._initial is not None:
             self._rows.load_state_dict(begin["source"] or self._initial)
         self._iterator = iter(self._rows)
@@ -249,7 +252,7 @@ class _Stream:
 
 
 class StreamReader:
-    """Draws from iterables (or from both kinds), shared out by weight; cursor: one per dataset."""
+    """Draws from iterables (or from both kinds) by weight; the cursor has a part per dataset."""
 
     def __init__(
         self,
@@ -281,7 +284,7 @@ class StreamReader:
 
     @property
     def pass_len(self) -> int | None:
-        """Draws in which every row was seen; None while a stream has not ended yet."""
+        """Number of draws in which every row was seen; None until all streams have ended once."""
         lengths = [stream.pass_len for stream in self._streams]
         if any(length is None for length in lengths):
             return None
@@ -300,11 +303,16 @@ class StreamReader:
             stream.restore(saved)
 
     def close(self) -> None:
-        """Nothing to hand back."""
+        """Do nothing: streams hold no resources."""
 
 
 def is_stream(rows: Any) -> bool:
-    """Whether rows can only be iterated."""
+    """Return True for rows that can only be iterated."""
     return not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) and isinstance(
         rows, Iterable
     )
+
+
+def keep_items(items: Items, origin: str) -> Items:
+    """Return rows that are tokenized already: a `Tokenize` for cached data."""
+    return items

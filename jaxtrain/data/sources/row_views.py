@@ -1,4 +1,4 @@
-"""Rows made of rows, and rows made of chance: all with len and getitem."""
+"""Views of rows (grouped, selected) and random rows, all with len and getitem."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from jaxtrain.safe_io import UnreadableRow
 
 @dataclass(frozen=True)
 class SyntheticTurns:
-    """Random caterpillars: row i is drawn from seed + i, so any row can be had alone.
+    """Random caterpillar trees; row i is drawn from seed + i, independently of other rows.
 
-    For each turn, in order: user length, user ids, think length, ids, response length, ids; lengths
-    uniform in their inclusive bounds, ids uniform in [0, vocab_size).
+    Each turn draws user length and ids, think length and ids, response length and ids, in this
+    order; lengths uniform in their inclusive bounds, ids uniform in [0, vocab_size).
     """
 
     vocab_size: int
@@ -43,7 +43,7 @@ class SyntheticTurns:
 
 
 class GroupedRows:
-    """Rows that share the value of a column, as one row {"group": [...]}; first seen first."""
+    """Rows with equal values of a column, as one row {"group": [...]}, in order of appearance."""
 
     def __init__(
         self,
@@ -51,15 +51,17 @@ class GroupedRows:
         column: str | Callable[[dict[str, Any]], str | None],
         most: int | None = None,
     ):
-        """Reads the column of every row once; raises KeyError without it. column: or what is equal
-        for the rows of one group, None for a row that stays alone. most: rows of a group, if there
-        are more of them they make several."""
+        """Read the column of every row; raises KeyError if it is missing.
+
+        column: name, or a function whose values are equal for rows of a group and None for a row
+        that stays alone. most: limit of rows of a group; more rows make several groups.
+        """
         self._rows = rows
         self.left_out: dict[str, int] = getattr(rows, "left_out", {})
         members: dict[Any, list[int]] = {}
         for index in range(len(rows)):
             row = rows[index]
-            key = None  # what cannot be read is dropped under its own reason
+            key = None  # an unreadable row stays alone, to be dropped with its own reason
             if not isinstance(row, UnreadableRow):
                 key = column(row) if callable(column) else str(row[column])
             members.setdefault(f"\0{index}" if key is None else key, []).append(index)
@@ -76,27 +78,35 @@ class GroupedRows:
         return {"group": [self._rows[i] for i in self._members[index]]}
 
     def origin(self, index: int) -> str:
-        """Name of a group in messages: that of its first row."""
+        """Return the name of a group in messages: that of its first row."""
         first = self._members[index][0]
         named = getattr(self._rows, "origin", None)
         return named(first) if named else f"row {first}"
 
 
 class SelectedRows:
-    """Some rows of others, in a given order."""
+    """Some rows of a source, in a given order."""
 
-    def __init__(self, rows: Any, order: Sequence[int], left_out: Mapping[str, int] | None = None):
-        """left_out: how many of the others were left out, by reason."""
-        self._rows, self._order = rows, list(order)
+    def __init__(
+        self,
+        rows: Any,
+        order: Sequence[int] | np.ndarray,
+        left_out: Mapping[str, int] | None = None,
+    ):
+        """left_out: numbers of rows that a selection removed, by reason."""
+        self._rows = rows
+        # An array is small in a pickle, which every worker process receives; a range is smaller.
+        self._order = order if isinstance(order, range) else np.asarray(order, np.int64)
         self.left_out = {**getattr(rows, "left_out", {}), **(left_out or {})}
 
     def __len__(self) -> int:
         return len(self._order)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._rows[self._order[index]]
+        return self._rows[int(self._order[index])]
 
     def origin(self, index: int) -> str:
-        """Name of a row in messages: that of the row behind it."""
+        """Return the name of a row in messages: that of the source."""
         named = getattr(self._rows, "origin", None)
-        return named(self._order[index]) if named else f"row {self._order[index]}"
+        row = int(self._order[index])
+        return named(row) if named else f"row {row}"

@@ -1,4 +1,4 @@
-"""Columnar files as rows: parquet, arrow, csv and what the datasets library reads."""
+"""Rows of columnar files: parquet, arrow, csv and tables of the datasets library."""
 
 import csv
 from collections import Counter
@@ -11,7 +11,7 @@ from jaxtrain.safe_io import UnreadableRow, parse_json, read_text
 from jaxtrain.text_safety import shorten, show
 
 MOST_RECORD = 1 << 24
-"""Bytes of the JSON files beside saved tables."""
+"""Limit of bytes of the JSON files next to saved tables."""
 
 
 class TableRows:
@@ -34,7 +34,7 @@ class TableRows:
             return UnreadableRow("nested too deep")
 
     def origin(self, index: int) -> str:
-        """Name and number of the row, from 1."""
+        """Return the name of a row in messages: table and number, from 1."""
         return f"{self.name} row {index + 1}"
 
 
@@ -44,7 +44,7 @@ class CsvRows:
     def __init__(self, path: str) -> None:
         self.path = str(path)
         check_size(self.path, "convert it to parquet or JSON lines, which are read row by row")
-        csv.field_size_limit(MOST_ROW)  # of the whole process; Python's own is 128 KiB
+        csv.field_size_limit(MOST_ROW)  # for the whole process; Python's default is 128 KiB
         try:
             with open(path, newline="", encoding="utf-8-sig") as file:
                 reader = csv.reader(file, strict=True)
@@ -74,15 +74,15 @@ class CsvRows:
         return dict(zip(self.columns, self.rows[index], strict=True))
 
     def origin(self, index: int) -> str:
-        """File and number of the row, from 1."""
+        """Return the name of a row in messages: file and number, from 1."""
         return f"{Path(self.path).name} row {index + 1}"
 
 
 def prune(value: Any) -> Any:
-    """A value without the nulls that a columnar format puts where a key was absent.
+    """Remove the nulls with which a columnar format fills absent keys.
 
     Objects in a list share one set of keys there: a message without tool calls comes back with
-    tool_calls = null, a call's arguments with every argument of every other call.
+    tool_calls = null, a call's arguments with all arguments of all other calls.
     """
     if isinstance(value, dict):
         return {key: prune(item) for key, item in value.items() if item is not None}
@@ -92,18 +92,18 @@ def prune(value: Any) -> Any:
 
 
 def open_parquet(path: str) -> TableRows:
-    """A parquet file through the memory-mapped cache of datasets."""
+    """Open a parquet file through the memory-mapped cache of datasets."""
     from datasets import Dataset
 
     try:
         table = Dataset.from_parquet(path)
-    except Exception as error:  # the border: whatever libraries say of a damaged file
+    except Exception as error:  # libraries raise anything for a damaged file
         raise UserError(f"{path} is not a readable parquet file: {_reason(error)}") from error
     return TableRows(table, Path(path).name)
 
 
 def open_arrow(path: str) -> TableRows:
-    """An arrow file in the stream form (as datasets writes) or the file form, memory-mapped."""
+    """Memory-map an arrow file in the stream format (as written by datasets) or file format."""
     import pyarrow
     from datasets import Dataset
 
@@ -115,19 +115,19 @@ def open_arrow(path: str) -> TableRows:
         else:
             table = Dataset.from_file(path)
         check_arrow(table)
-    except Exception as error:  # the border: whatever libraries say of a damaged file
+    except Exception as error:  # libraries raise anything for a damaged file
         raise UserError(f"{path} is not a readable arrow file: {_reason(error)}") from error
     return TableRows(table, Path(path).name)
 
 
 def open_saved(folder: str, split: str) -> TableRows:
-    """A folder written by datasets' save_to_disk, of one split or of several."""
+    """Open a folder written by datasets' save_to_disk, of one split or several."""
     from datasets import DatasetDict, load_from_disk
 
     try:
         check_saved(Path(folder))
         table = load_from_disk(folder)
-    except Exception as error:  # the border: whatever libraries say of a damaged folder
+    except Exception as error:  # libraries raise anything for a damaged folder
         raise UserError(
             f"{folder} is not a readable folder of datasets' save_to_disk: {_reason(error)}"
         ) from error
@@ -137,32 +137,34 @@ def open_saved(folder: str, split: str) -> TableRows:
         table = table[split]
     try:
         check_arrow(table)
-    except Exception as error:  # the same
+    except Exception as error:  # libraries raise anything for a damaged folder
         raise UserError(f"{folder} is damaged: {_reason(error)}") from error
     return TableRows(table, Path(folder).name)
 
 
 def check_saved(folder: Path) -> None:
-    """Raise ValueError where the records of a saved dataset name files outside its folder."""
+    """Raise ValueError if the records of a saved dataset name files outside its folder."""
     splits = folder / "dataset_dict.json"
     if splits.exists():
-        found = parse_json(read_text(splits, MOST_RECORD))
-        names = found.get("splits") if isinstance(found, dict) else None
+        record = parse_json(read_text(splits, MOST_RECORD))
+        names = record.get("splits") if isinstance(record, dict) else None
         if not isinstance(names, list) or not all(map(_is_name, names)):
             raise ValueError("dataset_dict.json must name its splits in a list")
         for name in names:
             check_saved(folder / name)
         return
-    found = parse_json(read_text(folder / "state.json", MOST_RECORD))
-    files = found.get("_data_files") if isinstance(found, dict) else None
-    named = [one.get("filename") if isinstance(one, dict) else None for one in files or [None]]
+    record = parse_json(read_text(folder / "state.json", MOST_RECORD))
+    files = record.get("_data_files") if isinstance(record, dict) else None
+    named = [
+        entry.get("filename") if isinstance(entry, dict) else None for entry in files or [None]
+    ]
     if not isinstance(files, list) or not all(map(_is_name, named)):
         raise ValueError("state.json must list files of this folder in _data_files")
 
 
 def check_arrow(table: Any) -> None:
-    """Raise pyarrow's error for a table whose offsets lead out of its buffers: reading such a row
-    would end the process. Small tables are looked at in full."""
+    """Raise pyarrow's error for a table whose offsets point outside of its buffers, because reading
+    such a row would crash the process. Small tables are validated in full."""
     data = table.data.table
     data.validate(full=data.nbytes <= MOST_FILE)
 
@@ -172,6 +174,6 @@ def _is_name(name: Any) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what a library says, or of what made it say so."""
+    """Return the first line of an error's message, or of its cause."""
     text = str(error.__cause__ or error).strip().partition("\n")[0]
     return shorten(text, 300) or type(error).__name__

@@ -8,6 +8,7 @@ A model that sees what follows would read A1 off the user's next words, which ar
 it has to write A1.
 """
 
+from typing_extensions import override
 import dataclasses
 import zlib
 from collections.abc import Collection, Sequence
@@ -39,21 +40,21 @@ class SingleAnswers(Sequences):
         super().__init__(data, tokenizer, trees=False)
         self.ends, self.padding, self.split = frozenset(ends), padding, split
 
+    @override
     def open(self, dataset: DatasetConfig) -> MixturePart:
-        """See pipeline.Recipe."""
         part = super().open(dataset)
         return MixturePart(part.name, part.rows, self._cut(part.tokenize), part.weight)
 
     open_held_out = open
 
+    @override
     def settings(self, dataset: DatasetConfig) -> str | None:
-        """See pipeline.Recipe."""
         shaping = Sequences(self.data, self.tokenizer).settings(dataset)
         own = ("single answers", sorted(self.ends), self.padding, self.split)
         return None if shaping is None else repr((shaping, *own))
 
+    @override
     def probe(self, dataset: DatasetConfig) -> Probe:
-        """See pipeline.Recipe."""
         found, cut = super().probe(dataset), self._cut(None)
         samples = tuple(one for item in found.samples for one in cut.split_up(item))
         return dataclasses.replace(found, samples=samples)
@@ -74,8 +75,8 @@ class TruncatedAnswers:
     sequence_len: int
     split: bool
 
+    @override
     def __call__(self, row: Any, origin: str) -> Sequence[Any]:
-        """See readers.Tokenize."""
         return [one for item in self.tokenize(row, origin) for one in self.split_up(item)]
 
     def split_up(self, item: Any) -> list[Any]:

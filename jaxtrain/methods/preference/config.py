@@ -1,5 +1,6 @@
 """Section task for preferences: the loss by name, its numbers, and the reference beside it."""
 
+from typing_extensions import override
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -185,8 +186,8 @@ class PreferenceTask(TaskSection):
         named = [loss for loss in self.names if loss != "sft"] or self.names
         return PAPERS.get(named[0], {}).get(name, COMMON[name])
 
+    @override
     def find_conflicts(self, config: Any) -> Iterator[str]:
-        """See find_preference_conflicts."""
         return find_preference_conflicts(self, config)
 
 

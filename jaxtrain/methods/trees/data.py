@@ -3,12 +3,14 @@
 from typing import Any
 
 from rich.console import Console
+from typing_extensions import override
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.config.limits import ITEMS, TOKENS
 from jaxtrain.data.chat.messages import MalformedRow, read_tools
 from jaxtrain.data.packing.pack import NLL, Fields, Normalize
 from jaxtrain.data.packing.workload import describe_tree
+from jaxtrain.data.pipeline import Recipe
 from jaxtrain.data.preview import Probe, describe_trees, probe_trees
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
@@ -26,7 +28,7 @@ MOST_TOOL_BYTES = 2**20
 """Of a file with tool schemas."""
 
 
-class Trees:
+class Trees(Recipe):
     """`pipeline.Recipe` of a TreeTask.
 
     Held-out data are always whole trees with weights g/K, so that the modes compare.
@@ -41,35 +43,35 @@ class Trees:
         self.row_tokens = task.max_packed_tokens or data.sequence_len
         self.normalize, self.units = task.normalize, task.units_per_step
 
+    @override
     def open(self, dataset: DatasetConfig) -> MixturePart:
-        """See pipeline.Recipe."""
         rows, builder = _open_trees(dataset, self.data, self.tokenizer, self.task, self.row_tokens)
         return MixturePart(dataset.path, rows, builder, dataset.weight)
 
+    @override
     def open_held_out(self, dataset: DatasetConfig) -> MixturePart:
-        """See pipeline.Recipe."""
         whole = self.task.model_copy(update={"mode": "tree"})
         return Trees(whole, self.data, self.tokenizer).open(dataset)
 
+    @override
     def settings(self, dataset: DatasetConfig) -> str | None:
-        """See pipeline.Recipe."""
         if type(self) is not Trees:
             return None
         keys = dataset.model_dump_json(include={"fields", "roles", "special_tokens"})
         tools, data = _read_tools(dataset.tools), self.data
         return repr((keys, tools, self.task, self.row_tokens, data.sequence_len, data.too_long))
 
+    @override
     def probe(self, dataset: DatasetConfig) -> Probe:
-        """See pipeline.Recipe."""
         return probe_trees(self.open(dataset))
 
+    @override
     def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
-        """See pipeline.Recipe."""
         text = describe_trees(self.open(dataset), self.tokenizer, num_samples)
         console.print(escape_control_chars(text), markup=False, soft_wrap=True)
 
+    @override
     def show_example(self, found: Probe, console: Console) -> None:
-        """See pipeline.Recipe."""
         text = describe_tree(found.samples[0], self.tokenizer.decode)
         console.print(escape_control_chars(text), markup=False, soft_wrap=True)
 
