@@ -118,3 +118,27 @@ def check_batch(batch: Batch) -> None:
         assert np.issubdtype(weight.dtype, np.floating), f"weights[{component}]: {weight.dtype}"
         assert weight.shape == tokens.shape, f"weights[{component}] differ in shape"
         assert not weight[~has_prev].any(), f"weights[{component}]: a token nobody predicts trains"
+
+
+def join_routes(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """Join two records [n, R] of the routes of one sequence, the second of as many tokens or more.
+
+    A record has the experts of each token, R expert layers times experts per token, and the largest
+    number of its dtype where they are unknown, as for the last token, which no model has read. Known
+    entries stay, because tokens were sampled from the states that they describe.
+    """
+    if earlier is None or later is None:
+        return later if earlier is None else earlier
+    count = min(len(earlier), len(later))
+    joined = (later if len(later) >= len(earlier) else earlier).copy()
+    gap = np.iinfo(joined.dtype).max
+    joined[:count] = np.where(earlier[:count] == gap, later[:count], earlier[:count])
+    return joined
+
+
+def pad_routes(routes: np.ndarray | None, length: int, shape: RouteShape) -> np.ndarray:
+    """Pad a record to [length, R] with `missing`."""
+    full = np.full((length, shape.width), shape.missing, shape.dtype)
+    if routes is not None:
+        full[: len(routes)] = routes[:length]
+    return full

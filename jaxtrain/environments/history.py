@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtrain.batch import join_routes
 from jaxtrain.data.chat.control_tokens import encoder_of, make_mark
 from jaxtrain.data.chat.template import (
     encode,
@@ -29,7 +30,6 @@ from jaxtrain.data.chat.template import (
     render_text,
     require_chat_template,
 )
-from jaxtrain.data.packing.routes import join_routes
 from jaxtrain.environments.turns import CLOSED, OPENED
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion

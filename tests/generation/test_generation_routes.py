@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.batch import ROUTED, RouteShape
-from jaxtrain.data.packing.routes import join_routes, pad_routes
+from jaxtrain.batch import ROUTED, RouteShape, join_routes, pad_routes
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.vllm.messages import GENERATE, GarbageAnswer, parse_answer

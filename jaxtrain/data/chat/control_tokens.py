@@ -93,12 +93,12 @@ class Encoder:
             return self.backend.encode(text, add_special_tokens=False).ids
         plain, names, ids = self._open_plain()
         named = self._spelled.sub(lambda match: names[match[0]], text)
-        found = plain.encode(self.restore(named, mark), add_special_tokens=False).ids
+        token_ids = plain.encode(self.restore(named, mark), add_special_tokens=False).ids
         # Some vocabularies contain a control token as an ordinary word as well. Encoding the
         # spelled ones a letter at a time keeps their ids out.
-        if not self.contents_ids.isdisjoint(found):
+        if not self.contents_ids.isdisjoint(token_ids):
             pieces = re.split(f"({mark}\\d{{4}}{mark})", named)
-            found = [
+            token_ids = [
                 token
                 for index, piece in enumerate(pieces)
                 for token in (
@@ -107,7 +107,7 @@ class Encoder:
                     else plain.encode(piece, add_special_tokens=False).ids
                 )
             ]
-        return [ids.get(token, token) for token in found]
+        return [ids.get(token, token) for token in token_ids]
 
     def text(self, text: str) -> list[int]:
         """Encode a text of the data without a template."""

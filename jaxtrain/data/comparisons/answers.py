@@ -1,12 +1,12 @@
 """Answers of preference data as tokens, rendered as the model would see and write them.
 
     prompt    the conversation so far with the generation prompt, or the text so far
-    answer    the continuation up to the end of its last assistant turn; weight 1 on assistant tokens
+    answer    what follows, to the end of its last assistant turn; weight 1 on assistant tokens
 
 The tokens are those of SFT on prompt and answer together (template.py), cut where the answers
-begin. If a template shows the prompt differently for different answers, because it rewrites history,
-the prompt is the common beginning, and the remaining prompt tokens belong to each answer with
-weight 0.
+begin. If a template shows the prompt differently for different answers, because it rewrites
+history, the prompt is the common beginning, and the remaining prompt tokens belong to each answer
+with weight 0.
 """
 
 from collections.abc import Sequence

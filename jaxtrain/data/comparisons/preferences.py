@@ -1,6 +1,6 @@
 """Preference data: rows that compare or label answers, as trees for a method.
 
-    row ──preference_row.py──> texts ──answers.py──> Ranked ──build (of the method)──> Tree or Forest
+    row ──preference_row.py──> texts ──answers.py──> Ranked ──build──> Tree or Forest
 
 The prompt is the trunk, each answer a branch. A tree that does not fit a row, because a prompt has
 many answers, becomes several trees that each contain the prompt.

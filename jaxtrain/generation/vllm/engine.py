@@ -19,8 +19,7 @@ from typing import NamedTuple
 import aiohttp
 import numpy as np
 
-from jaxtrain.batch import RouteShape
-from jaxtrain.data.packing.routes import join_routes
+from jaxtrain.batch import RouteShape, join_routes
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.engine import Completion, EpisodeFailed, KeepLost, Sampling
 from jaxtrain.generation.version_tracker import note_version

@@ -8,13 +8,13 @@ A model that sees what follows would read A1 off the user's next words, which ar
 it has to write A1.
 """
 
-from typing_extensions import override
 import dataclasses
 import zlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.packing.pack import Fields

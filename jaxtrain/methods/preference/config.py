@@ -1,10 +1,10 @@
 """Section task for preferences: the loss by name, its numbers, and the reference beside it."""
 
-from typing_extensions import override
 from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from jaxtrain.config.limits import ITEMS, TOKENS
 from jaxtrain.config.task import TaskSection

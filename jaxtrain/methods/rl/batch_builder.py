@@ -26,10 +26,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxtrain.batch import ROUTED, Batch, RouteShape
+from jaxtrain.batch import ROUTED, Batch, RouteShape, pad_routes
 from jaxtrain.data.packing.pack import Fields, fit_rows, lay_out
 from jaxtrain.data.packing.prefixes import FlatSequence, Saving, measure_saving, merge_prefixes
-from jaxtrain.data.packing.routes import pad_routes
 from jaxtrain.data.packing.steps import StepShape
 from jaxtrain.data.packing.tree import Tree
 from jaxtrain.errors import RunStopped
