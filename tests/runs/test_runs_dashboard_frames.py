@@ -45,7 +45,7 @@ def look_at(folder: Path, now: float | None = NOW) -> DashboardView:
         write_run(folder / "agent"),
         write_run(folder / "agent-s1", seed=1, steps=90, state="finished"),
     ]
-    look = DashboardView([WatchedRun(path) for path in paths], now=now)
+    look = DashboardView([WatchedRun(path) for path in paths], timestamp=now)
     for run in look.runs:
         run.read()
     return look

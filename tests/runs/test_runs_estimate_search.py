@@ -10,7 +10,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.runs.estimate import estimate as model
 from jaxtrain.runs.estimate.devices import DEVICES, find_device, read_devices
 from jaxtrain.runs.estimate.estimate import GIB, Sizes, StepRows, collective_seconds, estimate
-from jaxtrain.runs.estimate.search import ROOM, SearchTarget, factorise, find_meshes, name_mesh
+from jaxtrain.runs.estimate.search import ROOM, SearchTarget, factorize, find_meshes, name_mesh
 from jaxtrain.runs.estimate.work import ParameterArray, StepWork
 
 H200 = DEVICES["h200"]
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_not_named():
 
 
 def test_factorisations_are_all_and_each_once():
-    found = list(factorise(12, 3))
+    found = list(factorize(12, 3))
     assert len(found) == len(set(found)) == 18
     assert all(math.prod(one) == 12 for one in found)
 

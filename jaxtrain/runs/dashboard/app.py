@@ -1,4 +1,4 @@
-"""The dashboard in a terminal: Textual brings keys and clicks, and shows the lines of frame.py.
+"""Terminal dashboard: Textual delivers keys and clicks and displays the lines of frame.py.
 
 Textual draws on stderr, so that stdout stays free. Nothing here ever writes into a run's folder.
 """
@@ -11,6 +11,7 @@ from textual import events
 from textual.app import App, ComposeResult
 from textual.strip import Strip
 from textual.widget import Widget
+from typing_extensions import override
 
 from jaxtrain.errors import UserError
 from jaxtrain.runs.dashboard.frame import draw_frame
@@ -35,18 +36,18 @@ class FrameWidget(Widget):
         self.frame = Frame([], [])
 
     def draw(self) -> None:
-        """Draw anew."""
+        """Redraw the frame."""
         width, height = self.size
         if width and height:
             self.frame = draw_frame(self.look, width, height)
             self.refresh()
 
     def on_resize(self) -> None:
-        """The terminal has another size."""
+        """Redraw for the new terminal size."""
         self.draw()
 
+    @override
     def render_line(self, y: int) -> Strip:
-        """See Textual's line API."""
         if y >= len(self.frame.lines):
             return Strip.blank(self.size.width)
         line = self.frame.lines[y]
@@ -67,27 +68,27 @@ class WatchApp(App[None]):
         self._drawn = 0.0
 
     def compose(self) -> ComposeResult:
-        """One widget has the whole screen."""
+        """Yield the only widget, which fills the screen."""
         yield self.canvas
 
     def on_mount(self) -> None:
-        """Begin to read."""
+        """Start reading."""
         self.set_interval(READ_SECONDS, self.tick)
 
     def tick(self) -> None:
-        """Read what is new, and draw it."""
+        """Read new data and draw it."""
         new = self.reading.read()
         passed = time.monotonic() - self._drawn
         if (new or passed >= DRAW_SECONDS) and not self.look.choice.paused:
             self.draw()
 
     def draw(self) -> None:
-        """Draw anew."""
+        """Redraw the screen."""
         self._drawn = time.monotonic()
         self.canvas.draw()
 
     async def on_event(self, event: events.Event) -> None:
-        """All keys are ours, tab too, which Textual would move its focus by."""
+        """Handle every key here, including Tab, which Textual would use to move its focus."""
         if isinstance(event, events.Key):
             self.take(event.key, event.character)
         elif isinstance(event, events.Paste) and self.look.choice.typed is not None:
@@ -98,18 +99,18 @@ class WatchApp(App[None]):
             await super().on_event(event)
 
     def take(self, key: str, character: str | None) -> None:
-        """One key."""
+        """Handle a key press."""
         if key == "upper_n" or character in ("N", "G"):
             key = character or key
-        wanted = press(self.look, key, character, self.size.height)
-        if wanted == "quit":
+        action = press(self.look, key, character, self.size.height)
+        if action == "quit":
             self.exit()
-        elif wanted == "export":
-            self.look.choice.said = export(self.look, *self.size)
+        elif action == "export":
+            self.look.choice.notice = export(self.look, *self.size)
         self.draw()
 
     def on_click(self, event: events.Click) -> None:
-        """A tab, a chart, a row; a second click opens it."""
+        """Select the clicked tab, chart or row; a second click opens it."""
         choice = self.look.choice
         for spot in self.canvas.frame.spots:
             if spot.left <= event.x < spot.right and spot.top <= event.y < spot.bottom:
@@ -123,16 +124,16 @@ class WatchApp(App[None]):
                 return
 
     def on_mouse_scroll_down(self) -> None:
-        """As the key."""
+        """Scroll down, as the key does."""
         self.take("down", None)
 
     def on_mouse_scroll_up(self) -> None:
-        """As the key."""
+        """Scroll up, as the key does."""
         self.take("up", None)
 
 
 def export(look: DashboardView, width: int, height: int) -> str:
-    """The screen as SVG and as text into the current folder; returns what to tell."""
+    """Write the screen as SVG and as text to the current folder; return the message to display."""
     name = f"jaxtrain-watch-{time.strftime('%H%M%S')}"
     frame = draw_frame(look, width, height)
     try:

@@ -22,7 +22,7 @@ COLORS = ("cyan", "yellow", "magenta", "green", "red", "blue", "bright_white")
 
 
 class Curve(NamedTuple):
-    """One run's line in a chart."""
+    """Line of one run in a chart."""
 
     x: np.ndarray
     """[points], float64."""
@@ -56,28 +56,28 @@ def chart(
     curves = [curve for curve in curves if len(curve.x)]
     rows = height - 1
     if rows < 1 or width < 8 or not curves:
-        middle, said = height // 2, "no value yet"[: max(width, 0)]
-        lines = [said.center(width) if row == middle else " " * width for row in range(height)]
+        middle, notice = height // 2, "no value yet"[: max(width, 0)]
+        lines = [notice.center(width) if row == middle else " " * width for row in range(height)]
         return [Text(line, style="bright_black") for line in lines]
     low, high = find_range([curve.y for curve in curves], log)
     ticks = [t for t in pick_ticks(low, high, max(2, rows // 2), log) if low <= t <= high]
     labels = [label_ticks([10**t])[0] for t in ticks] if log else label_ticks(ticks)
     margin = min(max(map(len, labels), default=0), max(width - 6, 0))
     columns = width - margin - 1
-    left = min(float(curve.x.min()) for curve in curves)
-    right = max(float(curve.x.max()) for curve in curves)
+    x_min = min(float(curve.x.min()) for curve in curves)
+    x_max = max(float(curve.x.max()) for curve in curves)
     if window is not None:
-        left, right = window
+        x_min, x_max = window
     cells = np.zeros((rows, columns), dtype=np.int64)
     colors = np.full((rows, columns), -1)
     for number, curve in enumerate(curves):
-        drawn = draw_dots(curve, left, right, low, high, 2 * columns, 4 * rows)
+        drawn = draw_dots(curve, x_min, x_max, low, high, 2 * columns, 4 * rows)
         packed = pack_dots(drawn)
         cells |= packed
         colors[packed > 0] = number
     marked = None
-    if cursor is not None and right > left and left <= cursor <= right:
-        marked = round((cursor - left) / (right - left) * (columns - 1))
+    if cursor is not None and x_max > x_min and x_min <= cursor <= x_max:
+        marked = round((cursor - x_min) / (x_max - x_min) * (columns - 1))
     places = {
         rows - 1 - min(int((t - low) / (high - low) * rows), rows - 1): i
         for i, t in reversed(list(enumerate(ticks)))
@@ -93,11 +93,11 @@ def chart(
             style = curves[number].color if number >= 0 else ""
             line.append(shown, f"{style} on grey23".strip() if column == marked else style)
         lines.append(line)
-    return [*lines, label_x(left, right, margin + 1, columns, x)]
+    return [*lines, label_x(x_min, x_max, margin + 1, columns, x)]
 
 
 def clean(curve: Curve, log: bool = False, window: Window | None = None) -> Curve:
-    """A curve sorted by x, without what cannot be shown; on a log axis of log10."""
+    """Return the curve sorted by x without undrawable values; y is log10 on a log axis."""
     x, y = np.asarray(curve.x, np.float64), np.asarray(curve.y, np.float64)
     keep = np.isfinite(x) & np.isfinite(y)
     if log:
@@ -127,25 +127,25 @@ def pick_ticks(low: float, high: float, most: int, log: bool = False) -> list[fl
         every = max(1, math.ceil((high - low) / most))
         return [float(t) for t in range(math.ceil(low), math.floor(high) + 1, every)]
     if log:
-        found = pick_ticks(10**low, 10**high, most)
-        return [math.log10(t) for t in found if t > 0]
-    found: list[float] = []
+        ticks = pick_ticks(10**low, 10**high, most)
+        return [math.log10(t) for t in ticks if t > 0]
+    ticks: list[float] = []
     for parts in (2 * most, 1.5 * most, most):  # as many as there is space for
         step = round_step((high - low) / max(parts, 1))
         first = math.ceil(low / step)
-        found = [(first + i) * step for i in range(max(math.floor(high / step) - first + 1, 0))]
-        if len(found) <= most + 1:
+        ticks = [(first + i) * step for i in range(max(math.floor(high / step) - first + 1, 0))]
+        if len(ticks) <= most + 1:
             break
-    return found
+    return ticks
 
 
-def round_step(step: float, whole: bool = False) -> float:
+def round_step(step: float, integral: bool = False) -> float:
     """The least of 1, 2, 2.5, 5 times a power of ten that is no smaller."""
-    if whole and step <= 1:
+    if integral and step <= 1:
         return 1.0
     power = 10.0 ** math.floor(math.log10(max(step, 1e-300)))
     for factor in (1, 2, 2.5, 5, 10):
-        if factor * power >= step * (1 - 1e-9) and not (whole and factor * power % 1):
+        if factor * power >= step * (1 - 1e-9) and not (integral and factor * power % 1):
             return factor * power
     return 10 * power
 
@@ -160,7 +160,7 @@ def label_ticks(ticks: Sequence[float]) -> list[str]:
     if largest >= 1e6 or (largest and largest < 1e-3):
         digits = max(0, math.floor(math.log10(largest)) - math.floor(math.log10(apart) + 1e-9))
         shown = [f"{t:.{min(digits + 1, 8)}e}" for t in ticks]
-        return [_short_exponent(one) for one in shown]
+        return [_short_exponent(label) for label in shown]
     decimals = next((d for d in range(9) if _fits(apart, d) and _fits(ticks[0], d)), 8)
     return [f"{t:,.{decimals}f}" if abs(t) > 1e-12 else "0" for t in ticks]
 
@@ -178,11 +178,11 @@ def _short_exponent(text: str) -> str:
 
 
 def draw_dots(
-    curve: Curve, left: float, right: float, low: float, high: float, columns: int, rows: int
+    curve: Curve, x_min: float, x_max: float, low: float, high: float, columns: int, rows: int
 ) -> np.ndarray:
     """Which dots a curve covers: bool [rows, columns], the first row on top."""
     dots = np.zeros((rows, columns), dtype=bool)
-    share = (curve.x - left) / (right - left) if right > left else np.ones(len(curve.x))
+    share = (curve.x - x_min) / (x_max - x_min) if x_max > x_min else np.ones(len(curve.x))
     column = np.clip(np.rint(share * (columns - 1)), 0, columns - 1).astype(np.int64)
     height = np.clip((curve.y - low) / (high - low), 0, 1) * (rows - 1)
     starts = np.flatnonzero(np.r_[True, np.diff(column) > 0])
@@ -190,22 +190,24 @@ def draw_dots(
     lowest = np.minimum.reduceat(height, starts)
     highest = np.maximum.reduceat(height, starts)
     last: tuple[int, float] | None = None
-    for i, at in enumerate(column[starts].tolist()):
+    for i, dot_column in enumerate(column[starts].tolist()):
         bottom, top = float(lowest[i]), float(highest[i])
         if last is not None:
             before, value = last
             first = float(height[starts[i]])
             passed = value
-            for between in range(before + 1, at):  # a straight line over columns without points
-                here = value + (first - value) * (between - before) / (at - before)
-                _fill(dots, between, passed, here)
-                passed = here
+            for between in range(
+                before + 1, dot_column
+            ):  # a straight line over columns without points
+                interpolated = value + (first - value) * (between - before) / (dot_column - before)
+                _fill(dots, between, passed, interpolated)
+                passed = interpolated
             # From where the line stands to the first point, as half of the way into this column.
             bottom, top = min(bottom, (passed + first) / 2), max(top, (passed + first) / 2)
-            if at == before + 1:
+            if dot_column == before + 1:
                 _fill(dots, before, value, (passed + first) / 2)
-        _fill(dots, at, bottom, top)
-        last = (at, float(height[ends[i]]))
+        _fill(dots, dot_column, bottom, top)
+        last = (dot_column, float(height[ends[i]]))
     return dots
 
 
@@ -222,40 +224,40 @@ def pack_dots(dots: np.ndarray) -> np.ndarray:
     return (blocks * DOTS).sum(axis=(2, 3))
 
 
-def label_x(left: float, right: float, margin: int, columns: int, kind: str) -> Text:
+def label_x(x_min: float, x_max: float, margin: int, columns: int, kind: str) -> Text:
     """The line below a chart: round numbers under their places, the last place always."""
     line = [" "] * (margin + columns)
-    if right <= left:
-        ticks = [right]
+    if x_max <= x_min:
+        ticks = [x_max]
     else:
         most = max(2, columns // 10)
         step = (
-            time_step((right - left) / most)
+            time_step((x_max - x_min) / most)
             if kind == "time"
-            else round_step((right - left) / most, whole=kind != "time")
+            else round_step((x_max - x_min) / most, integral=kind != "time")
         )
-        ticks = [t * step for t in range(math.ceil(left / step), math.floor(right / step) + 1)]
+        ticks = [t * step for t in range(math.ceil(x_min / step), math.floor(x_max / step) + 1)]
     free = len(line)
-    for tick in [right, *reversed(ticks)]:
+    for tick in [x_max, *reversed(ticks)]:
         label = label_place(tick, kind)
-        share = (tick - left) / (right - left) if right > left else 1.0
+        share = (tick - x_min) / (x_max - x_min) if x_max > x_min else 1.0
         end = margin + round(share * (columns - 1)) + 1
-        end = end if tick == right else min(end + len(label) // 2, len(line))
+        end = end if tick == x_max else min(end + len(label) // 2, len(line))
         if end - len(label) >= margin - 1 and end <= free:
             line[end - len(label) : end] = label
             free = end - len(label) - 1
     return Text("".join(line), style="bright_black")
 
 
-def label_place(place: float, kind: str) -> str:
+def label_place(x: float, kind: str) -> str:
     """A place of the x axis as text: 1,200; 0:05:12; 1.2M."""
     if kind == "time":
-        return format_time(place)
-    if kind == "tokens" and place >= 1e4:
+        return format_time(x)
+    if kind == "tokens" and x >= 1e4:
         for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-            if place >= size:
-                return f"{place / size:.4g}{unit}"
-    return f"{place:,.0f}" if abs(place) < 1e9 else f"{place:.3g}"
+            if x >= size:
+                return f"{x / size:.4g}{unit}"
+    return f"{x:,.0f}" if abs(x) < 1e9 else f"{x:.3g}"
 
 
 def time_step(seconds: float) -> float:

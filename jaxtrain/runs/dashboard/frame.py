@@ -64,18 +64,23 @@ def draw_frame(look: DashboardView, width: int, height: int) -> Frame:
         return Frame([fit("too small" if row == 0 else "", width) for row in range(height)], [])
     choice, body = look.choice, height - HEAD - 1
     lines, spots = draw_head(look, width)
-    left = SIDEBAR if choice.sidebar and choice.screen == "metrics" and width >= 80 else 0
+    sidebar_width = SIDEBAR if choice.sidebar and choice.screen == "metrics" and width >= 80 else 0
     if choice.help:
         inside = Frame(box([f" {line}" for line in HELP.splitlines()], width, body, "keys"), [])
     elif not look.runs:
         inside = Frame(box(["", "  no run is there yet; waiting for one"], width, body), [])
     else:
-        inside = DRAW[choice.screen](look, width - left, body)
-        if left:
-            inside = inside._replace(lines=beside(draw_sidebar(look, left, body), inside.lines))
+        inside = DRAW[choice.screen](look, width - sidebar_width, body)
+        if sidebar_width:
+            inside = inside._replace(
+                lines=beside(draw_sidebar(look, sidebar_width, body), inside.lines)
+            )
     spots += [
         s._replace(
-            left=s.left + left, right=s.right + left, top=s.top + HEAD, bottom=s.bottom + HEAD
+            left=s.left + sidebar_width,
+            right=s.right + sidebar_width,
+            top=s.top + HEAD,
+            bottom=s.bottom + HEAD,
         )
         for s in inside.spots
     ]
@@ -83,7 +88,7 @@ def draw_frame(look: DashboardView, width: int, height: int) -> Frame:
 
 
 def draw_head(look: DashboardView, width: int) -> tuple[list[Text], list[ClickTarget]]:
-    """How the run is, how far it came, the screens."""
+    """Draw the run's state and progress, and the tabs."""
     run = look.first
     if run is None:
         first, share = Text(" ? no run", style="bold"), None
@@ -107,8 +112,8 @@ def draw_head(look: DashboardView, width: int) -> tuple[list[Text], list[ClickTa
     filled = round(min(share or 0, 1) * length)
     second = Text(" ").append("━" * filled, "green").append("━" * (length - filled), "grey30")
     tabs, spots = Text(), []
-    for place, name in enumerate(SCREENS, start=1):
-        label = f" {place} {name.capitalize()} "
+    for number, name in enumerate(SCREENS, start=1):
+        label = f" {number} {name.capitalize()} "
         spots.append(ClickTarget(len(tabs), 2, len(tabs) + len(label), 3, "screen", name))
         tabs.append(label, "reverse" if name == look.choice.screen else "")
     tabs.append_text(draw_legend(look, width - len(tabs)))
@@ -116,7 +121,7 @@ def draw_head(look: DashboardView, width: int) -> tuple[list[Text], list[ClickTa
 
 
 def draw_legend(look: DashboardView, width: int) -> Text:
-    """Which color is which run, and what was chosen for the charts; right-aligned."""
+    """Draw the colors of the runs and the chart settings, right-aligned."""
     choice, text = look.choice, Text()
     if choice.screen == "metrics":
         if len(look.runs) > 1:
@@ -134,7 +139,7 @@ def draw_legend(look: DashboardView, width: int) -> Text:
 
 
 def draw_sidebar(look: DashboardView, width: int, height: int) -> list[Text]:
-    """The runs, for screens on which they are drawn over each other."""
+    """Draw the list of runs for screens that overlay them."""
     lines = []
     for run in look.runs:
         hidden = str(run.path) in look.choice.hidden
@@ -145,12 +150,12 @@ def draw_sidebar(look: DashboardView, width: int, height: int) -> list[Text]:
 
 
 def draw_foot(look: DashboardView, width: int) -> Text:
-    """What is typed, what was said, or the keys."""
+    """Draw the text being typed, a notice, or the keys."""
     choice = look.choice
     if choice.typed is not None:
         return fit(Text(f" /{choice.typed}▏  enter take  esc leave", style="yellow"), width)
-    if choice.said:
-        return fit(Text(f" {choice.said}", style="yellow"), width)
+    if choice.notice:
+        return fit(Text(f" {choice.notice}", style="yellow"), width)
     keys = OPEN_KEYS.get(choice.screen, "") if choice.open else KEYS[choice.screen]
     line = wrap(f"q quit  1-5 screens  {keys}", max(width - 10, 10))[0]
     return fit(Text(f" {line.rstrip()}  ? help", style="bright_black"), width)

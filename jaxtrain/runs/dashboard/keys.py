@@ -1,4 +1,4 @@
-"""What keys do: each changes what was chosen, and nothing else."""
+"""Key bindings of the dashboard: each key changes the view state and nothing else."""
 
 from jaxtrain.runs.dashboard.screens import log, metrics
 from jaxtrain.runs.dashboard.view import SCREENS, SMOOTH, X_AXES, DashboardView, ViewState, Window
@@ -10,10 +10,10 @@ PAGE = 10
 def press(
     look: DashboardView, key: str, character: str | None = None, height: int = 24
 ) -> str | None:
-    """Take one key by Textual's name for it ("slash", "shift+tab", "pagedown"). Returns what
-    somebody else has to do: "quit", "export" or None."""
+    """Handle a key, given by Textual's name for it ("slash", "shift+tab", "pagedown"). Returns the
+    action left to the caller: "quit", "export" or None."""
     choice = look.choice
-    choice.said = ""
+    choice.notice = ""
     if choice.typed is not None:
         return type_key(choice, key, character)
     if key in ("q", "ctrl+c", "ctrl+q"):
@@ -48,7 +48,7 @@ def go(choice: ViewState, screen: str) -> None:
 
 
 def type_key(choice: ViewState, key: str, character: str | None) -> None:
-    """A key while a search is typed."""
+    """Handle a key while a search is being typed."""
     assert choice.typed is not None
     if key == "enter":
         choice.filters[choice.screen], choice.typed = choice.typed, None
@@ -65,12 +65,12 @@ def type_key(choice: ViewState, key: str, character: str | None) -> None:
 
 
 def move(choice: ViewState, screen: str, by: int) -> None:
-    """Choose another thing of a screen's; who draws brings it back into range."""
+    """Move the selection of a screen; drawing clamps it to the valid range."""
     choice.selected[screen] = max(choice.selected.get(screen, 0) + by, 0)
 
 
 def press_metrics(look: DashboardView, key: str, height: int) -> None:
-    """Keys of screen 1."""
+    """Handle keys of screen 1."""
     choice = look.choice
     if choice.open and key in ("left", "right", "plus", "minus", "0"):
         zoom(look, key)
@@ -81,12 +81,12 @@ def press_metrics(look: DashboardView, key: str, height: int) -> None:
         move(choice, "metrics", 1 if key == "right" else -1)
     elif key in ("up", "down"):
         columns = look.grid[0]
-        place = choice.selected.get("metrics", 0)
-        if key == "down" or place >= columns:
+        selected = choice.selected.get("metrics", 0)
+        if key == "down" or selected >= columns:
             move(choice, "metrics", columns if key == "down" else -columns)
     elif key in ("pagedown", "pageup"):
-        each = look.grid[0] * look.grid[1]
-        move(choice, "metrics", each if key == "pagedown" else -each)
+        page_size = look.grid[0] * look.grid[1]
+        move(choice, "metrics", page_size if key == "pagedown" else -page_size)
     elif key == "enter":
         choice.open = True
     elif key == "escape":
@@ -107,33 +107,33 @@ def press_metrics(look: DashboardView, key: str, height: int) -> None:
 
 
 def zoom(look: DashboardView, key: str) -> None:
-    """Cursor and window of an open chart."""
+    """Move the cursor or change the window of an open chart."""
     choice, names = look.choice, metrics.chart_names(look)
     if not names:
         return
     name = names[look.select("metrics", len(names))]
     curves = [c for run in look.shown if (c := metrics.read_curve(look, run, name))]
     low, high = metrics.extent(curves, choice.window)
-    at = choice.cursor
+    cursor = choice.cursor
     if key in ("left", "right"):
-        at = (1.0 if key == "left" else 0.0) if at is None else at
-        choice.cursor = min(max(at + (0.02 if key == "right" else -0.02), 0.0), 1.0)
+        cursor = (1.0 if key == "left" else 0.0) if cursor is None else cursor
+        choice.cursor = min(max(cursor + (0.02 if key == "right" else -0.02), 0.0), 1.0)
     elif key == "0":
         choice.window = choice.cursor = None
     else:
         full = metrics.extent(curves, None)
-        middle = low + (0.5 if at is None else at) * (high - low)
+        middle = low + (0.5 if cursor is None else cursor) * (high - low)
         half = (high - low) * (0.25 if key == "plus" else 1.0)
         if half < 1e-9 * max(abs(full.high), 1.0):
             return
         window = Window(max(middle - half, full.low), min(middle + half, full.high))
         choice.window = None if window == full else window
-        if at is not None:
+        if cursor is not None:
             choice.cursor = (middle - window.low) / (window.high - window.low)
 
 
 def press_samples(look: DashboardView, key: str, height: int) -> None:
-    """Keys of screen 2."""
+    """Handle keys of screen 2."""
     choice = look.choice
     down = {"down": 1, "up": -1, "pagedown": PAGE, "pageup": -PAGE}
     if choice.open and key in down:
@@ -161,14 +161,14 @@ def press_samples(look: DashboardView, key: str, height: int) -> None:
 
 
 def press_log(look: DashboardView, key: str, height: int) -> None:
-    """Keys of screen 3."""
+    """Handle keys of screen 3."""
     choice = look.choice
     steps = {"down": 1, "up": -1, "pagedown": height - 6, "pageup": 6 - height}
     if key in steps:
         lines = len(log.listed(look))
-        place = choice.selected.get("log", 0) + steps[key]
-        choice.follow = steps[key] > 0 and place >= lines - 1
-        choice.selected["log"] = max(place, 0)
+        line = choice.selected.get("log", 0) + steps[key]
+        choice.follow = steps[key] > 0 and line >= lines - 1
+        choice.selected["log"] = max(line, 0)
     elif key in ("g", "home"):
         choice.follow, choice.selected["log"] = False, 0
     elif key in ("G", "shift+g", "end"):
@@ -182,7 +182,7 @@ def press_log(look: DashboardView, key: str, height: int) -> None:
 
 
 def press_runs(look: DashboardView, key: str, height: int) -> None:
-    """Keys of screen 4."""
+    """Handle keys of screen 4."""
     choice, run = look.choice, look.first
     if key in ("up", "down", "pageup", "pagedown"):
         move(choice, "runs", {"up": -1, "down": 1, "pageup": -PAGE, "pagedown": PAGE}[key])
@@ -194,6 +194,6 @@ def press_runs(look: DashboardView, key: str, height: int) -> None:
         choice.hidden ^= {str(run.path)}
         if not look.shown:
             choice.hidden.clear()
-            choice.said = "one run at least is shown"
+            choice.notice = "one run at least is shown"
     elif run is not None and key == "d":
         choice.marked = None if choice.marked == str(run.path) else str(run.path)

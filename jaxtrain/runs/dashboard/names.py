@@ -93,26 +93,26 @@ def label(name: str) -> str:
 
 def order_charts(names: Iterable[str], kind: str) -> list[str]:
     """Metrics as charts: those of the task's kind first, then the others as they came."""
-    left, found = dict.fromkeys(names), []
+    remaining, ordered = dict.fromkeys(names), []
     for pattern in (*FIRST.get(kind, FIRST[""]), *FIRST[""]):
-        matching = sorted(name for name in left if fnmatchcase(name, pattern))
-        found += matching
+        matching = sorted(name for name in remaining if fnmatchcase(name, pattern))
+        ordered += matching
         for name in matching:
-            del left[name]
-    data = [name for name in left if name.startswith("data/")]
-    return [*found, *(name for name in left if name not in data), *data]
+            del remaining[name]
+    data = [name for name in remaining if name.startswith("data/")]
+    return [*ordered, *(name for name in remaining if name not in data), *data]
 
 
 def group(names: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Metrics by groups, without groups that have none."""
-    left, found = dict.fromkeys(names), []
+    remaining, groups = dict.fromkeys(names), []
     for title, patterns in GROUPS:
-        own = []
+        members = []
         for pattern in patterns:
-            matching = [name for name in left if fnmatchcase(name, pattern)]
-            own += matching
+            matching = [name for name in remaining if fnmatchcase(name, pattern)]
+            members += matching
             for name in matching:
-                del left[name]
-        if own:
-            found.append((title, own))
-    return found
+                del remaining[name]
+        if members:
+            groups.append((title, members))
+    return groups

@@ -1,4 +1,4 @@
-"""All runs that were asked for, found and read again and again."""
+"""Reader that finds the requested runs and keeps them up to date."""
 
 import os
 import platform
@@ -34,11 +34,13 @@ class RunReader:
         new = False
         if self.clock() - self._searched >= SEARCH_SECONDS or not self.look.runs:
             self._searched = self.clock()
-            known = {str(run.path) for run in self.look.runs}
-            found = [WatchedRun(path) for path in find_runs(self.paths) if str(path) not in known]
-            self.look.runs += found
+            known_paths = {str(run.path) for run in self.look.runs}
+            new_runs = [
+                WatchedRun(path) for path in find_runs(self.paths) if str(path) not in known_paths
+            ]
+            self.look.runs += new_runs
             name_apart(self.look.runs)
-            new = bool(found)
+            new = bool(new_runs)
         for run in self.look.runs:
             new = run.read() or new
         return self._measure() or new
@@ -69,9 +71,13 @@ def name_apart(runs: list[WatchedRun]) -> None:
     """Give runs the shortest ends of their paths that tell them apart: seed0/run, seed1/run."""
     for run in runs:
         parts = run.path.absolute().parts
-        others = [one.path.absolute().parts for one in runs if one is not run]
+        other_paths = [
+            path_parts.path.absolute().parts for path_parts in runs if path_parts is not run
+        ]
         length = 1
-        while length < len(parts) and any(one[-length:] == parts[-length:] for one in others):
+        while length < len(parts) and any(
+            path_parts[-length:] == parts[-length:] for path_parts in other_paths
+        ):
             length += 1
         run.name = escape_control_chars(os.path.join(*parts[-length:]))
 

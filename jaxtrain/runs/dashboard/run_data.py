@@ -1,4 +1,4 @@
-"""What a run wrote into its folder so far, kept up to date by reading on.
+"""Data of a run's folder, updated incrementally as the run writes.
 
 Everything here was written by others and may be damaged, hostile or half there: what cannot be used
 is left out, and no text is shown before `shown.printable` had it.
@@ -27,7 +27,7 @@ MOST_BYTES = 2**24
 
 
 class Series:
-    """One metric: the rows (lines of metrics.jsonl) that have it, and its values there."""
+    """Values of one metric and the rows (lines of metrics.jsonl) that have it."""
 
     def __init__(self):
         self.rows, self.values = array("q"), array("d")
@@ -37,7 +37,7 @@ class Series:
 
 
 class WatchedRun:
-    """One run's folder. `read` takes in what is new."""
+    """Contents of one run's folder; `read` adds what is new."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -80,7 +80,7 @@ class WatchedRun:
 
     @property
     def behind(self) -> bool:
-        """Whether more is there than one reading took."""
+        """True if the last reading left unread data."""
         return any(tail.behind for tail in self._tails.values())
 
     def curve(self, name: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +93,8 @@ class WatchedRun:
         return np.array(self.along(x))[rows], np.array(series.values)
 
     def along(self, x: str) -> array:
-        """Where each line of metrics.jsonl stands on an x axis: "step", "time" or "tokens"."""
+        """Return the position of each line of metrics.jsonl on an x axis: "step", "time" or
+        "tokens"."""
         return {"step": self.steps, "time": self.times, "tokens": self.tokens}[x]
 
     def points(self, name: str) -> tuple[int, int]:
@@ -148,10 +149,12 @@ class WatchedRun:
                 series.values.append(float(value))
 
     def _take_place(self, step: int, line: dict[str, Any]) -> None:
-        """Where on each x axis a line stands."""
-        now = line.get("time")
-        now = float(now) if is_number(now) else (self.clock[-1] if self.clock else 0.0)
-        passed = now - self.clock[-1] if self.clock else 0.0
+        """Append the position of a line on each x axis."""
+        timestamp = line.get("time")
+        timestamp = (
+            float(timestamp) if is_number(timestamp) else (self.clock[-1] if self.clock else 0.0)
+        )
+        passed = timestamp - self.clock[-1] if self.clock else 0.0
         seconds = line.get("step_seconds")
         if passed > 3600 or passed < 0:  # the run stood still between two attempts
             passed = float(seconds) if is_number(seconds) else 0.0
@@ -161,22 +164,22 @@ class WatchedRun:
         self.times.append((self.times[-1] if self.times else 0.0) + passed)
         self.tokens.append((self.tokens[-1] if self.tokens else 0.0) + grown)
         self.steps.append(step)
-        self.clock.append(now)
+        self.clock.append(timestamp)
 
     def _take_samples(self, lines: list[bytes]) -> None:
-        self.samples.extend(found for raw in lines if (found := read_object(raw)) is not None)
+        self.samples.extend(sample for raw in lines if (sample := read_object(raw)) is not None)
 
     def _take_log(self, lines: list[bytes]) -> None:
         self.log.extend(escape_control_chars(raw.decode(errors="replace")) for raw in lines)
 
     def _take_attempts(self, lines: list[bytes]) -> None:
-        self.attempts += [found for raw in lines if (found := read_object(raw)) is not None]
+        self.attempts += [attempt for raw in lines if (attempt := read_object(raw)) is not None]
 
     def _read_small(self, name: str) -> None:
         path = self.path / name
         try:
-            found = path.stat()
-            seen = (found.st_mtime_ns, found.st_size, found.st_ino)
+            stat = path.stat()
+            seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
             if self._seen.get(name) == seen:
                 return
             value = parse_json(read_bytes(path, MOST_BYTES))
@@ -187,9 +190,9 @@ class WatchedRun:
         if name == "config.json" and isinstance(value, dict):
             self.config, self.flat = value, flatten(value)
         elif name == "heartbeat.json" and isinstance(value, dict):
-            self.beat, self.beat_seen = value, found.st_mtime
+            self.beat, self.beat_seen = value, stat.st_mtime
         elif name == "servers.json" and isinstance(value, list):
-            self.servers = [one for one in value if isinstance(one, dict)]
+            self.servers = [server for server in value if isinstance(server, dict)]
 
     def _read_hardware(self) -> None:
         folder = self.path / "hardware"
@@ -197,9 +200,9 @@ class WatchedRun:
             if path.name.endswith(".old.jsonl"):
                 continue
             tail = self._hardware.setdefault(path.stem, Tail(path))
-            kept = self.hardware.setdefault(path.stem, deque(maxlen=KEPT_HARDWARE))
+            history = self.hardware.setdefault(path.stem, deque(maxlen=KEPT_HARDWARE))
             lines = tail.read()  # of a rotated file the kept lines stay
-            kept.extend(found for raw in lines if (found := read_object(raw)) is not None)
+            history.extend(record for raw in lines if (record := read_object(raw)) is not None)
             self.version += bool(lines)
 
 
@@ -213,16 +216,16 @@ TAILED = {
 
 def find_runs(paths: list[Path], most: int = 64) -> list[Path]:
     """The runs that paths name: each itself, or those at most three folders below, newest first."""
-    found: dict[str, Path] = {}
+    runs_by_path: dict[str, Path] = {}
     for path in paths:
         below = [path] if is_run(path) else sorted(_search(path, 3), key=_age)
         for run in below[:most]:
-            found.setdefault(os.path.realpath(run), run)
-    return list(found.values())
+            runs_by_path.setdefault(os.path.realpath(run), run)
+    return list(runs_by_path.values())
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run lives in a folder: its config and its numbers, or the record of a start."""
+    """Return whether a folder holds a run: its config and metrics, or the record of a start."""
     if not (path / "config.json").is_file():
         return False
     return (path / "metrics.jsonl").is_file() or (path / "attempts.jsonl").is_file()
@@ -230,14 +233,18 @@ def is_run(path: Path) -> bool:
 
 def _search(path: Path, depth: int) -> Iterator[Path]:
     try:
-        below = [one for one in path.iterdir() if one.is_dir() and not one.name.startswith(".")]
+        below = [
+            folder
+            for folder in path.iterdir()
+            if folder.is_dir() and not folder.name.startswith(".")
+        ]
     except OSError:
         return
-    for one in below:
-        if is_run(one):
-            yield one
+    for folder in below:
+        if is_run(folder):
+            yield folder
         elif depth > 1:
-            yield from _search(one, depth - 1)
+            yield from _search(folder, depth - 1)
 
 
 def _age(run: Path) -> float:

@@ -1,4 +1,4 @@
-"""What a run is, what it is doing and how long it still takes, from its files alone."""
+"""Status of a run, its progress and remaining time, from its files alone."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ WARNING = ("warning", "error", "failed", "died", "refused", "timed out", "is gon
 
 
 class RunStatus(NamedTuple):
-    """How a run is."""
+    """State of a run."""
 
     kind: str
     """running, waiting, silent, finished, stopped, failed or unknown."""
@@ -31,7 +31,7 @@ class RunStatus(NamedTuple):
 
     @property
     def live(self) -> bool:
-        """Whether more is to come."""
+        """True while the run is going on."""
         return self.kind in ("running", "waiting")
 
 
@@ -47,9 +47,9 @@ MARKS = {
 """Sign, word and color of each kind of state."""
 
 
-def read_state(run: WatchedRun, now: float | None = None) -> RunStatus:
-    """How a run is at a Unix time, now by default."""
-    now = time.time() if now is None else now
+def read_state(run: WatchedRun, timestamp: float | None = None) -> RunStatus:
+    """Return the state of a run at a Unix time, by default now."""
+    timestamp = time.time() if timestamp is None else timestamp
     beat = run.beat
     if not beat:
         return RunStatus("unknown", "")
@@ -58,7 +58,9 @@ def read_state(run: WatchedRun, now: float | None = None) -> RunStatus:
         return RunStatus(str(kind), message)
     # Clocks of hosts differ: neither the writer's nor the file system's may lie in the future.
     signs = [run.beat_seen, number(beat.get("time"))]
-    age = now - max((sign for sign in signs if sign and sign <= now + 5), default=max(signs))
+    age = timestamp - max(
+        (sign for sign in signs if sign and sign <= timestamp + 5), default=max(signs)
+    )
     if kind != "running":  # written before runs told how they ended
         return RunStatus("silent", f"last sign {ago(age)} ago")
     if age <= SILENT and is_gone(beat):
@@ -77,7 +79,7 @@ def read_state(run: WatchedRun, now: float | None = None) -> RunStatus:
 
 
 def is_gone(beat: dict[str, Any]) -> bool:
-    """Whether the process that wrote a heartbeat ran here and does no longer."""
+    """Return whether the process that wrote a heartbeat ran on this host and has ended."""
     pid = beat.get("pid")
     if beat.get("host") != platform.node() or not isinstance(pid, int) or not 0 < pid < 2**31:
         return False
@@ -105,9 +107,9 @@ def current_step(run: WatchedRun) -> int:
 
 def total_steps(run: WatchedRun) -> int | None:
     """The last step of the run; None where nobody tells."""
-    for found in (run.beat.get("total_steps"), run.key("run.max_steps")):
-        if is_number(found) and found > 0:
-            return int(found)
+    for steps in (run.beat.get("total_steps"), run.key("run.max_steps")):
+        if is_number(steps) and steps > 0:
+            return int(steps)
     return None
 
 
@@ -125,7 +127,7 @@ def time_left(run: WatchedRun) -> float | None:
     return max(total - current_step(run), 0) * float(max(pace, 0.0))
 
 
-def time_passed(run: WatchedRun, now: float | None = None) -> float:
+def time_passed(run: WatchedRun, timestamp: float | None = None) -> float:
     """Seconds that the run took so far, pauses between attempts left out."""
     logged = run.times[-1] if run.times else 0.0
     started = number(run.beat.get("started"))
@@ -133,7 +135,7 @@ def time_passed(run: WatchedRun, now: float | None = None) -> float:
         return logged
     before = int(np.count_nonzero(np.array(run.clock) < started))
     earlier = run.times[before - 1] if before else 0.0
-    end = number(run.beat.get("time")) or (time.time() if now is None else now)
+    end = number(run.beat.get("time")) or (time.time() if timestamp is None else timestamp)
     return max(earlier + end - started, logged, 0.0)
 
 
@@ -146,9 +148,9 @@ def method(run: WatchedRun) -> str:
     """The method by its name: grpo rather than rl, where the config says so."""
     kind = flat(run.key("task.kind") or "")
     for key in ("task.algorithm", "task.loss", "task.objective"):
-        found = run.key(key)
-        if kind in ("rl", "preference") and isinstance(found, str):
-            return flat(found)[:24]
+        name = run.key(key)
+        if kind in ("rl", "preference") and isinstance(name, str):
+            return flat(name)[:24]
     return kind[:24]
 
 
@@ -159,52 +161,52 @@ def model(run: WatchedRun) -> str:
     ending = f" + {flat(adapter)}" if isinstance(adapter, str) and adapter != "none" else ""
     if isinstance(path, str) and path:
         parts = path.rstrip("/").split("/")
-        told = parts[-2:] if parts[-1] in ("model", "merged") else parts[-1:]
-        return flat("/".join(told))[-32:] + ending
+        tail = parts[-2:] if parts[-1] in ("model", "merged") else parts[-1:]
+        return flat("/".join(tail))[-32:] + ending
     family = run.key("model.architecture.model_type")
     return (flat(family)[:24] if family else "") + ending
 
 
 def devices(run: WatchedRun) -> str:
     """4 × H200"""
-    found = run.attempts[-1].get("devices") if run.attempts else None
-    if not isinstance(found, list) or not found:
+    kinds = run.attempts[-1].get("devices") if run.attempts else None
+    if not isinstance(kinds, list) or not kinds:
         return ""
-    kind = flat(found[0]).removeprefix("NVIDIA ")[:20]
-    return f"{len(found)} × {kind}" if len(found) > 1 else kind
+    kind = flat(kinds[0]).removeprefix("NVIDIA ")[:20]
+    return f"{len(kinds)} × {kind}" if len(kinds) > 1 else kind
 
 
 def is_warning(line: str) -> bool:
-    """Whether a line of log.txt should be seen."""
+    """Return whether a line of log.txt is a warning or an error."""
     lowered = line[:400].lower()
     return any(word in lowered for word in WARNING)
 
 
 def is_step(line: str) -> bool:
-    """Whether a line of log.txt is a step's, whose numbers stand elsewhere."""
+    """Return whether a line of log.txt reports a step, whose numbers are shown elsewhere."""
     rest = line[9:] if line[2:3] == ":" else line
     return rest.startswith(("step ", "eval at step "))
 
 
 def best(run: WatchedRun) -> tuple[str, float, int] | None:
     """(metric, value, step) of the best evaluation, by checkpoint.best_metric or what is usual."""
-    wanted = run.key("checkpoint.best_metric")
+    best_metric = run.key("checkpoint.best_metric")
     sets = [name for name in run.metrics if name.startswith("eval/") and name.endswith("/reward")]
-    names = [wanted, *sets, "eval/accuracy", "eval/loss", "reward", "loss"]
+    names = [best_metric, *sets, "eval/accuracy", "eval/loss", "reward", "loss"]
     for name in names:
         if isinstance(name, str) and run.metrics.get(name):
             smallest = name.endswith("loss")
-            if name == wanted:
+            if name == best_metric:
                 smallest = run.key("checkpoint.best_mode", "min") == "min"
             x, y = run.curve(name)
-            at = int(np.argmin(y) if smallest else np.argmax(y))
-            return name, float(y[at]), int(x[at])
+            index = int(np.argmin(y) if smallest else np.argmax(y))
+            return name, float(y[index]), int(x[index])
     return None
 
 
 def facts(run: WatchedRun) -> dict[str, Any]:
-    """One run as JSON: `jaxtrain watch --json`."""
-    state, left, found = read_state(run), time_left(run), best(run)
+    """Return a summary of a run as JSON, for `jaxtrain watch --json`."""
+    state, seconds_left, best_value = read_state(run), time_left(run), best(run)
     return {
         "run": str(run.path),
         "state": state.kind,
@@ -214,11 +216,13 @@ def facts(run: WatchedRun) -> dict[str, Any]:
         "devices": devices(run),
         "step": current_step(run),
         "total_steps": total_steps(run),
-        "eta_seconds": round(left, 1) if left is not None and state.live else None,
+        "eta_seconds": round(seconds_left, 1) if seconds_left is not None and state.live else None,
         "elapsed_seconds": round(time_passed(run), 1),
         "phase": flat(run.beat.get("phase") or ""),
         "attempt": run.beat.get("attempt") or len(run.attempts) or None,
-        "best": dict(zip(("metric", "value", "step"), found, strict=True)) if found else None,
+        "best": dict(zip(("metric", "value", "step"), best_value, strict=True))
+        if best_value
+        else None,
         "metrics": {name: series.values[-1] for name, series in run.metrics.items()},
         "servers": finite(run.servers),
         "hardware": {host: finite(lines[-1]) for host, lines in run.hardware.items() if lines},
@@ -228,6 +232,6 @@ def facts(run: WatchedRun) -> dict[str, Any]:
 
 def elapsed_and_left(run: WatchedRun, live: bool) -> str:
     """0:05:12   ETA 0:02:36"""
-    left = time_left(run) if live else None
-    ending = f"   ETA {format_time(left)}" if left is not None else ""
+    seconds_left = time_left(run) if live else None
+    ending = f"   ETA {format_time(seconds_left)}" if seconds_left is not None else ""
     return format_time(time_passed(run)) + ending

@@ -27,15 +27,15 @@ class Tail:
         self._forget()
 
     def read(self) -> list[bytes]:
-        """Whole lines that came since the last call, without their ends; at most MOST_READ bytes of
-        them. A file that is missing has none."""
+        """Return the complete lines added since the last call, without line ends; at most MOST_READ
+        bytes of them."""
         try:
             with open(self.path, "rb", opener=_open_regular) as file:
-                found = os.fstat(file.fileno())
-                if self._inode is not None and not self._goes_on(file, found):
+                stat = os.fstat(file.fileno())
+                if self._inode is not None and not self._goes_on(file, stat):
                     self.restarted += 1
                     self._forget()
-                self._inode = found.st_ino
+                self._inode = stat.st_ino
                 file.seek(self._offset)
                 new = file.read(MOST_READ)
         except OSError:
@@ -54,8 +54,8 @@ class Tail:
             self._rest, self._skipping = b"", True
         return lines
 
-    def _goes_on(self, file, found: os.stat_result) -> bool:
-        if found.st_ino != self._inode or found.st_size < self._offset:
+    def _goes_on(self, file, stat: os.stat_result) -> bool:
+        if stat.st_ino != self._inode or stat.st_size < self._offset:
             return False
         file.seek(self._offset - len(self._seam))
         return file.read(len(self._seam)) == self._seam

@@ -1,4 +1,4 @@
-"""What a person looks at: the runs, what was chosen, and what was drawn already."""
+"""View state of the dashboard: runs, selections, and a cache of drawn parts."""
 
 import re
 from collections.abc import Callable, Hashable
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass
 class ViewState:
-    """What a person chose by keys. Who draws brings numbers that are too large back into range."""
+    """Selections made by keys. Drawing clamps numbers that are out of range."""
 
     screen: str = "metrics"
     open: bool = False
@@ -59,7 +59,7 @@ class ViewState:
     """Share of the open chart's width, 0 to 1."""
     window: Window | None = None
     """Part of the open chart's x axis."""
-    said: str = ""
+    notice: str = ""
     """Message in the last line."""
 
 
@@ -83,13 +83,16 @@ class Frame(NamedTuple):
 
 
 class DashboardView:
-    """Runs and choice together, with a memory of parts that were drawn."""
+    """Runs and view state, with a cache of drawn parts."""
 
     def __init__(
-        self, runs: list[WatchedRun], choice: ViewState | None = None, now: float | None = None
+        self,
+        runs: list[WatchedRun],
+        choice: ViewState | None = None,
+        timestamp: float | None = None,
     ):
         self.runs, self.choice = runs, choice or ViewState()
-        self.now = now
+        self.now = timestamp
         """Unix time for everything that is told relative to it; None: the clock."""
         self.grid: tuple[int, int] = (2, 3)
         """Columns and rows of charts on the last picture."""
@@ -102,18 +105,19 @@ class DashboardView:
 
     @property
     def first(self) -> WatchedRun | None:
-        """The run that head line, samples, log and servers are about: chosen on screen 4."""
+        """Run that the head line, samples, log and servers show: selected on screen 4."""
         if not self.runs:
             return None
-        place = min(self.choice.selected.get("runs", 0), len(self.runs) - 1)
-        return self.runs[place]
+        index = min(self.choice.selected.get("runs", 0), len(self.runs) - 1)
+        return self.runs[index]
 
     def color(self, run: WatchedRun) -> str:
         """A run's color on all screens."""
         return COLORS[self.runs.index(run) % len(COLORS)]
 
     def pattern(self, screen: str | None = None) -> re.Pattern[str] | None:
-        """What was searched for; a text that is no regular expression is taken literally."""
+        """Return the compiled search pattern; a text that is no regular expression matches
+        literally."""
         text = self.choice.filters.get(screen or self.choice.screen, "")
         if not text:
             return None
@@ -124,12 +128,12 @@ class DashboardView:
 
     def select(self, screen: str, count: int) -> int:
         """The chosen place among `count` on a screen, brought into range."""
-        place = min(max(self.choice.selected.get(screen, 0), 0), max(count - 1, 0))
-        self.choice.selected[screen] = place
-        return place
+        index = min(max(self.choice.selected.get(screen, 0), 0), max(count - 1, 0))
+        self.choice.selected[screen] = index
+        return index
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What make() gave for this key, made once."""
+        """Return the cached value for a key, computing it with make() the first time."""
         if key not in self._drawn:
             if len(self._drawn) >= MOST_DRAWN:
                 self._drawn.clear()

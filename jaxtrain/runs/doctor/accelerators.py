@@ -31,13 +31,13 @@ def judge_python(facts: Facts) -> Finding:
 def judge_jax(facts: Facts) -> Finding:
     """jax and jaxlib, and whether they start."""
     versions, probe = facts["packages"]["versions"], facts["jax"]
-    own, lib = versions.get("jax"), versions.get("jaxlib")
+    jax, lib = versions.get("jax"), versions.get("jaxlib")
     install = recommend(facts)
-    if own is None or lib is None:
-        missing = "jax" if own is None else "jaxlib"
+    if jax is None or lib is None:
+        missing = "jax" if jax is None else "jaxlib"
         return Finding("jax", "error", f"{missing} is not installed", install)
-    text = f"jax {own}, jaxlib {lib}"
-    if numbers(lib) > numbers(own):
+    text = f"jax {jax}, jaxlib {lib}"
+    if numbers(lib) > numbers(jax):
         text += ": jaxlib is newer than jax, which refuses it"
         return Finding("jax", "error", text, install)
     if "failed" in probe:
@@ -47,9 +47,9 @@ def judge_jax(facts: Facts) -> Finding:
             "jax", "error", f"{text}: no answer while it {_doing(probe)}", unblock(facts)
         )
     if probe["state"] == "failed":
-        said = probe["message"] or f"it ended with exit code {probe['code']}"
+        message = probe["message"] or f"it ended with exit code {probe['code']}"
         return Finding(
-            "jax", "error", f"{text}: fails while it {_doing(probe)}: {said}", mend(facts)
+            "jax", "error", f"{text}: fails while it {_doing(probe)}: {message}", mend(facts)
         )
     return Finding("jax", "ok", f"{text}, ready in {probe.get('seconds', 0):g} s")
 
@@ -73,7 +73,7 @@ def recommend(facts: Facts) -> str:
 
 
 def unblock(facts: Facts) -> str:
-    """Where jax hangs."""
+    """Return advice for when jax hangs."""
     if facts["tpu"]["chips"]:
         return (
             "a TPU is one process's at a time: end the other (lsof /dev/accel* /dev/vfio/*); the"
@@ -87,15 +87,15 @@ def unblock(facts: Facts) -> str:
 
 
 def mend(facts: Facts) -> str:
-    """Where jax fails."""
-    said = facts["jax"]["message"]
-    asked = facts["environ"].get("JAX_PLATFORMS", "")
-    if "already in use" in said or "libtpu_lockfile" in said:
+    """Return advice for when jax fails."""
+    message = facts["jax"]["message"]
+    platforms = facts["environ"].get("JAX_PLATFORMS", "")
+    if "already in use" in message or "libtpu_lockfile" in message:
         return unblock(facts)
-    if "RESOURCE_EXHAUSTED" in said or "CUDA_ERROR_OUT_OF_MEMORY" in said:
+    if "RESOURCE_EXHAUSTED" in message or "CUDA_ERROR_OUT_OF_MEMORY" in message:
         return "another process has the GPU's memory: nvidia-smi names it"
-    if asked and asked != "cpu":
-        return f"JAX_PLATFORMS={asked} is set: unset it, or {recommend(facts)}"
+    if platforms and platforms != "cpu":
+        return f"JAX_PLATFORMS={platforms} is set: unset it, or {recommend(facts)}"
     if "cuda" in facts["environ"].get("LD_LIBRARY_PATH", "").lower():
         return f"unset LD_LIBRARY_PATH (jax brings its own CUDA libraries), or {recommend(facts)}"
     return recommend(facts)
@@ -104,25 +104,25 @@ def mend(facts: Facts) -> str:
 def judge_plugins(facts: Facts) -> list[Finding]:
     """Each against jaxlib, which takes its own version alone; two of CUDA exclude each other."""
     versions = facts["packages"]["versions"]
-    lib, found = versions.get("jaxlib"), []
+    lib, findings = versions.get("jaxlib"), []
     majors = [major for major in DRIVERS if versions.get(f"jax-cuda{major}-plugin")]
     for major in majors:
-        name, other = f"jax-cuda{major}-plugin", f"jax-cuda{major}-pjrt"
-        own = versions[name]
-        text = f"{name} {own} beside jaxlib {lib}"
+        name, pjrt = f"jax-cuda{major}-plugin", f"jax-cuda{major}-pjrt"
+        plugin_version = versions[name]
+        text = f"{name} {plugin_version} beside jaxlib {lib}"
         extra = JAX["cuda" if major == 13 else "cuda12"]
-        if numbers(own) != numbers(lib):
+        if numbers(plugin_version) != numbers(lib):
             text += ": not the same version, so jax does not use it"
-            found.append(Finding("plugin", "error", text, pip(facts, extra)))
-        elif numbers(versions.get(other)) != numbers(own):
-            text += f", but {other} {versions.get(other) or 'is missing'}"
-            found.append(Finding("plugin", "error", text, pip(facts, extra)))
+            findings.append(Finding("plugin", "error", text, pip(facts, extra)))
+        elif numbers(versions.get(pjrt)) != numbers(plugin_version):
+            text += f", but {pjrt} {versions.get(pjrt) or 'is missing'}"
+            findings.append(Finding("plugin", "error", text, pip(facts, extra)))
         else:
-            found.append(Finding("plugin", "ok", text))
+            findings.append(Finding("plugin", "ok", text))
     if len(majors) > 1:
         text = "the plugins of CUDA 12 and 13 are both here"
-        found.append(Finding("plugin", "error", text, install_cuda(facts)))
-    return found
+        findings.append(Finding("plugin", "error", text, install_cuda(facts)))
+    return findings
 
 
 def judge_driver(facts: Facts) -> list[Finding]:
@@ -136,7 +136,7 @@ def judge_driver(facts: Facts) -> list[Finding]:
             text = f"{nvidia['files'][0]} is here, but {text}"
         do = "load or update the NVIDIA driver; in a container: docker run --gpus all"
         return [Finding("driver", "error", text, do)]
-    found = []
+    findings = []
     driver = numbers(nvidia["driver"])
     suits = choose_cuda(facts)
     for major in (major for major in DRIVERS if versions.get(f"jax-cuda{major}-plugin")):
@@ -148,43 +148,43 @@ def judge_driver(facts: Facts) -> list[Finding]:
         ]
         if driver[:1] < (DRIVERS[major],):
             text += f" wants {DRIVERS[major]} or newer"
-            found.append(Finding("driver", "error", text, install_cuda(facts)))
+            findings.append(Finding("driver", "error", text, install_cuda(facts)))
         elif old:
             least = ".".join(map(str, CAPABILITIES[major]))
             text = f"{old[0]['name']}: CUDA {major} wants compute capability {least} or newer"
-            found.append(Finding("driver", "error", text, install_cuda(facts)))
+            findings.append(Finding("driver", "error", text, install_cuda(facts)))
         else:
-            found.append(Finding("driver", "ok", text))
-    if not found:
-        found.append(
+            findings.append(Finding("driver", "ok", text))
+    if not findings:
+        findings.append(
             Finding(
                 "driver", "ok", f"NVIDIA {nvidia['driver']}: for CUDA {suits or 'of older jax'}"
             )
         )
-    return found
+    return findings
 
 
 def judge_devices(facts: Facts) -> list[Finding]:
-    """What jax computes on, against what is there."""
+    """Compare the backend that jax uses with the accelerators that are present."""
     probe, present, chips = facts["jax"], facts["nvidia"]["gpus"], facts["tpu"]["chips"]
     if probe.get("state") != "ok":  # why is told under jax
         return []
     devices, backend = probe["devices"], probe["backend"]
     kinds = ", ".join(dict.fromkeys(device["kind"] for device in devices))
     text = f"{len(devices)} x {kinds} ({backend})"
-    asked = facts["environ"].get("JAX_PLATFORMS", "")
+    platforms = facts["environ"].get("JAX_PLATFORMS", "")
     hidden = facts["environ"].get("CUDA_VISIBLE_DEVICES")
     if backend != "cpu":
-        found = [Finding("devices", "ok", text)]
-        there = chips if backend == "tpu" else len(present)
-        if backend == "gpu" and hidden is None and 0 < len(devices) < there:
-            text += f", but nvidia-smi lists {there}"
-            found = [Finding("devices", "note", text, "see nvidia-smi about the others")]
-        return found + (judge_gpus(facts) if backend == "gpu" else [])
+        findings = [Finding("devices", "ok", text)]
+        num_present = chips if backend == "tpu" else len(present)
+        if backend == "gpu" and hidden is None and 0 < len(devices) < num_present:
+            text += f", but nvidia-smi lists {num_present}"
+            findings = [Finding("devices", "note", text, "see nvidia-smi about the others")]
+        return findings + (judge_gpus(facts) if backend == "gpu" else [])
     if not present and not chips:
         return [Finding("devices", "ok", f"no accelerator here; {text}")]
     things = f"{chips} TPU chips" if chips else f"{len(present)} x {present[0]['name']}"
-    if asked.lower() == "cpu":
+    if platforms.lower() == "cpu":
         text = f"{things} here, but JAX_PLATFORMS=cpu keeps jax on the CPU"
         return [Finding("devices", "note", text, "unset JAX_PLATFORMS to use them")]
     if not chips and hidden is not None and hidden.strip() in ("", "-1"):
@@ -204,8 +204,8 @@ def judge_devices(facts: Facts) -> list[Finding]:
 
 
 def judge_gpus(facts: Facts) -> list[Finding]:
-    """What the GPUs can do: bfloat16, the Hopper kernels; and how much of them is taken."""
-    found = []
+    """Report the GPUs' capabilities (bfloat16, Hopper kernels) and how much memory is taken."""
+    findings = []
     present = facts["nvidia"]["gpus"]
     capabilities = [
         numbers(device["capability"]) or tuple(present[0]["capability"] or () if present else ())
@@ -214,7 +214,7 @@ def judge_gpus(facts: Facts) -> list[Finding]:
     oldest = min((capability for capability in capabilities if capability), default=None)
     if oldest is not None and oldest < (8, 0):
         text = f"compute capability {_dotted(oldest)} has no bfloat16"
-        found.append(
+        findings.append(
             Finding("bfloat16", "note", text, "model.compute_dtype=float32 (it is faster)")
         )
     jax = facts["packages"]["versions"].get("jax")
@@ -224,19 +224,19 @@ def judge_gpus(facts: Facts) -> list[Finding]:
         text = (
             f"for compute capability 9.0, these GPUs have {_dotted(oldest)}: XLA computes instead"
         )
-        found.append(Finding("Hopper kernels", "ok", text))
+        findings.append(Finding("Hopper kernels", "ok", text))
     elif numbers(jax)[:2] != KERNELS_FOR:
         text = f"for jax {_dotted(KERNELS_FOR)}, found {jax}: they decline, XLA computes instead"
-        found.append(Finding("Hopper kernels", "note", text, install_cuda(facts)))
+        findings.append(Finding("Hopper kernels", "note", text, install_cuda(facts)))
     else:
-        found.append(Finding("Hopper kernels", "ok", "used"))
+        findings.append(Finding("Hopper kernels", "ok", "used"))
     for gpu in present:
         total, used = gpu["memory_mib"], gpu["used_mib"]
         if total and used and used > total / 4:
             text = f"{used / 1024:.0f} of {total / 1024:.0f} GiB of {gpu['name']} are taken"
-            found.append(Finding("GPU memory", "note", text, "nvidia-smi names the process"))
+            findings.append(Finding("GPU memory", "note", text, "nvidia-smi names the process"))
             break
-    return found
+    return findings
 
 
 def judge_libtpu(facts: Facts) -> list[Finding]:

@@ -58,8 +58,8 @@ TPUS = {
 
 
 def collect(seconds: float, output: Path, config: Facts | None = None) -> Facts:
-    """All of it. seconds: how long jax may take to start; output: where a run would write; config:
-    what `read_needs` tells of one."""
+    """Collect all facts. seconds: time limit for jax to start; output: where a run would write;
+    config: file to check."""
     python = (config or {}).get("vllm_python") or next(
         filter(None, map(os.getenv, VLLM_VARIABLES)), None
     )
@@ -109,12 +109,12 @@ def collect_packages() -> Facts:
     except importlib.metadata.PackageNotFoundError:
         requires = []
     names = {"jaxtrain", "jax", "jaxlib", "flax", *PLUGINS, *OPTIONAL}
-    names |= {_name(one) for one in requires if "extra ==" not in one}
+    names |= {_name(requirement) for requirement in requires if "extra ==" not in requirement}
     return {"versions": {name: find_version(name) for name in sorted(names)}, "requires": requires}
 
 
 def find_version(name: str) -> str | None:
-    """Of an installed distribution."""
+    """Return the version of an installed distribution."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -129,13 +129,13 @@ def _name(requirement: str) -> str:
 def collect_nvidia() -> Facts:
     """The driver and its GPUs, by nvidia-smi, and the device files that there are without it."""
     fields = ["name", "driver_version", "memory.total", "memory.used", "compute_cap"]
-    for asked in (fields, fields[:-1]):  # drivers before 510 do not tell the capability
-        query = f"--query-gpu={','.join(asked)}"
+    for queried in (fields, fields[:-1]):  # drivers before 510 do not tell the capability
+        query = f"--query-gpu={','.join(queried)}"
         state, text = run_quietly(["nvidia-smi", query, "--format=csv,noheader,nounits"], 15.0)
         if state != "failed":
             break
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    rows = [row for row in rows if state == "ok" and len(row) == len(asked)]
+    rows = [row for row in rows if state == "ok" and len(row) == len(queried)]
     gpus = [
         {
             "name": row[0],
@@ -177,25 +177,26 @@ def collect_tpu() -> Facts:
 
 
 def collect_disks(output: Path) -> list[Facts]:
-    """Where runs write: how much room there is, and whether a file can be written."""
+    """Return the free space of folders that runs write to, and whether a file can be written."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     try:
         temporary = tempfile.gettempdir()
     except OSError:  # nowhere to write
         temporary = os.environ.get("TMPDIR", "/tmp")
-    wanted = {"output": output, "TMPDIR": Path(temporary), "Hugging Face cache": home}
+    folders = {"output": output, "TMPDIR": Path(temporary), "Hugging Face cache": home}
     if cache := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         if "://" not in cache:
-            wanted["JAX_COMPILATION_CACHE_DIR"] = Path(cache)
+            folders["JAX_COMPILATION_CACHE_DIR"] = Path(cache)
     if Path("/dev/shm").is_dir():
-        wanted["/dev/shm"] = Path("/dev/shm")
+        folders["/dev/shm"] = Path("/dev/shm")
     return [
-        {"what": what, "path": str(path), **look_at_disk(path)} for what, path in wanted.items()
+        {"what": label, "path": str(path), **look_at_disk(path)} for label, path in folders.items()
     ]
 
 
 def look_at_disk(path: Path) -> Facts:
-    """Of a folder, or the nearest above it that there is: bytes, and why nothing can be written."""
+    """Return free bytes of a folder, or of its nearest existing parent, and why it cannot be
+    written."""
     folder = path.absolute()
     try:
         while not folder.is_dir() and folder != folder.parent:
@@ -212,8 +213,8 @@ def look_at_disk(path: Path) -> Facts:
 def collect_memory() -> Facts:
     """Bytes of the host, or of the container's limit, and cores."""
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if " kB" in line}
-    total, free = found.get("MemTotal"), found.get("MemAvailable")
+    meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if " kB" in line}
+    total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
     limit = _read_limit()
     if limit is not None and total is not None and limit < total:
         total, free = limit, min(limit, free or limit)
@@ -232,7 +233,7 @@ def _read_limit() -> int | None:
 
 
 def collect_hub() -> Facts:
-    """Whether the Hugging Face Hub is to be asked, as whom, and which models lie here."""
+    """Return whether the Hugging Face Hub is reachable, the user name, and the cached models."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
@@ -244,7 +245,7 @@ def collect_hub() -> Facts:
 
 
 def collect_ports() -> Facts:
-    """Whether two processes of this machine could talk over loopback: one port, tried."""
+    """Return whether two processes of this machine can talk over loopback, by trying one port."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             with socket.create_connection(server.getsockname(), timeout=5.0):
@@ -259,6 +260,6 @@ def collect_vllm(python: str | None) -> Facts | None:
         return None
     ask = "import importlib.metadata as m; print('@' + m.version('vllm'))"
     state, text = run_quietly([os.path.expanduser(python), "-c", ask], 60.0)
-    found = [line[1:] for line in text.splitlines() if line.startswith("@")]
-    version = found[0] if found and state == "ok" else None
+    answers = [line[1:] for line in text.splitlines() if line.startswith("@")]
+    version = answers[0] if answers and state == "ok" else None
     return {"python": python, "state": state, "version": version, "message": text.strip()[-200:]}

@@ -42,8 +42,7 @@ EMPTY: Facts = {
 
 
 def doctor_command(argv: list[str]) -> int:
-    """What is installed and present here, what does not fit together, and what to do about it; exit
-    code 1 where there is an error."""
+    """Report what is installed here, what does not fit together and how to fix it; the exit"""
     parser = Parser("jaxtrain doctor", description=doctor_command.__doc__)
     parser.add_argument(
         "--config", type=os.path.expanduser, help="also what this config needs; file or name"
@@ -75,16 +74,16 @@ def judge(facts: Facts) -> list[Finding]:
         for name, value in facts.items()
         if isinstance(value, dict) and "failed" in value
     }
-    whole = facts | {name: EMPTY[name] for name in failed if name in EMPTY}
-    found: list[Finding] = []
+    complete = facts | {name: EMPTY[name] for name in failed if name in EMPTY}
+    findings: list[Finding] = []
     for name, judges in JUDGES.items():
         if name in failed and name != "jax":
-            found.append(Finding(name, "note", f"could not be looked at: {failed[name]}"))
+            findings.append(Finding(name, "note", f"could not be looked at: {failed[name]}"))
             continue
-        for one in judges:
-            answer = one(whole)
-            found += [answer] if isinstance(answer, Finding) else answer
-    return found
+        for judge_part in judges:
+            answer = judge_part(complete)
+            findings += [answer] if isinstance(answer, Finding) else answer
+    return findings
 
 
 def render(findings: list[Finding]) -> str:

@@ -1,4 +1,4 @@
-"""What one config needs of a machine, read from its keys"""
+"""Requirements of one config on a machine, read from its keys."""
 
 import os
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def read_needs(path: str, overrides: Sequence[str] = ()) -> Facts:
         return {"path": path, "problem": f"configs cannot be read: {error}"}
     rollout, vllm = config.rollout, config.rollout.vllm
     rewards = {reward.function for reward in config.rewards}
-    asked = [
+    optional = [
         ("rollout.service ray", "ray", rollout.service.startswith("ray")),
         ("rollout.vllm.launch ray", "ray", vllm.launch == "ray"),
         ("rollout.vllm.discover", "vllm-router", vllm.discover.startswith("router+")),
@@ -36,7 +36,7 @@ def read_needs(path: str, overrides: Sequence[str] = ()) -> Facts:
         "path": path,
         "problem": None,
         "output": config.run.output_dir,
-        "packages": [(key, package) for key, package, wanted in asked if wanted],
+        "packages": [(key, package) for key, package, needed in optional if needed],
         "model": model,
         "model_here": bool(model) and Path(os.path.expanduser(model or "")).is_dir(),
         "compute_dtype": config.model.compute_dtype,

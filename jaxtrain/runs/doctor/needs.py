@@ -1,5 +1,5 @@
-"""What jaxtrain needs of a machine: package versions by extra, drivers, optional packages; and how
-a finding looks."""
+"""Requirements of jaxtrain on a machine: package versions by extra, drivers, optional packages; and
+how"""
 
 import re
 from typing import Any, Literal, NamedTuple
@@ -39,7 +39,7 @@ OPTIONAL = {
 
 
 class Finding(NamedTuple):
-    """One line of the answer."""
+    """Line of the report."""
 
     name: str
     level: Literal["ok", "note", "error"]
@@ -51,13 +51,15 @@ class Finding(NamedTuple):
 
 def numbers(version: str | None) -> tuple[int, ...]:
     """(0, 11, 2) of "0.11.2.dev3"; () of None and of what begins with no number."""
-    found = re.match(r"\d+(?:\.\d+)*", version or "")
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    match = re.match(r"\d+(?:\.\d+)*", version or "")
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def pip(facts: Facts, *wanted: str) -> str:
+def pip(facts: Facts, *requirements: str) -> str:
     """The command that installs requirements into the Python that the facts are of."""
-    return f"{facts['python']['install']} " + " ".join(f'"{one}"' for one in wanted)
+    return f"{facts['python']['install']} " + " ".join(
+        f'"{requirement}"' for requirement in requirements
+    )
 
 
 def choose_cuda(facts: Facts) -> int | None:
@@ -82,8 +84,8 @@ def install_cuda(facts: Facts) -> str:
         return (
             f"an NVIDIA driver of {DRIVERS[12]} or newer (CUDA 13: {DRIVERS[13]}), then ask again"
         )
-    extra, other = ("cuda", 12) if major == 13 else ("cuda12", 13)
+    extra, other_major = ("cuda", 12) if major == 13 else ("cuda12", 13)
     line = pip(facts, JAX[extra], NVML) + f"  # the extra {extra}"
-    if facts["packages"]["versions"].get(f"jax-cuda{other}-plugin"):
-        line = f"remove jax-cuda{other}-plugin and jax-cuda{other}-pjrt, then {line}"
+    if facts["packages"]["versions"].get(f"jax-cuda{other_major}-plugin"):
+        line = f"remove jax-cuda{other_major}-plugin and jax-cuda{other_major}-pjrt, then {line}"
     return line

@@ -1,5 +1,4 @@
-"""What jax says of itself, asked in a process of its own: a driver or a TPU that hangs, and a jax
-that cannot be imported, end that process and nothing else."""
+"""Probe of jax in a separate process: a driver or a TPU that hangs, and a jax"""
 
 import json
 import os
@@ -55,12 +54,12 @@ def probe_jax(seconds: float, program: str = PROGRAM) -> dict[str, Any]:
         except KeyboardInterrupt:
             kill(process)
             raise
-        told, said = (_read(file) for file in (out, err))
+        stdout, stderr = (_read(file) for file in (out, err))
     facts: dict[str, Any] = {"state": state, "backend": None, "devices": [], "code": code}
-    for line in told.splitlines():
+    for line in stdout.splitlines():
         if line.startswith("@{"):
             facts |= json.loads(line[1:])
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     warned = [line.partition("Warning: ")[2] for line in lines if "Warning: " in line]
     return facts | {"message": lines[-1][:600] if lines else "", "warnings": warned[:5]}
 

@@ -8,10 +8,10 @@ GIB = 2**30
 
 
 def judge_packages(facts: Facts) -> list[Finding]:
-    """What is installed against the bounds of pyproject.toml."""
+    """Compare installed packages with the bounds of pyproject.toml."""
     versions, requires = facts["packages"]["versions"], facts["packages"]["requires"]
-    own = [one for one in requires if "extra ==" not in one]
-    if not own:
+    required = [line for line in requires if "extra ==" not in line]
+    if not required:
         text = "jaxtrain is not installed as a package: its requirements are not known"
         return [Finding("packages", "note", text, "pip install -e . in the repository")]
     try:
@@ -23,16 +23,16 @@ def judge_packages(facts: Facts) -> list[Finding]:
             )
         ]
     wrong = []
-    wanted = [Requirement(one) for one in own]
-    for one in wanted:
-        version = versions.get(one.name)
-        if one.marker is not None and not one.marker.evaluate():
+    requirements = [Requirement(line) for line in required]
+    for line in requirements:
+        version = versions.get(line.name)
+        if line.marker is not None and not line.marker.evaluate():
             continue
-        if version is None or not one.specifier.contains(version, prereleases=True):
+        if version is None or not line.specifier.contains(version, prereleases=True):
             wrong.append(
                 (
-                    f"{one.name} {version or 'is missing'} ({one.specifier})",
-                    f"{one.name}{one.specifier}",
+                    f"{line.name} {version or 'is missing'} ({line.specifier})",
+                    f"{line.name}{line.specifier}",
                 )
             )
     if wrong:
@@ -42,23 +42,25 @@ def judge_packages(facts: Facts) -> list[Finding]:
         Finding(
             "packages",
             "ok",
-            f"jaxtrain {versions.get('jaxtrain')}: all {len(wanted)} that it needs",
+            f"jaxtrain {versions.get('jaxtrain')}: all {len(requirements)} that it needs",
         )
     ]
 
 
 def judge_optional(facts: Facts) -> Finding:
-    """What is there of packages that only some configs use."""
+    """Report the installed packages that only some configs use."""
     versions = facts["packages"]["versions"]
-    here = [f"{name} {versions[name]}" for name in OPTIONAL if versions.get(name)]
+    installed = [f"{name} {versions[name]}" for name in OPTIONAL if versions.get(name)]
     missing = [name for name in OPTIONAL if not versions.get(name)]
-    text = "; not installed: ".join(filter(None, [", ".join(here) or "none", ", ".join(missing)]))
+    text = "; not installed: ".join(
+        filter(None, [", ".join(installed) or "none", ", ".join(missing)])
+    )
     return Finding("optional", "ok", text)
 
 
 def judge_disks(facts: Facts) -> list[Finding]:
     """Room and permission, folder by folder."""
-    found = []
+    findings = []
     for disk in facts["disks"]:
         name, where = disk["what"], disk["path"]
         full = "another folder"
@@ -67,18 +69,18 @@ def judge_disks(facts: Facts) -> list[Finding]:
         )
         full = {"Hugging Face cache": "HF_HOME=ANOTHER/FOLDER"}.get(name, full)
         if name == "/dev/shm":
-            found.append(judge_shared(disk))
+            findings.append(judge_shared(disk))
         elif disk["problem"]:
             text = f"{where}: cannot be written: {disk['problem']}"
-            found.append(Finding(name, "error", text, full))
+            findings.append(Finding(name, "error", text, full))
         elif disk["free"] < GIB:
-            found.append(Finding(name, "error", f"{where}: {_size(disk['free'])} free", full))
+            findings.append(Finding(name, "error", f"{where}: {_size(disk['free'])} free", full))
         elif disk["free"] < 20 * GIB and name != "TMPDIR":
             text = f"{where}: {_size(disk['free'])} free; a checkpoint of 1 B parameters takes 12"
-            found.append(Finding(name, "note", text, full))
+            findings.append(Finding(name, "note", text, full))
         else:
-            found.append(Finding(name, "ok", f"{where}: {_size(disk['free'])} free"))
-    return found
+            findings.append(Finding(name, "ok", f"{where}: {_size(disk['free'])} free"))
+    return findings
 
 
 def judge_shared(disk: Facts) -> Finding:
@@ -92,7 +94,7 @@ def judge_shared(disk: Facts) -> Finding:
 
 
 def judge_memory(facts: Facts) -> Finding:
-    """Of the host or the container."""
+    """Judge the memory of the host or the container."""
     memory = facts["memory"]
     if memory["free"] is None:
         return Finding("memory", "ok", f"{memory['cores']} cores; the memory is not told here")
@@ -116,7 +118,7 @@ def judge_hub(facts: Facts) -> Finding:
 
 
 def judge_ports(facts: Facts) -> Finding:
-    """Whether processes of this machine reach each other."""
+    """Judge whether processes of this machine reach each other."""
     problem = facts["ports"]["problem"]
     if problem:
         text = f"127.0.0.1 cannot be used: {problem}"
@@ -131,7 +133,7 @@ def judge_vllm(facts: Facts) -> list[Finding]:
     vllm = facts["vllm"]
     if vllm is None:
         return []
-    low, high = (".".join(map(str, one)) for one in VLLM)
+    low, high = (".".join(map(str, bound)) for bound in VLLM)
     install = f'{vllm["python"]} -m pip install "vllm>={low},<{high}"'
     if vllm["version"] is None:
         text = f"{vllm['python']}: {vllm['message'] or vllm['state']}"
@@ -161,19 +163,24 @@ def judge_libraries(facts: Facts) -> list[Finding]:
 
 
 def judge_config(facts: Facts) -> list[Finding]:
-    """What a config asks for, as `read_needs` has read it."""
+    """Judge the requirements of a config, as `read_needs` reads them."""
     config = facts["config"]
     if config is None:
         return []
     if config.get("problem"):
         return [Finding("config", "error", config["problem"])]
-    versions, found = facts["packages"]["versions"], []
+    versions, findings = facts["packages"]["versions"], []
     for key, package in config["packages"]:
         if not versions.get(package):
             pips = re.findall(r'"[^"]+"', OPTIONAL[package].rpartition(": ")[2])
             text = f"{key} needs the package {package}"
-            found.append(
-                Finding("config", "error", text, pip(facts, *(one.strip('"') for one in pips)))
+            findings.append(
+                Finding(
+                    "config",
+                    "error",
+                    text,
+                    pip(facts, *(requirement.strip('"') for requirement in pips)),
+                )
             )
     model = config["model"]
     if model and not config["model_here"]:
@@ -181,7 +188,9 @@ def judge_config(facts: Facts) -> list[Finding]:
             text = (
                 f"model.path {model}: no folder, not in the Hub's cache, and HF_HUB_OFFLINE is set"
             )
-            found.append(Finding("config", "error", text, "unset HF_HUB_OFFLINE, or give a folder"))
+            findings.append(
+                Finding("config", "error", text, "unset HF_HUB_OFFLINE, or give a folder")
+            )
     probe = facts["jax"]
     old = [
         d
@@ -190,15 +199,15 @@ def judge_config(facts: Facts) -> list[Finding]:
     ]
     if old and config["compute_dtype"] == "bfloat16":
         text = f"model.compute_dtype is bfloat16, which {old[0]['kind']} does not have"
-        found.append(Finding("config", "error", text, "model.compute_dtype=float32"))
+        findings.append(Finding("config", "error", text, "model.compute_dtype=float32"))
     if config["vllm"] and facts["vllm"] is None:
         text = "rollout.vllm.launch starts servers with this Python unless another is named"
         do = "rollout.vllm.python or VLLM_PYTHON: the Python of an environment with vLLM"
-        found.append(Finding("config", "note", text, do))
-    if not found:
+        findings.append(Finding("config", "note", text, do))
+    if not findings:
         do = f"jaxtrain --config {config['path']} --dry-run opens its data and builds its shapes"
-        found.append(Finding("config", "ok", f"{config['path']}: what it needs is here", do))
-    return found
+        findings.append(Finding("config", "ok", f"{config['path']}: what it needs is here", do))
+    return findings
 
 
 def _size(count: int | None) -> str:

@@ -1,1 +1,1 @@
-"""What a training step would take on devices that are not here: time, memory, the best mesh."""
+"""Estimate of a training step on absent devices: time, memory, the best mesh."""

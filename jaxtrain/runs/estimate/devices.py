@@ -9,7 +9,7 @@ from jaxtrain.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One accelerator, and how it reaches others of its kind."""
+    """Kind of accelerator and its interconnect."""
 
     name: str
     tflops: float
@@ -49,11 +49,13 @@ DEVICES = {
 
 
 def find_device(kind: str) -> Device | None:
-    """That of a jax device_kind, such as "NVIDIA H200"; None for others."""
+    """Return the device of a jax device_kind, such as "NVIDIA H200"; None if unknown."""
     kind = kind.lower().replace("tpu v5 lite", "tpu v5e").replace("tpu v6 lite", "tpu v6e")
     kind = "tpu v5p" if kind == "tpu v5" else kind
-    found = (one for one in DEVICES.values() if re.search(rf"\b{one.name.lower()}\b", kind))
-    return next(found, None)
+    matching = (
+        device for device in DEVICES.values() if re.search(rf"\b{device.name.lower()}\b", kind)
+    )
+    return next(matching, None)
 
 
 def read_devices(text: str) -> tuple[Device, int]:

@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class StepRows:
-    """What an optimizer step trains on."""
+    """Rows that an optimizer step trains on."""
 
     tokens: int
     """Of a row, all of one document."""
@@ -58,7 +58,7 @@ class StepRows:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Of one optimizer step."""
+    """Time and memory of one optimizer step."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -77,7 +77,7 @@ class Estimate:
 def estimate(
     work: StepWork, mesh: Sizes, rows: StepRows, device: Device, *, buffer: float = 1.25
 ) -> Estimate:
-    """Of a step on this mesh. buffer: parallel.expert_buffer."""
+    """Estimate a step on this mesh. buffer: parallel.expert_buffer."""
     shards = count_ways(mesh_axes("rows", mesh), mesh)
     tokens = rows.tokens * rows.rows * shards / mesh.devices  # of a microstep, for each device
     parts = {
@@ -105,7 +105,7 @@ def estimate(
 
 
 def matmul_seconds(work: StepWork, tokens: float, device: Device) -> float:
-    """Of weights: forward, again where that is not kept, gradients of inputs and of weights."""
+    """Seconds of the weights' matmuls: forward, recomputation, gradients of inputs and weights."""
     again = 0.0 if work.remat in ("none", "elementwise", "dots") else 1.0
     dense = 2.0 * work.dense + again * work.dense_again + work.dense_trained
     experts = (2.0 + again) * work.experts + work.experts_trained
@@ -123,37 +123,39 @@ def mixing_seconds(
 
 
 def travel_seconds(work: StepWork, mesh: Sizes, rows: StepRows, device: Device) -> dict[str, float]:
-    """Of one microstep."""
-    found = {"weights": 0.0, "tensor": 0.0, "context": 0.0, "experts' tokens": 0.0}
+    """Seconds of communication in one microstep."""
+    seconds = {"weights": 0.0, "tensor": 0.0, "context": 0.0, "experts' tokens": 0.0}
     for array in work.arrays:
-        whole, axes = gathered_bytes(array, mesh)
+        gathered, axes = gathered_bytes(array, mesh)
         if axes:
             # Forward and backward, and the gradient back to its owners.
             times = 3 if array.trained else 2
-            found["weights"] += times * collective_seconds(whole, axes, mesh, device)
+            seconds["weights"] += times * collective_seconds(gathered, axes, mesh, device)
     # Bytes of a hidden state of this device's rows, before the tensor axis cuts it.
-    own = rows.rows * rows.tokens / mesh.shape["context"] * work.hidden * 2.0
+    activation_bytes = rows.rows * rows.tokens / mesh.shape["context"] * work.hidden * 2.0
     full = 0 if work.remat in ("none", "elementwise", "dots") else 1
     if mesh.shape["tensor"] > 1:
         # Two gathers and two scatters of a layer forward, as many back; what is computed again.
-        one = collective_seconds(own, ("tensor",), mesh, device)
-        found["tensor"] = work.layers * (8 + 3 * full) * one
+        per_exchange = collective_seconds(activation_bytes, ("tensor",), mesh, device)
+        seconds["tensor"] = work.layers * (8 + 3 * full) * per_exchange
     if mesh.shape["context"] > 1:
         # Keys and values: about as wide as the state with few key heads; gathered twice, summed.
-        whole = own * mesh.shape["context"] / mesh.shape["tensor"]
-        one = collective_seconds(whole, ("context",), mesh, device)
-        found["context"] = work.layers * (3 + full) * one
+        gathered = activation_bytes * mesh.shape["context"] / mesh.shape["tensor"]
+        per_exchange = collective_seconds(gathered, ("context",), mesh, device)
+        seconds["context"] = work.layers * (3 + full) * per_exchange
     if mesh.shape["expert"] > 1:
-        whole = own / mesh.shape["tensor"] * mesh.shape["expert"]
-        one = collective_seconds(whole, ("expert",), mesh, device)
-        found["experts' tokens"] = work.expert_layers * 5 * one
-    return found
+        gathered = activation_bytes / mesh.shape["tensor"] * mesh.shape["expert"]
+        per_exchange = collective_seconds(gathered, ("expert",), mesh, device)
+        seconds["experts' tokens"] = work.expert_layers * 5 * per_exchange
+    return seconds
 
 
 def unpack_seconds(work: StepWork, device: Device) -> float:
-    """Of packed weights, wherever they are multiplied: forward, again, backward."""
+    """Seconds to unpack quantized weights in the forward, recomputed and backward passes."""
     moved = sum(
-        math.prod(one.shape) * (one.itemsize + one.unpacked) for one in work.arrays if one.unpacked
+        math.prod(array.shape) * (array.itemsize + array.unpacked)
+        for array in work.arrays
+        if array.unpacked
     )
     return 3.0 * moved / (MEMORY_SHARE * device.memory_gbs * 1e9)
 
@@ -162,22 +164,27 @@ def replica_seconds(work: StepWork, mesh: Sizes, device: Device) -> float:
     """Gradients summed over full copies, once a step: there and back."""
     if mesh.shape["data"] == 1:
         return 0.0
-    own = sum(local_entries(one, mesh) * one.travels for one in work.arrays if one.trained)
-    return 2.0 * collective_seconds(own, ("data",), mesh, device)
+    gradient_bytes = sum(
+        local_entries(array, mesh) * array.travels for array in work.arrays if array.trained
+    )
+    return 2.0 * collective_seconds(gradient_bytes, ("data",), mesh, device)
 
 
 def optimizer_seconds(work: StepWork, mesh: Sizes, device: Device) -> float:
     """Weights and moments read and written, gradients read twice, for clipping first."""
     moved = sum(
-        local_entries(one, mesh) * (2 * one.slots + 4 * one.itemsize)
-        for one in work.arrays
-        if one.trained
+        local_entries(array, mesh) * (2 * array.slots + 4 * array.itemsize)
+        for array in work.arrays
+        if array.trained
     )
     return moved / (MEMORY_SHARE * device.memory_gbs * 1e9)
 
 
-def collective_seconds(whole: float, axes: tuple[str, ...], mesh: Sizes, device: Device) -> float:
-    """Of an all-gather to `whole` bytes on each device, or a reduce-scatter of as many.
+def collective_seconds(
+    gathered_bytes: float, axes: tuple[str, ...], mesh: Sizes, device: Device
+) -> float:
+    """Seconds of an all-gather to `gathered_bytes` on each device, or of the matching
+    reduce-scatter.
 
     Within a host as long as the whole array takes through a device's links. Beyond it, what comes
     from other hosts goes through the network of all members that a host has, at the same time.
@@ -185,12 +192,16 @@ def collective_seconds(whole: float, axes: tuple[str, ...], mesh: Sizes, device:
     members = count_ways(axes, mesh)
     order = list(mesh.shape)
     inner = math.prod(mesh.shape[axis] for axis in order[order.index(axes[-1]) + 1 :])
-    here = max(1, min(members, device.host // inner))
-    links = whole / (LINK_SHARE * device.link_gbs * 1e9)
-    if here == members:
+    local_members = max(1, min(members, device.host // inner))
+    links = gathered_bytes / (LINK_SHARE * device.link_gbs * 1e9)
+    if local_members == members:
         return links
-    outside = whole * (1 - here / members) / (here * NETWORK_SHARE * device.network_gbs * 1e9)
-    return max(outside, links if here > 1 else 0.0)
+    outside = (
+        gathered_bytes
+        * (1 - local_members / members)
+        / (local_members * NETWORK_SHARE * device.network_gbs * 1e9)
+    )
+    return max(outside, links if local_members > 1 else 0.0)
 
 
 def local_entries(array: ParameterArray, mesh: Sizes) -> float:
@@ -204,7 +215,7 @@ def gathered_bytes(array: ParameterArray, mesh: Sizes) -> tuple[float, tuple[str
     axes that is)."""
     cut = split_axes(array.axes, array.shape, mesh)
     stored = [axes for name, axes in zip(array.axes, cut, strict=True) if is_storage(name)]
-    axes = tuple(axis for one in stored for axis in one)
+    axes = tuple(axis for axes_of_dim in stored for axis in axes_of_dim)
     order = list(mesh.shape)
     axes = tuple(sorted(axes, key=order.index))
     return local_entries(array, mesh) * count_ways(axes, mesh) * array.travels, axes
@@ -216,16 +227,16 @@ def is_storage(name: str | None) -> bool:
 
 def memory(work: StepWork, mesh: Sizes, rows: StepRows, buffer: float) -> dict[str, float]:
     """GiB of one device, at the end of the backward pass."""
-    weights = sum(local_entries(one, mesh) * one.itemsize for one in work.arrays)
-    trained = [one for one in work.arrays if one.trained]
-    grads = sum(local_entries(one, mesh) * one.itemsize for one in trained)
-    slots = sum(local_entries(one, mesh) * one.slots for one in trained)
+    weights = sum(local_entries(stored, mesh) * stored.itemsize for stored in work.arrays)
+    trained = [stored for stored in work.arrays if stored.trained]
+    grads = sum(local_entries(stored, mesh) * stored.itemsize for stored in trained)
+    slots = sum(local_entries(stored, mesh) * stored.slots for stored in trained)
     tokens = rows.rows * rows.tokens / mesh.shape["context"]
     cut = mesh.shape["tensor"]
     outputs, mixed = 2.0 * work.outputs / cut, 2.0 * work.mixed / cut
     states = 2.0 * work.layers * work.hidden / cut
     # What a layer's last matrix gives is not kept, but the next layer's input is: as wide, mostly.
-    kept = {
+    saved = {
         "none": 2.0 * outputs,
         "elementwise": outputs + mixed,
         "dots": outputs,
@@ -235,20 +246,20 @@ def memory(work: StepWork, mesh: Sizes, rows: StepRows, buffer: float) -> dict[s
     one_layer = 0.0 if work.remat == "none" else LAYER_FACTOR * outputs / work.layers
     gathered = 0.0
     for array in work.arrays:
-        whole, axes = gathered_bytes(array, mesh)
+        gathered_size, axes = gathered_bytes(array, mesh)
         if axes:
-            gathered = max(gathered, whole / stacked(array))
+            gathered = max(gathered, gathered_size / stacked(array))
     # Keys and values of whole rows, and their gradients: about four hidden states.
     keys = 0.0 if mesh.shape["context"] == 1 else 8.0 * rows.rows * rows.tokens * work.hidden / cut
-    found = {
+    parts = {
         "weights": weights,
         "gradients": grads if rows.microsteps == 1 else 2 * grads,
         "optimizer": slots,
-        "kept for the backward pass": tokens * kept,
+        "kept for the backward pass": tokens * saved,
         "of one layer": tokens * one_layer * (buffer if work.num_experts > 1 else 1.0),
         "gathered": gathered + keys,
     }
-    return {name: size / GIB for name, size in found.items() if size}
+    return {name: size / GIB for name, size in parts.items() if size}
 
 
 def stacked(array: ParameterArray) -> int:

@@ -17,7 +17,7 @@ ALIKE = 0.01
 
 
 class SearchTarget(NamedTuple):
-    """What is kept while meshes change."""
+    """Quantities held constant while meshes change."""
 
     tokens: int
     """Of a row."""
@@ -53,23 +53,24 @@ def name_mesh(mesh: Mapping[str, int]) -> str:
 
 
 def find_meshes(
-    work: StepWork, wanted: SearchTarget, device: Device, count: int
+    work: StepWork, target: SearchTarget, device: Device, count: int
 ) -> list[MeshChoice]:
-    """Those that fit into the devices' memory, the fastest first; of meshes that are alike the
-    simplest."""
-    found = []
-    for sizes in factorise(count, len(AXES)):
+    """Return the meshes that fit into the devices' memory, fastest first; of equivalent ones the"""
+    fitting = []
+    for sizes in factorize(count, len(AXES)):
         mesh = Sizes(dict(zip(AXES, sizes, strict=True)))
-        if not divides(work, mesh) or (rows := wanted.rows(mesh)) is None:
+        if not divides(work, mesh) or (rows := target.rows(mesh)) is None:
             continue
-        one = estimate(work, mesh, rows, device, buffer=wanted.buffer)
-        if one.memory <= ROOM * device.memory_gib:
-            found.append(MeshChoice(mesh.shape, one))
-    found.sort(key=lambda one: -one.estimate.tokens_per_second)
-    kept: list[MeshChoice] = []
-    for _, group in itertools.groupby(found, key=_Steps()):
-        kept.append(min(group, key=lambda one: sum(size > 1 for size in one.mesh.values())))
-    return kept
+        candidate = estimate(work, mesh, rows, device, buffer=target.buffer)
+        if candidate.memory <= ROOM * device.memory_gib:
+            fitting.append(MeshChoice(mesh.shape, candidate))
+    fitting.sort(key=lambda candidate: -candidate.estimate.tokens_per_second)
+    distinct: list[MeshChoice] = []
+    for _, group in itertools.groupby(fitting, key=_Steps()):
+        distinct.append(
+            min(group, key=lambda candidate: sum(size > 1 for size in candidate.mesh.values()))
+        )
+    return distinct
 
 
 class _Steps:
@@ -86,8 +87,7 @@ class _Steps:
 
 
 def divides(work: StepWork, mesh: Sizes) -> bool:
-    """Whether each axis cuts what it is for: what it does not divide would lie whole on its
-    devices, or be computed twice."""
+    """Return whether each axis divides what it shards: anything else would be replicated on its"""
     shape = mesh.shape
     return (
         work.heads % shape["tensor"] == 0
@@ -97,11 +97,11 @@ def divides(work: StepWork, mesh: Sizes) -> bool:
     )
 
 
-def factorise(count: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write `count` as an ordered product of so many numbers."""
+def factorize(count: int, axes: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to write `count` as an ordered product of `axes` numbers."""
     if axes == 1:
         yield (count,)
         return
     for size in range(1, count + 1):
         if count % size == 0:
-            yield from ((size, *rest) for rest in factorise(count // size, axes - 1))
+            yield from ((size, *rest) for rest in factorize(count // size, axes - 1))

@@ -1,4 +1,4 @@
-"""What a model asks of devices, in numbers: read of its shapes, nothing is allocated."""
+"""Work of a model in numbers, read from its shapes without allocating anything."""
 
 import dataclasses
 import functools
@@ -74,19 +74,19 @@ def read_work(
     dtype: Any,
     slots: float = 8.0,
 ) -> StepWork:
-    """Of two abstract models: `plain` as it is without an adapter, and `model` of `shapes` as it is
-    trained. trained: paths of its parameters. slots: bytes of optimizer state an entry of these."""
+    """Read the work of two abstract models: `plain` without an adapter, and `model` of `shapes` as
+    it is"""
     layout, mix = read_layout(plain), model.stack.mixing_flops
     count: dict[str, float] = dict.fromkeys(
         ("dense", "dense_again", "dense_trained", "experts", "experts_trained"), 0.0
     )
-    for place, node in nnx.iter_graph(model):
+    for node_path, node in nnx.iter_graph(model):
         is_head = node is getattr(model, "head_table", None)
         share = 1.0 if is_head else getattr(node, "token_share", 0.0)
         group = "experts" if isinstance(node, ExpertLinear) else "dense"
-        once = is_head or place[-1:] == ("down",) or group == "experts"
+        once = is_head or node_path[-1:] == ("down",) or group == "experts"
         for name, value in split_model(node)[0].items() if share else ():
-            path = ".".join(map(str, (*place, name)))
+            path = ".".join(map(str, (*node_path, name)))
             if not is_vector(path):
                 weights = share * count_weights(path, value)
                 count[group] += weights
@@ -107,7 +107,7 @@ def read_work(
 def read_arrays(
     model: Any, shapes: Shapes, trained: Collection[str], dtype: Any, slots: float
 ) -> Iterator[ParameterArray]:
-    """All parameters of a model."""
+    """Return all parameters of a model."""
     computed = float(jnp.dtype(dtype).itemsize)
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         name = ".".join(map(str, path))
@@ -125,7 +125,7 @@ def read_arrays(
 
 
 def read_layout(plain: Any) -> dict[str, Any]:
-    """What Work says of the layers' Linears."""
+    """Return what StepWork needs to know of the layers' Linears."""
     outputs = mixed = 0.0
     experts, chosen, expert_layers = 1, 1, 0
     for path, node in nnx.iter_graph(plain):
@@ -151,8 +151,8 @@ def read_layout(plain: Any) -> dict[str, Any]:
 
 def count_heads(model: Any) -> int:
     """The largest number that divides the heads of all layers."""
-    found = []
+    counts = []
     for _, mixer in model.stack.mixers():
         names = ("num_heads", "num_key_heads")
-        found += [one for name in names if isinstance(one := getattr(mixer, name, None), int)]
-    return math.gcd(*found) or 1
+        counts += [count for name in names if isinstance(count := getattr(mixer, name, None), int)]
+    return math.gcd(*counts) or 1

@@ -92,8 +92,8 @@ class Observers:
 
     def take(self) -> dict[str, str]:
         """Verdicts since the last call, each with the observer that gave it first."""
-        found, self._verdicts = self._verdicts, {}
-        return found
+        verdicts, self._verdicts = self._verdicts, {}
+        return verdicts
 
     def stopped(self, reason: str) -> None:
         """The run ends by a signal."""
@@ -111,7 +111,9 @@ class Observers:
         elif error is not None:
             state = "failed"
             message = shorten(escape_control_chars(f"{type(error).__name__}: {error}"), 500)
-        self._all = {label: one for label, one in self._all.items() if label in self._started}
+        self._all = {
+            label: observer for label, observer in self._all.items() if label in self._started
+        }
         with self.phase("waiting for observers"):
             self.notify("end", state, message)
         self._all = {}
@@ -156,26 +158,27 @@ class Observers:
 
 
 def open_observers(config: Config) -> dict[str, Any]:
-    """All observers by what messages call them; UserError where one cannot be found or made."""
+    """Open all observers, keyed by the names that messages use; raise UserError if one cannot be
+    found or made."""
     tables = list_observers(config)
-    made: dict[str, Any] = {}
-    for key, one in tables:
-        label = one.kind.rpartition("/")[2]
-        label = label if label not in made else f"{label} ({key})"
-        options = reveal(one.options, f"{key}.options")
-        found = plugins.find("observers", one.kind, OBSERVERS, key=f"{key}.kind")
-        made[label] = make(
-            found,
+    opened: dict[str, Any] = {}
+    for key, table in tables:
+        label = table.kind.rpartition("/")[2]
+        label = label if label not in opened else f"{label} ({key})"
+        options = reveal(table.options, f"{key}.options")
+        factory = plugins.find("observers", table.kind, OBSERVERS, key=f"{key}.kind")
+        opened[label] = make(
+            factory,
             options=options,
-            key=f"{key}.kind {one.kind!r}",
+            key=f"{key}.kind {table.kind!r}",
             options_key=f"{key}.options",
         )
-    return made
+    return opened
 
 
 def list_observers(config: Config) -> list[tuple[str, ObserverConfig]]:
     """(key, table) of each: the config's own, and what eval.patience stands for."""
-    found = [(f"observers.{index}", one) for index, one in enumerate(config.observers)]
+    configured = [(f"observers.{index}", section) for index, section in enumerate(config.observers)]
     if config.eval.patience is not None:
         options = {
             "metric": config.checkpoint.best_metric,
@@ -183,8 +186,8 @@ def list_observers(config: Config) -> list[tuple[str, ObserverConfig]]:
             "patience": config.eval.patience,
             "min_delta": config.eval.min_delta,
         }
-        found.insert(0, ("eval.patience", ObserverConfig(kind="early_stop", options=options)))
-    return found
+        configured.insert(0, ("eval.patience", ObserverConfig(kind="early_stop", options=options)))
+    return configured
 
 
 def _nothing(*args: Any) -> None:

@@ -51,12 +51,12 @@ class EarlyStop:
         return self.judge()
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> Verdict:
-        """One more."""
+        """Compare an evaluation with the best one."""
         self.look(values)
         return self.judge()
 
     def look(self, values: Mapping[str, Any]) -> None:
-        """One evaluation's numbers; None and NaN are no better than anything."""
+        """Compare one evaluation's numbers; None and NaN never count as an improvement."""
         if self.options.metric not in values:
             return
         value = values[self.options.metric]
@@ -67,7 +67,7 @@ class EarlyStop:
             self.waited += 1
 
     def judge(self) -> Verdict:
-        """Whether the run ends here."""
+        """Return the verdict that ends the run, if any."""
         if self.waited < self.options.patience:
             return None
         self.log(

@@ -66,7 +66,7 @@ class HubOptions(Section):
 
 
 class MetricsHub:
-    """See the module."""
+    """Observer that pushes models and metrics to the Hugging Face Hub."""
 
     Section = HubOptions
 
@@ -102,16 +102,16 @@ class MetricsHub:
         """Keep its files until they are pushed."""
         if self.options.strategy == "end" or self._refused:
             return
-        kept = self.run.home / str(step)
-        shutil.rmtree(kept, ignore_errors=True)
+        snapshot = self.run.home / str(step)
+        shutil.rmtree(snapshot, ignore_errors=True)
         if self.options.strategy == "every_save":
             # A run of its own, of this checkpoint alone.
-            shutil.copytree(path, kept / "checkpoints" / path.name, copy_function=_link)
-            shutil.copy2(self.run.folder / "config.json", kept / "config.json")
+            shutil.copytree(path, snapshot / "checkpoints" / path.name, copy_function=_link)
+            shutil.copy2(self.run.folder / "config.json", snapshot / "config.json")
         else:
-            shutil.copytree(path, kept, copy_function=_link)
+            shutil.copytree(path, snapshot, copy_function=_link)
         self._newest = step
-        self._queue.put(("checkpoint", step, kept))
+        self._queue.put(("checkpoint", step, snapshot))
 
     def end(self, state: str, message: str) -> None:
         """Push the model of a run that is through, and wait for all that is to be pushed."""
@@ -135,65 +135,65 @@ class MetricsHub:
         shutil.rmtree(self.run.home, ignore_errors=True)
 
     def _push_all(self) -> None:
-        while (one := self._queue.get()) is not None:
-            what, step, path = one
+        while (job := self._queue.get()) is not None:
+            kind, step, path = job
             passed_over = self.options.strategy != "all_checkpoints" and step < self._newest
-            if what != "checkpoint" or not (passed_over or self._refused or self._over):
-                self._push(what, step, path)
-            if what == "checkpoint" and path is not None:
+            if kind != "checkpoint" or not (passed_over or self._refused or self._over):
+                self._push(kind, step, path)
+            if kind == "checkpoint" and path is not None:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _push(self, what: str, step: int, path: Path | None) -> None:
-        """One thing, with what is said about it."""
-        named = f"{what} of step {step}"
-        if what == "checkpoint" and self.options.strategy == "every_save":
+    def _push(self, kind: str, step: int, path: Path | None) -> None:
+        """Push one item with its description."""
+        named = f"{kind} of step {step}"
+        if kind == "checkpoint" and self.options.strategy == "every_save":
             assert path is not None, "checkpoints have files"
             if problem := self._export(path):
                 self.run.log(f"warning: the model of step {step} was not exported: {problem}")
                 return
-            what, path, named = "model", path / "model", f"model of step {step}"
+            kind, path, named = "model", path / "model", f"model of step {step}"
         for number in range(1, TRIES + 1):
-            found = self._ask(self._job(what, step, path))
-            if "repo" in found:
-                self._repo, self._made, self._refused = found["repo"], True, False
+            answer = self._ask(self._job(kind, step, path))
+            if "repo" in answer:
+                self._repo, self._made, self._refused = answer["repo"], True, False
                 if path is not None:
                     self.run.log(f"{named} pushed to {self.options.repo}")
                 return
-            again = _may_pass(found["status"])
+            again = _may_pass(answer["status"])
             if number == TRIES or not again or self._over:
                 break
-            time.sleep(0 if self._closing and what == "checkpoint" else PAUSE * number)
+            time.sleep(0 if self._closing and kind == "checkpoint" else PAUSE * number)
         self._refused = not again
         if self._over:
             return
         if path is None:
             advice = "; the run goes on, and the model is tried at its end"
-        elif step == self.run.total_steps and what == "model":
+        elif step == self.run.total_steps and kind == "model":
             advice = f"; hf upload {self.options.repo} {path}"
         else:
             advice = "; the model is tried at the end" if self._refused else "; the next is tried"
         failed = f"{named} was not pushed to" if path is not None else "nothing can be pushed to"
-        self.run.log(f"warning: {failed} {self.options.repo}: {self._explain(found)}{advice}")
+        self.run.log(f"warning: {failed} {self.options.repo}: {self._explain(answer)}{advice}")
 
-    def _job(self, what: str, step: int, path: Path | None) -> dict[str, Any]:
-        options, place = self.options, None
-        last = what == "checkpoint" and options.strategy == "checkpoint"
-        if what == "checkpoint":
-            place = "last-checkpoint" if last else f"checkpoints/{step}"
+    def _job(self, kind: str, step: int, path: Path | None) -> dict[str, Any]:
+        options, target = self.options, None
+        last = kind == "checkpoint" and options.strategy == "checkpoint"
+        if kind == "checkpoint":
+            target = "last-checkpoint" if last else f"checkpoints/{step}"
         return {
             "repo": self._repo,
             "private": options.private,
             "branch": options.branch,
             "make": not self._made,
             "folder": None if path is None else str(path),
-            "message": f"{what} of step {step}",
-            "place": place,
+            "message": f"{kind} of step {step}",
+            "place": target,
             "clear": last,
         }
 
-    def _explain(self, found: dict[str, Any]) -> str:
+    def _explain(self, answer: dict[str, Any]) -> str:
         """For people: what the Hub has against it, and what helps."""
-        status, repo = found["status"], self.options.repo
+        status, repo = answer["status"], self.options.repo
         if status == 401:
             return (
                 "the Hub does not know the token (status 401); set HF_TOKEN to one that may write,"
@@ -204,11 +204,11 @@ class MetricsHub:
                 f"the token may not write to {repo} (status {status}); it needs the role write, and"
                 " an owner that lets it"
             )
-        told = f"status {status}: " if status is not None else ""
-        return f"{told}{found['kind']}: {shorten(escape_control_chars(found['text']), 300)}"
+        prefix = f"status {status}: " if status is not None else ""
+        return f"{prefix}{answer['kind']}: {shorten(escape_control_chars(answer['text']), 300)}"
 
     def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """What a push came to, within the time that it may take."""
+        """Run a push in a child process and return its outcome, within the time limit."""
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         with self._running([*PUSH], quiet, stdin=subprocess.PIPE) as child:
             answers = child.stdout
@@ -223,13 +223,13 @@ class MetricsHub:
             reader.join(self.options.seconds)
             if reader.is_alive():
                 child.kill()
-                told = f"it took longer than {self.options.seconds:g} s"
-                return {"status": None, "kind": "TimeoutError", "text": told}
+                problem = f"it took longer than {self.options.seconds:g} s"
+                return {"status": None, "kind": "TimeoutError", "text": problem}
         try:
             return json.loads(lines[0])
         except ValueError:  # it was killed
-            told = f"the process that pushes ended with {child.returncode}"
-            return {"status": None, "kind": "OSError", "text": told}
+            problem = f"the process that pushes ended with {child.returncode}"
+            return {"status": None, "kind": "OSError", "text": problem}
 
     def _export(self, run: Path) -> str:
         """Write the model of the one checkpoint in `run`; what went wrong, "" where nothing did."""
@@ -276,5 +276,5 @@ def _link(source: str, target: str) -> None:
 
 
 def _may_pass(status: int | None) -> bool:
-    """Whether the same may work in a moment: not where the Hub has refused it."""
+    """Return whether an error may be transient; a refusal by the Hub is not."""
     return status is None or status in (408, 429) or status >= 500

@@ -54,7 +54,7 @@ class LossSpike:
         self.high = 0
 
     def step(self, step: int, values: Mapping[str, float]) -> Verdict:
-        """One more step."""
+        """Check the loss of one step."""
         self.look(values)
         if self.high != self.options.steps:  # once for each time that it leaps
             return None
@@ -78,11 +78,11 @@ class LossSpike:
                 self.count += 1
 
     def is_spike(self, value: float | None) -> bool:
-        """Whether a number leaps out of those before it."""
+        """Return whether a number is an outlier among those before it."""
         if self.count < self.options.warmup:
             return False
         if value is None or not math.isfinite(value):
             return True
         middle = median(self.seen)
-        deviation = NORMAL * median(abs(one - middle) for one in self.seen)
+        deviation = NORMAL * median(abs(loss - middle) for loss in self.seen)
         return value > middle + self.options.deviations * max(deviation, LEAST * abs(middle))

@@ -1,4 +1,4 @@
-"""What an observer is, and what it is told of the run. No jax here."""
+"""Observer protocol: the events of a run that it receives. No jax here."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Observer(Protocol):
         """The checkpoint in this folder is complete; a later one may delete it."""
 
     def publish(self, version: int, metrics: Mapping[str, float]) -> Verdict:
-        """Whoever draws answers has the weights of this version: rounds that were trained."""
+        """Handle new weights at the sampler; `version` counts the rounds that were trained."""
 
     def samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> Verdict:
         """Answers of the model, as they go to samples.jsonl."""

@@ -1,4 +1,4 @@
-"""One push to the Hugging Face Hub, in a process of its own: `python -m jaxtrain.runs.observers.push`.
+"""Single push to the Hugging Face Hub in its own process: `python -m jaxtrain.runs.observers.push`.
 
     stdin    a line {"repo", "private", "branch", "make", "folder", "message", "place", "clear"}
     stdout   a line {"repo"}, or {"status", "kind", "text"} of what went wrong
@@ -39,23 +39,23 @@ def push(job: Mapping[str, Any]) -> dict[str, Any]:
         return {"repo": repo}
     except Exception as error:  # the border: network, rights, disk
         chain = list(causes(error))
-        answered = [one for one in chain if getattr(one, "response", None) is not None]
-        told = [*answered, *reversed(chain)][0]
-        status = getattr(getattr(told, "response", None), "status_code", None)
-        text = str(told).strip().partition("\n")[0]
-        return {"status": status, "kind": type(told).__name__, "text": text}
+        answered = [cause for cause in chain if getattr(cause, "response", None) is not None]
+        chosen = [*answered, *reversed(chain)][0]
+        status = getattr(getattr(chosen, "response", None), "status_code", None)
+        text = str(chosen).strip().partition("\n")[0]
+        return {"status": status, "kind": type(chosen).__name__, "text": text}
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """An error and what it was raised from."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__
 
 
 def main() -> None:
-    """See the module."""
+    """Read a job from stdin, push it, and print the outcome."""
     job = json.loads(sys.stdin.readline())
 
     def watch() -> None:

@@ -67,8 +67,8 @@ class Webhook:
 
     def end(self, state: str, message: str) -> None:
         """Tell of the end, and wait until it is told."""
-        wanted = {"end", "failure"} if state == "failed" else {"end"}
-        if wanted & set(self.options.events):
+        events = {"end", "failure"} if state == "failed" else {"end"}
+        if events & set(self.options.events):
             self._put("end", state=state, message=message)
         self._queue.put(None)
         self._thread.join(self.options.seconds)
@@ -76,7 +76,7 @@ class Webhook:
     def _put(self, event: str, *, message: str, state: str = "running") -> None:
         run = self.run
         where = f"step {self.step_done} of {run.total_steps}"
-        told = state if event == "end" else event
+        event_name = state if event == "end" else event
         self._queue.put(
             {
                 "event": event,
@@ -88,24 +88,24 @@ class Webhook:
                 "message": message,
                 "host": platform.node(),
                 "time": round(time.time(), 3),
-                "text": f"jaxtrain {run.folder.name}: {told}, {where}"
+                "text": f"jaxtrain {run.folder.name}: {event_name}, {where}"
                 + (f": {message}" if message else ""),
             }
         )
 
     def _send_all(self) -> None:
-        while (told := self._queue.get()) is not None:
-            problem = self._send(told)
+        while (message := self._queue.get()) is not None:
+            problem = self._send(message)
             if problem and not self._warned:
                 self._warned = True
-                self.run.log(f"warning: the webhook was not told of {told['event']}: {problem}")
+                self.run.log(f"warning: the webhook was not told of {message['event']}: {problem}")
 
-    def _send(self, told: Mapping[str, Any]) -> str:
+    def _send(self, message: Mapping[str, Any]) -> str:
         """Why it could not be sent, without the URL; empty where it was."""
         try:
             request = urllib.request.Request(
                 self.options.secret_url,
-                json.dumps(told).encode(),
+                json.dumps(message).encode(),
                 {"Content-Type": "application/json"},
             )
             with self._opener.open(request, timeout=self.options.seconds):
@@ -114,8 +114,8 @@ class Webhook:
             return f"it answered with status {error.code}"
         except urllib.error.URLError as error:
             reason = error.reason
-            known = isinstance(reason, OSError) and reason.strerror
-            return str(known) if known else type(reason).__name__
+            os_reason = isinstance(reason, OSError) and reason.strerror
+            return str(os_reason) if os_reason else type(reason).__name__
         except Exception as error:  # the border: texts of these may hold the URL
             return type(error).__name__
 

@@ -1,4 +1,4 @@
-"""What the page shows of runs, as JSON: thinned, cut to bounds, without secrets."""
+"""Data of the report page as JSON: thinned, bounded, without secrets."""
 
 import re
 import time
@@ -46,16 +46,16 @@ def collect(runs: Sequence[WatchedRun], ended: str | None = None) -> dict[str, A
 
 
 def collect_run(run: WatchedRun, charts: Sequence[str], ended: str | None) -> dict[str, Any]:
-    """One run."""
-    told = facts(run)
+    """Return the data of one run."""
+    summary = facts(run)
     if ended is not None:
-        told |= {"state": ended, "message": ""}
+        summary |= {"state": ended, "message": ""}
     chosen = ("state", "message", "task", "model", "devices", "step", "total_steps", "best")
-    last = {name: told["metrics"].get(name) for name in charts}
+    last = {name: summary["metrics"].get(name) for name in charts}
     return {
         "name": run.name,
         "path": str(run.path),
-        **{name: told[name] for name in chosen},
+        **{name: summary[name] for name in chosen},
         "seconds": time_passed(run),
         "last": {
             escape_control_chars(name): value for name, value in last.items() if value is not None
@@ -65,7 +65,7 @@ def collect_run(run: WatchedRun, charts: Sequence[str], ended: str | None) -> di
         },
         "clock": {kind: axis(run, kind) for kind in ("time", "tokens")},
         "config": {k: hide(v, k) for k, v in list(run.flat.items())[:MOST_KEYS]},
-        "attempts": [attempt(one) for one in run.attempts[-20:]],
+        "attempts": [attempt(start) for start in run.attempts[-20:]],
         "samples": pick_samples(run),
         "warnings": [hide_text(line)[:600] for line in run.log if is_warning(line)][
             -MOST_WARNINGS:
@@ -86,11 +86,11 @@ def thin(x: np.ndarray, y: np.ndarray, most: int = POINTS) -> np.ndarray:
         return np.arange(len(y))
     parts = (most - 2) // 2
     edges = np.linspace(0, len(y), parts + 1).astype(int)
-    found = [0, len(y) - 1]
+    indices = [0, len(y) - 1]
     for low, high in zip(edges[:-1], edges[1:], strict=True):
         part = y[low:high]
-        found += [low + int(part.argmin()), low + int(part.argmax())]
-    return np.unique(found)
+        indices += [low + int(part.argmin()), low + int(part.argmax())]
+    return np.unique(indices)
 
 
 def axis(run: WatchedRun, kind: str) -> list[list[float]]:
@@ -105,19 +105,19 @@ def short(value: float) -> float:
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
 
 
-def attempt(one: dict[str, Any]) -> dict[str, Any]:
-    """One start, its command without secrets."""
-    command = one.get("command")
+def attempt(line: dict[str, Any]) -> dict[str, Any]:
+    """Return one start of the run, its command without secrets."""
+    command = line.get("command")
     words = [str(word) for word in command] if isinstance(command, list) else []
-    versions = one.get("versions")
+    versions = line.get("versions")
     return {
-        "time": text(one.get("time")),
-        "host": text(one.get("host")),
+        "time": text(line.get("time")),
+        "host": text(line.get("host")),
         "command": " ".join(hide_text(word) for word in hide_command(words))[:4000],
         "versions": {text(k): text(v) for k, v in versions.items()}
         if isinstance(versions, dict)
         else {},
-        "devices": text(one.get("devices")),
+        "devices": text(line.get("devices")),
     }
 
 
@@ -135,12 +135,16 @@ def hide_command(words: Sequence[str]) -> list[str]:
 def hide(value: Any, key: str) -> Any:
     """A config value without secrets, in a size that can be shown."""
     last = key.rpartition(".")[2]
-    found = redact({last: value})[last]
-    if isinstance(found, str):
-        return shorten(hide_text(found), 2000)
-    if isinstance(found, list | dict):
-        return shorten(hide_text(str(found)), 2000)
-    return found if found is None or isinstance(found, bool) or is_number(found) else text(found)
+    redacted = redact({last: value})[last]
+    if isinstance(redacted, str):
+        return shorten(hide_text(redacted), 2000)
+    if isinstance(redacted, list | dict):
+        return shorten(hide_text(str(redacted)), 2000)
+    return (
+        redacted
+        if redacted is None or isinstance(redacted, bool) or is_number(redacted)
+        else text(redacted)
+    )
 
 
 def hide_text(value: str) -> str:
@@ -156,36 +160,36 @@ def text(value: Any) -> str:
 def pick_samples(run: WatchedRun) -> list[dict[str, Any]]:
     """Best and worst of some steps, the newest step first."""
     by_step: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for one in run.samples:
-        step = one.get("step")
+    for sample in run.samples:
+        step = sample.get("step")
         if isinstance(step, int) and not isinstance(step, bool):
-            by_step[step].append(one)
+            by_step[step].append(sample)
     steps = sorted(by_step)
     if len(steps) > MOST_STEPS:
         places = np.unique(np.linspace(0, len(steps) - 1, MOST_STEPS).astype(int))
-        steps = [steps[place] for place in places]
-    found = []
+        steps = [steps[index] for index in places]
+    picked = []
     for step in reversed(steps):
         rewarded = [s for s in by_step[step] if is_number(s.get("reward"))]
         rewarded.sort(key=lambda s: -s["reward"])
-        others = [s for s in by_step[step] if not is_number(s.get("reward"))]
+        unrewarded = [s for s in by_step[step] if not is_number(s.get("reward"))]
         best = rewarded[:MOST_EACH]
         worst = rewarded[MOST_EACH:][-MOST_EACH:]
-        found.append(
-            {"step": step, "samples": [show_sample(s) for s in (*best, *worst, *others[:2])]}
+        picked.append(
+            {"step": step, "samples": [show_sample(s) for s in (*best, *worst, *unrewarded[:2])]}
         )
-    return found
+    return picked
 
 
 def show_sample(sample: dict[str, Any]) -> dict[str, Any]:
-    """One answer as texts."""
-    known = ("prompt", "completion", "step", "reward", "rewards")
+    """Return one answer as texts."""
+    shown_elsewhere = ("prompt", "completion", "step", "reward", "rewards")
     rewards = sample.get("rewards")
-    told = {**(rewards if isinstance(rewards, dict) else {})}
-    told |= {k: v for k, v in sample.items() if k not in known}
+    extras = {**(rewards if isinstance(rewards, dict) else {})}
+    extras |= {k: v for k, v in sample.items() if k not in shown_elsewhere}
     return {
         "reward": sample["reward"] if is_number(sample.get("reward")) else None,
-        "facts": [[text(k)[:80], v if is_number(v) else text(v)[:200]] for k, v in told.items()],
+        "facts": [[text(k)[:80], v if is_number(v) else text(v)[:200]] for k, v in extras.items()],
         "prompt": [show_message(m, "prompt") for m in messages(sample.get("prompt"))[-6:]],
         "answer": [
             show_message(m, "answer") for m in messages(sample.get("completion"))[:MOST_MESSAGES]
@@ -204,13 +208,13 @@ def show_message(message: dict[str, Any], kind: str) -> list[str]:
 def hardware(run: WatchedRun) -> dict[str, list[list[float]]]:
     """Curves over seconds: for each host mean use, most memory and sum of watts of its GPUs, and
     its CPUs' use."""
-    found: dict[str, list[list[float]]] = {}
+    series_by_host: dict[str, list[list[float]]] = {}
     for host, lines in run.hardware.items():
-        begun = float(run.clock[0]) if run.clock else 0.0
+        start = float(run.clock[0]) if run.clock else 0.0
         series: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for line in lines:
-            now, gpus = line.get("time"), list_gpus(line)
-            if not is_number(now):
+            timestamp, gpus = line.get("time"), list_gpus(line)
+            if not is_number(timestamp):
                 continue
             uses = [g["use"] for g in gpus if is_number(g.get("use"))]
             memory = [g["memory"] / 2**30 for g in gpus if is_number(g.get("memory"))]
@@ -223,8 +227,8 @@ def hardware(run: WatchedRun) -> dict[str, list[list[float]]]:
             }
             for name, value in values.items():
                 if is_number(value):
-                    series[f"{name} ({text(host)[:40]})"].append((now - begun, float(value)))
+                    series[f"{name} ({text(host)[:40]})"].append((timestamp - start, float(value)))
         for name, points in series.items():
             pairs = np.array(points)
-            found[name] = curve(pairs[:, 0], pairs[:, 1])
-    return found
+            series_by_host[name] = curve(pairs[:, 0], pairs[:, 1])
+    return series_by_host

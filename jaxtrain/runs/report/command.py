@@ -13,8 +13,8 @@ from jaxtrain.runs.run_files import read_names, record_output, require_writable,
 
 
 def report_command(argv: list[str]) -> None:
-    """One HTML file about runs: charts, samples, configs and how they differ, versions, warnings.
-    It opens in any browser, without a network."""
+    """Write one HTML file about runs: charts, samples, configs and their differences, versions,
+    warnings."""
     parser = Parser("jaxtrain report", description=report_command.__doc__)
     parser.add_argument(
         "runs", nargs="+", type=expand_path, help="output_dirs, or folders with runs in them"
@@ -37,7 +37,7 @@ def report_command(argv: list[str]) -> None:
 
 
 def read_runs(paths: list[Path]) -> list[WatchedRun]:
-    """All that runs wrote so far; UserError where there is none."""
+    """Read everything that the runs have written; raise UserError if there is no run."""
     check_paths(paths)
     look = DashboardView([])
     RunReader(paths, look).read_all()

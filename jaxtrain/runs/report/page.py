@@ -49,6 +49,6 @@ def read(name: str) -> str:
 
 
 def fingerprint(source: str) -> str:
-    """What a policy calls an inline script or style."""
+    """Return the hash by which a content security policy allows an inline script or style."""
     digest = hashlib.sha256(source.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

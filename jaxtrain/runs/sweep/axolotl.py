@@ -13,7 +13,7 @@ PAIRED = "_"
 
 
 def is_axolotl(table: Mapping[str, Any]) -> bool:
-    """Whether a file is one of those: lists of values and no section."""
+    """Return whether a file is an Axolotl sweep: lists of values and no section."""
     return (
         bool(table)
         and all(isinstance(value, list) for value in table.values())
@@ -29,10 +29,10 @@ def convert_sweep(table: Mapping[str, Any]) -> dict[str, Any]:
         rows = values if key == PAIRED else [{key: value} for value in values]
         if not all(isinstance(row, dict) for row in rows):
             raise UserError(f"{key}: must be a list of settings, found {show(values)}")
-        made = [convert_row(row) for row in rows]
-        keys = list(dict.fromkeys(name for row in made for name in row))
-        columns = {name: [row.get(name) for row in made] for name in keys}
-        if any(name not in row for row in made for name in keys):
+        converted = [convert_row(row) for row in rows]
+        keys = list(dict.fromkeys(name for row in converted for name in row))
+        columns = {name: [row.get(name) for row in converted] for name in keys}
+        if any(name not in row for row in converted for name in keys):
             raise UserError(
                 f"{key}: some of its settings are {', '.join(keys)} here, and others only a part"
                 " of that; write the sweep in our keys"
@@ -46,10 +46,12 @@ def convert_sweep(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def convert_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """{our key: value} of one setting of theirs."""
-    made = Conversion(row)
-    made.run(SYSTEMS["axolotl"].RULES, row)
-    found = flatten(made.table)
-    if made.missed or not found:
-        key, value, why = made.missed[0] if made.missed else (*next(iter(row.items())), "no key")
+    conversion = Conversion(row)
+    conversion.run(SYSTEMS["axolotl"].RULES, row)
+    overrides = flatten(conversion.table)
+    if conversion.missed or not overrides:
+        key, value, why = (
+            conversion.missed[0] if conversion.missed else (*next(iter(row.items())), "no key")
+        )
         raise UserError(f"{key} = {show(value)} has no counterpart here: {why}")
-    return found
+    return overrides

@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 
 class Sweep:
-    """One process's part of it."""
+    """Share of a sweep that this process runs."""
 
     def __init__(
         self,
@@ -79,23 +79,23 @@ class Sweep:
 
     def start_next(self) -> bool:
         """Start a trial; False where there is none."""
-        asked = self.study.ask()
-        if asked is None:
+        requested = self.study.ask()
+        if requested is None:
             return False
-        trial = self.open(asked)
+        trial = self.open(requested)
         trial.read()
         if trial.state == "finished":  # by a command that --print gave
             self.settle(trial, 0)
             return True
         trial.gpus = self.free.pop(0)
         self.running.append(trial)
-        self.log(f"{trial.name}: {'goes on' if asked.resumed else 'started'}")
+        self.log(f"{trial.name}: {'goes on' if requested.resumed else 'started'}")
         trial.start(self.make, self.environ)
         return True
 
-    def open(self, asked: RequestedTrial) -> TrialRun:
+    def open(self, requested: RequestedTrial) -> TrialRun:
         """The trial with its folder; nothing starts."""
-        return TrialRun(asked, read_values(asked.params), self.file.sweep, None)
+        return TrialRun(requested, read_values(requested.params), self.file.sweep, None)
 
     def look(self, trial: TrialRun) -> None:
         """Take in what a trial wrote; prune it, or see that it ended."""
@@ -126,9 +126,9 @@ class Sweep:
         elif status == 0 and trial.state == "finished":
             self.study.tell(trial.number, None, "fail")
             self.failed += 1
-            known = ", ".join(sorted(trial.run.metrics)[:40])
-            self.log(f"{trial.name}: finished without sweep.metric {show(metric)}; it has {known}")
-            self.hopeless = True  # nor will the others have it
+            logged = ", ".join(sorted(trial.run.metrics)[:40])
+            self.log(f"{trial.name}: finished without sweep.metric {show(metric)}; it has {logged}")
+            self.hopeless = True  # no trial will have it
         elif self.stopped.is_set() or (status == 0 and trial.state == "stopped"):
             self.study.left.add(trial.number)
             self.log(f"{trial.name}: interrupted; the same sweep goes on with it")
@@ -148,9 +148,9 @@ class Sweep:
         table = csv.writer(text)
         table.writerow(["trial", "state", self.file.sweep.metric, "folder", *keys])
         for row in rows:
-            own = [row["values"].get(key, "") for key in keys]
+            row_values = [row["values"].get(key, "") for key in keys]
             value = "" if row["value"] is None else row["value"]
-            table.writerow([row["number"], row["state"], value, row["name"], *own])
+            table.writerow([row["number"], row["state"], value, row["name"], *row_values])
         with self.study.locked():
             write_atomically(self.study.folder / "sweep.csv", text.getvalue(), durable=False)
 
@@ -173,14 +173,14 @@ class Sweep:
 
 def list_results(file: SweepFile, study: Study) -> list[dict[str, Any]]:
     """number, name, state, value and values of every trial."""
-    found = []
-    for one in study.trials():
-        values = read_values(one.params or one.system_attrs.get("fixed_params", {}))
-        row = {"number": one.number, "name": name_trial(one.number, values), "values": values}
-        state = one.state.name.lower()
-        row |= {"state": state, "value": one.value if state == "complete" else None}
-        found.append(row)
-    return found
+    results = []
+    for trial in study.trials():
+        values = read_values(trial.params or trial.system_attrs.get("fixed_params", {}))
+        row = {"number": trial.number, "name": name_trial(trial.number, values), "values": values}
+        state = trial.state.name.lower()
+        row |= {"state": state, "value": trial.value if state == "complete" else None}
+        results.append(row)
+    return results
 
 
 def split_gpus(jobs: int, environ: Mapping[str, str]) -> list[Any]:
@@ -217,12 +217,12 @@ def watch_signals(stopped: threading.Event):
 
 def sweep_command(file: SweepFile, *, show_only: bool, retry: bool, log: Say = print) -> int:
     """Check all trials, then run them, or print what would run each."""
-    known = {"grid": list_grid, "random": draw_random}.get(file.sweep.method)
+    sampler = {"grid": list_grid, "random": draw_random}.get(file.sweep.method)
     check_trials(file, list_checked(file))
     if show_only:
-        if known is None:
+        if sampler is None:
             raise UserError("--print: tpe chooses by results; print a grid, or method random")
-        for number, params in enumerate(known(file)):
+        for number, params in enumerate(sampler(file)):
             values = read_values(params)
             folder = Path(file.sweep.output_dir) / name_trial(number, values)
             log(shlex.join(write_command(file.sweep, folder, values)))

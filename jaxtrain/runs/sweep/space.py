@@ -1,4 +1,4 @@
-"""What a sweep tries: the file that says it, and the overrides of every trial."""
+"""Search space of a sweep: its file, and the overrides of every trial."""
 
 import itertools
 import json
@@ -125,35 +125,37 @@ class SweepFile(Section):
         return self
 
 
-def read_sweep(path: str | Path, **given: Any) -> SweepFile:
+def read_sweep(path: str | Path, **overrides: Any) -> SweepFile:
     """The file; UserError with one line a mistake. given: keys of section sweep in the place of the
     file's, where they are not None."""
-    return check_sweep(read_table(path), str(path), **given)
+    return check_sweep(read_table(path), str(path), **overrides)
 
 
-def check_sweep(table: dict[str, Any], origin: str, **given: Any) -> SweepFile:
-    """The same of what was read."""
-    given = {key: value for key, value in given.items() if value is not None}
+def check_sweep(table: dict[str, Any], origin: str, **overrides: Any) -> SweepFile:
+    """Validate the table of a sweep file."""
+    overrides = {key: value for key, value in overrides.items() if value is not None}
     section = table.get("sweep", {})
-    table = {**table, "sweep": {**section, **given} if isinstance(section, dict) else section}
+    table = {**table, "sweep": {**section, **overrides} if isinstance(section, dict) else section}
     for name, stop in (("grid", None), ("ranges", "low")):
         if isinstance(table.get(name), dict):
             table[name] = flatten(table[name], stop)
     if isinstance(table.get("together"), list):
         groups = table["together"]
-        table["together"] = [flatten(one) if isinstance(one, dict) else one for one in groups]
+        table["together"] = [
+            flatten(group) if isinstance(group, dict) else group for group in groups
+        ]
     return validate(SweepFile, table, origin)
 
 
 def flatten(table: Mapping[str, Any], stop: str | None = None, before: str = "") -> dict[str, Any]:
     """{"a.b": value} of nested tables; one with the key `stop` is a value."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict) and value and (stop is None or stop not in value):
-            found |= flatten(value, stop, f"{before}{key}.")
+            flat |= flatten(value, stop, f"{before}{key}.")
         else:
-            found[before + key] = value
-    return found
+            flat[before + key] = value
+    return flat
 
 
 def list_axes(file: SweepFile) -> dict[str, list[str] | Range]:
@@ -180,24 +182,25 @@ def list_grid(file: SweepFile) -> list[Params]:
 
 
 def read_values(params: Params) -> Values:
-    """What a trial's params are in the config."""
+    """Return a trial's parameters as config values."""
     values: Values = {}
     for axis, value in params.items():
-        found = json.loads(value) if isinstance(value, str) else value
+        parsed = json.loads(value) if isinstance(value, str) else value
         if "+" in axis:
-            values |= dict(zip(axis.split("+"), found, strict=True))
+            values |= dict(zip(axis.split("+"), parsed, strict=True))
         else:
-            values[axis] = found
+            values[axis] = parsed
     return values
 
 
 def write_overrides(values: Values) -> list[str]:
-    """As words of a command line; JSON of numbers, texts and lists is TOML."""
+    """Return the overrides as words of a command line; JSON of numbers, texts and lists is valid
+    TOML."""
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def name_trial(number: int, values: Values) -> str:
-    """Of its folder: 003-learning_rate_0.0001-rank_8."""
+    """Return the name of a trial's folder, such as 003-learning_rate_0.0001-rank_8."""
     words = []
     for key, value in values.items():
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -209,8 +212,8 @@ def name_trial(number: int, values: Values) -> str:
 def list_checked(file: SweepFile) -> list[Params]:
     """Combinations of choices and ends of ranges that stand for all trials."""
     ends = {
-        axis: [one.low, one.high] if isinstance(one, Range) else one
-        for axis, one in list_axes(file).items()
+        axis: [candidates.low, candidates.high] if isinstance(candidates, Range) else candidates
+        for axis, candidates in list_axes(file).items()
     }
     if math.prod(map(len, ends.values())) <= MOST_CHECKED:
         return [dict(zip(ends, row, strict=True)) for row in itertools.product(*ends.values())]
@@ -221,8 +224,8 @@ def list_checked(file: SweepFile) -> list[Params]:
 def check_trials(file: SweepFile, params: Sequence[Params]) -> None:
     """UserError, before any run starts, for a config that is none with these values."""
     sweep = file.sweep
-    for one in params:
-        values = read_values(one)
+    for trial_params in params:
+        values = read_values(trial_params)
         words = [*sweep.overrides, *write_overrides(values)]
         try:
             load_config(sweep.config, words)

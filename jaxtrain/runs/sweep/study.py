@@ -52,7 +52,9 @@ class Study:
         self.file, self.folder = file, Path(file.sweep.output_dir)
         self.optuna = load_optuna()
         axes = list_axes(file)
-        self.distributions = {axis: self._distribution(one) for axis, one in axes.items()}
+        self.distributions = {
+            axis: self._distribution(candidates) for axis, candidates in axes.items()
+        }
         self.left: set[int] = set()
         """Trials that were given back unfinished: not again in this process."""
         claim(self.folder, describe_sweep(file))
@@ -73,16 +75,16 @@ class Study:
                 load_if_exists=True,
             )
             trials = self.trials()
-            planned = sum(AGAIN not in one.user_attrs for one in trials)
+            planned = sum(AGAIN not in candidates.user_attrs for candidates in trials)
             for params in self.list_known()[planned:]:
                 self.study.enqueue_trial(params)
 
     def _distribution(self, axis: list[str] | Range) -> Any:
-        made = self.optuna.distributions
+        distributions = self.optuna.distributions
         if not isinstance(axis, Range):
-            return made.CategoricalDistribution(axis)
-        whole = isinstance(axis.low, int) and isinstance(axis.high, int)
-        kind = made.IntDistribution if whole else made.FloatDistribution
+            return distributions.CategoricalDistribution(axis)
+        integral = isinstance(axis.low, int) and isinstance(axis.high, int)
+        kind = distributions.IntDistribution if integral else distributions.FloatDistribution
         return kind(axis.low, axis.high, log=axis.log)
 
     def _sampler(self) -> Any:
@@ -102,13 +104,13 @@ class Study:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time, of all that share the folder."""
+        """Hold the lock that all processes sharing the folder respect."""
         with open(self.folder / LOCK, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def trials(self) -> list[Any]:
-        """All of them, as Optuna's FrozenTrials."""
+        """Return all trials as Optuna's FrozenTrials."""
         return self.study.get_trials(deepcopy=False)
 
     def ask(self) -> RequestedTrial | None:
@@ -117,13 +119,15 @@ class Study:
         states = self.optuna.trial.TrialState
         with self.locked():
             trials = self.trials()
-            for one in trials:
-                if one.state == states.RUNNING and one.number not in self.left:
-                    if lock := self._take(one.number):
-                        return RequestedTrial(one.number, dict(one.params), lock, True)
-            waiting = any(one.state == states.WAITING for one in trials)
-            more = self.file.sweep.method == "tpe" and len(trials) < (self.file.sweep.trials or 0)
-            if not (waiting or more):
+            for earlier in trials:
+                if earlier.state == states.RUNNING and earlier.number not in self.left:
+                    if lock := self._take(earlier.number):
+                        return RequestedTrial(earlier.number, dict(earlier.params), lock, True)
+            waiting = any(earlier.state == states.WAITING for earlier in trials)
+            needs_trials = self.file.sweep.method == "tpe" and len(trials) < (
+                self.file.sweep.trials or 0
+            )
+            if not (waiting or needs_trials):
                 return None
             trial = self.study.ask(self.distributions)
             lock = self._take(trial.number)
@@ -142,59 +146,59 @@ class Study:
 
     def report(self, number: int, points: list[tuple[int, float]]) -> bool:
         """(step, value) of a metric that came; whether the trial is to end."""
-        found = next(one for one in self.trials() if one.number == number)
-        trial = self.optuna.trial.Trial(self.study, found._trial_id)
+        reported = next(candidate for candidate in self.trials() if candidate.number == number)
+        trial = self.optuna.trial.Trial(self.study, reported._trial_id)
         for step, value in points:
-            if step not in found.intermediate_values:  # or before it was interrupted
+            if step not in reported.intermediate_values:  # or before it was interrupted
                 trial.report(value, step)
         return trial.should_prune()
 
     def tell(self, number: int, value: float | None, state: str) -> None:
-        """What came of it: state "complete" with a value, "pruned" or "fail"."""
+        """Record the outcome of a trial: state "complete" with a value, "pruned" or "fail"."""
         with self.locked():
-            told = self.optuna.trial.TrialState[state.upper()]
-            self.study.tell(number, value if state == "complete" else None, state=told)
+            trial_state = self.optuna.trial.TrialState[state.upper()]
+            self.study.tell(number, value if state == "complete" else None, state=trial_state)
 
     def retry(self) -> int:
         """Put the failed trials at the end of the queue, once each; how many."""
         states = self.optuna.trial.TrialState
         with self.locked():
             trials = self.trials()
-            repeated = {one.user_attrs.get(AGAIN) for one in trials}
-            failed = [one for one in trials if one.state == states.FAIL]
-            failed = [one for one in failed if one.number not in repeated]
-            for one in failed:
-                self.study.enqueue_trial(one.params, user_attrs={AGAIN: one.number})
+            repeated = {trial.user_attrs.get(AGAIN) for trial in trials}
+            failed = [trial for trial in trials if trial.state == states.FAIL]
+            failed = [trial for trial in failed if trial.number not in repeated]
+            for trial in failed:
+                self.study.enqueue_trial(trial.params, user_attrs={AGAIN: trial.number})
         return len(failed)
 
 
 def draw_random(file: SweepFile) -> list[Params]:
     """The trials of method random: a function of the seed alone, in whatever process."""
-    draw, axes, found = random.Random(file.sweep.seed), list_axes(file), []
+    draw, axes, drawn = random.Random(file.sweep.seed), list_axes(file), []
     for _ in range(file.sweep.trials or 0):
-        found.append({axis: draw_one(draw, one) for axis, one in axes.items()})
-    return found
+        drawn.append({axis: draw_one(draw, candidates) for axis, candidates in axes.items()})
+    return drawn
 
 
 def draw_one(draw: random.Random, axis: list[str] | Range) -> Any:
     """A choice, or a number of a range."""
     if not isinstance(axis, Range):
         return draw.choice(axis)
-    whole = isinstance(axis.low, int) and isinstance(axis.high, int)
+    integral = isinstance(axis.low, int) and isinstance(axis.high, int)
     if not axis.log:
         ends = (axis.low, axis.high)
-        return draw.randint(*map(int, ends)) if whole else draw.uniform(*ends)
-    found = math.exp(draw.uniform(math.log(axis.low), math.log(axis.high)))
-    found = min(max(found, axis.low), axis.high)
-    return round(found) if whole else found
+        return draw.randint(*map(int, ends)) if integral else draw.uniform(*ends)
+    value = math.exp(draw.uniform(math.log(axis.low), math.log(axis.high)))
+    value = min(max(value, axis.low), axis.high)
+    return round(value) if integral else value
 
 
 def describe_sweep(file: SweepFile) -> dict[str, Any]:
-    """What of a sweep may not change."""
+    """Return the properties of a sweep that must not change between its processes."""
     sweep = file.sweep.model_dump(mode="json")
     axes = {
-        axis: one.model_dump() if isinstance(one, Range) else one
-        for axis, one in list_axes(file).items()
+        axis: candidates.model_dump() if isinstance(candidates, Range) else candidates
+        for axis, candidates in list_axes(file).items()
     }
     return {"made_by": "jaxtrain", **{key: sweep[key] for key in KEPT}, "axes": axes}
 
@@ -211,7 +215,7 @@ def claim(folder: Path, record: dict[str, Any]) -> None:
                 )
             (folder / LOCKS).mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(record, indent=1) + "\n")
-        found = parse_json(read_text(path, MOST_BYTES))
+        owner = parse_json(read_text(path, MOST_BYTES))
     except UserError:
         raise
     except OSError as error:
@@ -219,7 +223,7 @@ def claim(folder: Path, record: dict[str, Any]) -> None:
     except ValueError:
         raise UserError(f"{path} is damaged; name a new sweep.output_dir") from None
     changed = [
-        key for key in record if not isinstance(found, dict) or found.get(key) != record[key]
+        key for key in record if not isinstance(owner, dict) or owner.get(key) != record[key]
     ]
     if changed:
         raise UserError(

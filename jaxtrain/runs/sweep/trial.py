@@ -1,4 +1,4 @@
-"""One trial: a run as a process of its own, watched through its folder."""
+"""Trial of a sweep: a run in its own process, monitored through its folder."""
 
 import math
 import sys
@@ -18,7 +18,7 @@ LOG_LINES, LOG_BYTES = 6, 4096
 
 
 class Process(Protocol):
-    """As sandbox.processes.ServerProcess."""
+    """Protocol of a running process, as distributed.child_processes.ServerProcess implements it."""
 
     def start(self) -> None: ...
     def poll(self) -> int | None: ...
@@ -30,27 +30,31 @@ Start = Callable[[Sequence[str], Mapping[str, str] | None, Path], Process]
 
 
 def make_process(command: Sequence[str], env: Mapping[str, str] | None, log: Path) -> Process:
-    """One that ends with this process, whatever ends it, and all that it started with it."""
+    """Start a process that ends, with all of its children, when this process ends."""
     return ServerProcess(command, env, log, port=0)
 
 
 def write_command(sweep: SweepSection, folder: Path, values: Values) -> list[str]:
-    """What runs a trial."""
+    """Return the command that runs a trial."""
     words = [*sweep.overrides, *write_overrides(values)]
     words += write_overrides({"run.output_dir": str(folder)})
     return [sys.executable, "-m", "jaxtrain.main", "--config", sweep.config, *words]
 
 
 class TrialRun:
-    """One of them under way."""
+    """Trial in progress."""
 
     def __init__(
-        self, asked: RequestedTrial, values: Values, sweep: SweepSection, gpus: Sequence[str] | None
+        self,
+        requested: RequestedTrial,
+        values: Values,
+        sweep: SweepSection,
+        gpus: Sequence[str] | None,
     ):
         """gpus: what it alone may use, as CUDA_VISIBLE_DEVICES names them; None: all there is."""
-        self.asked, self.values, self.sweep, self.gpus = asked, values, sweep, gpus
-        self.number = asked.number
-        self.name = name_trial(asked.number, values)
+        self.asked, self.values, self.sweep, self.gpus = requested, values, sweep, gpus
+        self.number = requested.number
+        self.name = name_trial(requested.number, values)
         self.folder = Path(sweep.output_dir) / self.name
         self.log = Path(sweep.output_dir) / "logs" / f"{self.name}.log"
         self.run = WatchedRun(self.folder)
@@ -96,7 +100,7 @@ class TrialRun:
 
     @property
     def state(self) -> Any:
-        """What the run's heartbeat says of it: running, finished, stopped, failed."""
+        """State by the run's heartbeat: running, finished, stopped, failed."""
         return self.run.beat.get("state")
 
     def stop(self) -> None:
@@ -108,7 +112,7 @@ class TrialRun:
             self._stopper.start()
 
     def release(self) -> None:
-        """Let other processes have it."""
+        """Release the claim so that other processes can take the trial."""
         if self._stopper is not None:
             self._stopper.join()
         self.asked.lock.close()

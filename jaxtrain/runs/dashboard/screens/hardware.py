@@ -1,4 +1,4 @@
-"""What the hosts' accelerators, memory and disk do: a panel, or one line."""
+"""Panel, or single line, with the use of accelerators, memory and disk of the hosts."""
 
 import time
 from typing import Any
@@ -55,8 +55,8 @@ def past_use(look: DashboardView, host: str, index: Any) -> list[float]:
     """The use of one GPU in all lines that are kept."""
     run = look.first
     lines = run.hardware.get(host, ()) if run else ()
-    found = [gpu for line in lines for gpu in list_gpus(line) if gpu.get("index") == index]
-    return [number(gpu.get("use")) for gpu in found]
+    readings = [gpu for line in lines for gpu in list_gpus(line) if gpu.get("index") == index]
+    return [number(gpu.get("use")) for gpu in readings]
 
 
 def list_gpus(line: dict[str, Any]) -> list[dict[str, Any]]:

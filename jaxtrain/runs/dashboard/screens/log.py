@@ -13,9 +13,9 @@ def draw(look: DashboardView, width: int, height: int) -> Frame:
     lines, space = listed(look), height - 2
     if choice.follow:
         choice.selected["log"] = max(len(lines) - 1, 0)
-    place = look.select("log", len(lines))
+    selected = look.select("log", len(lines))
     first = max(
-        0, min(place - space + 1 if choice.follow else place - space // 2, len(lines) - space)
+        0, min(selected - space + 1 if choice.follow else selected - space // 2, len(lines) - space)
     )
     pattern, shown = look.pattern("log"), []
     for row, text in enumerate(lines[first : first + space], start=first):
@@ -23,14 +23,14 @@ def draw(look: DashboardView, width: int, height: int) -> Frame:
         if is_warning(text):
             line.stylize("yellow")
         if pattern is not None:
-            for found in pattern.finditer(line.plain):
-                line.stylize("black on yellow", *found.span())
-        if row == place and not choice.follow:
+            for match in pattern.finditer(line.plain):
+                line.stylize("black on yellow", *match.span())
+        if row == selected and not choice.follow:
             line.stylize("bold")
         shown.append(line)
     if not lines:
         shown = [Text(""), Text("  no line yet" if not choice.warnings else "  no warning")]
-    parts = ["following" if choice.follow else f"line {place + 1} of {len(lines)}"]
+    parts = ["following" if choice.follow else f"line {selected + 1} of {len(lines)}"]
     if choice.warnings:
         parts.append("warnings only")
     if pattern is not None:
@@ -60,12 +60,12 @@ def hits(look: DashboardView) -> list[int]:
 
 def next_hit(look: DashboardView, forward: bool) -> None:
     """Go to the next line with the searched text, or the one before; around the end."""
-    found = hits(look)
-    if not found:
-        look.choice.said = "nothing found"
+    rows = hits(look)
+    if not rows:
+        look.choice.notice = "nothing found"
         return
-    here = look.choice.selected.get("log", 0)
-    ahead = [row for row in found if row > here] or found
-    behind = [row for row in found if row < here] or found
+    current_row = look.choice.selected.get("log", 0)
+    ahead = [row for row in rows if row > current_row] or rows
+    behind = [row for row in rows if row < current_row] or rows
     look.choice.follow = False
     look.choice.selected["log"] = ahead[0] if forward else behind[-1]

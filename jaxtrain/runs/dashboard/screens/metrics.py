@@ -30,10 +30,10 @@ def draw(look: DashboardView, width: int, height: int) -> Frame:
         return draw_open(look, names[look.select("metrics", len(names))], width, height)
     tall, normal = height >= TALL, width >= NORMAL
     below = PANEL_ROWS if tall else min(2, max(height - 6, 0))
-    left = NUMBERS if normal else 0
-    area, spots = draw_charts(look, names, width - left, height - below, left)
-    if left:
-        area = beside(draw_numbers(look, left, height - below), area)
+    numbers_width = NUMBERS if normal else 0
+    area, spots = draw_charts(look, names, width - numbers_width, height - below, numbers_width)
+    if numbers_width:
+        area = beside(draw_numbers(look, numbers_width, height - below), area)
     if tall:
         half = max(width * 42 // 100, 40)
         area += beside(draw_hardware(look, half, below), draw_events(look, width - half, below))
@@ -49,37 +49,42 @@ def chart_names(look: DashboardView) -> list[str]:
     runs, pattern = look.shown, look.pattern("metrics")
     names = dict.fromkeys(name for run in runs for name in run.metrics)
     kind = str(runs[0].key("task.kind") or "") if runs else ""
-    kept = [name for name in names if pattern is None or pattern.search(name)]
-    return order_charts(kept, kind)
+    matching = [name for name in names if pattern is None or pattern.search(name)]
+    return order_charts(matching, kind)
 
 
 def draw_charts(
-    look: DashboardView, names: Sequence[str], width: int, height: int, left: int
+    look: DashboardView, names: Sequence[str], width: int, height: int, x_offset: int
 ) -> tuple[list[Text], list[ClickTarget]]:
-    """One page of charts; `left` is where they begin on the screen."""
+    """Draw one page of charts; `x_offset` is the column where they begin."""
     if not names:
-        said = "no metric has this name" if look.pattern("metrics") else "no step was logged yet"
-        return box(["", f"  {said}"], width, height), []
+        notice = "no metric has this name" if look.pattern("metrics") else "no step was logged yet"
+        return box(["", f"  {notice}"], width, height), []
     by_width = 1 if width < 60 else 3 if width >= WIDE - NUMBERS else 2
     columns = min(look.choice.columns or by_width, max(width // 24, 1), len(names))
     rows = min(max(height // CHART_ROWS, 1), -(-len(names) // columns))
     look.grid = (columns, rows)
-    chosen, each = look.select("metrics", len(names)), columns * rows
-    first = chosen // each * each
-    pages, lines, spots = -(-len(names) // each), [], []
+    chosen, page_size = look.select("metrics", len(names)), columns * rows
+    first = chosen // page_size * page_size
+    pages, lines, spots = -(-len(names) // page_size), [], []
     for row in range(rows):
         tall = height * (row + 1) // rows - height * row // rows
         parts, x = [], 0
         for column in range(columns):
             wide = width * (column + 1) // columns - width * column // columns
-            place = first + row * columns + column
-            if place < len(names):
-                last_one = place == min(first + each, len(names)) - 1
-                page = f"page {first // each + 1}/{pages}" if pages > 1 and last_one else ""
-                drawn = draw_chart(look, names[place], wide, tall, place == chosen, page)
+            index = first + row * columns + column
+            if index < len(names):
+                last_one = index == min(first + page_size, len(names)) - 1
+                page = f"page {first // page_size + 1}/{pages}" if pages > 1 and last_one else ""
+                drawn = draw_chart(look, names[index], wide, tall, index == chosen, page)
                 spots.append(
                     ClickTarget(
-                        left + x, len(lines), left + x + wide, len(lines) + tall, "select", place
+                        x_offset + x,
+                        len(lines),
+                        x_offset + x + wide,
+                        len(lines) + tall,
+                        "select",
+                        index,
                     )
                 )
             else:
@@ -93,7 +98,7 @@ def draw_charts(
 def draw_chart(
     look: DashboardView, name: str, width: int, height: int, chosen: bool, note: str = ""
 ) -> list[Text]:
-    """One metric of all shown runs in a frame; its newest value at the bottom."""
+    """Draw one metric of all visible runs in a frame, with its newest value at the bottom."""
     choice, runs = look.choice, look.shown
     state = tuple((str(run.path), run.points(name), look.color(run)) for run in runs)
     state += tuple(len(run.steps) for run in runs)  # all charts reach to the newest line
@@ -142,9 +147,9 @@ def draw_numbers(look: DashboardView, width: int, height: int) -> list[Text]:
     if run is None:
         return box([], width, height, "numbers")
     names = [name for name in chart_names(look) if name in run.metrics]
-    for title, own in group(names):
+    for title, members in group(names):
         lines.append(Text(title, style="bold"))
-        for name in own:
+        for name in members:
             value = plain(run.last(name))
             points = run.points(name)
             course = look.remember(
@@ -176,11 +181,11 @@ def events(run: WatchedRun | None) -> list[str]:
 
 def draw_events(look: DashboardView, width: int, height: int) -> list[Text]:
     """Newest events, the last one at the bottom."""
-    found = look.first
-    key = ("events", str(found.path) if found else "", found.version if found else 0, width, height)
+    run = look.first
+    key = ("events", str(run.path) if run else "", run.version if run else 0, width, height)
 
     def make() -> list[Text]:
-        newest = events(found)[-(height - 2) :]
+        newest = events(run)[-(height - 2) :]
         lines = [Text(line, style="yellow" if is_warning(line) else "") for line in newest]
         return box(lines, width, height, "events")
 
@@ -188,7 +193,7 @@ def draw_events(look: DashboardView, width: int, height: int) -> list[Text]:
 
 
 def draw_open(look: DashboardView, name: str, width: int, height: int) -> Frame:
-    """One chart on the whole screen, with the values of all runs at a cursor."""
+    """Draw one chart on the whole screen, with the values of all runs at the cursor."""
     choice, runs = look.choice, [run for run in look.shown if name in run.metrics]
     pairs = [(run, curve) for run in runs if (curve := read_curve(look, run, name))]
     window, kind = choice.window, X_AXES[choice.x]
@@ -197,11 +202,11 @@ def draw_open(look: DashboardView, name: str, width: int, height: int) -> Frame:
     notes: list[Text] = []
     for run, curve in pairs:
         line = Text("● ", style=look.color(run)).append(fit(run.name, min(28, width // 3)).plain)
-        at = len(curve.x) - 1
+        point = len(curve.x) - 1
         if cursor is not None:
-            at = int(np.abs(curve.x - cursor).argmin())
-        line.append(f"  {kind} {label_place(float(curve.x[at]), kind)}  ", "bright_black")
-        line.append(f"{plain(float(curve.y[at]))}  ", "bold")
+            point = int(np.abs(curve.x - cursor).argmin())
+        line.append(f"  {kind} {label_place(float(curve.x[point]), kind)}  ", "bright_black")
+        line.append(f"{plain(float(curve.y[point]))}  ", "bold")
         line.append(f"least {plain(float(curve.y.min()))}  greatest {plain(float(curve.y.max()))}")
         notes.append(fit(line, width))
     notes = notes[: max(height - 6, 0)]

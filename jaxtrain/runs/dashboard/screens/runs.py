@@ -22,22 +22,22 @@ from jaxtrain.text_safety import show
 
 def draw(look: DashboardView, width: int, height: int) -> Frame:
     """The table of runs above the table of keys."""
-    place = look.select("runs", len(look.runs))
+    selected = look.select("runs", len(look.runs))
     above = min(len(look.runs) + 3, max(height // 2, 4))
     space = above - 3
-    first = max(0, min(place - space // 2, len(look.runs) - space))
+    first = max(0, min(selected - space // 2, len(look.runs) - space))
     name_width = min(max([12, *(len(run.name) for run in look.runs)]), max(width // 4, 12))
     narrow = width < 140
     lines = [Text("   " + head(name_width, narrow), style="bold")]
     spots = []
     for row, run in enumerate(look.runs[first : first + space]):
         line = draw_run(look, run, name_width, narrow)
-        if first + row == place:
+        if first + row == selected:
             line = fit(line, width - 2)
             line.stylize("reverse")
         lines.append(line)
         spots.append(ClickTarget(0, row + 2, width, row + 3, "select", first + row))
-    top = box(lines, width, above, "runs", f"{place + 1} of {len(look.runs)}")
+    top = box(lines, width, above, "runs", f"{selected + 1} of {len(look.runs)}")
     return Frame([*top, *draw_keys(look, width, height - above)], spots)
 
 
@@ -52,7 +52,7 @@ def head(name_width: int, narrow: bool) -> str:
 
 def draw_run(look: DashboardView, run: WatchedRun, name_width: int, narrow: bool) -> Text:
     """A run's line."""
-    state, found, total = read_state(run, look.now), best(run), total_steps(run)
+    state, best_value, total = read_state(run, look.now), best(run), total_steps(run)
     hidden = str(run.path) in look.choice.hidden
     marked = look.choice.marked == str(run.path)
     line = Text(f"{'d' if marked else ' '}{'○' if hidden else '●'} ", style=look.color(run))
@@ -61,10 +61,12 @@ def draw_run(look: DashboardView, run: WatchedRun, name_width: int, narrow: bool
     if not narrow:
         line.append_text(fit(model(run), 22)).append(" ")
     line.append(f"{f'{current_step(run)}/{total or chr(63)}':>11} ")
-    last = run.last(found[0]) if found else None
-    line.append(f"{plain(last) or '-':>9} {plain(found[1]) if found else '-':>9} ", "cyan")
+    last = run.last(best_value[0]) if best_value else None
+    line.append(
+        f"{plain(last) or '-':>9} {plain(best_value[1]) if best_value else '-':>9} ", "cyan"
+    )
     if not narrow:
-        line.append_text(fit(cut_left(found[0], 22) if found else "", 22)).append(" ")
+        line.append_text(fit(cut_left(best_value[0], 22) if best_value else "", 22)).append(" ")
         speed, mfu = run.last("tokens_per_second_per_device"), run.last("mfu")
         line.append(f"{format_count(speed) if speed else '-':>9} ")
         line.append(f"{f'{mfu:.1%}' if mfu else '-':>6} ")
@@ -82,19 +84,19 @@ def draw_keys(look: DashboardView, width: int, height: int) -> list[Text]:
         runs = [marked, look.first]
     keys = differing_keys([run.flat for run in runs]) if len(runs) > 1 else []
     if not keys:
-        said = "all keys are the same" if len(runs) > 1 else "give several runs to compare them"
-        return box(["", f"  {said}"], width, height, "config keys that differ")
+        notice = "all keys are the same" if len(runs) > 1 else "give several runs to compare them"
+        return box(["", f"  {notice}"], width, height, "config keys that differ")
     runs = runs[: max((width - 30) // 12, 1)]
     key_width = min(max(map(len, keys)) + 1, width // 3)
-    each = max((width - 2 - key_width) // len(runs), 6)
+    column_width = max((width - 2 - key_width) // len(runs), 6)
     heading = fit("", key_width)
     for run in runs:
-        heading.append_text(fit(run.name, each, look.color(run)))
+        heading.append_text(fit(run.name, column_width, look.color(run)))
     lines = [heading]
     for key in keys:
         line = fit(cut_left(flat(key), key_width - 1), key_width)
         for run in runs:
-            line.append_text(fit(flat(tell(run, key)), each))
+            line.append_text(fit(flat(tell(run, key)), column_width))
         lines.append(line)
     footer = f"{len(keys)} keys" + (
         f", {len(keys) - height + 3} not shown" if len(keys) > height - 3 else ""

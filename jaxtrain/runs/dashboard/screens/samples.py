@@ -1,4 +1,4 @@
-"""Screen 2: what the model said, as a table and as whole conversations."""
+"""Screen 2: answers of the model, as a table and as full conversations."""
 
 import json
 from collections.abc import Mapping
@@ -22,27 +22,29 @@ Sample = Mapping[str, Any]
 
 def draw(look: DashboardView, width: int, height: int) -> Frame:
     """The table, or the chosen sample."""
-    found = listed(look)
-    if not found:
-        said = "no sample fits the search" if look.pattern("samples") else "no sample was kept yet"
-        return Frame(box(["", f"  {said}"], width, height, "samples"), [])
-    place = look.select("samples", len(found))
+    samples = listed(look)
+    if not samples:
+        notice = (
+            "no sample fits the search" if look.pattern("samples") else "no sample was kept yet"
+        )
+        return Frame(box(["", f"  {notice}"], width, height, "samples"), [])
+    selected = look.select("samples", len(samples))
     if look.choice.open:
-        return draw_open(look, found[place], place, len(found), width, height)
+        return draw_open(look, samples[selected], selected, len(samples), width, height)
     narrow = width < 90
     fixed = "   step reward tokens end    " + ("" if narrow else "version ")
     half = max((width - 2 - len(fixed)) // 2, 8)
     lines = [Text(fixed + "prompt".ljust(half) + "answer", style="bold")]
     space = height - 3
-    first = max(0, min(place - space // 2, len(found) - space))
+    first = max(0, min(selected - space // 2, len(samples) - space))
     spots = []
-    for row, sample in enumerate(found[first : first + space]):
+    for row, sample in enumerate(samples[first : first + space]):
         line = draw_row(sample, half, width - 2, narrow)
-        if first + row == place:
+        if first + row == selected:
             line.stylize("reverse")
         lines.append(line)
         spots.append(ClickTarget(0, row + 2, width, row + 3, "select", first + row))
-    footer = f"{place + 1} of {len(found)}, {look.choice.order} first"
+    footer = f"{selected + 1} of {len(samples)}, {look.choice.order} first"
     return Frame(box(lines, width, height, f"samples of {title(look)}", footer), spots)
 
 
@@ -58,22 +60,22 @@ def listed(look: DashboardView) -> list[Sample]:
         return []
 
     def make() -> list[Sample]:
-        found: list[Sample] = [
+        matching: list[Sample] = [
             s for s in run.samples if pattern is None or pattern.search(whole_text(s))
         ]
-        found.reverse()
+        matching.reverse()
         if order != "newest":
             sign = -1 if order == "best" else 1
-            found = [s for s in found if is_number(s.get("reward"))]
-            found.sort(key=lambda s: sign * s["reward"])
-        return found
+            matching = [s for s in matching if is_number(s.get("reward"))]
+            matching.sort(key=lambda s: sign * s["reward"])
+        return matching
 
     text = pattern.pattern if pattern else ""
     return look.remember(("samples", str(run.path), run.version, text, order), make)
 
 
 def draw_row(sample: Sample, half: int, width: int, narrow: bool) -> Text:
-    """One line of the table."""
+    """Draw one line of the table."""
     reward, tokens = sample.get("reward"), sample.get("tokens")
     line = Text(f"{flat(sample.get('step', ''))[:7]:>7} ")
     color = "green" if is_number(reward) and reward > 0 else "red"
@@ -96,7 +98,7 @@ def messages(value: Any) -> list[dict[str, Any]]:
 
 
 def ending(prompt: Any) -> str:
-    """What was asked last."""
+    """Return the text of the last message of a prompt."""
     turns = messages(prompt)
     return content(turns[-1]) if turns else ""
 
@@ -112,44 +114,47 @@ def content(message: Mapping[str, Any]) -> str:
 
 
 def messages_text(value: Any) -> str:
-    """All messages in a row, for the table."""
+    """Return the start of all messages on one line, for the table."""
     return " ".join(content(m)[:2000] for m in messages(value)[:8])
 
 
 def whole_text(sample: Sample) -> str:
-    """Where searches look."""
+    """Return the text that searches match against."""
     turns = [*messages(sample.get("prompt")), *messages(sample.get("completion"))]
     return "\n".join(content(turn) for turn in turns)
 
 
 def draw_open(
-    look: DashboardView, sample: Sample, place: int, count: int, width: int, height: int
+    look: DashboardView, sample: Sample, index: int, count: int, width: int, height: int
 ) -> Frame:
-    """One conversation with its roles, tool calls folded, and the rewards by name."""
+    """Draw one conversation with its roles, tool calls folded, and the rewards by name."""
     choice = look.choice
     key = ("sample", id(sample), width, choice.unfolded)
     lines = look.remember(key, lambda: conversation(sample, width - 4, choice.unfolded))
     choice.scrolled = min(max(choice.scrolled, 0), max(len(lines) - height + 2, 0))
     shown = [Text(" ").append_text(line) for line in lines[choice.scrolled :]]
-    more = len(lines) - choice.scrolled - (height - 2)
-    head = f"sample {place + 1} of {count}, step {flat(sample.get('step', ''))[:12]}"
-    return Frame(box(shown, width, height, head, f"{more} more lines" if more > 0 else ""), [])
+    hidden_lines = len(lines) - choice.scrolled - (height - 2)
+    head = f"sample {index + 1} of {count}, step {flat(sample.get('step', ''))[:12]}"
+    return Frame(
+        box(shown, width, height, head, f"{hidden_lines} more lines" if hidden_lines > 0 else ""),
+        [],
+    )
 
 
 def conversation(sample: Sample, width: int, unfolded: bool) -> list[Text]:
-    """All lines of a sample."""
+    """Return all lines of a sample."""
     lines: list[Text] = []
     facts = [("reward", sample.get("reward"))]
     rewards = sample.get("rewards")
     facts += list(rewards.items()) if isinstance(rewards, dict) else []
-    known = {"prompt", "completion", "reward", "rewards", "step"}
-    facts += [(k, v) for k, v in sample.items() if k not in known]
-    told = "   ".join(
+    shown_elsewhere = {"prompt", "completion", "reward", "rewards", "step"}
+    facts += [(k, v) for k, v in sample.items() if k not in shown_elsewhere]
+    summary = "   ".join(
         f"{flat(k)} {plain(v) if is_number(v) else flat(v)[:200]}"
         for k, v in facts
         if v is not None
     )
-    lines += [Text(line, style="cyan") for line in wrap(told, width)]
+    lines += [Text(line, style="cyan") for line in wrap(summary, width)]
     for part in ("prompt", "completion"):
         for message in messages(sample.get(part)):
             role = flat(message.get("role") or part)[:40]
@@ -174,6 +179,6 @@ def draw_calls(calls: Any, width: int, unfolded: bool) -> list[Text]:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False, default=str)
         text = f"{'▾' if unfolded else '▸'} {flat(function.get('name'))}({arguments})"
-        whole = wrap(text, width) if unfolded else [fit(flat(text), width).plain]
-        lines += [Text(line, style="yellow") for line in whole]
+        call_lines = wrap(text, width) if unfolded else [fit(flat(text), width).plain]
+        lines += [Text(line, style="yellow") for line in call_lines]
     return lines

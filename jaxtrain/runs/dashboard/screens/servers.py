@@ -21,26 +21,28 @@ def draw(look: DashboardView, width: int, height: int) -> Frame:
     servers = run.servers if run else []
     below = max(height // 2, height - len(servers) - 4) if height > 10 else 0
     top = height - below
-    url_width = min(max([20, *(len(flat(one.get("url", ""))) for one in servers)]) + 1, width // 2)
+    url_width = min(
+        max([20, *(len(flat(server.get("url", ""))) for server in servers)]) + 1, width // 2
+    )
     lines = [
         Text(
             f" {'url':<{url_width}}{'state':<10}{'version':>8}{'in flight':>11}{'for':>9}  why",
             style="bold",
         )
     ]
-    now = look.now or time.time()
-    for one in servers:
-        state = flat(one.get("state", "?"))[:9]
+    timestamp = look.now or time.time()
+    for server in servers:
+        state = flat(server.get("state", "?"))[:9]
         line = Text(" ").append_text(
-            fit(cut_left(flat(one.get("url", "")), url_width - 1), url_width)
+            fit(cut_left(flat(server.get("url", "")), url_width - 1), url_width)
         )
         line.append(f"{state:<10}", STATES.get(state, ""))
         for key, wide in (("version", 8), ("in_flight", 11)):
-            value = one.get(key)
+            value = server.get(key)
             line.append(f"{'-' if value is None else flat(value)[: wide - 1]:>{wide}}")
-        since = number(one.get("since"))
-        line.append(f"{ago(now - since) if since else '-':>9}  ")
-        lines.append(line.append(flat(one.get("why") or ""), "bright_black"))
+        since = number(server.get("since"))
+        line.append(f"{ago(timestamp - since) if since else '-':>9}  ")
+        lines.append(line.append(flat(server.get("why") or ""), "bright_black"))
     if not servers:
         lines = [Text(""), Text('  this run has no servers (rollout.engine = "vllm" has some)')]
     title = f"servers of {run.name}" if run else "servers"
