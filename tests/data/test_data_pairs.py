@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.batch import check_batch
-from jaxtrain.data.comparisons.pairs import NOBODY, PairTrees
+from jaxtrain.data.comparisons.pairs import NO_SIDE, PairTrees
 from jaxtrain.data.comparisons.ranked import Ranked, RankedAnswer, RankedPair
 from jaxtrain.data.packing.branches import list_branches
 from jaxtrain.data.packing.pack import Fields, build_batch, lay_out
@@ -35,7 +35,7 @@ def read_slots(batch):
             distance = batch.streams[name][b, t]
             mine = batch.owner[b] == batch.owner[b, t + max(distance, -t)]
             mine &= batch.weights["score"][b] != 0
-            sides.append(None if distance == NOBODY else batch.tokens[b][mine].tolist())
+            sides.append(None if distance == NO_SIDE else batch.tokens[b][mine].tolist())
         found.append((*sides, float(batch.weights["preference"][b, t]),
                       float(batch.streams["margin"][b, t])))  # fmt: skip
     return found
