@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxtrain.data.sources.calculator import SYSTEM, TOOLS
 from jaxtrain.environments.conversation import Conversation
-from jaxtrain.environments.history import TurnTemplate
-from jaxtrain.environments.turns import ToolCallError, parse_tool_calls, strip_thinking
+from jaxtrain.environments.token_history import TurnTemplate
+from jaxtrain.environments.tool_calls import ToolCallError, parse_tool_calls, strip_thinking
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, Sampling
 from jaxtrain.generation.episodes import Episode
@@ -133,7 +133,7 @@ class CalculatorEnv:
             name="solved",
             rewritten=self.rewritten,
         )
-        chat.log(prompt)
+        chat.say(prompt)
         num_right = 0
         while (answer := await chat.draw()).finished:
             reply = answer_tool_call(answer.raw)
@@ -144,7 +144,7 @@ class CalculatorEnv:
                 reply = next(asking, None)
             if reply is None or chat.num_turns >= self.max_turns:
                 break
-            chat.log(reply)
+            chat.say(reply)
         if answers is None:
             return chat.finish()
         return chat.finish(num_right / len(answers), accuracy=(num_right, len(answers)))

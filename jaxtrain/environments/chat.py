@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxtrain.config import EnvConfig
 from jaxtrain.environments.conversation import Conversation
-from jaxtrain.environments.history import TurnTemplate
 from jaxtrain.environments.single_turn import find_prompt
+from jaxtrain.environments.token_history import TurnTemplate
 from jaxtrain.environments.tools import Tool, Toolbox
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, Sampling
@@ -60,13 +60,13 @@ class ChatEnv:
             rewritten=config.history == "template",
             row_tokens=self.row_tokens,
         )
-        found = await self.play(copy.deepcopy(dict(row)), chat, **self.options)
-        if isinstance(found := as_game(found), Episode):
-            return found
-        if found is None or isinstance(found, int | float | Mapping):
-            return chat.finish(found)
+        outcome = await self.play(copy.deepcopy(dict(row)), chat, **self.options)
+        if isinstance(outcome := as_game(outcome), Episode):
+            return outcome
+        if outcome is None or isinstance(outcome, int | float | Mapping):
+            return chat.finish(outcome)
         raise UserError(
-            f"environment {self.name}: it returned {found!r:.80}; return chat.finish(reward=...), a"
+            f"environment {self.name}: it returned {outcome!r:.80}; return chat.finish(reward=...), a"
             " number, or nothing where section rewards judges"
         )
 
@@ -94,20 +94,22 @@ async def play_dialogue(
         if message["role"] == "assistant":
             await chat.draw()
         else:
-            chat.log(message)
+            chat.say(message)
     episode = chat.finish()
-    for one in episode.sequences:
-        one.sampled[:] = [d and turn == 0 for d, turn in zip(one.sampled, one.turns, strict=True)]
+    for sequence in episode.sequences:
+        sequence.sampled[:] = [
+            d and turn == 0 for d, turn in zip(sequence.sampled, sequence.turns, strict=True)
+        ]
     return episode
 
 
 def ask(row: Mapping[str, Any], chat: Conversation, column: str, system: str | None) -> None:
     """Say a row's prompt, behind a system message where it has none."""
-    given = find_prompt(row, column)
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    prompt = find_prompt(row, column)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system is not None and messages[0].get("role") != "system":
-        chat.log(system, "system")
-    chat.log(messages)
+        chat.say(system, "system")
+    chat.say(messages)
 
 
 def takes_chat(function: Any) -> bool:

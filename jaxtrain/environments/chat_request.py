@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxtrain.environments.turns import split_thinking
+from jaxtrain.environments.tool_calls import split_thinking
 from jaxtrain.generation.engine import Sampling
 
 NEUTRAL: Mapping[str, Any] = {
@@ -54,33 +54,35 @@ def read_request(body: Any, sampling: Sampling) -> ChatRequest:
         raise RequestRefused(400, "messages must not be empty")
     names: dict[str, str] = {}
     messages = [read_message(message, names) for message in body["messages"]]
-    given = {
+    token_ids = {
         index: message["generation_token_ids"]
         for index, message in enumerate(body["messages"])
         if isinstance(message.get("generation_token_ids"), list)
     }
     tools = [] if body.get("tool_choice") == "none" else read_tools(body.get("tools"))
-    return ChatRequest(messages, given, tools, limit(body, sampling))
+    return ChatRequest(messages, token_ids, tools, limit(body, sampling))
 
 
 def limit(body: Mapping[str, Any], sampling: Sampling) -> Sampling:
     """The episode's sampling, cut to what a request asks for; Refused where it asks for another."""
-    for key, ours in (
+    for key, expected in (
         *((key, getattr(sampling, key)) for key in ("temperature", "top_p", "min_p")),
         *NEUTRAL.items(),
     ):
-        found = body.get(key)
-        if found is not None and not same_number(found, ours):
+        requested = body.get(key)
+        if requested is not None and not same_number(requested, expected):
             advice = (
-                f"sampling.{key} is {ours:g}" if key not in NEUTRAL else f"only {ours} is drawn"
+                f"sampling.{key} is {expected:g}"
+                if key not in NEUTRAL
+                else f"only {expected} is drawn"
             )
             raise RequestRefused(
-                400, f"{key} {found!r:.40} is not this run's: {advice}; leave it out"
+                400, f"{key} {requested!r:.40} is not this run's: {advice}; leave it out"
             )
-    found = body.get("top_k")
-    if found is not None and max(found, 0) != sampling.top_k:
+    requested = body.get("top_k")
+    if requested is not None and max(requested, 0) != sampling.top_k:
         raise RequestRefused(
-            400, f"top_k {found!r:.40} is not this run's {sampling.top_k}; leave it out"
+            400, f"top_k {requested!r:.40} is not this run's {sampling.top_k}; leave it out"
         )
     for key in FORBIDDEN:
         if body.get(key):
@@ -107,9 +109,11 @@ def limit(body: Mapping[str, Any], sampling: Sampling) -> Sampling:
     return sampling.model_copy(update=update) if update else sampling
 
 
-def same_number(found: Any, ours: float) -> bool:
+def same_number(requested: Any, expected: float) -> bool:
     """Whether a number of a request is ours, as far as a float32 tells."""
-    return isinstance(found, int | float) and abs(found - ours) <= 1e-6 * max(1.0, abs(ours))
+    return isinstance(requested, int | float) and abs(requested - expected) <= 1e-6 * max(
+        1.0, abs(expected)
+    )
 
 
 def read_message(message: Any, names: dict[str, str]) -> dict[str, Any]:
@@ -185,8 +189,8 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
             function = {key: value for key, value in tool.items() if key != "type"}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestRefused(400, f"a tool needs type function and a name, found {tool!r:.80}")
-        kept = {key: value for key, value in function.items() if key != "strict"}
-        read.append({"type": "function", "function": kept})
+        schema = {key: value for key, value in function.items() if key != "strict"}
+        read.append({"type": "function", "function": schema})
     return read
 
 

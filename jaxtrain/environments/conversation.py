@@ -13,13 +13,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxtrain.environments.history import TokenHistory, TurnTemplate
-from jaxtrain.environments.talk import (
-    AssistantReply,
-    PolicyConversation,
-    list_messages,
-    make_answer,
-    read_answer,
+from jaxtrain.environments.token_history import TokenHistory, TurnTemplate
+from jaxtrain.environments.tool_calls import (
+    ToolCall,
+    parse_tool_calls,
+    split_thinking,
+    strip_tool_calls,
 )
 from jaxtrain.environments.tools import Toolbox, make_tool
 from jaxtrain.errors import UserError
@@ -27,6 +26,18 @@ from jaxtrain.generation.engine import Engine, EpisodeFailed, FrozenPolicy, Samp
 from jaxtrain.generation.episodes import Episode
 
 Rewards = float | Mapping[str, float | None] | None
+
+
+class AssistantReply(str):
+    """An assistant turn: the text itself, without its thinking and its tool calls."""
+
+    raw: str
+    """All that was drawn but the token that ended it, special tokens included."""
+    thinking: str
+    tool_calls: list[ToolCall]
+    finished: bool
+    """Whether the model ended it; False: it was cut off, at sampling.max_new_tokens, at a stop
+    text, or because the row is full."""
 
 
 class Conversation:
@@ -76,7 +87,7 @@ class Conversation:
         for function in functions:
             self.tools.add(make_tool(function))
 
-    def log(self, content: Any, role: str = "user", **keys: Any) -> None:
+    def say(self, content: Any, role: str = "user", **keys: Any) -> None:
         """The world says something: a text, a whole message, or a list of messages.
 
         keys: further ones of the message, such as name="search" with role="tool".
@@ -87,15 +98,15 @@ class Conversation:
     def other(self, name: str) -> "PolicyConversation | Conversation":
         """A conversation with another policy, beside this one: of section policies, by its name.
         With one that is trained it is an episode of its own, to be finished and returned, too."""
-        others = getattr(self.engine, "others", {})
-        if name not in others:
-            known = ", ".join(others) or "none"
+        policies = getattr(self.engine, "others", {})
+        if name not in policies:
+            names = ", ".join(policies) or "none"
             raise UserError(
-                f"chat.other({name!r}): there is no such policy; section policies has: {known}"
+                f"chat.other({name!r}): there is no such policy; section policies has: {names}"
             )
-        if isinstance(others[name], FrozenPolicy):
-            return PolicyConversation(others[name], self.index)
-        return self._begin(others[name], name, "")
+        if isinstance(policies[name], FrozenPolicy):
+            return PolicyConversation(policies[name], self.index)
+        return self._begin(policies[name], name, "")
 
     def another(self, agent: str) -> "Conversation":
         """A conversation with the same policy as one of several agents: an episode of its own, to
@@ -152,12 +163,12 @@ class Conversation:
             self._full, self._finish_reason = True, "length"
             return make_answer("", [], finished=False)
         template = self._history.template
-        found = await self.engine.generate(
+        completion = await self.engine.generate(
             list(prompt.tokens), sampling, template.ends, index=self.index
         )
-        turn = self._history.add(prompt, found)
-        self._full = room is not None and len(found.tokens) >= room
-        self._finish_reason = found.finish_reason
+        turn = self._history.add(prompt, completion)
+        self._full = room is not None and len(completion.tokens) >= room
+        self._finish_reason = completion.finish_reason
         self.num_turns += 1
         shown = template.tokenizer.decode(turn.tokens, skip_special_tokens=True)
         message = {"role": "assistant", "content": shown}
@@ -179,7 +190,7 @@ class Conversation:
     async def call(self, answer: AssistantReply) -> list[str]:
         """Make the tool calls of a turn, one after the other, and say what came of them."""
         results = [await self.tools.answer(call) for call in answer.tool_calls]
-        self.log(results)
+        self.say(results)
         return [result["content"] for result in results]
 
     def reward(self, value: float, name: str | None = None) -> None:
@@ -200,21 +211,21 @@ class Conversation:
         """
         if not self.num_turns:
             raise EpisodeFailed("its environment drew no answer")
-        what = f"chat.finish(reward={reward!r:.80})"
+        source = f"chat.finish(reward={reward!r:.80})"
         rewards: dict[str, float | None] = {}
         if isinstance(reward, Mapping):
             for name, value in reward.items():
-                rewards[str(name)] = None if value is None else read_reward(value, what)
+                rewards[str(name)] = None if value is None else read_reward(value, source)
         elif reward is not None:
-            rewards[self.name] = read_reward(reward, what)
+            rewards[self.name] = read_reward(reward, source)
         rewarded = self._turn_rewards
         if rewarded:
             rewarded = [*rewarded, *({} for _ in range(self.num_turns - len(rewarded)))]
         *earlier, last = self._history.sequences
-        found: dict[str, Any] = {"turns": float(self.num_turns)}
+        counts: dict[str, Any] = {"turns": float(self.num_turns)}
         if self.tools.tools:
-            found["tool_calls"] = float(self.tools.num_calls)
-            found["tool_errors"] = float(self.tools.num_errors)
+            counts["tool_calls"] = float(self.tools.num_calls)
+            counts["tool_errors"] = float(self.tools.num_errors)
         return Episode(
             last.tokens,
             last.sampled,
@@ -224,7 +235,7 @@ class Conversation:
             completion=self._said[self._prompt_end :],
             prompt=self._said[: self._prompt_end],
             rewards=rewards,
-            metrics={**found, **{name: read_metric(name, v) for name, v in metrics.items()}},
+            metrics={**counts, **{name: read_metric(name, v) for name, v in metrics.items()}},
             turns=last.turns,
             turn_rewards=rewarded,
             earlier=earlier,
@@ -243,22 +254,22 @@ class Conversation:
     def _find_drawn(self) -> dict[int, int]:
         """{index of a message: number of the turn that it is}, of those that nobody edited."""
         numbers = {id(message): number for number, message in enumerate(self._drawn)}
-        found = {}
+        turn_of = {}
         for index, message in enumerate(self.messages):
             number = numbers.get(id(message))
             if number is not None and message.get("content") == self._texts[number]:
-                found[index] = number
-        return found
+                turn_of[index] = number
+        return turn_of
 
 
-def read_reward(value: Any, what: str) -> float:
+def read_reward(value: Any, source: str) -> float:
     """A reward as float, NaN where it is that; UserError for what is no number."""
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.inf
     if isinstance(value, str) or math.isinf(number):
-        raise UserError(f"{what}: a reward is a finite number")
+        raise UserError(f"{source}: a reward is a finite number")
     return number
 
 
@@ -273,3 +284,58 @@ def read_metric(name: str, value: Any) -> Any:
         raise UserError(
             f"chat.finish({name}={value!r:.80}): a metric is a number, or a pair (sum, weight)"
         ) from None
+
+
+class PolicyConversation:
+    """A conversation with a frozen policy, `chat.other("judge")`: what it says trains nobody."""
+
+    def __init__(self, speaker: FrozenPolicy, index: int = 0):
+        """index: number of the episode."""
+        self.speaker, self.index = speaker, index
+        self.messages: list[dict[str, Any]] = []
+        """What was said so far; an environment may edit the list."""
+
+    def say(self, content: Any, role: str = "user", **keys: Any) -> None:
+        """As Conversation.say."""
+        self.messages += list_messages(content, role, keys)
+
+    async def draw(self) -> AssistantReply:
+        """Its next turn. Raises EpisodeFailed where it gives none."""
+        reply = await self.speaker.reply(self.messages, self.index)
+        answer = read_answer(reply.text, finished=reply.finished)
+        self.messages.append({"role": "assistant", "content": reply.text})
+        return answer
+
+
+def list_messages(content: Any, role: str, keys: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a `log`: a text, a whole message, or several; UserError for anything else."""
+    if isinstance(content, str):
+        return [{"role": role, "content": content, **keys}]
+    messages = [content] if isinstance(content, Mapping) else content
+    if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+        raise UserError(
+            f"chat.say({content!r:.80}): give a text, a message with role and content, or a"
+            " list of such messages"
+        )
+    return [dict(message) for message in messages]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str)
+
+
+def make_answer(text: str, tool_calls: Sequence[ToolCall], *, finished: bool) -> AssistantReply:
+    """An answer with nothing but its text and calls."""
+    answer = AssistantReply(text)
+    answer.raw, answer.thinking = text, ""
+    answer.tool_calls, answer.finished = list(tool_calls), finished
+    return answer
+
+
+def read_answer(raw: str, *, finished: bool, opened: bool = False) -> AssistantReply:
+    """What an assistant turn says: its thinking and its tool calls apart. opened: as for
+    split_thinking."""
+    thinking, rest = split_thinking(raw, opened)
+    answer = make_answer(strip_tool_calls(rest).strip(), parse_tool_calls(rest), finished=finished)
+    answer.raw, answer.thinking = raw, thinking
+    return answer

@@ -37,55 +37,59 @@ def open_env(
     """
     key = f"{section}.kind" if config.path is None else f"{section}.path"
     name = config.path or config.kind
-    made = plugins.find("envs", name, BUILTIN, key=key)
+    factory = plugins.find("envs", name, BUILTIN, key=key)
     match config.kind:
         case "single_turn":
-            return made(
+            return factory(
                 tokenizer, config.prompt_column, config.system, config.raw, config.special_tokens
             )
         case "calculator":
-            return made(tokenizer, config.max_turns, config.history == "template")
+            return factory(tokenizer, config.max_turns, config.history == "template")
         case "openenv":
-            play = made(config, section).run
+            play = factory(config, section).run
             return ChatEnv(
                 tokenizer, play, config, name="openenv", row_tokens=row_tokens, remote=True
             )
         case "verifiers":
-            return made(tokenizer, config, row_tokens, section)
+            return factory(tokenizer, config, row_tokens, section)
         case "nemo_gym":
-            return made(tokenizer, config.gym, row_tokens, f"{section}.gym", folder)
+            return factory(tokenizer, config.gym, row_tokens, f"{section}.gym", folder)
     tools = load_tools(config.tools, f"{section}.tools")
-    options, what = reveal(config.options, f"{section}.options"), f"{key} {name!r}"
+    options, label_of_key = reveal(config.options, f"{section}.options"), f"{key} {name!r}"
     if config.kind in ("tools", "dialogue"):
         options = {"column": config.prompt_column, "system": config.system}
-    play: Any = made
-    label = getattr(made, "__name__", name)
-    if inspect.isclass(made) or not (inspect.iscoroutinefunction(made) or takes_chat(made)):
-        env = make_env(made, tokenizer, options, f"{what} cannot be made with", section)
+    play: Any = factory
+    label = getattr(factory, "__name__", name)
+    if inspect.isclass(factory) or not (
+        inspect.iscoroutinefunction(factory) or takes_chat(factory)
+    ):
+        env = make_env(factory, tokenizer, options, f"{label_of_key} cannot be made with", section)
         play, options = getattr(env, "run", None), {}
         if not takes_chat(play):
             if inspect.iscoroutinefunction(play) and not tools:
                 return env
             raise UserError(
-                f"{what} needs a method `async def run(self, row, chat)`, or"
+                f"{label_of_key} needs a method `async def run(self, row, chat)`, or"
                 " `async def run(self, row, engine, sampling, index)` that returns an Episode"
                 + (f"; {section}.tools goes with the first" if tools else "")
             )
-    check_options(what, play, options)
+    check_options(label_of_key, play, options)
     return ChatEnv(
         tokenizer, play, config, name=label, tools=tools, options=options, row_tokens=row_tokens
     )
 
 
-def make_env(made: Any, tokenizer: Any, options: dict[str, Any], what: str, section: str) -> Any:
+def make_env(
+    factory: Any, tokenizer: Any, options: dict[str, Any], problem: str, section: str
+) -> Any:
     """What a class or a factory makes; a class that plays a chat gets the tokenizer only if it asks
     for it."""
     arguments = (tokenizer,)
-    if takes_chat(getattr(made, "run", None)):
-        asked = list(inspect.signature(made).parameters)[:1] == ["tokenizer"]
-        arguments = (tokenizer,) if asked else ()
+    if takes_chat(getattr(factory, "run", None)):
+        takes_tokenizer = list(inspect.signature(factory).parameters)[:1] == ["tokenizer"]
+        arguments = (tokenizer,) if takes_tokenizer else ()
     try:
-        return made(*arguments, **options)
+        return factory(*arguments, **options)
     except TypeError as error:
-        given = "(tokenizer, **" if arguments else "(**"
-        raise UserError(f"{what} {given}{section}.options): {error}") from None
+        signature = "(tokenizer, **" if arguments else "(**"
+        raise UserError(f"{problem} {signature}{section}.options): {error}") from None

@@ -52,7 +52,7 @@ class GymProcess:
             directory = Path(config.directory)
             link_environments(folder / "environments", python, (packages, directory))
         port = find_free_port()
-        place = write_config(config, self.policy, port, folder, packages, self.key)
+        config_path = write_config(config, self.policy, port, folder, packages, self.key)
         env = {
             name: value
             for name, value in os.environ.items()
@@ -63,7 +63,7 @@ class GymProcess:
         env["RAY_ADDRESS"] = "local"
         env["PATH"] = f"{python.parent}{os.pathsep}{env.get('PATH', '')}"
         env["VIRTUAL_ENV"] = str(python.parent.parent)
-        command = [str(program), "env", "start", "--config", str(place)]
+        command = [str(program), "env", "start", "--config", str(config_path)]
         directory = Path(config.directory)
         self._process = ServerProcess(command, env, self.log, port, cwd=directory)
         self._process.start()
@@ -104,5 +104,7 @@ class GymProcess:
         except OSError:
             text = ""
         lines = text.strip().splitlines()[-12:]
-        found = f"the end of {self.log}:\n" + "\n".join(lines) if lines else f"{self.log} is empty"
-        return escape_control_chars(found)
+        text_of_tail = (
+            f"the end of {self.log}:\n" + "\n".join(lines) if lines else f"{self.log} is empty"
+        )
+        return escape_control_chars(text_of_tail)

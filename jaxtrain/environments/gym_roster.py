@@ -28,11 +28,13 @@ WHAT = {"agent": "an agent", "verify": "a resources server"}
 class Roster:
     """The servers of one Gym as they were listed last, and those given by URL."""
 
-    def __init__(self, key: str, head: str, given: Mapping[str, str], headers: dict[str, str]):
-        """key: the section's, for messages. head: URL, "": there is none. given: URLs of servers
+    def __init__(
+        self, key: str, head: str, static_urls: Mapping[str, str], headers: dict[str, str]
+    ):
+        """key: the section's, for messages. head: URL, "": there is none. static_urls: URLs of servers
         by name. headers: of requests."""
         self.key, self.head, self.headers = key, head, headers
-        self.given = {name: url.rstrip("/") for name, url in given.items()}
+        self.given = {name: url.rstrip("/") for name, url in static_urls.items()}
         self.listed: Any = None
         """What the head listed."""
         self._urls: dict[str, str] = {}
@@ -51,9 +53,11 @@ class Roster:
         self.ask(f"{self.head}/health", False)  # 503 while they start
         try:
             listed = self.ask(f"{self.head}/server_instances")
-            found = yaml.safe_load(self.ask(f"{self.head}/global_config_dict_yaml"))
-            self._urls = {one["config_path"]: reach(one["url"], self.head) for one in listed}
-            self._config = {name: one for name, one in found.items() if isinstance(one, dict)}
+            global_config = yaml.safe_load(self.ask(f"{self.head}/global_config_dict_yaml"))
+            self._urls = {entry["config_path"]: reach(entry["url"], self.head) for entry in listed}
+            self._config = {
+                name: entry for name, entry in global_config.items() if isinstance(entry, dict)
+            }
             self.listed = listed
         except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
             raise UserError(
@@ -70,22 +74,24 @@ class Roster:
         if mode == "verify":
             agent = _find_block(self._config.get(name), KINDS["agent"])
             name = _name_of(agent.get("resources_server")) or name
-        for place, block in self._config.items() if mode == "agent" else ():
+        for process, block in self._config.items() if mode == "agent" else ():
             inner = _find_block(block, "environment_servers")
-            if _name_of(inner.get("agent_server")) == name and place in self._urls:
-                return place, self._urls[place]
+            if _name_of(inner.get("agent_server")) == name and process in self._urls:
+                return process, self._urls[process]
         return name, self._urls[name] if name in self.list(mode) else ""
 
     def list(self, mode: Mode) -> list[str]:
         """Names of all that are of a mode's kind, as far as that is known: given ones are."""
         kind = KINDS[mode]
-        found = {name for name, one in self._config.items() if kind in one and name in self._urls}
-        return sorted(found | set(self.given))
+        names = {
+            name for name, block in self._config.items() if kind in block and name in self._urls
+        }
+        return sorted(names | set(self.given))
 
-    def greet(self, place: str) -> None:
+    def greet(self, process: str) -> None:
         """OSError or ValueError where a process does not answer, or is not listed any more."""
         try:
-            self.ask(f"{self.given.get(place) or self._urls.get(place, '')}/livez", False)
+            self.ask(f"{self.given.get(process) or self._urls.get(process, '')}/livez", False)
         except urllib.error.HTTPError as error:
             if error.code >= 500:
                 raise
@@ -93,11 +99,11 @@ class Roster:
     def check(self, names: Collection[str], mode: Mode, how: str) -> None:
         """UserError where there is no such agent, or it is none. how: the key that names them."""
         if missing := sorted(name for name in names if not self.find(name, mode)[1]):
-            known = set(self.list(mode)) | set(self.list("agent"))
-            what = WHAT["agent"] + ("" if mode == "agent" else f" or {WHAT[mode]}")
+            names_found = set(self.list(mode)) | set(self.list("agent"))
+            expected = WHAT["agent"] + ("" if mode == "agent" else f" or {WHAT[mode]}")
             raise UserError(
-                f"{how}: this Gym has no {' or '.join(map(repr, missing))}; it must be {what} of"
-                f" {', '.join(sorted(known)) or '(none)'}"
+                f"{how}: this Gym has no {' or '.join(map(repr, missing))}; it must be {expected} of"
+                f" {', '.join(sorted(names_found)) or '(none)'}"
             )
         for name in sorted(names):
             self._check_routes(*self.find(name, mode), mode)
@@ -111,8 +117,8 @@ class Roster:
                 f" (GET /openapi.json): {error!r:.300}"
             ) from None
         if ROUTES[mode] not in routes:
-            others = [f"it is {WHAT[one]}" for one, route in ROUTES.items() if route in routes]
-            advice = (others or [f"it has {', '.join(sorted(routes)[:9]) or 'none'}"])[0]
+            kinds = [f"it is {WHAT[kind]}" for kind, route in ROUTES.items() if route in routes]
+            advice = (kinds or [f"it has {', '.join(sorted(routes)[:9]) or 'none'}"])[0]
             raise UserError(
                 f'{self.key}.mode "{mode}" needs {WHAT[mode]}, with the route {ROUTES[mode]};'
                 f" {name} at {url} has none: {advice}"
@@ -129,18 +135,18 @@ class Roster:
 def reach(url: str, head: str) -> str:
     """A server's URL as its head tells it, from here: one that says that it is on its own machine
     is on the head's."""
-    there, place = urlsplit(url), urlsplit(head)
-    if there.hostname in HERE and place.hostname not in HERE:
-        host = f"[{place.hostname}]" if ":" in str(place.hostname) else place.hostname
-        url = there._replace(netloc=f"{host}:{there.port}").geturl()
+    server, head_url = urlsplit(url), urlsplit(head)
+    if server.hostname in HERE and head_url.hostname not in HERE:
+        host = f"[{head_url.hostname}]" if ":" in str(head_url.hostname) else head_url.hostname
+        url = server._replace(netloc=f"{host}:{server.port}").geturl()
     return url.rstrip("/")
 
 
 def _find_block(block: Any, kind: str) -> dict[str, Any]:
     """What a process of the config says of its one server of a kind; {} where it is of another."""
     inner = block.get(kind) if isinstance(block, dict) else None
-    found = next(iter(inner.values()), None) if isinstance(inner, dict) else None
-    return found if isinstance(found, dict) else {}
+    server = next(iter(inner.values()), None) if isinstance(inner, dict) else None
+    return server if isinstance(server, dict) else {}
 
 
 def _name_of(reference: Any) -> str | None:

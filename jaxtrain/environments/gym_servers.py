@@ -42,21 +42,21 @@ class GymServers:
         None: a temporary one."""
         self.config, self.key, self.folder = config, key, folder
         secrets = {"api_key": config.api_key, "token": config.token}
-        given = reveal({name: one for name, one in secrets.items() if one}, key)
+        revealed = reveal({name: secret for name, secret in secrets.items() if secret}, key)
         self.policy = PolicyServer(
             tokenizer,
             max_model_len=max_model_len,
             host=config.host,
             port=config.port,
-            token=given.get("api_key"),
+            token=revealed.get("api_key"),
         )
-        token = given.get("token")
+        token = revealed.get("token")
         self.headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         """Of requests to Gym."""
         self.roster = Roster(key, (config.head or "").rstrip("/"), config.servers, self.headers)
         self.users = 0
         """Environments that share it."""
-        self.told: set[str] = set()
+        self.logged: set[str] = set()
         """What was said of it."""
         self.found = 0
         """How often its servers were found: once, and again whenever they had gone."""
@@ -71,10 +71,12 @@ class GymServers:
         """Whether its servers are known."""
         return self.found > 0
 
-    def ready(self, asked: bool = True, log: Callable[[str], None] = lambda text: None) -> None:
-        """Have all servers up; blocks, for minutes where Gym is started. asked: whether its agents
+    def ready(
+        self, open_endpoint: bool = True, log: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Have all servers up; blocks, for minutes where Gym is started. open_endpoint: whether its agents
         will ask the endpoint. UserError for what a person must mend, the same for all who wait."""
-        if asked or self.config.start:
+        if open_endpoint or self.config.start:
             self.policy.open()
         with self._lock:
             if self.is_ready:
@@ -84,8 +86,8 @@ class GymServers:
             try:
                 if self.config.start:
                     folder = self.folder or tempfile.mkdtemp(prefix="jaxtrain_gym_")
-                    place = Path(folder).absolute()
-                    self._process = GymProcess(self.config, self.policy, place, self.key)
+                    path = Path(folder).absolute()
+                    self._process = GymProcess(self.config, self.policy, path, self.key)
                     self.roster.head = self._process.start()
                 self._wait(log)
             except UserError as error:
@@ -114,17 +116,17 @@ class GymServers:
 
     def find(self, name: str, mode: Mode) -> str:
         """URL of who plays, or judges, for an agent; UserError."""
-        place, url = self.roster.find(name, mode)
+        process, url = self.roster.find(name, mode)
         if not url:
             self.roster.check([name], mode, f"{self.key}.agent")
-        self._used.add(place)
+        self._used.add(process)
         return url
 
     def close(self) -> None:
         """One of those who share it needs it no more; the last one ends what was started."""
         self.users -= 1
         if self.users <= 0:
-            for key in [key for key, one in _SHARED.items() if one is self]:
+            for key in [key for key, servers in _SHARED.items() if servers is self]:
                 del _SHARED[key]
             self._closing.set()
             with self._lock:
@@ -132,7 +134,7 @@ class GymServers:
 
     def _wait(self, log: Callable[[str], None]) -> None:
         """Until the head says that all are up; UserError where that takes too long."""
-        end, told = time.monotonic() + self.config.start_seconds, False
+        end, logged = time.monotonic() + self.config.start_seconds, False
         while not self._closing.is_set():
             if self._process is not None:
                 self._process.check()
@@ -140,9 +142,9 @@ class GymServers:
                 return self.roster.read()
             except (OSError, ValueError) as error:
                 problem = error
-            if not told:
+            if not logged:
                 log(f"waiting for {self.roster.name} ({problem})")
-                told = True
+                logged = True
             if time.monotonic() > end:
                 raise UserError(self._explain(problem))
             self._closing.wait(POLL_SECONDS)
@@ -155,8 +157,8 @@ class GymServers:
                 self.roster.head, gone = self._process.restart(), True
             try:
                 self.roster.read()
-                for place in self._used:
-                    self.roster.greet(place)
+                for process in self._used:
+                    self.roster.greet(process)
                 break
             except (OSError, ValueError) as error:
                 gone = True
@@ -191,12 +193,17 @@ def share_servers(
 ) -> GymServers:
     """The servers that a section names, one for all environments of a run that name the same.
     Each who asks for them closes them."""
-    own = {"agent", "mode", "rewards", "drop_nulls", "concurrency"}
-    place = json.dumps(
-        [config.model_dump(mode="json", exclude=own), max_model_len, str(folder), id(tokenizer)],
+    per_environment = {"agent", "mode", "rewards", "drop_nulls", "concurrency"}
+    identity = json.dumps(
+        [
+            config.model_dump(mode="json", exclude=per_environment),
+            max_model_len,
+            str(folder),
+            id(tokenizer),
+        ],
         sort_keys=True,
     )
-    if place not in _SHARED:
-        _SHARED[place] = GymServers(tokenizer, config, max_model_len, key, folder)
-    _SHARED[place].users += 1
-    return _SHARED[place]
+    if identity not in _SHARED:
+        _SHARED[identity] = GymServers(tokenizer, config, max_model_len, key, folder)
+    _SHARED[identity].users += 1
+    return _SHARED[identity]

@@ -21,8 +21,8 @@ import aiohttp
 
 from jaxtrain.config.gym import GymConfig
 from jaxtrain.environments.chat_request import RequestRefused, message_key, read_input, read_tools
+from jaxtrain.environments.episode_record import ChatAnswer, EpisodeRecord
 from jaxtrain.environments.gym_servers import share_servers
-from jaxtrain.environments.record import ChatAnswer, EpisodeRecord
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, EpisodeFailed, Sampling
 from jaxtrain.generation.episodes import Episode
@@ -82,11 +82,11 @@ class NemoGym:
         named = {self.config.agent} if self.config.agent else {_agent_of(row) for row in rows}
         how = f"{key}.agent" if self.config.agent else f"{key}: a row's agent_ref.name"
         servers.roster.check([name for name in named if name], self.config.mode, how)
-        known = ", ".join(servers.roster.list(self.config.mode))
-        what = "agents" if self.config.mode == "agent" else "resources servers"
-        text = f"{servers.roster.name}: {what} {known or '(none)'}"
-        if text not in servers.told:
-            servers.told.add(text)
+        available = ", ".join(servers.roster.list(self.config.mode))
+        kind = "agents" if self.config.mode == "agent" else "resources servers"
+        text = f"{servers.roster.name}: {kind} {available or '(none)'}"
+        if text not in servers.logged:
+            servers.logged.add(text)
             log(text)
 
     def counters(self) -> dict[str, float]:
@@ -166,7 +166,7 @@ class NemoGym:
     ) -> dict[str, Any]:
         """Gym's answer to a row that its agent plays with our answers."""
         sampling, most = record.sampling, params.get("max_output_tokens")
-        asked = {
+        request_params = {
             **params,
             "metadata": {**(params.get("metadata") or {}), "episode": record.id},
             "temperature": sampling.temperature,
@@ -174,7 +174,7 @@ class NemoGym:
             "max_output_tokens": min(most or sampling.max_new_tokens, sampling.max_new_tokens),
         }
         async with open_session(self.servers.headers) as session:
-            return await post(session, f"{url}/run", {**row, PARAMS: asked})
+            return await post(session, f"{url}/run", {**row, PARAMS: request_params})
 
     async def _verify(
         self, url: str, row: Mapping[str, Any], params: dict[str, Any], record: EpisodeRecord
@@ -194,8 +194,8 @@ class NemoGym:
         body = {**row, PARAMS: params}
         async with open_session(self.servers.headers) as session:
             await post(session, f"{url}/seed_session", body)
-            found = await post(session, f"{url}/verify", {**body, "response": respond(answer)})
-        return {"response": {}, **found}
+            verdict = await post(session, f"{url}/verify", {**body, "response": respond(answer)})
+        return {"response": {}, **verdict}
 
     def _finish(
         self, row: Mapping[str, Any], answer: Mapping[str, Any], record: EpisodeRecord
@@ -209,16 +209,16 @@ class NemoGym:
             raise EpisodeFailed("gym: masked", cause="NeMo Gym: mask_sample: its reward is invalid")
         check_tokens(answer, record)
         episode = record.finish()
-        found = dict(read_numbers(row, answer))
-        wanted = self.config.rewards or {"reward": 1.0}
-        for name, factor in wanted.items():
-            value = answer.get("reward") if name == "reward" else found.get(name)
+        numbers = dict(read_numbers(row, answer))
+        factors = self.config.rewards or {"reward": 1.0}
+        for name, factor in factors.items():
+            value = answer.get("reward") if name == "reward" else numbers.get(name)
             if not isinstance(value, int | float):
                 raise EpisodeFailed(
                     "gym: no reward", cause=f"NeMo Gym: {name} of its verdict is {value!r:.80}"
                 )
             episode.rewards[REWARD if name == "reward" else name] = factor * value
-        episode.metrics |= found
+        episode.metrics |= numbers
         response = answer.get("response")
         if isinstance(response, dict) and response.get("status") == "incomplete":
             episode.finish_reason = "length"
@@ -256,12 +256,12 @@ async def post(session: aiohttp.ClientSession, url: str, body: Any) -> dict[str,
             mistake=status in (401, 403, 404, 405, 422),
         )
     try:
-        found = json.loads(raw)
+        body_json = json.loads(raw)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        body_json = None
+    if not isinstance(body_json, dict):
         raise EpisodeFailed("gym: garbage", cause=f"NeMo Gym: {url} answers no JSON object")
-    return found
+    return body_json
 
 
 def check_tokens(answer: Mapping[str, Any], record: EpisodeRecord) -> None:
@@ -282,8 +282,8 @@ def read_numbers(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[
     """(name, value) of the numbers that an environment adds to its verdict."""
     parts = answer.get("reward_components")
     for name, value in [*answer.items(), *(parts.items() if isinstance(parts, dict) else ())]:
-        known = name in row or name in PLAIN or name.startswith("_ng_")
-        if not known and isinstance(value, bool | int | float) and value == value:
+        is_input = name in row or name in PLAIN or name.startswith("_ng_")
+        if not is_input and isinstance(value, bool | int | float) and value == value:
             yield name, float(value)
 
 
@@ -342,5 +342,5 @@ def _agent_of(row: Mapping[str, Any]) -> str | None:
 def _drop_nulls(value: Any) -> Any:
     """A copy without the keys of objects that are null."""
     if isinstance(value, dict):
-        return {key: _drop_nulls(one) for key, one in value.items() if one is not None}
-    return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value

@@ -24,8 +24,8 @@ from jaxtrain.config.secrets import redact_text, reveal, reveal_url
 from jaxtrain.environments.conversation import AssistantReply, Conversation
 from jaxtrain.environments.rewards.texts import FENCE
 from jaxtrain.environments.single_turn import find_prompt
+from jaxtrain.environments.tool_calls import ToolCall
 from jaxtrain.environments.tools import MAX_ERROR, MAX_RESULT, shorten
-from jaxtrain.environments.turns import ToolCall
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed
 from jaxtrain.generation.episodes import Episode
@@ -48,9 +48,9 @@ class OpenEnvError(Exception):
     def __init__(self, data: Mapping[str, Any]):
         self.code = str(data.get("code", ""))
         problems = [
-            f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}"
-            for one in data.get("errors") or []
-            if isinstance(one, Mapping)
+            f"{'.'.join(map(str, problem.get('loc', ())))}: {problem.get('msg', '')}"
+            for problem in data.get("errors") or []
+            if isinstance(problem, Mapping)
         ]
         super().__init__("; ".join(problems) or str(data.get("message", "")))
 
@@ -74,34 +74,34 @@ class OpenEnv:
     async def run(self, row: Mapping[str, Any], chat: Conversation) -> Episode:
         """One episode. UserError for a row that cannot be played, EpisodeFailed for what the
         server did."""
-        async with self._connect(self._reset_data(row), chat) as (session, found):
-            self._begin(row, chat, found)
+        async with self._connect(self._reset_data(row), chat) as (session, observation):
+            self._begin(row, chat, observation)
             if self.options.action == "tools":
                 chat.schemas = await session.list_tools()
             while not (session.done or chat.full or chat.num_turns >= self.config.max_turns):
                 answer = await chat.draw()
                 # A text that was cut off is an answer all the same; calls and JSON are not.
-                whole = answer.finished or (self.options.action == "text" and answer.raw)
-                if not whole or not await self._act(session, chat, answer):
+                complete = answer.finished or (self.options.action == "text" and answer.raw)
+                if not complete or not await self._act(session, chat, answer):
                     break
             return chat.finish(session.reward(self.options.reward_of), **session.counts)
 
-    def _begin(self, row: Mapping[str, Any], chat: Conversation, found: Seen) -> None:
+    def _begin(self, row: Mapping[str, Any], chat: Conversation, observation: Seen) -> None:
         """Say what comes before the first turn: system message, the row's prompt, observation."""
         column, system = self.config.prompt_column, self.config.system
         messages: list[dict[str, Any]] = []
         if row.get(column, row.get("messages")):
-            given = find_prompt(row, column)
-            messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+            prompt = find_prompt(row, column)
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if system is not None and (not messages or messages[0].get("role") != "system"):
-            chat.log(system, "system")
-        chat.log(messages)
-        if text := show(found, self.options.observation_field):
-            chat.log(text)
+            chat.say(system, "system")
+        chat.say(messages)
+        if text := show(observation, self.options.observation_field):
+            chat.say(text)
         elif not messages:
             raise UserError(
                 f"env.openenv: the row has no {column!r} and the observation of the reset nothing"
-                f" to show (its fields: {', '.join(sorted(found)) or 'none'}); give rows a prompt,"
+                f" to show (its fields: {', '.join(sorted(observation)) or 'none'}); give rows a prompt,"
                 " or name a field in env.openenv.observation_field"
             )
 
@@ -111,7 +111,7 @@ class OpenEnv:
         """Do what a turn says and tell what came of it; whether the episode goes on."""
         if self.options.action == "tools":
             for call in answer.tool_calls:
-                chat.log(await session.call_tool(call), "tool", name=call.name)
+                chat.say(await session.call_tool(call), "tool", name=call.name)
                 if session.done:
                     break
             return bool(answer.tool_calls)
@@ -123,19 +123,19 @@ class OpenEnv:
             seen = await session.step(action)
         except (OpenEnvError, ValueError) as error:
             session.count("invalid_actions")
-            chat.log(f"error: {shorten(str(error), MAX_ERROR)}")
+            chat.say(f"error: {shorten(str(error), MAX_ERROR)}")
             return True
         if not session.done:
-            chat.log(show(seen, self.options.observation_field) or "(nothing to see)")
+            chat.say(show(seen, self.options.observation_field) or "(nothing to see)")
         return True
 
     def _reset_data(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        own = row.get("reset") or {}
-        if not isinstance(own, Mapping):
-            raise UserError(f"env.openenv: a row's column reset is a table, not {own!r:.80}")
+        row_reset = row.get("reset") or {}
+        if not isinstance(row_reset, Mapping):
+            raise UserError(f"env.openenv: a row's column reset is a table, not {row_reset!r:.80}")
         seed = row["seed"] if isinstance(row.get("seed"), int) else seed_of(row)
-        given = {name: value for name, value in own.items() if value is not None}
-        return {"seed": seed, **self.options.reset, **given}
+        values = {name: value for name, value in row_reset.items() if value is not None}
+        return {"seed": seed, **self.options.reset, **values}
 
     @contextlib.asynccontextmanager
     async def _connect(
@@ -287,10 +287,10 @@ class OpenEnvSession:
         return seen if isinstance(seen, dict) else {}
 
 
-def fail(url: str, what: str, cause: object) -> EpisodeFailed:
+def fail(url: str, problem: str, cause: object) -> EpisodeFailed:
     """An episode that its server ended."""
-    text = f"env.openenv: {redact_text(url)} {what}: {cause or type(cause).__name__}"
-    return EpisodeFailed(f"OpenEnv server {what}", cause=text, pause=True, mistake=True)
+    text = f"env.openenv: {redact_text(url)} {problem}: {cause or type(cause).__name__}"
+    return EpisodeFailed(f"OpenEnv server {problem}", cause=text, pause=True, mistake=True)
 
 
 def make_socket_url(url: str) -> str:
@@ -310,7 +310,9 @@ def seed_of(row: Mapping[str, Any]) -> int:
 def show(seen: Seen, field: str | None = None) -> str:
     """An observation as the model reads it; empty where it says nothing."""
     value: Any = {
-        name: one for name, one in seen.items() if name != "metadata" and one not in (None, "")
+        name: field_value
+        for name, field_value in seen.items()
+        if name != "metadata" and field_value not in (None, "")
     }
     if field is not None:
         value = seen
@@ -348,9 +350,9 @@ def read_result(result: Any) -> tuple[str, bool]:
         wrong = bool(result.get("is_error"))
         data = result.get("data")
         parts = [
-            one["text"]
-            for one in result["content"] or []
-            if isinstance(one, Mapping) and isinstance(one.get("text"), str)
+            part["text"]
+            for part in result["content"] or []
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
         ]
         result = "\n".join(parts) if parts else data
     if isinstance(result, str):

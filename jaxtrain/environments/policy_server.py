@@ -26,10 +26,10 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from jaxtrain.environments.chat_answer import MODEL, split_chat, write_chat, write_tokens
 from jaxtrain.environments.chat_request import RequestRefused, limit
-from jaxtrain.environments.history import TurnTemplate
-from jaxtrain.environments.record import ChatAnswer, EpisodeRecord
+from jaxtrain.environments.chat_response import MODEL, split_chat, write_chat, write_tokens
+from jaxtrain.environments.episode_record import ChatAnswer, EpisodeRecord
+from jaxtrain.environments.token_history import TurnTemplate
 from jaxtrain.environments.tool_calls import find_family
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion, Engine, Sampling
@@ -164,23 +164,23 @@ class PolicyServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Who has no token gets nothing; what is refused is said as OpenAI's servers say it."""
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         try:
-            if not hmac.compare_digest(given.encode(), self.token.encode()):
+            if not hmac.compare_digest(token.encode(), self.token.encode()):
                 raise RequestRefused(
                     401, "the Authorization header does not carry this run's token"
                 )
             return await handler(request)
         except RequestRefused as error:
             text = escape_control_chars(str(error))
-            found = {"message": text, "type": "invalid_request_error", "code": error.status}
+            details = {"message": text, "type": "invalid_request_error", "code": error.status}
             return web.json_response(
-                {"object": "error", "message": text, "error": found}, status=error.status
+                {"object": "error", "message": text, "error": details}, status=error.status
             )
 
     async def _models(self, request: web.Request) -> web.Response:
-        one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "jaxtrain"}
-        data = [{**one, "max_model_len": self.max_model_len}]
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "jaxtrain"}
+        data = [{**model, "max_model_len": self.max_model_len}]
         return web.json_response({"object": "list", "data": data})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
@@ -188,23 +188,23 @@ class PolicyServer:
         record = self._find(request, body)
         answer: ChatAnswer = await self._ask(record, record.chat(body))
         number = f"chatcmpl-{record.id}-{record.num_turns}"
-        found = write_chat(answer, number, body)
+        response = write_chat(answer, number, body)
         if body.get("stream"):
-            return await stream(request, split_chat(found, body))
-        return web.json_response(found)
+            return await stream(request, split_chat(response, body))
+        return web.json_response(response)
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await read_json(request)
         record = self._find(request, body)
-        tokens, asked = body.get("token_ids"), body.get("sampling_params") or {}
+        tokens, params = body.get("token_ids"), body.get("sampling_params") or {}
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise RequestRefused(400, "token_ids must be a list of whole numbers")
-        if not tokens or not isinstance(asked, dict):
+        if not tokens or not isinstance(params, dict):
             raise RequestRefused(400, "token_ids must not be empty, and sampling_params an object")
-        sampling = limit(asked, record.sampling)
-        found: Completion = await self._ask(record, record.continue_tokens(tokens, sampling))
+        sampling = limit(params, record.sampling)
+        completion: Completion = await self._ask(record, record.continue_tokens(tokens, sampling))
         number = f"generate-{record.id}-{record.num_turns}"
-        return web.json_response(write_tokens(tokens, found, number))
+        return web.json_response(write_tokens(tokens, completion, number))
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await read_json(request)
@@ -214,8 +214,8 @@ class PolicyServer:
             return record.render(body)
 
         tokens: list[int] = await self._ask(record, render())
-        found = {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens}
-        return web.json_response(found)
+        response = {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens}
+        return web.json_response(response)
 
     def _find(self, request: web.Request, body: Mapping[str, Any]) -> EpisodeRecord:
         """The episode that a request belongs to; Refused."""

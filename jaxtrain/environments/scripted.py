@@ -13,10 +13,10 @@ class ScriptedEngine:
     version = 0
 
     def __init__(
-        self, tokenizer: Any, texts: Sequence[str], others: Mapping[str, Any] | None = None
+        self, tokenizer: Any, texts: Sequence[str], policies: Mapping[str, Any] | None = None
     ):
-        """others: what `chat.other` finds, by name."""
-        self.tokenizer, self.texts, self.others = tokenizer, list(texts), dict(others or {})
+        """policies: what `chat.other` finds, by name."""
+        self.tokenizer, self.texts, self.others = tokenizer, list(texts), dict(policies or {})
 
     async def generate(
         self,

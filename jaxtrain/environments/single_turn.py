@@ -16,15 +16,15 @@ def find_prompt(row: Mapping[str, Any], column: str) -> str | list[dict[str, Any
     none."""
     if isinstance(row, UnreadableRow):
         raise UserError(f"env: a row cannot be used: {row.reason}")
-    given = row.get(column, row.get("messages"))
-    if isinstance(given, str) and given:
-        return given
-    if not isinstance(given, list) or not given:
+    prompt = row.get(column, row.get("messages"))
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
         raise UserError(
             f"env: a row has no prompt; it needs {column!r} (a text or messages) or messages, found"
             f" keys {', '.join(sorted(row)) or 'none'}; env.prompt_column names another column"
         )
-    messages = list(given)
+    messages = list(prompt)
     if not all(isinstance(message, Mapping) for message in messages):
         raise UserError(
             f"env: a row's {column} is a list, but not of messages with role and content"
@@ -62,7 +62,7 @@ class SingleTurn:
         self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
     ) -> Episode:
         """One answer; the reward functions get texts for a text and messages for messages."""
-        given, prompt = self.read(row)
+        source, prompt = self.read(row)
         answer = await engine.generate(prompt, sampling, self.stop_ids, index=index)
         text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
         count, drawn = len(prompt), len(answer.tokens)
@@ -73,25 +73,25 @@ class SingleTurn:
             versions=[-1] * count + list(answer.versions or [-1] * drawn),
             finish_reason=answer.finish_reason,
             completion=(
-                text if isinstance(given, str) else [{"role": "assistant", "content": text}]
+                text if isinstance(source, str) else [{"role": "assistant", "content": text}]
             ),
-            prompt=given,
+            prompt=source,
             routed=answer.routed,
         )
 
     def read(self, row: Mapping[str, Any]) -> tuple[Any, list[int]]:
         """(the prompt as reward functions get it, its tokens); UserError for an unusable row."""
-        given = find_prompt(row, self.column)
-        if isinstance(given, str):
+        prompt = find_prompt(row, self.column)
+        if isinstance(prompt, str):
             if self.raw:
-                return given, encode_text(self.tokenizer, given, True, self.special_tokens)
-            return given, self.render([{"role": "user", "content": given}], row)
+                return prompt, encode_text(self.tokenizer, prompt, True, self.special_tokens)
+            return prompt, self.render([{"role": "user", "content": prompt}], row)
         if self.raw:
             raise UserError(
                 "env: a row's prompt is a list of messages, which needs a chat template; set"
                 " model.chat_template, and env.raw to false"
             )
-        return given, self.render(given, row)
+        return prompt, self.render(prompt, row)
 
     def render(self, messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list[int]:
         """Tokens of a conversation with the header of the turn that is to be written."""

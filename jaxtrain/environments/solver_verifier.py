@@ -15,8 +15,7 @@ from typing import Any
 
 from jaxtrain.data.sources.calculator import SYSTEM, TOOLS, ask_whether
 from jaxtrain.environments.calculator import NUMBER, answer_tool_call, check_answer, read_questions
-from jaxtrain.environments.conversation import Conversation
-from jaxtrain.environments.talk import AssistantReply
+from jaxtrain.environments.conversation import AssistantReply, Conversation
 from jaxtrain.generation.episodes import Episode
 
 
@@ -26,7 +25,7 @@ async def solve_and_verify(
     """The row's first question; its other ones are not asked. Where the solver gives no number,
     nothing is verified, and the game is one episode."""
     prompt, _ = read_questions(row)
-    chat.log(prompt)
+    chat.say(prompt)
     answer = await work(chat)
     right = answer.finished and check_answer(answer.raw, row["answers"][0])
     solved = chat.finish({"solved": float(right)})
@@ -35,16 +34,16 @@ async def solve_and_verify(
         return [solved]
     judge = chat.other(verifier)
     assert isinstance(judge, Conversation), "the verifier is trained"
-    judge.log(SYSTEM, "system")
-    judge.log(ask_whether(prompt[-1]["content"], numbers[-1]))
+    judge.say(SYSTEM, "system")
+    judge.say(ask_whether(prompt[-1]["content"], numbers[-1]))
     verdict = read_verdict(await work(judge))
     agrees = verdict is not None and verdict == right
-    said = judge.finish(
+    verification = judge.finish(
         {"verified": float(agrees)},
         trusted=(agrees and right, right),
         caught=(agrees and not right, not right),
     )
-    return [solved, said]
+    return [solved, verification]
 
 
 async def work(chat: Conversation) -> AssistantReply:
@@ -54,11 +53,11 @@ async def work(chat: Conversation) -> AssistantReply:
         reply = answer_tool_call(answer.raw)
         if reply is None or chat.full:
             break
-        chat.log(reply)
+        chat.say(reply)
     return answer
 
 
 def read_verdict(answer: AssistantReply) -> bool | None:
     """True: right, False: wrong, None: neither was said."""
-    said = [word for word in ("right", "wrong") if word in answer]
-    return said == ["right"] if len(said) == 1 else None
+    words = [word for word in ("right", "wrong") if word in answer]
+    return words == ["right"] if len(words) == 1 else None

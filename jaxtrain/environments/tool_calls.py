@@ -1,12 +1,14 @@
-"""Tool calls in what a model wrote, by the family of its chat template, as endpoints give them.
+"""Thinking and tool calls in the text of assistant turns.
 
-    hermes   <tool_call>{"name": "search", "arguments": {"query": "tides"}}</tool_call>   Qwen, too
+    hermes   <tool_call>{"name": "search", "arguments": {"query": "tides"}}</tool_call>   also Qwen
              <tool_call><function=search><parameter=query>tides</parameter></function></tool_call>
     llama3   {"name": "search", "parameters": {"query": "tides"}}       the whole turn is the call
     mistral  [TOOL_CALLS][{"name": "search", "arguments": {"query": "tides"}}]
              [TOOL_CALLS]search[ARGS]{"query": "tides"}
 
-A call in no form of the family stays text: nobody guesses what a model meant.
+`parse_tool_calls` reads the hermes and llama3 forms, whatever the model. `split_calls` reads those of
+the chat template's family, for endpoints: a call in no form of the family stays text, because a guess
+could be wrong.
 """
 
 import json
@@ -14,7 +16,98 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxtrain.environments.turns import CALL, CLOSED, ToolCall, read_bare, read_call
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+FUNCTION = re.compile(r"<function=([^>\s]+)>(.*)</function>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+THINKING = re.compile(r"<think>.*?(</think>|$)", re.DOTALL)
+OPENED = "<think>"
+CLOSED = "</think>"
+
+
+class ToolCallError(Exception):
+    """A tool call that cannot be answered; its text goes back to the model."""
+
+
+class ToolCall(NamedTuple):
+    """One call as the model wrote it."""
+
+    name: str
+    arguments: dict[str, Any]
+    error: str | None = None
+    """Why it cannot be made: it is not in one of the forms."""
+
+
+def strip_thinking(text: str) -> str:
+    """An assistant turn without its thinking."""
+    return THINKING.sub("", text)
+
+
+def split_thinking(text: str, opened: bool = False) -> tuple[str, str]:
+    """(the thinking, the rest) of an assistant turn. opened: its prompt has begun the thinking, as
+    some templates do; then all up to </think> is thinking, or all."""
+    if opened and OPENED not in text.partition(CLOSED)[0]:
+        text = OPENED + text
+    thoughts = [match.group(0) for match in THINKING.finditer(text)]
+    return "".join(t.removeprefix(OPENED).removesuffix(CLOSED) for t in thoughts).strip(), (
+        strip_thinking(text)
+    )
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    """The tool calls of an assistant turn, in order; those in its thinking do not count. One that
+    is in no known form has an `error`."""
+    text = strip_thinking(text)
+    if (bare := read_bare(text)) is not None:
+        return [bare]
+    calls = [read_call(match.group(1)) for match in CALL.finditer(text)]
+    if "<tool_call>" in CALL.sub("", text):
+        calls.append(ToolCall("", {}, "unfinished tool call"))
+    return calls
+
+
+def strip_tool_calls(text: str) -> str:
+    """An assistant turn without its tool calls."""
+    if read_bare(text) is not None:
+        return ""
+    return CALL.sub("", text).partition("<tool_call>")[0]
+
+
+def read_bare(text: str) -> ToolCall | None:
+    """The call that a turn is as a whole, in Llama's form; None where it is none."""
+    text = text.strip().removeprefix("<|python_tag|>").strip()
+    if not (text.startswith("{") and text.endswith("}")):
+        return None
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    arguments = call.get("parameters", call.get("arguments"))
+    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
+        return None
+    return ToolCall(call["name"], arguments)
+
+
+def read_call(text: str) -> ToolCall:
+    """The call between a pair of tags, JSON or XML; in neither form it has an `error`."""
+    if match := FUNCTION.fullmatch(text):
+        values = {name: _read_value(value) for name, value in PARAMETER.findall(match.group(2))}
+        return ToolCall(match.group(1), values)
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return ToolCall("", {}, "tool call is not valid JSON")
+    if not isinstance(call, dict) or not isinstance(call.get("arguments"), dict):
+        return ToolCall("", {}, "tool call needs name and arguments")
+    return ToolCall(str(call.get("name")), call["arguments"])
+
+
+def _read_value(text: str) -> Any:
+    """A parameter's value: JSON where it is such, else the text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
 
 MISTRAL = re.compile(
     r"\[TOOL_CALLS\]\s*(?:(?P<name>[^\[\s{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*)?(?P<value>[\[{])"
@@ -26,10 +119,10 @@ def parse_hermes(text: str) -> Parsed:
     """Calls between tags, JSON or XML, each for itself."""
     calls: list[ToolCall] = []
 
-    def take(found: re.Match) -> str:
-        call = read_call(found.group(1))
+    def take(match: re.Match) -> str:
+        call = read_call(match.group(1))
         if call.error is not None:
-            return found.group(0)
+            return match.group(0)
         calls.append(call)
         return ""
 
@@ -48,20 +141,20 @@ def parse_llama3(text: str) -> Parsed:
 def parse_mistral(text: str) -> Parsed:
     """Behind the control token: a list of calls, or name and arguments."""
     content, calls, start = "", [], 0
-    for found in MISTRAL.finditer(text):
-        if found.start() < start:
+    for match in MISTRAL.finditer(text):
+        if match.start() < start:
             continue
         try:
-            value, end = json.JSONDecoder().raw_decode(text, found.start("value"))
+            value, end = json.JSONDecoder().raw_decode(text, match.start("value"))
         except (ValueError, RecursionError):
             continue
-        name = found.group("name")
+        name = match.group("name")
         listed = value if isinstance(value, list) else [value]
-        made = [{"name": name, "arguments": value}] if name else listed
-        if not made or not all(map(_is_call, made)):
+        entries = [{"name": name, "arguments": value}] if name else listed
+        if not entries or not all(map(_is_call, entries)):
             continue
-        content += text[start : found.start()]
-        calls += [ToolCall(call["name"], call["arguments"]) for call in made]
+        content += text[start : match.start()]
+        calls += [ToolCall(call["name"], call["arguments"]) for call in entries]
         start = end
     return content + text[start:], calls
 

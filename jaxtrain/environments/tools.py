@@ -22,7 +22,7 @@ from typing import Any, get_type_hints
 import pydantic
 
 from jaxtrain import plugins
-from jaxtrain.environments.turns import ToolCall
+from jaxtrain.environments.tool_calls import ToolCall
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.engine import EpisodeFailed
 
@@ -53,13 +53,13 @@ class Tool:
         Raises ToolFailed, for the model to read; EpisodeFailed and RunStopped pass.
         """
         try:
-            given = self.arguments.model_validate(arguments)
+            parsed = self.arguments.model_validate(arguments)
         except pydantic.ValidationError as error:
             raise ToolFailed(_explain(error)) from None
         values = {
-            str(field.alias): getattr(given, name)
+            str(field.alias): getattr(parsed, name)
             for name, field in self.arguments.model_fields.items()
-            if name in given.model_fields_set
+            if name in parsed.model_fields_set
         }
         try:
             if inspect.iscoroutinefunction(self.function):
@@ -107,8 +107,8 @@ class Toolbox:
             raise ToolFailed(call.error)
         tool = self.tools.get(call.name)
         if tool is None:
-            known = ", ".join(self.tools) or "none"
-            raise ToolFailed(f"no tool named {call.name[:100]}; there are: {known}")
+            names = ", ".join(self.tools) or "none"
+            raise ToolFailed(f"no tool named {call.name[:100]}; there are: {names}")
         return await tool(call.arguments, self.seconds)
 
 
@@ -145,10 +145,10 @@ def make_tool(function: Callable[..., Any]) -> Tool:
 
 def load_tools(names: Sequence[str], key: str = "env.tools") -> list[Tool]:
     """The functions that a config names, "file.py:function" or "package.module:function"."""
-    found = Toolbox()
+    toolbox = Toolbox()
     for number, name in enumerate(names):
-        found.add(make_tool(plugins.find("tools", name, {}, key=f"{key}.{number}")))
-    return list(found.tools.values())
+        toolbox.add(make_tool(plugins.find("tools", name, {}, key=f"{key}.{number}")))
+    return list(toolbox.tools.values())
 
 
 def _argument_model(name: str, function: Callable[..., Any]) -> type[pydantic.BaseModel]:
@@ -168,15 +168,15 @@ def _argument_model(name: str, function: Callable[..., Any]) -> type[pydantic.Ba
 def _explain(error: pydantic.ValidationError) -> str:
     """What is wrong with the arguments, in one line."""
     problems = []
-    for one in error.errors(include_url=False, include_context=False)[:5]:
-        place = ".".join(str(part)[:50] for part in one["loc"]) or "arguments"
-        match one["type"]:
+    for problem in error.errors(include_url=False, include_context=False)[:5]:
+        path = ".".join(str(part)[:50] for part in problem["loc"]) or "arguments"
+        match problem["type"]:
             case "missing":
-                problems.append(f"argument {place} is missing")
+                problems.append(f"argument {path} is missing")
             case "extra_forbidden":
-                problems.append(f"there is no argument {place}")
+                problems.append(f"there is no argument {path}")
             case _:
-                problems.append(f"argument {place}: {one['msg']}")
+                problems.append(f"argument {path}: {problem['msg']}")
     return "; ".join(problems)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from jaxtrain.config import EnvConfig
+from jaxtrain.environments.episode_record import EpisodeRecord
 from jaxtrain.environments.policy_server import PolicyServer
-from jaxtrain.environments.record import EpisodeRecord
-from jaxtrain.environments.verifiers_stage import VerifiersEnvironment
+from jaxtrain.environments.verifiers_thread import VerifiersEnvironment
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, EpisodeFailed, Sampling
 from jaxtrain.generation.episodes import Episode
@@ -97,11 +97,11 @@ class VerifiersGame:
         """A trace was begun; called from any thread before its agent asks."""
         engine, name = self.engine, self.policies.get(trace.agent.name)
         if name is not None:
-            others = getattr(engine, "others", {})
-            if not hasattr(others.get(name), "generate"):
-                self.whole.loop.call_soon_threadsafe(self.whole.fail, _no_policy(name, others))
+            policies = getattr(engine, "others", {})
+            if not hasattr(policies.get(name), "generate"):
+                self.whole.loop.call_soon_threadsafe(self.whole.fail, _no_policy(name, policies))
                 return
-            engine = others[name]
+            engine = policies[name]
         self.records[trace.id] = self.policy.begin(
             engine, self.sampling, self.index, trace.id, self.whole
         )
@@ -135,11 +135,11 @@ class VerifiersGame:
             self.policy.end(name)
 
 
-def _no_policy(name: str, others: Mapping[str, Any]) -> UserError:
-    there = sorted(one for one, engine in others.items() if hasattr(engine, "generate"))
+def _no_policy(name: str, policies: Mapping[str, Any]) -> UserError:
+    trained = sorted(policy for policy, engine in policies.items() if hasattr(engine, "generate"))
     return UserError(
         f"env.verifiers.policies names {name!r}; trained in section policies:"
-        f" {', '.join(there) or 'none'} (a frozen one is a client of its own: agents.NAME.client)"
+        f" {', '.join(trained) or 'none'} (a frozen one is a client of its own: agents.NAME.client)"
     )
 
 
@@ -164,6 +164,6 @@ def read_verdict(trace: Any) -> tuple[dict[str, float | None], dict[str, float]]
     """(rewards, score x weight; metrics) of a trace, by name."""
     rewards = trace.rewards.items()
     return (
-        {name: None if one is None else float(one.value) for name, one in rewards},
+        {name: None if reward is None else float(reward.value) for name, reward in rewards},
         {name: float(value) for name, value in trace.metrics.items() if value is not None},
     )

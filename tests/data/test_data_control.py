@@ -15,8 +15,8 @@ from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat.control_tokens import Encoder, encoder_of
 from jaxtrain.data.chat.template import Renderer, encode, load_tokenizer, prompt_tokens, render_text
 from jaxtrain.data.chat.tokenize import RowTokenizer
-from jaxtrain.environments.history import TokenHistory, TurnTemplate
 from jaxtrain.environments.single_turn import SingleTurn
+from jaxtrain.environments.token_history import TokenHistory, TurnTemplate
 from jaxtrain.generation.engine import Completion
 from jaxtrain.methods.trees.config import TreeTask
 from jaxtrain.methods.trees.data import Trees, _open_trees

@@ -20,9 +20,9 @@ def tokenizer():
 
 def test_a_new_token_takes_an_unused_row_or_the_embedding_grows(tokenizer):
     found = choose_mask_token(copy.deepcopy(tokenizer), SIZE + 5)
-    assert (found.id, found.rows) == (SIZE, SIZE + 5) and "unused row" in found.told
+    assert (found.id, found.rows) == (SIZE, SIZE + 5) and "unused row" in found.note
     found = choose_mask_token(tokenizer, SIZE)
-    assert (found.id, found.rows) == (SIZE, SIZE + 1) and "grows" in found.told
+    assert (found.id, found.rows) == (SIZE, SIZE + 1) and "grows" in found.note
     assert tokenizer.mask_token_id == SIZE and tokenizer.convert_ids_to_tokens(SIZE) == NEW
     # A text that spells it is text, and the next run finds the same token.
     assert SIZE not in encoder_of(tokenizer).text(f"a {NEW} b")
@@ -33,8 +33,8 @@ def test_ids_count_in_the_whole_vocabulary(tokenizer):
     """Tokens that were added to the base vocabulary are real ones, too."""
     tokenizer.add_tokens(["ordinary"])
     tokenizer.add_tokens(["<|mine|>"], special_tokens=True)
-    assert choose_mask_token(tokenizer, SIZE + 2, given=SIZE + 1).id == SIZE + 1
-    assert choose_mask_token(tokenizer, SIZE + 9, given=SIZE + 4).id == SIZE + 4
+    assert choose_mask_token(tokenizer, SIZE + 2, mask_id=SIZE + 1).id == SIZE + 1
+    assert choose_mask_token(tokenizer, SIZE + 9, mask_id=SIZE + 4).id == SIZE + 4
     assert choose_mask_token(tokenizer, SIZE + 2, name="<|mine|>").id == SIZE + 1
     for wrong, said in (
         ({"given": SIZE}, "texts hold"),

@@ -9,7 +9,7 @@ from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.sources.calculator import CalculatorRows
 from jaxtrain.environments import calculator
 from jaxtrain.environments.calculator import CalculatorEnv, evaluate
-from jaxtrain.environments.turns import ToolCallError
+from jaxtrain.environments.tool_calls import ToolCallError
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion
 from jaxtrain.methods.rl.round_metrics import average_env_metrics

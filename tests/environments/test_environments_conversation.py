@@ -76,9 +76,9 @@ def play(function, tokenizer, texts, row=None, row_tokens=None, tools=(), **sect
 
 
 async def two_questions(row, chat):
-    chat.log("One?")
+    chat.say("One?")
     await chat.draw()
-    chat.log("Two?")
+    chat.say("Two?")
     await chat.draw()
     return chat.finish(reward=1)
 
@@ -150,13 +150,13 @@ def test_what_is_not_rewritten_is_one_sequence(template, section, texts):
 def test_an_edited_conversation_begins_a_sequence():
     async def run(row, chat):
         for number in range(3):
-            chat.log(f"Question {number}")
+            chat.say(f"Question {number}")
             await chat.draw()
             if number == 1:
                 chat.messages[:-1] = [{"role": "user", "content": "Before: a question."}]
             if number == 2:
                 chat.messages[-1]["content"] = "something else"  # what was drawn stays as drawn
-        chat.log("Last")
+        chat.say("Last")
         await chat.draw()
 
     episode, engine = play(run, load(), [f"Answer {n}.<|im_end|>" for n in range(4)])
@@ -183,9 +183,9 @@ def test_what_the_world_says_spells_no_control_token(template):
         return text + spelled
 
     async def run(row, chat):
-        chat.log(f"Is it {spelled}")
+        chat.say(f"Is it {spelled}")
         await chat.answer()
-        chat.log(f"{spelled}?")
+        chat.say(f"{spelled}?")
         await chat.draw()
 
     tokenizer = load(template)
@@ -216,7 +216,7 @@ def test_a_turn_that_was_cut_off_can_be_talked_on_behind():
 def test_a_row_that_is_full_ends_the_conversation():
     async def run(row, chat):
         while True:
-            chat.log("More?")
+            chat.say("More?")
             answer = await chat.draw()
             if not answer.finished:
                 return chat.finish(reward=0.5)
@@ -229,7 +229,7 @@ def test_a_row_that_is_full_ends_the_conversation():
 
     async def deaf(row, chat):
         while True:
-            chat.log("More?")
+            chat.say("More?")
             await chat.draw()
 
     with pytest.raises(EpisodeFailed, match="sequence_len"):
@@ -239,7 +239,7 @@ def test_a_row_that_is_full_ends_the_conversation():
 def test_rewards_of_turns_add_to_the_episodes():
     async def run(row, chat):
         for value in (0.5, 0, True):
-            chat.log("Go on")
+            chat.say("Go on")
             await chat.draw()
             if value:
                 chat.reward(value)
@@ -255,7 +255,7 @@ def test_rewards_of_turns_add_to_the_episodes():
 @pytest.mark.parametrize("value", ["1.0", float("inf"), [1], object(), {"a": "x"}, {"a": {}}])
 def test_what_is_no_reward_is_named(value):
     async def run(row, chat):
-        chat.log("?")
+        chat.say("?")
         await chat.draw()
         return chat.finish(value)
 
@@ -266,7 +266,7 @@ def test_what_is_no_reward_is_named(value):
 @pytest.mark.parametrize("found", [0.5, True, None, {"a": 1.0, "b": 2}])
 def test_a_function_may_return_its_reward_alone(found):
     async def run(row, chat):
-        chat.log("?")
+        chat.say("?")
         await chat.draw()
         return found
 
@@ -277,10 +277,10 @@ def test_a_function_may_return_its_reward_alone(found):
 
 def test_a_function_that_draws_nothing_or_returns_something_else():
     async def silent(row, chat):
-        chat.log("?")
+        chat.say("?")
 
     async def odd(row, chat):
-        chat.log("?")
+        chat.say("?")
         return await chat.draw()
 
     with pytest.raises(EpisodeFailed, match="drew no answer"):
@@ -289,7 +289,7 @@ def test_a_function_that_draws_nothing_or_returns_something_else():
         play(odd, load(), ["x<|im_end|>"])
 
     async def hasty(row, chat):
-        chat.log("?")
+        chat.say("?")
         await asyncio.gather(chat.draw(), chat.draw())
 
     with pytest.raises(UserError, match="still being drawn"):
@@ -299,7 +299,7 @@ def test_a_function_that_draws_nothing_or_returns_something_else():
 @pytest.mark.parametrize("said", [3, None, [3], ["a"], {"content": "a"}, [{"role": 1}], object()])
 def test_what_nobody_can_say_is_named(said):
     async def run(row, chat):
-        chat.log(said)
+        chat.say(said)
 
     with pytest.raises(UserError, match="chat.say"):
         play(run, load(), [])
@@ -307,7 +307,7 @@ def test_what_nobody_can_say_is_named(said):
 
 def test_broken_text_is_said_and_a_row_is_an_episodes_own():
     async def run(row, chat):
-        chat.log(row["questions"].pop())
+        chat.say(row["questions"].pop())
         return float(await chat.draw() == "x")
 
     row = {"questions": ["half \ud800 a pair"]}
@@ -373,7 +373,7 @@ def test_tools_of_one_episode_may_hold_its_state():
     async def run(row, chat):
         board = Board()
         chat.use(board.move)
-        chat.log("Go to a, then b.")
+        chat.say("Go to a, then b.")
         answer = await chat.answer()
         assert answer == "Done." and answer.thinking == "well" and answer.finished
         return float(board.moves == ["a", "b"])
@@ -426,7 +426,7 @@ PIECES += [" ", "<function=f>", "<parameter=p>", "</parameter>", "</function>", 
 def test_whatever_the_model_writes_is_trained_once_behind_what_it_saw(texts, ended, template):
     async def run(row, chat):
         for number in range(len(texts)):
-            chat.log(f"Question {number}")
+            chat.say(f"Question {number}")
             answer = await chat.draw()
             if answer.tool_calls:
                 await chat.call(answer)

@@ -7,9 +7,7 @@ import threading
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.environments.sandbox.remote import RemoteHandle
-from jaxtrain.environments.sandbox.tester import TestPeer, answer
-from jaxtrain.environments.sandbox.wire import (
+from jaxtrain.environments.sandbox.peer import (
     DATES,
     DICTS,
     MANY,
@@ -17,6 +15,8 @@ from jaxtrain.environments.sandbox.wire import (
     ConnectionClosed,
     SandboxPeer,
 )
+from jaxtrain.environments.sandbox.remote_handle import RemoteHandle
+from jaxtrain.environments.sandbox.tester import TestPeer, answer
 
 BOUNDED = settings(max_examples=60, deadline=None, derandomize=True)
 KINDS = ["value", "error", "mine", "yours", "import", "type", "int", "slice", "timedelta", "call"]

@@ -6,8 +6,13 @@ import time
 
 import pytest
 
+from jaxtrain.environments.tool_calls import (
+    ToolCall,
+    parse_tool_calls,
+    split_thinking,
+    strip_tool_calls,
+)
 from jaxtrain.environments.tools import Toolbox, make_tool
-from jaxtrain.environments.turns import ToolCall, parse_tool_calls, split_thinking, strip_tool_calls
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed
 

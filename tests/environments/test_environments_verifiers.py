@@ -19,7 +19,7 @@ from jaxtrain.environments.factory import open_env
 from jaxtrain.environments.guarded import GuardedEnv
 from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.environments.verifiers import check_verdict
-from jaxtrain.environments.verifiers_stage import import_part
+from jaxtrain.environments.verifiers_thread import import_part
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed
 from jaxtrain.main import main

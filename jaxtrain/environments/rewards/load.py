@@ -48,16 +48,16 @@ def call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) ->
     else:
         names = {parameter.name for parameter in parameters}
         taken = {name: value for name, value in arguments.items() if name in names}
-    found = function(**taken)
-    if inspect.isawaitable(found):
-        found = asyncio.run(await_it(found))
+    scores = function(**taken)
+    if inspect.isawaitable(scores):
+        scores = asyncio.run(await_it(scores))
     count = len(arguments["completions"])
-    if not hasattr(found, "__len__") or len(found) != count:
+    if not hasattr(scores, "__len__") or len(scores) != count:
         raise UserError(
-            f"the reward function returned {found!r:.80}; it must return a list of {count}, one"
+            f"the reward function returned {scores!r:.80}; it must return a list of {count}, one"
             " number or None per completion"
         )
-    return [read_number(value) for value in found]
+    return [read_number(value) for value in scores]
 
 
 async def await_it(awaitable: Any) -> Any:

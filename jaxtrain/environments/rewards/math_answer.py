@@ -36,12 +36,12 @@ def math(
         return read(text) if marked else read(rf"\boxed{{{text}}}") or read(text)
 
     gold: dict[str, list[Any]] = {}
-    found: list[float | None] = []
+    scores: list[float | None] = []
     for completion, answer in zip(completions, answers, strict=True):
         key = str(answer)
         if key not in gold:
             gold[key] = read_gold(answer)
-        said = read(without_thinking(text_of(completion)))
-        equal = bool(gold[key]) and verify(gold[key], said, timeout_seconds=None)
-        found.append(float(equal) if gold[key] else None)
-    return found
+        final_answer = read(without_thinking(text_of(completion)))
+        equal = bool(gold[key]) and verify(gold[key], final_answer, timeout_seconds=None)
+        scores.append(float(equal) if gold[key] else None)
+    return scores

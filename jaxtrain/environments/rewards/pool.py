@@ -30,22 +30,22 @@ class Worker:
     """One process and the pipe to it."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
+        parent_end, worker_end = socket.socketpair()
+        with worker_end:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
                     "-m",
                     "jaxtrain.environments.rewards.worker",
-                    str(theirs.fileno()),
+                    str(worker_end.fileno()),
                 ],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(_paths())},
                 start_new_session=True,
             )
-        self.pipe = Connection(ours.detach())
+        self.pipe = Connection(parent_end.detach())
         self.used = False
 
     def call(self, name: str, arguments: dict[str, Any] | None, timeout: float) -> WorkerReply:
@@ -114,8 +114,8 @@ class WorkerPool:
 
 def _paths() -> list[str]:
     """Where a worker finds this package and what the parent could import."""
-    own = str(Path(__file__).parents[3])
-    return list(dict.fromkeys([own, *[path for path in sys.path if path]]))
+    package_root = str(Path(__file__).parents[3])
+    return list(dict.fromkeys([package_root, *[path for path in sys.path if path]]))
 
 
 def _has_fileno(stream: Any) -> bool:

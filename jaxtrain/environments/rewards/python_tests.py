@@ -42,21 +42,21 @@ def python_tests(
         )
     if sys.platform != "linux":
         raise UserError("reward 'python_tests' runs on Linux alone: its sandbox is made of Linux")
-    wanted = [read_tests(given) for given in column(columns, column_name, "python_tests")]
+    test_lists = [read_tests(tests) for tests in column(columns, column_name, "python_tests")]
     limits = ResourceLimits(seconds, memory_mib)
     programs = [find_program(text_of(completion)) for completion in completions]
     with Sandbox() as box, ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
         judge = partial(share, box, limits=limits, all_or_nothing=all_or_nothing)
-        return list(pool.map(judge, programs, wanted))
+        return list(pool.map(judge, programs, test_lists))
 
 
-def read_tests(given: Any) -> list[str]:
+def read_tests(value: Any) -> list[str]:
     """The tests of a row; UserError where they are no texts."""
-    tests = [given] if isinstance(given, str) else given
+    tests = [value] if isinstance(value, str) else value
     if not isinstance(tests, Sequence) or not all(isinstance(test, str) for test in tests):
         raise UserError(
             "reward 'python_tests': a row's tests must be a text or a list of texts with Python"
-            f" statements, not {given!r:.80}"
+            f" statements, not {value!r:.80}"
         )
     return list(tests)
 

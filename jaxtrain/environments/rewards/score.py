@@ -41,10 +41,10 @@ class Rewards:
     def only(self, names: Sequence[str] | None) -> "Rewards":
         """The same with the functions of these names alone (None: all): one pool of workers, one
         count of failures."""
-        some = copy.copy(self)
+        subset = copy.copy(self)
         if names is not None:
-            some.functions = [one for one in self.functions if one.label in names]
-        return some
+            subset.functions = [function for function in self.functions if function.label in names]
+        return subset
 
     def check(self) -> None:
         """Look up every function in a worker; UserError where one cannot be imported."""
@@ -65,36 +65,38 @@ class Rewards:
             "completions": [episode.completion for episode in episodes],
             "completion_ids": [episode.drawn_tokens for episode in episodes],
         }
-        found = await asyncio.gather(*(self.call(one, arguments) for one in self.functions))
-        labels = [one.label for one in self.functions]
+        columns = await asyncio.gather(
+            *(self.call(function, arguments) for function in self.functions)
+        )
+        labels = [function.label for function in self.functions]
         return [
             {**episode.all_rewards, **dict(zip(labels, values, strict=True))}
-            for episode, *values in zip(episodes, *found, strict=True)
+            for episode, *values in zip(episodes, *columns, strict=True)
         ]
 
-    async def call(self, one: RewardConfig, arguments: dict[str, Any]) -> list[float | None]:
+    async def call(self, function: RewardConfig, arguments: dict[str, Any]) -> list[float | None]:
         """One function's numbers, asked for again where that may help; raises EpisodeFailed."""
-        options = {_parameter(name): value for name, value in one.options.items()}
+        options = {_parameter(name): value for name, value in function.options.items()}
         for attempt in range(self.retries + 1):
             if attempt:
                 await asyncio.sleep(pause_before(attempt))
-            reply = await asyncio.to_thread(self._ask, one, {**arguments, **options})
-            self.counters[f"rewards/{one.label}/calls"] += 1
+            reply = await asyncio.to_thread(self._ask, function, {**arguments, **options})
+            self.counters[f"rewards/{function.label}/calls"] += 1
             if reply.kind == "ok":
                 return reply.value
-            self.counters[f"rewards/{one.label}/{reply.kind}"] += 1
+            self.counters[f"rewards/{function.label}/{reply.kind}"] += 1
             if reply.kind not in AGAIN:
                 break
-        raise self._explain(one, reply)
+        raise self._explain(function, reply)
 
-    def _ask(self, one: RewardConfig, arguments: dict[str, Any]) -> WorkerReply:
+    def _ask(self, function: RewardConfig, arguments: dict[str, Any]) -> WorkerReply:
         """One call, which may block; what cannot be sent to another process is an error."""
         try:
-            return self.pool.call(one.function or "", arguments, one.timeout)
+            return self.pool.call(function.function or "", arguments, function.timeout)
         except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
             return WorkerReply("error", f"{type(error).__name__}: {error}"[:500])
 
-    def _explain(self, one: RewardConfig, reply: WorkerReply) -> EpisodeFailed:
+    def _explain(self, function: RewardConfig, reply: WorkerReply) -> EpisodeFailed:
         """What became of a call, as the failure of the episodes that it should have judged."""
         raised = escape_control_chars(str(reply.value).partition(":")[0][:60])
         reasons = {
@@ -104,9 +106,9 @@ class Rewards:
             "not_finite": "is NaN or infinite",
             "user": "was not understood",
         }
-        key = f"{self.keys[one.label]} (function {one.function!r})"
+        key = f"{self.keys[function.label]} (function {function.function!r})"
         return EpisodeFailed(
-            f"reward {one.label} {reasons[reply.kind]}",
+            f"reward {function.label} {reasons[reply.kind]}",
             cause=escape_control_chars(f"{key}: {reply.value}"),
             trace=reply.trace,
             again=False,
@@ -116,10 +118,10 @@ class Rewards:
     def total(self, scores: Mapping[str, float | None]) -> float | None:
         """Weighted sum of what is there; None where every function had nothing to say (TRL's
         nansum, with all-missing kept missing)."""
-        there = {name: value for name, value in scores.items() if value is not None}
-        if not there:
+        present = {name: value for name, value in scores.items() if value is not None}
+        if not present:
             return None
-        return sum(self.weights.get(name, 1.0) * value for name, value in there.items())
+        return sum(self.weights.get(name, 1.0) * value for name, value in present.items())
 
     def close(self) -> None:
         """End the workers."""
@@ -135,9 +137,11 @@ def _parameter(option: str) -> str:
 def open_rewards(functions: Sequence[RewardConfig], workers: int = 2, retries: int = 0) -> Rewards:
     """Start the workers and look up every function; UserError where one does not exist."""
     functions = [
-        one.model_copy(update={"options": reveal(one.options, f"rewards.{place}.options")})
-        for place, one in enumerate(functions)
-        if one.model is None
+        function.model_copy(
+            update={"options": reveal(function.options, f"rewards.{index}.options")}
+        )
+        for index, function in enumerate(functions)
+        if function.model is None
     ]
     rewards = Rewards(functions, workers, retries)
     try:

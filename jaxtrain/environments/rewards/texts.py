@@ -17,8 +17,8 @@ def text_of(completion: Completion) -> str:
     """The text of a completion; of a conversation, what the assistant said last."""
     if isinstance(completion, str):
         return completion
-    said = [message for message in completion if message.get("role") == "assistant"]
-    return str(said[-1].get("content") or "") if said else ""
+    replies = [message for message in completion if message.get("role") == "assistant"]
+    return str(replies[-1].get("content") or "") if replies else ""
 
 
 def without_thinking(text: str) -> str:

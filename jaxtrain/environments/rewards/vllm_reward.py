@@ -64,16 +64,18 @@ def vllm_reward(
             write_steps(tokenizer, prompt, completion, separator)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        kept = [pair for pair in texts if pair[1] and fits(pair[0], max_tokens)]
-        rows = iter(send.score_tokens([ids for ids, _ in kept]))
+        scored = [pair for pair in texts if pair[1] and fits(pair[0], max_tokens)]
+        rows = iter(send.score_tokens([ids for ids, _ in scored]))
         join, scores = REDUCE[reduce], {}
-        for pair in kept:
+        for pair in scored:
             row = next(rows)
             scores[id(pair)] = join([row[end] for end in pair[1]])
         return [scores.get(id(pair)) for pair in texts]
     ids = [write_answer(tokenizer, *pair) for pair in zip(prompts, completions, strict=True)]
-    found = iter(send.classify_ids([one for one in ids if one and fits(one, max_tokens)]))
-    return [next(found) if fits(one, max_tokens) else None for one in ids]
+    remaining_scores = iter(
+        send.classify_ids([sequence for sequence in ids if sequence and fits(sequence, max_tokens)])
+    )
+    return [next(remaining_scores) if fits(sequence, max_tokens) else None for sequence in ids]
 
 
 def fits(ids: Sequence[int] | None, max_tokens: int | None) -> bool:
@@ -97,8 +99,8 @@ class RewardServer:
         if isinstance(prompt, str) and isinstance(completion, str):
             return self._classify({"input": [prompt + completion]}, 1)[0] if completion else None
         (prompt, completion) = (
-            [{"role": role, "content": said}] if isinstance(said, str) else list(said)
-            for role, said in (("user", prompt), ("assistant", completion))
+            [{"role": role, "content": content}] if isinstance(content, str) else list(content)
+            for role, content in (("user", prompt), ("assistant", completion))
         )
         body = {"messages": [*prompt, *completion], "add_generation_prompt": False}
         return self._classify(body, 1)[0]
@@ -108,11 +110,11 @@ class RewardServer:
         if not ids:
             return []
         body = {"input": list(map(list, ids)), "task": "token_classify"}
-        found = self._data("/pooling", body, len(ids))
+        entries = self._data("/pooling", body, len(ids))
         scores = []
-        for one, own in zip(found, ids, strict=True):
-            rows = one.get("data")
-            if not isinstance(rows, list) or len(rows) != len(own):
+        for entry, tokens in zip(entries, ids, strict=True):
+            rows = entry.get("data")
+            if not isinstance(rows, list) or len(rows) != len(tokens):
                 raise UserError(
                     f"{NAME}: {self.url}/pooling does not score each token; serve a"
                     " *ForTokenClassification model there, with --runner pooling and without"
@@ -127,19 +129,19 @@ class RewardServer:
         # The names that old and new servers know: the score itself, not its sigmoid.
         raw = {"use_activation": False, "activation": False}
         return [
-            self._number(one.get("probs"))
-            for one in self._data("/classify", {**body, **raw}, number)
+            self._number(entry.get("probs"))
+            for entry in self._data("/classify", {**body, **raw}, number)
         ]
 
-    def _number(self, found: Any) -> float:
-        value = found[0] if isinstance(found, list) and len(found) == 1 else found
+    def _number(self, score: Any) -> float:
+        value = score[0] if isinstance(score, list) and len(score) == 1 else score
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
             or not math.isfinite(value)
         ):
             raise UserError(
-                f"{NAME}: {self.url} gives {str(found)[:80]} for an answer, not one number; serve a"
+                f"{NAME}: {self.url} gives {str(score)[:80]} for an answer, not one number; serve a"
                 ' reward model with one label there (task.kind "reward_model" exports one)'
             )
         return float(value)
@@ -150,13 +152,13 @@ class RewardServer:
         if (
             not isinstance(data, list)
             or len(data) != number
-            or not all(isinstance(one, dict) for one in data)
+            or not all(isinstance(entry, dict) for entry in data)
         ):
             raise UserError(
                 f"{NAME}: {self.url}{route} answers {str(answer)[:120]!r} instead of {number}"
                 " entries; is it a vLLM server with a pooling model?"
             )
-        return sorted(data, key=lambda one: one.get("index", 0))
+        return sorted(data, key=lambda entry: entry.get("index", 0))
 
 
 def post(url: str, route: str, body: Any, api_key: str | None, seconds: float) -> Any:
@@ -176,15 +178,17 @@ def post(url: str, route: str, body: Any, api_key: str | None, seconds: float) -
         raise OSError(f"{url}{route}: {error!r}") from None
     finally:
         connection.close()
-    said = " ".join(raw[:2000].decode(errors="replace").split())[:300]
+    excerpt = " ".join(raw[:2000].decode(errors="replace").split())[:300]
     if answer.status in (408, 425, 429) or answer.status >= 500:
-        raise OSError(f"{url}{route}: HTTP {answer.status} {said}")
+        raise OSError(f"{url}{route}: HTTP {answer.status} {excerpt}")
     if answer.status >= 400:
-        raise UserError(f"{NAME}: {url}{route} refuses with HTTP {answer.status}: {said}")
+        raise UserError(f"{NAME}: {url}{route} refuses with HTTP {answer.status}: {excerpt}")
     try:
         return json.loads(raw)
     except ValueError:
-        raise UserError(f"{NAME}: {url}{route} answers {said[:120]!r}, which is no JSON") from None
+        raise UserError(
+            f"{NAME}: {url}{route} answers {excerpt[:120]!r}, which is no JSON"
+        ) from None
 
 
 @lru_cache(maxsize=8)
@@ -207,12 +211,12 @@ def write_answer(tokenizer: str, prompt: Any, completion: Any) -> list[int] | No
         prompt = [{"role": "user", "content": prompt}]
     if chat and isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
-    found, *_ = open_writer(tokenizer)(
+    ranked, *_ = open_writer(tokenizer)(
         PreferenceRow(prompt, (completion,), labels=(True,)), "a completion"
     )
-    if not isinstance(found, Ranked):
+    if not isinstance(ranked, Ranked):
         return None
-    return [*found.prompt.tolist(), *found.answers[0].tokens.tolist()]
+    return [*ranked.prompt.tolist(), *ranked.answers[0].tokens.tolist()]
 
 
 def write_steps(
@@ -232,8 +236,8 @@ def write_steps(
         before, tokens, _ = reader.read({"prompt": prompt, "completions": steps})
     except MalformedRow:
         return [], []
-    ends, place = [], len(before) - 1
+    ends, end = [], len(before) - 1
     for step in tokens:
-        place += len(step)
-        ends.append(place)
+        end += len(step)
+        ends.append(end)
     return [*before, *(token for step in tokens for token in step)], ends

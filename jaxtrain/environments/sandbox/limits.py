@@ -152,9 +152,9 @@ def is_public(path: str) -> bool:
 def readable_folders() -> list[str]:
     """What a program needs of the machine: the interpreter and its library, and the system's."""
     names = ["stdlib", "platstdlib"]
-    found = [os.path.realpath(sysconfig.get_path(name)) for name in names]
-    found += [os.path.realpath(os.path.join(sys.base_prefix, "lib"))]
-    return sorted({path for path in found if os.path.isdir(path)})
+    paths = [os.path.realpath(sysconfig.get_path(name)) for name in names]
+    paths += [os.path.realpath(os.path.join(sys.base_prefix, "lib"))]
+    return sorted({path for path in paths if os.path.isdir(path)})
 
 
 @functools.cache
@@ -191,8 +191,8 @@ def hold_files(folder: str | None) -> int:
     rights = [everything, 3 if version >= 4 else 0, 3 if version >= 6 else 0]
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     rules = ctypes.c_uint64 * 3
-    made = libc.syscall(LANDLOCK, rules(*rights), ctypes.c_size_t(size), ctypes.c_uint32(0))
-    if made < 0:
+    ruleset = libc.syscall(LANDLOCK, rules(*rights), ctypes.c_size_t(size), ctypes.c_uint32(0))
+    if ruleset < 0:
         return 0
     allowed = [(path, 1 | 4 | 8) for path in [*READABLE, *readable_folders(), interpreter()]]
     allowed += [("/dev/null", 4 | 2)] + ([(folder, everything)] if folder else [])
@@ -204,13 +204,13 @@ def hold_files(folder: str | None) -> int:
         if not stat.S_ISDIR(os.fstat(opened).st_mode):
             right &= of_files
         rule = int(right).to_bytes(8, sys.byteorder) + opened.to_bytes(4, sys.byteorder)
-        failed = libc.syscall(LANDLOCK + 1, made, 1, ctypes.c_char_p(rule), ctypes.c_uint32(0))
+        failed = libc.syscall(LANDLOCK + 1, ruleset, 1, ctypes.c_char_p(rule), ctypes.c_uint32(0))
         os.close(opened)
         if failed:
             return 0
     prctl(NO_NEW_PRIVS)
-    done = libc.syscall(LANDLOCK + 2, made, ctypes.c_uint32(0))
-    os.close(made)
+    done = libc.syscall(LANDLOCK + 2, ruleset, ctypes.c_uint32(0))
+    os.close(ruleset)
     return version if done == 0 else 0
 
 
@@ -239,7 +239,7 @@ def hold_calls(signals: bool) -> bool:
     if machine() not in ARCHITECTURES or sys.maxsize < 2**32:
         return False
     token, column = ARCHITECTURES[machine()]
-    load, equal, least, some, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    load, equal, least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, denied, missing = 0x7FFF0000, 0x50000 | 1, 0x50000 | 38
     code = [(load, 0, 0, 4), (equal, 1, 0, token), (give, 0, 0, 0x80000000), (load, 0, 0, 0)]
     code += [(least, 0, 1, 0x40000000), (give, 0, 0, denied)]  # x32
@@ -256,7 +256,7 @@ def hold_calls(signals: bool) -> bool:
             (give, 0, 0, when_false),
         ]
 
-    code += by_argument(CLONE, some, ANY_NAMESPACE, denied, allow)
+    code += by_argument(CLONE, any_bit, ANY_NAMESPACE, denied, allow)
     code += by_argument(PRLIMIT, equal, 0, allow, denied)
     if not signals:
         code += by_argument(KILL, equal, os.getpid(), allow, denied)

@@ -11,8 +11,8 @@ import traceback
 import types
 from collections import deque
 
-from jaxtrain.environments.sandbox.remote import OPERATIONS, RemoteHandle
-from jaxtrain.environments.sandbox.wire import SandboxPeer, find_stdlib
+from jaxtrain.environments.sandbox.peer import SandboxPeer, find_stdlib
+from jaxtrain.environments.sandbox.remote_handle import OPERATIONS, RemoteHandle
 
 PRINTED = 2**20
 """Characters of output that are handed on for one call."""
@@ -59,14 +59,14 @@ class Program:
         return (True, self.module.__dict__[name]), []
 
     def do_call(self, function, arguments: tuple, named: dict):
-        given = [*arguments, *named.values()]
-        before = [self.peer.pack(value) if is_mutable(value) else None for value in given]
+        values = [*arguments, *named.values()]
+        before = [self.peer.pack(value) if is_mutable(value) else None for value in values]
         value = function(*arguments, **named)
         if isinstance(value, RemoteHandle):
             return value, []
         changes = [
             (index, item)
-            for index, (item, old) in enumerate(zip(given, before, strict=True))
+            for index, (item, old) in enumerate(zip(values, before, strict=True))
             if is_mutable(item) and self.peer.pack(item) != old
         ]
         return value, changes
@@ -82,8 +82,8 @@ class Program:
         delattr(thing, name)
         return None, []
 
-    def do_apply(self, thing, name: str, *others):
-        return OPERATIONS[name](thing, *others), []
+    def do_apply(self, thing, name: str, *operands):
+        return OPERATIONS[name](thing, *operands), []
 
     def do_classes(self, thing):
         """The classes of an exception class as `SandboxPeer.error_class` wants them; None for others."""

@@ -39,21 +39,21 @@ class Sandbox:
     """A context manager; each call has fresh processes. Threads may call side by side."""
 
     def __init__(self) -> None:
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self.control, supervisor_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with supervisor_end:
             self.process = subprocess.Popen(
                 [
                     *PYTHON,
                     START,
                     ROOT,
-                    str(theirs.fileno()),
+                    str(supervisor_end.fileno()),
                     os.path.realpath(tempfile.gettempdir()),
                 ],
                 env={},
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[supervisor_end.fileno()],
                 start_new_session=True,
             )
         self.control.settimeout(START_SECONDS)
@@ -101,15 +101,17 @@ class Sandbox:
                 ended = self.end(life)
         return SandboxResult(text.decode("utf-8", "replace"), ended == ENDED)
 
-    def begin(self, limits: ResourceLimits, *theirs: socket.socket) -> None:
+    def begin(self, limits: ResourceLimits, *case_ends: socket.socket) -> None:
         """Have the keeper start a case, with these connections."""
         try:
-            socket.send_fds(self.control, [limits.to_json()], [one.fileno() for one in theirs])
+            socket.send_fds(
+                self.control, [limits.to_json()], [connection.fileno() for connection in case_ends]
+            )
         except OSError as error:
             raise SandboxFailed(f"its first process is gone: {error}") from None
         finally:
-            for one in theirs:
-                one.close()
+            for connection in case_ends:
+                connection.close()
 
     def send(self, texts: Iterable[tuple[socket.socket, str]]) -> None:
         """What cells read before they do anything."""
@@ -144,29 +146,29 @@ class Sandbox:
 
     def read_output(self, output, limits: ResourceLimits, longest: int) -> tuple[bytes, bool]:
         """(what comes, whether all of it came)."""
-        deadline, found = self.wait_until_ready(output, limits), b""
+        deadline, received = self.wait_until_ready(output, limits), b""
         try:
-            while len(found) <= longest:
+            while len(received) <= longest:
                 output.settimeout(max(0.01, deadline - time.monotonic()))
                 part = output.recv(1 << 16)
                 if not part:
-                    return found, True
-                found += part
+                    return received, True
+                received += part
         except OSError:
             pass
-        return found[:longest], False
+        return received[:longest], False
 
     def end(self, life: socket.socket) -> bytes:
         """Have everything of a case killed, and wait until it is; what its guard said."""
         life.settimeout(START_SECONDS)
-        said = b""
+        message = b""
         try:
             life.shutdown(socket.SHUT_WR)
             while part := life.recv(64):
-                said += part
-            return said
+                message += part
+            return message
         except ConnectionError:  # the guard had ended all of it before
-            return said
+            return message
         except OSError as error:
             raise SandboxFailed(f"a case does not end: {error}") from None
 

@@ -53,8 +53,8 @@ def main(descriptor: int, folders: str) -> None:
         if os.fork() == 0:
             control.close()
             guard(ResourceLimits.from_json(data), with_namespaces, *descriptors)
-        for one in descriptors:
-            os.close(one)
+        for number in descriptors:
+            os.close(number)
         reap(block=False)
     reap(block=True)
 
@@ -85,7 +85,7 @@ def reap(block: bool) -> bool:
             return True
 
 
-def guard(limits: ResourceLimits, namespaces: bool, life: int, *given: int) -> None:
+def guard(limits: ResourceLimits, namespaces: bool, life: int, *descriptors: int) -> None:
     """Run one case until `life` is closed by the caller, or its processes use too much memory
     together; never returns. given: descriptors of test and program, or of a program alone."""
     folder = None
@@ -96,9 +96,9 @@ def guard(limits: ResourceLimits, namespaces: bool, life: int, *given: int) -> N
         folder = tempfile.mkdtemp(prefix="jaxtrain_cell_")
         os.chmod(folder, 0o700)
         namespaces = namespaces and limits.namespaces
-        cell = start_cells(limits, namespaces, folder, *given)
-        for one in given:
-            os.close(one)
+        cell = start_cells(limits, namespaces, folder, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
         most = limits.together_mib or 2 * limits.memory_mib + 512
         while not select.select([life], [], [], LOOK_SECONDS)[0]:
             if used_mib() > most:
@@ -284,15 +284,15 @@ def used_mib() -> float:
 
 def children() -> list[int]:
     """Processes whose parent is this one (which has one thread)."""
-    own = os.getpid()
+    parent = os.getpid()
     try:
-        with open(f"/proc/self/task/{own}/children", "rb") as file:
+        with open(f"/proc/self/task/{parent}/children", "rb") as file:
             return list(map(int, file.read().split()))
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
         return [
             pid
             for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-            if parent_of(pid) == own
+            if parent_of(pid) == parent
         ]
 
 

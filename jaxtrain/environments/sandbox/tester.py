@@ -11,8 +11,8 @@ import sys
 from collections import deque
 from typing import Any
 
-from jaxtrain.environments.sandbox.remote import OPERATIONS, RemoteHandle
-from jaxtrain.environments.sandbox.wire import ConnectionClosed, SandboxPeer, find_stdlib
+from jaxtrain.environments.sandbox.peer import ConnectionClosed, SandboxPeer, find_stdlib
+from jaxtrain.environments.sandbox.remote_handle import OPERATIONS, RemoteHandle
 
 READY, PASSED = b"R", b"P"
 ENDED = b"E"
@@ -55,9 +55,9 @@ class TestPeer(SandboxPeer):
         value, printed, changes = read_reply(reply)
         sys.stdout.write(printed)
         if verb == "call":
-            given = [*arguments[1], *arguments[2].values()]
+            values = [*arguments[1], *arguments[2].values()]
             for index, content in changes:
-                change(given[index], content)
+                change(values[index], content)
         if isinstance(value, RemoteHandle) and value._remote_kind == "coroutine":
             return self.wait(value)
         return value
@@ -92,12 +92,12 @@ def answer(verb: str, arguments: list):
         positional, named = rest
         return thing(*positional, **named)
     (name, *value) = rest
-    own = type(thing).__module__ == "test" and not str(name).startswith("_")
-    if own and verb == "apply":
+    is_test_class = type(thing).__module__ == "test" and not str(name).startswith("_")
+    if is_test_class and verb == "apply":
         return OPERATIONS[name](thing, *value)
-    if own and verb == "get":
+    if is_test_class and verb == "get":
         return getattr(thing, name)
-    if own and verb == "set":
+    if is_test_class and verb == "set":
         return setattr(thing, name, *value)
     raise TypeError(f"a program may not {verb} this")
 
@@ -109,30 +109,30 @@ class TestScope(dict):
         super().__init__(__name__="test", __builtins__=builtins)
         self.peer = peer
         names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-        made = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
-        used = {node.id for node in names if isinstance(node.ctx, ast.Load)} - made
+        assigned = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+        used = {node.id for node in names if isinstance(node.ctx, ast.Load)} - assigned
         bases = {
             id(node.value): node.value.id
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
         alone = {node.id for node in names if id(node) not in bases}
-        self.modules = (set(bases.values()) - alone - made) & sys.stdlib_module_names
-        others = used - self.modules - set(dir(builtins))
-        self.may_shadow = not others
+        self.modules = (set(bases.values()) - alone - assigned) & sys.stdlib_module_names
+        program_names = used - self.modules - set(dir(builtins))
+        self.may_shadow = not program_names
 
     def __missing__(self, name: str):
         if name in self.modules:
             return importlib.import_module(name)
         if hasattr(builtins, name) and (not self.may_shadow or name in OWN_WORDS):
             raise KeyError(name)
-        there, value = self.peer.use("name", name)
-        if there is not True:
+        exists, value = self.peer.use("name", name)
+        if exists is not True:
             raise KeyError(name)
         if isinstance(value, RemoteHandle) and value._remote_place is not None:
-            module, own = value._remote_place
-            if own == name and module in PLAIN_MODULES:
-                return find_stdlib(module, own)
+            module, stdlib_name = value._remote_place
+            if stdlib_name == name and module in PLAIN_MODULES:
+                return find_stdlib(module, stdlib_name)
         if isinstance(value, RemoteHandle):
             return self.as_error(value)
         return value

@@ -50,14 +50,14 @@ class SingleAnswers(Sequences):
     @override
     def settings(self, dataset: DatasetConfig) -> str | None:
         shaping = Sequences(self.data, self.tokenizer).settings(dataset)
-        own = ("single answers", sorted(self.ends), self.padding, self.split)
-        return None if shaping is None else repr((shaping, *own))
+        options = ("single answers", sorted(self.ends), self.padding, self.split)
+        return None if shaping is None else repr((shaping, *options))
 
     @override
     def probe(self, dataset: DatasetConfig) -> Probe:
-        found, cut = super().probe(dataset), self._cut(None)
-        samples = tuple(one for item in found.samples for one in cut.split_up(item))
-        return dataclasses.replace(found, samples=samples)
+        base_probe, cut = super().probe(dataset), self._cut(None)
+        samples = tuple(document for item in base_probe.samples for document in cut.split_up(item))
+        return dataclasses.replace(base_probe, samples=samples)
 
     def _cut(self, tokenize: Any) -> "TruncatedAnswers":
         return TruncatedAnswers(
@@ -77,7 +77,7 @@ class TruncatedAnswers:
 
     @override
     def __call__(self, row: Any, origin: str) -> Sequence[Any]:
-        return [one for item in self.tokenize(row, origin) for one in self.split_up(item)]
+        return [document for item in self.tokenize(row, origin) for document in self.split_up(item)]
 
     def split_up(self, item: Any) -> list[Any]:
         """A sample as documents; anything else as it is."""
@@ -92,9 +92,9 @@ class TruncatedAnswers:
         for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
             weights = item.weights[:stop].copy()
             weights[:start] = 0.0
-            one = dataclasses.replace(item, tokens=item.tokens[:stop], weights=weights)
+            document = dataclasses.replace(item, tokens=item.tokens[:stop], weights=weights)
             documents.append(
-                dataclasses.replace(self.pad(one), controls=item.controls * (not number))
+                dataclasses.replace(self.pad(document), controls=item.controls * (not number))
             )
         return documents
 
@@ -105,9 +105,9 @@ class TruncatedAnswers:
         if room <= 0 or int(tokens[-1]) not in self.ends or not weights[-1]:
             return sample
         seed = zlib.crc32(tokens.astype(np.int32).tobytes())
-        more = int(np.random.default_rng(seed).integers(0, room + 1))
+        num_padding = int(np.random.default_rng(seed).integers(0, room + 1))
         return dataclasses.replace(
             sample,
-            tokens=np.append(tokens, np.full(more, tokens[-1], tokens.dtype)),
-            weights=np.append(weights, np.full(more, weights[-1], weights.dtype)),
+            tokens=np.append(tokens, np.full(num_padding, tokens[-1], tokens.dtype)),
+            weights=np.append(weights, np.full(num_padding, weights[-1], weights.dtype)),
         )

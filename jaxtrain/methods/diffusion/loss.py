@@ -27,17 +27,17 @@ def diffusion_loss(model, batch: Batch, shift: bool = True, impl: str = "auto"):
     else:
         hidden_BTD, target_BT = model.hidden(batch).hidden, batch.streams["target"]
     weight_BT, ratio_BT = batch.weights["nll"], batch.streams["mask_ratio"]
-    total, found = sum_logp(
+    total, scores = sum_logp(
         hidden_BTD, model.head(), target_BT, weight_BT, softcap=model.logit_softcap, impl=impl
     )
-    assert found.top is not None, "both ops tell the likeliest token"
+    assert scores.top is not None, "both ops tell the likeliest token"
     masked_BT = ratio_BT > 0
-    count = jnp.sum(masked_BT.astype(found.logp.dtype))
+    count = jnp.sum(masked_BT.astype(scores.logp.dtype))
     inverse_BT = jnp.where(masked_BT, 1.0 / jnp.where(masked_BT, ratio_BT, 1.0), 0.0)
-    right_BT = masked_BT & (found.logp >= found.top)
+    right_BT = masked_BT & (scores.logp >= scores.top)
     return {COMPONENT: -total}, {
-        "accuracy": (jnp.sum(right_BT.astype(found.logp.dtype)), count),
-        "ce_loss": (-jnp.sum(jnp.where(masked_BT, found.logp, 0.0)), count),
-        "bound": (-jnp.sum(inverse_BT * found.logp), jnp.sum(inverse_BT)),
+        "accuracy": (jnp.sum(right_BT.astype(scores.logp.dtype)), count),
+        "ce_loss": (-jnp.sum(jnp.where(masked_BT, scores.logp, 0.0)), count),
+        "bound": (-jnp.sum(inverse_BT * scores.logp), jnp.sum(inverse_BT)),
         "avg_p_mask": (jnp.sum(ratio_BT), count),
     }

@@ -18,60 +18,58 @@ class MaskToken(NamedTuple):
     id: int
     rows: int
     """Rows that the embedding must have."""
-    told: str
+    note: str
     """What people should know."""
 
 
 def choose_mask_token(
-    tokenizer: Any, rows: int, given: int | None = None, name: str | None = None
+    tokenizer: Any, rows: int, mask_id: int | None = None, name: str | None = None
 ) -> MaskToken:
     """The mask of a tokenizer whose model's embedding has `rows`; a new token is added to the
     tokenizer, which then knows it as its mask token.
 
-    given: its id, in the whole vocabulary, added tokens and unused rows included. name: a special
+    mask_id: its id, in the whole vocabulary, added tokens and unused rows included. name: a special
     token. Neither: the tokenizer's own mask token, else a new one. UserError for one that texts
     hold, or that ends them.
     """
-    if given is not None:
-        return MaskToken(check_id(tokenizer, rows, given), rows, f"mask token {given}")
+    if mask_id is not None:
+        return MaskToken(check_id(tokenizer, rows, mask_id), rows, f"mask token {mask_id}")
     name = name or tokenizer.mask_token
     name = str(name or NEW)
-    known = tokenizer.get_vocab().get(name)
-    if known is not None:
-        check_id(tokenizer, rows, known, f"task.mask_token {name!r}")
-        return MaskToken(known, rows, f"mask token {known}, {name!r}")
+    existing_id = tokenizer.get_vocab().get(name)
+    if existing_id is not None:
+        check_id(tokenizer, rows, existing_id, f"task.mask_token {name!r}")
+        return MaskToken(existing_id, rows, f"mask token {existing_id}, {name!r}")
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False)], special_tokens=True)
     tokenizer.mask_token = name
-    found = int(tokenizer.convert_tokens_to_ids(name))
-    if found < rows:
-        told = f"mask token {found}, new as {name!r}, in an unused row of the embedding"
-        return MaskToken(found, rows, told)
-    told = (
-        f"mask token {found}, new as {name!r}: the embedding grows from {rows} to {found + 1} rows"
-    )
-    return MaskToken(found, found + 1, told)
+    new_id = int(tokenizer.convert_tokens_to_ids(name))
+    if new_id < rows:
+        note = f"mask token {new_id}, new as {name!r}, in an unused row of the embedding"
+        return MaskToken(new_id, rows, note)
+    note = f"mask token {new_id}, new as {name!r}: the embedding grows from {rows} to {new_id + 1} rows"
+    return MaskToken(new_id, new_id + 1, note)
 
 
-def check_id(tokenizer: Any, rows: int, given: int, key: str = "task.mask_token_id") -> int:
+def check_id(tokenizer: Any, rows: int, mask_id: int, key: str = "task.mask_token_id") -> int:
     """The id, if it can stand for what is masked; UserError."""
     words = {index: word for word, index in tokenizer.get_vocab().items()}
-    if not 0 <= given < rows:
+    if not 0 <= mask_id < rows:
         raise UserError(
-            f"{key} is {given}, outside of the embedding's {rows} rows; give an unused row, or a"
+            f"{key} is {mask_id}, outside of the embedding's {rows} rows; give an unused row, or a"
             " new name as task.mask_token, for which the embedding grows"
         )
-    if given not in words:
-        return given
+    if mask_id not in words:
+        return mask_id
     controls = set(find_control(tokenizer).values()) | set(tokenizer.all_special_ids)
-    if given not in controls:
+    if mask_id not in controls:
         raise UserError(
-            f"{key} is {given}, {words[given]!r}, which texts hold; give a special token, an unused"
+            f"{key} is {mask_id}, {words[mask_id]!r}, which texts hold; give a special token, an unused"
             " row, or a new name as task.mask_token"
         )
     used = {tokenizer.bos_token_id, tokenizer.pad_token_id, *end_of_turn_ids(tokenizer)}
-    if given in used:
+    if mask_id in used:
         raise UserError(
-            f"{key} is {given}, {words[given]!r}, which begins, ends or pads texts; give another"
+            f"{key} is {mask_id}, {words[mask_id]!r}, which begins, ends or pads texts; give another"
             " special token, or a new name as task.mask_token"
         )
-    return given
+    return mask_id

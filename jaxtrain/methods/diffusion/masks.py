@@ -59,7 +59,7 @@ class Noise:
 class TrainedDocuments(NamedTuple):
     """The trained tokens of a batch, by document."""
 
-    place: np.ndarray
+    positions: np.ndarray
     """int64 [N] index of each trained token in the flat batch."""
     owner: np.ndarray
     """int64 [N] its document, from 0 in the order of the rows."""
@@ -83,52 +83,54 @@ def find_documents(batch: Batch) -> TrainedDocuments:
     alone = (batch.prev < 0) | (batch.prev == index - 1)
     assert alone.all(), "documents that share a prefix have no direction to see both sides in"
     weight = np.asarray(batch.weights[WEIGHTS], np.float64).ravel()
-    place = np.flatnonzero(weight)
-    root = (np.arange(weight.size) - batch.positions.ravel())[place]
+    trained = np.flatnonzero(weight)
+    root = (np.arange(weight.size) - batch.positions.ravel())[trained]
     _, owner, length = np.unique(root, return_inverse=True, return_counts=True)
-    return TrainedDocuments(place, owner.reshape(-1), weight[place], length)
+    return TrainedDocuments(trained, owner.reshape(-1), weight[trained], length)
 
 
 def mask(batch: Batch, noise: Noise, seed: list[int]) -> MaskedBatch:
     """A batch [A, B, T] to train on. The draw depends on the seed and the batch's documents in
     their order alone: not on how they are split over microsteps."""
-    found = find_documents(batch)
+    documents = find_documents(batch)
     rng = np.random.default_rng(seed)
-    count = len(found.length)
+    count = len(documents.length)
     t = rng.random(count)
     if noise.stratified and count:
         t = (rng.permutation(count) + t[0]) / count
-    ratio = noise.ratio(t)[found.owner]
-    chosen = rng.random(batch.tokens.size)[found.place] < ratio
+    ratio = noise.ratio(t)[documents.owner]
+    chosen = rng.random(batch.tokens.size)[documents.positions] < ratio
     factor = 1.0 / ratio if noise.weighted else np.ones_like(ratio)
-    return fill_in(batch, found, chosen, ratio, factor, noise)
+    return fill_in(batch, documents, chosen, ratio, factor, noise)
 
 
 def mask_held_out(batch: Batch, noise: Noise, seed: int, draws: int) -> list[Batch]:
     """A held-out batch masked `draws` times, by the seed and its own tokens: always alike. The
     numbers of masked tokens of each document lie evenly between one and all."""
-    found, noise = find_documents(batch), replace(noise, weighted=True)
+    documents, noise = find_documents(batch), replace(noise, weighted=True)
     rng = np.random.default_rng([seed, zlib.crc32(batch.tokens.tobytes())])
-    first = rng.random(len(found.length))
+    first = rng.random(len(documents.length))
     order = rng.permutation(draws)
     masked = []
     for draw in order:
         share = (draw + first) / draws
-        num = 1 + np.minimum(np.floor(share * found.length), found.length - 1).astype(np.int64)
-        key = rng.random(len(found.place))
-        by_key = np.lexsort((key, found.owner))
+        num = 1 + np.minimum(np.floor(share * documents.length), documents.length - 1).astype(
+            np.int64
+        )
+        key = rng.random(len(documents.positions))
+        by_key = np.lexsort((key, documents.owner))
         rank = np.empty(len(key), np.int64)
-        starts = np.cumsum(found.length) - found.length
-        rank[by_key] = np.arange(len(key)) - starts[found.owner[by_key]]
-        ratio = (num / found.length)[found.owner]
-        chosen = rank < num[found.owner]
-        masked.append(fill_in(batch, found, chosen, ratio, 1.0 / ratio, noise).batch)
+        starts = np.cumsum(documents.length) - documents.length
+        rank[by_key] = np.arange(len(key)) - starts[documents.owner[by_key]]
+        ratio = (num / documents.length)[documents.owner]
+        chosen = rank < num[documents.owner]
+        masked.append(fill_in(batch, documents, chosen, ratio, 1.0 / ratio, noise).batch)
     return masked
 
 
 def fill_in(
     batch: Batch,
-    found: TrainedDocuments,
+    documents: TrainedDocuments,
     chosen: np.ndarray,
     ratio: np.ndarray,
     factor: np.ndarray,
@@ -143,14 +145,14 @@ def fill_in(
             f"the data hold token {noise.mask_id}, which stands for what is masked; set"
             " task.mask_token_id or task.mask_token to one that no text holds"
         )
-    total = np.bincount(found.owner, found.weight, len(found.length))
-    weight = found.weight * factor * chosen
+    total = np.bincount(documents.owner, documents.weight, len(documents.length))
+    weight = documents.weight * factor * chosen
     if noise.normalize == "document":
-        weight = weight / total[found.owner]
-        denom = float(len(found.length))
+        weight = weight / total[documents.owner]
+        denom = float(len(documents.length))
     else:
-        denom = float(total.sum() if noise.weighted else (found.weight * chosen).sum())
-    where = found.place[chosen]
+        denom = float(total.sum() if noise.weighted else (documents.weight * chosen).sum())
+    where = documents.positions[chosen]
 
     def lay(values: np.ndarray, dtype: Any) -> np.ndarray:
         flat = np.zeros(batch.tokens.size, dtype)
@@ -170,12 +172,12 @@ def fill_in(
         },
         denoms={**batch.denoms, noise.component: np.full(shape[0], denom or 1.0, dtype)},
     )
-    num_masked, num_documents = int(chosen.sum()), max(1, len(found.length))
+    num_masked, num_documents = int(chosen.sum()), max(1, len(documents.length))
     metrics = {
         "num_masked_tokens": float(num_masked),
         "mask_ratio": num_masked / max(1, int(real.sum())),
         "importance_weight_avg": float(factor[chosen].mean()) if num_masked else 0.0,
-        "answer_ratio": len(found.place) / max(1, int(real.sum())),
-        "avg_answer_length": len(found.place) / num_documents,
+        "answer_ratio": len(documents.positions) / max(1, int(real.sum())),
+        "avg_answer_length": len(documents.positions) / num_documents,
     }
     return MaskedBatch(changed, metrics)

@@ -74,7 +74,7 @@ def make(config: Config) -> Task:
         task.cache,
     )
     data = open_data(config, parts.tokenizer)
-    data.note = mask_token.told
+    data.note = mask_token.note
     return Task(
         roles={POLICY: Role(parts)},
         loss=of_policy(partial(diffusion_loss, shift=task.shift, impl=config.model.logp)),
@@ -90,12 +90,12 @@ def mask_round(round: Round, scorer: Scorer, *, noise: Noise, seed: int, draws: 
     """The round masked, by run.seed and the step. A held-out batch comes several times, always
     masked alike."""
     if round.held_out:
-        found = [one for b in round.batches for one in mask_held_out(b, noise, seed, draws)]
-        return round._replace(batches=found)
+        masked = [batch for b in round.batches for batch in mask_held_out(b, noise, seed, draws)]
+        return round._replace(batches=masked)
     seeds = ([seed, round.version, round.part, index] for index in range(len(round.batches)))
     drawn = [mask(b, noise, s) for b, s in zip(round.batches, seeds, strict=True)]
     metrics = {**round.metrics, **(drawn[0].metrics if drawn else {})}
-    return round._replace(batches=[one.batch for one in drawn], metrics=metrics)
+    return round._replace(batches=[batch.batch for batch in drawn], metrics=metrics)
 
 
 def with_mask(
@@ -103,23 +103,23 @@ def with_mask(
 ) -> tuple[ModelBundle, MaskToken]:
     """The parts with a mask token in tokenizer, embedding and exports, and that token."""
     rows = parts.architecture.vocab_size
-    found = choose_mask_token(parts.tokenizer, rows, task.mask_token_id, task.mask_token)
+    mask_token = choose_mask_token(parts.tokenizer, rows, task.mask_token_id, task.mask_token)
     architecture = parts.architecture
-    if grown := found.rows - rows:
+    if grown := mask_token.rows - rows:
         if parts.adapter is not None:
             raise UserError(
-                f"{found.told}, which an adapter's base does not have; name a token that is there"
+                f"{mask_token.note}, which an adapter's base does not have; name a token that is there"
                 " as task.mask_token_id, or train without adapter"
             )
-        architecture = dataclasses.replace(architecture, vocab_size=found.rows, grown=grown)
+        architecture = dataclasses.replace(architecture, vocab_size=mask_token.rows, grown=grown)
     elif parts.adapter is not None and not config.adapter.train_embeddings and is_main_process():
         print(
-            f"note: the embedding of the mask token ({found.id}) stays as it is; with"
+            f"note: the embedding of the mask token ({mask_token.id}) stays as it is; with"
             " adapter.train_embeddings it is trained",
             file=sys.stderr,
         )
-    said = {"kind": task.kind, "shift": task.shift, "mask_token_id": found.id}
-    given = task.model_dump(exclude_defaults=True)
-    said |= {key: given[key] for key in WRITING if key in given}
-    architecture = keep_task(architecture, said, mask_token_id=found.id)
-    return dataclasses.replace(parts, architecture=architecture), found
+    description = {"kind": task.kind, "shift": task.shift, "mask_token_id": mask_token.id}
+    changed = task.model_dump(exclude_defaults=True)
+    description |= {key: changed[key] for key in WRITING if key in changed}
+    architecture = keep_task(architecture, description, mask_token_id=mask_token.id)
+    return dataclasses.replace(parts, architecture=architecture), mask_token

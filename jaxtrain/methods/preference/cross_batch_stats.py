@@ -35,11 +35,11 @@ class SlotSums(NamedTuple):
     """float64 [n]; nan where the slot has no such side."""
     rejected: np.ndarray
 
-    def spread(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """values [n] on their slots, 0 elsewhere, in the shape and dtype of `like`."""
-        found = np.zeros(like.shape, like.dtype)
-        found[self.places] = values
-        return found
+    def spread(self, values: np.ndarray, template: np.ndarray) -> np.ndarray:
+        """values [n] on their slots, 0 elsewhere, in the shape and dtype of `template`."""
+        spread = np.zeros(template.shape, template.dtype)
+        spread[self.places] = values
+        return spread
 
 
 def sum_sides(batch: Batch, values: np.ndarray) -> SlotSums:
@@ -58,16 +58,16 @@ def sum_sides(batch: Batch, values: np.ndarray) -> SlotSums:
     sides = []
     for name in (CHOSEN, REJECTED):
         index = places[-1] + batch.streams[name][places]
-        found = sums[rows, owner[rows, np.maximum(index, 0)]]
-        sides.append(np.where(index >= 0, found, np.nan))
+        side_sums = sums[rows, owner[rows, np.maximum(index, 0)]]
+        sides.append(np.where(index >= 0, side_sums, np.nan))
     return SlotSums(places, *sides)
 
 
-def at_same_rank(own: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """[n]: for each of `own` the one of `others` that has its rank; equal ones in their order."""
-    found = np.empty(len(own))
-    found[np.argsort(own, kind="stable")] = np.sort(others)
-    return found
+def at_same_rank(values: np.ndarray, matched: np.ndarray) -> np.ndarray:
+    """[n]: for each of `values` the one of `matched` that has its rank; equal ones in their order."""
+    same_rank = np.empty(len(values))
+    same_rank[np.argsort(values, kind="stable")] = np.sort(matched)
+    return same_rank
 
 
 def mismatch(batch: Batch, shape: StepShape) -> Batch | None:

@@ -58,11 +58,11 @@ class LogpTable:
     def add(self, batch: Batch, logp: np.ndarray) -> None:
         """Keep the log-probs [A, B, T] of all answers of a batch of data/comparisons/pairs.py."""
         for branch, start in list_answers(batch, logp):
-            key, found = key_of(branch, start), branch.streams["value"][start:]
+            key, logps = key_of(branch, start), branch.streams["value"][start:]
             if key not in self._place:
-                at = self._place[next(reversed(self._place))].stop if self._place else 0
-                self._place[key] = slice(at, at + len(found))
-                self._parts.append(found)
+                start_of_new = self._place[next(reversed(self._place))].stop if self._place else 0
+                self._place[key] = slice(start_of_new, start_of_new + len(logps))
+                self._parts.append(logps)
 
     def arrays(self) -> Arrays:
         """All of it."""
@@ -71,7 +71,7 @@ class LogpTable:
                                            *self._parts])  # fmt: skip
             self._parts = []
         keys = np.frombuffer(b"".join(self._place), np.uint8).reshape(-1, KEY_BYTES)
-        counts = np.array([at.stop - at.start for at in self._place.values()], np.int64)
+        counts = np.array([span.stop - span.start for span in self._place.values()], np.int64)
         return Arrays(keys, counts, self._values)
 
     def fill(self, batch: Batch) -> np.ndarray:
@@ -79,14 +79,14 @@ class LogpTable:
         if self._parts:
             self.arrays()
         shape = batch.tokens.shape
-        found = np.zeros(shape, self._values.dtype)
+        filled = np.zeros(shape, self._values.dtype)
         index = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape)
         for branch, start in list_answers(batch, index):
-            at = self._place.get(key_of(branch, start))
-            if at is None:
+            span = self._place.get(key_of(branch, start))
+            if span is None:
                 raise UnknownAnswer
-            found[branch.row][branch.streams["value"][start:]] = self._values[at]
-        return found
+            filled[branch.row][branch.streams["value"][start:]] = self._values[span]
+        return filled
 
 
 def list_answers(batch: Batch, values: np.ndarray) -> Iterator[tuple[TreeBranch, int]]:
@@ -126,8 +126,8 @@ def read_table(folder: Path) -> Arrays | None:
         return None
     os.utime(folder / DONE)
     try:
-        with np.load(folder / TABLE, allow_pickle=False) as found:
-            return Arrays(*(found[name] for name in Arrays._fields))
+        with np.load(folder / TABLE, allow_pickle=False) as file:
+            return Arrays(*(file[name] for name in Arrays._fields))
     except (OSError, ValueError, KeyError):
         return None
 
@@ -135,10 +135,10 @@ def read_table(folder: Path) -> Arrays | None:
 def read_about(folder: Path) -> dict[str, Any]:
     """What write_table was told that a table depends on; empty where nothing is there."""
     try:
-        found = json.loads((folder / ABOUT).read_text())
+        about = json.loads((folder / ABOUT).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return about if isinstance(about, dict) else {}
 
 
 def list_tables(folder: Path) -> Iterator[dict[str, Any]]:

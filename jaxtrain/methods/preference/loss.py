@@ -114,7 +114,7 @@ class PreferenceObjective:
         """What rewards in the metrics are beta times of: that of the first loss, with raw
         log-ratios whatever the divergence."""
         measures = [PRESETS[name].measure for name, _ in self.losses]
-        first = next((one for one in measures if one != "none"), "ratio")
+        first = next((measure for measure in measures if measure != "none"), "ratio")
         return {"score": "ratio", "mean_score": "ratio", "odds": "mean"}.get(first, first)
 
 
@@ -124,7 +124,7 @@ class Side(NamedTuple):
     pi: jax.Array
     ref: jax.Array
     length: jax.Array
-    here: jax.Array
+    present: jax.Array
     """bool: whether the slot has this side."""
 
 
@@ -161,7 +161,7 @@ def preference_terms(logp_BT, batch: Batch, objective: PreferenceObjective, peak
     slot_BT = weight_BT != 0
     better, worse = read_sides(logp_BT, batch, objective)
     chosen, rejected = (as_side(side, objective) for side in (better, worse))
-    both_BT = slot_BT & better.here & worse.here
+    both_BT = slot_BT & better.present & worse.present
     streams = {name: value.astype(dtype) for name, value in batch.streams.items()}
 
     loss_BT, metrics = jnp.zeros_like(weight_BT), {}
@@ -172,7 +172,7 @@ def preference_terms(logp_BT, batch: Batch, objective: PreferenceObjective, peak
         if name in OF_LABELS:
             terms = LABEL_LINKS[preset.link](better, worse, objective, streams)
             good_BT, bad_BT = objective.desirable * terms[0], objective.undesirable * terms[1]
-            part_BT = jnp.where(better.here, good_BT, jnp.where(worse.here, bad_BT, 0.0))
+            part_BT = jnp.where(better.present, good_BT, jnp.where(worse.present, bad_BT, 0.0))
         else:
             measured = SideMeasures(chosen(preset.measure), rejected(preset.measure), better, worse)
             part_BT = jnp.where(both_BT, LINKS[preset.link](measured, objective, streams), 0.0)
@@ -189,10 +189,10 @@ def preference_terms(logp_BT, batch: Batch, objective: PreferenceObjective, peak
         nll_BT = batch.weights["nll"].astype(dtype)
         sums["nll"] = -jnp.sum(jnp.where(nll_BT != 0, nll_BT * logp_BT, 0.0))
         metrics["nll_loss"] = (jax.lax.stop_gradient(sums["nll"]), jnp.sum(nll_BT))
-    found = describe_pairs(better, worse, chosen, rejected, slot_BT, objective)
+    pair_metrics = describe_pairs(better, worse, chosen, rejected, slot_BT, objective)
     if any(name == "kto" for name, _ in objective.losses):
-        found["kl"] = _mean(streams["kto"], slot_BT)
-    return sums, {**found, **metrics}
+        pair_metrics["kl"] = _mean(streams["kto"], slot_BT)
+    return sums, {**pair_metrics, **metrics}
 
 
 def read_sides(logp_BT, batch: Batch, objective: PreferenceObjective) -> tuple[Side, Side]:
@@ -210,9 +210,9 @@ def read_sides(logp_BT, batch: Batch, objective: PreferenceObjective) -> tuple[S
     slot_BT = batch.weights["preference"] != 0
 
     def side(name: str) -> Side:
-        at, here_BT = point(batch.streams[name], slot_BT)
+        fetch, here_BT = point(batch.streams[name], slot_BT)
         numbers = ((pi_BT, -1.0), (ref_BT, -1.0), (jnp.maximum(count_BT, 1.0), 1.0))
-        return Side(*(jnp.where(here_BT, at(v), other) for v, other in numbers), here_BT)
+        return Side(*(jnp.where(here_BT, fetch(v), default) for v, default in numbers), here_BT)
 
     return side("chosen"), side("rejected")
 
@@ -317,8 +317,8 @@ def exo(pair: SideMeasures, o: PreferenceObjective, streams):
 def nca(pair: SideMeasures, o: PreferenceObjective, streams):
     """Each side against 0, so that the chosen answer's likelihood does not fall."""
     up, down = o.beta * pair.chosen, o.beta * pair.rejected
-    both = jax.nn.log_sigmoid(-up) + jax.nn.log_sigmoid(-down)
-    return -jax.nn.log_sigmoid(up) - 0.5 * both
+    both_down = jax.nn.log_sigmoid(-up) + jax.nn.log_sigmoid(-down)
+    return -jax.nn.log_sigmoid(up) - 0.5 * both_down
 
 
 def bco(pair: SideMeasures, o: PreferenceObjective, streams):
@@ -419,8 +419,8 @@ def wpo_weight(logp_BT, peak_BT, batch: Batch):
     slot_BT = batch.weights["preference"] != 0
     total_BT = jnp.zeros_like(log_BT)
     for name in ("chosen", "rejected"):
-        at, here_BT = point(batch.streams[name], slot_BT)
-        total_BT += jnp.where(here_BT, at(log_BT), 0.0)
+        fetch, here_BT = point(batch.streams[name], slot_BT)
+        total_BT += jnp.where(here_BT, fetch(log_BT), 0.0)
     return jnp.exp(total_BT)
 
 
@@ -429,23 +429,23 @@ def describe_pairs(
 ) -> dict[str, Any]:
     """TRL's metrics of comparisons as (sum, weight); rewards are beta times the measure, without
     any divergence's shape."""
-    both_BT = better.here & worse.here
+    both_BT = better.present & worse.present
     up, down = (objective.beta * side(objective.measure) for side in (chosen, rejected))
     means = objective.measure == "mean"
     logps = [side.pi / side.length if means else side.pi for side in (better, worse)]
-    found = {
-        "rewards/chosen": _mean(up, better.here),
-        "rewards/rejected": _mean(down, worse.here),
+    metrics = {
+        "rewards/chosen": _mean(up, better.present),
+        "rewards/rejected": _mean(down, worse.present),
         "rewards/accuracies": _mean(up > down, both_BT),
         "rewards/margins": _mean(up - down, both_BT),
-        "logps/chosen": _mean(logps[0], better.here),
-        "logps/rejected": _mean(logps[1], worse.here),
+        "logps/chosen": _mean(logps[0], better.present),
+        "logps/rejected": _mean(logps[1], worse.present),
     }
     if any(name == "orpo" for name, _ in objective.losses):
         gap_BT = chosen("odds") - rejected("odds")
-        found["log_odds_chosen"] = _mean(gap_BT, both_BT)
-        found["log_odds_ratio"] = _mean(jax.nn.log_sigmoid(gap_BT), both_BT)
-    return found
+        metrics["log_odds_chosen"] = _mean(gap_BT, both_BT)
+        metrics["log_odds_ratio"] = _mean(jax.nn.log_sigmoid(gap_BT), both_BT)
+    return metrics
 
 
 def describe_tokens(logit_BT, entropy_BT, batch: Batch) -> dict[str, Any]:
@@ -454,12 +454,12 @@ def describe_tokens(logit_BT, entropy_BT, batch: Batch) -> dict[str, Any]:
     slot_BT = batch.weights["preference"] != 0
     sums_BT = segment_sum(jax.lax.stop_gradient(logit_BT), mask_BT, batch.owner)
     counts_BT = segment_sum(jnp.ones_like(logit_BT), mask_BT, batch.owner)
-    found = {"entropy": _mean(entropy_BT, mask_BT)}
+    metrics = {"entropy": _mean(entropy_BT, mask_BT)}
     for name in ("chosen", "rejected"):
-        at, here_BT = point(batch.streams[name], slot_BT)
-        total, count = (jnp.sum(jnp.where(here_BT, at(v), 0.0)) for v in (sums_BT, counts_BT))
-        found[f"logits/{name}"] = (total, count)
-    return found
+        fetch, here_BT = point(batch.streams[name], slot_BT)
+        total, count = (jnp.sum(jnp.where(here_BT, fetch(v), 0.0)) for v in (sums_BT, counts_BT))
+        metrics[f"logits/{name}"] = (total, count)
+    return metrics
 
 
 def _mean(values_BT, mask_BT, weight_BT=None):

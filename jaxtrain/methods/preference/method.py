@@ -73,8 +73,8 @@ def make(config: Config) -> Task:
     task = config.task
     assert isinstance(task, PreferenceTask)
     parts = build_model_bundle(config)
-    found = "task.kind preference puts the answers to a prompt into one row"
-    require_trees(parts.architecture, found, 'train good answers with task.kind "sft"')
+    reason = "task.kind preference puts the answers to a prompt into one row"
+    require_trees(parts.architecture, reason, 'train good answers with task.kind "sft"')
     roles = {POLICY: Role(parts)}
     kind = reads_reference(task)
     weights = None
@@ -195,11 +195,13 @@ class PreferencePreparation:
         whole step, at least 0; 0 where a step has a single prompt."""
         # units: the answers fill as many microsteps as they need.
         rows = batch.tokens.shape[1]
-        other = mismatch(batch, StepShape(rows, 1, self.data.row_tokens, self.buckets, units=1))
-        if other is None:
+        mismatched = mismatch(
+            batch, StepShape(rows, 1, self.data.row_tokens, self.buckets, units=1)
+        )
+        if mismatched is None:
             return 0.0
-        policy, reference = (scorer.logp(other, role) for role in (POLICY, REFERENCE))
-        mask = other.weights[SCORE] != 0
+        policy, reference = (scorer.logp(mismatched, role) for role in (POLICY, REFERENCE))
+        mask = mismatched.weights[SCORE] != 0
         total = float(np.sum((policy.astype(np.float64) - reference)[mask]))
         slots = np.count_nonzero(batch.weights[PREFERENCE])
         return max(total / max(int(slots), 1), 0.0)
@@ -209,15 +211,18 @@ class PreferencePreparation:
         policy = sum_sides(batch, scorer.logp(batch, POLICY))
         ref_logp = batch.streams.get("ref_logp")
         reference = sum_sides(batch, np.zeros(batch.tokens.shape) if ref_logp is None else ref_logp)
-        like, found = batch.weights[PREFERENCE], {}
+        weights, constants = batch.weights[PREFERENCE], {}
         if "aot" in self.task.names:
-            margins, others = policy.chosen - policy.rejected, reference.chosen - reference.rejected
-            found["aot"] = policy.spread(at_same_rank(margins, others), like)
+            margins, ref_margins = (
+                policy.chosen - policy.rejected,
+                reference.chosen - reference.rejected,
+            )
+            constants["aot"] = policy.spread(at_same_rank(margins, ref_margins), weights)
         if "aot_unpaired" in self.task.names:
             chosen, rejected = (
                 policy.chosen - reference.chosen,
                 policy.rejected - reference.rejected,
             )
-            found["aot_chosen"] = policy.spread(at_same_rank(chosen, rejected), like)
-            found["aot_rejected"] = policy.spread(at_same_rank(rejected, chosen), like)
-        return found
+            constants["aot_chosen"] = policy.spread(at_same_rank(chosen, rejected), weights)
+            constants["aot_rejected"] = policy.spread(at_same_rank(rejected, chosen), weights)
+        return constants

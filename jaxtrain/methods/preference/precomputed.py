@@ -70,25 +70,27 @@ class Precomputed:
         """The table: process 0 reads it and tells all, or all compute and process 0 keeps it."""
         about = broadcast_or_raise("the reference's key", self.describe)
         folder = self.folder / hashlib.sha256(json.dumps(about).encode()).hexdigest()
-        found: Arrays | None = broadcast_or_raise("reference log-probs", lambda: read_table(folder))
-        table = LogpTable(found)
-        if found is not None:
+        arrays: Arrays | None = broadcast_or_raise(
+            "reference log-probs", lambda: read_table(folder)
+        )
+        table = LogpTable(arrays)
+        if arrays is not None:
             self.data.log(f"reference log-probs of {len(table):,} answers, read from {folder}")
         if scorer.snapshot().step > 0:
-            if found is None:
+            if arrays is None:
                 raise UserError(
                     f"the reference log-probs that this run began with are not in {self.folder}"
                     f" (task.reference precomputed): {self.differences(about)}. Restore it, or"
                     ' start anew with run.resume = "never"'
                 )
             return table
-        covered, wanted = broadcast_or_raise(
+        covered, needed = broadcast_or_raise(
             "what the reference knows", lambda: (read_covered(folder), self.keys())
         )
-        if missing := [number for number, key in wanted.items() if key not in covered]:
+        if missing := [number for number, key in needed.items() if key not in covered]:
             self.compute(table, scorer, missing)
             self.data.log(f"reference log-probs of {len(table):,} answers are kept in {folder}")
-            covered = sorted({*covered, *wanted.values()})
+            covered = sorted({*covered, *needed.values()})
             about = {**about, COVERED: covered}
             broadcast_or_raise("keeping log-probs", lambda: self.keep(table, folder, about))
         return table
@@ -115,35 +117,35 @@ class Precomputed:
     def describe(self) -> dict[str, Any]:
         """All that an answer's numbers depend on besides its tokens, as digests by name."""
         config = self.config
-        found: dict[str, Any] = {"weights": self._weights()}
-        found["model"] = _digest(
+        digests: dict[str, Any] = {"weights": self._weights()}
+        digests["model"] = _digest(
             [self.parts.architecture.to_hf(), config.model.param_dtype, config.model.compute_dtype]
         )
         adapter = config.adapter
         if adapter.kind != "none":
-            found["adapter"] = _digest(
+            digests["adapter"] = _digest(
                 [adapter.model_dump(mode="json"), _hash_folder(adapter.path)]
             )
-        return found
+        return digests
 
     def keys(self) -> dict[int, str]:
         """Digest of the rows of each dataset and of all that shapes what becomes of them."""
-        found = {}
+        keys = {}
         for number, dataset in enumerate(self._datasets()):
             part = self.data.recipe.open(dataset)
             settings = self.data.recipe.settings(dataset) or dataset.model_dump_json()
             if is_stream(part.rows):
                 continue  # eval_datasets; config refuses streams that train
             try:
-                found[number] = find_key(part, settings, self.parts.tokenizer, self.data.log)
+                keys[number] = find_key(part, settings, self.parts.tokenizer, self.data.log)
             except (TypeError, ValueError):  # rows that are no JSON: looked at in every new run
-                found[number] = _digest([settings, secrets.token_hex()])
-        return found
+                keys[number] = _digest([settings, secrets.token_hex()])
+        return keys
 
     def differences(self, about: dict[str, Any]) -> str:
         """What the newest table was made of otherwise."""
-        for other in list_tables(self.folder):
-            names = [name for name in about if other.get(name) != about[name]]
+        for table in list_tables(self.folder):
+            names = [name for name in about if table.get(name) != about[name]]
             if names:
                 return f"the newest one there differs in {', '.join(names)}"
         return "there is none of this model"

@@ -36,14 +36,14 @@ def pair_loss(model, batch: Batch, center: float = 0.0):
     def mean(values_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.sum(weight_BT * values_BT), total
 
-    found = jnp.any(slot_BT).astype(total.dtype)
+    any_pair = jnp.any(slot_BT).astype(total.dtype)
     low_BT, high_BT = jnp.minimum(chosen_BT, rejected_BT), jnp.maximum(chosen_BT, rejected_BT)
     metrics = {
         "accuracy": mean((gap_BT > 0).astype(total.dtype)),
         "margin": mean(gap_BT),
         "mean_reward": mean((chosen_BT + rejected_BT) / 2),
-        "min_reward": (jnp.min(jnp.where(slot_BT, low_BT, jnp.inf)), found),
-        "max_reward": (jnp.max(jnp.where(slot_BT, high_BT, -jnp.inf)), found),
+        "min_reward": (jnp.min(jnp.where(slot_BT, low_BT, jnp.inf)), any_pair),
+        "max_reward": (jnp.max(jnp.where(slot_BT, high_BT, -jnp.inf)), any_pair),
     }
     return {"preference": mean(loss_BT)[0]}, metrics
 

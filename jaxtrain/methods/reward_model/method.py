@@ -64,8 +64,8 @@ def make(config: Config) -> Task:
     assert isinstance(task, RewardModelTask)
     parts = build_model_bundle(config, score=HEADS[task.labels])
     if task.labels == "pairs":
-        found = 'task.labels "pairs" compares answers that lie in one row'
-        require_trees(parts.architecture, found, "choose a model of attention layers")
+        reason = 'task.labels "pairs" compares answers that lie in one row'
+        require_trees(parts.architecture, reason, "choose a model of attention layers")
         loss = partial(pair_loss, center=task.center_rewards_coefficient)
     else:
         check_packing(config, parts.architecture)
@@ -81,31 +81,31 @@ def make(config: Config) -> Task:
 
 def count_labels(round: Round, scorer: Scorer) -> Round:
     """The round as it is, with the number of its pairs or labeled steps."""
-    found = {
+    counts = {
         name: float(sum(np.count_nonzero(b.weights[component]) for b in round.batches))
         for name, component in (("num_pairs", PREFERENCE), ("num_steps", STEP))
         if component in round.batches[0].weights
     }
-    return round._replace(metrics={**round.metrics, **found})
+    return round._replace(metrics={**round.metrics, **counts})
 
 
 def describe_start(parts: ModelBundle) -> str:
     """What people should know about the head, and where transformers will look for the last token
     of a text."""
-    head, said = parts.architecture.score, []
+    head, notes = parts.architecture.score, []
     if head.drawn:
-        said.append(
+        notes.append(
             "the model is a language model: its head is replaced by a drawn one that scores"
         )
     pad, eos = parts.tokenizer.pad_token_id, parts.tokenizer.eos_token_id
     if head.per == "sequence" and pad is None:
-        said.append("the tokenizer has no pad token: transformers will score one text at a time")
+        notes.append("the tokenizer has no pad token: transformers will score one text at a time")
     elif head.per == "sequence" and pad == eos:
-        said.append(
+        notes.append(
             "the tokenizer pads with its eos token: transformers takes the token before it for the"
             " last one of a text and gives other scores; give the tokenizer a pad token of its own"
         )
-    return "; ".join(said)
+    return "; ".join(notes)
 
 
 def find_section(architecture: str) -> dict[str, str]:

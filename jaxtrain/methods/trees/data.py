@@ -50,8 +50,8 @@ class Trees(Recipe):
 
     @override
     def open_held_out(self, dataset: DatasetConfig) -> MixturePart:
-        whole = self.task.model_copy(update={"mode": "tree"})
-        return Trees(whole, self.data, self.tokenizer).open(dataset)
+        tree_task = self.task.model_copy(update={"mode": "tree"})
+        return Trees(tree_task, self.data, self.tokenizer).open(dataset)
 
     @override
     def settings(self, dataset: DatasetConfig) -> str | None:
@@ -71,8 +71,8 @@ class Trees(Recipe):
         console.print(escape_control_chars(text), markup=False, soft_wrap=True)
 
     @override
-    def show_example(self, found: Probe, console: Console) -> None:
-        text = describe_tree(found.samples[0], self.tokenizer.decode)
+    def show_example(self, probe: Probe, console: Console) -> None:
+        text = describe_tree(probe.samples[0], self.tokenizer.decode)
         console.print(escape_control_chars(text), markup=False, soft_wrap=True)
 
 
@@ -121,16 +121,16 @@ def _open_synthetic(dataset: DatasetConfig, tokenizer: Any) -> SyntheticTurns:
         "vocab_size": len(tokenizer) if tokenizer is not None else None,
         **dataset.options,
     }
-    known = set(SyntheticTurns.__dataclass_fields__)
-    if set(options) - known:
+    allowed = set(SyntheticTurns.__dataclass_fields__)
+    if set(options) - allowed:
         raise UserError(
-            f"{dataset.path}: unknown options {sorted(set(options) - known)}; allowed:"
-            f" {', '.join(sorted(known))}"
+            f"{dataset.path}: unknown options {sorted(set(options) - allowed)}; allowed:"
+            f" {', '.join(sorted(allowed))}"
         )
     for key, value in dataset.options.items():
         if key in ("user_len", "think_len", "response_len"):
-            whole = isinstance(value, list | tuple) and all(type(n) is int for n in value)
-            if not whole or len(value) != 2 or not 1 <= value[0] <= value[1] <= TOKENS:
+            is_range = isinstance(value, list | tuple) and all(type(n) is int for n in value)
+            if not is_range or len(value) != 2 or not 1 <= value[0] <= value[1] <= TOKENS:
                 raise UserError(
                     f"{dataset.path}: option {key} {show(value)} must be [low, high], with"
                     f" 1 <= low <= high <= {TOKENS:,}"
@@ -141,11 +141,11 @@ def _open_synthetic(dataset: DatasetConfig, tokenizer: Any) -> SyntheticTurns:
                 f"{dataset.path}: option {key} {show(value)} must be a whole number from"
                 f" {0 if key == 'seed' else 1} to {ITEMS:,}"
             )
-    made = SyntheticTurns(**options)
-    longest = made.user_len[1] + made.think_len[1] + made.response_len[1]
-    if made.num_turns * longest > TOKENS:
+    rows = SyntheticTurns(**options)
+    longest = rows.user_len[1] + rows.think_len[1] + rows.response_len[1]
+    if rows.num_turns * longest > TOKENS:
         raise UserError(
-            f"{dataset.path}: {made.num_turns:,} turns of up to {longest:,} tokens are more than"
+            f"{dataset.path}: {rows.num_turns:,} turns of up to {longest:,} tokens are more than"
             f" {TOKENS:,} a tree"
         )
     if dataset.max_rows is not None:
@@ -167,10 +167,10 @@ def _read_tools(path: str | None) -> list[dict] | None:
         return None
     key = "(key tools of a dataset)"
     try:
-        found = parse_json(read_text(path, MOST_TOOL_BYTES))
-        if not isinstance(found, list):
+        schemas = parse_json(read_text(path, MOST_TOOL_BYTES))
+        if not isinstance(schemas, list):
             raise MalformedRow("expected a list of tool schemas")
-        return read_tools(found)
+        return read_tools(schemas)
     except FileNotFoundError:
         raise UserError(f"tools file {show(path)} does not exist {key}") from None
     except OSError as error:

@@ -44,10 +44,10 @@ def check_trees(config: Config, architecture: Any) -> None:
     """
     assert isinstance(config.task, TreeTask)
     if config.task.mode == "tree":
-        found = 'task.mode "tree" packs branches that share a prefix'
+        reason = 'task.mode "tree" packs branches that share a prefix'
         fix = 'set task.mode to "grouped" and data.packing to false, which has the same loss'
-        require_trees(architecture, found, fix)
+        require_trees(architecture, reason, fix)
     if config.data.eval_datasets:
-        found = 'data.eval_datasets with task.kind "tree" (they are evaluated as whole trees)'
-        require_trees(architecture, found, "remove data.eval_datasets")
+        reason = 'data.eval_datasets with task.kind "tree" (they are evaluated as whole trees)'
+        require_trees(architecture, reason, "remove data.eval_datasets")
     check_packing(config, architecture)

@@ -55,10 +55,10 @@ def estimate_tokens(row: Mapping[str, Any]) -> float:
     total = 0.0
     for kind in ("input", "output"):
         count = usage.get(f"final_{kind}_tokens") if isinstance(usage, Mapping) else None
-        found = read_number(count) or read_number(row.get(f"rlm_final_{kind}_tokens"))
-        if found is None or found <= 0:
+        tokens = read_number(count) or read_number(row.get(f"rlm_final_{kind}_tokens"))
+        if tokens is None or tokens <= 0:
             return inf
-        total += found
+        total += tokens
     return total
 
 
@@ -105,7 +105,7 @@ def _order(
     left_out: Counter[str],
 ) -> list[int]:
     """Rows in the order of the metric; `left_out` counts the others by reason."""
-    kept = []
+    selected = []
     for index, score in enumerate(scores):
         if max_estimate is not None and not score.estimate <= max_estimate:
             unknown = score.estimate == inf
@@ -115,19 +115,19 @@ def _order(
         elif metric == "branching_score" and not score.reasoning_turns:
             left_out["without reasoning"] += 1
         else:
-            kept.append(index)
+            selected.append(index)
     if metric == "branching_score":
-        return sorted(kept, key=lambda i: (-scores[i].branching_score, i))
+        return sorted(selected, key=lambda i: (-scores[i].branching_score, i))
     if metric == "num_turns":
         return sorted(
-            kept, key=lambda i: (scores[i].num_turns, _identity(rows[i], i)), reverse=True
+            selected, key=lambda i: (scores[i].num_turns, _identity(rows[i], i)), reverse=True
         )
-    return kept
+    return selected
 
 
 def _identity(row: Mapping[str, Any], index: int) -> float:
-    found = read_number(row.get("example_id"))
-    return index if found is None else found
+    example_id = read_number(row.get("example_id"))
+    return index if example_id is None else example_id
 
 
 def _score_all(

@@ -30,10 +30,15 @@ def read_row(
     Contents are stripped of outer white space. Raises Malformed.
     """
     check_readable(row)
-    row = {**row, **{to: row[at] for to, at in fields.items() if "." not in to and at in row}}
+    row = {
+        **row,
+        **{to: row[column] for to, column in fields.items() if "." not in to and column in row},
+    }
     if row.get("messages") is not None or row.get("conversations") is not None:
-        found = row.get("messages")
-        listed = _with_roles(row["conversations"] if found is None else found, "user")
+        messages_column = row.get("messages")
+        listed = _with_roles(
+            row["conversations"] if messages_column is None else messages_column, "user"
+        )
     else:
         prompt, completion = row.get("prompt"), row.get("completion")
         if not isinstance(prompt, list) or not isinstance(completion, list) or not completion:
@@ -129,20 +134,20 @@ def render_template(
     (messages, tools), mark, _ = renderer.encoder.protect((messages, tools))
     keys = ("reasoning_content", "train")
     visible = [{k: v for k, v in m.items() if k not in keys} for m in messages]
-    wanted = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if wanted[0] == 0:
+    trained = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if trained[0] == 0:
         raise MalformedRow("the conversation starts with an assistant message")
-    place = {}
-    for rendering in renderer.render(visible, tools, wanted, mark):
-        for index in wanted:
-            own = np.flatnonzero(rendering.author == index)
-            if len(own):
-                place[index] = (rendering.tokens, int(own[0]), int(own[-1]) + 1)
+    spans = {}
+    for rendering in renderer.render(visible, tools, trained, mark):
+        for index in trained:
+            positions = np.flatnonzero(rendering.author == index)
+            if len(positions):
+                spans[index] = (rendering.tokens, int(positions[0]), int(positions[-1]) + 1)
     turns = []
-    for index in wanted:
-        if index not in place:
+    for index in trained:
+        if index not in spans:
             raise TemplateFailed(f"chat template: message {index + 1} is not shown")
-        tokens, start, stop = place[index]
+        tokens, start, stop = spans[index]
         thought = _thought_text(visible, messages[index], index, tools, renderer.tokenizer)
         reasoning = renderer.encoder(thought, mark) if thought else []
         prompt, response = tokens[:start], tokens[start:stop]
@@ -190,30 +195,31 @@ def split_thinking(
     reasoning_content; what follows it is left out. The three parts are encoded apart, so no
     tokenizer can hide a tag in a merge. Raises Malformed when a tag or a part is missing.
     """
-    place = next((i for i in range(len(messages) - 1, -1, -1) if _thinks(messages[i])), 0)
-    if place == 0:
+    index = next((i for i in range(len(messages) - 1, -1, -1) if _thinks(messages[i])), 0)
+    if index == 0:
         raise MalformedRow(f"no answer has {THINK}...{THINK_END} or reasoning_content")
     encoder = encoder_of(tokenizer, special_tokens)
     (messages, tools), mark, _ = encoder.protect((messages, tools))
-    before, answer = messages[:place], dict(messages[place])
+    before, answer = messages[:index], dict(messages[index])
     thought = reasoning_of(answer)
     if thought:
         answer["content"] = f"{THINK}\n{thought}\n{THINK_END}\n\n{answer['content']}"
     prompt = render_text(tokenizer, before, tools, generation=True)
     spoken = {k: v for k, v in answer.items() if k in ("role", "content", "tool_calls")}
-    whole = render_text(tokenizer, [*before, spoken], tools)
-    if not whole.startswith(prompt):
+    full_text = render_text(tokenizer, [*before, spoken], tools)
+    if not full_text.startswith(prompt):
         prompt = render_text(tokenizer, before, tools)
-        if not whole.startswith(prompt):
+        if not full_text.startswith(prompt):
             raise TemplateFailed("chat template: the answer rewrites what precedes it")
     # Some generation prompts open the thinking block themselves.
-    begin = whole.find(THINK, max(len(prompt) - len(THINK) - 1, 0))
-    close = whole.find(THINK_END, begin)
+    begin = full_text.find(THINK, max(len(prompt) - len(THINK) - 1, 0))
+    close = full_text.find(THINK_END, begin)
     if begin < 0 or close < 0:
         raise TemplateFailed("chat template: strips the thinking of the answer")
     close += len(THINK_END)
     context, thought, response = (
-        encoder(text, mark) for text in (whole[:begin], whole[begin:close], whole[close:])
+        encoder(text, mark)
+        for text in (full_text[:begin], full_text[begin:close], full_text[close:])
     )
     if not (context and thought and response):
         raise MalformedRow("think: the prompt, the thought or the response is empty")

@@ -94,8 +94,8 @@ def _merge_rewritten(turns: Sequence[AssistantTurn], trained: TrainedParts, orig
     visible: list[tuple[np.ndarray, np.ndarray]] = []
     thoughts: list[FlatSequence] = []
     for turn in turns:
-        place = next((i for i, v in enumerate(visible) if starts_with(turn.prompt, v[0])), None)
-        before = visible.pop(place)[1] if place is not None else np.zeros(0)
+        index = next((i for i, v in enumerate(visible) if starts_with(turn.prompt, v[0])), None)
+        before = visible.pop(index)[1] if index is not None else np.zeros(0)
         mask = np.concatenate([before, np.zeros(len(turn.prompt) - len(before))])
         if len(turn.reasoning):
             weights = np.full(len(turn.reasoning), float(trained.reasoning))

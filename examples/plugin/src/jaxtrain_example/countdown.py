@@ -5,7 +5,7 @@ async def countdown(row, chat, *, turns=2):
     """Earns the share of turns that name the next number. `turns` is env.options.turns."""
     number, right = row["start"], 0
     for _ in range(turns):
-        chat.log(f"{number}. And next?")
+        chat.say(f"{number}. And next?")
         answer = await chat.draw()
         number -= 1
         right += answer.strip(" .") == str(number)

@@ -112,12 +112,14 @@ class SandboxPeer:
     def receive(self):
         while (end := self.rest.find(b"\n")) < 0:
             try:
-                more = self.connection.recv(65536)
+                chunk = self.connection.recv(65536)
             except OSError as error:
                 raise ConnectionClosed(str(error)) from None
-            if not more or len(self.rest) > LONGEST:
-                raise ConnectionClosed("the other side ended" if not more else "too long a message")
-            self.rest += more
+            if not chunk or len(self.rest) > LONGEST:
+                raise ConnectionClosed(
+                    "the other side ended" if not chunk else "too long a message"
+                )
+            self.rest += chunk
         line = bytes(self.rest[:end])
         del self.rest[: end + 1]
         try:
@@ -175,17 +177,17 @@ class SandboxPeer:
             number = len(self.given)
             self.given.append(value)
             self.numbers[id(value)] = number
-        found = ["mine", number, "coroutine" if isinstance(value, types.CoroutineType) else ""]
-        place = stdlib_place(value)
-        if place:
-            return ["import", *place, *found]
+        handle = ["mine", number, "coroutine" if isinstance(value, types.CoroutineType) else ""]
+        stdlib_name = stdlib_place(value)
+        if stdlib_name:
+            return ["import", *stdlib_name, *handle]
         base = next((base for base in BASES if isinstance(value, base)), None)
         if base is not None and type(value) is not base:
             try:
-                found.append([self.pack_plain(to_base(value, base))])
+                handle.append([self.pack_plain(to_base(value, base))])
             except RecursionError:
                 pass
-        return found
+        return handle
 
     def unpack(self, value) -> Any:
         """The value that JSON stands for; Closed where it stands for none."""
@@ -220,10 +222,10 @@ class SandboxPeer:
         if kind == "...":
             return Ellipsis
         if kind == "type":
-            found = getattr(builtins, rest[0])
-            if not isinstance(found, type):
+            builtin = getattr(builtins, rest[0])
+            if not isinstance(builtin, type):
                 raise ValueError("no type")
-            return found
+            return builtin
         if kind == "yours":
             return self.given[rest[0]]
         if kind == "import":
@@ -234,9 +236,9 @@ class SandboxPeer:
 
     def unpack_import(self, rest: list):
         """Something of the standard library, by its handle; a program's cell takes its own."""
-        found = self.take(rest[3:])
-        found._remote_place = (str(rest[0]), str(rest[1]))
-        return found
+        handle = self.take(rest[3:])
+        handle._remote_place = (str(rest[0]), str(rest[1]))
+        return handle
 
     def take(self, rest: list):
         """A Remote for something of the other side; the same one each time."""
@@ -261,10 +263,10 @@ class SandboxPeer:
     def classes_of(self, kind: type) -> list:
         """[(name, number) of its own classes ..., name of the builtin one] of an exception."""
         classes = []
-        for one in kind.__mro__:
-            if one is getattr(builtins, one.__name__, None):
-                return [*classes, one.__name__]
-            classes.append([one.__name__, self.give(one)[1]])
+        for base in kind.__mro__:
+            if base is getattr(builtins, base.__name__, None):
+                return [*classes, base.__name__]
+            classes.append([base.__name__, self.give(base)[1]])
         return ["Exception"]
 
     def unpack_error(self, packed) -> BaseException:
@@ -284,11 +286,11 @@ class SandboxPeer:
             raise ConnectionClosed(f"not an error: {error}") from None
 
     def error_class(self, classes: list) -> Any:
-        *own, last = classes
+        *custom, last = classes
         kind = getattr(builtins, last)
         if not issubclass(kind, BaseException):
             raise ValueError(last)
-        for name, number in reversed(own):
+        for name, number in reversed(custom):
             key = -1 - number
             if key not in self.known:
                 body = {"__str__": error_text, "__getattr__": error_attribute}
@@ -328,15 +330,15 @@ def stdlib_place(value) -> list[str] | None:
     if module.partition(".")[0] not in sys.stdlib_module_names | {"builtins"}:
         return None
     try:
-        found = find_stdlib(module, name)
+        attribute = find_stdlib(module, name)
     except (ImportError, AttributeError):
         return None
-    return [module, name] if found is value else None
+    return [module, name] if attribute is value else None
 
 
 def find_stdlib(module: str, name: str) -> Any:
     """What the standard library has under that name."""
-    found = importlib.import_module(module)
+    attribute = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        attribute = getattr(attribute, part)
+    return attribute

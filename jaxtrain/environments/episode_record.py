@@ -24,9 +24,8 @@ from jaxtrain.environments.chat_request import (
     message_key,
     read_request,
 )
-from jaxtrain.environments.history import DrawnTurn, Prompt, TokenHistory, TurnTemplate
-from jaxtrain.environments.tool_calls import split_calls
-from jaxtrain.environments.turns import OPENED
+from jaxtrain.environments.token_history import DrawnTurn, Prompt, TokenHistory, TurnTemplate
+from jaxtrain.environments.tool_calls import OPENED, split_calls
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.engine import Completion, Engine, EpisodeFailed, Sampling
 from jaxtrain.generation.episodes import Episode
@@ -137,8 +136,8 @@ class EpisodeRecord:
                 raise self._error
             return task.result()
         finally:
-            for one in (task, failed):
-                one.cancel()
+            for pending in (task, failed):
+                pending.cancel()
             await asyncio.gather(task, failed, return_exceptions=True)
 
     def drew(self, prompt: Any, tokens: Any) -> bool:
@@ -170,14 +169,14 @@ class EpisodeRecord:
         *earlier, last = self.history.sequences
         decode = self.history.template.tokenizer.decode
         first, turn = len(self._first), self.history.turns[-1]
-        told = self._last[first:] if self._last[:first] == self._first else self._last
+        dialogue = self._last[first:] if self._last[:first] == self._first else self._last
         return Episode(
             last.tokens,
             last.sampled,
             last.logprobs,
             last.versions,
             self._finish_reason,
-            completion=told or decode(turn.tokens, skip_special_tokens=True),
+            completion=dialogue or decode(turn.tokens, skip_special_tokens=True),
             prompt=self._first or decode(last.tokens[: last.sampled.index(True)]),
             metrics={
                 "turns": float(self.num_turns),
@@ -238,7 +237,7 @@ class EpisodeRecord:
         assert work is not None, "an endpoint asks in a task"
         self._asking.add(work)
         try:
-            found = await self.engine.generate(tokens, sampling, ends, index=self.index)
+            completion = await self.engine.generate(tokens, sampling, ends, index=self.index)
         except (EpisodeFailed, RunStopped, UserError) as error:
             self.fail(error)
             raise RequestRefused(400, f"episode {self.id} is given up: {error}") from None
@@ -246,18 +245,18 @@ class EpisodeRecord:
             self._asking.discard(work)
         if self._closed:
             raise RequestRefused(410, f"episode {self.id} has ended")
-        self._finish_reason = found.finish_reason
-        return found
+        self._finish_reason = completion.finish_reason
+        return completion
 
     def _find_drawn(self, request: ChatRequest) -> dict[int, int]:
         """{index of a message: number of its turn}: those that say what was answered. One that
         carries the turn's own token ids may have lost some of its thinking on the way: what agents
         keep messages as may have no place for it."""
-        found: dict[int, int] = {}
+        turn_of: dict[int, int] = {}
         for index, message in enumerate(request.messages):
             if message["role"] != "assistant":
                 continue
-            key, before = message_key(message), tuple(found.values())
+            key, before = message_key(message), tuple(turn_of.values())
             ids = request.given_ids.get(index)
             same = []
             for number, answered in self._answered.items():
@@ -269,8 +268,8 @@ class EpisodeRecord:
                     same.append(number)
             exact = [number for number in same if self._answered[number].before == before]
             if same:
-                found[index] = (exact or same)[0]
-        return found
+                turn_of[index] = (exact or same)[0]
+        return turn_of
 
 
 def make_call_id() -> str:

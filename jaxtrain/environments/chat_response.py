@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.environments.record import ChatAnswer
+from jaxtrain.environments.episode_record import ChatAnswer
 from jaxtrain.generation.engine import Completion
 
 MODEL = "policy"
@@ -20,13 +20,13 @@ def write_chat(answer: ChatAnswer, number: str, body: Mapping[str, Any]) -> dict
         message["content"] = message["content"] or None
         message["tool_calls"] = [
             {
-                **one,
+                **call,
                 "function": {
-                    **one["function"],
-                    "arguments": json.dumps(one["function"]["arguments"]),
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"]),
                 },
             }
-            for one in calls
+            for call in calls
         ]
     reason = "tool_calls" if calls and drawn.finish_reason == "stop" else drawn.finish_reason
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason}
@@ -37,7 +37,7 @@ def write_chat(answer: ChatAnswer, number: str, body: Mapping[str, Any]) -> dict
                 for token, value in zip(drawn.tokens, drawn.logprobs, strict=True)
             ]
         }
-    found = {
+    response = {
         "id": number,
         "object": "chat.completion",
         "created": int(time.time()),
@@ -47,8 +47,8 @@ def write_chat(answer: ChatAnswer, number: str, body: Mapping[str, Any]) -> dict
     }
     if body.get("return_token_ids"):
         choice["token_ids"] = [int(token) for token in drawn.tokens]
-        found["prompt_token_ids"] = answer.prompt
-    return found
+        response["prompt_token_ids"] = answer.prompt
+    return response
 
 
 def write_tokens(prompt: list[int], drawn: Completion, number: str) -> dict[str, Any]:
@@ -78,9 +78,9 @@ def write_usage(prompt: int, completion: int) -> dict[str, int]:
     }
 
 
-def split_chat(found: dict[str, Any], body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def split_chat(response: dict[str, Any], body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The same as the chunks of a stream: nothing is sent before all of it was drawn."""
-    (choice,) = found["choices"]
+    (choice,) = response["choices"]
     calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls", ()))]
     delta = {"role": "assistant", "content": choice["message"]["content"] or ""}
     extra = {key: choice[key] for key in ("logprobs", "token_ids") if key in choice}
@@ -88,12 +88,14 @@ def split_chat(found: dict[str, Any], body: Mapping[str, Any]) -> list[dict[str,
     if calls:
         parts.append({"delta": {"tool_calls": calls}, "finish_reason": None})
     parts.append({"delta": {}, "finish_reason": choice["finish_reason"]})
-    kept = {
-        key: found[key] for key in ("id", "created", "model", "prompt_token_ids") if key in found
+    common = {
+        key: response[key]
+        for key in ("id", "created", "model", "prompt_token_ids")
+        if key in response
     }
-    head = {**kept, "object": "chat.completion.chunk"}
+    head = {**common, "object": "chat.completion.chunk"}
     chunks = [{**head, "choices": [{"index": 0, **part}]} for part in parts]
     options = body.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage"):
-        chunks.append({**head, "choices": [], "usage": found["usage"]})
+        chunks.append({**head, "choices": [], "usage": response["usage"]})
     return chunks

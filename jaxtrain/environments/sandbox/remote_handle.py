@@ -9,7 +9,7 @@ handle and a plain value would tell the other side what is expected; its result 
 
 import operator
 
-from jaxtrain.environments.sandbox.wire import NOTHING
+from jaxtrain.environments.sandbox.peer import NOTHING
 
 SLOTS = ("_remote_peer", "_remote_number", "_remote_kind", "_remote_plain")
 SLOTS += ("_remote_mixed", "_remote_place")
@@ -41,11 +41,11 @@ class RemoteHandle:
     def __delattr__(self, name: str):
         ask(self, "delete", name)
 
-    def __eq__(self, other):
-        return same(self, other)
+    def __eq__(self, operand):
+        return same(self, operand)
 
-    def __ne__(self, other):
-        return not same(self, other)
+    def __ne__(self, operand):
+        return not same(self, operand)
 
     def __hash__(self):
         plain = self._remote_plain
@@ -61,7 +61,7 @@ class RemoteHandle:
             return item in plain
         if isinstance(item, RemoteHandle):
             return ask(self, "apply", "contains", item)
-        return any(item is found or item == found for found in self)
+        return any(item is member or item == member for member in self)
 
     def __iter__(self):
         plain = self._remote_plain
@@ -121,27 +121,27 @@ def alone(remote: RemoteHandle, name: str, *arguments):
     return ask(remote, "apply", name, *arguments)
 
 
-def same(one: RemoteHandle, other) -> bool:
+def same(handle: RemoteHandle, operand) -> bool:
     """Equality, as the module's docstring says."""
-    plain = one._remote_plain
-    theirs = other._remote_plain if isinstance(other, RemoteHandle) else other
+    plain = handle._remote_plain
+    operand_plain = operand._remote_plain if isinstance(operand, RemoteHandle) else operand
     if plain is not NOTHING:
-        return theirs is not NOTHING and bool(plain == theirs)
-    if not isinstance(other, RemoteHandle) or theirs is not NOTHING:
+        return operand_plain is not NOTHING and bool(plain == operand_plain)
+    if not isinstance(operand, RemoteHandle) or operand_plain is not NOTHING:
         return False
-    return one is other or ask(one, "apply", "eq", other) is True
+    return handle is operand or ask(handle, "apply", "eq", operand) is True
 
 
 def by_order(name: str):
     """<, <=, >, >=: of plain contents, or by the class that two handles share."""
 
-    def compare(self, other):
-        theirs = other._remote_plain if isinstance(other, RemoteHandle) else other
-        if self._remote_plain is not NOTHING and theirs is not NOTHING:
-            return OPERATIONS[name](self._remote_plain, theirs)
-        if not isinstance(other, RemoteHandle):
+    def compare(self, operand):
+        operand_plain = operand._remote_plain if isinstance(operand, RemoteHandle) else operand
+        if self._remote_plain is not NOTHING and operand_plain is not NOTHING:
+            return OPERATIONS[name](self._remote_plain, operand_plain)
+        if not isinstance(operand, RemoteHandle):
             return NotImplemented
-        return ask(self, "apply", name, other)
+        return ask(self, "apply", name, operand)
 
     return compare
 
@@ -149,20 +149,24 @@ def by_order(name: str):
 def by_arithmetic(name: str, turned: bool):
     """A binary operation."""
 
-    def combine(self, other):
+    def combine(self, operand):
         function = OPERATIONS[name]
-        theirs = other._remote_plain if isinstance(other, RemoteHandle) else other
-        if self._remote_plain is not NOTHING and theirs is not NOTHING:
-            pair = (theirs, self._remote_plain) if turned else (self._remote_plain, theirs)
+        operand_plain = operand._remote_plain if isinstance(operand, RemoteHandle) else operand
+        if self._remote_plain is not NOTHING and operand_plain is not NOTHING:
+            pair = (
+                (operand_plain, self._remote_plain)
+                if turned
+                else (self._remote_plain, operand_plain)
+            )
             return function(*pair)
-        pair = (other, self) if turned else (self, other)
-        found = self._remote_peer.use("apply", pair[0], name, pair[1])
-        mixed = self._remote_mixed or not isinstance(other, RemoteHandle) or other._remote_mixed
-        if mixed and not isinstance(found, RemoteHandle):
+        pair = (operand, self) if turned else (self, operand)
+        combined = self._remote_peer.use("apply", pair[0], name, pair[1])
+        mixed = self._remote_mixed or not isinstance(operand, RemoteHandle) or operand._remote_mixed
+        if mixed and not isinstance(combined, RemoteHandle):
             raise TypeError("the program's object would turn a value of the test into a plain one")
         if mixed:
-            found._remote_mixed, found._remote_plain = True, NOTHING
-        return found
+            combined._remote_mixed, combined._remote_plain = True, NOTHING
+        return combined
 
     return combine
 

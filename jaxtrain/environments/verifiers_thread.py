@@ -127,14 +127,14 @@ class VerifiersEnvironment:
         taskset = import_part(str(config.taskset), f"{self.key}.taskset")
         kind = import_part(config.environment or "", f"{self.key}.environment")
         try:
-            made = loaders.env_config_type(taskset, kind)
+            config_type = loaders.env_config_type(taskset, kind)
             self.roles = roles = [
                 name
-                for name, field in made.model_fields.items()
+                for name, field in config_type.model_fields.items()
                 if isinstance(field.default, self.package.AgentConfig)
             ]
-            own = loaders.default_harness_id(taskset)  # "bash": it has none
-            harness = config.harness or ("null" if own == "bash" else own)
+            default_harness = loaders.default_harness_id(taskset)  # "bash": it has none
+            harness = config.harness or ("null" if default_harness == "bash" else default_harness)
             if harness in ("null", "bash") and shutil.which("uv") is None:
                 raise ValueError(f"the harness {harness} is started through uv: pip install uv")
             agent = {
@@ -146,9 +146,9 @@ class VerifiersEnvironment:
                 raise ValueError(f"agents: there is no agent {unknown[0]!r} (there are {roles})")
             if unknown := sorted(set(config.policies) - set(roles)):
                 raise ValueError(f"policies: there is no agent {unknown[0]!r} (there are {roles})")
-            given = {"id": kind, "taskset": {**config.args, "id": taskset}}
-            given |= {role: {**agent, **config.agents.get(role, {})} for role in roles}
-            return loaders.load_environment(made.model_validate(given))
+            values = {"id": kind, "taskset": {**config.args, "id": taskset}}
+            values |= {role: {**agent, **config.agents.get(role, {})} for role in roles}
+            return loaders.load_environment(config_type.model_validate(values))
         except Exception as error:  # the border: imports and configs of foreign code
             raise UserError(f"{self.key}: {plugins.describe(error)}") from error
 

@@ -30,7 +30,7 @@ from jaxtrain.data.chat.template import (
     render_text,
     require_chat_template,
 )
-from jaxtrain.environments.turns import CLOSED, OPENED
+from jaxtrain.environments.tool_calls import CLOSED, OPENED
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion
 from jaxtrain.generation.episodes import TokenSequence
@@ -77,8 +77,8 @@ class TurnTemplate:
         drawn: {index of a message: number of its turn}, in order.
         """
         # What the world says is text, whatever control tokens it spells.
-        given = [dict(message) for message in messages]
-        filled, tools = self.encoder.protect((given, tools), self.spelled).value
+        copies = [dict(message) for message in messages]
+        filled, tools = self.encoder.protect((copies, tools), self.spelled).value
         for index, number in drawn.items():  # behind it, since <think> may be a control token
             filled[index] = {**filled[index], "content": self.stand_in(number, turns[number])}
         text = render_text(self.tokenizer, filled, tools, generation=True)
@@ -87,11 +87,11 @@ class TurnTemplate:
         for number in drawn.values():
             turn = turns[number]
             answer = self._name("answer", number)
-            found = text.find(answer, start)
-            if found < 0:
+            position = text.find(answer, start)
+            if position < 0:
                 continue
-            stop, begin = found + len(answer), found
-            thought = text.find(self._name("thought", number), start, found)
+            stop, begin = position + len(answer), position
+            thought = text.find(self._name("thought", number), start, position)
             shown = thought >= 0
             if shown:
                 opening = None if turn.opened else OPENING.search(text, start, thought)
@@ -109,8 +109,8 @@ class TurnTemplate:
         last = pieces[-1]
         return isinstance(last, str) and OPENING.search(last[-40:]) is not None
 
-    def _name(self, what: str, number: int) -> str:
-        return f"{what}{self.nonce}n{number}e"
+    def _name(self, part: str, number: int) -> str:
+        return f"{part}{self.nonce}n{number}e"
 
 
 @dataclass(eq=False)
@@ -171,17 +171,21 @@ class TokenHistory:
         tokens = [token for piece in pieces for token in self._tokens(piece)]
         return Prompt(tokens, pieces, self.template.opens_thought(pieces))
 
-    def add(self, prompt: Prompt, found: Completion) -> DrawnTurn:
+    def add(self, prompt: Prompt, completion: Completion) -> DrawnTurn:
         """A turn that was drawn behind a prompt."""
-        tokens = [int(token) for token in found.tokens]
-        known = [one for one in self.sequences if prompt.tokens[: len(one.tokens)] == one.tokens]
-        one = max(known, key=lambda one: len(one.tokens), default=None)
-        if one is None:
-            one = TokenSequence([], [], [], [], [])
-            self.sequences.append(one)
-        _extend(one, prompt.tokens[len(one.tokens) :])
-        _extend(one, tokens, found.logprobs, found.versions, len(self.turns))
-        one.routed = join_routes(one.routed, found.routed)
+        tokens = [int(token) for token in completion.tokens]
+        candidates = [
+            sequence
+            for sequence in self.sequences
+            if prompt.tokens[: len(sequence.tokens)] == sequence.tokens
+        ]
+        sequence = max(candidates, key=lambda sequence: len(sequence.tokens), default=None)
+        if sequence is None:
+            sequence = TokenSequence([], [], [], [], [])
+            self.sequences.append(sequence)
+        _extend(sequence, prompt.tokens[len(sequence.tokens) :])
+        _extend(sequence, tokens, completion.logprobs, completion.versions, len(self.turns))
+        sequence.routed = join_routes(sequence.routed, completion.routed)
         text = self.template.tokenizer.decode(tokens)
         thought = CLOSED in text and (prompt.opened or OPENED in text.partition(CLOSED)[0])
         turn = DrawnTurn(
@@ -200,8 +204,8 @@ class TokenHistory:
             if piece not in self._encoded:
                 self._encoded[piece] = self.template.encoder(piece, self.template.spelled)
             return self._encoded[piece]
-        number, whole = piece
-        return self.turns[number].tokens if whole else self.turns[number].answer
+        number, with_thought = piece
+        return self.turns[number].tokens if with_thought else self.turns[number].answer
 
     def _behind_thought(self, tokens: list[int], text: str) -> list[int]:
         """A turn's own tokens behind its last </think> and the line breaks after it; where a token
@@ -220,7 +224,7 @@ class TokenHistory:
 
 
 def _extend(
-    one: TokenSequence,
+    sequence: TokenSequence,
     tokens: Sequence[int],
     logprobs: Sequence[float] | None = None,
     versions: Sequence[int] = (),
@@ -228,8 +232,8 @@ def _extend(
 ) -> None:
     """Tokens that the policy drew with these log-probs, or that were told it (None)."""
     count = len(tokens)
-    one.tokens += tokens
-    one.sampled += [logprobs is not None] * count
-    one.logprobs += [0.0] * count if logprobs is None else logprobs
-    one.versions += versions or [-1] * count
-    one.turns += [turn] * count
+    sequence.tokens += tokens
+    sequence.sampled += [logprobs is not None] * count
+    sequence.logprobs += [0.0] * count if logprobs is None else logprobs
+    sequence.versions += versions or [-1] * count
+    sequence.turns += [turn] * count
