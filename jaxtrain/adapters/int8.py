@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.distributed.sharding import gathered
-from jaxtrain.layers.linear import Place
+from jaxtrain.layers.linear import SpecOf
 
 
 class Int8(nnx.Module):
@@ -28,8 +28,8 @@ class Int8(nnx.Module):
         """Logical, of the kernel's dims."""
         return self.codes.get_metadata()["axes"]
 
-    def beside(self, *others: "Int8") -> "Int8":
-        """This kernel with the columns of others behind its own."""
+    def concatenate(self, *others: "Int8") -> "Int8":
+        """Return a kernel with the columns of this one followed by those of others."""
         parts = {
             name: jnp.concatenate([getattr(one, name)[...] for one in (self, *others)], axis=-1)
             for name in ("codes", "scales")
@@ -64,7 +64,7 @@ class PackedInt8:
     def unpack(self, dtype: jnp.dtype) -> jax.Array:
         return dequantize_int8({"codes": self.codes, "scales": self.scales}, dtype)
 
-    def specs(self, names: Sequence[str | None], place: Place) -> "PackedInt8":
+    def specs(self, names: Sequence[str | None], place: SpecOf) -> "PackedInt8":
         return PackedInt8(
             place(names, self.codes.shape), place((names[0], names[2]), self.scales.shape)
         )

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import UserError
-from jaxtrain.layers.linear import settle
+from jaxtrain.layers.linear import with_output_barrier
 from jaxtrain.layers.noise import Noisy, drop_out
 
 
@@ -26,7 +26,7 @@ class LoRA(Noisy):
     """a [..., in, R] and b [..., R, out]: shapes or arrays; `axes` are the kernel's. dropout: of
     its input, drawn by the module's own `salt`."""
 
-    settles = False
+    output_barrier = False
     """As Linear's: of x A, which the backward pass keeps."""
 
     def __init__(
@@ -40,7 +40,7 @@ class LoRA(Noisy):
     @property
     def drops(self) -> bool:
         """Whether this pass drops anything."""
-        return self.dropout > 0 and self.words is not None
+        return self.dropout > 0 and self.rng_bits is not None
 
     def __call__(self, x: jax.Array, y: jax.Array, kernel: jax.Array) -> jax.Array:
         """The corrected y [..., out] of x [..., in]; in y's dtype."""
@@ -50,19 +50,19 @@ class LoRA(Noisy):
         else:
             down = jnp.matmul
         low = down(x, self.a[...].astype(y.dtype)) * self.scale
-        low = settle(low) if self.settles else low
+        low = with_output_barrier(low) if self.output_barrier else low
         # Named for layers.stack's policies: the backward pass keeps the sum, not both its terms.
         return checkpoint_name(y + low @ self.b[...].astype(y.dtype), "adapted_out")
 
     def thinned(self, x: jax.Array) -> jax.Array:
         """x [B, T, in] after dropout."""
-        if x.shape[:2] != self.words.shape:
+        if x.shape[:2] != self.rng_bits.shape:
             raise UserError(
                 f"adapter.dropout: a matrix with an adapter reads {x.shape} here, which are not the"
-                f" {self.words.shape} tokens of the batch; set it to 0, or leave that matrix out of"
-                " adapter.target"
+                f" {self.rng_bits.shape} tokens of the batch; set it to 0, or leave that matrix out"
+                " of adapter.target"
             )
-        return drop_out(x, self.words, self.salt, self.dropout)
+        return drop_out(x, self.rng_bits, self.salt, self.dropout)
 
 
 class DoRA(LoRA):

@@ -24,7 +24,7 @@ from jaxtrain.huggingface import packed
 from jaxtrain.huggingface.ops import Interleaved, StackedOps, TensorOp, TensorRef
 from jaxtrain.huggingface.packed import PackedFolder
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
-from jaxtrain.layers.linear import Place
+from jaxtrain.layers.linear import SpecOf
 from jaxtrain.models.parameters import Shapes
 
 BLOCK = 32
@@ -61,7 +61,7 @@ class PackedMXFP4:
     def unpack(self, dtype: jnp.dtype) -> jax.Array:
         return dequantize_mxfp4({"blocks": self.blocks, "scales": self.scales}, dtype)
 
-    def specs(self, names: Sequence[str | None], place: Place) -> "PackedMXFP4":
+    def specs(self, names: Sequence[str | None], place: SpecOf) -> "PackedMXFP4":
         found = [place(names, x.shape) for x in (self.blocks, self.scales)]
         if found[0] != found[1]:
             raise UserError(

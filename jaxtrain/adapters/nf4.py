@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxtrain.distributed.sharding import gathered, mesh_axes
 from jaxtrain.errors import UserError
-from jaxtrain.layers.linear import Place
+from jaxtrain.layers.linear import SpecOf
 
 LEVELS = np.array(
     [
@@ -170,7 +170,7 @@ class PackedNF4:
         parts = {name: getattr(self, name) for name in PARTS}
         return dequantize_nf4(parts, dtype, self.group)
 
-    def specs(self, names: Sequence[str | None], place: Place) -> "PackedNF4":
+    def specs(self, names: Sequence[str | None], place: SpecOf) -> "PackedNF4":
         experts, num_in, num_out = names
         nibbles = place((experts, num_out, num_in), self.nibbles.shape)
         absmax = place((experts, num_out, num_in), self.absmax.shape)
@@ -187,7 +187,7 @@ class PackedNF4:
             self._group_spec((experts, num_out, num_in), place),
         )
 
-    def _group_spec(self, names: Sequence[str | None], place: Place) -> Any:
+    def _group_spec(self, names: Sequence[str | None], place: SpecOf) -> Any:
         return (
             self.group if self.group is None else place(names[-self.group.ndim :], self.group.shape)
         )

@@ -16,7 +16,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.core.losses.balance import LOADS, count_real
 from jaxtrain.distributed.sharding import fit
 from jaxtrain.errors import UserError
-from jaxtrain.layers.noise import row_words
+from jaxtrain.layers.noise import row_rng_bits
 from jaxtrain.models.parameters import Params
 
 HOST, SPACE = "pinned_host", jax.memory.Space
@@ -53,7 +53,7 @@ class StepNoise(NamedTuple):
 
     seed: int
     give: Callable[[Any, jax.Array], Any]
-    """(what `build` made, words uint32 [B] of the rows) -> the same, to be run as in training; see
+    """(what `build` made, rng_bits uint32 [B] of the rows) -> the same, to be run in training; see
     layers.noise."""
 
 
@@ -187,11 +187,11 @@ def make_step(
     Without `draws` the models are run as in evaluation.
     """
 
-    def micro_loss(params: Params, frozen: Params, micro: Batch, denoms, words: Any):
+    def micro_loss(params: Params, frozen: Params, micro: Batch, denoms, rng_bits: Any):
         models = build({**frozen, **params})
         if draws is not None:
-            assert words is not None
-            models = draws.give(models, words)
+            assert rng_bits is not None
+            models = draws.give(models, rng_bits)
         sums, metrics = loss(models, micro)
         total = sum(coef[name] * value / denoms[name] for name, value in sums.items())
         return total, metrics
@@ -206,28 +206,28 @@ def make_step(
         denoms = {name: denominator(batch, name) for name in coef}
         grad = jax.value_and_grad(micro_loss, has_aux=True)
 
-        words_AB = None
+        rng_bits_AB = None
         if draws is not None:
             rows = jnp.arange(batch.tokens[..., 0].size, dtype=jnp.uint32)
-            words_AB = row_words(draws.seed, state.step, rows.reshape(batch.tokens.shape[:2]))
+            rng_bits_AB = row_rng_bits(draws.seed, state.step, rows.reshape(batch.tokens.shape[:2]))
 
         def add_micro(summed, part):
-            micro, words = part
-            (total, metrics), grads = grad(state.params, frozen, micro, denoms, words)
+            micro, rng_bits = part
+            (total, metrics), grads = grad(state.params, frozen, micro, denoms, rng_bits)
             grads = jax.tree.map(jnp.add, summed[0], grads)
             return (grads, join_metrics(summed[1], metrics)), total
 
         if batch.tokens.shape[0] == 1:
-            only, words = jax.tree.map(lambda leaf: leaf[0], (batch, words_AB))
-            (total, metrics), grads = grad(state.params, frozen, only, denoms, words)
+            only, rng_bits = jax.tree.map(lambda leaf: leaf[0], (batch, rng_bits_AB))
+            (total, metrics), grads = grad(state.params, frozen, only, denoms, rng_bits)
             micro_losses = total[None]
         else:
-            first, words = jax.tree.map(lambda leaf: leaf[0], (batch, words_AB))
-            shapes = jax.eval_shape(grad, state.params, frozen, first, denoms, words)
+            first, rng_bits = jax.tree.map(lambda leaf: leaf[0], (batch, rng_bits_AB))
+            shapes = jax.eval_shape(grad, state.params, frozen, first, denoms, rng_bits)
             (_, metric_shapes), grad_shapes = shapes
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), grad_shapes)
             start = (zeros, empty_metrics(metric_shapes))
-            (grads, metrics), micro_losses = jax.lax.scan(add_micro, start, (batch, words_AB))
+            (grads, metrics), micro_losses = jax.lax.scan(add_micro, start, (batch, rng_bits_AB))
 
         norm = optax.tree.norm(grads)
         finite = fine & jnp.isfinite(norm) & jnp.isfinite(micro_losses).all()

@@ -23,8 +23,8 @@ def find_draws(roles: Roles, alpha: float, seed: int) -> StepNoise | None:
         key = f"adapter.dropout {dropout}" if dropout else f"model.neftune_alpha {alpha}"
         raise UserError(f"{key}: what is trained here is no language model but a draft; remove it")
 
-    def give(models: Any, words_B: jax.Array) -> Any:
-        models[role].noise = RowNoise(words_B, alpha)
+    def give(models: Any, rng_bits_B: jax.Array) -> Any:
+        models[role].noise = RowNoise(rng_bits_B, alpha)
         return models
 
     return StepNoise(seed, give)

@@ -1,7 +1,7 @@
-"""Block: what mixes tokens and an MLP, each between norms; what most decoders here are.
+"""Block: a mixer and an MLP, each between norms, as in most decoders.
 SingleBlock: x + layer(norm(x)), one layer of either kind.
 
-What mixes tokens is called attention here, be it linear attention or Mamba."""
+The mixer of a Block is called `attention`, even if it is linear attention or Mamba."""
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,13 @@ from jaxtrain.layers.per_layer import PerLayerGate
 
 
 class Block(nnx.Module):
-    """[B, T, D] -> [B, T, D]: x + attention_out_norm(attention(attention_norm(x))), then the same
-    of the MLP: dense, a mixture of experts that notes its balance, or both.
+    """[B, T, D] -> [B, T, D]: x + attention_out_norm(attention(attention_norm(x))), then likewise
+    for the MLP: dense, a mixture of experts that returns its balance, or both.
 
-    A norm that is None is left out: most families have the two before, OLMo 2 (arXiv:2501.00656)
-    those behind, Gemma all four. residual_scale: what either branch is multiplied with before it is
-    added. per_layer: what adds the layer's own slice of the stack's extra inputs. scalar: what
-    comes out is multiplied with `layer_scalar` [1], a number that is loaded and saved, and has no
-    gradient.
+    A norm that is None is omitted: most families have the two before, OLMo 2 (arXiv:2501.00656) the
+    two after, Gemma all four. residual_scale: factor on either branch before it is added.
+    per_layer: adds the layer's slice of the stack's extra inputs. scalar: multiply the result by
+    `layer_scalar` [1], a number that is loaded and saved, and has no gradient.
     """
 
     def __init__(
@@ -47,13 +46,13 @@ class Block(nnx.Module):
         self.mlp_out_norm = mlp_out_norm
         self.residual_scale = residual_scale
         self.per_layer = per_layer
-        # Wide whatever the other weights are: it stands for the size of a whole layer.
+        # float32 whatever the other weights are: a rounded factor would scale the whole layer.
         ones = jnp.ones((1,), jnp.float32)
         self.layer_scalar = nnx.Param(ones, axes=("norm",)) if scalar else None
 
     @property
     def mixer(self) -> Mixer:
-        """What the stack asks about the block's state."""
+        """The mixer that the block's state belongs to."""
         return self.attention
 
     def __call__(
@@ -63,10 +62,10 @@ class Block(nnx.Module):
         x_BTD = x_BTD + self._scaled(_norm(self.attention_out_norm, h_BTD))
         h_BTD, noted = feed_forward(self.mlp, _norm(self.mlp_norm, x_BTD), inputs)
         x_BTD = x_BTD + self._scaled(_norm(self.mlp_out_norm, h_BTD))
-        return self._finished(x_BTD, inputs), state, noted
+        return self._finish(x_BTD, inputs), state, noted
 
-    def _finished(self, x_BTD: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """What becomes of the sum."""
+    def _finish(self, x_BTD: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """Add per-layer inputs and apply `layer_scalar`."""
         if self.per_layer is not None:
             x_BTD = x_BTD + self.per_layer(x_BTD, inputs.extra)
         if self.layer_scalar is None:
@@ -92,7 +91,7 @@ class SingleBlock(nnx.Module):
 
     @property
     def mixer(self) -> Mixer:
-        """What the stack asks about the block's state."""
+        """The mixer that the block's state belongs to."""
         return self.layer if isinstance(self.layer, Mixer) else Tokenwise()
 
     def __call__(
@@ -109,7 +108,7 @@ class SingleBlock(nnx.Module):
 def feed_forward(
     layer: MLP | MoE | ParallelMLP, x_BTD: jax.Array, inputs: LayerInputs
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(what the layer makes of each token, what it notes)."""
+    """Return (the layer's output, its notes)."""
     if isinstance(layer, MLP):
         return layer(x_BTD), {}
     return layer(x_BTD, inputs.context, inputs.experts)

@@ -17,7 +17,7 @@ from jaxtrain_kernels import Adapters, Biases, Clamped, moe_ffn
 
 from jaxtrain.distributed.sharding import count_ways, partition_spec
 from jaxtrain.layers.expert_transport import ExpertGroup, Transport, exchanges, send_through
-from jaxtrain.layers.linear import Place, kernel_specs
+from jaxtrain.layers.linear import SpecOf, kernel_specs
 from jaxtrain.layers.router import ExpertChoice
 
 AXES = {
@@ -65,10 +65,10 @@ def through_experts(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return compute(*map(_flat, tokens), weights, {}).reshape(x_BTD.shape), {}
-    place = functools.partial(partition_spec, mesh=mesh)
+    spec_of = functools.partial(partition_spec, mesh=mesh)
     num_experts, top = weights["kernels"]["up"].shape[0], choice.experts.shape[-1]
-    owners, _, columns = map(_axes, place(AXES["up"][0], weights["kernels"]["up"].shape))
-    rows, length, _ = map(_axes, place(("rows", "sequence", None), x_BTD.shape))
+    owners, _, columns = map(_axes, spec_of(AXES["up"][0], weights["kernels"]["up"].shape))
+    rows, length, _ = map(_axes, spec_of(("rows", "sequence", None), x_BTD.shape))
     exchanged = exchanges(transport, num_experts, top, count_ways(owners, mesh))
     exchanged = exchanged and set(owners) <= set(rows)
     if exchanged or not owners:  # devices that share the columns hold the same tokens
@@ -101,7 +101,7 @@ def through_experts(
     by_token = PartitionSpec(rows, length)
     y_BTD, notes = jax.shard_map(
         local,
-        in_specs=(by_token, by_token, _specs(weights, place)),
+        in_specs=(by_token, by_token, _specs(weights, spec_of)),
         out_specs=(by_token, {"expert_rounds": PartitionSpec(rows)} if owners else {}),
         check_vma=False,
     )(tokens, travels_BT, weights)
@@ -120,18 +120,18 @@ def _read(experts: nnx.Module) -> tuple[dict[str, dict[str, Any]], bool]:
     return {"kernels": kernels, "factors": factors, "biases": biases}, frozen
 
 
-def _specs(weights: dict[str, dict[str, Any]], place: Place) -> dict[str, dict[str, Any]]:
+def _specs(weights: dict[str, dict[str, Any]], spec_of: SpecOf) -> dict[str, dict[str, Any]]:
     """A PartitionSpec for each leaf of what `_read` gives."""
     kernels, factors, biases = weights["kernels"], weights["factors"], weights["biases"]
     return {
-        "kernels": {name: kernel_specs(k, AXES[name][0], place) for name, k in kernels.items()},
+        "kernels": {name: kernel_specs(k, AXES[name][0], spec_of) for name, k in kernels.items()},
         "factors": {
             name: pair
-            and tuple(place(a, p.shape) for a, p in zip(AXES[name][1:], pair, strict=True))
+            and tuple(spec_of(a, p.shape) for a, p in zip(AXES[name][1:], pair, strict=True))
             for name, pair in factors.items()
         },
         "biases": {
-            name: None if bias is None else place(AXES[name][0][::2], bias.shape)
+            name: None if bias is None else spec_of(AXES[name][0][::2], bias.shape)
             for name, bias in biases.items()
         },
     }

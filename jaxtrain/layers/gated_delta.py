@@ -22,7 +22,7 @@ from jaxtrain_kernels.gated_delta import find_chunks
 
 from jaxtrain.distributed.sharding import constrain, partition_spec
 from jaxtrain.errors import UserError
-from jaxtrain.layers.fused_linear import join, multiply_side_by_side, multiply_together
+from jaxtrain.layers.fused_linear import fuse_kernels, fused_product, multiply_fused
 from jaxtrain.layers.linear import Dtype, Linear, PreciseLinear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import GatedRMSNorm
@@ -205,17 +205,17 @@ class GatedDelta(Mixer):
         """What the features are multiplied by."""
         return self.qkv, self.z, self.b, self.a
 
-    def join_kernels(self) -> None:
-        """See `side_by_side.join`."""
-        join(*self._into())
+    def fuse_kernels(self) -> None:
+        """See `fused_linear.fuse_kernels`."""
+        fuse_kernels(*self._into())
 
     def _project(self, x_BTD, in_place: bool):
         """(m [B, T, H F], z, b and a [B, T, H, ...]); in place: with more columns behind those of
         m, if that spares a copy."""
         linears = self._into()
-        product_BTF = multiply_side_by_side(x_BTD, *linears) if in_place else None
+        product_BTF = fused_product(x_BTD, *linears) if in_place else None
         if product_BTF is None:
-            m_BTF, *rest = multiply_together(x_BTD, *linears)
+            m_BTF, *rest = multiply_fused(x_BTD, *linears)
         else:
             m_BTF, widths = product_BTF, [linear.kernel.shape[-1] for linear in linears]
             _, *rest = jax.lax.split(product_BTF, widths, axis=2)

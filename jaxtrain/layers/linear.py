@@ -19,13 +19,13 @@ class Linear(nnx.Module):
 
     Two slots, for jaxtrain.adapters: `kernel` may be a module that stores it in fewer bits, with
     `multiply(x)`, for experts `packed()`; `adapter` is None, or a module (x, y, kernel) ->
-    corrected y. `product`: None, or what multiplies x by a kernel in other numbers (layers.fp8).
+    corrected y. `product`: None, or a matmul in another number format (layers.fp8).
     """
 
     token_share = 1.0
-    """Share of the weights that a token is multiplied with."""
-    settles = False
-    """Whether the result goes through `settle`: set for layers in a scan."""
+    """Share of the weights that multiply each token."""
+    output_barrier = False
+    """Apply `with_output_barrier` to the result: set for layers in a scan."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Linear(nnx.Module):
 
     @property
     def rounds_kernel(self) -> bool:
-        """Whether the kernel may be rounded to `dtype` ahead of the call: nothing else reads it."""
+        """True if the kernel may be rounded to `dtype` before the call: nothing else reads it."""
         plain = isinstance(self.kernel, nnx.Param)
         return plain and not getattr(self.adapter, "reads_kernel", False)
 
@@ -62,87 +62,93 @@ class Linear(nnx.Module):
         if not isinstance(self.kernel, nnx.Param):
             product = self.kernel.multiply(x)
         else:
+            # Cast before the all-gather, so that devices exchange the narrow dtype.
             kernel = gathered(self.kernel, self.dtype)
             product = x @ kernel if self.product is None else self.product(x, kernel)
         y = self.correct(x, product)
-        return settle(y) if self.settles else y
+        return with_output_barrier(y) if self.output_barrier else y
 
     def matrix(self, num_in: int) -> jax.Array:
-        """[num_in, out] in `dtype`: the kernel as it is stored with what the adapter adds, without
-        the bias; for who multiplies by parts of it."""
+        """Return [num_in, out] in `dtype`: the kernel and its adapter's correction as one matrix,
+        for callers that multiply by slices of it."""
         if isinstance(self.kernel, nnx.Param) and self.adapter is None:
             return gathered(self.kernel, self.dtype)
         assert self.bias is None, "a bias is no part of a matrix"
+        # An adapter or packed kernel only defines products; that with the identity is the matrix.
         return self(jnp.eye(num_in, dtype=self.dtype))
 
     def correct(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """y = x @ kernel with what the adapter and the bias add."""
+        """Add the adapter's correction and the bias to y = x @ kernel."""
         if self.adapter is not None:
             plain = isinstance(self.kernel, nnx.Param)
             y = self.adapter(x, y, self.kernel[...] if plain else None)
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 
-def settle(y: jax.Array) -> jax.Array:
-    """y itself, which the backward pass may keep ("linear_out" for layers.stack's policies).
+def with_output_barrier(y: jax.Array) -> jax.Array:
+    """Return y, named "linear_out" for the checkpoint policies of layers.stack.
 
-    A scan keeps it in a stack of all layers'. XLA for GPUs has the matmul write straight into that
-    stack, and to whoever reads y now it gives a second matmul; not so behind a barrier.
+    A scan saves y in a stack of all layers' outputs. XLA for GPUs fuses the matmul with the write
+    to that stack, and computes y a second time for the other readers in the layer. The optimization
+    barrier makes the matmul's own output the one value that everybody reads.
     """
-    return checkpoint_name(_settle(y), "linear_out")
+    return checkpoint_name(_value_barrier(y), "linear_out")
 
 
+# A custom_vjp: only a differentiated y is saved and needs the barrier, and its gradient needs none.
 @jax.custom_vjp
-def _settle(y: jax.Array) -> jax.Array:
+def _value_barrier(y: jax.Array) -> jax.Array:
     return y
 
 
-def _settle_fwd(y):
+def _value_barrier_fwd(y):
     return jax.lax.optimization_barrier(y), None
 
 
-def _settle_bwd(_, d_y):
+def _value_barrier_bwd(_, d_y):
     return (d_y,)
 
 
-_settle.defvjp(_settle_fwd, _settle_bwd)
+_value_barrier.defvjp(_value_barrier_fwd, _value_barrier_bwd)
 
 
 class PreciseLinear(Linear):
-    """A Linear whose kernel is never stored in fewer bits: it is small, and decides much."""
+    """A Linear whose kernel is never stored in fewer bits: it is small, and gates depend on it."""
 
 
-Place = Callable[[Sequence[str | None], Sequence[int]], PartitionSpec]
-"""(logical axes, shape) -> where such an array lies."""
+SpecOf = Callable[[Sequence[str | None], Sequence[int]], PartitionSpec]
+"""(logical axes, shape) -> PartitionSpec of such an array."""
 
 
 class PackedMatrices(Protocol):
-    """Matrices of experts in fewer bits, frozen: a pytree, which is all that is kept and moved."""
+    """Frozen matrices of experts in fewer bits: a pytree, which is stored and moved as it is."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(E, in, out) of the matrices, here those of this device."""
+        """(E, in, out) of the matrices; inside a shard_map, of this device's."""
         ...
 
     def unpack(self, dtype: jnp.dtype) -> jax.Array:
         """[E, in, out]."""
         ...
 
-    def specs(self, names: Sequence[str | None], place: Place) -> Any:
-        """The same pytree with a PartitionSpec for each leaf; names: of the dims of `shape`."""
+    def specs(self, names: Sequence[str | None], spec_of: SpecOf) -> Any:
+        """Return this pytree with a PartitionSpec for each leaf; names: of the dims of `shape`."""
         ...
 
 
-def kernel_specs(kernel: Any, names: Sequence[str | None], place: Place) -> Any:
+def kernel_specs(kernel: Any, names: Sequence[str | None], spec_of: SpecOf) -> Any:
     """A PartitionSpec for each leaf of an expert's kernel, an array or `PackedMatrices`."""
-    return kernel.specs(names, place) if hasattr(kernel, "specs") else place(names, kernel.shape)
+    if hasattr(kernel, "specs"):
+        return kernel.specs(names, spec_of)
+    return spec_of(names, kernel.shape)
 
 
 class ExpertLinear(Linear):
     """A matrix for each of E experts, kernel [E, in, out]; `axes` are those of one matrix, and a
     token goes to `top` of them.
 
-    The grouped matmul multiplies by it, so the module only hands its weights out.
+    It only returns its weights, because the grouped matmul multiplies by all of them at once.
     """
 
     def __init__(

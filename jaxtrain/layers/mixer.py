@@ -1,8 +1,8 @@
-"""Mixer: a layer that passes something between tokens, and what it says of itself.
+"""Mixer: a layer that passes information between tokens, and the properties it declares.
 
-Training is told who sees whom (`Context`); decoding keeps a state a layer, which only the layer
-that made it understands: keys and values, a recurrent matrix, the tail of a convolution. Stack,
-decoder and sampler carry states along and ask here for all else.
+In training a `Context` defines the mask. In decoding each layer has a state that is opaque to
+others: keys and values, a recurrent matrix, the tail of a convolution. Stack, decoder and sampler
+carry states along and call the methods here for everything else.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jaxtrain_kernels import Context
+from typing_extensions import override
 
 from jaxtrain.distributed.sharding import constrain
 from jaxtrain.layers.linear import Dtype
@@ -24,118 +25,119 @@ State = Any
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """What sets a layer apart from the others of its stack, its numbers aside."""
+    """Static properties in which a layer differs from the others of its stack."""
 
     kind: str = "block"
     """Layers of a kind have the same parameters, stored together under this name."""
     window: int | None = None
     """Positions that attention looks back, its own included; None: all."""
     rope: str = "default"
-    """Which of the model's position encodings the layer reads."""
-    gives: str | None = None
-    """Under which name later layers get what this layer's mixer hands on; no other layer has it."""
-    takes: str | None = None
-    """The name of what an earlier layer handed on to this one."""
+    """Name of the position encoding that the layer reads."""
+    exports: str | None = None
+    """Name, unique among layers, under which the mixer's keys and values are exported."""
+    imports: str | None = None
+    """Name of the keys and values, exported by an earlier layer, that this layer reads."""
 
 
 class SharedSlots(NamedTuple):
-    """Rows of a state that begin alike: answers to one prompt."""
+    """Rows of a state with a common prefix: answers to one prompt."""
 
     leader: jax.Array
-    """int32 [B]: the row in which what they share is looked up."""
+    """int32 [B]: the row whose slots are read for the prefix."""
     until: jax.Array
-    """int32 [B]: the tokens of the row that its leader has, too, at the same places; 0: none."""
+    """int32 [B]: length of the prefix that the row shares with its leader; 0: none."""
 
 
 class Decoding(NamedTuple):
-    """Where the T new tokens of each row stand. Of a row the first `end - start` count; those
-    behind them leave no trace in its state."""
+    """Positions of the T new tokens of each row. The first `end - start` of a row count; later ones
+    leave no trace in its state."""
 
     start: jax.Array
-    """int32 [B]: tokens that the state has seen."""
+    """int32 [B]: tokens that the state has read before."""
     end: jax.Array
-    """int32 [B]: tokens that it will have seen."""
+    """int32 [B]: tokens that it has read afterwards."""
     both_sides: bool = False
-    """Whether the new tokens see all tokens up to `end`, later ones too. What lies behind them was
-    read before, so that `end` may be beyond the last of them."""
+    """Let the new tokens see all tokens up to `end`, later ones too. Tokens after the new ones were
+    read before, so `end` may lie beyond the last new token."""
     shared: SharedSlots | None = None
-    """What rows have in common, all of it before `start`; None: nothing that is known of."""
+    """Prefix shared between rows, ending before `start`; None if unknown."""
 
 
 class LayerInputs(NamedTuple):
-    """What a block reads beside the hidden states."""
+    """Inputs of a block besides the hidden states."""
 
     context: Context
-    """Who sees whom among the T tokens; in decoding these are the new ones."""
+    """Mask of the T tokens; in decoding, of the new ones."""
     spec: LayerSpec
     angles: Angles | None = None
-    """Of the encoding that `spec` names."""
+    """Rotations of the position encoding that `spec` names."""
     decoding: Decoding | None = None
     extra: Any = None
     """This layer's slice of the stack's per-layer inputs."""
     experts: Any = None
-    """int32 [B, T, k]: those that this layer's tokens go to; None: its router chooses."""
-    beside: Any = None
-    """What all layers read alike beside the hidden states, with gradients: a draft's context."""
+    """int32 [B, T, k] experts of this layer's tokens; None: its router chooses."""
+    side_context: Any = None
+    """A pytree that all layers read alike, with gradients: a draft's context."""
     shared: Any = None
-    """What the mixers of this kind found in the context, once for all: see `Mixer.find_shared`."""
-    given: Any = None
-    """What the layer that `spec.takes` names handed on."""
+    """Arrays derived from the context once for all layers of a kind: see `Mixer.find_shared`."""
+    imported: Any = None
+    """`SharedKV.exported` of the layer that exports under the name `spec.imports`."""
     trial: bool = False
-    """Whether some of the new tokens may be taken back: a layer with `trials` "own" then returns a
-    state that its `commit_state` understands."""
+    """True if some of the new tokens may be rejected: a layer with `trials` "own" then returns a
+    state for its `commit_state`."""
 
 
 class SharedKV(NamedTuple):
-    """What a mixer returns in the place of its state where `spec.gives` is set."""
+    """State and exported keys and values, returned by a mixer in place of its state if
+    `spec.exports` is set."""
 
     state: State
-    given: Any
-    """A pytree of arrays, for `LayerInputs.given` of later layers; with gradients."""
+    exported: Any
+    """A pytree of arrays, for `LayerInputs.imported` of later layers; with gradients."""
 
 
 class Mixer(nnx.Module):
     """A layer (x_BTD, inputs, state) -> (y_BTD, state); the state is None in training.
 
-    The methods read static attributes alone: in a stack, parameters are those of many layers.
+    The methods read static attributes only: in a stack, parameters are those of many layers.
     """
 
     follows_trees: ClassVar[bool] = False
-    """Whether a token depends on its own branch alone (through `until` or `prev` of the Context),
-    so that packed documents and branches are what they would be alone."""
+    """A token depends on its own branch alone (through `until` or `prev` of the Context), so that
+    packed documents and branches equal separate ones."""
     both_sides: ClassVar[bool] = False
-    """Whether tokens see later ones where the Context (`since`) or Decoding lets them."""
+    """Tokens see later ones where the Context (`since`) or Decoding lets them."""
     keeps_packed: ClassVar[bool] = False
-    """Whether any token of packed rows can be gone on from by a state (`init_packed`), as `prev` of
-    the Context would have it, without reading the rows again."""
+    """A state (`init_packed`) can continue from any token of packed rows, as `prev` of the Context
+    would, without reading the rows again."""
     state_axes: ClassVar[tuple[str | None, ...]] = ("rows",)
-    """Logical axes (parallel.rules) of the state's arrays; dims behind the last are whole."""
+    """Logical axes (distributed.sharding) of the state's arrays; later dims are not split."""
     trials: ClassVar[Literal["rerun", "own", "none"]] = "rerun"
-    """How tokens that were only tried leave the state again. rerun: the block reads those that stay
-    once more, from the state before, which is right for every layer that keeps to `Decoding`; own:
-    by `commit_state`, for less work; none: they cannot."""
+    """How rejected tokens are removed from the state. rerun: the block reads the accepted ones once
+    more, from the state before, which is right for every layer that respects `Decoding`; own: by
+    `commit_state`, with less work; none: not supported."""
 
     @abstractmethod
     def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> State:
-        """The state of rows that have seen nothing, with room for `slots` tokens."""
+        """Create the empty state of `rows` rows with room for `slots` tokens."""
 
     @abstractmethod
     def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
-        """FLOPs of a forward pass beside those of its weights; spans int [n]: how many tokens see
-        each token, itself among them."""
+        """FLOPs of a forward pass besides those of its weights; spans int [n]: the number of tokens
+        that see each token, itself included."""
 
     def find_shared(self, context: Context) -> Any:
-        """Arrays, of packed rows, that each layer of this kind would otherwise compute alike."""
+        """Compute arrays of packed rows that every layer of this kind would compute alike."""
         return None
 
     def init_packed(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> State:
-        """A state of packed rows and what goes on from their tokens, with room for `slots`; of
-        layers that keep packed rows. New tokens take the slots from `decoding.start` on, alike in
-        all rows, and the context of a call has the intervals of all slots."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no packed rows")
+        """Create a state of packed rows and continuations of their tokens, if `keeps_packed`. New
+        tokens take the slots from `decoding.start` on, the same in all rows, and the context of a
+        call has the intervals of all slots."""
+        raise NotImplementedError(f"{type(self).__name__} has no state of packed rows")
 
     def grow_state(self, spec: LayerSpec, state: State, rows: int, slots: int) -> State:
-        """`state` with more rows or slots; none may shrink."""
+        """Copy `state` into one with more rows or slots; neither may shrink."""
 
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice(new.astype(old.dtype), old, (0,) * old.ndim)
@@ -146,8 +148,8 @@ class Mixer(nnx.Module):
     def insert_state(
         self, state: State, rows_R: jax.Array, filled: State, source_R: jax.Array
     ) -> State:
-        """`state` with rows of a `filled` one, of no more slots, in the place of some of its own;
-        rows out of range go nowhere."""
+        """Replace rows of `state` by those of a `filled` one with at most as many slots; rows out
+        of range are dropped."""
 
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
             part = tuple(slice(size) for size in new.shape[1:])
@@ -156,12 +158,12 @@ class Mixer(nnx.Module):
         return jax.tree.map(put, state, filled)
 
     def commit_state(self, spec: LayerSpec, tried: State, decoding: Decoding) -> State:
-        """The state after the tokens up to `decoding.end`, from that of a trial which began at
-        `decoding.start`; of layers whose `trials` is "own"."""
-        raise NotImplementedError(f"{type(self).__name__} takes nothing back")
+        """Return the state after the tokens up to `decoding.end`, from that of a trial that began
+        at `decoding.start`; for layers whose `trials` is "own"."""
+        raise NotImplementedError(f"{type(self).__name__} cannot reject tokens of a trial")
 
     def place_state(self, state: State) -> State:
-        """`state` on the mesh that is set."""
+        """Constrain `state` to its sharding on the current mesh."""
 
         def place(x: jax.Array) -> jax.Array:
             names = (*self.state_axes, *(None,) * x.ndim)[: x.ndim]
@@ -171,23 +173,23 @@ class Mixer(nnx.Module):
 
 
 class Tokenwise(Mixer):
-    """What stands for the mixer of a layer that reads each token alone: a state without arrays."""
+    """The mixer of a layer that reads each token alone: a state without arrays."""
 
     follows_trees = True
     trials = "own"
 
+    @override
     def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> State:
-        """See Mixer."""
         return ()
 
+    @override
     def grow_state(self, spec: LayerSpec, state: State, rows: int, slots: int) -> State:
-        """See Mixer."""
         return ()
 
+    @override
     def commit_state(self, spec: LayerSpec, tried: State, decoding: Decoding) -> State:
-        """See Mixer."""
         return ()
 
+    @override
     def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
-        """See Mixer."""
         return 0.0

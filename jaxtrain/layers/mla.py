@@ -25,8 +25,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.distributed.sharding import constrain
-from jaxtrain.layers.fused_linear import join, multiply_together
-from jaxtrain.layers.kv_cache import FEW, put_new, put_packed, seen_slots, whole_context
+from jaxtrain.layers.fused_linear import fuse_kernels, multiply_fused
+from jaxtrain.layers.kv_cache import FEW, cache_context, put_new, put_packed, visible_slots
 from jaxtrain.layers.linear import Dtype, Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import RMSNorm
@@ -138,7 +138,7 @@ class LatentAttention(Mixer):
         elif state is not None:
             few = T <= FEW
             state = Latents(put_new(state.latent, latent_BTL, decoding))
-            context = whole_context(state.latent.shape[1], context.positions, decoding)
+            context = cache_context(state.latent.shape[1], context.positions, decoding)
         if few:
             out_BTNV = self._attend_absorbed(q_BTNH, state.latent, decoding)
         else:
@@ -152,30 +152,30 @@ class LatentAttention(Mixer):
         """What the features are multiplied by."""
         return self.q if self.q_a is None else self.q_a, self.kv_a
 
-    def join_kernels(self) -> None:
-        """See `side_by_side.join`."""
-        join(*self._into())
+    def fuse_kernels(self) -> None:
+        """See `fused_linear.fuse_kernels`."""
+        fuse_kernels(*self._into())
 
     def _project(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
         """(queries [B, T, N, P + R], latents [B, T, L])."""
         x_BTD = constrain(x_BTD, "rows", "length", "features")
-        asked_BTF, kept_BTL = multiply_together(x_BTD, *self._into())
+        asked_BTF, kept_BTL = multiply_fused(x_BTD, *self._into())
         if self.q_a is not None:
             asked_BTF = self.q(self.q_norm(asked_BTF))
         q_BTNH = self._heads(asked_BTF)
         plain_BTNP, turned_BTNR = jnp.split(q_BTNH, [self.plain_dim], axis=-1)
-        turned_BTNR = self._turn(turned_BTNR, inputs.angles)
+        turned_BTNR = self._rotate(turned_BTNR, inputs.angles)
         q_BTNH = jnp.concatenate([plain_BTNP, turned_BTNR], axis=-1)
         if self.position_scale is not None:
             scale_BT = self.position_scale(inputs.context.positions, q_BTNH.dtype)
             q_BTNH = q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)
         c_BTC, r_BTR = jnp.split(kept_BTL, [self.latent_rank], axis=-1)
-        r_BTR = self._turn(r_BTR[:, :, None], inputs.angles)[:, :, 0]
+        r_BTR = self._rotate(r_BTR[:, :, None], inputs.angles)[:, :, 0]
         latent_BTL = jnp.concatenate([self.kv_norm(c_BTC), r_BTR], axis=-1)
         # A remat policy that saves this name expands it again, which is cheap.
         return q_BTNH, checkpoint_name(latent_BTL, "mla_latent")
 
-    def _turn(self, x_BTNR: jax.Array, angles: Angles | None) -> jax.Array:
+    def _rotate(self, x_BTNR: jax.Array, angles: Angles | None) -> jax.Array:
         return x_BTNR if angles is None else rotate(x_BTNR, angles, self.adjacent)
 
     def _expand(self, latent_BSL: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -196,7 +196,7 @@ class LatentAttention(Mixer):
         absorbed_BTNC = jnp.einsum("BTNP,CNP->BTNC", plain_BTNP, keys_CNP)
         q_BTNL = jnp.concatenate([absorbed_BTNC, turned_BTNR], axis=-1)
         q_BTNL = constrain(q_BTNL, "rows", None, "act_heads", None)
-        seen = seen_slots(latent_BSL.shape[1], q_BTNH.shape[1], decoding)
+        seen = visible_slots(latent_BSL.shape[1], q_BTNH.shape[1], decoding)
         found_BTNC = attend_latents(
             q_BTNL, latent_BSL, *seen, num_values=self.latent_rank, scale=self.scale
         )

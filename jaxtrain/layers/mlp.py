@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.distributed.sharding import constrain
-from jaxtrain.layers.fused_linear import join, multiply_together
+from jaxtrain.layers.fused_linear import fuse_kernels, multiply_fused
 from jaxtrain.layers.linear import Dtype, Linear
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -70,12 +70,12 @@ class GatedMLP(MLP):
 
     is_gated = True
 
-    def join_kernels(self) -> None:
-        """See `side_by_side.join`."""
-        join(self.gate, self.up)
+    def fuse_kernels(self) -> None:
+        """See `fused_linear.fuse_kernels`."""
+        fuse_kernels(self.gate, self.up)
 
     def _open(self, x_BTD: jax.Array) -> jax.Array:
-        return gated(*multiply_together(x_BTD, self.gate, self.up), self.activation)
+        return gated(*multiply_fused(x_BTD, self.gate, self.up), self.activation)
 
 
 # As in norm.py: the backward keeps the two inputs and nothing in between.

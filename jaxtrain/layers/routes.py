@@ -38,7 +38,7 @@ def by_layer(stack: Stack, stream_BTR: jax.Array | None) -> jax.Array | None:
     return jnp.moveaxis(given_BTMk, 2, 0)[which_L]
 
 
-def side_by_side(routed_MBTk: jax.Array | None) -> jax.Array | None:
+def flatten_routes(routed_MBTk: jax.Array | None) -> jax.Array | None:
     """[B, T, R] of what M layers noted."""
     if routed_MBTk is None:
         return None

@@ -17,7 +17,7 @@ from jaxtrain_kernels import causal_conv
 
 from jaxtrain.distributed.sharding import constrain
 from jaxtrain.errors import UserError
-from jaxtrain.layers.fused_linear import join, multiply_together
+from jaxtrain.layers.fused_linear import fuse_kernels, multiply_fused
 from jaxtrain.layers.linear import Dtype, Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.recurrent import move_tail
@@ -81,9 +81,9 @@ class ShortConv(Mixer):
         """What the features are multiplied by."""
         return self.gate_in, self.gate_out, self.x
 
-    def join_kernels(self) -> None:
-        """See `side_by_side.join`."""
-        join(*self._into())
+    def fuse_kernels(self) -> None:
+        """See `fused_linear.fuse_kernels`."""
+        fuse_kernels(*self._into())
 
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: jax.Array | None = None
@@ -95,7 +95,7 @@ class ShortConv(Mixer):
                 " (prefix attention) are not supported for this model"
             )
         x_BTD = constrain(x_BTD, "rows", "length", "features")
-        gate_in, gate_out, x = multiply_together(x_BTD, *self._into())
+        gate_in, gate_out, x = multiply_fused(x_BTD, *self._into())
         u_BTF = constrain(gate_in * x, "rows", None, "row_heads")  # whole rows of some features
         conv_FW = self.conv[...][:, 0]
         found_BTF = causal_conv(u_BTF, conv_FW, context.prev if state is None else None, state)

@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 from jaxtrain_kernels import Clamped
 
-from jaxtrain.layers.attention import Attention
+from jaxtrain.layers.attention import Attention, AttentionOptions
 from jaxtrain.layers.block import Block
 from jaxtrain.layers.mixer import Mixer
 from jaxtrain.layers.mlp import GatedMLP
@@ -73,17 +73,19 @@ def attention_block(
     **choices: Any,
 ) -> Block:
     """Attention and an MLP, with the family's norm wherever `norms` says (see `block_of`);
-    choices: further options of `Attention`."""
+    choices: further `AttentionOptions`."""
     common = options.layer_options(config, rngs)
     mixer = attention(
         config.hidden_size,
         config.num_attention_heads,
         config.num_key_value_heads,
         config.head_size,
-        norm=config.norm,
-        eps=config.rms_norm_eps,
-        impl=options.attention_impl,
-        **choices,
+        AttentionOptions(
+            norm=config.norm,
+            eps=config.rms_norm_eps,
+            impl=options.attention_impl,
+            **choices,
+        ),
         **common,
     )
     return block_of(config, common, mixer, make_mlp, norms=norms, residual_scale=residual_scale)

@@ -18,12 +18,12 @@ from jaxtrain.layers.embed import Embed, capped
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.mixer import Decoding, SharedSlots, State
 from jaxtrain.layers.moe import use_transport
-from jaxtrain.layers.noise import RowNoise, give_words, shake, token_words
+from jaxtrain.layers.noise import RowNoise, add_embedding_noise, set_rng_bits, token_rng_bits
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import angles
-from jaxtrain.layers.routes import by_layer, side_by_side
+from jaxtrain.layers.routes import by_layer, flatten_routes
 from jaxtrain.layers.score import Score
-from jaxtrain.layers.stack import Stack, StackOutput
+from jaxtrain.layers.stack import DecodingStates, Stack, StackInputs, StackOutput
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.scores import ScoreHead
 
@@ -250,15 +250,17 @@ class Decoder(EmbeddingAndHead, CachedStack):
         which count from 0, before the final norm. Padding gives finite values that mean nothing."""
         context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
         experts = by_layer(self.stack, batch.streams.get(ROUTED))
-        words = None if self.noise is None else self._draw(batch.tokens.shape)
-        return self._run(batch.tokens, context, words, capture=capture, experts=experts)[0]
+        rng_bits = None if self.noise is None else self._draw(batch.tokens.shape)
+        inputs = self._embed(batch.tokens, context, experts, rng_bits)
+        return self._run(*inputs, capture=capture)[0]
 
     def captured(self, batch: Batch, layers: Sequence[int]) -> jax.Array:
         """Outputs [B, T, C * D] of C layers, one behind the other, as `hidden` captures them. No
         layer behind the last of them is run."""
         context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
         depth = max(layers) + 1
-        outputs = self._run(batch.tokens, context, capture=tuple(layers), depth=depth)[0].captured
+        inputs = self._embed(batch.tokens, context)
+        outputs = self._run(*inputs, capture=tuple(layers), depth=depth)[0].captured
         return jnp.concatenate([outputs[layer] for layer in layers], axis=-1)
 
     def init_packed(self, rows: int, slots: int) -> tuple[State, ...]:
@@ -279,8 +281,9 @@ class Decoder(EmbeddingAndHead, CachedStack):
         rows, length = tokens_BQ.shape
         start_B = jnp.full(rows, start, jnp.int32)
         decoding = Decoding(start_B, start_B + length)
-        output, states = self._run(tokens_BQ, context, states=states, decoding=decoding)
-        return output.hidden, states
+        cache = DecodingStates(states, decoding)
+        outputs, states = self._run(*self._embed(tokens_BQ, context), cache)
+        return outputs.hidden, states
 
     def scores(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> [..., n] of a model that scores, in at least float32."""
@@ -312,20 +315,17 @@ class Decoder(EmbeddingAndHead, CachedStack):
         end_B = cache.length + (T if counts_B is None else counts_B)
         context, decoding = place_new(cache.length, end_B, T)
         decoding = decoding._replace(both_sides=both_sides, shared=shared)
-        output, states = self._run(
-            tokens_BT,
-            context,
+        outputs, states = self._run(
+            *self._embed(tokens_BT, context),
+            DecodingStates(cache.states, decoding, trial),
             capture=capture,
-            states=cache.states,
-            decoding=decoding,
-            trial=trial,
         )
-        captured = [output.captured[layer] for layer in capture]
+        captured = [outputs.captured[layer] for layer in capture]
         return Decoded(
-            output.hidden,
+            outputs.hidden,
             TrialTokens(states, tokens_BT, cache.length) if trial else DecoderCache(states, end_B),
             jnp.concatenate(captured, axis=-1) if captured else None,
-            side_by_side(output.notes.get("routed")),
+            flatten_routes(outputs.notes.get("routed")),
         )
 
     def commit(self, trial: TrialTokens, counts_B: jax.Array) -> DecoderCache:
@@ -333,44 +333,51 @@ class Decoder(EmbeddingAndHead, CachedStack):
         int32 [B], 0 to T."""
         end_B = trial.start + counts_B
         context, decoding = place_new(trial.start, end_B, trial.tokens.shape[1])
-        turns = self._turn(context.positions)
-        _, extra = self._read(trial.tokens)
-        return DecoderCache(self.stack.commit(trial.states, context, turns, decoding, extra), end_B)
+        _, inputs = self._embed(trial.tokens, context)
+        tried = DecodingStates(trial.states, decoding)
+        return DecoderCache(self.stack.commit(inputs, tried), end_B)
 
-    def _turn(self, positions_BT: jax.Array) -> dict[str, Any]:
-        """The angles of each position encoding."""
-        return {
-            name: angles(positions_BT, frequency, factor, self.embed.dtype)
+    def _embed(
+        self,
+        tokens_BT: jax.Array,
+        context: Context,
+        experts: jax.Array | None = None,
+        rng_bits: jax.Array | None = None,
+    ) -> tuple[jax.Array, StackInputs]:
+        """Return (scaled embeddings [B, T, D], the stack's other inputs)."""
+        x_BTD = scaled(self.embed(tokens_BT), self.embedding_scale)
+        if rng_bits is not None and self.noise.alpha:
+            positions_BT, until_BT = context.positions, context.until
+            x_BTD = add_embedding_noise(x_BTD, rng_bits, positions_BT, until_BT, self.noise.alpha)
+        cos_sin = {
+            name: angles(context.positions, frequency, factor, self.embed.dtype)
             for name, frequency, factor in self.encodings
         }
-
-    def _read(
-        self, tokens_BT: jax.Array, context: Context | None = None, words: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        """(scaled embeddings [B, T, D], what layers read beside them)."""
-        x_BTD = scaled(self.embed(tokens_BT), self.embedding_scale)
-        if words is not None and context is not None and self.noise.alpha:
-            x_BTD = shake(x_BTD, words, context.positions, context.until, self.noise.alpha)
-        return x_BTD, self.layer_inputs(tokens_BT, x_BTD)
+        extra = self.layer_inputs(tokens_BT, x_BTD)
+        return x_BTD, StackInputs(context, cos_sin, extra, experts, rng_bits=rng_bits)
 
     def _draw(self, shape: tuple[int, ...]) -> jax.Array:
-        """The words [B, T] of the tokens of a pass in training, given to what draws beside the
-        stack."""
+        """Return random bits [B, T] of the tokens of a training pass, and give them to the modules
+        outside of the stack that draw."""
         noise: RowNoise = self.noise
-        assert noise.words_B.shape == shape[:1], f"rows {noise.words_B.shape} of {shape}"
-        words_BT = token_words(noise.words_B, shape[1])
+        assert noise.rng_bits_B.shape == shape[:1], f"rows {noise.rng_bits_B.shape} of {shape}"
+        rng_bits_BT = token_rng_bits(noise.rng_bits_B, shape[1])
         for part in vars(self).values():
             if isinstance(part, nnx.Module) and part is not self.stack:
-                give_words(part, words_BT)
-        return words_BT
+                set_rng_bits(part, rng_bits_BT)
+        return rng_bits_BT
 
     def _run(
-        self, tokens_BT, context: Context, words: jax.Array | None = None, **options
+        self,
+        x_BTD: jax.Array,
+        inputs: StackInputs,
+        cache: DecodingStates | None = None,
+        *,
+        capture: Sequence[int] = (),
+        depth: int | None = None,
     ) -> tuple[StackOutput, tuple[State, ...]]:
-        x_BTD, extra = self._read(tokens_BT, context, words)
-        turns = self._turn(context.positions)
-        output, states = self.stack(x_BTD, context, turns, extra=extra, words=words, **options)
-        return output._replace(hidden=scaled(self.norm(output.hidden), self.logit_scale)), states
+        outputs, states = self.stack(x_BTD, inputs, cache, capture=capture, depth=depth)
+        return outputs._replace(hidden=scaled(self.norm(outputs.hidden), self.logit_scale)), states
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:

@@ -30,7 +30,7 @@ from jaxtrain.layers.linear import Linear
 from jaxtrain.layers.mixer import Decoding, LayerSpec
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, angles
-from jaxtrain.layers.stack import Stack
+from jaxtrain.layers.stack import DecodingStates, Stack, StackInputs
 from jaxtrain.models.blocks import attention_block
 from jaxtrain.models.decoder import DecoderCache, DecoderOptions, EmbeddingAndHead
 from jaxtrain.models.draft import DRAFT_FIELDS, BaseDraftConfig, Draft
@@ -214,8 +214,8 @@ class Model(Draft):
         context = block_context(
             anchors_BA, batch.until, self.block_size, positions_BQ, batch.positions
         )
-        beside = self._beside(states_BTF, batch.positions)
-        x_BQD = self._run(target, token_BAK.reshape(B, -1), context, beside=beside)
+        draft_context = self._draft_context(states_BTF, batch.positions)
+        x_BQD = self._run(target, token_BAK.reshape(B, -1), context, side_context=draft_context)
         return GuessBlocks(x_BQD.reshape(B, -1, self.block_size, x_BQD.shape[-1]), index_BAK)
 
     def step_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:
@@ -246,9 +246,9 @@ class Model(Draft):
         start_B = cache.length
         decoding = Decoding(start_B, start_B + counts_B)
         token_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-        beside = self._beside(states_BTF, start_B[:, None] + token_T)
+        draft_context = self._draft_context(states_BTF, start_B[:, None] + token_T)
         states = tuple(
-            block.mixer.place_state(block.mixer.read(beside, spec, state, decoding))
+            block.mixer.place_state(block.mixer.read(draft_context, spec, state, decoding))
             for (spec, block), state in zip(self.stack.singles(), cache.states, strict=True)
         )
         return DecoderCache(states, decoding.end)
@@ -263,10 +263,11 @@ class Model(Draft):
         positions_BK = cache.length[:, None] + jnp.arange(K, dtype=jnp.int32)
         context = Context(jnp.zeros((B, K), jnp.int32), None, positions_BK, positions_BK)
         decoding = Decoding(cache.length, cache.length + K)
-        x_BKD = self._run(target, token_BK, context, states=cache.states, decoding=decoding)
+        states = DecodingStates(cache.states, decoding)
+        x_BKD = self._run(target, token_BK, context, states)
         return jnp.argmax(target.logits(x_BKD[:, 1:]), axis=-1).astype(jnp.int32)
 
-    def _beside(self, states_BTF: jax.Array, positions_BT: jax.Array) -> DraftContext:
+    def _draft_context(self, states_BTF: jax.Array, positions_BT: jax.Array) -> DraftContext:
         """The context of all layers."""
         x_BTF = constrain(states_BTF.astype(self.compute_dtype), "rows", "length", "act_mlp")
         x_BTD = self.hidden_norm(self.fc(x_BTF))
@@ -278,12 +279,18 @@ class Model(Draft):
         return angles(positions_BT, self.frequency, self.factor, self.compute_dtype)
 
     def _run(
-        self, target: EmbeddingAndHead, token_BQ: jax.Array, context: Context, **options
+        self,
+        target: EmbeddingAndHead,
+        token_BQ: jax.Array,
+        context: Context,
+        cache: DecodingStates | None = None,
+        side_context: DraftContext | None = None,
     ) -> jax.Array:
         x_BQD = target.embed(token_BQ).astype(self.compute_dtype)
-        turns = {"default": self._angles(context.positions)}
-        output, _ = self.stack(x_BQD, context, turns, **options)
-        return self.norm(output.hidden)
+        cos_sin = {"default": self._angles(context.positions)}
+        inputs = StackInputs(context, cos_sin, side_context=side_context)
+        outputs, _ = self.stack(x_BQD, inputs, cache)
+        return self.norm(outputs.hidden)
 
 
 def find_anchors(anchor_BT: jax.Array, num_blocks: int) -> jax.Array:

@@ -33,7 +33,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields, write_fields
 from jaxtrain.huggingface.config_checks import check_value
 from jaxtrain.huggingface.ops import DraftVocabulary, ParameterEntry, TensorRef, Transpose
-from jaxtrain.layers.attention import Attention
+from jaxtrain.layers.attention import Attention, AttentionOptions
 from jaxtrain.layers.embed import Embed
 from jaxtrain.layers.kv_cache import KV
 from jaxtrain.layers.linear import Linear
@@ -152,8 +152,7 @@ class Midlayer(nnx.Module):
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_size,
-            num_in=2 * width,
-            impl=options.attention_impl,
+            AttentionOptions(num_in=2 * width, impl=options.attention_impl),
             **common,
         )
         self.mlp = GatedMLP(width, config.intermediate_size, activation=config.hidden_act, **common)
@@ -167,7 +166,7 @@ class Midlayer(nnx.Module):
 
     def finish(self, state_BTD: jax.Array, out_BTNH: jax.Array) -> jax.Array:
         """The next state, of a pair's own one and what its heads found."""
-        state_BTD = state_BTD + self.attention.join(out_BTNH)
+        state_BTD = state_BTD + self.attention.project_out(out_BTNH)
         return state_BTD + self.mlp(self.mlp_norm(state_BTD))
 
 

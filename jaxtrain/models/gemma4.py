@@ -23,7 +23,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields
 from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import ParameterEntry, TensorRef, Transpose
-from jaxtrain.layers.attention import Attention
+from jaxtrain.layers.attention import Attention, AttentionOptions
 from jaxtrain.layers.block import Block
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import GatedMLP
@@ -185,9 +185,9 @@ class Config(TextConfig):
         for layer, (name, spec) in enumerate(zip(types, plain, strict=True)):
             kind = KINDS[name]
             if layer >= first:
-                spec = dataclasses.replace(spec, kind=f"{kind}_shared", takes=name)
+                spec = dataclasses.replace(spec, kind=f"{kind}_shared", imports=name)
             elif name in types[first:] and name not in types[layer + 1 : first]:
-                spec = dataclasses.replace(spec, kind=kind, gives=name)
+                spec = dataclasses.replace(spec, kind=kind, exports=name)
             else:
                 spec = dataclasses.replace(spec, kind=kind)
             specs.append(spec)
@@ -279,16 +279,18 @@ class Model(Decoder):
             config.num_attention_heads,
             kv_heads,
             size,
-            qkv_bias=config.attention_bias,
-            out_bias=config.attention_bias,
-            qk_norm="head",
-            v_norm=True,
-            values="keys" if full and config.attention_k_eq_v else "own",
-            takes=shared,
-            norm=config.norm,
-            eps=eps,
-            scale=1.0,
-            impl=options.attention_impl,
+            AttentionOptions(
+                qkv_bias=config.attention_bias,
+                out_bias=config.attention_bias,
+                qk_norm="head",
+                v_norm=True,
+                values="keys" if full and config.attention_k_eq_v else "own",
+                imports=shared,
+                norm=config.norm,
+                eps=eps,
+                scale=1.0,
+                impl=options.attention_impl,
+            ),
             **common,
         )
         hidden = config.intermediate_size * (2 if shared and config.use_double_wide_mlp else 1)

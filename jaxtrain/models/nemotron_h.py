@@ -12,7 +12,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields
 from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import TIED_COPY, ParameterEntry, TensorRef
-from jaxtrain.layers.attention import Attention
+from jaxtrain.layers.attention import Attention, AttentionOptions
 from jaxtrain.layers.block import SingleBlock
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import MLP
@@ -195,7 +195,7 @@ class Model(Decoder):
                 config.num_attention_heads,
                 config.num_key_value_heads,
                 config.head_size,
-                impl=options.attention_impl,
+                AttentionOptions(impl=options.attention_impl),
                 **common,
             )
         elif kind == "mlp":

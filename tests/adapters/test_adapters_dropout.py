@@ -27,14 +27,22 @@ from jaxtrain.core.step import StepNoise, init_state, make_step
 from jaxtrain.distributed.feed import feed
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
-from jaxtrain.layers.noise import RowNoise, drop_out, longest, mix, row_words, shake, token_words
+from jaxtrain.layers.noise import (
+    RowNoise,
+    add_embedding_noise,
+    drop_out,
+    hash_bits,
+    longest,
+    row_rng_bits,
+    token_rng_bits,
+)
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_adapters_lora import CONFIG, documents_batch, make_adapter, open_model, regroup
 
-WORDS = np.asarray(token_words(row_words(0, jnp.int32(3), jnp.arange(2)), 5))
+WORDS = np.asarray(token_rng_bits(row_rng_bits(0, jnp.int32(3), jnp.arange(2)), 5))
 
 
 class Masked(torch.nn.Module):
@@ -77,7 +85,7 @@ def test_output_and_gradients_are_those_of_peft_under_the_same_mask(dora):
         found = (
             DoRA(*factors, 2.0, axes, rate, salt) if dora else LoRA(*factors, 2.0, axes, rate, salt)
         )
-        found.words = jnp.asarray(WORDS)
+        found.rng_bits = jnp.asarray(WORDS)
         return found(jnp.asarray(x), jnp.asarray(x @ kernel), jnp.asarray(kernel))
 
     factors = [jnp.asarray(one) for one in (a, b, *([magnitude] if dora else []))]
@@ -93,8 +101,8 @@ def test_masks_are_drawn_anew_for_each_token_layer_matrix_and_step():
     ones = jnp.ones((2, 5, 4000))
 
     def mask(step=3, layer=1, salt=7):
-        words = token_words(row_words(0, jnp.int32(step), jnp.arange(2)), 5)
-        return np.asarray(drop_out(ones, mix(words, layer), salt, 0.25)) > 0
+        rng_bits = token_rng_bits(row_rng_bits(0, jnp.int32(step), jnp.arange(2)), 5)
+        return np.asarray(drop_out(ones, hash_bits(rng_bits, layer), salt, 0.25)) > 0
 
     first = mask()
     # Five standard deviations of 4,000 draws are 0.034; of 40,000, 0.011.
@@ -109,10 +117,12 @@ def test_noise_reaches_as_far_as_in_transformers_and_goes_by_the_texts_own_lengt
     alpha, T, D = 5.0, 6, 64
     hook = SimpleNamespace(training=True, neftune_noise_alpha=alpha)
     theirs = neftune_post_forward_hook(hook, None, torch.zeros(1, T, D)).abs().max().item()
-    words = token_words(row_words(0, jnp.int32(0), jnp.arange(1)), 2 * T)
+    rng_bits = token_rng_bits(row_rng_bits(0, jnp.int32(0), jnp.arange(1)), 2 * T)
     positions = jnp.arange(2 * T)[None] % T
     until = jnp.where(jnp.arange(2 * T) < T, T, 2 * T)[None]
-    found = np.asarray(shake(jnp.zeros((1, 2 * T, D)), words, positions, until, alpha))
+    found = np.asarray(
+        add_embedding_noise(jnp.zeros((1, 2 * T, D)), rng_bits, positions, until, alpha)
+    )
     reach = alpha / np.sqrt(T * D)
     assert 0.97 * reach < np.abs(found).max() <= reach and 0.97 * reach < theirs <= reach
     assert abs(found.mean()) < 0.1 * reach
@@ -152,8 +162,8 @@ def trained_step(mesh=None, microsteps=1, dropout=0.3, alpha=8.0, step=0, **opti
     with jax.set_mesh(mesh):
         trained, frozen, rebuild = open_model(adapter, mesh, noise=0.1, **options)
 
-        def give(model, words):
-            model.noise = RowNoise(words, alpha)
+        def give(model, rng_bits):
+            model.noise = RowNoise(rng_bits, alpha)
             return model
 
         sgd = optax.sgd(1.0)
@@ -203,12 +213,12 @@ def test_nothing_is_drawn_outside_of_training():
 
     dropping = dataclasses.replace(ADAPTER, dropout=0.3)
     assert program(dropping) == program(ADAPTER)
-    words = row_words(0, jnp.int32(0), jnp.arange(4))
-    assert program(dropping, RowNoise(words)) != program(ADAPTER, RowNoise(words))
+    rng_bits = row_rng_bits(0, jnp.int32(0), jnp.arange(4))
+    assert program(dropping, RowNoise(rng_bits)) != program(ADAPTER, RowNoise(rng_bits))
 
 
 def test_what_cannot_drop_says_so():
     found = LoRA(jnp.ones((4, 2)), jnp.ones((2, 4)), 1.0, ("embed", "mlp"), 0.5)
-    found.words = jnp.zeros((2, 3), jnp.uint32)
+    found.rng_bits = jnp.zeros((2, 3), jnp.uint32)
     with pytest.raises(UserError, match="adapter.dropout"):
         found(jnp.ones((5, 4)), jnp.ones((5, 4)), None)

@@ -9,8 +9,8 @@ from jaxtrain_kernels import Context
 from jaxtrain_kernels.rotate_heads import BACKENDS
 
 from jaxtrain.layers import sharded_attention
-from jaxtrain.layers.attention import Attention
-from jaxtrain.layers.fused_linear import MANY
+from jaxtrain.layers.attention import Attention, AttentionOptions
+from jaxtrain.layers.fused_linear import MIN_VECTORS
 from jaxtrain.layers.mixer import LayerInputs, LayerSpec
 from jaxtrain.layers.norm import PreciseRMSNorm
 from jaxtrain.layers.rope import angles
@@ -19,7 +19,7 @@ D, N, K, H = 24, 4, 2, 16
 
 
 def make(**options):
-    layer = Attention(D, N, K, H, rngs=nnx.Rngs(0), init_std=0.3, **options)
+    layer = Attention(D, N, K, H, AttentionOptions(**options), rngs=nnx.Rngs(0), init_std=0.3)
     for norm in (layer.q_norm, layer.k_norm):
         if norm is not None:
             scale = jax.random.uniform(jax.random.key(3), norm.scale.shape, minval=0.5, maxval=2.0)
@@ -35,7 +35,7 @@ def inputs(B, T, rotated=H):
     return LayerInputs(context, LayerSpec(), turns)
 
 
-def step(layer, B=1, T=MANY, rotated=H):
+def step(layer, B=1, T=MIN_VECTORS, rotated=H):
     """Output and gradients, jitted: of the layer's parameters and its input."""
     x_BTD = jax.random.normal(jax.random.key(1), (B, T, D))
     given, (graphdef, params) = inputs(B, T, rotated), nnx.split(layer)
@@ -69,7 +69,7 @@ def test_one_op_changes_no_number(monkeypatch, qk_norm, rotated):
     layer = make(qk_norm=qk_norm)
     together = step(layer, rotated=rotated)
     assert set(calls) == {(N, K)}
-    monkeypatch.setattr(Attention, "_rotate_together", lambda *_: None)
+    monkeypatch.setattr(Attention, "_rotate_fused", lambda *_: None)
     for a, b in zip(together, step(layer, rotated=rotated), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -98,7 +98,7 @@ def test_what_the_op_does_not_do_is_left_to_the_steps(monkeypatch, options):
 
 def test_few_tokens_are_left_to_the_steps(monkeypatch):
     calls = asked(monkeypatch)
-    step(make(qk_norm="head"), T=MANY // 2)
+    step(make(qk_norm="head"), T=MIN_VECTORS // 2)
     assert not calls
 
 

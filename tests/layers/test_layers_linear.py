@@ -9,11 +9,11 @@ from flax import nnx
 from jaxtrain.adapters.int8 import Int8, quantize_int8
 from jaxtrain.adapters.lora import DoRA
 from jaxtrain.distributed.mesh import make_mesh
-from jaxtrain.layers.fused_linear import MANY, join, multiply_side_by_side, multiply_together
+from jaxtrain.layers.fused_linear import MIN_VECTORS, fuse_kernels, fused_product, multiply_fused
 from jaxtrain.layers.linear import Linear
 
 
-@pytest.mark.parametrize("num_vectors", [MANY // 2, MANY])
+@pytest.mark.parametrize("num_vectors", [MIN_VECTORS // 2, MIN_VECTORS])
 def test_several_products_with_their_gradients(num_vectors):
     q, k, v = (
         Linear(24, n, axes=("embed", "heads"), use_bias=bias, init_std=1.0, rngs=nnx.Rngs(n))
@@ -25,7 +25,7 @@ def test_several_products_with_their_gradients(num_vectors):
 
     def total(rest, x, together):
         linears = nnx.merge(apart, rest)
-        products = multiply_together(x, *linears) if together else [linear(x) for linear in linears]
+        products = multiply_fused(x, *linears) if together else [linear(x) for linear in linears]
         return sum(jnp.sin(y @ w).sum() for y, w in zip(products, weigh, strict=True))
 
     (value, gradients), (wanted, expected) = (
@@ -35,9 +35,9 @@ def test_several_products_with_their_gradients(num_vectors):
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
         # float32: sums over hundreds of vectors in another order.
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
-    kernels = jax.make_jaxpr(lambda x: multiply_together(x, q, k, v))(x).jaxpr.eqns
+    kernels = jax.make_jaxpr(lambda x: multiply_fused(x, q, k, v))(x).jaxpr.eqns
     joined = any(eqn.primitive.name == "concatenate" for eqn in kernels)
-    assert joined == (num_vectors >= MANY)
+    assert joined == (num_vectors >= MIN_VECTORS)
 
 
 def make_linears(**options):
@@ -60,18 +60,18 @@ def test_joined_kernels_are_multiplied_at_once_however_few_the_vectors(stored):
         put_in_8_bits(*linears)
     x = jax.random.normal(jax.random.key(0), (3, 1, 24)).astype(dtype)
     expected = [linear(x) for linear in linears]
-    join(*linears)
-    for y, wanted in zip(multiply_together(x, *linears), expected, strict=True):
+    fuse_kernels(*linears)
+    for y, wanted in zip(multiply_fused(x, *linears), expected, strict=True):
         # The same sums, perhaps in another order, rounded to `dtype` once.
         ours, theirs = (np.asarray(one, np.float64) for one in (y, wanted))
         near = {"rtol": 2**-7} if stored == "bfloat16" else {"rtol": 1e-5, "atol": 1e-7}
         np.testing.assert_allclose(ours, theirs, **near)
-    made = str(jax.make_jaxpr(multiply_together)(x, *linears))
+    made = str(jax.make_jaxpr(multiply_fused)(x, *linears))
     assert made.count("dot_general") == 1 and "concatenate" not in made
     # Stored once, an array in the dtype that it is multiplied in.
     (kept,) = (leaf for leaf in jax.tree.leaves(nnx.state(linears)) if leaf.ndim == 2)
     assert kept.shape == (24, 24) and kept.dtype == stored
-    assert multiply_side_by_side(x, *linears) is None, "one of them has a bias"
+    assert fused_product(x, *linears) is None, "one of them has a bias"
     with pytest.raises(AssertionError, match="neighbors"):
         linears[1](x)
 
@@ -91,5 +91,5 @@ def test_kernels_stay_apart_where_joined_ones_would_be_wrong_or_slow(why):
         linears[1].product = jnp.matmul
     before = [linear.kernel for linear in linears]
     with jax.set_mesh(mesh):
-        join(*linears)
+        fuse_kernels(*linears)
     assert all(one.kernel is kernel for one, kernel in zip(linears, before, strict=True))

@@ -12,9 +12,9 @@ from other_devices import need_hopper_compiler, run_script
 from tiny_models import RAW, documents, pack
 
 from jaxtrain.errors import UserError
-from jaxtrain.layers import stack
+from jaxtrain.layers import stack, stack_params
 from jaxtrain.layers.fused_linear import FusedColumns
-from jaxtrain.layers.linear import Linear, settle
+from jaxtrain.layers.linear import Linear, with_output_barrier
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.stack import REMAT, LayerSegment, find_segments
 from jaxtrain.models import build, families
@@ -202,8 +202,8 @@ def test_a_model_to_decode_with_has_its_kernels_joined():
         (block.mlp.gate, block.mlp.up),
     ):
         width = sum(one.kernel.shape[1] for one in (first, *others))
-        assert first.kernel.whole.shape == (first.kernel.shape[0], width)
-        assert all(one.kernel.whole is None for one in others)
+        assert first.kernel.fused.shape == (first.kernel.shape[0], width)
+        assert all(one.kernel.fused is None for one in others)
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -223,8 +223,8 @@ def test_kernels_that_training_rounds_lie_side_by_side(scan, monkeypatch):
         return kernels, value_and_grads(config, batch, dtype="bfloat16", scan_layers=scan)
 
     joined, (value, grads) = run()
-    assert isinstance(joined, FusedColumns) and joined.whole.dtype == jnp.bfloat16
-    monkeypatch.setattr(stack, "join_all", lambda block: None)
+    assert isinstance(joined, FusedColumns) and joined.fused.dtype == jnp.bfloat16
+    monkeypatch.setattr(stack_params, "fuse_all", lambda block: None)
     apart, (expected, wanted) = run()
     assert isinstance(apart, nnx.Param) and apart.dtype == jnp.bfloat16
     np.testing.assert_allclose(value, expected, rtol=1e-2)
@@ -247,24 +247,25 @@ def test_a_model_is_not_changed_by_what_rounds_its_kernels(scan):
     assert all(a is b for a, b in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
 
 
-def test_what_a_scan_keeps_is_settled(monkeypatch):
+def test_linears_of_a_scan_have_an_output_barrier(monkeypatch):
     """Its matmuls' results go through a barrier where XLA for GPUs would make them twice."""
 
-    def settled(scan):
+    def output_barriers(scan):
         model = build.init(families.config_from_hf(RAW["qwen3"]), 0, scan_layers=scan)
         segments = find_segments(model.stack.specs)
         ((graphdef, state),) = model.stack._split_blocks(segments)[0].values()
         found = nnx.iter_graph(nnx.merge(graphdef, state))
-        return {node.settles for _, node in found if isinstance(node, Linear)}
+        return {node.output_barrier for _, node in found if isinstance(node, Linear)}
 
-    assert settled(True) == {True} and settled(False) == {False}
+    assert output_barriers(True) == {True} and output_barriers(False) == {False}
     monkeypatch.setattr(stack, "device_kind", lambda: "TPU v5e")
-    assert settled(True) == {False}
+    assert output_barriers(True) == {False}
 
     x = jnp.arange(6.0).reshape(2, 3)
-    assert "optimization_barrier" not in str(jax.make_jaxpr(settle)(x))
-    value, back = jax.vjp(settle, x)
-    assert "optimization_barrier" in str(jax.make_jaxpr(lambda x: jax.vjp(settle, x)[0])(x))
+    assert "optimization_barrier" not in str(jax.make_jaxpr(with_output_barrier)(x))
+    value, back = jax.vjp(with_output_barrier, x)
+    forward = jax.make_jaxpr(lambda x: jax.vjp(with_output_barrier, x)[0])(x)
+    assert "optimization_barrier" in str(forward)
     np.testing.assert_array_equal(value, x)
     np.testing.assert_array_equal(back(x)[0], x)
 
