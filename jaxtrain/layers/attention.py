@@ -125,9 +125,8 @@ class Attention(Mixer):
         self.v = None if self.imports or options.values == "keys" else kv_linear()
         out_axes = ("heads", "embed")
         self.out = linear(query_dim, num_features, axes=out_axes, use_bias=options.out_bias)
-        self.gate = None
-        if self.output_gate == "own":
-            self.gate = linear(num_in, query_dim, axes=("embed", "heads"))
+        has_gate = self.output_gate == "own"
+        self.gate = linear(num_in, query_dim, axes=("embed", "heads")) if has_gate else None
         widths = (query_dim, kv_dim) if self.qk_norm == "all_heads" else (head_dim, head_dim)
         norm = functools.partial(options.norm, eps=options.eps, param_dtype=param_dtype)
         self.q_norm = norm(widths[0]) if self.qk_norm else None
