@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.layers.noise import GOLDEN, mix
+from jaxtrain.layers.noise import GOLDEN, hash_bits
 from jaxtrain.models.parameters import Params
 
 Kind = Literal["float32", "bfloat16", "int8"]
@@ -84,7 +84,9 @@ def store_moments(
                 return value
             if not second:
                 return value.astype(jnp.bfloat16)
-            return round_at_random(value, mix(count.astype(jnp.uint32), zlib.crc32(path.encode())))
+            return round_at_random(
+                value, hash_bits(count.astype(jnp.uint32), zlib.crc32(path.encode()))
+            )
 
         return jax.tree_util.tree_map_with_path(one, state)
 
@@ -202,5 +204,5 @@ def round_at_random(x: jax.Array, word: jax.Array) -> jax.Array:
         iota = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
         places += iota * jnp.uint32(stride * GOLDEN & 0xFFFFFFFF)
         stride *= x.shape[axis]
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (mix(places ^ word) >> 16)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (hash_bits(places ^ word) >> 16)
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
