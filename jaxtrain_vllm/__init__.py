@@ -1,15 +1,16 @@
-"""What jaxtrain adds to a vLLM server: a way to receive weights from a trainer over TCP.
+"""Extension of a vLLM server that receives weights from a trainer over TCP.
 
 Runs inside vLLM's own environment and imports neither jax nor jaxtrain. `serve.py` starts a server,
-`engine.py` is the worker's side, `wire.py` the messages that both sides speak.
+`engine.py` is the worker's side, `wire.py` the message format of both sides.
 """
 
 BACKEND = "jaxtrain"
-"""The name for --weight-transfer-config '{"backend": "jaxtrain"}'."""
+"""Name for --weight-transfer-config '{"backend": "jaxtrain"}'."""
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: called in every process of the server, maybe twice."""
+    """Register the backend. Entry point `vllm.general_plugins`: called in every process of the
+    server, possibly twice."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

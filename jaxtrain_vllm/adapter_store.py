@@ -1,13 +1,13 @@
-"""Adapters that a trainer sends to a server which does not see its disk.
+"""Adapters that a trainer uploads to a server which does not see its disk.
 
     PUT /jaxtrain/adapters/NAME     X-Files: {"adapter_config.json": [bytes, crc32], ...}
-                                    body: the files, one behind the other
+                                    body: the files, one after the other
           ─> {"path": a folder of this server}, which vLLM's own /v1/load_lora_adapter then reads
     DELETE /jaxtrain/adapters/NAME
 
-A folder is there whole or not at all. Only the two files of an adapter are taken, under names that
-leave no folder; the newest MOST folders stay. The guard in front asks for the server's key; a
-server without one takes nothing.
+A folder appears complete or not at all. Only the two files of an adapter are accepted, and names
+cannot leave the store's folder; the newest MOST folders are kept. The guard (`guard.py`) demands
+the server's key; a server without one accepts nothing.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ FILES_HEADER = "X-Files"
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 MOST_BYTES = 2**34
-"""Of an adapter; rank 64 on all layers of 70 billion weights is a fifth of that in bfloat16."""
+"""Limit for an adapter; rank 64 on all layers of a 70B model is a fifth of it in bfloat16."""
 MOST = 64
 
 Answer = tuple[int, dict[str, Any]]
@@ -35,7 +35,7 @@ Answer = tuple[int, dict[str, Any]]
 
 
 class AdapterRefused(Exception):
-    """What was sent is no adapter. status: of the answer."""
+    """Raised for an upload that is no adapter. status: of the HTTP answer."""
 
     def __init__(self, status: int, why: str):
         super().__init__(why)
@@ -46,8 +46,8 @@ class AdapterStore:
     """The adapters of one server."""
 
     def __init__(self, folder: Path | None = None, most_bytes: int = MOST_BYTES):
-        """folder: a fresh one of this user alone, made when the first adapter comes and removed
-        with the process, unless it is given."""
+        """folder: by default a new temporary folder, private to this user, created with the first
+        adapter and removed with the process."""
         self._folder, self.most_bytes = folder, most_bytes
 
     @property
@@ -60,7 +60,7 @@ class AdapterStore:
     async def handle(
         self, method: str, name: str, files: str | None, body: AsyncIterator[bytes]
     ) -> Answer:
-        """The answer to one request. files: the header of that name."""
+        """Return the answer to one request. files: the X-Files header."""
         try:
             if NAME.fullmatch(name) is None:
                 raise AdapterRefused(400, f"{name[:200]!r} is no name of an adapter")
@@ -108,7 +108,7 @@ class AdapterStore:
         return self.folder / name
 
     def _put(self, part: Path, target: Path) -> None:
-        """In its place, and the oldest out."""
+        """Move a complete adapter into place, and remove the oldest."""
         shutil.rmtree(target, ignore_errors=True)
         os.replace(part, target)
         folders = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
@@ -117,7 +117,7 @@ class AdapterStore:
 
 
 def read_files(text: str | None) -> dict[str, tuple[int, int]]:
-    """{name: (bytes, crc32)} of an X-Files header; Refused."""
+    """Parse an X-Files header into {name: (bytes, crc32)}; AdapterRefused."""
     try:
         parsed = json.loads(text or "")
         files = {name: (size, crc) for name, (size, crc) in parsed.items()}

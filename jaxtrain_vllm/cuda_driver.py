@@ -1,13 +1,12 @@
-"""GPU memory that processes of one host share: NVIDIA's driver, called directly (CUDA IPC).
+"""GPU memory shared by processes of one host, through NVIDIA's driver (CUDA IPC).
 
-    owner                                   others, told the handle by a message
-    allocate -> a place on a GPU            open(handle) -> the same memory at a place of their own
+    owner                                   others, which receive the handle in a message
+    allocate -> an address on a GPU          open(handle) -> an address of the same memory
     export -> a handle, 64 bytes            copy from there
     free, once nobody has it open           close
 
-The driver's own library (libcuda) is what jax and torch both stand on, whatever CUDA version each
-brings along. Memory of a framework's pool cannot be lent: hence `allocate`. A place is a number,
-the address. Whatever the driver refuses is a CudaError with its name for it.
+The driver's library (libcuda) is common to jax and torch, whatever CUDA version each ships. Memory
+of a framework's pool cannot be shared, hence `allocate`. Errors of the driver are CudaErrors.
 """
 
 import contextlib
@@ -18,13 +17,13 @@ from typing import Any
 LIBRARIES = ("libcuda.so.1", "libcuda.so")
 HANDLE_BYTES = 64
 OWN_STREAM = 1
-"""CU_STREAM_NON_BLOCKING: does not wait for what others do on the default stream."""
+"""CU_STREAM_NON_BLOCKING: does not synchronize with the default stream."""
 GRANULE = 2**21
-"""The driver lends whole pieces of that size, with whatever else lies in them."""
+"""The driver shares whole pieces of this size, with whatever else lies in them."""
 ORDINAL = 9
 """CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL."""
 PEERS = 1
-"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: memory of another GPU of this host, too."""
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: allows memory of another GPU of this host."""
 
 _number, _place, _size = ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t
 _opaque, _unsigned = ctypes.c_void_p, ctypes.c_uint
@@ -58,14 +57,14 @@ ARGUMENTS: dict[str, list[Any]] = {
 
 
 class CudaError(OSError):
-    """The driver is not there, or refused a call."""
+    """Raised when the driver is missing, or refused a call."""
 
 
 class Cuda:
     """The driver, for all GPUs that this process sees. Any thread may call."""
 
     def __init__(self, library: Any = None):
-        """library: libcuda, loaded; None looks for it."""
+        """library: libcuda, loaded; None: search for it."""
         self._library = _load() if library is None else library
         for name, arguments in ARGUMENTS.items():
             try:
@@ -78,32 +77,32 @@ class Cuda:
         self._call("cuInit", 0)
 
     def locate(self, address: int) -> int:
-        """The number of the GPU in whose memory a place lies."""
+        """Return the number of the GPU whose memory contains an address."""
         ordinal = _number()
         self._call("cuPointerGetAttribute", ctypes.addressof(ordinal), ORDINAL, address)
         return ordinal.value
 
     def allocate(self, device: int, size: int) -> int:
-        """`size` bytes of a GPU's memory that can be lent, until `free`."""
+        """Allocate `size` bytes of a GPU's memory that can be shared; release with `free`."""
         address = _place()
         with self._on(device):
             self._call("cuMemAlloc_v2", ctypes.byref(address), -(-size // GRANULE) * GRANULE)
         return address.value
 
     def free(self, device: int, address: int) -> None:
-        """Give `allocate`'s memory back."""
+        """Free memory of `allocate`."""
         with self._on(device):
             self._call("cuMemFree_v2", address)
 
     def export(self, device: int, address: int) -> bytes:
-        """The handle by which another process opens memory of `allocate`."""
+        """Return the handle by which another process opens memory of `allocate`."""
         handle = Handle()
         with self._on(device):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(handle)
 
     def open(self, device: int, handle: bytes) -> int:
-        """Where another process's memory lies here, as seen from this GPU; until `close`."""
+        """Map another process's memory for this GPU; return its address. Release with `close`."""
         if len(handle) != HANDLE_BYTES:
             raise CudaError(f"a handle has {HANDLE_BYTES} bytes, not {len(handle)}")
         address = _place()
@@ -113,37 +112,39 @@ class Cuda:
         return address.value
 
     def close(self, device: int, address: int) -> None:
-        """Let go of memory of `open`."""
+        """Unmap memory of `open`."""
         with self._on(device):
             self._call("cuIpcCloseMemHandle", address)
 
     def copy(
         self, device: int, target: int, source: int, size: int, stream: int | None = None
     ) -> None:
-        """Begin to copy from GPU to GPU, or within one. stream: a CUDA stream of `device`; None:
-        an own one, that `wait` waits for."""
+        """Start a copy between GPUs, or within one.
+
+        stream: a CUDA stream of `device`; None: an internal stream, which `wait` waits for.
+        """
         with self._on(device):
             queue = self._stream(device) if stream is None else ctypes.c_void_p(stream)
             self._call("cuMemcpyAsync", target, source, size, queue)
 
     def wait(self, device: int) -> None:
-        """Until the copies that were begun on the own stream are done."""
+        """Wait for the copies on the internal stream."""
         with self._on(device):
             self._call("cuStreamSynchronize", self._stream(device))
 
     def finish(self, device: int) -> None:
-        """Until everything that this process asked of a GPU is done, on whatever stream."""
+        """Wait for everything that this process started on a GPU, on any stream."""
         with self._on(device):
             self._call("cuCtxSynchronize")
 
     def copy_to_host(self, device: int, target: int, source: int, size: int) -> None:
-        """Copy into host memory; done when it returns."""
+        """Copy into host memory, synchronously."""
         with self._on(device):
             self._call("cuMemcpyDtoH_v2", target, source, size)
 
     @contextlib.contextmanager
     def _on(self, device: int) -> Iterator[None]:
-        """Work with one GPU in this thread: its primary context, which jax and torch use, too."""
+        """Make a GPU's primary context, which jax and torch use, too, current in this thread."""
         if device not in self._contexts:
             number, context = _number(), ctypes.c_void_p()
             self._call("cuDeviceGet", ctypes.byref(number), device)

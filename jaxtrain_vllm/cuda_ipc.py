@@ -1,7 +1,7 @@
-"""The trainer's GPU memory as a worker of the same host reads it, and whether it is the right one.
+"""The trainer's GPU memory as a worker of the same host reads it, verified by a checksum.
 
-The owner's side is `jaxtrain/generation/weight_sync/device_image.py`. Nothing here keeps memory of others: a
-tensor is copied out before anybody works with it.
+The owner's side is `jaxtrain/generation/weight_sync/device_image.py`. Tensors are copied out before
+they are used; no reference to the trainer's memory survives a commit.
 """
 
 import contextlib
@@ -15,17 +15,15 @@ from jaxtrain_vllm.cuda_driver import Cuda, CudaError
 from jaxtrain_vllm.shared_memory import SharedMemorySegment
 
 CHUNK_BYTES = 2**26
-"""What is copied and added up at once: all the memory that checking takes."""
+"""Size of the pieces that are copied and summed: all the memory that checking takes."""
 
 
 class CudaIpcMemory:
-    """Memory of another process, opened by what its owner told (`described`)."""
+    """Memory of another process, opened by its owner's description."""
 
     def __init__(self, described: Any, device: Any, cuda: Any):
-        """device: where this worker computes. cuda: `Cuda`, or what stands in for it.
-
-        Raises OSError or ValueError where it cannot be opened or is no such memory.
-        """
+        """described: of `DeviceImage.describe`. device: where this worker computes. cuda: `Cuda`,
+        or a substitute. Raises OSError or ValueError if it cannot be opened."""
         if not isinstance(described, dict) or not isinstance(described.get("blocks"), list):
             raise ValueError(f"lent memory is described by a table, not {described!r:.80}")
         self.device, self._cuda = torch.device(device), cuda
@@ -47,11 +45,11 @@ class CudaIpcMemory:
             raise
 
     def state(self) -> tuple[int, int]:
-        """(version, checksum) of what it holds; (-1, 0) while it is being written."""
+        """Return (version, checksum) of its contents; (-1, 0) while it is being written."""
         return self._state.state()
 
     def read(self, described: list[dict[str, Any]]) -> dict[str, wire.WireTensor]:
-        """Tensors as a message describes them; their bits are `CudaIpcTensor`."""
+        """Return the tensors that a message describes; their bits are `CudaIpcTensor`."""
         tensors = {}
         for item in described:
             shape, dtype, size = wire.measure(item)
@@ -66,7 +64,7 @@ class CudaIpcMemory:
         return tensors
 
     def checksum(self, tensors: wire.Tensors) -> int:
-        """What `wire.combine_sums` makes of what lies there now."""
+        """Return `wire.combine_sums` of the current contents."""
         sums: dict[str, torch.Tensor] = {}
         with self._aside():
             room = torch.empty(CHUNK_BYTES // 4, dtype=torch.int32, device=self.device)
@@ -77,17 +75,17 @@ class CudaIpcMemory:
         return wire.combine_sums(tensors, dict(zip(sums, values, strict=True)))
 
     def copy(self, address: int, target: torch.Tensor) -> None:
-        """Begin to copy from there; in order with what is done on torch's stream."""
+        """Start a copy out of it, ordered with work on torch's current stream."""
         stream = None
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device).cuda_stream
         self._cuda.copy(self._index, target.data_ptr(), address, target.nbytes, stream)
 
     def close(self) -> None:
-        """Let go of it, once nothing is copied any more.
+        """Unmap the memory, once no copy is in progress.
 
-        Without torch: a link's thread may do this while the process ends, and a thread that ends
-        inside of torch takes the process down ("terminate called without an active exception").
+        Without torch: a link's thread may do this while the process exits, and a thread that exits
+        inside torch takes the process down ("terminate called without an active exception").
         """
         blocks, self._blocks = self._blocks, []
         with contextlib.suppress(CudaError):  # the device is of no use any more
@@ -98,7 +96,7 @@ class CudaIpcMemory:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """On a stream of its own: the model goes on drawing tokens meanwhile."""
+        """Work on a separate stream: the model keeps drawing tokens meanwhile."""
         if self._stream is None:
             yield
             return
@@ -106,7 +104,7 @@ class CudaIpcMemory:
             yield
 
     def _add_up(self, address: int, shape: tuple[int, ...], dtype: str, room: torch.Tensor) -> Any:
-        """The sum of a tensor, some rows at a time; see `wire.combine_sums`."""
+        """Return the sum of a tensor, some rows at a time; see `wire.combine_sums`."""
         kind = torch.int16 if wire.ITEM_BYTES[dtype] == 2 else torch.int32
         rows = shape[0] if shape else 1
         width = 1
@@ -130,13 +128,13 @@ class CudaIpcMemory:
 
 
 class CudaIpcTensor:
-    """The bits of one tensor there, in place of an array of them."""
+    """Bits of one tensor in that memory, in place of a numpy array."""
 
     def __init__(self, memory: CudaIpcMemory, address: int):
         self.memory, self.address = memory, address
 
     def to_torch(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        """A copy on the worker's device; in order with what is done on torch's stream."""
+        """Return a copy on the worker's device, ordered with work on torch's current stream."""
         target = torch.empty(shape, dtype=getattr(torch, dtype), device=self.memory.device)
         if target.nbytes:
             self.memory.copy(self.address, target)
@@ -144,7 +142,8 @@ class CudaIpcTensor:
 
 
 def open_ipc_memory(device: Any) -> Callable[[Any], CudaIpcMemory] | None:
-    """What opens lent memory for a worker that computes on `device`; None without a GPU."""
+    """Return the function that opens shared GPU memory for a worker on `device`; None without a
+    GPU."""
     if torch.device(device).type != "cuda":
         return None
     return lambda described: CudaIpcMemory(described, device, Cuda())

@@ -1,15 +1,15 @@
 """The worker's side: receives weights in the background, and commits them in one short call.
 
     trainer          link thread of a worker        the worker itself
-    stage v7  ---->  receive, check, keep beside
+    stage v7  ---->  receive, check, keep aside
               <----  staged
-    POST /pause, /start_weight_update, /update_weights {version: 7}   is v7 staged here? else error
+    POST /pause, /start_weight_update, /update_weights {version: 7}   error unless v7 is staged
     POST /finish_weight_update                                        load v7 into the model
     POST /resume
 
 Requests wait only while the model is loaded, not while bytes travel. Until the commit begins the
-model holds the old version, whatever goes wrong. Tensors go through vLLM's own checkpoint loader,
-so fused, sharded and quantized layers come out as from a file.
+model keeps the old version, whatever fails. Tensors go through vLLM's own checkpoint loader, so
+fused, sharded and quantized layers are loaded as from a file.
 """
 
 import dataclasses
@@ -37,25 +37,25 @@ from jaxtrain_vllm.weight_receiver import WeightReceiver, connect
 
 logger = init_logger("vllm.jaxtrain")
 MAPPED = ("substr", "prefix", "suffix")
-"""What of a WeightsMapper are the fields of `ServedNames`."""
+"""Attributes of a WeightsMapper for the fields of `ServedNames`."""
 CLOSE_SECONDS = 10.0
 
 
 @dataclasses.dataclass
 class LinkInfo(WeightTransferInitInfo):
-    """Where the trainer listens."""
+    """Address at which the trainer listens."""
 
     host: str
     port: int
     token: str
-    """What both ends show that they know before anything is read: `handshake.py`."""
+    """Secret for the handshake (`handshake.py`)."""
     server: str
     """The trainer's name for this server."""
 
 
 @dataclasses.dataclass
 class CommitInfo(WeightTransferUpdateInfo):
-    """Which staged version to load."""
+    """Staged version to load."""
 
     version: int
     checksum: int
@@ -75,7 +75,7 @@ class TrainerLinkEngine(WeightTransferEngine[LinkInfo, CommitInfo]):
         self.wanted: CommitInfo | None = None
 
     def init_transfer_engine(self, info: LinkInfo) -> None:
-        """Connect to the trainer and listen to it from a thread; an older link is closed."""
+        """Connect to the trainer and serve its link in a thread; closes an older link."""
         self.shutdown()
         serves = self.shelf.begin(info.token)
         if torch.device(self.device).type == "cpu" and has_experts(self.model):
@@ -126,8 +126,8 @@ class TrainerLinkEngine(WeightTransferEngine[LinkInfo, CommitInfo]):
 def load_tensors(model: torch.nn.Module, model_config, device, tensors: wire.Tensors) -> None:
     """Load whole Hugging Face tensors into a served model.
 
-    Everything is loaded, not just what changed: a fused or repacked layer is rebuilt from all of
-    its parts or comes out wrong.
+    All tensors are loaded, not only the changed ones: a fused or repacked layer must be rebuilt
+    from all of its parts.
     """
     initialize_layerwise_reload(model)
     model.load_weights(
@@ -145,12 +145,12 @@ def load_tensors(model: torch.nn.Module, model_config, device, tensors: wire.Ten
 
 
 def has_experts(model: torch.nn.Module) -> bool:
-    """Whether any parameter is of several experts at once."""
+    """Return True if any parameter belongs to several experts at once."""
     return any(".experts." in name for name, _ in model.named_parameters())
 
 
 def describe_model(model: torch.nn.Module, model_config) -> dict[str, list[int] | None]:
-    """{Hugging Face name: shape, or None where it is not known} of everything that is served."""
+    """Return {Hugging Face name: shape, or None if unknown} of everything that is served."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return describe(
         [name for name, _ in model.named_parameters()],

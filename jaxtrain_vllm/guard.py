@@ -1,9 +1,9 @@
-"""What stands before all routes of a server that was started with a key (VLLM_API_KEY).
+"""Middleware before all routes of a server that was started with a key (VLLM_API_KEY).
 
-vLLM asks for the key at the routes of its OpenAI API alone. Who may pause a server, give it other
-weights or put it to sleep must know it, too. Only /health, /ping and /metrics are open: they
-change nothing and tell nothing of what is drawn. And no request may be larger than any real one.
-Here, too, a server announces that it leaves (`leave.py`), and takes adapters (`adapters.py`).
+vLLM itself demands the key only on the routes of its OpenAI API. Here it is also required to pause
+a server, replace its weights or put it to sleep. Only /health, /ping and /metrics are open: they
+change nothing and reveal nothing of what is drawn. Bodies larger than any real request are refused.
+The guard also announces a shutdown (`shutdown.py`) and accepts adapters (`adapter_store.py`).
 """
 
 import hmac
@@ -22,18 +22,18 @@ MAX_BODY_BYTES = 64 * 2**20
 """A prompt of a million tokens as JSON is an eighth of it."""
 
 DRAWS = ("/generate", "/completions", "/responses")
-"""How routes end that begin an answer."""
+"""Endings of the routes that start an answer."""
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
 class TooLarge(Exception):
-    """A body beyond MAX_BODY_BYTES."""
+    """Raised for a body beyond MAX_BODY_BYTES."""
 
 
 class RequestGuard:
-    """ASGI middleware; without a key in the environment it only bounds bodies."""
+    """ASGI middleware; without a key in the environment it only limits bodies."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class RequestGuard:
     async def _pass_on(
         self, scope: dict[str, Any], headers: dict[bytes, bytes], receive: Receive, send: Send
     ) -> None:
-        """To vLLM, as far as the body is not too large."""
+        """Forward a request to vLLM, and stop it if its body is too large."""
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > MAX_BODY_BYTES:
             return await refuse(scope, send, 413, b"the body is too large")
@@ -125,7 +125,7 @@ class RequestGuard:
 
 
 async def refuse(scope: dict[str, Any], send: Send, status: int, why: bytes) -> None:
-    """Answer with a status and one line; hang up on a websocket."""
+    """Answer with a status and one line; close a websocket."""
     if scope["type"] == "websocket":
         return await send({"type": "websocket.close", "code": 1008})
     kind = (b"content-type", b"text/plain")

@@ -1,12 +1,12 @@
-"""Both ends of a connection show that they know one secret, before anything else is read.
+"""Mutual proof that both ends of a connection know one secret, before anything else is read.
 
-    who connects                                  who listens
+    the connecting side                           the listening side
     b"JXH1" + 32 random bytes  ---------------->
         <-----------  32 random bytes + HMAC-SHA256(token, "listener" + both)
     HMAC-SHA256(token, "visitor" + both)  ------>    only now the first payload
 
-The token itself never travels, an old answer is of no use, and a stranger who listens where the
-real one should be is found out as well. All lengths are fixed. What follows is neither encrypted
+The token itself never travels, a recorded answer is useless, and an impostor that listens in place
+of the real program is detected as well. All lengths are fixed. What follows is neither encrypted
 nor signed.
 """
 
@@ -22,11 +22,11 @@ PROOF_BYTES = 32
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 REPLY_BYTES = NONCE_BYTES + PROOF_BYTES
 SECONDS = 10.0
-"""How long a whole handshake may take."""
+"""Time limit for a whole handshake."""
 
 
 class HandshakeRefused(OSError):
-    """The other side does not know the token, or speaks another protocol."""
+    """Raised when the other side does not know the token, or speaks another protocol."""
 
 
 class HandshakeListener:
@@ -38,11 +38,12 @@ class HandshakeListener:
 
     @property
     def num_expected(self) -> int:
-        """Bytes of the next message."""
+        """Return the number of bytes of the next message."""
         return GREETING_BYTES if self._expected is None else PROOF_BYTES
 
     def handle(self, message: bytes) -> bytes | None:
-        """What to answer to the next message, of `num_expected` bytes; None: they are one of us.
+        """Return the reply to the next message, of `num_expected` bytes; None: the handshake is
+        complete.
 
         Raises HandshakeRefused.
         """
@@ -58,9 +59,10 @@ class HandshakeListener:
 
 
 def introduce(connection: socket.socket, token: bytes, seconds: float = SECONDS) -> None:
-    """The visitor's half, over a connected socket, within `seconds`; its time-out is left at None.
+    """Run the visitor's half over a connected socket, within `seconds`; leaves its time-out at
+    None.
 
-    Raises HandshakeRefused where the listener hangs up or does not know the token itself.
+    Raises HandshakeRefused if the listener closes the connection or does not know the token.
     """
     deadline = time.monotonic() + seconds
     nonce = secrets.token_bytes(NONCE_BYTES)

@@ -1,12 +1,12 @@
-"""A listening port where nobody is heard before he has shown that he knows the run's token.
+"""Listening ports that accept only connections which prove that they know the run's token.
 
-    gate thread   accepts, exchanges `jaxtrain_vllm.handshake` with all who came, side by side
-        |         in its own thread, each within 10 s and 36 bytes at a time
-        v
-    admit(connection)   only who knows the token; everybody else is hung up on
+    listener thread   accepts, and runs `handshake.py` with all pending connections at once: each
+          |           within 10 s, at most 36 bytes at a time
+          v
+    admit(connection)   only with the token; all others are closed
 
-A stranger costs a socket and a hundred bytes: no thread, no buffer of a size that he names. With
-more than `MAX_WAITING` of them the oldest has to go. Nothing of what they send is ever printed.
+A stranger costs a socket and a hundred bytes: no thread, and no buffer of a size that it chooses.
+Beyond MAX_WAITING pending connections the oldest is closed. Received bytes are never printed.
 """
 
 import errno
@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from jaxtrain_vllm import handshake
 
 MAX_WAITING = 64
-"""Connections that have not shown the token yet."""
+"""Limit for connections that have not proved the token yet."""
 LOG_SECONDS = 60.0
-"""At most one line on strangers in that time."""
+"""Minimum time between two log lines about refused connections."""
 
 
 class PendingConnection:
-    """A connection that has not shown the token yet."""
+    """A connection that has not proved the token yet."""
 
     def __init__(self, connection: socket.socket, address: str, token: bytes):
         self.connection, self.address = connection, address
@@ -38,8 +38,8 @@ class PendingConnection:
 class AuthenticatedListener:
     """Owns the listening sockets and a thread; `close` ends both.
 
-    admit(connection): called in the gate's thread with each blocking socket that is one of us; it
-    must not wait for anything. log: takes the line on strangers; standard error by default.
+    admit(connection): called in the listener's thread with each authenticated, blocking socket; it
+    must not block. log: receives the line about refused connections; by default standard error.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AuthenticatedListener:
         self.log = log or (lambda text: print(text, file=sys.stderr, flush=True))
         self.port = self.listeners[0].getsockname()[1]
         self.refused = 0
-        """Connections hung up on so far."""
+        """Number of connections refused so far."""
         self._logged_count, self._logged_at = 0, -LOG_SECONDS
         self._waiting: dict[socket.socket, PendingConnection] = {}
         self._selector = selectors.DefaultSelector()
@@ -67,7 +67,7 @@ class AuthenticatedListener:
         self._thread.start()
 
     def close(self) -> None:
-        """Take nobody in any more; who was admitted stays connected."""
+        """Accept no further connections; admitted ones stay open."""
         self._closed = True
         try:
             self._wake.send(b"x")
@@ -172,10 +172,10 @@ class AuthenticatedListener:
 
 
 def open_listeners(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """Listening sockets on one port of this machine, 0 for any free one, at those addresses.
+    """Open listening sockets on one port of this machine, 0 for any free one, at these addresses.
 
-    "" is every address of both kinds. An address that this machine does not have is left out where
-    another one is left; raises OSError where none is.
+    "" stands for all addresses, IPv4 and IPv6. Addresses that this machine does not have are
+    skipped; raises OSError if none remains.
     """
     if "" in hosts:
         dual = socket.has_dualstack_ipv6()
@@ -201,7 +201,7 @@ def open_listeners(hosts: Sequence[str], port: int) -> list[socket.socket]:
 
 
 def is_absent(error: OSError) -> bool:
-    """Whether this machine has no such address, rather than no such port free."""
+    """Return True if this machine lacks the address, rather than a free port."""
     return isinstance(error, socket.gaierror) or error.errno in _NO_SUCH_ADDRESS
 
 

@@ -1,13 +1,13 @@
-"""A version's bytes, fetched in ranges over connections of their own: from whoever has them.
+"""Payloads of a version, fetched in ranges over several connections, from any host that has them.
 
-    who lacks them                                       who has them: the trainer, or a worker
-    one connection a range, behind `gate.py`   ───────>
+    receiving worker                                     the trainer, or a worker that has it
+    one connection per range (`listener.py`)   ───────>
     {fetch: name, start, stop, seconds}        ───────>
                                                <───────  the range, or {error}
 
-What was fetched is as good as its checksum, which the trainer has told over its own link
-(`wire.py`): nobody who passes a version on is believed. Each range, and all of them together, end
-within the seconds that the trainer allows; what is not there by then is an error.
+The payload is verified by the checksum that the trainer sent over its own link (`wire.py`): a
+worker that passes a version on is not trusted. All ranges together must end within the seconds
+that the trainer allows; anything missing by then is an error.
 """
 
 import contextlib
@@ -26,35 +26,36 @@ REQUEST_SECONDS = 30.0
 MOST_SECONDS = 24 * 3600.0
 MOST_STREAMS = 64
 MESSAGE_BYTES = 2**16
-"""Of a request, and of what precedes a range."""
+"""Limit for a request, and for the header of a range."""
 
 
 def name_payload(version: int, checksum: int, base: int | None) -> str:
-    """What a payload is asked for by: a whole version, or its changes since `base`."""
+    """Return the name of a payload: a whole version, or its changes since `base`."""
     return f"{version}/{checksum:08x}/{'full' if base is None else base}"
 
 
 class PayloadOffers:
-    """Payloads that are there to be fetched, by name. Used from several threads."""
+    """Payloads that others may fetch, by name. Used from several threads."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[memoryview]] = {}
 
     def put(self, name: str, payload: Sequence[Any]) -> None:
-        """From now on it is there: memory that nobody writes until `clear`."""
+        """Offer a payload: memory that must not be written until `clear`."""
         parts = [np.ascontiguousarray(part).view(np.uint8).data for part in payload if len(part)]
         self._parts = {**self._parts, name: parts}
 
     def clear(self) -> None:
-        """Nothing is there; ranges under way go on, for which a checksum is to tell."""
+        """Offer nothing. Ranges in transfer continue; the checksum reveals if they were
+        overwritten."""
         self._parts = {}
 
     def admit(self, connection: socket.socket) -> None:
-        """Answer the one request of a connection that came through a gate, in a thread."""
+        """Answer the request of an authenticated connection, in a thread."""
         threading.Thread(target=self._receive_request, args=(connection,), daemon=True).start()
 
     def answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
-        """Send what was asked for, and hang up; with an error where it is not there."""
+        """Send the requested range, or an error, and close the connection."""
         late = threading.Event()
         with contextlib.closing(connection), contextlib.suppress(OSError, wire.WireError):
             connection.settimeout(None)
@@ -82,7 +83,7 @@ class PayloadOffers:
 
 
 def cut(parts: Sequence[memoryview], start: int, stop: int) -> Iterator[np.ndarray]:
-    """The bytes from start to stop of parts that lie end to end."""
+    """Yield the bytes from start to stop of parts that lie end to end."""
     for part in parts:
         if start < len(part) and stop > 0:
             yield np.frombuffer(part[max(start, 0) : stop], np.uint8)
@@ -90,7 +91,7 @@ def cut(parts: Sequence[memoryview], start: int, stop: int) -> Iterator[np.ndarr
 
 
 class PayloadFetch:
-    """One payload on its way here; `stop` ends it from another thread."""
+    """Fetch of one payload; `stop` ends it from another thread."""
 
     def __init__(self) -> None:
         self._open: list[socket.socket] = []
@@ -107,7 +108,7 @@ class PayloadFetch:
         streams: int,
         seconds: float,
     ) -> None:
-        """Fill `room`; OSError or WireError where that fails, or is not done in `seconds`."""
+        """Fill `room`; raises OSError or WireError on failure, or after `seconds`."""
         bounds = [len(room) * i // streams for i in range(streams + 1)]
         late = threading.Event()
 

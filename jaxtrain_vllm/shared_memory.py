@@ -1,13 +1,13 @@
-"""Memory that processes of one host share: tensors are written once, and read where they lie.
+"""Memory shared by processes of one host: tensors are written once, and read in place.
 
-    owner                                   others, told by a message where it is
+    owner                                   others, which receive its description in a message
     create: an anonymous file in memory     attach: open /proc/PID/fd/N, compare the nonce, map it
-    begin: it holds nothing
+    begin: mark it as being written
     write `room`
-    seal: it holds (version, checksum)      state, before and after reading: nobody wrote meanwhile
+    seal: it holds (version, checksum)      state, before and after reading: not written meanwhile
 
-Only processes of the same user may open it (Linux asks for the right to trace the owner). Where
-that fails - another host, container, user or system - bytes travel over the link instead.
+Only processes of the same user may open it (Linux requires the right to trace the owner). If that
+fails - another host, container, user or system - bytes travel over the link instead.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ PLACE = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
 
 
 class SharedMemorySegment:
-    """A piece of such memory: `room` is a flat array of its bytes, read-only where attached."""
+    """Shared memory; `room` is a flat array of its bytes, read-only where attached."""
 
     def __init__(self, memory: Any, described: dict[str, Any] | None, nonce: bytes):
         self.described, self._nonce = described, nonce
@@ -38,7 +38,8 @@ class SharedMemorySegment:
 
     @classmethod
     def create(cls, size: int) -> "SharedMemorySegment":
-        """Room for `size` bytes; `described` tells others where, None where nobody can be told."""
+        """Create room for `size` bytes. `described` lets others attach it; None if this system
+        cannot."""
         nonce = secrets.token_bytes(16)
         if not hasattr(os, "memfd_create"):
             return cls(np.empty(PAGE + size, np.uint8), None, nonce)
@@ -54,7 +55,7 @@ class SharedMemorySegment:
 
     @classmethod
     def attach(cls, described: Any) -> "SharedMemorySegment":
-        """Another process's segment, to be read; OSError or ValueError where there is none."""
+        """Map another process's segment for reading; OSError or ValueError if there is none."""
         if not isinstance(described, dict):
             raise ValueError(f"a segment is described by a table, not {described!r:.80}")
         path, nonce, size = (described.get(key) for key in ("path", "nonce", "bytes"))
@@ -79,15 +80,15 @@ class SharedMemorySegment:
         return segment
 
     def begin(self) -> None:
-        """From now on it holds no version, but is being written."""
+        """Mark it as being written: it holds no version."""
         self._write(-1, 0)
 
     def seal(self, version: int, checksum: int) -> None:
-        """It is written."""
+        """Mark it as complete."""
         self._write(version, checksum)
 
     def state(self) -> tuple[int, int]:
-        """(version, checksum) of what it holds; (-1, 0) while it is being written."""
+        """Return (version, checksum) of its contents; (-1, 0) while it is being written."""
         _, version, checksum = self._head()
         return version, checksum
 

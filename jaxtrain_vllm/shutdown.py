@@ -1,11 +1,11 @@
-"""How a server leaves: it says so, ends what it has begun, and then ends itself.
+"""Graceful shutdown of a server: it announces the end, finishes its requests, then ends.
 
     SIGTERM ─> draining: /health and new requests are answered 503 "draining: ... 57 s"
-                  │  who asks goes elsewhere; requests under way go on
-                  └─ none is left, the seconds are over, or a second SIGTERM ─> SIGINT: vLLM ends
+                  │  clients go elsewhere; requests in flight continue
+                  └─ none left, the seconds are over, or a second SIGTERM ─> SIGINT: vLLM ends
 
-vLLM's own handler of SIGTERM, which gives up all requests at once, is replaced; that of SIGINT is
-not. The signal is for the server's first process: its engine, told as well, would end at once.
+This replaces vLLM's own handler of SIGTERM, which aborts all requests at once; that of SIGINT
+stays. The signal must go to the server's first process alone: its engine would end immediately.
 """
 
 import asyncio
@@ -24,28 +24,28 @@ def end_process() -> None:
 
 
 class ShutdownState:
-    """What a server knows of its own end. Used by its event loop."""
+    """State of a server's shutdown. Used by its event loop."""
 
     def __init__(self, seconds: float, end: Callable[[], None] = end_process):
-        """seconds: for requests that are under way; 0: SIGTERM is left to vLLM."""
+        """seconds: for requests in flight; 0: SIGTERM is left to vLLM."""
         self.seconds, self.end = seconds, end
         self.running = 0
-        """Requests under way."""
+        """Requests in flight."""
         self._until: float | None = None
         self._task: asyncio.Task | None = None
 
     @property
     def draining(self) -> bool:
-        """Whether it is about to leave."""
+        """Return True once the shutdown has begun."""
         return self._until is not None
 
     def install_handler(self) -> None:
-        """Hear SIGTERM from now on, in the running event loop."""
+        """Handle SIGTERM from now on, in the running event loop."""
         if self.seconds > 0:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.begin)
 
     def begin(self) -> None:
-        """Drain; at once where that was asked before."""
+        """Start draining; end at once if it was started before."""
         if self.draining:
             self._until = time.monotonic()
             return
@@ -54,7 +54,7 @@ class ShutdownState:
         self._task = asyncio.get_running_loop().create_task(self._wait())
 
     def describe(self) -> str:
-        """What whoever asks is told."""
+        """Return the message for clients."""
         seconds = max(0.0, (self._until or 0.0) - time.monotonic())
         return f"draining: this server ends within {seconds:.0f} s"
 

@@ -1,8 +1,8 @@
-"""The Hugging Face tensors that a served model is made of, to be compared with the trainer's.
+"""The Hugging Face tensors of a served model, for comparison with the trainer's.
 
-Names come from the model itself, taken apart where vLLM fuses and with the files' names where it
-has others. Shapes come from the headers of the files that it was started from: layers on CPU are
-repacked and those of a rank cut, so the model cannot tell them.
+Names come from the model itself: fused layers are split, and vLLM's names are mapped back to those
+of the files. Shapes come from the headers of the files that it was started from, because layers on
+CPU are repacked and those of a tensor-parallel rank are cut.
 """
 
 import json
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 Shapes = dict[str, list[int]]
 Renaming = Mapping[str, str | None]
-"""A part of a name in files and what it is in the served model, such as {"model.visual.":
-"visual."}; None: what has it is left out."""
+"""A part of a name in files and its counterpart in the served model, such as {"model.visual.":
+"visual."}; None: tensors with that part are omitted."""
 
 
 class ServedNames(NamedTuple):
-    """What a served model calls tensors of the files: vLLM's WeightsMapper, in its order."""
+    """Names of the files' tensors in a served model: vLLM's WeightsMapper, in its order."""
 
     parts: Renaming = {}
     prefixes: Renaming = {}
@@ -35,10 +35,10 @@ def describe(
     tied: bool,
     renamed: ServedNames = AS_STORED,
 ) -> dict[str, list[int] | None]:
-    """{name: shape, None where it is not known} of all tensors.
+    """Return {name: shape, None if unknown} of all tensors.
 
     parameters: names in the served model. fused: {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
-    stored: what the files hold. tied: whether the head is the embedding.
+    stored: shapes in the files. tied: True if the head is the embedding.
     """
     tensors: dict[str, list[int] | None] = {}
     names = {_served(name, renamed): name for name in stored}
@@ -59,8 +59,8 @@ def describe(
 
 
 def _experts(module: str, stored: Shapes) -> list[str]:
-    """All that the files hold of experts, which are fused in a way that no table tells: below that
-    module, or below the one around it ("experts.routed_experts")."""
+    """Return the files' tensors of experts, whose fusion no table describes: below that module, or
+    below the enclosing one ("experts.routed_experts")."""
     names: list[str] = []
     while not names and module:
         names = [key for key in stored if key.startswith(f"{module}.")]
@@ -71,7 +71,7 @@ def _experts(module: str, stored: Shapes) -> list[str]:
 
 
 def _served(name: str, renamed: ServedNames) -> str | None:
-    """A file's name in the served model; None where it has no such tensor."""
+    """Return the name in the served model; None if it has no such tensor."""
     for stored_part, served_part in renamed.parts.items():
         if stored_part in name:
             if served_part is None:
@@ -91,7 +91,8 @@ def _served(name: str, renamed: ServedNames) -> str | None:
 
 
 def read_shapes(model: str) -> Shapes:
-    """Shapes of the tensors in the safetensors files of a folder or a downloaded Hub id."""
+    """Return the shapes of the tensors in the safetensors files of a folder or a downloaded Hub
+    id."""
     folder = Path(model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download

@@ -1,9 +1,9 @@
-"""Versions beside the one that is served: received, checked, and taken up or put away.
+"""Versions held besides the served one: received, verified, then committed or rolled back.
 
-Knows nothing of torch or vLLM: tensors are raw bits here. A delta is written into the kept bits as
-it arrives, with what undoes it, and whole tensors take the place of the last ones, so that no
-second copy of the model is needed; tensors in memory that others lend need none at all. What has
-arrived may be passed on to other hosts, as long as it stays as it is.
+Independent of torch and vLLM: tensors are raw bits here. A delta is written into the kept bits as
+it arrives, together with what undoes it, and whole tensors replace the last ones, so that no second
+copy of the model is needed; tensors in memory shared by others need none at all. What has arrived
+may be passed on to other hosts, as long as it is not overwritten.
 """
 
 import dataclasses
@@ -25,45 +25,49 @@ NO_PAYLOAD = (OSError, KeyError, TypeError, ValueError, MemoryError)
 
 @dataclasses.dataclass
 class StagedVersion:
-    """A version that has arrived and was checked, but is not served."""
+    """A version that was received and verified, but is not served."""
 
     version: int
     checksum: int
     tensors: dict[str, wire.WireTensor]
     undo: dict[str, wire.Changes]
-    """Of a delta: what takes it out of the kept tensors again."""
+    """For a delta: the changes that remove it from the kept tensors."""
     memory: Any = None
-    """Another process's, in which the tensors lie: a Segment or a `lent.LentMemory`."""
+    """Memory of another process that contains the tensors: a `SharedMemorySegment` or a
+    `cuda_ipc.CudaIpcMemory`."""
 
 
 class WeightReceiver:
-    """The versions of one worker. The trainer's link is answered from a thread of its own."""
+    """The versions of one worker. A separate thread answers the trainer's link."""
 
     def __init__(self, open_ipc_memory: Callable[[Any], Any] | None = None):
-        """open_ipc_memory: opens GPU memory of the trainer's; None where this worker cannot."""
+        """open_ipc_memory: opens the trainer's GPU memory; None if this worker cannot."""
         self.open_ipc_memory = open_ipc_memory
         self.tensors: dict[str, wire.WireTensor] = {}
-        """What is served, as it came: the base of the next delta. Empty before the first, and
-        while what replaces all of it arrives."""
+        """The served tensors as received: the base of the next delta. Empty before the first
+        version, and while a full one arrives."""
         self.version, self.checksum = -1, 0
         self.staged: StagedVersion | None = None
         self._own: SharedMemorySegment | None = None
-        """Where whole tensors arrive; other workers of this host may read them there."""
+        """Segment for whole tensors; other workers of this host may read them there."""
         self._arrived: memoryview | None = None
         self._attached: dict[str, Any] = {}
-        """At most one piece of memory of others, by how it was described."""
+        """At most one piece of other processes' memory, by its description."""
         self._link: socket.socket | None = None
         self._token = ""
-        """Of the trainer that the link is to, or was."""
+        """Token of the trainer that the link leads, or led, to."""
         self._fetch: payloads.PayloadFetch | None = None
         self._offers = payloads.PayloadOffers()
-        """What other hosts may have from here."""
+        """Payloads that other hosts may fetch here."""
         self._listener: AuthenticatedListener | None = None
         self._lock = threading.Lock()
 
     def begin(self, token: str) -> list[int] | None:
-        """A link begins. [version, checksum] of what is served here and came from the same trainer,
-        by its token; to another's deltas nothing here is a base, and None is left."""
+        """Begin a link to the trainer with this token.
+
+        Returns [version, checksum] if the served version came from the same trainer. None
+        otherwise: nothing here is a base for another trainer's deltas.
+        """
         self._close_listener()
         if self._fetch is not None:
             self._fetch.stop()
@@ -80,14 +84,14 @@ class WeightReceiver:
             return [self.version, self.checksum] if self.tensors else None
 
     def check(self, version: int, checksum: int) -> None:
-        """ValueError unless exactly that version is staged; changes nothing."""
+        """Raise ValueError unless exactly that version is staged; changes nothing."""
         with self._lock:
             staged = None if self.staged is None else (self.staged.version, self.staged.checksum)
         if staged != (version, checksum):
             raise ValueError(f"version {version} is not staged here; staged: {staged}")
 
     def commit(self, version: int, load: Callable[[wire.Tensors], None]) -> None:
-        """Have `load` take up the staged tensors; from then on they are the served ones."""
+        """Load the staged tensors with `load`; from then on they are the served ones."""
         with self._lock:
             staged = self.staged
             if staged is None or staged.version != version:
@@ -101,7 +105,7 @@ class WeightReceiver:
 
     @property
     def memory(self) -> np.ndarray | None:
-        """The one piece of memory in which the staged tensors lie, where there is one."""
+        """Return the memory that contains all staged tensors, if there is one piece."""
         with self._lock:
             if self.staged is None:
                 return None
@@ -110,7 +114,7 @@ class WeightReceiver:
             return self._own.room if self._own is not None and self._is_own() else None
 
     def listen(self, link: socket.socket) -> str:
-        """Answer the trainer until either side hangs up; returns why it ended."""
+        """Answer the trainer until either side closes the link; return why it ended."""
         self._link = link
         try:
             while True:
@@ -135,7 +139,7 @@ class WeightReceiver:
                 self._close_listener()
 
     def answer(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
-        """The answer to a message; a version that cannot be staged is one with "error"."""
+        """Return the answer to a message, with "error" if the version cannot be staged."""
         with self._lock:
             if header.get("command") == "status":
                 return {"version": self.version, "checksum": self.checksum}
@@ -162,7 +166,8 @@ class WeightReceiver:
             return answer
 
     def _fetch_payload(self, link: socket.socket, header: dict[str, Any]) -> memoryview:
-        """What a message leaves to be fetched: from where it says, or else from the trainer."""
+        """Fetch the payload that a message refers to, from the address it names or from the
+        trainer."""
         source = header["from"]
         size, streams, seconds = source["bytes"], source["streams"], float(source["seconds"])
         if type(size) is not int or not 0 <= size <= wire.MAX_PAYLOAD_BYTES:
@@ -178,7 +183,7 @@ class WeightReceiver:
         return room
 
     def _pass_on(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
-        """Offer what has just been staged to other hosts, at the address of the trainer's link."""
+        """Offer the staged version to other hosts, at the address of the trainer's link."""
         if self._link is None or self._own is None or not self._is_own():
             return {}
         version, checksum = header["version"], header["checksum"]
@@ -202,7 +207,7 @@ class WeightReceiver:
             listener.close()
 
     def _make_room(self, header: dict[str, Any], size: int) -> memoryview | None:
-        """Where the payload of a message goes: whole tensors take the place of the last ones."""
+        """Return memory for a message's payload: whole tensors overwrite the last ones."""
         if header.get("command") != "stage" or header.get("kind") != "full" or not size:
             return None
         with self._lock:
@@ -217,7 +222,7 @@ class WeightReceiver:
             return self._arrived
 
     def _is_own(self) -> bool:
-        """Whether the staged tensors lie in the own segment."""
+        """Return True if the staged tensors lie in the own segment."""
         assert self._own is not None and self.staged is not None
         return any(
             np.may_share_memory(tensor.bits, self._own.room)
@@ -272,7 +277,7 @@ class WeightReceiver:
             )
 
     def _attach(self, described: Any, attach: Callable[[Any], Any]) -> Any:
-        """Another process's memory, opened once."""
+        """Open another process's memory, once."""
         key = repr(described)
         if key not in self._attached:
             memory = attach(described)
@@ -291,7 +296,7 @@ class WeightReceiver:
             )
 
     def _close_ipc_memory(self) -> None:
-        """Let go of a GPU's memory, and of what lies there."""
+        """Unmap GPU memory, and forget the tensors that it contains."""
         if any(hasattr(memory, "close") for memory in self._attached.values()):
             if self.staged is not None and self.staged.memory is not None:
                 self._roll_back()
@@ -306,7 +311,7 @@ class WeightReceiver:
         self._attached = {}
 
     def _roll_back(self) -> None:
-        """Put away what is staged and not committed."""
+        """Discard the staged version."""
         if self.staged is not None:
             if self.staged.undo and self._own is not None:
                 self._own.begin()  # others may be reading there
@@ -316,22 +321,22 @@ class WeightReceiver:
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
-    """What the trainer is told of it."""
+    """Return the answer that reports an error to the trainer."""
     return {"error": f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]}
 
 
 def _is_own(bits: Any) -> bool:
-    """Whether bits lie in memory of this process."""
+    """Return True if the bits lie in memory of this process."""
     return isinstance(bits, np.ndarray) and bool(bits.flags.writeable)
 
 
 def connect(
-    info: dict[str, Any], rank: int, held: dict[str, Any], serves: list[int] | None = None
+    info: dict[str, Any], rank: int, tensors: dict[str, Any], serves: list[int] | None = None
 ) -> socket.socket:
-    """A link to the trainer, introduced. info: its host and port, the token and the server's name.
+    """Connect to the trainer and introduce this worker. info: host, port, token, server's name.
 
-    held: {name: shape or None} of what is served. serves: what `WeightReceiver.begin` said. ValueError
-    when the trainer cannot be reached, or is not the one that knows the token.
+    tensors: {name: shape or None} of what is served. serves: result of `WeightReceiver.begin`.
+    Raises ValueError if the trainer cannot be reached, or does not know the token.
     """
     address = f"{info['host']}:{info['port']}"
     try:
@@ -345,7 +350,7 @@ def connect(
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.settimeout(CONNECT_SECONDS)
-        hello = {"server": info["server"], "rank": rank, "tensors": held, "serves": serves}
+        hello = {"server": info["server"], "rank": rank, "tensors": tensors, "serves": serves}
         wire.send_message(link, hello)
     except OSError as error:
         link.close()

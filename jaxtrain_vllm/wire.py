@@ -1,4 +1,4 @@
-"""Weights over a TCP connection: the messages of trainer and server, and what a delta is.
+"""Message format of trainer and server for weights over TCP, and the format of deltas.
 
     both                 the handshake of `handshake.py`
     worker  -> trainer   hello   {server, rank, tensors: {name: shape or null}, serves: [version,
@@ -7,18 +7,18 @@
     trainer -> worker    stage   {version, kind: shared, segment, tensors, checksum}
     trainer -> worker    stage   {version, kind: lent, memory, tensors (and where), checksum}
     trainer -> worker    stage   full or delta without bytes: from {place?, bytes, streams, seconds}
-                                 they are fetched (`ranges.py`), from a worker or the trainer
-    worker  -> trainer   staged  {version, segment?, place?}, or {error}: it serves what it served.
-                                 place: where others fetch it, if the message asked to pass_on
+                                 they are fetched (`payloads.py`), from a worker or the trainer
+    worker  -> trainer   staged  {version, segment?, place?}, or {error}, and the last version
+                                 stays; place: address for others, if the message has pass_on
     trainer -> worker    status  {}
     worker  -> trainer   status  {version, checksum} of what the model holds
 
 A message is b"JXW1", the header's length as u32 and its JSON, then header["bytes"] raw bytes. All
-numbers are little-endian. Tensors travel as raw bits: nothing here knows what a bfloat16 is.
-A delta holds new values, not differences, so that applying it is exact and can be repeated
-(AstraFlow's delta transfer); where they belong is told by positions or, if shorter, by one bit for
-each item of the tensor. Shared tensors lie in memory that the worker can open (`segment.py`), lent
-ones in a GPU's (`lent.py`).
+numbers are little-endian. Tensors travel as raw bits; no dtype is interpreted.
+A delta contains new values, not differences, so that applying it is exact and idempotent
+(AstraFlow's delta transfer). Their places are given by positions or, if shorter, by one bit for
+each item of the tensor. Tensors of kind "shared" lie in memory that the worker can open
+(`shared_memory.py`), those of kind "lent" in GPU memory (`cuda_ipc.py`).
 """
 
 import contextlib
@@ -40,16 +40,16 @@ MAGIC = b"JXW1"
 MAX_HEADER_BYTES = 64 * 2**20
 MAX_PAYLOAD_BYTES = 2**42
 MAX_ITEMS = 2**40
-"""Of one tensor; what is larger is no tensor."""
+"""Limit for the items of one tensor."""
 CHUNK_BYTES = 2**23
-"""What is checked in one piece."""
+"""Size of the pieces that are checksummed in parallel."""
 THREADS = min(16, os.cpu_count() or 1)
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BITS = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 class WireError(Exception):
-    """The other side sent something that is no message of this protocol, or hung up."""
+    """Raised when the other side sent a malformed message, or closed the connection."""
 
 
 class WireTensor(NamedTuple):
@@ -59,7 +59,7 @@ class WireTensor(NamedTuple):
     dtype: str
     """A key of ITEM_BYTES."""
     bits: np.ndarray
-    """Unsigned, flat, as wide as an item."""
+    """Unsigned and flat, as wide as an item."""
 
 
 Tensors = Mapping[str, WireTensor]
@@ -77,12 +77,12 @@ class Changes(NamedTuple):
 
     @property
     def as_mask(self) -> bool:
-        """Whether one bit for each item of the tensor is shorter than the positions."""
+        """Return True if one bit per item of the tensor is shorter than the positions."""
         return self.size < 8 * self.positions.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the changes take in a message."""
+        """Return the bytes of the changes in a message."""
         if not self.positions.size:
             return 0
         where = -(-self.size // 8) if self.as_mask else self.positions.nbytes
@@ -90,27 +90,27 @@ class Changes(NamedTuple):
 
 
 def empty_bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Room for the bits of a tensor."""
+    """Allocate the bits of a tensor."""
     return np.empty(int(np.prod(shape, dtype=np.int64)), BITS[ITEM_BYTES[dtype]])
 
 
 def find_changes(old: np.ndarray, new: np.ndarray) -> Changes:
-    """What turns the bits `old` into `new`, both flat and of one width."""
+    """Return the changes from the bits `old` to `new`, both flat and of one width."""
     positions = np.flatnonzero(old != new)
     index = np.dtype("<u4") if new.size <= 2**32 else np.dtype("<u8")
     return Changes(positions.astype(index), new[positions], new.size)
 
 
 def apply_changes(bits: np.ndarray, changes: Changes) -> Changes:
-    """Write the changes into `bits`; returns what undoes them."""
+    """Write the changes into `bits`; return the changes that undo them."""
     undo = Changes(changes.positions, bits[changes.positions], bits.size)
     bits[changes.positions] = changes.values
     return undo
 
 
 def checksum(tensors: Tensors) -> int:
-    """CRC-32 of all names, shapes, dtypes and of the CRC-32 of each chunk of the bits, whatever the
-    order of the mapping."""
+    """Return the CRC-32 of all names, shapes, dtypes and of the CRC-32 of each chunk of the bits,
+    independent of the order of the mapping."""
     chunks: list[memoryview] = []
     counts = {}
     for name, tensor in tensors.items():
@@ -129,11 +129,11 @@ def checksum(tensors: Tensors) -> int:
 
 
 def combine_sums(tensors: Tensors, sums: Mapping[str, int]) -> int:
-    """The checksum of tensors that lie in a GPU's memory, out of a sum for each, whatever their
-    order: CRC-32 of all names, shapes, dtypes and sums modulo 2**32.
+    """Return the checksum of tensors in GPU memory, from a sum for each, independent of their
+    order: the CRC-32 of all names, shapes, dtypes and sums modulo 2**32.
 
-    The sum of a tensor: (i + 1) times the sum of the signed bits of row i, for all rows. It adds up
-    from any pieces of whole rows, and tells rows that lie in another order.
+    The sum of a tensor: (i + 1) times the sum of the signed bits of row i, over all rows. It can be
+    accumulated from any pieces of whole rows, and detects permuted rows.
     """
     crc = 0
     for name in sorted(tensors):
@@ -144,15 +144,15 @@ def combine_sums(tensors: Tensors, sums: Mapping[str, int]) -> int:
 
 
 def add_up(tensor: WireTensor) -> int:
-    """The sum of a tensor on the host, for `combine_sums`; all rows fit into 64 bits, or wrap."""
+    """Return the sum of a tensor on the host, for `combine_sums`, modulo 2**64."""
     signed = tensor.bits.view(f"<i{tensor.bits.itemsize}")
     rows = signed.reshape(tensor.shape[0] if tensor.shape else 1, -1).sum(1, dtype=np.int64)
     return int((rows * np.arange(1, len(rows) + 1)).sum())
 
 
 def in_threads(work: Callable[[Any], Any], items: Iterable[Any], size: int) -> list[Any]:
-    """What `work` makes of each item, in threads where `size` bytes are worth it: numpy and zlib
-    let go of the interpreter while they work on large arrays."""
+    """Map `work` over the items, in threads if `size` bytes justify it: numpy and zlib release the
+    GIL while they process large arrays."""
     items = list(items)
     if size < 2 * CHUNK_BYTES or len(items) < 2:
         return [work(item) for item in items]
@@ -161,7 +161,7 @@ def in_threads(work: Callable[[Any], Any], items: Iterable[Any], size: int) -> l
 
 
 def pack_full(tensors: Tensors) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
-    """(descriptions for the header, payload) of whole tensors."""
+    """Return (descriptions for the header, payload) of whole tensors."""
     described = [
         {"name": name, "shape": list(tensor.shape), "dtype": tensor.dtype}
         for name, tensor in tensors.items()
@@ -170,7 +170,7 @@ def pack_full(tensors: Tensors) -> tuple[list[dict[str, Any]], list[np.ndarray]]
 
 
 def pack_delta(changes: Mapping[str, Changes]) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
-    """(descriptions for the header, payload) of changes; unchanged tensors are left out."""
+    """Return (descriptions for the header, payload) of changes, without unchanged tensors."""
     described, payload = [], []
     for name, change in changes.items():
         where = change.positions
@@ -189,7 +189,7 @@ def pack_delta(changes: Mapping[str, Changes]) -> tuple[list[dict[str, Any]], li
 def unpack_full(
     described: list[dict[str, Any]], payload: memoryview, *, copy: bool = True
 ) -> dict[str, WireTensor]:
-    """The whole tensors of a message, copied out of it or left where they lie."""
+    """Return the whole tensors of a message, copied out of it or in place."""
     tensors, start = {}, 0
     for item in described:
         shape, dtype, _ = measure(item)
@@ -203,7 +203,7 @@ def unpack_full(
 def unpack_delta(
     described: list[dict[str, Any]], payload: memoryview, base: Tensors
 ) -> dict[str, Changes]:
-    """The changes of a message, checked against the tensors that they belong to."""
+    """Return the changes of a message, checked against the tensors that they belong to."""
     changes, start = {}, 0
     for item in described:
         if item["name"] not in base:
@@ -237,7 +237,7 @@ def unpack_delta(
 
 
 def measure(item: Mapping[str, Any]) -> tuple[tuple[int, ...], str, int]:
-    """(shape, dtype, bytes) of a tensor as a message describes it."""
+    """Return (shape, dtype, bytes) of a tensor that a message describes."""
     shape, dtype = _read_shape(item), item["dtype"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise WireError(f"{item['name']} has dtype {dtype!r}; known: {sorted(ITEM_BYTES)}")
@@ -267,7 +267,7 @@ def _check_end(end: int, payload: memoryview) -> None:
 def send_message(
     connection: socket.socket, header: Mapping[str, Any], payload: Iterable[np.ndarray] = ()
 ) -> int:
-    """Send a message; returns the bytes of its payload."""
+    """Send a message; return the bytes of its payload."""
     parts = [np.ascontiguousarray(part).data.cast("B") for part in payload]
     size = sum(len(part) for part in parts)
     text = json.dumps({**header, "bytes": size}).encode()
@@ -283,10 +283,10 @@ def receive_message(
     max_payload: int = MAX_PAYLOAD_BYTES,
     room: Callable[[dict[str, Any], int], memoryview | None] = lambda header, size: None,
 ) -> tuple[dict[str, Any], memoryview]:
-    """(header, payload) of the next message; WireError when there is none, or a longer one than is
-    taken here, of which nothing is read.
+    """Return (header, payload) of the next message.
 
-    room: memory of just that size for the payload of a header, or None for new memory.
+    Raises WireError if there is none, or if it exceeds the limits, before its payload is read.
+    room: returns memory of exactly the payload's size for a header, or None for new memory.
     """
     start = _receive(connection, _new_room(8))
     if bytes(start[:4]) != MAGIC:
@@ -308,9 +308,10 @@ def receive_message(
 def cut_after(
     seconds: float, connection: socket.socket, expired: threading.Event
 ) -> Iterator[None]:
-    """Hang up on a connection that is still busy after so many seconds; `expired` says that it was.
+    """Shut a connection down that is still in use after so many seconds, and set `expired`.
 
-    A socket's own time-out is one for each piece that arrives, so a byte a second outlasts it.
+    A socket's own time-out restarts with each piece that arrives, so one byte per second outlasts
+    it.
     """
 
     def cut() -> None:
