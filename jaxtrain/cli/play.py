@@ -18,12 +18,12 @@ from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.environments.factory import open_env
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed
+from jaxtrain.generation.episode_engine import combine_engines, with_policies
 from jaxtrain.generation.episodes import Episode, as_game
 from jaxtrain.generation.frozen_policy import open_frozen
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.frozen_folder import open_folders
 from jaxtrain.generation.local.requests import Requests
-from jaxtrain.generation.multi_policy import gather, with_policies
 
 OWN = ("env.", "policies.")
 """Keys of the sections that the environment is opened by."""
@@ -79,7 +79,7 @@ class PlaySession:
 
         async def run(thread: ThreadPoolExecutor) -> list[Episode]:
             engines = {name: LocalEngine(one, thread) for name, one in self.samplers.items()}
-            engine = gather(engines) if "" not in engines else engines[""]
+            engine = combine_engines(engines) if "" not in engines else engines[""]
             speakers = {name: one.speak(thread) for name, one in self.folders.items()}
             engine = with_policies(engine, {**speakers, **self.frozen})
             try:

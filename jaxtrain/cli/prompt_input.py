@@ -13,7 +13,7 @@ from jaxtrain.data.chat.messages import MalformedRow, check_readable, read_messa
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.prompt_sets import open_prompt_set
 from jaxtrain.errors import UserError
-from jaxtrain.generation.prompt_rows import rename
+from jaxtrain.generation.prompts import rename
 
 MOST = 128
 """Prompts of a dataset, unless somebody says."""

@@ -33,7 +33,7 @@ class OfflineAnswers:
         self.tokenizer, self.own_share, self.seed = tokenizer, own_share, seed
 
     def __call__(self, ask: PromptRequest) -> list[Episode] | None:
-        """See producer.Given."""
+        """Return the data's answer, or None for a prompt that is played: a group_player.OfflineSource."""
         if np.random.default_rng((self.seed, ask.draw)).random() < self.own_share:
             return None
         name = f"prompt {ask.draw}"

@@ -1,31 +1,91 @@
-"""Which prompt is asked when: a seeded order with a cursor of what is done, second tries, and what
-a curator leaves out."""
+"""Prompts of a run: the rows of its datasets, and which of them is played when.
+
+PromptRows renames columns as a dataset's section says; a row that is unusable stays a row
+(safe_io.UnreadableRow), whose episodes count as failed when it is played. Only what is wrong with
+all rows is a UserError, before anything is sampled. PromptOrder is a seeded order with a cursor of
+what is done, second tries, and what a curator leaves out.
+"""
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxtrain.config import DatasetConfig
+from jaxtrain.data.chat.messages import MalformedRow, read_messages
+from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.order import Order
 from jaxtrain.errors import UserError
 from jaxtrain.generation.curators import Curator
 from jaxtrain.generation.engine import PromptRequest
 from jaxtrain.safe_io import UnreadableRow
+from jaxtrain.text_safety import show
 
 MAX_ATTEMPTS = 4
-"""Times that one prompt can be asked; episode numbers leave room for so many."""
+"""Times that one prompt can be played; episode numbers leave room for so many."""
 
 MAX_SKIPS = 10_000
-"""Prompts that a curator may leave out in a row, at most those of an epoch; then one is asked."""
+"""Prompts that a curator may leave out in a row, at most those of an epoch; then one is played."""
+
+
+class PromptRows:
+    """Rows with random access, each with its renamed columns beside the original ones."""
+
+    def __init__(self, rows: Any, dataset: DatasetConfig, key: str):
+        """Raises UserError if a renamed column is in none of the first rows."""
+        self.rows, self.dataset = rows, dataset
+        self.columns = {name: column for name, column in dataset.fields.items() if "." not in name}
+        self.renames_messages = len(self.columns) < len(dataset.fields) or bool(dataset.roles)
+        """Whether messages have keys or roles of other names."""
+        check_columns(rows, self.columns, f"{key}.fields", dataset.path)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.rows[index]
+        if isinstance(row, UnreadableRow):
+            return row
+        row = rename(row, self.columns)
+        if self.renames_messages and "messages" in row:
+            try:
+                row["messages"] = read_messages(
+                    row["messages"], self.dataset.fields, self.dataset.roles
+                )
+            except MalformedRow as error:
+                return UnreadableRow(str(error))
+        return row
+
+
+def open_prompts(dataset: DatasetConfig, key: str) -> PromptRows:
+    """Open the prompts of a dataset; `key` is its place in the config. Raises UserError."""
+    return PromptRows(open_rows(dataset), dataset, key)
+
+
+def check_columns(rows: Any, columns: Mapping[str, str], key: str, path: str) -> None:
+    """Raise UserError for a renamed column that the first rows do not have."""
+    first = [row for row in (rows[i] for i in range(min(len(rows), 16))) if row]
+    for name, column in columns.items():
+        if first and not any(column in row for row in first):
+            raise UserError(
+                f"{key} names the column {column!r} (for {name}), but the columns of {path} are"
+                f" {', '.join(map(show, first[0]))}"
+            )
+
+
+def rename(row: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
+    """Return the row with its renamed columns beside the original ones; missing ones stay
+    missing."""
+    return {**row, **{name: row[column] for name, column in fields.items() if column in row}}
 
 
 class PromptOrder:
-    """Endless order of prompts; `state` remembers which of them are done, in whatever order. May be
-    used from two threads: by who plays them and by who trains them.
+    """Endless order of prompts; `state` remembers which of them are done, in whatever order.
 
-    A prompt counts as done when its group was handed to the trainer or dropped for a reason. What
-    was asked but is not done when a run stops is asked again after a resume. What a curator leaves
-    out is done, too; it comes up again in the next epoch.
+    May be used from two threads: that of the episodes and that of the trainer. A prompt counts as
+    done when its group was given to the trainer or dropped for a reason. A prompt that was handed
+    out but is not done when a run stops is played again after a resume. What a curator leaves out
+    is done, too; it comes up again in the next epoch.
     """
 
     def __init__(
@@ -44,62 +104,66 @@ class PromptOrder:
         self._lock = threading.Lock()
         self._next = 0
         self._low = 0
+        """All draws below are done."""
         self._beyond: set[int] = set()
+        """Draws from `_low` on that are done."""
         self._again: deque[tuple[int, int]] = deque()
+        """(draw, attempt) of prompts that wait for another try."""
         self._retried: list[tuple[int, int]] = []
-        self._held: set[int] = set()
+        """Those that were handed out again and are not done."""
+        self._reserved: set[int] = set()
         """Draws beyond `_next` that were handed out before this object was made."""
         self.curator = curator
         self.skipped = 0
         """Prompts that the curator left out since the start."""
 
     def __len__(self) -> int:
-        """Prompts of one epoch."""
+        """Return the number of prompts in an epoch."""
         return self.order.epoch_len
 
     def next(self, again: bool = False) -> PromptRequest:
-        """The next prompt; with `again` one that waits for a second try, if there is any."""
+        """Return the next prompt; with `again` one that waits for a second try, if there is any."""
         with self._lock:
             waiting = self._again.popleft() if again and self._again else None
             if waiting is not None:
                 self._retried.append(waiting)
         if waiting is not None:
-            return self._ask(*waiting)
+            return self._request(*waiting)
         for _ in range(min(len(self), MAX_SKIPS)):
-            ask = self._ask(self._take(), 0)
-            if self.curator is None or isinstance(ask.row, UnreadableRow):
-                return ask
+            request = self._request(self._take(), 0)
+            if self.curator is None or isinstance(request.row, UnreadableRow):
+                return request
             with self._lock:
-                chosen = self.curator.choose(ask)
+                chosen = self.curator.choose(request)
             if chosen:
-                return ask
+                return request
             self.skipped += 1
-            self.mark_done(ask)
-        return self._ask(self._take(), 0)
+            self.mark_done(request)
+        return self._request(self._take(), 0)
 
-    def learn(self, ask: PromptRequest, rewards: Sequence[float]) -> None:
-        """What the episodes of a prompt earned, for the curator; nothing where nobody judged."""
+    def learn(self, request: PromptRequest, rewards: Sequence[float]) -> None:
+        """Report to the curator what the episodes of a prompt earned, if anything judged them."""
         if self.curator is not None and rewards:
             with self._lock:
-                self.curator.learn(ask, rewards)
+                self.curator.learn(request, rewards)
 
-    def mark_done(self, ask: PromptRequest, *, again: bool = False) -> None:
-        """A prompt is done; `again`: it shall be asked once more, later."""
+    def mark_done(self, request: PromptRequest, *, again: bool = False) -> None:
+        """Mark a prompt as done; `again`: it will be played once more, later."""
         with self._lock:
-            if ask.attempt == 0:
-                self._held.discard(ask.draw)
-                self._beyond.add(ask.draw)
+            if request.attempt == 0:
+                self._reserved.discard(request.draw)
+                self._beyond.add(request.draw)
                 while self._low in self._beyond:
                     self._beyond.remove(self._low)
                     self._low += 1
             else:
-                self._retried.remove((ask.draw, ask.attempt))
-            if again and ask.attempt + 1 < MAX_ATTEMPTS:
-                self._again.append((ask.draw, ask.attempt + 1))
+                self._retried.remove((request.draw, request.attempt))
+            if again and request.attempt + 1 < MAX_ATTEMPTS:
+                self._again.append((request.draw, request.attempt + 1))
 
     @property
     def done(self) -> int:
-        """Prompts that were done, each counted once."""
+        """Prompts that are done, each counted once."""
         return self._low + len(self._beyond)
 
     @property
@@ -108,7 +172,7 @@ class PromptOrder:
         return len(self._again)
 
     def state(self) -> dict[str, Any]:
-        """JSON-able: everything below `low` is done, and `beyond`; `again` waits."""
+        """Return a JSON-able cursor: everything below `low` is done, and `beyond`; `again` waits."""
         with self._lock:
             return {
                 "low": self._low,
@@ -119,7 +183,7 @@ class PromptOrder:
             }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on with what was not done; UserError if the data changed."""
+        """Continue with what was not done; raises UserError if the data changed."""
         rows = [len(rows) for rows in self.datasets]
         if state["rows"] != rows:
             raise UserError(
@@ -133,25 +197,25 @@ class PromptOrder:
         if self.curator is not None and "curator" in state:
             self.curator.restore(state["curator"])
 
+    def reserve(self, requests: Iterable[PromptRequest]) -> None:
+        """After restore(): do not hand these out, which the trainer has and will mark done."""
+        with self._lock:
+            for request in requests:
+                if request.attempt == 0:
+                    self._reserved.add(request.draw)
+                else:
+                    self._again.remove((request.draw, request.attempt))
+                    self._retried.append((request.draw, request.attempt))
+
     def _take(self) -> int:
-        """The next number of the order that is not done."""
+        """Return the next number of the order that is not done."""
         with self._lock:
             self._next = max(self._next, self._low)
-            while self._next in self._beyond or self._next in self._held:
+            while self._next in self._beyond or self._next in self._reserved:
                 self._next += 1
             self._next += 1
             return self._next - 1
 
-    def hold(self, asks: Iterable[PromptRequest]) -> None:
-        """After restore(): somebody has these and will mark them done; they are not asked again."""
-        with self._lock:
-            for ask in asks:
-                if ask.attempt == 0:
-                    self._held.add(ask.draw)
-                else:
-                    self._again.remove((ask.draw, ask.attempt))
-                    self._retried.append((ask.draw, ask.attempt))
-
-    def _ask(self, draw: int, attempt: int) -> PromptRequest:
+    def _request(self, draw: int, attempt: int) -> PromptRequest:
         dataset, index = self.order[draw]
         return PromptRequest(draw, attempt, self.datasets[dataset][index], dataset, index)

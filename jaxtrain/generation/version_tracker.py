@@ -1,114 +1,81 @@
-"""How old a group is while it is still played: which versions have drawn tokens of its episodes.
+"""Age of a group while it is still played: the versions that have drawn tokens of its episodes.
 
-    GroupPlayer ── env.run(row, Dated(engine)) ── generate ──> engine ── note_version(3) ──┐
-    Producer <── Ages.oldest <─────────────────────────────────────────────────────────────┘
+    GroupPlayer ── env.run(row, EpisodeEngine) ── generate ──> engine ── note_version(3) ──┐
+    Producer <── VersionTracker.oldest <───────────────────────────────────────────────────┘
 
-An engine that tells when it begins an answer lets the producer give up what can no longer be
-trained while it is drawn; of any other, the turns that are over tell it. Episodes that another
-process plays are dated there, and its reports say how old they are.
+An engine that reports the version when it begins an answer lets the producer cancel a group while
+its tokens are drawn, as soon as they are too old to be trained; with any other engine only finished
+turns say how old a group is. Episodes that another process plays are tracked there, and its reports
+carry their ages.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
-
-from jaxtrain.generation.engine import Completion, Engine, FrozenPolicy, Sampling
 
 _LISTENER: ContextVar[Callable[[int], None] | None] = ContextVar("listener", default=None)
 
 
 def find_listener() -> Callable[[int], None] | None:
-    """Who wants to know which version draws the first token of the answer that is asked for here;
-    for engines, within `generate`."""
+    """Return the callback for the version that draws the first token of the current request; for
+    engines, within `generate`, that begin the answer in another context."""
     return _LISTENER.get()
 
 
 def note_version(version: int) -> None:
-    """The first token of the answer that is asked for here is drawn by that version; for engines,
-    within `generate`. Said again, where the answer is drawn anew, it replaces what was said."""
+    """Report the version that draws the first token of the current request; for engines, within
+    `generate`. A repeated call, after the answer was begun anew, replaces the version."""
     listener = _LISTENER.get()
     if listener is not None:
         listener(version)
 
 
+@contextmanager
+def listen(listener: Callable[[int], None]) -> Iterator[None]:
+    """Send what engines report within this context to `listener`."""
+    # A context variable and no argument: engines of plugins have the signature of Engine.generate,
+    # and many requests of one event loop are under way at once.
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+
+
 class VersionTracker:
-    """The oldest version that drew a token of each answer in a group's episodes."""
+    """Oldest version that drew a token of each answer in a group's episodes."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, int], int] = {}
+        self._versions: dict[tuple[int, int], int] = {}
         self._calls = 0
-        self.told: Callable[[], None] = lambda: None
-        """Called after every news."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after every new version."""
 
     @property
     def oldest(self) -> int | None:
-        """None: nothing is known to be drawn."""
-        return min(self._found.values(), default=None)
+        """Oldest version of all answers; None if none is known to have begun."""
+        return min(self._versions.values(), default=None)
 
     def add(self, index: int) -> Callable[[int], None]:
-        """What takes the version of one more answer of episode `index`; -1: it is not known."""
+        """Return the callback for the version of another answer of episode `index`; it ignores -1,
+        an unknown version."""
         self._calls += 1
         key = (index, self._calls)
 
         def note(version: int) -> None:
             if version >= 0:
-                self._found[key] = version
-                self.told()
+                self._versions[key] = version
+                self.on_change()
 
         return note
 
     def replace(self, oldest: int) -> None:
-        """What another process, which plays all of them, knows by now."""
-        self._found = {(-1, 0): oldest}
-        self.told()
+        """Set the oldest version as another process reports it, which plays all of the episodes."""
+        self._versions = {(-1, 0): oldest}
+        self.on_change()
 
     def forget(self, index: int) -> None:
-        """Episode `index` begins anew."""
-        self._found = {key: found for key, found in self._found.items() if key[0] != index}
-
-
-class VersionedEngine:
-    """An engine for one episode, whose versions are noted."""
-
-    def __init__(self, engine: Engine, ages: VersionTracker, index: int):
-        self._engine, self._ages, self._index = engine, ages, index
-
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        stop_ids: Sequence[int] = (),
-        index: int = 0,
-    ) -> Completion:
-        """See engine.Engine."""
-        note = self._ages.add(self._index)
-        token = _LISTENER.set(note)
-        try:
-            found = await self._engine.generate(prompt, sampling, stop_ids, index)
-        finally:
-            _LISTENER.reset(token)
-        note(min((v for v in found.versions if v >= 0), default=-1))
-        return found
-
-    @property
-    def others(self) -> dict[str, Any]:
-        """The run's other policies, by name."""
-        found = getattr(self._engine, "others", {})
-        return {
-            name: one
-            if isinstance(one, FrozenPolicy)
-            else VersionedEngine(one, self._ages, self._index)
-            for name, one in found.items()
+        """Drop the versions of episode `index`, which is played again from its beginning."""
+        self._versions = {
+            key: version for key, version in self._versions.items() if key[0] != index
         }
-
-    @property
-    def version(self) -> int:
-        """See engine.Engine."""
-        return self._engine.version
-
-    def counters(self) -> dict[str, float]:
-        """See engine.Engine."""
-        return self._engine.counters()
-
-    async def close(self) -> None:
-        """Nothing: the engine is others', too."""

@@ -22,8 +22,8 @@ from jaxtrain.environments.gym_roster import reach
 from jaxtrain.environments.policy_server import PolicyServer
 from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.generation.dataset_envs import DatasetEnvs
 from jaxtrain.generation.engine import EpisodeFailed
-from jaxtrain.generation.engines import count_envs, inspect_envs
 from jaxtrain.runs.folder import find_changes, list_names
 
 SAMPLING = SamplingConfig(max_new_tokens=64, temperature=0.7)
@@ -291,8 +291,9 @@ def test_each_dataset_is_asked_for_in_its_own_gym(tokenizer):
     ]
     envs = [open_guarded(EnvConfig(kind="nemo_gym", gym=one), tokenizer, 400) for one in gyms]
     plain, said = open_guarded(EnvConfig(), tokenizer), []
-    inspect_envs(plain, [(one, None) for one in envs], [[ROW], []], said.append, wait=False)
-    inspect_envs(plain, [], [[ROW]], said.append)
+    by_dataset = [(env, None) for env in envs]
+    DatasetEnvs(plain, None, by_dataset).inspect([[ROW], []], said.append, wait=False)
+    DatasetEnvs(plain, None).inspect([[ROW]], said.append)
     for env, text, gym in zip(envs, said, gyms, strict=True):
         assert text.startswith(f"warning: env.gym: NeMo Gym at {gym['head']} does not answer now")
         env.close()
@@ -325,7 +326,7 @@ def test_a_gym_that_comes_back_elsewhere_is_found_again(tokenizer):
                 lost = await asyncio.gather(*(run() for _ in range(3)), return_exceptions=True)
                 assert {str(one) for one in lost} == {"gym: connection lost"}
                 assert all(one.again for one in lost) and not fake.away
-                assert count_envs([env, env]) == {"gym/restarts": 2.0}
+                assert DatasetEnvs(env, None).counters() == {"gym/restarts": 1.0}
                 episode = await run()
                 assert episode.rewards == {"gym": 1.0} and fake.runs[-1][0] == "/1/env/run"
                 fake.behave = lambda body: 500

@@ -5,10 +5,12 @@ import os
 import time
 
 from jaxtrain.config import SamplingConfig
+from jaxtrain.generation.dataset_envs import DatasetEnvs
 from jaxtrain.generation.engine import Completion, EpisodeFailed
 from jaxtrain.generation.episodes import Episode
 from jaxtrain.generation.failures import Failures
-from jaxtrain.generation.producer import GroupPlayer, GroupRules, Producer
+from jaxtrain.generation.group_player import GroupPlayer, GroupRules
+from jaxtrain.generation.producer import Producer, ProducerOptions
 from jaxtrain.generation.prompts import PromptOrder
 from jaxtrain.generation.ray.worker_pool import RemotePlayer
 
@@ -33,10 +35,16 @@ def make_prompts(rows):
     return PromptOrder([[{"id": i, "name": f"row {i}"} for i in range(rows)]], seed=3)
 
 
-def open_producer(asked, crew, facts, log):
-    asked = dict(asked)
-    prompts, own = make_prompts(asked.pop("rows")), rules(**asked.pop("rules", {}))
-    return Producer(prompts, RemotePlayer(crew, SAMPLING, own, Failures(log=log)), log=log, **asked)
+def open_producer(options, workers, facts, log):
+    options = dict(options)
+    prompts, group_rules = make_prompts(options.pop("rows")), rules(**options.pop("rules", {}))
+    player = RemotePlayer(workers, SAMPLING, group_rules, Failures(log=log))
+    return Producer(prompts, player, ProducerOptions(**options), log=log)
+
+
+def make_player(engine, **worker):
+    """What plays in a worker."""
+    return GroupPlayer(DatasetEnvs(World(worker), Judge()), engine, SAMPLING, rules())
 
 
 class Table:
@@ -108,7 +116,7 @@ class Judge:
 class Opened:
     def __init__(self, asked):
         self.engine, self.reported = Table(), list(asked.get("reports", ()))
-        self.player = GroupPlayer(World(asked), self.engine, Judge(), SAMPLING, rules())
+        self.player = make_player(self.engine, **asked)
 
     def update(self, table):
         self.engine.version = table["version"] if table else 0

@@ -7,12 +7,16 @@ import time
 
 from jaxtrain.config import SamplingConfig
 from jaxtrain.data.packing.steps import StepShape
+from jaxtrain.generation.dataset_envs import DatasetEnvs
 from jaxtrain.generation.engine import Completion, EpisodeFailed
 from jaxtrain.generation.episodes import Episode
-from jaxtrain.generation.producer import GroupPlayer, GroupRules, Producer
+from jaxtrain.generation.group_player import GroupPlayer, GroupRules
+from jaxtrain.generation.producer import Producer, ProducerOptions
 from jaxtrain.generation.prompts import MAX_ATTEMPTS, PromptOrder
+from jaxtrain.methods.rl.advantages import AdvantageOptions
 from jaxtrain.methods.rl.batch_builder import BatchBuilder
-from jaxtrain.methods.rl.round import AdvantageOptions, RoundSource
+from jaxtrain.methods.rl.replay import ReplayBuffer
+from jaxtrain.methods.rl.round import EngineAccess, RolloutRounds, RoundOptions, RoundStages
 
 SAMPLING = SamplingConfig(temperature=1.0, max_new_tokens=4)
 GROUP = 4
@@ -88,15 +92,30 @@ def make(engine=None, env=None, judge=None, rows=100, rules=None, curator=None, 
     rows = [{"id": i} for i in range(rows)]
     prompts = PromptOrder([rows], seed=0, shuffle=False, curator=curator)
     rules = GroupRules(GROUP, {"r": 1.0}, **(rules or {}))
-    player = GroupPlayer(
-        env or OneToken(), engine or KnownPolicy(), judge or Judge(), SAMPLING, rules
+    envs = DatasetEnvs(env or OneToken(), judge or Judge())
+    player = GroupPlayer(envs, engine or KnownPolicy(), SAMPLING, rules)
+    take_retry = options.pop("take_retry", lambda: False)
+    return Producer(prompts, player, ProducerOptions(**options), take_retry=take_retry)
+
+
+def make_rounds(producer, per_round=2, *, row_tokens=32, replay=None, publisher=None, **options):
+    """Rounds that are drawn without a trainer: see `draw`."""
+    builder = BatchBuilder(StepShape(1, 1, row_tokens, units=1), "token")
+    replay = ReplayBuffer(0, 1) if replay is None else replay
+    stages = RoundStages(producer, builder, AdvantageOptions(), replay)
+    rounds = RolloutRounds(
+        stages,
+        RoundOptions(per_round, **options),
+        EngineAccess(None, publisher, serves=True),
+        total_steps=9,
     )
-    return Producer(prompts, player, **options)
+    rounds.closing.callback(producer.close)
+    return rounds
 
 
-def make_source(producer, per_round=2, **options):
-    labels = BatchBuilder(StepShape(1, 1, 32, units=1), "token")
-    return RoundSource(producer, labels, AdvantageOptions(), prompts_per_round=per_round, **options)
+def draw(rounds):
+    """Batches of the next part."""
+    return rounds.draw().batches
 
 
 def wait_until(condition, seconds=60.0):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain.generation.episode_codec import pack
-from jaxtrain.generation.producer import GroupPlayer, Producer
+from jaxtrain.generation.producer import Producer
 from jaxtrain.generation.ray import remote_producer
 from jaxtrain.generation.ray import worker_pool as crews
 from jaxtrain.generation.ray.hosts import describe_hosts
@@ -19,10 +19,8 @@ from jaxtrain.generation.ray.worker import EpisodeWorker
 from tests.generation.far_toy import (
     GROUP,
     OPENER,
-    SAMPLING,
-    Judge,
     Table,
-    World,
+    make_player,
     make_prompts,
     rules,
     settings,
@@ -75,8 +73,8 @@ class Cluster:
 
 @pytest.fixture
 def cluster(monkeypatch):
-    monkeypatch.setattr(remote_producer, "LOOK", 0.01)
-    monkeypatch.setattr(remote_producer, "RENEW", 0.02)
+    monkeypatch.setattr(remote_producer, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(remote_producer, "RENEW_SECONDS", 0.02)
     monkeypatch.setattr(crews, "BEAT", 0.02)
     made = Cluster()
     yield made
@@ -104,7 +102,7 @@ def wait_until(condition, seconds=30.0):
 
 
 def test_the_groups_are_those_of_one_process(cluster):
-    player = GroupPlayer(World({}), Table(), Judge(), SAMPLING, rules())
+    player = make_player(Table())
     alone = Producer(make_prompts(30), player)
     there = cluster.join(engine=Pool())
     try:
@@ -140,7 +138,7 @@ def test_what_overtakes_each_other_counts_once():
     crew = crews.RolloutWorkers([], "key", OPENER, {}, episode_seconds=1.0, log=print)
     member = crews.WorkerHandle(None, "worker 0")
     for count in (3.0, 9.0, 6.0, 12.0):
-        crew._hear(member, {"counters": {"vllm/requests": count}})
+        crew._take_report(member, {"counters": {"vllm/requests": count}})
     assert crew.counters["vllm/requests"] == 12.0
 
 
@@ -276,11 +274,11 @@ def test_what_became_too_old_is_given_up_where_it_is_played(cluster):
     taken = threading.Thread(target=lambda: slots.extend(producer.next_slots(4)))
     slots: list = []
     taken.start()
-    wait_until(lambda: cluster.service.made._held is not None)
-    there = cluster.service.made._held.producer
-    worlds = lambda: [worker.made._opened.player.env for worker in cluster.workers]  # noqa: E731
+    wait_until(lambda: cluster.service.made._attached is not None)
+    there = cluster.service.made._attached.producer
+    worlds = lambda: [worker.made._opened.player.envs.env for worker in cluster.workers]  # noqa: E731
     wait_until(lambda: len(there._playing) == 8 and sum(one.failed for one in worlds()) == 8)
-    wait_until(lambda: all(slot.ages.oldest == 0 for slot in list(there._playing.values())))
+    wait_until(lambda: all(slot.tracker.oldest == 0 for slot in list(there._playing.values())))
     pool.publish(2)
     producer.drop_older(2)
     taken.join(30)
@@ -288,7 +286,7 @@ def test_what_became_too_old_is_given_up_where_it_is_played(cluster):
     # Those of the groups that were given up, and of the same prompts asked anew.
     wait_until(lambda: all(task.done() for task in there._running))
     assert producer.cancelled["stale"] == 8
-    wait_until(lambda: there.player.failures._failed + len(there.player.crew.late) == 16)
+    wait_until(lambda: there.player.failures._failed + len(there.player.workers.late) == 16)
 
 
 def test_hosts_say_where_their_logs_are():

@@ -9,11 +9,12 @@ import pytest
 
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.generation.engine import EpisodeFailed, Sampling
+from jaxtrain.generation.episode_engine import open_view
 from jaxtrain.generation.local import sampler as local
 from jaxtrain.generation.local import slots
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.sampler import LocalSampler, find_end, roomy
-from jaxtrain.generation.version_tracker import VersionedEngine, VersionTracker
+from jaxtrain.generation.version_tracker import VersionTracker
 from jaxtrain.models import build, families
 
 RAW = {
@@ -207,18 +208,18 @@ def test_what_is_given_up_had_told_its_version_and_leaves_no_row(models):
     engine = LocalEngine(LocalSampler(None, (), max_len=128))
     engine.use(models[0], 7)
     ages, told = VersionTracker(), []
-    ages.told = lambda: told.append(ages.oldest)
+    ages.on_change = lambda: told.append(ages.oldest)
     sampling = Sampling(max_new_tokens=120)
 
     async def play():
-        old = asyncio.create_task(VersionedEngine(engine, ages, 0).generate([7], sampling))
+        old = asyncio.create_task(open_view(engine, tracker=ages, index=0).generate([7], sampling))
         while not told:
             await asyncio.sleep(0.001)
         engine.use(models[0], 8)
         old.cancel()
         with pytest.raises(asyncio.CancelledError):
             await old
-        await VersionedEngine(engine, ages, 1).generate([8], Sampling(max_new_tokens=4))
+        await open_view(engine, tracker=ages, index=1).generate([8], Sampling(max_new_tokens=4))
         await engine.close()
 
     asyncio.run(play())

@@ -8,14 +8,16 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from known_policy import GROUP, SAMPLING, Judge, KnownPolicy, OneToken, make_source
+from known_policy import GROUP, SAMPLING, Judge, KnownPolicy, OneToken, make_rounds
 
 from jaxtrain.environments.guarded import GuardedEnv
 from jaxtrain.errors import Interrupted, RunStopped, UserError
-from jaxtrain.generation import event_loop, producer
+from jaxtrain.generation import event_loop, group_player
+from jaxtrain.generation.dataset_envs import DatasetEnvs
 from jaxtrain.generation.engine import EpisodeFailed
 from jaxtrain.generation.failures import Failures
-from jaxtrain.generation.producer import GroupPlayer, GroupRules, Producer
+from jaxtrain.generation.group_player import GroupPlayer, GroupRules
+from jaxtrain.generation.producer import Producer, ProducerOptions
 from jaxtrain.generation.prompts import PromptOrder
 
 
@@ -59,7 +61,7 @@ FAULTS = "raise exit hang nan inf text none short cancel".split()
 @pytest.fixture(scope="module", autouse=True)
 def short_pauses():
     patch = pytest.MonkeyPatch()
-    patch.setattr(producer, "pause_before", lambda attempt: 0.001)
+    patch.setattr(group_player, "pause_before", lambda attempt: 0.001)
     yield
     patch.undo()
 
@@ -69,15 +71,15 @@ def open_producer(
 ):
     prompts = PromptOrder([[{"id": i} for i in range(rows)]], seed=0, shuffle=False)
     log = (lambda text: None) if said is None else said.append
+    env = GuardedEnv(Scripted(script), "env.path 'world.py:World'", 60.0, step)
     player = GroupPlayer(
-        GuardedEnv(Scripted(script), "env.path 'world.py:World'", 60.0, step),
+        DatasetEnvs(env, judge or Judge()),
         KnownPolicy(),
-        judge or Judge(),
         SAMPLING,
         GroupRules(GROUP, {"r": 1.0}, retries=retries),
         Failures(share, window, log),
     )
-    return Producer(prompts, player, log=log, **options)
+    return Producer(prompts, player, ProducerOptions(**options), log=log)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_every_prompt_is_trained_or_dropped_whatever_its_world_does(faults):
     finally:
         made.close()
     for slot in slots:
-        row = slot.asks[0].row["id"]
+        row = slot.requests[0].row["id"]
         assert (slot.group is None) == ((row - 1) in faults) == bool(slot.dropped)
     assert state["low"] == 13 and not state["beyond"]
 
@@ -238,13 +240,15 @@ def test_a_world_that_blocks_the_event_loop_is_named_and_ends_the_run(monkeypatc
 
 def test_epochs_end_by_prompts_not_by_steps():
     made = open_producer(lambda *_: None, rows=6)
-    source = make_source(made, per_round=2, max_prompts=12.0)
+    source = make_rounds(made, per_round=2, max_prompts=12.0)
     try:
         rounds, shares = 0, []
-        for _ in source:
-            rounds += 1
-            shares.append(source.progress)
-            source.version += 1
+        with pytest.raises(StopIteration):
+            while True:
+                source.draw()
+                rounds += 1
+                shares.append(source.progress)
+                source.version += 1
     finally:
         source.close()
     assert rounds == 6 and shares[2] == 0.5 and isinstance(shares[-1], float)

@@ -13,10 +13,11 @@ from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.environments.guarded import open_guarded
 from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.errors import UserError
+from jaxtrain.generation.dataset_envs import DatasetEnvs
 from jaxtrain.generation.engine import EpisodeFailed, PromptRequest
+from jaxtrain.generation.episode_engine import with_policies
 from jaxtrain.generation.frozen_policy import ServedPolicy, open_frozen
-from jaxtrain.generation.multi_policy import with_policies
-from jaxtrain.generation.producer import GroupPlayer, GroupRules, RoundSlot
+from jaxtrain.generation.group_player import GroupPlayer, GroupRules, RoundSlot
 
 JUDGED = """
 async def judged(row, chat):
@@ -154,7 +155,7 @@ def test_a_judge_that_fails_drops_the_group_under_its_reason(judges, env):
         engine = with_policies(
             ScriptedEngine(load_tokenizer("builtin"), ["2"] * 9), {"judge": judge}
         )
-        player = GroupPlayer(env, engine, None, SamplingConfig(), GroupRules(2, {}))
+        player = GroupPlayer(DatasetEnvs(env, None), engine, SamplingConfig(), GroupRules(2, {}))
         slot = RoundSlot(None, [])
         player.failures.add(None)  # it has worked before
         assert await player.play(PromptRequest(0, 0, {"question": "1 + 1?"}), slot) is None

@@ -18,8 +18,8 @@ from jaxtrain.environments.guarded import open_guarded
 from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed
+from jaxtrain.generation.episode_engine import with_policies
 from jaxtrain.generation.local.frozen_folder import assemble_folder, frozen_shapes, open_folders
-from jaxtrain.generation.multi_policy import with_policies
 from jaxtrain.models import loading
 
 TOKENS = 6

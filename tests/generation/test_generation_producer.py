@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from known_policy import GROUP, Judge, KnownPolicy, OneToken, make, make_source, wait_until
+from known_policy import GROUP, Judge, KnownPolicy, OneToken, draw, make, make_rounds, wait_until
 
 from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain.generation.episodes import Episode, Group
@@ -89,7 +89,7 @@ def test_groups_of_equal_rewards_are_dropped_or_replaced(closing):
     assert [slot.group is None for slot in slots] == [True, False, True, False]
     assert slots[0].dropped == {"zero_advantage": 1}
     first = Judge(lambda row, place: 1.0 if row["id"] < 3 else float(place))
-    refilling = make(judge=first, rules={"max_asks": 3})
+    refilling = make(judge=first, rules={"max_prompts": 3})
     closing(refilling)
     assert all(slot.group is not None for slot in refilling.next_slots(4))
     keeping = make(judge=equal, rules={"drop_flat": False})
@@ -131,7 +131,7 @@ def test_prompts_nobody_earned_on_are_asked_again_with_new_draws(closing):
     engine = KnownPolicy()
     judge = Judge(lambda row, place: 0.0 if row["id"] == 0 else float(place))
     again = iter([False, False, True, True])
-    producer = make(engine, judge=judge, choose_again=lambda: next(again))
+    producer = make(engine, judge=judge, take_retry=lambda: next(again))
     closing(producer)
     take(producer, 2)
     assert producer.prompts.waiting == 1
@@ -171,8 +171,8 @@ def test_waiting_can_be_interrupted_and_closing_leaves_nothing_behind():
 def test_a_round_has_exact_advantages_and_metrics(closing):
     producer = make()
     closing(producer)
-    source = make_source(producer)
-    (batch,) = next(source)
+    source = make_rounds(producer)
+    (batch,) = draw(source)
     mask = batch.weights["pg"] != 0
     assert mask.sum() == 2 * GROUP
     places = batch.streams[EPISODE][mask]
@@ -204,8 +204,8 @@ def test_dropped_groups_still_count_in_the_mean_reward(closing):
     equal = Judge(lambda row, place: 9.0 if row["id"] == 0 else float(place))
     producer = make(judge=equal)
     closing(producer)
-    source = make_source(producer)
-    next(source)
+    source = make_rounds(producer)
+    draw(source)
     assert source.metrics["reward"] == (9.0 + 1.5) / 2
     assert source.metrics["frac_reward_zero_std"] == 0.5
     assert source.metrics["dropped/zero_advantage"] == 1
@@ -216,14 +216,14 @@ def test_stale_groups_are_dropped_and_replaced(closing):
     engine = KnownPolicy()
     producer = make(engine, ahead=4, ordered=False)
     closing(producer)
-    source = make_source(producer, max_lag=1)
-    next(source)
+    source = make_rounds(producer, max_lag=1)
+    draw(source)
     wait_until(lambda: len(engine.answered) == 6 * GROUP)  # four groups of version 0 wait
     source.version = engine.version = 1
-    next(source)
+    draw(source)
     assert source.metrics["lag/max"] == 1
     source.version = engine.version = 3
-    next(source)
+    draw(source)
     assert source.metrics["dropped/stale"] >= 2
     assert source.metrics["lag/max"] <= 1
 
@@ -232,11 +232,11 @@ def test_prefetch_lags_one_round(closing):
     engine = KnownPolicy()
     producer = make(engine, ahead=2)
     closing(producer)
-    source = make_source(producer)
+    source = make_rounds(producer)
     lags = []
     for version in range(4):
         source.version = engine.version = version
-        next(source)
+        draw(source)
         lags.append(source.metrics["lag/max"])
         # What is drawn ahead is of this version, all of it.
         wait_until(lambda count=2 * version + 4: len(engine.answered) == count * GROUP)
@@ -248,9 +248,9 @@ def test_a_run_without_anything_to_learn_from_stops_with_the_reason(closing):
     end says what was sampled."""
     producer = make(judge=Judge(lambda row, place: 0.0))
     closing(producer)
-    source = make_source(producer, max_idle=3)
+    source = make_rounds(producer, max_idle=3)
     for count in (1, 2, 3):
-        assert next(source) == [] and source.last_part
+        assert draw(source) == [] and source.last_part
         assert source.metrics["idle_rounds"] == count and source.metrics["reward"] == 0
         assert {sample["prompt_number"] for sample in source.samples} <= {
             2 * count - 2,
@@ -258,7 +258,7 @@ def test_a_run_without_anything_to_learn_from_stops_with_the_reason(closing):
         }
         assert len(source.samples) == 2
     with pytest.raises(RunStopped) as stopped:
-        next(source)
+        draw(source)
     for words in ("3 rounds", "max_idle_rounds", "6 zero_advantage", "answer '10'", "{'r': 0.0}"):
         assert words in str(stopped.value)
 
@@ -278,16 +278,16 @@ def test_replayed_groups_stand_in_for_flat_ones_and_are_marked(closing):
     judge = Judge(lambda row, place: float(place) if row["id"] < 2 else 1.0)
     producer = make(judge=judge)
     closing(producer)
-    source = make_source(producer, replay=ReplayBuffer(4, max_lag=2))
-    next(source)
+    source = make_rounds(producer, replay=ReplayBuffer(4, max_lag=2))
+    draw(source)
     source.version = 1
-    (batch,) = next(source)
+    (batch,) = draw(source)
     assert source.metrics["groups/replayed"] == 2
     assert source.metrics["reward"] == 1.0  # that of the fresh groups alone
     advantages = batch.streams["advantage"][batch.weights["pg"] != 0]
     assert sorted(np.round(advantages, 2)) == sorted(2 * [-1.16, -0.39, 0.39, 1.16])
     source.version = 4  # too old by now
-    assert next(source) == [] and source.metrics["groups/replayed"] == 0
+    assert draw(source) == [] and source.metrics["groups/replayed"] == 0
 
 
 def test_the_replay_buffer_keeps_the_most_informative():
@@ -307,15 +307,15 @@ def test_state_travels_through_json(closing):
 
     producer = make()
     closing(producer)
-    source = make_source(producer)
-    next(source)
+    source = make_rounds(producer)
+    draw(source)
     source.version = 1
     state = json.loads(json.dumps(source.state()))
     other = make()
     closing(other)
-    resumed = make_source(other)
+    resumed = make_rounds(other)
     resumed.restore(state)
     assert resumed.version == 1
     assert resumed.counters()["rounds"] == 1
-    next(resumed)
+    draw(resumed)
     assert [s["prompt_number"] for s in resumed.samples] == [2, 2] or resumed.samples

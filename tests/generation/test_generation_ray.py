@@ -13,17 +13,15 @@ import pytest
 from jaxtrain.config.ray import RayConfig
 from jaxtrain.errors import UserError
 from jaxtrain.generation.episode_codec import pack
-from jaxtrain.generation.producer import GroupPlayer, Producer
+from jaxtrain.generation.producer import Producer
 from jaxtrain.generation.ray.actors import start_service
 from jaxtrain.generation.ray.hosts import HOST, PORT, RaySource, find_hosts, start_hosts
 from jaxtrain.generation.ray.ray_cluster import join
 from jaxtrain.generation.ray.remote_producer import RemoteProducer
 from tests.generation.far_toy import (
     OPENER,
-    SAMPLING,
-    Judge,
     Table,
-    World,
+    make_player,
     make_prompts,
     rules,
     settings,
@@ -114,7 +112,7 @@ def wait_until(condition, seconds=90.0):
 
 
 def test_groups_are_those_of_one_process_and_losses_cost_nothing(attach, tmp_path):
-    alone = Producer(make_prompts(30), GroupPlayer(World({}), Table(), Judge(), SAMPLING, rules()))
+    alone = Producer(make_prompts(30), make_player(Table()))
     said = []
     # The first worker that plays an episode dies of it; the service is killed later.
     there = attach(said=said, worker={"dies": str(tmp_path / "died")}, ahead=2)

@@ -3,12 +3,12 @@ replayed; an engine whose answers wait until they are let go."""
 
 import asyncio
 import json
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from known_policy import GROUP, Judge, KnownPolicy, OneToken, make, make_source, wait_until
+from known_policy import GROUP, Judge, KnownPolicy, OneToken, draw, make, make_rounds, wait_until
 
 from jaxtrain.config.load import validate_config
 from jaxtrain.errors import UserError
@@ -16,9 +16,7 @@ from jaxtrain.generation.curators import Greso, SkipSolved, open_curator
 from jaxtrain.generation.engine import Completion, EpisodeFailed, PromptRequest
 from jaxtrain.generation.prompts import MAX_ATTEMPTS
 from jaxtrain.generation.version_tracker import VersionTracker, note_version
-from jaxtrain.methods.rl.on_policy import OnPolicy
 from jaxtrain.methods.rl.replay import ReplayBuffer
-from jaxtrain.methods.rl.shared_rounds import SharedRounds
 
 
 class Telling(KnownPolicy):
@@ -50,8 +48,8 @@ def closing():
 
 def trained(source):
     """Draws of the groups that the next round trains."""
-    next(source)
-    return [group.draw for group in source._round.groups]
+    draw(source)
+    return [group.draw for group in source._tally.groups]
 
 
 def begin(source, engine, version):
@@ -65,18 +63,16 @@ def begin(source, engine, version):
     roles = SimpleNamespace(rebuild=lambda role: None, trained="policy")
     held = SimpleNamespace(roles=roles, params=dict)
     live = SimpleNamespace(snapshot=lambda: held, phase=lambda name: nullcontext(), auxiliary={})
-    publisher = SimpleNamespace(publish=publish)
-    rounds = SharedRounds(source)
-    loop = OnPolicy(rounds, publisher, engine, ExitStack(), serves=True, total_steps=9)
-    rounds.version, loop.begun = version - 1, True
-    loop.finish(live, interrupted=False)
+    source.access = SimpleNamespace(publisher=SimpleNamespace(publish=publish), policies=())
+    source.version, source._trained = version - 1, True
+    source.finish(live, interrupted=False)
 
 
 def test_the_oldest_tokens_leave_first(closing):
     """Draw 0 began first and is over last, by newer weights: those before it are older."""
     engine = KnownPolicy(held={0, 3, 4})
     producer = closing(make(engine, ahead=3, ordered=False))
-    source = make_source(producer, max_lag=2)
+    source = make_rounds(producer, max_lag=2)
     assert sorted(trained(source)) == [1, 2]
     begin(source, engine, 1)
     engine.held.discard(0)  # drawn by version 1
@@ -92,7 +88,7 @@ def test_the_oldest_tokens_leave_first(closing):
 def test_what_no_round_can_take_is_given_up_and_asked_anew(closing):
     engine = Telling(held={0})
     producer = closing(make(engine, ahead=2, ordered=False))
-    source = make_source(producer, max_lag=1)
+    source = make_rounds(producer, max_lag=1)
     assert 0 not in trained(source)
     begin(source, engine, 1)
     assert 0 not in trained(source)
@@ -112,35 +108,37 @@ def test_what_no_round_can_take_is_given_up_and_asked_anew(closing):
 def test_cancelled_groups_are_counted_once_in_the_rounds_numbers(closing):
     engine = Telling(held={0})
     producer = closing(make(engine, ahead=2, ordered=False))
-    source = make_source(producer, max_lag=0)
-    next(source)
+    source = make_rounds(producer, max_lag=0)
+    draw(source)
     begin(source, engine, 1)
     wait_until(lambda: producer.cancelled["stale"] == 1)
-    next(source)
+    draw(source)
     assert source.metrics["cancelled/stale"] == 1
-    next(source)
+    draw(source)
     assert "cancelled/stale" not in source.metrics
 
 
 def test_a_prompt_that_is_always_too_slow_is_dropped_in_the_end(closing):
     engine = Telling(held={0})
     producer = closing(make(engine, ahead=1, ordered=False))
-    source = make_source(producer, per_round=1, max_lag=0)
-    next(source)
+    source = make_rounds(producer, per_round=1, max_lag=0)
+    draw(source)
     for version in (1, 2, 3):
-        wait_until(lambda: any(slot.ages.oldest == engine.version for slot in running(producer, 0)))
+        wait_until(
+            lambda: any(slot.tracker.oldest == engine.version for slot in running(producer, 0))
+        )
         begin(source, engine, version)
         wait_until(lambda count=version: producer.cancelled["stale"] >= count)
     found = []
     for _ in range(3):
-        next(source)
+        draw(source)
         found.append(source.metrics.get("dropped/stale", 0))
     assert sum(found) == 1 and source.counters()["dropped"] == {"stale": 1}
     assert 0 not in engine.answered
 
 
 def running(producer, draw):
-    return [slot for slot in list(producer._playing.values()) if slot.asks[-1].draw == draw]
+    return [slot for slot in list(producer._playing.values()) if slot.requests[-1].draw == draw]
 
 
 def test_what_turns_out_to_be_old_later_is_given_up_then(closing):
@@ -157,8 +155,8 @@ def test_what_turns_out_to_be_old_later_is_given_up_then(closing):
 
     engine = Late()
     producer = closing(make(engine, ahead=2, ordered=False))
-    source = make_source(producer, max_lag=0)
-    next(source)
+    source = make_rounds(producer, max_lag=0)
+    draw(source)
     begin(source, engine, 1)
     wait_until(lambda: engine.begun.count((0, 1)) == GROUP)
     assert 0 in trained(source) + trained(source) and producer.cancelled["stale"] == 1
@@ -173,8 +171,8 @@ def test_what_failed_for_good_counts_though_its_group_is_given_up(closing):
 
     engine = Telling(held={0})
     producer = closing(make(engine, Env(), ahead=2, ordered=False))
-    source = make_source(producer, max_lag=0)
-    next(source)
+    source = make_rounds(producer, max_lag=0)
+    draw(source)
     failures = producer.player.failures
     before = failures._failed
     begin(source, engine, 1)
@@ -185,18 +183,18 @@ def test_an_engine_that_tells_nothing_loses_nothing(closing):
     """Only turns that are over say how old a group is; one that waits is not given up."""
     engine = KnownPolicy(held={0})
     producer = closing(make(engine, ahead=2, ordered=False))
-    source = make_source(producer, max_lag=0)
-    next(source)
+    source = make_rounds(producer, max_lag=0)
+    draw(source)
     begin(source, engine, 5)
-    next(source)
+    draw(source)
     assert producer.cancelled["stale"] == 0
 
 
 def test_closing_ends_what_was_given_up_too():
     engine = Telling(held={0, 1})
     producer = make(engine, ahead=2, ordered=False)
-    source = make_source(producer, per_round=1, max_lag=0)
-    next(source)
+    source = make_rounds(producer, per_round=1, max_lag=0)
+    draw(source)
     engine.version = 1
     producer.drop_older(1)
     producer.close()
@@ -218,15 +216,15 @@ def test_ages_are_those_of_what_is_still_played():
 def test_a_share_of_the_round_is_replayed_and_so_many_prompts_fewer_are_asked(closing):
     engine = KnownPolicy()
     producer = closing(make(engine))
-    source = make_source(producer, per_round=4, replay=ReplayBuffer(8, 4), num_replayed=1)
+    source = make_rounds(producer, per_round=4, replay=ReplayBuffer(8, 4), num_replayed=1)
     for version, (fresh, replayed) in enumerate([(4, 0), (3, 1), (3, 1)]):
         asked = len(engine.calls)
         begin(source, engine, version)
-        next(source)
+        draw(source)
         assert source.metrics["groups"] == 4 and source.metrics["groups/replayed"] == replayed
         assert len(engine.calls) - asked == fresh * GROUP
     resumed = closing(make(KnownPolicy()))
-    other = make_source(resumed, per_round=4, replay=ReplayBuffer(8, 4), num_replayed=1)
+    other = make_rounds(resumed, per_round=4, replay=ReplayBuffer(8, 4), num_replayed=1)
     other.restore(json.loads(json.dumps(source.state())))
     source.version = other.version = 3
     assert trained(source) == trained(other)
@@ -235,12 +233,12 @@ def test_a_share_of_the_round_is_replayed_and_so_many_prompts_fewer_are_asked(cl
 def test_replayed_groups_come_in_the_parts_of_a_streamed_round(closing):
     producer = closing(make(streaming=True))
     options = {"per_round": 4, "parts": 2, "replay": ReplayBuffer(8, 4), "num_replayed": 3}
-    source = make_source(producer, **options)
+    source = make_rounds(producer, **options)
     for version in range(2):
         source.version = version
-        parts = [len(next(source))]
+        parts = [len(draw(source))]
         while not source.last_part:
-            parts.append(len(next(source)))
+            parts.append(len(draw(source)))
         assert len(parts) == 2 and source.metrics["groups"] == 4
         assert source.metrics["groups/replayed"] == 3 * version
 
@@ -248,12 +246,14 @@ def test_replayed_groups_come_in_the_parts_of_a_streamed_round(closing):
 def curated(curator, judge, rounds, per_round=4, rows=4):
     """Rows asked in each round."""
     producer = make(judge=judge, rows=rows, curator=curator)
-    source = make_source(producer, per_round=per_round, max_idle=99)
+    source = make_rounds(producer, per_round=per_round, max_idle=99)
     try:
         found = []
         for _ in range(rounds):
-            next(source)
-            found.append(sorted(ask.row["id"] for slot in source._round.slots for ask in slot.asks))
+            draw(source)
+            found.append(
+                sorted(ask.row["id"] for slot in source._tally.slots for ask in slot.requests)
+            )
         return found, source.state(), source.metrics
     finally:
         producer.close()
@@ -287,11 +287,11 @@ def test_a_resumed_curator_chooses_as_one_that_went_on():
     whole, _, _ = curated(Greso(5), judge, 8, rows=9)
     first, state, _ = curated(Greso(5), judge, 5, rows=9)
     producer = make(judge=judge, rows=9, curator=Greso(5))
-    source = make_source(producer, per_round=4, max_idle=99)
+    source = make_rounds(producer, per_round=4, max_idle=99)
     source.restore(json.loads(json.dumps(state)))
     for rows in whole[5:]:
-        next(source)
-        asked = [ask.row["id"] for slot in source._round.slots for ask in slot.asks]
+        draw(source)
+        asked = [ask.row["id"] for slot in source._tally.slots for ask in slot.requests]
         assert sorted(asked) == rows
     producer.close()
     assert whole[:5] == first and len({*sum(whole, [])}) == 9

@@ -17,7 +17,7 @@ from jaxtrain.generation.engine import EpisodeFailed, PromptRequest
 from jaxtrain.generation.episodes import Episode, Group
 from jaxtrain.generation.offline_answers import OfflineAnswers
 from jaxtrain.generation.vllm.teacher import TeacherServer, find_branches
-from jaxtrain.methods.rl.batch_builder import DRAWN, BatchBuilder, label
+from jaxtrain.methods.rl.batch_builder import DRAWN, BatchBuilder, build_batches
 
 
 class Script(BaseHTTPRequestHandler):
@@ -139,7 +139,7 @@ def test_the_datas_answers():
     drawn = Episode([1, 2, 3], [False, True, True], [0.0, -1.0, -1.0], [-1, 0, 0], "stop")
     groups = [Group(i, row, [one], [{}], np.zeros(1)) for i, one in enumerate((given, drawn))]
     labels = BatchBuilder(StepShape(1, 1, 64, units=1), "token", ("distillation",))
-    [batch] = label(groups, labels).batches
+    [batch] = build_batches(groups, labels).batches
     trained = batch.weights["distillation"] != 0
     assert trained.sum() == 6 and batch.streams[DRAWN][trained].sum() == 2
     assert not batch.streams[DRAWN][~trained].any()

@@ -14,7 +14,8 @@ from jaxtrain.config import SamplingConfig
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.engine import Completion, EpisodeFailed
-from jaxtrain.generation.version_tracker import VersionedEngine, VersionTracker
+from jaxtrain.generation.episode_engine import open_view
+from jaxtrain.generation.version_tracker import VersionTracker
 from jaxtrain.generation.vllm.control import ServerGone, call
 from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.generation.vllm.inspector import PROBE_TEXT
@@ -365,13 +366,13 @@ def test_a_request_tells_who_begins_it_and_lets_go_when_it_is_given_up():
     fake.token_seconds = 0.05
     fake.script.append("cut")
     ages, told = VersionTracker(), []
-    ages.told = lambda: told.append(ages.oldest)
+    ages.on_change = lambda: told.append(ages.oldest)
     with opened([fake]) as (engine, servers, _):
         engine.first_pause = 0.2
 
         async def play():
             asked = asyncio.create_task(
-                VersionedEngine(engine, ages, 0).generate([1, 2], DRAW, (STOP,))
+                open_view(engine, tracker=ages, index=0).generate([1, 2], DRAW, (STOP,))
             )
             while servers.counters["retries"] == 0:
                 await asyncio.sleep(0.005)

@@ -88,7 +88,7 @@ def test_a_served_hybrid_follows_the_trainer(server, tmp_path, sync):
     parts = build_model_bundle(config)
     rebuild, params = abstract_params(parts)[1], open_params(parts, 0)
     engine, publisher = open_vllm(config, parts)
-    wide = {name.rsplit(".", 2)[-2] for name in publisher.own.wide if name.endswith("A_log")}
+    wide = {name.rsplit(".", 2)[-2] for name in publisher.publisher.wide if name.endswith("A_log")}
     assert wide == {"linear_attn"}
     try:
         for version in range(3):

@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 
 from jaxtrain.generation.episodes import Episode, Group
+from jaxtrain.generation.reward_table import is_flat, turn_tables, weigh
 from jaxtrain.methods.rl.advantages import (
     EPSILON,
+    AdvantageOptions,
     compute_advantages,
-    is_flat,
     leave_one_out,
-    turn_tables,
-    weigh,
 )
 from jaxtrain.methods.rl.config import OBJECTIVES
 
@@ -19,8 +18,9 @@ REWARDS = np.array([[1.0], [0.0], [0.0], [1.0], [1.0], [3.0]])
 SIZES = [4, 2]
 
 
-def compute(rewards=REWARDS, sizes=SIZES, weights=(1.0,), **how):
-    return compute_advantages(np.asarray(rewards, float), sizes, weights, **how)
+def compute(rewards=REWARDS, sizes=SIZES, weights=(1.0,), penalty_N=None, **options):
+    rewards_NK, chosen = np.asarray(rewards, float), AdvantageOptions(**options)
+    return compute_advantages(rewards_NK, sizes, weights, chosen, penalty_N)
 
 
 def test_group_mean_and_unbiased_deviation_by_hand():
@@ -175,10 +175,7 @@ def test_a_turn_is_judged_by_what_was_still_to_come():
     group = Group(0, {}, episodes, [episode.all_rewards for episode in episodes])
     assert group.rewards == [{"goal": 1.0, "step": 3.0}, {"goal": 0.0, "step": 0.0}, {"step": 2.0}]
     tables = turn_tables([group], ["goal", "step"])
-    found = [
-        compute_advantages(table, [3], (2.0, 1.0), baseline="group", scale="none")
-        for table in tables
-    ]
+    found = [compute(table, [3], (2.0, 1.0), baseline="group", scale="none") for table in tables]
     want = np.array([[5, 0, 2], [4, 0, 1], [4, 0, 0]])
     np.testing.assert_allclose(found, want - want.mean(1, keepdims=True), rtol=1e-12)
     # What equals in sum may differ in when it was earned: such a group teaches something.

@@ -26,7 +26,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.episodes import Episode, Group
 from jaxtrain.main import main
 from jaxtrain.methods.registry import make_task
-from jaxtrain.methods.rl.batch_builder import BatchBuilder, label
+from jaxtrain.methods.rl.batch_builder import BatchBuilder, build_batches
 from jaxtrain.models import families, loading
 from jaxtrain.runs.checkpoint import Checkpoints
 
@@ -115,7 +115,7 @@ def test_a_refresh_is_a_step_on_each_answer_by_itself(folders, kind):
     start = jax.device_get(one.state.params)
     group = draw_group(np.random.default_rng(3))
     labels = BatchBuilder(StepShape(4, 1, 64, units=1), "sequence", dtype=np.float32)
-    (batch,) = label([group], labels).batches
+    (batch,) = build_batches([group], labels).batches
 
     refresh, method = task.prepare.func.__self__, SimpleNamespace(prepare=lambda round, _: round)
     ready = refresh.prepare(method, Round([batch], version=0), None)

@@ -1,5 +1,6 @@
 """Structured EBFT: what a round's answers are worth, what trains, and whole runs."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -20,9 +21,9 @@ from jaxtrain.main import main
 from jaxtrain.methods.ebft.feature_matching import rewards
 from jaxtrain.methods.ebft.loss import ebft_loss
 from jaxtrain.methods.ebft.method import FeatureMatchingPreparation, make
-from jaxtrain.methods.rl.batch_builder import BatchBuilder, label
+from jaxtrain.methods.rl.advantages import AdvantageOptions, RewardTable
+from jaxtrain.methods.rl.batch_builder import BatchBuilder, build_batches
 from jaxtrain.methods.rl.loss import PolicyObjective
-from jaxtrain.methods.rl.round import AdvantageOptions, RewardTable, RoundSource
 from tests.docs.metric_names import require_rows
 
 CONFIG = """
@@ -100,16 +101,15 @@ def prepare(folder, groups, *words):
     task = make(load(folder, "task.features.pooling=mean_pooling", *words))
     matching = task.prepare
     assert isinstance(matching, FeatureMatchingPreparation)
-    estimator = AdvantageOptions("group", "none")
     source = SimpleNamespace(
         groups=groups,
-        estimator=estimator,
         table=RewardTable([np.zeros((6, 0))], (), (3, 3)),
         last_part=True,
         choose_samples=lambda: [group.rewards for group in groups],
     )
-    source.advantages = lambda table, penalty=None: RoundSource.advantages(source, table, penalty)
-    matching.data.source = source
+    plan = matching.data.plan
+    matching.data.plan = dataclasses.replace(plan, advantages=AdvantageOptions("group", "none"))
+    matching.data.rounds = source
     return matching, source
 
 
@@ -175,7 +175,7 @@ def test_cross_entropy_of_the_truth_is_really_trained():
     for group in groups:
         group.advantages = np.ones((3, 1))
     labels = BatchBuilder(StepShape(1, 1, 64, units=1), "sequence", truth="ce")
-    batch = jax.tree.map(lambda x: x[0], label(groups, labels).batches[0])
+    batch = jax.tree.map(lambda x: x[0], build_batches(groups, labels).batches[0])
     assert float((batch.weights["ce"] != 0).sum()) == 6  # twice the three tokens of a truth
     assert not np.any((batch.weights["ce"] != 0) & (batch.weights["pg"] != 0))
     table = jnp.asarray(np.random.default_rng(2).normal(size=(100, 100)), jnp.float32)
@@ -194,7 +194,7 @@ def test_cross_entropy_of_the_truth_is_really_trained():
     assert float(sum_) == pytest.approx(wanted, rel=1e-5)
     assert float(jnp.abs(gradient).max()) > 0.1
     # Without the component there is no such branch.
-    bare = label(groups, BatchBuilder(StepShape(1, 1, 64, units=1), "sequence")).batches[0]
+    bare = build_batches(groups, BatchBuilder(StepShape(1, 1, 64, units=1), "sequence")).batches[0]
     assert "ce" not in bare.weights and (bare.prev >= 0).sum() < (batch.prev >= 0).sum()
 
 

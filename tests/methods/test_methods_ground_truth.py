@@ -10,9 +10,10 @@ from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.environments.factory import open_env
 from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.errors import UserError
+from jaxtrain.generation.dataset_envs import DatasetEnvs
 from jaxtrain.generation.engine import EpisodeFailed, PromptRequest
-from jaxtrain.generation.producer import GroupPlayer, GroupRules, RoundSlot
-from jaxtrain.generation.prompt_rows import open_prompts
+from jaxtrain.generation.group_player import AnswerOptions, GroupPlayer, GroupRules, RoundSlot
+from jaxtrain.generation.prompts import open_prompts
 from jaxtrain.methods.ebft.ground_truth import GroundTruthRows, GroundTruths, count_prompt
 from jaxtrain.safe_io import UnreadableRow
 
@@ -136,13 +137,11 @@ def test_a_group_is_played_with_its_truth_and_budget(tmp_path, tokenizer):
             return [{} for _ in episodes]
 
     player = GroupPlayer(
-        Env(),
+        DatasetEnvs(Env(), NoRewards()),
         ScriptedEngine(tokenizer, ["x"] * 8),
-        NoRewards(),
         SamplingConfig(max_new_tokens=99),
         GroupRules(2, {}),
-        judged=False,
-        truths=make(rows, tokenizer),
+        answers=AnswerOptions(truths=make(rows, tokenizer), need_reward=False),
     )
 
     group = asyncio.run(player.play(PromptRequest(0, 0, rows[0]), RoundSlot(None, [])))
@@ -150,4 +149,4 @@ def test_a_group_is_played_with_its_truth_and_budget(tmp_path, tokenizer):
     assert tokenizer.decode(group.truth.drawn_tokens, skip_special_tokens=True) == "A"
     long = {**rows[0], "ground_truth_message": {"role": "assistant", "content": "word " * 400}}
     with pytest.raises(EpisodeFailed, match="too long"):
-        player.truths(PromptRequest(1, 0, long))
+        player.answers.truths(PromptRequest(1, 0, long))

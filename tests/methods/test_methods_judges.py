@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from jaxtrain.batch import Batch
+from jaxtrain.methods.rl.advantages import RewardTable
 from jaxtrain.methods.rl.batch_builder import EPISODE, TURN
 from jaxtrain.methods.rl.judges import RewardModelJudge, ask_judges, judge_table
-from jaxtrain.methods.rl.round import RewardTable
 
 NAN = np.nan
 

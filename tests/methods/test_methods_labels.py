@@ -19,13 +19,12 @@ from jaxtrain.core.task import Round
 from jaxtrain.data.packing.steps import StepShape
 from jaxtrain.generation.episode_codec import pack, unpack
 from jaxtrain.generation.episodes import Episode, Group, TokenSequence
-from jaxtrain.methods.rl.advantages import turn_tables
-from jaxtrain.methods.rl.batch_builder import EPISODE, TURN, BatchBuilder, label
+from jaxtrain.generation.reward_table import turn_tables
+from jaxtrain.methods.rl.advantages import AdvantageOptions, RewardTable
+from jaxtrain.methods.rl.batch_builder import EPISODE, TURN, BatchBuilder, build_batches
 from jaxtrain.methods.rl.config import OBJECTIVES, RLTask
 from jaxtrain.methods.rl.loss import PolicyObjective, policy_loss
 from jaxtrain.methods.rl.method import PolicyPreparation
-from jaxtrain.methods.rl.round import AdvantageOptions, RoundSource
-from jaxtrain.methods.rl.round import RewardTable as RewardTable
 from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
@@ -168,7 +167,7 @@ def test_a_group_tree_is_its_flat_rows(average, make):
     with jax.enable_x64(True):
         found = [
             loss_and_gradient(
-                label(make(), make_labels(average=average, share_prompts=share, longest=9)),
+                build_batches(make(), make_labels(average=average, share_prompts=share, longest=9)),
                 objective,
             )
             for share in (True, False)
@@ -184,7 +183,7 @@ def test_a_group_tree_is_its_flat_rows(average, make):
 def test_every_drawn_token_trains_once_and_nothing_else():
     groups = make_groups()
     for share in (True, False):
-        labeled = label(groups, make_labels(share_prompts=share))
+        labeled = build_batches(groups, make_labels(share_prompts=share))
         for batch in labeled.batches:
             check_batch(batch)
         drawn = sum(e.num_sampled for group in groups for e in group.episodes)
@@ -204,7 +203,7 @@ def test_a_rewritten_history_trains_each_drawn_token_where_it_was_drawn(share):
     """With the log-prob that it was drawn with, the advantage of its episode's turn, and episodes
     that count alike in a mean of sequences, however many sequences they have."""
     groups = make_rewritten_groups(turn_advantages=True)
-    labeled = label(groups, make_labels(share_prompts=share, average="sequence"))
+    labeled = build_batches(groups, make_labels(share_prompts=share, average="sequence"))
     (batch,) = labeled.batches
     check_batch(batch)
     mask = batch.weights["pg"] != 0
@@ -238,7 +237,7 @@ def test_a_rewritten_history_trains_each_drawn_token_where_it_was_drawn(share):
     prompts = sum(4 * (sum(len(e.sequences) for e in g.episodes) - 1) for g in groups)
     assert saved > prompts if share else saved == 0
     short = max(len(one.tokens) for e in groups[0].episodes[:2] for one in e.sequences)
-    cut = label(groups, make_labels(row_tokens=short))
+    cut = build_batches(groups, make_labels(row_tokens=short))
     assert cut.too_long == sum(
         any(len(one.tokens) > short for one in e.sequences) for g in groups for e in g.episodes
     )
@@ -246,7 +245,7 @@ def test_a_rewritten_history_trains_each_drawn_token_where_it_was_drawn(share):
 
 def test_the_tokens_saved_are_the_shared_prompts():
     groups = make_groups()
-    saving = label(groups, make_labels()).saving
+    saving = build_batches(groups, make_labels()).saving
     flat = sum(len(e.tokens) for group in groups for e in group.episodes)
     prompts = [
         (len(g.episodes) - 1) * next(i for i, s in enumerate(g.episodes[0].sampled) if s)
@@ -254,19 +253,19 @@ def test_the_tokens_saved_are_the_shared_prompts():
     ]
     assert saving.flat_tokens == flat
     assert saving.saved_tokens == sum(prompts)
-    assert label(groups, make_labels(share_prompts=False)).saving.saved_tokens == 0
+    assert build_batches(groups, make_labels(share_prompts=False)).saving.saved_tokens == 0
 
 
 def test_a_group_larger_than_a_row_is_cut_into_several_trees():
     rng = np.random.default_rng(0)
     episodes = [make_episode(rng, range(10)) for _ in range(12)]
     group = Group(0, {}, episodes, [{} for _ in episodes], advantages=np.ones(12))
-    labeled = label([group], make_labels(row_tokens=24))
+    labeled = build_batches([group], make_labels(row_tokens=24))
     assert labeled.trained_tokens == sum(e.num_sampled for e in episodes)
     assert labeled.batches[0].tokens.shape[0] * 2 > 1
     long = make_episode(rng, range(25))
     group = Group(0, {}, [*episodes, long], [{} for _ in range(13)], advantages=np.ones(13))
-    assert label([group], make_labels(row_tokens=24)).too_long == 1
+    assert build_batches([group], make_labels(row_tokens=24)).too_long == 1
 
 
 def weigh(average, **changes):
@@ -274,7 +273,7 @@ def weigh(average, **changes):
     rng = np.random.default_rng(1)
     episodes = [make_episode(rng, [1, 2], finish=f) for f in ("stop", "length", "stop")]
     group = Group(0, {}, episodes, [{}, {}, {}], advantages=np.ones(3))
-    labeled = label([group], make_labels(average=average, **changes))
+    labeled = build_batches([group], make_labels(average=average, **changes))
     (batch,) = labeled.batches
     mask = batch.weights["pg"] != 0
     share = batch.weights["pg"][mask] / float(denominator(batch, "pg"))
@@ -302,7 +301,7 @@ def test_masked_truncated_answers_still_count_in_the_mean_of_sequences():
 
 def test_microsteps_weigh_alike_whatever_their_tokens():
     groups = make_groups(sizes=(4, 4, 4, 2))
-    labeled = label(groups, make_labels(average="microstep", rows=1, row_tokens=32))
+    labeled = build_batches(groups, make_labels(average="microstep", rows=1, row_tokens=32))
     (batch,) = labeled.batches
     assert len(batch.tokens) > 1
     sums = batch.weights["pg"].sum((1, 2))
@@ -312,14 +311,14 @@ def test_microsteps_weigh_alike_whatever_their_tokens():
 
 def test_luspo_sums_tokens_and_divides_by_sequences():
     groups = make_groups(sizes=(2, 2))
-    (batch,) = label(groups, make_labels(average="sum")).batches
+    (batch,) = build_batches(groups, make_labels(average="sum")).batches
     assert set(np.unique(batch.weights["pg"])) == {0.0, 1.0}
     assert set(batch.denoms["pg"].tolist()) == {4.0}
 
 
 def test_minibatches_divide_the_groups():
     groups = make_groups(sizes=(2, 2, 2, 2))
-    labeled = label(groups, make_labels(num_minibatches=2))
+    labeled = build_batches(groups, make_labels(num_minibatches=2))
     seen = [set(b.streams[EPISODE][b.weights["pg"] != 0].tolist()) for b in labeled.batches]
     assert seen == [{0, 1, 2, 3}, {4, 5, 6, 7}]
 
@@ -340,18 +339,15 @@ def test_a_penalty_of_the_episode_comes_off_every_turn():
         for episode in group.episodes:
             episode.turn_rewards = [{"step": float(v)} for v in rng.normal(size=3)]
         group.rewards = [episode.all_rewards for episode in group.episodes]
-    (batch,) = label(groups, make_labels()).batches
+    (batch,) = build_batches(groups, make_labels()).batches
     mask = batch.weights["pg"] != 0
     streams = {**batch.streams, "old_logp": rng.normal(size=mask.shape)}
     streams["ref_logp"] = rng.normal(size=mask.shape)
     batch = batch._replace(streams=streams)
     sizes = tuple(len(group.episodes) for group in groups)
     tables = turn_tables(groups, ["step"])
-    own = SimpleNamespace(estimator=AdvantageOptions("leave_one_out", "none"))
-    source = SimpleNamespace(
-        table=RewardTable(tables, (1.0,), sizes),
-        advantages=functools.partial(RoundSource.advantages, own),
-    )
+    rounds = SimpleNamespace(table=RewardTable(tables, (1.0,), sizes))
+    plan = SimpleNamespace(advantages=AdvantageOptions("leave_one_out", "none"))
     config = validate_config(
         {
             "run": {"max_steps": 1},
@@ -363,7 +359,7 @@ def test_a_penalty_of_the_episode_comes_off_every_turn():
         },
         "test",
     )
-    preparation = PolicyPreparation(config.task, config, SimpleNamespace(source=source))
+    preparation = PolicyPreparation(config.task, config, SimpleNamespace(rounds=rounds, plan=plan))
     (changed,), metrics = preparation.reward([batch], in_reward=True)
     mean = metrics["kl"]
     gap = np.where(mask, streams["old_logp"] - streams["ref_logp"], 0.0)
@@ -392,7 +388,7 @@ def test_sampler_and_trainer_are_compared_on_rounds_that_a_resumed_run_compares_
         },
         "test",
     )
-    (batch,) = label(make_groups(), make_labels()).batches
+    (batch,) = build_batches(make_groups(), make_labels()).batches
     said = []
 
     def looks(first, last):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_vllm import FakeVllm
-from known_policy import GROUP, KnownPolicy, make, make_source, wait_until
+from known_policy import GROUP, KnownPolicy, draw, make, make_rounds, wait_until
 from test_generation_publish import open_servers
 from test_generation_vllm import ask
 
@@ -14,10 +14,10 @@ from jaxtrain.config import validate_config
 from jaxtrain.config.policies import list_trained
 from jaxtrain.environments.guarded import GuardedEnv
 from jaxtrain.errors import UserError
+from jaxtrain.generation.episode_engine import combine_engines, with_policies
 from jaxtrain.generation.episodes import Episode
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.publishers import AdaptersPublisher
-from jaxtrain.generation.multi_policy import gather, with_policies
 from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.generation.vllm.launch import build_command
 from jaxtrain.generation.weight_sync.publish_lora import LoraPublisher
@@ -66,17 +66,17 @@ def open_source(game=None, policies=BOTH, engines=None, per_round=2, source=None
     engines = engines or {"a": KnownPolicy(), "b": KnownPolicy()}
     env = GuardedEnv(game or Game(), "env")
     rules = {"policies": policies}
-    producer = make(gather(engines), env, Given(), rules=rules, **options)
-    return make_source(producer, per_round, **(source or {}))
+    producer = make(combine_engines(engines), env, Given(), rules=rules, **options)
+    return make_rounds(producer, per_round, **(source or {}))
 
 
 def test_a_round_comes_out_policy_by_policy():
     source = open_source()
     try:
-        (first,) = next(source)
+        (first,) = draw(source)
         assert (source.policy, source.part, source.last_part) == ("a", 0, False)
         assert [len(group.episodes) for group in source.groups] == [GROUP, GROUP]
-        (second,) = next(source)
+        (second,) = draw(source)
         assert (source.policy, source.part, source.last_part) == ("b", 1, True)
         # Both of a game's episodes are compared with those of the other games of its prompt.
         assert [len(group.episodes) for group in source.groups] == [2 * GROUP, 2 * GROUP]
@@ -90,7 +90,7 @@ def test_a_round_comes_out_policy_by_policy():
         assert found["a/reward"] == 1.5 and found["b/reward"] == -1.5
         assert found["a/groups"] == found["b/groups"] == 2 and "b/rewards/r_a/mean" not in found
         assert {one["policy"] for one in source.samples} <= {"a", "b"}
-        next(source)
+        draw(source)
         assert (source.policy, source.part) == ("a", 0)
         assert source.rounds_begun == 2
     finally:
@@ -113,7 +113,7 @@ class Duel(Game):
 def test_agents_of_one_policy_are_compared_with_their_like():
     source = open_source(Duel(b=lambda row, place: 10 - place), {}, {"": KnownPolicy()})
     try:
-        (batch,) = next(source)
+        (batch,) = draw(source)
         group = source.groups[0]
         assert [one.agent for one in group.episodes] == ["defender"] * 2 * GROUP + [
             "attacker"
@@ -132,8 +132,8 @@ def test_agents_of_one_policy_are_compared_with_their_like():
     flat = Duel(a=lambda row, place: 0, b=lambda row, place: 10 if row["id"] < 2 else place)
     source = open_source(flat, {}, {"": KnownPolicy()})
     try:
-        assert next(source) == [] and source.metrics["dropped/zero_advantage"] == 2
-        next(source)
+        assert draw(source) == [] and source.metrics["dropped/zero_advantage"] == 2
+        draw(source)
         assert [group.draw for group in source.groups] == [2, 3]
     finally:
         source.close()
@@ -143,19 +143,19 @@ def test_groups_without_a_difference_are_left_out_for_that_policy_alone():
     flat = Game(a=lambda row, place: 1.0 if row["id"] < 3 else place, b=lambda row, place: place)
     source = open_source(flat)
     try:
-        next(source)
+        draw(source)
         assert source.policy == "b" and source.last_part, "a has nothing to learn from"
         assert source.metrics["a/frac_reward_zero_std"] == 1 and source.metrics["groups"] == 2
-        next(source)
+        draw(source)
         assert source.policy == "a" and [group.draw for group in source.groups] == [3]
-        next(source)
+        draw(source)
         assert [group.draw for group in source.groups] == [2, 3]
         assert "dropped/zero_advantage" not in source.metrics
     finally:
         source.close()
     source = open_source(Game(a=lambda row, place: 0, b=lambda row, place: 0))
     try:
-        assert next(source) == [] and source.last_part
+        assert draw(source) == [] and source.last_part
         assert source.metrics["dropped/zero_advantage"] == 2
     finally:
         source.close()
@@ -168,14 +168,14 @@ def test_the_lag_of_each_policy_is_bounded():
         engines={"a": new, "b": old}, source={"max_lag": 1}, ahead=4, ordered=False
     )
     try:
-        next(source), next(source)
+        draw(source), draw(source)
         wait_until(lambda: len(old.answered) == 6 * 2 * GROUP)
         new.version = source.version = 1
-        next(source), next(source)
+        draw(source), draw(source)
         assert source.metrics["b/lag/max"] == 1
         wait_until(lambda: len(old.answered) == 8 * 2 * GROUP)
         new.version = old.version = source.version = 2
-        next(source), next(source)
+        draw(source), draw(source)
         assert source.metrics["dropped/stale"] > 0
         assert source.metrics["a/lag/max"] <= 1 and source.metrics["b/lag/max"] <= 1
     finally:
@@ -185,7 +185,7 @@ def test_the_lag_of_each_policy_is_bounded():
 def test_reward_functions_judge_the_policies_that_they_are_for():
     source = open_source(policies={"a": ["f"], "b": []})
     try:
-        next(source), next(source)
+        draw(source), draw(source)
         assert source.metrics["rewards/f/mean"] == 1 and "b/rewards/f/mean" not in source.metrics
     finally:
         source.close()
@@ -195,7 +195,7 @@ def test_an_episode_of_a_policy_that_is_not_trained_is_named():
     source = open_source(Game(name="c"))
     try:
         with pytest.raises(UserError, match="policy 'c'; section policies trains: a, b"):
-            next(source)
+            draw(source)
     finally:
         source.close()
 
@@ -275,7 +275,7 @@ def test_the_local_engines_share_the_base():
 
 def test_engines_of_several_policies_are_closed_once():
     engines = {"a": KnownPolicy(), "b": KnownPolicy()}
-    company = with_policies(gather(engines), {})
+    company = with_policies(combine_engines(engines), {})
     assert list(company.others) == ["a", "b"]
     asyncio.run(company.close())
     assert engines["a"].closed and engines["b"].closed

@@ -10,7 +10,7 @@ import pytest
 from test_methods_rl import CONFIG, read_params
 
 from jaxtrain.errors import RunStopped
-from jaxtrain.generation import event_loop, producer
+from jaxtrain.generation import event_loop, group_player
 from jaxtrain.generation.local.publishers import LocalPublisher
 from jaxtrain.main import main
 from jaxtrain.runs.checkpoint_folder import find_steps
@@ -20,7 +20,7 @@ ENV = f"env.path={Path(__file__).with_name('rl_faulty_env.py')}:Faulty"
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(producer, "pause_before", lambda attempt: 0.001)
+    monkeypatch.setattr(group_player, "pause_before", lambda attempt: 0.001)
     monkeypatch.setattr(event_loop, "CLOSE_SECONDS", 0.5)
 
 

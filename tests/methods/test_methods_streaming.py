@@ -2,6 +2,7 @@
 in minibatches that are those of an unstreamed round; numbers, drops and the cursor stay whole."""
 
 import collections
+import dataclasses
 import json
 import threading
 
@@ -9,16 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from known_policy import GROUP, SAMPLING, Judge, KnownPolicy, OneToken, wait_until
+from known_policy import (
+    GROUP,
+    SAMPLING,
+    Judge,
+    KnownPolicy,
+    OneToken,
+    draw,
+    make_rounds,
+    wait_until,
+)
 
 from jaxtrain.data.packing.steps import StepShape
 from jaxtrain.errors import Interrupted, RunStopped
-from jaxtrain.generation.producer import GroupPlayer, GroupRules, Producer
+from jaxtrain.generation.dataset_envs import DatasetEnvs
+from jaxtrain.generation.group_player import GroupPlayer, GroupRules
+from jaxtrain.generation.producer import Producer, ProducerOptions
 from jaxtrain.generation.prompts import PromptOrder
 from jaxtrain.methods.rl.batch_builder import EPISODE, BatchBuilder
 from jaxtrain.methods.rl.loss import PolicyObjective, policy_terms
 from jaxtrain.methods.rl.replay import ReplayBuffer
-from jaxtrain.methods.rl.round import AdvantageOptions, RoundSource
 
 MODES = {
     "sync": {"ahead": 0, "ordered": True},
@@ -35,20 +46,14 @@ def open_source():
     def make(engine=None, *, judge=None, rules=None, parts=2, producer=None, rows=100, **options):
         prompts = PromptOrder([[{"id": i} for i in range(rows)]], seed=0, shuffle=False)
         player = GroupPlayer(
-            OneToken(),
+            DatasetEnvs(OneToken(), judge or Judge()),
             engine or KnownPolicy(),
-            judge or Judge(),
             SAMPLING,
             GroupRules(GROUP, {"r": 1.0}, **(rules or {})),
         )
-        options = {"prompts_per_round": 4, **options}
-        source = RoundSource(
-            Producer(prompts, player, streaming=True, **(producer or {})),
-            BatchBuilder(StepShape(1, 1, 64, units=1), "token", num_minibatches=1),
-            AdvantageOptions(),
-            parts=parts,
-            **options,
-        )
+        streamed = ProducerOptions(streaming=True, **(producer or {}))
+        options = {"per_round": 4, "row_tokens": 64, **options}
+        source = make_rounds(Producer(prompts, player, streamed), parts=parts, **options)
         made.append(source)
         return source
 
@@ -58,7 +63,7 @@ def open_source():
 
 
 def draws_of(source):
-    return [group.draw for group in source._round.groups]
+    return [group.draw for group in source._tally.groups]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -67,13 +72,13 @@ def test_a_part_is_handed_out_while_the_rest_is_played(open_source, mode):
     source = open_source(engine, producer=MODES[mode])
     if mode == "async":
         engine.held |= set(range(4, 12))
-    (batch,) = next(source)
+    (batch,) = draw(source)
     assert (source.part, source.last_part) == (0, False)
     assert draws_of(source) == [0, 3]
     assert not {1, 2} & set(engine.answered), "the others have not ended yet"
     assert (batch.weights["pg"] != 0).sum() == 2 * GROUP
     engine.held.clear()
-    assert len(next(source)) == 1
+    assert len(draw(source)) == 1
     assert (source.part, source.last_part) == (1, True)
     assert len(set(draws_of(source))) == 4
     if mode != "async":
@@ -84,15 +89,15 @@ def test_what_is_drawn_ahead_stays_in_its_own_round(open_source):
     """In mode prefetch a late group never takes the place of one of the next round."""
     engine = KnownPolicy(held={0})
     source = open_source(engine, producer=MODES["prefetch"])
-    next(source)
+    draw(source)
     wait_until(lambda: len(engine.answered) == 7 * GROUP)
     threading.Timer(0.1, engine.held.clear).start()
-    next(source)
+    draw(source)
     assert source.last_part and sorted(draws_of(source)) == [0, 1, 2, 3]
     lags = []
     for version in (1, 2):
         source.version = engine.version = version
-        next(source), next(source)
+        draw(source), draw(source)
         lags.append(source.metrics["lag/max"])
         assert sorted(draws_of(source)) == list(range(4 * version, 4 * version + 4))
     assert max(lags) <= 1
@@ -103,10 +108,11 @@ def test_parts_are_the_minibatches_of_an_unstreamed_round(open_source):
     rewards = np.random.default_rng(0).normal(size=(4, GROUP))
     judge = Judge(lambda row, place: float(rewards[row["id"], place]))
     parts = open_source(judge=judge)
-    streamed = next(parts) + next(parts)
+    streamed = draw(parts) + draw(parts)
     whole = open_source(judge=judge, parts=1)
-    whole.labels = BatchBuilder(StepShape(1, 1, 64, units=1), "token", num_minibatches=2)
-    for ours, theirs in zip(streamed, next(whole), strict=True):
+    builder = BatchBuilder(StepShape(1, 1, 64, units=1), "token", num_minibatches=2)
+    whole.stages = dataclasses.replace(whole.stages, builder=builder)
+    for ours, theirs in zip(streamed, draw(whole), strict=True):
         for name in ("tokens", "positions", "until", "targets", "owner"):
             if getattr(ours, name, None) is not None:
                 np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
@@ -133,11 +139,11 @@ def measure(batch):
 def test_numbers_of_the_round_are_whole_at_its_end(open_source):
     judge = Judge(lambda row, place: float(place + row["id"]))
     source, whole = open_source(judge=judge), open_source(judge=judge, parts=1)
-    next(source)
+    draw(source)
     first = source.metrics
     assert (first["part"], first["part/groups"], first["groups"]) == (0, 2, 2)
     assert source.samples == []
-    next(source), next(whole)
+    draw(source), draw(whole)
     found = dict(source.metrics)
     assert (found.pop("part"), found.pop("part/groups")) == (1, 2)
     assert found == whole.metrics
@@ -151,30 +157,30 @@ def test_dropped_places_are_counted_once_and_the_last_part_may_be_empty(open_sou
     judge = Judge(lambda row, place: 1.0 if row["id"] in (1, 2) else float(place))
     engine = KnownPolicy(held={1, 2})
     source = open_source(engine, judge=judge)
-    assert len(next(source)) == 1 and not source.last_part
+    assert len(draw(source)) == 1 and not source.last_part
     assert "dropped/zero_advantage" not in source.metrics
     engine.held.clear()
-    assert next(source) == [] and source.last_part
+    assert draw(source) == [] and source.last_part
     assert source.metrics["dropped/zero_advantage"] == 2
     assert source.metrics["frac_reward_zero_std"] == 0.5
     assert source.metrics["reward"] == (2 * 1.5 + 2 * 1.0) / 4
     assert source.counters()["dropped"] == {"zero_advantage": 2}
     assert source.producer.state()["low"] == 4
     source.version = 1
-    assert len(next(source)) == 1 and source.part == 0
+    assert len(draw(source)) == 1 and source.part == 0
     assert "dropped/zero_advantage" not in source.metrics
 
 
 def test_parts_wait_for_enough_groups_when_some_are_dropped(open_source):
     judge = Judge(lambda row, place: 1.0 if row["id"] in (0, 1) else float(place))
     source = open_source(judge=judge)
-    next(source)
+    draw(source)
     assert source.last_part, "two of four are left: one full minibatch"
     assert draws_of(source) == [2, 3]
-    refilled = open_source(judge=judge, rules={"max_asks": 4})
+    refilled = open_source(judge=judge, rules={"max_prompts": 4})
     sizes = []
     for _ in range(2):
-        next(refilled)
+        draw(refilled)
         sizes.append(refilled.metrics["part/groups"])
     assert sizes == [2, 2] and refilled.last_part
     assert refilled.metrics["dropped/zero_advantage"] == 2
@@ -186,9 +192,9 @@ def test_replayed_groups_fill_parts_and_none_is_trained_twice_in_a_round(open_so
     trained = collections.Counter()
     for version in range(3):
         source.version = version
-        next(source)
+        draw(source)
         while not source.last_part:
-            next(source)
+            draw(source)
         draws = draws_of(source)
         assert len(draws) == len(set(draws)) == 4
         trained.update(draws)
@@ -199,10 +205,10 @@ def test_replayed_groups_fill_parts_and_none_is_trained_twice_in_a_round(open_so
 def test_stale_groups_are_replaced_within_the_round(open_source):
     engine = KnownPolicy()
     source = open_source(engine, producer=MODES["async"], max_lag=1)
-    next(source), next(source)
+    draw(source), draw(source)
     wait_until(lambda: len(engine.answered) == 12 * GROUP)
     source.version = engine.version = 2  # the eight that wait are of version 0
-    next(source), next(source)
+    draw(source), draw(source)
     assert source.last_part and source.metrics["lag/max"] <= 1
     assert source.metrics["dropped/stale"] == 8
     assert source.counters()["dropped"] == {"stale": 8}
@@ -215,12 +221,12 @@ def test_a_round_cut_short_asks_again_what_was_not_trained(open_source):
     stop = threading.Event()
     source = open_source(engine, rows=8)
     source.producer.stop_when(stop.is_set)
-    next(source)
+    draw(source)
     trained = draws_of(source)
     wait_until(lambda: len(engine.answered) == 3 * GROUP)
     threading.Timer(0.2, stop.set).start()
     with pytest.raises(Interrupted):
-        next(source)
+        draw(source)
     assert 3 in engine.answered and 3 not in trained
     source.version += 1  # what the loop does with what was trained
     state = json.loads(json.dumps(source.state()))
@@ -230,7 +236,7 @@ def test_a_round_cut_short_asks_again_what_was_not_trained(open_source):
     resumed.restore(state)
     assert resumed.version == 1
     for _ in range(2):  # the six that are left, and two of the next epoch
-        next(resumed), next(resumed)
+        draw(resumed), draw(resumed)
         trained += draws_of(resumed)
     assert sorted(trained) == list(range(10))
 
@@ -239,7 +245,7 @@ def test_a_round_that_waits_for_a_fresh_group_loses_nothing_when_it_is_interrupt
     """Unstreamed, too: groups in hand while a stale one is replaced are not done."""
     engine = KnownPolicy()
     source = open_source(engine, parts=1, producer=MODES["async"], max_lag=0, rows=100)
-    next(source)
+    draw(source)
     wait_until(lambda: len(engine.answered) == 12 * GROUP)
     source.version = engine.version = 1
     engine.held = set(range(12, 100))
@@ -247,12 +253,12 @@ def test_a_round_that_waits_for_a_fresh_group_loses_nothing_when_it_is_interrupt
     source.producer.stop_when(stop.is_set)
     threading.Timer(0.2, stop.set).start()
     with pytest.raises(Interrupted):
-        next(source)
+        draw(source)
     assert source.state()["prompts"]["low"] == 4 and source.counters()["dropped"] == {}
 
 
 def test_rounds_without_anything_to_learn_from_stop_the_run(open_source):
     source = open_source(judge=Judge(lambda row, place: 1.0))
-    assert [next(source) for _ in range(8)] == 8 * [[]]
+    assert [draw(source) for _ in range(8)] == 8 * [[]]
     with pytest.raises(RunStopped, match="32 zero_advantage"):
-        next(source)
+        draw(source)

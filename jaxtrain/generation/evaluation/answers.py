@@ -18,6 +18,7 @@ from jaxtrain.core.task import Task
 from jaxtrain.data.chat.template import end_of_turn_ids
 from jaxtrain.distributed.broadcast import broadcast, broadcast_or_raise
 from jaxtrain.generation.engine import Engine, KeepsVersions
+from jaxtrain.generation.episode_engine import combine_engines, with_policies
 from jaxtrain.generation.evaluation.background import BackgroundEval, find_broken_off
 from jaxtrain.generation.evaluation.problem_sets import ProblemSets, open_problem_sets
 from jaxtrain.generation.local.engine import LocalEngine
@@ -25,7 +26,6 @@ from jaxtrain.generation.local.frozen_folder import FrozenFolder, open_folders
 from jaxtrain.generation.local.requests import Requests
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.weights import EvaluationWeights
-from jaxtrain.generation.multi_policy import gather, with_policies
 from jaxtrain.models.parameters import Params, Rebuild
 
 WriteSamples = Callable[[int, Iterable], Any]
@@ -99,7 +99,7 @@ class SetAnswers:
                     model = rebuild(policy_params)
                     engines[name] = LocalEngine(self._sampler(model, name), thread)
                     engines[name].use(model, step)
-                engine = gather(engines) if len(engines) > 1 else next(iter(engines.values()))
+                engine = combine_engines(engines) if len(engines) > 1 else next(iter(engines.values()))
                 frozen = {name: folder.speak(thread) for name, folder in self.folders.items()}
                 engine = with_policies(engine, frozen)
             numbers = self.sets.run(engine, step, self.write_samples, should_stop)

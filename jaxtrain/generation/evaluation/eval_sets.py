@@ -19,10 +19,10 @@ from jaxtrain.config.evals import EvalSetConfig
 from jaxtrain.environments.rewards import Rewards
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, EpisodeFailed, Sampling
+from jaxtrain.generation.episode_metrics import average_env_metrics, describe_sample
 from jaxtrain.generation.episodes import Env, Episode
 from jaxtrain.generation.failures import Failures
-from jaxtrain.generation.producer import list_episodes, score_policies
-from jaxtrain.methods.rl.round_metrics import average_env_metrics, describe_sample
+from jaxtrain.generation.group_player import list_episodes, score_policies
 
 FIRST_INDEX = 1 << 40
 """Episode numbers of evaluations start here, so that they draw other noise than training does."""
@@ -74,7 +74,7 @@ async def answer_set(
     policies: Mapping[str, Sequence[str]] | None = None,
 ) -> list[AnsweredProblem]:
     """Let the engine answer every row k times, at most `max_running` episodes at once. policies: as
-    producer.Rules.policies.
+    GroupRules.policies.
 
     The same rows, weights and sampling.seed give the same answers, wherever in a run it happens.
     Episodes and judgments that fail are counted, and told to `failures`; they end nothing, unless
@@ -88,7 +88,7 @@ async def answer_set(
             try:
                 episode = await env.run(dict(row), engine, sampling, index)
             except EpisodeFailed as failure:
-                failures.tell(failure)
+                failures.log_once(failure)
                 failures.add(failure)
                 return None
             failures.add(None)
@@ -100,7 +100,7 @@ async def answer_set(
         except EpisodeFailed as failure:
             if failure.mistake:
                 raise UserError(failure.cause) from None
-            failures.tell(failure)
+            failures.log_once(failure)
             return [dict.fromkeys(one.label for one in rewards.functions) for _ in found]
 
     async def answer(number: int, row: Mapping[str, Any]) -> AnsweredProblem:

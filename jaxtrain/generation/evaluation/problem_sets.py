@@ -19,6 +19,7 @@ from jaxtrain.environments.rewards import Rewards, open_rewards
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, Sampling
 from jaxtrain.generation.engines import seed_sampling
+from jaxtrain.generation.episode_engine import with_policies
 from jaxtrain.generation.episodes import Env
 from jaxtrain.generation.evaluation.eval_sets import (
     AnsweredProblem,
@@ -31,8 +32,7 @@ from jaxtrain.generation.evaluation.eval_sets import (
 from jaxtrain.generation.event_loop import EventLoop
 from jaxtrain.generation.failures import Failures
 from jaxtrain.generation.frozen_policy import open_frozen
-from jaxtrain.generation.multi_policy import with_policies
-from jaxtrain.generation.prompt_rows import check_columns, rename
+from jaxtrain.generation.prompts import check_columns, rename
 
 
 class ProblemSets:
@@ -53,7 +53,7 @@ class ProblemSets:
         policies: Mapping[str, Sequence[str]] | None = None,
     ):
         """Reads all rows. envs: one for each set. others: the frozen policies. policies: the
-        trained ones, where they have names, as producer.Rules.policies. show: best and
+        trained ones, where they have names, as GroupRules.policies. show: best and
         worst answers of each set to tell; UserError for a set that cannot be read."""
         self.sets = [(one, read_problems(i, one)) for i, one in enumerate(sets)]
         self.envs, self.rewards, self.sampling = envs, rewards, sampling

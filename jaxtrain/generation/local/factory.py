@@ -10,13 +10,13 @@ from jaxtrain.data.chat.template import end_of_turn_ids
 from jaxtrain.distributed.mesh import is_main_process, split_devices
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, EngineKind
+from jaxtrain.generation.episode_engine import combine_engines, with_policies
 from jaxtrain.generation.local.draft_model import check_draft, make_draft_copier, open_draft
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.frozen_folder import assemble_folder, list_folders, open_folders
 from jaxtrain.generation.local.publishers import AdaptersPublisher, LocalPublisher
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.weights import Copier, make_sampler_mesh, sampling_devices
-from jaxtrain.generation.multi_policy import gather, with_policies
 from jaxtrain.generation.publisher import Publisher
 from jaxtrain.layers.attention import store_cache
 from jaxtrain.layers.kv_cache import Stored
@@ -88,7 +88,7 @@ class LocalKind(EngineKind):
         if policies:
             engines = {name: LocalEngine(make_sampler(), thread) for name in policies}
             publisher = AdaptersPublisher(policies, engines, copy, rests=not ahead, thread=thread)
-            return with_policies(gather(engines), speakers), publisher
+            return with_policies(combine_engines(engines), speakers), publisher
         engine = LocalEngine(make_sampler(), thread)
         named, draft = config.rollout.draft, None
         if named and config.rollout.draft_refresh is None:

@@ -1,4 +1,4 @@
-"""What runs as Ray actors: the service, its episode workers, the hosts of vLLM servers."""
+"""Ray actors: the service and its episode workers."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jaxtrain.generation.ray.worker import EpisodeWorker
 CALLS = 16
 """Calls that the service serves at once; one may wait for slots."""
 EPISODES = 100_000
-"""Prompts that a worker may have: as many as the service gives it."""
+"""Prompts that a worker may play at once: as many as the service sends it."""
 
 
 class RayService(RolloutService):
@@ -33,7 +33,7 @@ class RayService(RolloutService):
     def _find_workers(self) -> Sequence[RemoteObject]:
         cluster = RayCluster(self.config)
         while len(self._workers) < self.config.episode_workers:
-            made = cluster.start(
+            worker = cluster.start(
                 EpisodeWorker,
                 (),
                 num_cpus=self.config.worker_cpus,
@@ -41,15 +41,15 @@ class RayService(RolloutService):
                 scheduling_strategy="SPREAD",
                 runtime_env=cluster.environment(self.config.runtime_env),
             )
-            self._workers.append(made)
+            self._workers.append(worker)
         return self._workers
 
 
 def start_service(cluster: RayCluster, name: str | None = None) -> RayRemote:
-    """A service on this node, or wherever there is room once it is lost. name: it outlives this
-    process and is found by it."""
-    here = cluster.ray.get_runtime_context().get_node_id()
-    near = cluster.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=True)
+    """Start a service on this node, or wherever there is room once it is lost. name: that of a
+    service that outlives this process."""
+    node = cluster.ray.get_runtime_context().get_node_id()
+    near = cluster.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True)
     detached = {} if name is None else {"name": name, "lifetime": "detached"}
     return cluster.start(
         RayService,

@@ -1,4 +1,4 @@
-"""What a trainer sends to its service and the workers, and what these make of it.
+"""Settings that a trainer sends to its service and workers, and how a worker opens them.
 
 trainer: settings(config, tokenizer, ...) ──> service ──> worker: open_worker(settings)
                                                           environment, rewards, engine: no jax
@@ -23,11 +23,12 @@ from jaxtrain.config import (
 )
 from jaxtrain.config.ray import service_name
 from jaxtrain.environments.rewards import open_rewards
+from jaxtrain.generation.dataset_envs import open_envs
 from jaxtrain.generation.engine import SharedServers
-from jaxtrain.generation.engines import count_envs, list_envs, open_envs, seed_sampling
+from jaxtrain.generation.engines import seed_sampling
+from jaxtrain.generation.episode_engine import with_policies
 from jaxtrain.generation.frozen_policy import open_frozen
-from jaxtrain.generation.multi_policy import with_policies
-from jaxtrain.generation.producer import GroupPlayer, GroupRules
+from jaxtrain.generation.group_player import GroupPlayer, GroupRules
 from jaxtrain.generation.ray.actors import start_service
 from jaxtrain.generation.ray.ray_cluster import join
 from jaxtrain.generation.ray.remote_producer import RemoteProducer
@@ -38,7 +39,7 @@ WORKER = "jaxtrain.generation.ray.factory:open_worker"
 def worker_settings(
     config: Config, tokenizer: Any, shared: SharedServers, room: int, media: Any
 ) -> dict[str, Any]:
-    """What `open_worker` reads. room: tokens of the longest episode. media: of open_envs."""
+    """Return what `open_worker` reads. room: tokens of the longest episode. media: of open_envs."""
     dumped = config.model_dump(mode="json")
     rollout = ("group_size", "reward_workers", "retries")
     return {
@@ -66,8 +67,12 @@ def open_remote(
     stack: ExitStack,
     log: Callable[[str], None],
 ) -> RemoteProducer:
-    """The run's service on Ray: its own, or the one that rollout.service names. opener: makes the
-    service's producer. stack: leaves the cluster. UserError, also where another run holds it."""
+    """Attach to the run's service on Ray: its own, or the one that rollout.service names.
+
+    opener: "package.module:function" that makes the service's producer; a name and no import, for
+    only the service needs it. stack: leaves the cluster. Raises UserError, also while another run
+    uses the service.
+    """
     ray, name = config.rollout.ray, service_name(config.rollout.service)
     cluster = join(ray)
     stack.callback(cluster.close)
@@ -80,11 +85,11 @@ def open_remote(
         },
         "worker": (WORKER, worker_settings(config, tokenizer, shared, room, media)),
     }
-    who = f"{config.run.output_dir} on {os.uname().nodename}, process {os.getpid()}"
+    trainer = f"{config.run.output_dir} on {os.uname().nodename}, process {os.getpid()}"
     log(f"episodes are played by {ray.episode_workers} workers on Ray, {cluster.describe()}")
     return RemoteProducer(
         service,
-        who,
+        trainer,
         opener,
         settings,
         rules,
@@ -96,67 +101,68 @@ def open_remote(
 
 
 class RunWorkerSetup:
-    """`worker.Opened` of a run."""
+    """`worker.WorkerSetup` of a run."""
 
     def __init__(self, settings: dict[str, Any]):
         enter(settings["folder"])
         config = read_sections(settings)
-        opener, asked = settings["engine"]
+        opener, engine_settings = settings["engine"]
         rollout, tokenizer = config.rollout, settings["tokenizer"]
         with ExitStack() as stack:
             self.rewards = open_rewards(config.rewards, rollout.reward_workers, rollout.retries)
             stack.callback(self.rewards.close)
-            env, own = open_envs(
+            self.envs = open_envs(
                 config, tokenizer, self.rewards, settings["room"], stack, settings["media"]
             )
-            self.engine = EntryPoint("engine", opener, "").load()(asked, name_worker())
-            self.asked = with_policies(self.engine.engine, open_frozen(config))
+            self.engine = EntryPoint("engine", opener, "").load()(engine_settings, name_worker())
+            self.policies = with_policies(self.engine.engine, open_frozen(config))
             self.player = GroupPlayer(
-                env,
-                self.asked,
-                self.rewards,
+                self.envs,
+                self.policies,
                 seed_sampling(config),
                 GroupRules(rollout.group_size, self.rewards.weights, retries=rollout.retries),
-                own=own,
             )
             self._closing = stack.pop_all()
-        self.envs = list_envs(env, own)
         self.update = self.engine.update
 
     def report(self) -> dict[str, Any]:
-        """See worker.Opened."""
-        counters = {**self.rewards.counters, **self.asked.counters(), **count_envs(self.envs)}
+        """Return counters, and what the trainer's engine must learn."""
+        counters = {
+            **self.rewards.counters,
+            **self.policies.counters(),
+            **self.envs.counters(),
+        }
         return {"counters": counters, "reports": self.engine.reports()}
 
     def close(self) -> None:
-        """See worker.Opened."""
+        """Close environments and rewards."""
         self._closing.close()
 
 
 def open_worker(settings: dict[str, Any]) -> RunWorkerSetup:
-    """What plays in a worker; UserError."""
+    """Open what plays in a worker; raises UserError."""
     return RunWorkerSetup(settings)
 
 
 def read_sections(settings: dict[str, Any]) -> Config:
-    """A config of the sections that matter to episodes; the others are as by default, unchecked."""
+    """Return a config of the sections that episodes need; the others are default and unchecked."""
     return Config.model_construct(
         run=RunConfig(**settings["run"]),
         env=EnvConfig(**settings["env"]),
-        rewards=[RewardConfig(**one) for one in settings["rewards"]],
+        rewards=[RewardConfig(**reward) for reward in settings["rewards"]],
         sampling=SamplingConfig(**settings["sampling"]),
         data=DataConfig(**settings["data"]),
-        policies={name: PolicyConfig(**one) for name, one in settings["policies"].items()},
+        policies={name: PolicyConfig(**policy) for name, policy in settings["policies"].items()},
         rollout=RolloutConfig(**settings["rollout"]),
     )
 
 
 def enter(folder: str) -> None:
-    """Relative paths of the config mean what they meant where the run was started."""
+    """Make relative paths of the config mean what they mean where the run was started."""
     if Path(folder).is_dir():
         os.chdir(folder)
 
 
 def name_worker() -> str:
-    """A name that no other worker of the run has."""
+    """Return a name that no other worker of the run has."""
     return f"{os.uname().nodename}-{os.getpid()}"

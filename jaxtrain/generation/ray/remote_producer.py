@@ -1,11 +1,12 @@
-"""RemoteProducer: the trainer's end of a rollout service, in the place of a Producer.
+"""The trainer's end of a rollout service, in the place of a Producer.
 
-    RoundSource ── next_slots, mark_done, state ──> here ──> service (another process)
-    a thread, every LOOK seconds: table of servers there, reports and lines back, lease renewed
+    RolloutRounds ── next_slots, mark_done, state ──> RemoteProducer ──> service (another process)
+    a thread, every POLL_SECONDS: sends the table of servers, renews the lease, fetches reports and
+    log lines
 
 It keeps what the service may lose: the cursor of what was marked done, and which prompts were
-handed out and are not done yet. A service that was started again gets both and asks for the rest
-anew, so nothing is lost and nothing is trained twice.
+handed out and are not done yet. A service that was started again gets both and plays all other
+prompts again, so nothing is lost and nothing is trained twice.
 """
 
 import secrets
@@ -16,31 +17,31 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxtrain.errors import Interrupted, RunStopped
-from jaxtrain.generation.producer import GroupRules, RoundSlot
+from jaxtrain.generation.group_player import GroupRules, RoundSlot
 from jaxtrain.generation.ray.remote import RemoteLost, RemoteObject, read
-from jaxtrain.generation.ray.wire import pack_ask, pack_slot, slim, unpack_slot
+from jaxtrain.generation.ray.wire import pack_request, pack_slot, slim, unpack_slot
 
-LOOK = 0.25
-RENEW = 5.0
-"""Seconds between two calls that renew the lease."""
+POLL_SECONDS = 0.25
+RENEW_SECONDS = 5.0
+"""Between two calls that renew the lease."""
 CALL_SECONDS = 60.0
-"""Of calls that wait for nothing."""
+"""Time limit of calls that wait for nothing."""
 
 
 class SharedEngine(Protocol):
-    """What the trainer's engine offers those that ask its servers from elsewhere."""
+    """Part of the trainer's engine that lets other processes use its servers."""
 
     def table(self) -> tuple[int, Any]:
-        """(number that grows with every change, plain data): which servers there are."""
+        """Return (number that grows with every change, plain data of the servers)."""
         ...
 
     def apply_reports(self, reports: Sequence[Any]) -> None:
-        """What happened to requests made elsewhere."""
+        """Take in what happened to requests of other processes."""
         ...
 
 
 class QuotedFailure(NamedTuple):
-    """A failure as RoundSource quotes it."""
+    """A failure as the explanation of idle rounds quotes it."""
 
     text: str
     cause: str
@@ -63,12 +64,12 @@ class RemoteStatus:
 
 
 class RemoteProducer:
-    """See the module's docstring; the interface is Producer's."""
+    """A Producer in another process; see the module's docstring."""
 
     def __init__(
         self,
         service: RemoteObject,
-        who: str,
+        trainer: str,
         opener: str,
         settings: dict[str, Any],
         rules: GroupRules,
@@ -78,47 +79,50 @@ class RemoteProducer:
         wait_seconds: float = 600.0,
         log: Callable[[str], None] = print,
     ):
-        """Attaches at once; raises UserError where another run holds the service. facts: what the
-        service's `Facts` are now. wait_seconds: how long a lost service may take to come back."""
-        self.service, self.who, self.opener, self.settings = service, who, opener, settings
+        """Attach at once; raises UserError while another run uses the service.
+
+        facts: returns the service's `TrainerStatus`. wait_seconds: time that a lost service may
+        take to come back.
+        """
+        self.service, self.trainer, self.opener, self.settings = service, trainer, opener, settings
         self.rules, self.engine, self.facts, self.log = rules, engine, facts, log
         self.wait_seconds = wait_seconds
         self.token = secrets.token_hex(8)
         self.prompts = self.player = RemoteStatus()
         self.restarts = 0
         self._counters: Counter[str] = Counter()
-        self._before: Counter[str] = Counter()
+        self._lost_counters: Counter[str] = Counter()
         """Counters of services that were lost."""
         self._state: dict[str, Any] | None = None
         self._in_hand: dict[int, RoundSlot] = {}
-        self._asked = self._taken = 0
+        self._requested = self._taken = 0
         self._sent = -1
         self._should_stop: Callable[[], bool] = lambda: False
         self._closed = threading.Event()
         self._lock = threading.RLock()
-        """Held while the service is attached to anew."""
+        """Locked while it attaches again to the service."""
         self._attach()
-        self._thread = threading.Thread(target=self._keep, name="rollout service", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="rollout service", daemon=True)
         self._thread.start()
 
     def stop_when(self, should_stop: Callable[[], bool]) -> None:
-        """See Producer."""
+        """Stop waiting for slots once `should_stop` returns True; it is polled."""
         self._should_stop = should_stop
 
-    def next_slots(self, count: int, asking: int | None = None) -> list[RoundSlot]:
-        """See Producer."""
-        self._asked += count if asking is None else asking
-        fresh = count if asking is None else asking
+    def next_slots(self, count: int, requesting: int | None = None) -> list[RoundSlot]:
+        """Wait for the next `count` slots; see Producer.next_slots."""
+        fresh = count if requesting is None else requesting
+        self._requested += fresh
         while True:
             table = self._table()
             try:
                 future = self.service.call("take", self.token, count, fresh, self.facts(), table)
-                reply = self._hear(self._wait(future))
+                reply = self._take_in(self._wait(future))
                 break
             except RemoteLost:
-                self._come_back()
-                # Of the new one nothing was asked yet.
-                fresh = self._asked - self._taken
+                self._reattach()
+                # The new service must begin all slots that were requested of the old one.
+                fresh = self._requested - self._taken
         self._sent = max(self._sent, table[0])
         self._taken += count
         slots = [unpack_slot(slot) for slot in reply["slots"]]
@@ -126,50 +130,53 @@ class RemoteProducer:
         return slots
 
     def mark_done(self, slots: Sequence[RoundSlot]) -> None:
-        """See Producer."""
+        """Mark slots as done; see Producer.mark_done."""
         packed = [pack_slot(slim(slot)) for slot in slots]
         while True:
             try:
-                reply = self._hear(self._call("mark_done", self.token, packed))
+                reply = self._take_in(self._call("mark_done", self.token, packed))
                 break
             except RemoteLost:
-                self._come_back()
+                self._reattach()
         self._state = reply["state"]
         for slot in slots:
             self._in_hand.pop(id(slot), None)
 
     def state(self) -> dict[str, Any]:
-        """See Producer."""
+        """Return the cursor of what was marked done."""
         if self._state is None:
             self.mark_done([])
         assert self._state is not None, "the service's answer has it"
         return self._state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See Producer."""
-        assert not self._asked, "restore() comes before take()"
-        self._hear(self._call("restore", self.token, state, []))
+        """Continue from a cursor; before the first next_slots()."""
+        assert not self._requested, "restore() comes before next_slots()"
+        self._take_in(self._call("restore", self.token, state, []))
         self._state = state
 
     def drop_older(self, version: int) -> None:
-        """See Producer; the newest table goes there first, or prompts would be asked anew of the
-        last weights. A service that is lost has nothing to give up."""
+        """Cancel groups with older tokens; see Producer.drop_older. A lost service has none."""
+        # The newest table goes first, or prompts would be played again by the last weights.
         table = self._table()
         try:
-            self._hear(self._call("drop_older", self.token, version, table))
+            self._take_in(self._call("drop_older", self.token, version, table))
         except RemoteLost:
             return
         self._sent = max(self._sent, table[0])
 
     @property
     def cancelled(self) -> Counter[str]:
-        """See Producer."""
+        """Groups given up while they were played, by reason."""
         return self.prompts.cancelled
 
     def counters(self) -> dict[str, float]:
-        """What workers counted in all, and how often the service was lost."""
-        found = {name: float(n) for name, n in sorted((self._before + self._counters).items())}
-        return {**found, "ray/service_restarts": float(self.restarts)}
+        """Return what workers counted in all, and how often the service was lost."""
+        total = self._lost_counters + self._counters
+        return {
+            **{name: float(n) for name, n in sorted(total.items())},
+            "ray/service_restarts": float(self.restarts),
+        }
 
     def close(self) -> None:
         """Leave the service."""
@@ -189,10 +196,10 @@ class RemoteProducer:
         return read(self.service.call(name, *arguments).result(CALL_SECONDS))
 
     def _wait(self, future: Any) -> Any:
-        """The answer to a `take`."""
+        """Return the answer to a call that may wait for long."""
         while True:
             try:
-                return read(future.result(timeout=LOOK))
+                return read(future.result(timeout=POLL_SECONDS))
             except TimeoutError:
                 if future.done():
                     return read(future.result())
@@ -202,15 +209,15 @@ class RemoteProducer:
                 self.service.call("interrupt", self.token)
                 raise Interrupted
 
-    def _hear(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """Note what comes with every answer; Lost where the service knows this run no more."""
+    def _take_in(self, reply: dict[str, Any]) -> dict[str, Any]:
+        """Note what comes with every answer; RemoteLost if the service was started again."""
         if reply.get("gone"):
             raise RemoteLost("the service was started anew")
         for line in reply["said"]:
             self.log(line)
-        standing = self.prompts
-        standing.done, standing.waiting = reply["done"], reply["waiting"]
-        standing.skipped, standing.cancelled = reply["skipped"], Counter(reply["cancelled"])
+        status = self.prompts
+        status.done, status.waiting = reply["done"], reply["waiting"]
+        status.skipped, status.cancelled = reply["skipped"], Counter(reply["cancelled"])
         if reply["newest"] is not None:
             self.prompts.newest = QuotedFailure(*reply["newest"])
         self._counters = Counter(reply["counters"])
@@ -219,22 +226,24 @@ class RemoteProducer:
         return reply
 
     def _attach(self) -> None:
-        found = self.service.call("attach", self.token, self.who, self.opener, self.settings)
-        self._hear(self._wait(found))
+        # Opening a producer reads data sets: it may take long.
+        arguments = (self.token, self.trainer, self.opener, self.settings)
+        self._take_in(self._wait(self.service.call("attach", *arguments)))
 
-    def _come_back(self) -> None:
-        """Attach to the service's successor and tell it what is done and what is in hand."""
+    def _reattach(self) -> None:
+        """Attach to the service's successor, with what is done and what the trainer has."""
         with self._lock:
             self.restarts += 1
-            self._before, self._counters = self._before + self._counters, Counter()
+            self._lost_counters, self._counters = self._lost_counters + self._counters, Counter()
             self.log("the rollout service was lost: what it had under way is asked again")
             deadline = time.monotonic() + self.wait_seconds
             while True:
                 try:
                     self._attach()
-                    asks = [pack_ask(ask) for s in self._in_hand.values() for ask in slim(s).asks]
-                    if self._state is not None or asks:
-                        self._hear(self._call("restore", self.token, self._state, asks))
+                    slots = map(slim, self._in_hand.values())
+                    requests = [pack_request(r) for slot in slots for r in slot.requests]
+                    if self._state is not None or requests:
+                        self._take_in(self._call("restore", self.token, self._state, requests))
                     return
                 except (RemoteLost, TimeoutError) as error:
                     if time.monotonic() > deadline:
@@ -245,20 +254,20 @@ class RemoteProducer:
                         ) from error
                 if self._should_stop():
                     raise Interrupted
-                time.sleep(LOOK)
+                time.sleep(POLL_SECONDS)
 
-    def _keep(self) -> None:
-        """The thread: see the module's docstring."""
+    def _poll(self) -> None:
+        """Run the thread: see the module's docstring."""
         renewed = time.monotonic()
-        while not self._closed.wait(LOOK):
+        while not self._closed.wait(POLL_SECONDS):
             table = self._table()
-            known, now = table[0] <= self._sent, time.monotonic()
-            if known and now - renewed < RENEW:
+            sent, time_now = table[0] <= self._sent, time.monotonic()
+            if sent and time_now - renewed < RENEW_SECONDS:
                 continue
             try:
                 with self._lock:
-                    reply = self._call("tick", self.token, None if known else table)
-                    self._hear(reply)
+                    reply = self._call("tick", self.token, None if sent else table)
+                    self._take_in(reply)
             except (RemoteLost, RunStopped, TimeoutError):
-                continue  # whoever waits for slots finds it, too
-            self._sent, renewed = max(self._sent, table[0]), now
+                continue  # the call that waits for slots raises it, too
+            self._sent, renewed = max(self._sent, table[0]), time_now

@@ -1,15 +1,15 @@
-"""RolloutService: the Producer of a run in a process of its own, which may outlive its trainer.
+"""Rollout service: the Producer of a run in a process of its own, which may outlive its trainer.
 
     trainer ── attach(token, settings) ──> a Producer of its own: prompts, slots, queue, filters
-            ── restore(state, held) ─────> goes on from what the trainer settled
-            ── take(count) ──────────────> slots, played by the crew
+            ── restore(state, requests) ─> continues from what the trainer marked done
+            ── take(count) ──────────────> slots, played by the workers
             ── mark_done(slots) ─────────> the cursor, which the trainer's checkpoint keeps
-            ── tick(table) ──────────────> the servers' newest state; the lease is good again
+            ── tick(table) ──────────────> the servers' newest state; the lease is renewed
 
-One trainer at a time: who attaches holds a lease that each of its calls renews. While it is good,
-others are refused with the holder's name; once it has run out, the next takes over and what was
-drawn for the first is thrown away, since its weights are another run's. Nothing is trained twice
-for that: only what a trainer marked done is done.
+One trainer at a time: a trainer that attaches has a lease, which each of its calls renews. While it
+is valid, others are refused with the name of the trainer that has it; once it has run out, the next
+takes over, and what was drawn for the first is thrown away, since its weights are another run's.
+Nothing is trained twice: only what a trainer marked done is done.
 """
 
 import threading
@@ -23,13 +23,13 @@ from typing import Any
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.producer import Producer
 from jaxtrain.generation.ray.remote import RemoteObject
-from jaxtrain.generation.ray.wire import pack_error, pack_slot, unpack_ask, unpack_slot
+from jaxtrain.generation.ray.wire import pack_error, pack_slot, unpack_request, unpack_slot
 from jaxtrain.generation.ray.worker_pool import RolloutWorkers
 
 
 @dataclass
 class TrainerStatus:
-    """What the producer asks of the trainer's side, as of its last call."""
+    """Facts of the trainer that the producer needs, as of its last call."""
 
     progress: float = 0.0
     rounds_begun: int = 0
@@ -38,15 +38,16 @@ class TrainerStatus:
 
 @dataclass
 class TrainerAttachment:
-    """What one trainer has here."""
+    """Everything that the service has for one trainer."""
 
     token: str
-    who: str
+    trainer: str
     """For people: host, process and folder of the run."""
     producer: Producer
-    crew: RolloutWorkers
+    workers: RolloutWorkers
     facts: TrainerStatus
-    said: list[str]
+    lines: list[str]
+    """Log lines that the trainer has not fetched yet."""
     stop: threading.Event = field(default_factory=threading.Event)
 
 
@@ -64,167 +65,176 @@ class RolloutService:
     ):
         self.find_workers, self.clock = find_workers, clock
         self.lease_seconds, self.episode_seconds = lease_seconds, episode_seconds
-        self._held: TrainerAttachment | None = None
+        self._attached: TrainerAttachment | None = None
         self._expires = 0.0
         self._lock = threading.Lock()
 
-    def attach(self, token: str, who: str, opener: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Serve this trainer; UserError while another holds the lease.
+    def attach(
+        self, token: str, trainer: str, opener: str, settings: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Serve this trainer; UserError while another one has the lease.
 
-        opener: "package.module:function" of (settings["service"], crew, facts, say) -> Producer.
+        opener: "package.module:function" of (settings["service"], workers, facts, log) -> Producer.
         settings["worker"]: (opener, settings) of the workers.
         """
         with self._lock:
-            held = self._held
-            if held is not None and held.token != token and self.clock() < self._expires:
+            attached = self._attached
+            taken = attached is not None and attached.token != token
+            if attached is not None and taken and self.clock() < self._expires:
                 return refuse(
                     UserError(
-                        f"the rollout service is held by {held.who}; end that run first, or wait"
+                        f"the rollout service is held by {attached.trainer}; end that run first, or wait"
                         f" {self.lease_seconds:g} s after its end (rollout.ray.lease_seconds)"
                     )
                 )
             self._drop()
-            said: list[str] = []
+            lines: list[str] = []
             try:
-                # Every attachment is another one for the workers, too.
+                # A trainer that attaches again has lost its last service, and with it what workers
+                # were playing: they must be opened again, too.
                 key = f"{token}-{time.monotonic_ns()}"
-                crew = RolloutWorkers(
+                workers = RolloutWorkers(
                     self.find_workers(),
                     key,
                     *settings["worker"],
                     episode_seconds=self.episode_seconds,
-                    log=said.append,
+                    log=lines.append,
                 )
                 facts = TrainerStatus()
                 make = EntryPoint("opener", opener, "").load()
-                producer = make(settings["service"], crew, facts, said.append)
+                producer = make(settings["service"], workers, facts, lines.append)
                 facts.producer = producer
-                held = self._held = TrainerAttachment(token, who, producer, crew, facts, said)
-                producer.stop_when(held.stop.is_set)
-                producer.wait(crew.open())
-            except Exception as error:  # whatever it is, the trainer must hear it
+                attached = TrainerAttachment(token, trainer, producer, workers, facts, lines)
+                self._attached = attached
+                producer.stop_when(attached.stop.is_set)
+                producer.wait(workers.open())
+            except Exception as error:  # the border: the trainer raises whatever it is
                 self._drop()
                 return refuse(error)
             self._expires = self.clock() + self.lease_seconds
-        return self._answer(held)
+        return self._answer(attached)
 
     def restore(
-        self, token: str, state: dict[str, Any] | None, held: Sequence[dict]
+        self, token: str, state: dict[str, Any] | None, requests: Sequence[dict]
     ) -> dict[str, Any]:
-        """Go on from a cursor (None: the start); `held`: prompts that the trainer has and did not
-        mark done yet."""
+        """Continue from a cursor (None: the start). requests: prompts that the trainer has and did
+        not mark done yet."""
 
-        def work(mine: TrainerAttachment) -> dict[str, Any]:
+        def work(attached: TrainerAttachment) -> dict[str, Any]:
             if state is not None:
-                mine.producer.restore(state)
-            mine.producer.prompts.hold([unpack_ask(ask) for ask in held])
+                attached.producer.restore(state)
+            attached.producer.prompts.reserve([unpack_request(request) for request in requests])
             return {}
 
         return self._do(token, work)
 
     def take(
-        self, token: str, count: int, asking: int, facts: dict[str, Any], table: tuple[int, Any]
+        self, token: str, count: int, requesting: int, facts: dict[str, Any], table: tuple[int, Any]
     ) -> dict[str, Any]:
-        """{"slots"}: see Producer.next_slots; Interrupted after `interrupt`."""
+        """Return {"slots"} of Producer.next_slots; Interrupted after `interrupt`."""
 
-        def work(mine: TrainerAttachment) -> dict[str, Any]:
-            mine.stop.clear()
-            mine.facts.progress = facts["progress"]
-            mine.facts.rounds_begun = facts["rounds_begun"]
-            mine.producer.wait(told(mine.crew, table))
-            slots = mine.producer.next_slots(count, asking)
+        def work(attached: TrainerAttachment) -> dict[str, Any]:
+            attached.stop.clear()
+            attached.facts.progress = facts["progress"]
+            attached.facts.rounds_begun = facts["rounds_begun"]
+            attached.producer.wait(use_table(attached.workers, table))
+            slots = attached.producer.next_slots(count, requesting)
             return {"slots": [pack_slot(slot) for slot in slots]}
 
         return self._do(token, work)
 
     def mark_done(self, token: str, slots: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """See Producer.mark_done; the slots are slim ones."""
+        """Mark slots as done, which hold what `wire.slim` leaves; returns the cursor."""
 
-        def work(mine: TrainerAttachment) -> dict[str, Any]:
-            mine.producer.mark_done([unpack_slot(slot) for slot in slots])
-            return {"state": mine.producer.state()}
+        def work(attached: TrainerAttachment) -> dict[str, Any]:
+            attached.producer.mark_done([unpack_slot(slot) for slot in slots])
+            return {"state": attached.producer.state()}
 
         return self._do(token, work)
 
     def tick(self, token: str, table: tuple[int, Any] | None) -> dict[str, Any]:
-        """The lease is renewed; a table of servers, where they have changed, goes to the workers.
-        {"reports"}: what the trainer's engine must hear."""
+        """Renew the lease; a table of servers, if they have changed, goes to the workers. Returns
+        {"reports"}: what the trainer's engine must learn."""
 
-        def work(mine: TrainerAttachment) -> dict[str, Any]:
+        def work(attached: TrainerAttachment) -> dict[str, Any]:
             if table is not None:
-                mine.producer.tell(partial(mine.crew.use, table))
-            reports, mine.crew.reports = mine.crew.reports, []
+                attached.producer.call_soon(partial(attached.workers.use, table))
+            reports, attached.workers.reports = attached.workers.reports, []
             return {"reports": reports}
 
         return self._do(token, work)
 
     def interrupt(self, token: str) -> dict[str, Any]:
-        """Whoever waits in `take` gives up."""
-        return self._do(token, lambda mine: mine.stop.set() or {})
+        """Stop the call that waits in `take`."""
+        return self._do(token, lambda attached: attached.stop.set() or {})
 
     def drop_older(self, token: str, version: int, table: tuple[int, Any]) -> dict[str, Any]:
-        """See Producer.drop_older."""
+        """Cancel groups with older tokens, see Producer.drop_older."""
 
-        def work(mine: TrainerAttachment) -> dict[str, Any]:
-            mine.producer.wait(told(mine.crew, table))
-            mine.producer.drop_older(version)
+        def work(attached: TrainerAttachment) -> dict[str, Any]:
+            attached.producer.wait(use_table(attached.workers, table))
+            attached.producer.drop_older(version)
             return {}
 
         return self._do(token, work)
 
     def leave(self, token: str) -> dict[str, Any]:
-        """The trainer ends: what is played is given up, the lease is free."""
+        """End the trainer's lease, and cancel what is played for it."""
         with self._lock:
-            if self._held is not None and self._held.token == token:
+            if self._attached is not None and self._attached.token == token:
                 self._drop()
         return {}
 
     def status(self) -> dict[str, Any]:
-        """Who holds it; empty: nobody."""
-        held = self._held
-        return {} if held is None else {"who": held.who, "left": self._expires - self.clock()}
+        """Return the trainer that it serves, and the seconds of its lease; empty if there is none."""
+        attached = self._attached
+        if attached is None:
+            return {}
+        return {"who": attached.trainer, "left": self._expires - self.clock()}
 
     def _do(
         self, token: str, work: Callable[[TrainerAttachment], dict[str, Any]]
     ) -> dict[str, Any]:
-        held = self._held
-        if held is None:  # it was started anew and knows nobody
+        attached = self._attached
+        if attached is None:  # it was started again, and no trainer has attached since
             return {"gone": True}
-        if held.token != token:
-            return refuse(RunStopped(f"the rollout service serves another run now: {held.who}"))
+        if attached.token != token:
+            trainer = attached.trainer
+            return refuse(RunStopped(f"the rollout service serves another run now: {trainer}"))
         self._expires = self.clock() + self.lease_seconds
         try:
-            found = work(held)
-        except Exception as error:  # the border: the trainer is told whatever it is
+            reply = work(attached)
+        except Exception as error:  # the border: the trainer raises whatever it is
             return refuse(error)
-        return {**self._answer(held), **found}
+        return {**self._answer(attached), **reply}
 
-    def _answer(self, held: TrainerAttachment) -> dict[str, Any]:
-        said, held.said[:] = held.said[:], []
-        prompts, newest = held.producer.prompts, held.producer.player.failures.newest
+    def _answer(self, attached: TrainerAttachment) -> dict[str, Any]:
+        lines, attached.lines[:] = attached.lines[:], []
+        producer = attached.producer
+        prompts, newest = producer.prompts, producer.player.failures.newest
         return {
-            "said": said,
+            "said": lines,
             "done": prompts.done,
             "waiting": prompts.waiting,
             "skipped": getattr(prompts, "skipped", 0),
-            "cancelled": dict(getattr(held.producer, "cancelled", {})),
+            "cancelled": dict(getattr(producer, "cancelled", {})),
             "newest": None if newest is None else (str(newest), newest.cause),
-            "counters": dict(held.crew.counters),
+            "counters": dict(attached.workers.counters),
         }
 
     def _drop(self) -> None:
-        """End what the last trainer had here."""
-        held, self._held = self._held, None
-        if held is not None:
-            held.stop.set()
-            held.producer.close()
+        """End what the last trainer had."""
+        attached, self._attached = self._attached, None
+        if attached is not None:
+            attached.stop.set()
+            attached.producer.close()
 
 
-async def told(crew: RolloutWorkers, table: tuple[int, Any]) -> None:
-    """Before anything is drawn with an older one."""
-    crew.use(table)
+async def use_table(workers: RolloutWorkers, table: tuple[int, Any]) -> None:
+    """Take a table in the event loop of the workers, before anything is drawn with an older one."""
+    workers.use(table)
 
 
 def refuse(error: BaseException) -> dict[str, Any]:
-    """What a method answers instead of raising."""
+    """Return what a method answers instead of raising."""
     return {"error": pack_error(error)}

@@ -1,6 +1,6 @@
-"""What travels between trainer, rollout service and episode workers: plain data, numbers as arrays.
+"""Wire format between trainer, rollout service and episode workers: plain data, arrays of numbers.
 
-    Slot, Ask, EpisodeFailed ─> dicts, texts, numpy arrays ─> the other process ─> the same again
+    RoundSlot, PromptRequest, EpisodeFailed ─> dicts, texts, numpy arrays ─> the other process
 
 No object of ours is pickled: what arrives is checked by the classes that it becomes.
 """
@@ -14,55 +14,56 @@ from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain.generation.engine import EpisodeFailed, PromptRequest
 from jaxtrain.generation.episode_codec import as_array, pack, unpack
 from jaxtrain.generation.episodes import Group
-from jaxtrain.generation.producer import RoundSlot
+from jaxtrain.generation.group_player import RoundSlot
 
 ERRORS = {kind.__name__: kind for kind in (UserError, RunStopped, Interrupted)}
-"""What ends a run, by name; anything else is a bug."""
+"""Errors that end a run, by name; any other is a bug."""
 
 
 def pack_all(value: Any) -> Any:
-    """Groups, episodes, rows, lists and dicts of them, with nothing left out."""
+    """Pack groups, episodes, rows, lists and dicts of them, with nothing left out."""
     return pack(value, (), as_array)
 
 
-def pack_ask(ask: PromptRequest) -> dict[str, Any]:
-    return {**ask._asdict(), "row": pack_all(ask.row)}
+def pack_request(request: PromptRequest) -> dict[str, Any]:
+    return {**request._asdict(), "row": pack_all(request.row)}
 
 
-def unpack_ask(found: dict[str, Any]) -> PromptRequest:
-    return PromptRequest(**{**found, "row": unpack(found["row"])})
+def unpack_request(packed: dict[str, Any]) -> PromptRequest:
+    return PromptRequest(**{**packed, "row": unpack(packed["row"])})
 
 
 def pack_slot(slot: RoundSlot) -> dict[str, Any]:
-    """A slot that was filled. Its group may be one of the flat ones, and will be again."""
+    """Pack a slot that was filled."""
+    # The group may be one of the flat ones; sent as an index, it is the same object again there.
     place = next((i for i, group in enumerate(slot.flat) if group is slot.group), None)
     return {
         "place": place,
         "group": pack_all(slot.group) if place is None else None,
-        "asks": [pack_ask(ask) for ask in slot.asks],
+        "asks": [pack_request(request) for request in slot.requests],
         "flat": [pack_all(group) for group in slot.flat],
         "dropped": dict(slot.dropped),
         "redone": slot.redone,
     }
 
 
-def unpack_slot(found: dict[str, Any]) -> RoundSlot:
-    flat, place = [unpack(group) for group in found["flat"]], found["place"]
+def unpack_slot(packed: dict[str, Any]) -> RoundSlot:
+    flat, place = [unpack(group) for group in packed["flat"]], packed["place"]
     return RoundSlot(
-        unpack(found["group"]) if place is None else flat[place],
-        [unpack_ask(ask) for ask in found["asks"]],
+        unpack(packed["group"]) if place is None else flat[place],
+        [unpack_request(request) for request in packed["asks"]],
         flat,
-        Counter(found["dropped"]),
-        found["redone"],
+        Counter(packed["dropped"]),
+        packed["redone"],
     )
 
 
 def slim(slot: RoundSlot) -> RoundSlot:
-    """What `Producer.mark_done` reads of a slot: which prompts, and what their answers earned."""
+    """Return what `Producer.mark_done` reads of a slot: its prompts and what answers earned."""
     slimmed = {id(group): _slim_group(group) for group in [slot.group, *slot.flat] if group}
     return RoundSlot(
         None if slot.group is None else slimmed[id(slot.group)],
-        [ask._replace(row={}) for ask in slot.asks],
+        [request._replace(row={}) for request in slot.requests],
         [slimmed[id(group)] for group in slot.flat],
     )
 
@@ -80,20 +81,20 @@ def pack_failure(failure: EpisodeFailed) -> dict[str, Any]:
     return {"reason": str(failure), **vars(failure)}
 
 
-def unpack_failure(found: dict[str, Any]) -> EpisodeFailed:
-    return EpisodeFailed(**found)
+def unpack_failure(packed: dict[str, Any]) -> EpisodeFailed:
+    return EpisodeFailed(**packed)
 
 
 def pack_error(error: BaseException) -> dict[str, str]:
-    """What ended a call there, to be raised here."""
+    """Pack what ended a call, to be raised by the caller."""
     for name, kind in ERRORS.items():
         if isinstance(error, kind):
             return {"kind": name, "text": str(error)}
     return {"kind": "bug", "text": plugins.trace(error, 4000)}
 
 
-def unpack_error(found: dict[str, str]) -> BaseException:
-    kind = ERRORS.get(found["kind"])
+def unpack_error(packed: dict[str, str]) -> BaseException:
+    kind = ERRORS.get(packed["kind"])
     if kind is None:
-        return RuntimeError(f"in another process of the run:\n{found['text']}")
-    return kind(found["text"])
+        return RuntimeError(f"in another process of the run:\n{packed['text']}")
+    return kind(packed["text"])

@@ -1,13 +1,13 @@
-"""EpisodeWorker: the process that plays and judges a prompt's answers; no jax in it.
+"""Episode workers: processes that play and judge a prompt's answers, without jax.
 
-    service ── draw(ask) ──> env.run x G ── engine ──> servers
+    service ── draw(request) ──> env.run x G ── engine ──> servers
             <── episodes, rewards, failures ──┘
     service ── beat(table) ──> which servers there are     (no answer: the service ends the worker)
             <── reports ──     servers that failed a request, tokens' ages, counters,
                                failures of what was given up
 
-Everything runs in the actor's one event loop, as in the trainer's process, so a world that blocks
-it also holds up the beat.
+Everything runs in the actor's one event loop, as in the trainer's process, so an environment that
+blocks it also delays the beat.
 """
 
 import asyncio
@@ -19,64 +19,65 @@ from typing import Any, Protocol
 from jaxtrain.config import SamplingConfig
 from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain.generation.engine import EpisodeFailed
-from jaxtrain.generation.producer import GroupPlayer, RoundSlot
+from jaxtrain.generation.group_player import GroupPlayer, RoundSlot
 from jaxtrain.generation.ray.wire import (
     pack_all,
     pack_error,
     pack_failure,
-    unpack_ask,
+    unpack_request,
 )
 
 
 class WorkerSetup(Protocol):
-    """What plays, once opened."""
+    """Everything that plays in a worker, once opened."""
 
     player: GroupPlayer
 
     def update(self, table: Any) -> None:
-        """The servers, as the trainer's process sees them now."""
+        """Take the servers as the trainer's process sees them now."""
         ...
 
     def report(self) -> dict[str, Any]:
-        """{"counters": numbers since it was opened, "reports": what the trainer's engine must
-        hear}."""
+        """Return {"counters": numbers since it was opened, "reports": what the trainer's engine
+        must learn}."""
         ...
 
     def close(self) -> None: ...
 
 
-Added = tuple[dict[str, Any] | None, int]
-"""What `Failures.add` gets, packed."""
+CountedFailure = tuple[dict[str, Any] | None, int]
+"""Arguments of `Failures.add`, packed."""
 
 
 class FailureReport:
-    """`Failures` of one call: what is told and counted there, to be told and counted elsewhere."""
+    """`Failures` of one call: what it logs and counts is logged and counted by the service."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, Any]] = []
-        self.added: list[Added] = []
+        self.logged: list[dict[str, Any]] = []
+        self.added: list[CountedFailure] = []
 
-    def tell(self, failure: EpisodeFailed) -> None:
-        self.told.append(pack_failure(failure))
+    def log_once(self, failure: EpisodeFailed) -> None:
+        self.logged.append(pack_failure(failure))
 
     def add(self, failure: EpisodeFailed | None, count: int = 1) -> None:
         self.added.append((None if failure is None else pack_failure(failure), count))
 
 
 class EpisodeWorker:
-    """Opened by whoever uses it first; a process that was started again is opened again."""
+    """The worker of a service, which opens it before its first prompt; a process that was started
+    again is opened again."""
 
     def __init__(self) -> None:
         self._key = ""
         self._opened: WorkerSetup | None = None
         self._running: dict[int, tuple[asyncio.Task, RoundSlot]] = {}
-        self._late: list[Added] = []
-        """Failures for good in prompts that were given up, which no reply told."""
+        self._late: list[CountedFailure] = []
+        """Failures for good in prompts that were given up, which no reply has reported."""
         self._epoch = -1
-        """Of the newest table that came: messages may overtake each other."""
+        """Number of the newest table so far: messages may overtake each other."""
 
     async def open(self, key: str, opener: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Be what `opener` ("package.module:function") makes of the settings; `key` names that."""
+        """Open what `opener` ("package.module:function") makes of the settings; `key` names it."""
         if self._key == key:
             return {}
         await self._close()
@@ -93,24 +94,26 @@ class EpisodeWorker:
         self,
         key: str,
         number: int,
-        ask: dict[str, Any],
+        request: dict[str, Any],
         sampling: dict[str, Any],
         table: tuple[int, Any],
     ) -> dict[str, Any]:
-        """One prompt's episodes and rewards, packed; {"closed"} where it must be opened first."""
+        """Return one prompt's episodes and rewards, packed; {"closed"} if it must be opened first."""
         if self._opened is None or self._key != key:
             return {"closed": True}
         opened = self._opened
         self._update(opened, table)
-        player, slot, notes = copy.copy(opened.player), RoundSlot(None, []), FailureReport()
-        player.failures = notes  # type: ignore[assignment]
-        work = player.draw(unpack_ask(ask), slot, SamplingConfig(**sampling))
+        # A copy: many prompts are played at once, and each reports its own failures.
+        player, slot, report = copy.copy(opened.player), RoundSlot(None, []), FailureReport()
+        player.failures = report  # type: ignore[assignment]
+        work = player.draw(unpack_request(request), slot, SamplingConfig(**sampling))
         task = asyncio.ensure_future(work)
         self._running[number] = (task, slot)
         try:
             drawn = await task
         except asyncio.CancelledError:
-            self._late += notes.added
+            # The service has cancelled this call and reads no reply: the next beat reports them.
+            self._late += report.added
             return {"cancelled": True}
         except (UserError, RunStopped, Interrupted) as error:
             return {"error": pack_error(error)}
@@ -120,28 +123,28 @@ class EpisodeWorker:
             "drawn": pack_all(drawn),
             "dropped": dict(slot.dropped),
             "redone": slot.redone,
-            "told": notes.told,
-            "added": notes.added,
+            "told": report.logged,
+            "added": report.added,
             "report": opened.report(),
         }
 
     async def cancel(self, number: int) -> dict[str, Any]:
-        """Give up a prompt."""
+        """Stop playing a prompt."""
         if number in self._running:
             self._running[number][0].cancel()
         return {}
 
     async def beat(self, key: str, table: tuple[int, Any]) -> dict[str, Any]:
-        """That the event loop turns; takes the newest table, gives what there is to report."""
+        """Show that the event loop turns; takes the newest table, returns what there is to report."""
         if self._opened is None or self._key != key:
             return {}
         self._update(self._opened, table)
         late, self._late = self._late, []
-        ages = {number: slot.ages.oldest for number, (_, slot) in self._running.items()}
+        ages = {number: slot.tracker.oldest for number, (_, slot) in self._running.items()}
         return {**self._opened.report(), "ages": ages, "late": late}
 
     async def close(self) -> dict[str, Any]:
-        """Give up everything; it may be opened again."""
+        """Stop playing everything; it may be opened again."""
         await self._close()
         return {}
 

@@ -1,11 +1,11 @@
-"""Crew: the service's episode workers, and the player that has prompts played by them.
+"""The service's episode workers, and the player that plays prompts with them.
 
-RemotePlayer.draw(ask) ─> the worker with the fewest prompts ──> episodes, rewards
+RemotePlayer.draw(request) ─> the worker with the fewest prompts ──> episodes, rewards
      ^                        │
      │   lost: EpisodeFailed("worker lost"), another worker plays the prompt (rollout.retries)
      └────────────────────────┘
 beat, every BEAT seconds and whenever the table of servers changes ──> reports, counters
-     no answer for episode_seconds: the process is ended; whoever keeps it starts another
+     no answer for episode_seconds: the process is ended; its supervisor starts another
 """
 
 import asyncio
@@ -14,25 +14,27 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from jaxtrain.generation.engine import EpisodeFailed, PromptRequest, Sampling
-from jaxtrain.generation.producer import Drawn, GroupPlayer, RoundSlot
-from jaxtrain.generation.ray.remote import RemoteLost, RemoteObject, ask
-from jaxtrain.generation.ray.wire import pack_ask, unpack, unpack_failure
+from jaxtrain.generation.group_player import DrawnGroup, GroupPlayer, RoundSlot
+from jaxtrain.generation.ray.remote import RemoteLost, RemoteObject, call
+from jaxtrain.generation.ray.wire import pack_request, unpack, unpack_failure
 
 BEAT = 5.0
 
 
 class WorkerHandle:
-    """One worker as the service sees it."""
+    """A worker as the service sees it."""
 
-    def __init__(self, far: RemoteObject, name: str):
-        self.far, self.name = far, name
+    def __init__(self, remote: RemoteObject, name: str):
+        self.remote, self.name = remote, name
         self.load = 0
-        self.there = True
+        self.answers = True
         """Whether its last call was answered."""
         self.opening = asyncio.Lock()
         self.counted: dict[str, float] = {}
-        """Its counters when it last told them."""
+        """Its counters as of its last report."""
 
 
 class RolloutWorkers:
@@ -48,25 +50,25 @@ class RolloutWorkers:
         episode_seconds: float,
         log: Callable[[str], None],
     ):
-        """key: of this attachment. opener, settings: see EpisodeWorker.open."""
-        self.members = [WorkerHandle(far, f"worker {i}") for i, far in enumerate(workers)]
+        """key: names this attachment. opener, settings: see EpisodeWorker.open."""
+        self.members = [WorkerHandle(remote, f"worker {i}") for i, remote in enumerate(workers)]
         self.key, self.opener, self.settings = key, opener, settings
         self.episode_seconds, self.log = episode_seconds, log
         self.table: tuple[int, Any] = (-1, None)
-        """Of servers, with the number that grows with every change."""
+        """State of the servers, with a number that grows with every change."""
         self.counters: Counter[str] = Counter()
         self.reports: list[Any] = []
-        """What the trainer's engine has not heard yet."""
+        """Reports that the trainer has not fetched yet."""
         self.late: list[Any] = []
-        """Failures in prompts that were given up, which their player has not counted yet."""
+        """Failures in prompts that were given up, which the player has not counted yet."""
         self._slots: dict[int, RoundSlot] = {}
-        """Of the prompts under way."""
+        """Slots of the prompts under way, by their number."""
         self._changed: list[asyncio.Event] = []
         self._beats: list[asyncio.Task] = []
         self._numbers = itertools.count()
 
     def use(self, table: tuple[int, Any]) -> None:
-        """The servers changed: all workers are told, none is waited for. An older table is late."""
+        """Send the servers' new state to all workers, without waiting; an older table is ignored."""
         if table[0] <= self.table[0]:
             return
         self.table = table
@@ -74,7 +76,7 @@ class RolloutWorkers:
             event.set()
 
     def begin(self) -> None:
-        """Look after the workers from now on."""
+        """Begin to watch the workers."""
         if not self._beats:
             for member in self.members:
                 event = asyncio.Event()
@@ -82,123 +84,125 @@ class RolloutWorkers:
                 self._beats.append(asyncio.ensure_future(self._watch(member, event)))
 
     async def open(self) -> None:
-        """Have all workers opened, as far as they are there; raises what that raised."""
-        found = await asyncio.gather(*map(self._open, self.members), return_exceptions=True)
-        for error in found:
+        """Open all workers that answer; raises what opening one raised."""
+        errors = await asyncio.gather(*map(self._open, self.members), return_exceptions=True)
+        for error in errors:
             if isinstance(error, BaseException) and not isinstance(error, RemoteLost):
                 raise error
 
     async def draw(
         self, prompt: PromptRequest, sampling: Sampling, slot: RoundSlot
     ) -> dict[str, Any]:
-        """A worker's reply to one prompt; Lost where the worker went."""
+        """Return a worker's reply to one prompt; raises RemoteLost if the worker was lost."""
         self.begin()
-        member = min(self.members, key=lambda one: (not one.there, one.load))
+        member = min(self.members, key=lambda member: (not member.answers, member.load))
         member.load += 1
         number = next(self._numbers)
         self._slots[number] = slot
-        arguments = (self.key, number, pack_ask(prompt), sampling.model_dump(), self.table)
+        arguments = (self.key, number, pack_request(prompt), sampling.model_dump(), self.table)
         try:
             while True:
-                reply = await ask(member.far, "draw", *arguments)
-                member.there = True
+                reply = await call(member.remote, "draw", *arguments)
+                member.answers = True
                 if "closed" not in reply:
-                    self._hear(member, reply.get("report", {}))
+                    self._take_report(member, reply.get("report", {}))
                     return reply
                 await self._open(member)
         except RemoteLost:
-            if member.there:
+            if member.answers:  # several of its prompts are lost at once: count it once
                 self.counters["ray/workers_lost"] += 1
                 self.log(f"{member.name} was lost; its prompts are played elsewhere")
-            member.there = False
+            member.answers = False
             raise
         except asyncio.CancelledError:
-            member.far.call("cancel", number)
+            member.remote.call("cancel", number)
             raise
         finally:
             del self._slots[number]
             member.load -= 1
 
     async def close(self) -> None:
-        """Leave the workers, which give up what they play."""
+        """Leave the workers, which stop what they play."""
         for task in self._beats:
             task.cancel()
         self._beats, self._changed = [], []
-        closing = [ask(one.far, "close", seconds=5.0) for one in self.members if one.there]
+        closing = [call(m.remote, "close", seconds=5.0) for m in self.members if m.answers]
         await asyncio.gather(*closing, return_exceptions=True)
 
     async def _open(self, member: WorkerHandle) -> None:
         async with member.opening:
             member.counted = {}
-            await ask(member.far, "open", self.key, self.opener, self.settings)
-            member.there = True
+            await call(member.remote, "open", self.key, self.opener, self.settings)
+            member.answers = True
 
     async def _watch(self, member: WorkerHandle, changed: asyncio.Event) -> None:
         while True:
             changed.clear()
-            call = ask(member.far, "beat", self.key, self.table, seconds=self.episode_seconds)
+            beat = call(member.remote, "beat", self.key, self.table, seconds=self.episode_seconds)
             try:
-                self._hear(member, await call)
-                member.there = True
+                self._take_report(member, await beat)
+                member.answers = True
             except TimeoutError:
-                member.there = False
+                member.answers = False
                 self.counters["ray/workers_hung"] += 1
                 self.log(
                     f"{member.name} did not answer for {self.episode_seconds:g} s"
                     " (rollout.ray.episode_seconds): it is started again, its prompts are asked"
                     " again"
                 )
-                member.far.end()
+                member.remote.end()
             except RemoteLost:
-                member.there = False
+                member.answers = False
             try:
                 await asyncio.wait_for(changed.wait(), BEAT)
             except TimeoutError:
                 pass
 
-    def _hear(self, member: WorkerHandle, reply: dict[str, Any]) -> None:
+    def _take_report(self, member: WorkerHandle, reply: dict[str, Any]) -> None:
         self.reports += reply.get("reports", [])
         self.late += reply.get("late", [])
         for number, oldest in reply.get("ages", {}).items():
             if oldest is not None and number in self._slots:
-                self._slots[number].ages.replace(oldest)
+                self._slots[number].tracker.replace(oldest)
         for name, count in reply.get("counters", {}).items():
-            # Less than before: an answer that a later one has overtaken. Where a worker is opened
-            # anew, `_open` has forgotten what it had counted.
+            # A lower count is an old reply that a later one has overtaken. When a worker is opened
+            # again it counts from 0, and `_open` has cleared `counted`.
             before = member.counted.get(name, 0.0)
             self.counters[name] += max(count - before, 0)
             member.counted[name] = max(count, before)
 
 
 class RemotePlayer(GroupPlayer):
-    """A GroupPlayer whose episodes are played by a crew."""
+    """A GroupPlayer whose episodes are played by workers."""
 
-    def __init__(self, crew: RolloutWorkers, *arguments: Any, **options: Any):
-        """The rest as GroupPlayer, without environment, engine and rewards."""
-        super().__init__(None, crew, None, *arguments, **options)  # type: ignore[arg-type]
-        self.crew = crew
+    def __init__(self, workers: RolloutWorkers, *arguments: Any, **options: Any):
+        """arguments, options: those of GroupPlayer behind environments and engine."""
+        super().__init__(None, workers, *arguments, **options)  # type: ignore[arg-type]
+        self.workers = workers
 
-    async def draw(self, ask: PromptRequest, slot: RoundSlot, sampling: Sampling) -> Drawn | None:
-        """See GroupPlayer; lost workers are failures like others."""
+    @override
+    async def draw(
+        self, request: PromptRequest, slot: RoundSlot, sampling: Sampling
+    ) -> DrawnGroup | None:
         failure = EpisodeFailed("worker lost", cause="an episode worker was lost", pause=True)
         for attempt in range(self.rules.retries + 1):
             slot.redone += self.rules.group_size if attempt else 0
             try:
-                reply = await self.crew.draw(ask, sampling, slot)
+                reply = await self.workers.draw(request, sampling, slot)
             except RemoteLost:
                 await asyncio.sleep(min(1.0, attempt))
                 continue
-            if "cancelled" in reply:  # the worker was opened anew meanwhile
+            if "cancelled" in reply:  # the worker was closed and opened again meanwhile
                 continue
             return self._take(reply, slot)
         return self._give_up(failure, slot)
 
-    def _take(self, reply: dict[str, Any], slot: RoundSlot) -> Drawn | None:
+    def _take(self, reply: dict[str, Any], slot: RoundSlot) -> DrawnGroup | None:
         slot.dropped.update(reply["dropped"])
         slot.redone += reply["redone"]
-        for told in reply["told"]:
-            self.failures.tell(unpack_failure(told))
-        late, self.crew.late = self.crew.late, []
+        for failure in reply["told"]:
+            self.failures.log_once(unpack_failure(failure))
+        late, self.workers.late = self.workers.late, []
         for failure, count in [*late, *reply["added"]]:
             self.failures.add(None if failure is None else unpack_failure(failure), count)
         drawn = unpack(reply["drawn"])

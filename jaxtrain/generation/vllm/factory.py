@@ -22,7 +22,7 @@ from jaxtrain.core.bundle import ModelBundle, abstract_params
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, EngineKind, SharedServers
-from jaxtrain.generation.multi_policy import gather
+from jaxtrain.generation.episode_engine import combine_engines
 from jaxtrain.generation.publisher import Publisher
 from jaxtrain.generation.ray.hosts import open_source
 from jaxtrain.generation.ray.ray_cluster import join
@@ -36,8 +36,8 @@ from jaxtrain.generation.weight_sync.device_image import DeviceImage
 from jaxtrain.generation.weight_sync.device_layout import PublishedCopy, list_pieces, list_rows
 from jaxtrain.generation.weight_sync.publish_lora import LoraPublisher
 from jaxtrain.generation.weight_sync.publish_weights import WeightPublisher
+from jaxtrain.generation.weight_sync.shared_publisher import SharedPublisher
 from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.methods.rl.shared_rounds import SharedPublisher
 from jaxtrain.models.capabilities import route_shape
 from jaxtrain.models.families import family
 from jaxtrain.models.parameters import Params
@@ -127,7 +127,7 @@ def open_vllm(
                 )
                 for name in policies or ("",)
             }
-            engine = gather(engines) if policies else engines[""]
+            engine = combine_engines(engines) if policies else engines[""]
             folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
             if adapters:
                 run, base = config.run.output_dir, config.model.path

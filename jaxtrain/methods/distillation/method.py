@@ -28,6 +28,7 @@ from jaxtrain.data.packing.steps import StepShape
 from jaxtrain.distributed.broadcast import broadcast_or_raise
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engines import find_engine
+from jaxtrain.generation.group_player import AnswerOptions
 from jaxtrain.generation.offline_answers import OfflineAnswers
 from jaxtrain.generation.vllm.teacher import TeacherServer
 from jaxtrain.huggingface.tokenizer import compare_vocabularies
@@ -42,9 +43,9 @@ from jaxtrain.methods.distillation.loss import (
     distillation_loss,
 )
 from jaxtrain.methods.offline import OfflineData, check_packing
+from jaxtrain.methods.rl.advantages import AdvantageOptions
 from jaxtrain.methods.rl.batch_builder import DRAWN, BatchBuilder
 from jaxtrain.methods.rl.prompt_data import PromptData, RoundPlan
-from jaxtrain.methods.rl.round import AdvantageOptions
 from jaxtrain.models.capabilities import follows_trees, require_trees
 
 Section = DistillationTask
@@ -71,7 +72,7 @@ def _open(config: Config, tokenizer: Any, *, follows: bool) -> "TeacherData | On
     )
     if not draws:
         return TeacherData(config, recipe)
-    seen = OfflineAnswers(
+    offline_answers = OfflineAnswers(
         config.data.datasets,
         tokenizer,
         row_tokens=config.data.sequence_len,
@@ -79,13 +80,14 @@ def _open(config: Config, tokenizer: Any, *, follows: bool) -> "TeacherData | On
         seed=config.run.seed,
     )
     plan = RoundPlan(
-        labels=partial(read_labels, task, config),
-        estimator=AdvantageOptions("none", "none"),
+        make_builder=partial(read_builder, task, config),
+        advantages=AdvantageOptions("none", "none"),
         updates=1,
         parts=1,
         fields=recipe.fields,
-        judged=False,
-        given=seen if task.on_policy_share < 1 else None,
+        answers=AnswerOptions(
+            offline_answers if task.on_policy_share < 1 else None, need_reward=False
+        ),
     )
     return OnPolicyData(config, tokenizer, plan, recipe)
 
@@ -182,7 +184,7 @@ def read_streams(task: DistillationTask, draws: bool) -> dict[str, Any]:
     return streams
 
 
-def read_labels(task: DistillationTask, config: Config, rows: int) -> BatchBuilder:
+def read_builder(task: DistillationTask, config: Config, rows: int) -> BatchBuilder:
     """How a round becomes batches of `rows` rows a microstep: all trained tokens count alike."""
     data = config.data
     return BatchBuilder(

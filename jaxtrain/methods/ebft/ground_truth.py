@@ -18,7 +18,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import PromptRequest, Sampling
 from jaxtrain.generation.episodes import Episode
 from jaxtrain.generation.offline_answers import read_episode
-from jaxtrain.generation.prompt_rows import PromptRows
+from jaxtrain.generation.prompts import PromptRows
 from jaxtrain.methods.ebft.ground_truth_rows import (
     Thinking,
     Turns,

@@ -33,7 +33,8 @@ from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import RunStopped
 from jaxtrain.generation.episodes import Episode, Group
-from jaxtrain.generation.prompt_rows import PromptRows, open_prompts
+from jaxtrain.generation.group_player import AnswerOptions
+from jaxtrain.generation.prompts import PromptRows, open_prompts
 from jaxtrain.methods.ebft.config import EBFTTask
 from jaxtrain.methods.ebft.feature_matching import rewards
 from jaxtrain.methods.ebft.features import (
@@ -48,10 +49,11 @@ from jaxtrain.methods.ebft.ground_truth import GroundTruthRows, GroundTruths, co
 from jaxtrain.methods.ebft.loss import COMPONENT, ebft_loss
 from jaxtrain.methods.offline import OfflineData
 from jaxtrain.methods.rl import method as rl
+from jaxtrain.methods.rl.advantages import RewardTable
 from jaxtrain.methods.rl.batch_builder import BatchBuilder
 from jaxtrain.methods.rl.judges import add_column, describe_table
 from jaxtrain.methods.rl.prompt_data import PromptData
-from jaxtrain.methods.rl.round import RewardTable, RoundSource
+from jaxtrain.methods.rl.round import RolloutRounds
 from jaxtrain.models.capabilities import follows_trees
 
 Section = EBFTTask
@@ -79,10 +81,9 @@ class FeatureMatchingData(PromptData):
         )
         plan = dataclasses.replace(
             plan,
-            labels=partial(read_labels, task, config),
+            make_builder=partial(read_builder, task, config),
             fields=Fields(tuple(read_coef(task)), plan.fields.streams),
-            judged=False,
-            truths=truths,
+            answers=AnswerOptions(truths=truths, need_reward=False),
         )
         super().__init__(config, tokenizer, plan)
         self.task, self.held_out = task, OfflineData(config, Sequences(config.data, tokenizer))
@@ -152,10 +153,11 @@ def read_coef(task: EBFTTask) -> dict[str, float]:
     return rl.rl_coef(task) | ({COMPONENT: task.ce_coef} if task.ce_coef > 0 else {})
 
 
-def read_labels(task: EBFTTask, config: Config, rows: int) -> BatchBuilder:
-    """How a round becomes batches; with ce_coef the ground truth is a branch beside the answers."""
-    labels = rl.read_labels(task, config, rows)
-    return dataclasses.replace(labels, truth=COMPONENT) if task.ce_coef > 0 else labels
+def read_builder(task: EBFTTask, config: Config, rows: int) -> BatchBuilder:
+    """Return how a round becomes batches; with ce_coef the ground truth is a branch beside the
+    answers."""
+    builder = rl.read_builder(task, config, rows)
+    return dataclasses.replace(builder, truth=COMPONENT) if task.ce_coef > 0 else builder
 
 
 class FeatureMatchingPreparation(rl.PolicyPreparation):
@@ -202,17 +204,17 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
         return super().__call__(round, scorer)
 
     @property
-    def source(self) -> RoundSource:
-        """Of the rounds, on process 0."""
-        assert self.data.source is not None, "process 0 rewards"
-        return self.data.source
+    def rounds(self) -> RolloutRounds:
+        """The rounds, with groups on process 0 alone."""
+        assert self.data.rounds is not None, "opened before the first round"
+        return self.data.rounds
 
     def reward_answers(self, scorer: Scorer) -> None:
         """Rewards of the part's episodes, for `judge`; features are computed by all processes."""
         start, asked = time.monotonic(), []
 
         def begin() -> Batch:
-            asked.append(self.collect(self.source.groups))
+            asked.append(self.collect(self.rounds.groups))
             return asked[0].batch
 
         batch = broadcast_or_raise("answers that need features", begin)
@@ -220,7 +222,7 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
         found = scorer.features(batch, FEATURES, self.layers, places)
         if is_main_process():
             features_NF = np.stack([found[place] for place in asked[0].places])
-            self.settle(self.source.groups, features_NF)
+            self.settle(self.rounds.groups, features_NF)
             self.numbers["ebft/feature_seconds"] = time.monotonic() - start
 
     def collect(self, groups: Sequence[Group]) -> FeatureRequest:
@@ -287,8 +289,8 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
         assert self.rewards_N is not None, "answers were rewarded before"
         table = add_column(table, self.rewards_N[:, None], 1.0)
         table, metrics = super().judge(table, batches)
-        if self.source.last_part:
-            self.source.samples = self.source.choose_samples()
+        if self.rounds.last_part:
+            self.rounds.samples = self.rounds.choose_samples()
         return table, {**metrics, **describe_table(table), **self.numbers}
 
 

@@ -1,16 +1,16 @@
-"""Groups of episodes as labeled batches: trees or flat rows, loss weights and streams.
+"""Batches of groups of episodes: trees or flat rows, loss weights and streams.
 
     group:  prompt ─┬─ answer 1 (advantage  1.2)      one tree a group: the prompt is computed once
                     ├─ answer 2 (advantage -0.3)      trained tokens are never shared
                     └─ answer 3 (advantage -0.9)
 
 An episode of several token sequences (a template that rewrites history) gives a branch for each:
-what they have in common before a sequence's first drawn token is computed once, and each drawn
-token is trained in the sequence that it was drawn in. Averages count episodes, not sequences; a
-ratio by sequence is that of each token sequence.
+what they share before a sequence's first drawn token is computed once, and each drawn token is
+trained in the sequence that it was drawn in. Averages count episodes, not sequences; a ratio by
+sequence is that of each token sequence.
 
-What the loss is a mean of is decided here, by weights and constant denominators, for a minibatch of
-N episodes with n_i trained tokens each:
+Weights and constant denominators decide what the loss is a mean of, for a minibatch of N episodes
+with n_i trained tokens each:
 
     average    weight of a token        denominator
     token      1                        the sum of all weights
@@ -39,7 +39,7 @@ EPISODE = "episode"
 TURN = "turn"
 """Host-only stream: number of the token's turn in its episode, from 0; -1 is context."""
 DRAWN = "drawn"
-"""Stream: 1 on trained tokens that the policy drew, 0 on those of an answer that was given."""
+"""Stream: 1 on trained tokens that the policy drew, 0 on those of the data's own answers."""
 STREAMS = {
     DRAWN: np.float32,
     **dict.fromkeys(("advantage", "sampler_logp", "old_logp", "ref_logp"), np.float32),
@@ -49,7 +49,7 @@ STREAMS = {
 
 
 def stream_dtypes(routes: RouteShape | None) -> dict[str, Any]:
-    """Dtype of each stream of a labeled batch, that of records among them where there are any."""
+    """Return the dtype of each stream of a batch, with that of routing records if there are any."""
     if routes is None:
         return dict(STREAMS)
     return {**STREAMS, ROUTED: np.dtype((routes.dtype, (routes.width,)))}
@@ -60,7 +60,7 @@ Average = Literal["token", "sequence", "sum", "microstep", "constant"]
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """How a round becomes batches."""
+    """Settings by which a round becomes batches."""
 
     shape: StepShape
     """Rows of a microstep, T and its buckets; the number of microsteps follows."""
@@ -71,24 +71,24 @@ class BatchBuilder:
     """sampling.max_new_tokens, for average "constant"."""
     share_prompts: bool = True
     packing: bool = True
-    """Several trees in a row."""
+    """Put several trees in a row."""
     mask_truncated: bool = False
     num_minibatches: int = 1
     truth: str | None = None
-    """A component whose weights are 1 on the tokens of a group's ground truth, which then stands
-    beside its answers; its loss is a mean over them all, whatever `average` says."""
+    """Component whose weights are 1 on the tokens of a group's ground truth, which is then packed
+    beside the answers; its loss is a mean over all of them, whatever `average` is."""
     dtype: type = np.float32
     routes: RouteShape | None = None
-    """Of the records of experts that tokens are sent to again; None: routers choose."""
+    """Shape of the records of experts that tokens are routed to again; None: routers choose."""
 
     @property
     def streams(self) -> dict[str, Any]:
-        """What `pack` gives for each token, and its dtype."""
+        """Dtype of each per-token stream that `pack` writes."""
         return stream_dtypes(self.routes)
 
     @property
     def all_components(self) -> tuple[str, ...]:
-        """Those of answers and of ground truths."""
+        """Components of answers and of ground truths."""
         return self.components if self.truth is None else (*self.components, self.truth)
 
 
@@ -105,10 +105,10 @@ class RoundBatches:
     """Episodes that fit no row and were left out."""
 
 
-def label(groups: Sequence[Group], labels: BatchBuilder) -> RoundBatches:
-    """Batches of groups whose advantages are known."""
-    row_tokens = labels.shape.row_tokens
-    count = min(labels.num_minibatches, len(groups))
+def build_batches(groups: Sequence[Group], builder: BatchBuilder) -> RoundBatches:
+    """Return the batches of groups whose advantages are known."""
+    row_tokens = builder.shape.row_tokens
+    count = min(builder.num_minibatches, len(groups))
     parts = np.array_split(np.arange(len(groups)), count)
     first = np.cumsum([0, *(len(group.episodes) for group in groups)])
     batches, trees_of_all, too_long, trained = [], [], 0, 0
@@ -117,21 +117,23 @@ def label(groups: Sequence[Group], labels: BatchBuilder) -> RoundBatches:
         for index in part:
             group = groups[index]
             branches = []
-            for place, episode in enumerate(group.episodes):
-                if any(len(one.tokens) > row_tokens for one in episode.sequences):
+            for member, episode in enumerate(group.episodes):
+                if any(len(sequence.tokens) > row_tokens for sequence in episode.sequences):
                     too_long += 1
                     continue
-                advantages_T = np.atleast_1d(np.asarray(group.advantages[place], np.float64))
-                branches += make_branches(episode, advantages_T, int(first[index]) + place, labels)
+                advantages_T = np.atleast_1d(np.asarray(group.advantages[member], np.float64))
+                branches += make_branches(
+                    episode, advantages_T, int(first[index]) + member, builder
+                )
                 episodes += 1
-            branches += make_truth(group.truth, labels)
-            trees += grow(branches, row_tokens, labels.share_prompts)
+            branches += make_truth(group.truth, builder)
+            trees += grow(branches, row_tokens, builder.share_prompts)
         if not trees:
             continue
         trees_of_all += trees
-        batch = pack(trees, labels)
-        batches.append(average_over(batch, labels, episodes))
-        trained += int(np.count_nonzero(batch.weights[labels.components[0]]))
+        batch = pack(trees, builder)
+        batches.append(average_over(batch, builder, episodes))
+        trained += int(np.count_nonzero(batch.weights[builder.components[0]]))
     saving = measure_saving(trees_of_all)
     slots = sum(batch.tokens.size for batch in batches)
     efficiency = saving.packed_tokens / max(slots, 1)
@@ -139,68 +141,68 @@ def label(groups: Sequence[Group], labels: BatchBuilder) -> RoundBatches:
 
 
 def make_branches(
-    episode: Episode, advantages_T: np.ndarray, number: int, labels: BatchBuilder
+    episode: Episode, advantages_T: np.ndarray, number: int, builder: BatchBuilder
 ) -> list[FlatSequence]:
-    """A branch for each of an episode's sequences of which something is trained, with weights and
-    streams. advantages [turns]; the last one goes for all later turns."""
-    if labels.mask_truncated and episode.finish_reason == "length":
+    """Return a branch for each of an episode's sequences with trained tokens, with weights and
+    streams. advantages [turns]; the last one holds for all later turns."""
+    if builder.mask_truncated and episode.finish_reason == "length":
         return []
-    masks = [np.array(one.sampled, bool) for one in episode.sequences]
+    masks = [np.array(sequence.sampled, bool) for sequence in episode.sequences]
     for mask in masks:
         mask[:1] = False  # nothing predicts a first token
     count = sum(int(mask.sum()) for mask in masks)
-    weight = 1.0 / max(count, 1) if labels.average == "sequence" else 1.0
+    weight = 1.0 / max(count, 1) if builder.average == "sequence" else 1.0
     return [
-        make_branch(one, mask, weight, advantages_T, number, labels, not episode.given)
-        for one, mask in zip(episode.sequences, masks, strict=True)
+        make_branch(sequence, mask, weight, advantages_T, number, builder, not episode.given)
+        for sequence, mask in zip(episode.sequences, masks, strict=True)
         if mask.any()
     ]
 
 
-def make_truth(truth: Episode | None, labels: BatchBuilder) -> list[FlatSequence]:
-    """The ground truth's branches, where it is trained: no answer, of no advantage."""
-    if labels.truth is None or truth is None:
+def make_truth(truth: Episode | None, builder: BatchBuilder) -> list[FlatSequence]:
+    """Return the ground truth's branches, if it is trained; they have no advantage."""
+    if builder.truth is None or truth is None:
         return []
-    found = []
-    for one in truth.sequences:
-        mask = np.array(one.sampled, bool)
+    branches = []
+    for sequence in truth.sequences:
+        mask = np.array(sequence.sampled, bool)
         mask[:1] = False
-        if mask.any() and len(one.tokens) <= labels.shape.row_tokens:
-            branch = make_branch(one, mask, 0.0, np.zeros(1), -1, labels, drawn=False)
-            branch.weights[labels.truth] = mask.astype(np.float64)
-            found.append(branch)
-    return found
+        if mask.any() and len(sequence.tokens) <= builder.shape.row_tokens:
+            branch = make_branch(sequence, mask, 0.0, np.zeros(1), -1, builder, drawn=False)
+            branch.weights[builder.truth] = mask.astype(np.float64)
+            branches.append(branch)
+    return branches
 
 
 def make_branch(
-    one: TokenSequence,
+    sequence: TokenSequence,
     trained: np.ndarray,
     weight: float,
     advantages_T: np.ndarray,
     number: int,
-    labels: BatchBuilder,
+    builder: BatchBuilder,
     drawn: bool = True,
 ) -> FlatSequence:
-    """One sequence's tokens; `trained` [n] are those that weigh, `drawn` by the policy or not."""
+    """Return a sequence as a branch. trained [n]: tokens with a weight; drawn: by the policy."""
     weights_n = trained * weight
-    length = len(one.tokens)
-    turns = np.asarray(one.turns, np.int64) if one.turns else np.zeros(length, np.int64)
+    length = len(sequence.tokens)
+    turns = np.asarray(sequence.turns, np.int64) if sequence.turns else np.zeros(length, np.int64)
     advantages_n = advantages_T[np.clip(turns, 0, len(advantages_T) - 1)]
     streams: dict[str, np.ndarray] = {}
-    if labels.routes is not None:
-        if one.routed is None and drawn:
+    if builder.routes is not None:
+        if sequence.routed is None and drawn:
             raise RunStopped(
                 "rollout.router_replay: an answer came without a record of the experts that its"
                 " tokens went to; an engine of your own must give Completion.routed, an environment"
                 " that makes Episodes itself must hand it on (Episode.routed), or set it to false"
             )
-        streams[ROUTED] = pad_routes(one.routed, length, labels.routes)
+        streams[ROUTED] = pad_routes(sequence.routed, length, builder.routes)
     return FlatSequence(
-        np.asarray(one.tokens, np.int32),
-        {name: np.where(name == labels.truth, 0.0, weights_n) for name in labels.all_components},
+        np.asarray(sequence.tokens, np.int32),
+        {name: np.where(name == builder.truth, 0.0, weights_n) for name in builder.all_components},
         {
             "advantage": np.where(trained, advantages_n, 0.0),
-            "sampler_logp": np.where(trained, one.logprobs, 0.0),
+            "sampler_logp": np.where(trained, sequence.logprobs, 0.0),
             EPISODE: np.where(trained, number, -1),
             TURN: np.where(trained, turns, -1),
             "old_logp": np.zeros(length),
@@ -212,51 +214,56 @@ def make_branch(
 
 
 def grow(branches: Sequence[FlatSequence], row_tokens: int, share: bool) -> list[Tree]:
-    """Trees of at most row_tokens; a group that is larger is cut into several, in order."""
+    """Return trees of at most row_tokens; a larger group is split into several, in order."""
     if not share:
         return [tree for branch in branches for tree in merge_prefixes([branch])]
     trees: list[Tree] = []
     chunk: list[FlatSequence] = []
-    whole: list[Tree] = []
+    grown: list[Tree] = []
     for branch in branches:
+        # Only context is shared: a drawn token has its own advantage and log-prob in every branch.
         merged = merge_prefixes([*chunk, branch], share="context")
         if chunk and any(tree.num_tokens > row_tokens for tree in merged):
-            trees += whole
+            trees += grown
             chunk = []
             merged = merge_prefixes([branch], share="context")
         chunk.append(branch)
-        whole = merged
-    return trees + whole
+        grown = merged
+    return trees + grown
 
 
-def pack(trees: Sequence[Tree], labels: BatchBuilder) -> Batch:
-    """Rows [A, B, T] of trees by first-fit-decreasing; A is rounded up to few different values."""
-    shape = labels.shape
+def pack(trees: Sequence[Tree], builder: BatchBuilder) -> Batch:
+    """Pack trees into rows [A, B, T] by first-fit-decreasing.
+
+    A is rounded up to few different values: each one compiles a train step.
+    """
+    shape = builder.shape
     sizes = [tree.num_tokens for tree in trees]
-    alone = [[index] for index in range(len(trees))]
-    places = fit_rows(sizes, shape.row_tokens) if labels.packing else alone
-    packed = [[lay_out(trees[i], "branch") for i in row] for row in places]
-    fields = Fields(labels.all_components, labels.streams, dtype=labels.dtype)
+    unpacked = [[index] for index in range(len(trees))]
+    rows = fit_rows(sizes, shape.row_tokens) if builder.packing else unpacked
+    packed = [[lay_out(trees[i], "branch") for i in row] for row in rows]
+    fields = Fields(builder.all_components, builder.streams, dtype=builder.dtype)
     return replace(shape, fields=fields).build(packed)
 
 
-def average_over(batch: Batch, labels: BatchBuilder, episodes: int) -> Batch:
-    """The batch with what its average needs: rescaled weights, constant denominators [A]."""
-    if labels.average == "token":
+def average_over(batch: Batch, builder: BatchBuilder, episodes: int) -> Batch:
+    """Return the batch with what its average needs: rescaled weights, constant denominators [A]."""
+    if builder.average == "token":
         return batch
     weights, microsteps = batch.weights, batch.tokens.shape[0]
-    if labels.average == "microstep":
-        counts_A = np.count_nonzero(batch.weights[labels.components[0]], axis=(1, 2))
+    if builder.average == "microstep":
+        # Padded microsteps, without a trained token, do not count.
+        counts_A = np.count_nonzero(batch.weights[builder.components[0]], axis=(1, 2))
         share_A11 = 1.0 / np.maximum(counts_A, 1)[:, None, None]
         weights = {
-            name: w if name == labels.truth else (w * share_A11).astype(w.dtype)
+            name: w if name == builder.truth else (w * share_A11).astype(w.dtype)
             for name, w in batch.weights.items()
         }
         denominator = np.count_nonzero(counts_A)
-    elif labels.average in ("sequence", "sum"):
+    elif builder.average in ("sequence", "sum"):
         denominator = episodes
     else:
-        assert labels.average == "constant", labels.average
-        denominator = episodes * labels.longest
-    denoms = {name: np.full(microsteps, denominator, labels.dtype) for name in labels.components}
+        assert builder.average == "constant", builder.average
+        denominator = episodes * builder.longest
+    denoms = {name: np.full(microsteps, denominator, builder.dtype) for name in builder.components}
     return batch._replace(weights=weights, denoms=denoms)

@@ -25,11 +25,11 @@ from jaxtrain.core.bundle import (
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.errors import UserError
+from jaxtrain.generation.reward_table import deviation, weigh
 from jaxtrain.huggingface.config_checks import check_names
 from jaxtrain.methods.reward_model.method import HEADS
-from jaxtrain.methods.rl.advantages import deviation, weigh
+from jaxtrain.methods.rl.advantages import RewardTable
 from jaxtrain.methods.rl.batch_builder import EPISODE, TURN
-from jaxtrain.methods.rl.round import RewardTable
 from jaxtrain.models.scores import split_architecture
 
 

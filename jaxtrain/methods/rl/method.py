@@ -22,15 +22,16 @@ from jaxtrain.data.packing.steps import StepShape
 from jaxtrain.distributed.broadcast import broadcast
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engines import find_engine
+from jaxtrain.generation.group_player import AnswerOptions
 from jaxtrain.methods.offline import check_packing
 from jaxtrain.methods.reference_model import REFERENCE, find_reference, mixing
+from jaxtrain.methods.rl.advantages import AdvantageOptions, RewardTable, turn_advantages
 from jaxtrain.methods.rl.batch_builder import EPISODE, TURN, BatchBuilder, stream_dtypes
 from jaxtrain.methods.rl.config import PolicyTask, RLTask
 from jaxtrain.methods.rl.judges import RewardModelJudge, ask_judges, judge_table, open_judges
 from jaxtrain.methods.rl.loss import LOGP_FLOOR, PolicyObjective, policy_loss
 from jaxtrain.methods.rl.mismatch import RoundComparison
 from jaxtrain.methods.rl.prompt_data import PromptData, RoundPlan
-from jaxtrain.methods.rl.round import AdvantageOptions, RewardTable
 from jaxtrain.models.capabilities import require_trees, route_shape
 
 Section = RLTask
@@ -46,8 +47,8 @@ def make_plan(config: Config) -> RoundPlan:
     task = config.task
     assert isinstance(task, PolicyTask)
     return RoundPlan(
-        labels=partial(read_labels, task, config),
-        estimator=AdvantageOptions(
+        make_builder=partial(read_builder, task, config),
+        advantages=AdvantageOptions(
             task.resolved("baseline"),
             task.resolved("scale_rewards"),
             task.resolved("combine_rewards"),
@@ -57,8 +58,10 @@ def make_plan(config: Config) -> RoundPlan:
         updates=task.num_minibatches * task.num_iterations,
         parts=task.num_minibatches if config.rollout.streaming else 1,
         fields=Fields(tuple(rl_coef(task)), stream_dtypes(find_routes(config))),
-        # What a model will say of the answers is not known when they are drawn.
-        judged=not any(reward.model and reward.weight for reward in config.rewards),
+        # A reward model scores answers on the devices that train, after they were drawn.
+        answers=AnswerOptions(
+            need_reward=not any(reward.model and reward.weight for reward in config.rewards)
+        ),
     )
 
 
@@ -156,7 +159,7 @@ def read_objective(task: PolicyTask, config: Config) -> PolicyObjective:
     )
 
 
-def read_labels(task: PolicyTask, config: Config, rows: int) -> BatchBuilder:
+def read_builder(task: PolicyTask, config: Config, rows: int) -> BatchBuilder:
     """How a round becomes batches of `rows` rows a microstep."""
     data = config.data
     # units: the number of microsteps follows from what the groups fill.
@@ -295,17 +298,16 @@ class PolicyPreparation:
             np.concatenate([b.streams[name][m] for b, m in zip(batches, masks, strict=True)])
             for name in ("sampler_logp", "policy_logp")
         )
-        source = self.data.source
-        assert source is not None, "process 0 compares"
-        return self.comparison(sampler, trainer, source.metrics.get("lag/max") == 0)
+        rounds = self.data.rounds
+        assert rounds is not None, "opened before the first round"
+        return self.comparison(sampler, trainer, rounds.metrics.get("lag/max") == 0)
 
     def reward(self, batches: list[Batch], in_reward: bool) -> tuple[list[Batch], dict[str, float]]:
         """Advantages anew, with what the judges say, and, if `in_reward`, with beta
         sum_t (old - reference) off each episode's clipped reward; and metrics."""
-        source = self.data.source
-        assert source is not None, "process 0 rewards"
-        assert source.table is not None, "a round was handed out"
-        table, metrics = self.judge(source.table, batches)
+        rounds = self.data.rounds
+        assert rounds is not None and rounds.table is not None, "process 0 has drawn a round"
+        table, metrics = self.judge(rounds.table, batches)
         penalty_N = None
         if in_reward:
             kl_N = np.zeros(len(table.rewards_TNK[0]))
@@ -314,7 +316,7 @@ class PolicyPreparation:
                 gap = batch.streams["old_logp"] - batch.streams["ref_logp"]
                 np.add.at(kl_N, batch.streams[EPISODE][mask].astype(int), gap[mask])
             penalty_N, metrics["kl"] = self.task.beta * kl_N, float(kl_N.mean())
-        advantages_NT = source.advantages(table, penalty_N)
+        advantages_NT = turn_advantages(table, self.data.plan.advantages, penalty_N)
         last = advantages_NT.shape[1] - 1
         changed = []
         for batch in batches:

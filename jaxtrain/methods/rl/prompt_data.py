@@ -1,78 +1,66 @@
-"""Data that are drawn: rounds of answers to prompts, what methods on rollouts have in common.
+"""Data that are drawn: rounds of answers to prompts, for all methods that sample what they train on.
 
-Prompts, environment, rewards and engine are process 0's alone; the others get its rounds and take
-part where weights are gathered for the engine.
+Prompts, environment, rewards and engine live on process 0; the others receive its rounds, and take
+part where weights are gathered for the engine. With a rollout service (rollout.service), producer
+and episodes live in its processes, which open them with `open_producer`.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config, DatasetConfig
+from jaxtrain.config import Config, DatasetConfig, validate_config
 from jaxtrain.config.policies import list_judges, list_trained
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.data.packing.pack import Fields
 from jaxtrain.distributed.broadcast import broadcast
 from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.mesh import is_main_process
-from jaxtrain.environments.guarded import GuardedEnv
-from jaxtrain.environments.rewards import open_rewards
+from jaxtrain.environments.rewards import Rewards, open_rewards
 from jaxtrain.errors import UserError
 from jaxtrain.generation.curators import Curator, open_curator
+from jaxtrain.generation.dataset_envs import DatasetEnvs, open_envs
 from jaxtrain.generation.engine import Engine
-from jaxtrain.generation.engines import (
-    count_envs,
-    find_engine,
-    inspect_envs,
-    list_envs,
-    open_envs,
-    seed_sampling,
-    with_secrets,
-)
+from jaxtrain.generation.engines import find_engine, seed_sampling, with_secrets
+from jaxtrain.generation.episode_engine import with_policies
 from jaxtrain.generation.failures import Failures
 from jaxtrain.generation.frozen_policy import open_frozen
-from jaxtrain.generation.lengths import explain_lengths, measure_prompts
-from jaxtrain.generation.multi_policy import with_policies
-from jaxtrain.generation.producer import Given, GroundTruthSource, GroupPlayer, GroupRules, Producer
-from jaxtrain.generation.prompt_rows import PromptRows, open_prompts
-from jaxtrain.generation.prompts import PromptOrder
+from jaxtrain.generation.group_player import AnswerOptions, GroupPlayer, GroupRules
+from jaxtrain.generation.producer import Producer, ProducerOptions
+from jaxtrain.generation.prompts import PromptOrder, PromptRows, open_prompts
 from jaxtrain.generation.publisher import Publisher
-from jaxtrain.generation.ray.factory import open_remote
+from jaxtrain.generation.ray.factory import enter, open_remote
 from jaxtrain.generation.ray.remote_producer import RemoteProducer
+from jaxtrain.generation.ray.worker_pool import RemotePlayer, RolloutWorkers
+from jaxtrain.methods.registry import find_method
+from jaxtrain.methods.rl.advantages import AdvantageOptions
 from jaxtrain.methods.rl.batch_builder import BatchBuilder
-from jaxtrain.methods.rl.on_policy import OnPolicy
 from jaxtrain.methods.rl.rehearsal import rehearse
 from jaxtrain.methods.rl.replay import ReplayBuffer
-from jaxtrain.methods.rl.round import AdvantageOptions, RoundSource
-from jaxtrain.methods.rl.shared_rounds import SharedRounds
+from jaxtrain.methods.rl.round import EngineAccess, RolloutRounds, RoundOptions, RoundStages
 
-OPENER = "jaxtrain.methods.rl.remote_producer:open_producer"
-"""What makes the producer in a rollout service."""
+OPENER = "jaxtrain.methods.rl.prompt_data:open_producer"
+"""Opens the producer in a rollout service."""
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What a method makes of a round."""
+    """What a method does with a round."""
 
-    labels: Callable[[int], BatchBuilder]
+    make_builder: Callable[[int], BatchBuilder]
     """Rows of a microstep -> how a round becomes batches."""
-    estimator: AdvantageOptions
+    advantages: AdvantageOptions
     updates: int
     """Optimizer steps under one version of the policy."""
     parts: int
-    """Parts that a streamed round comes in; 1: as a whole."""
+    """Parts of a streamed round; 1: it comes as a whole."""
     fields: Fields
-    judged: bool = True
-    """Whether the method learns from rewards that are known when answers are drawn."""
-    given: Given | None = None
-    """The data's own answers to some prompts, instead of drawn ones."""
-    truths: GroundTruthSource | None = None
-    """What the data say that answers should be."""
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
 
 
 class PromptData:
@@ -82,121 +70,127 @@ class PromptData:
         self.config, self.tokenizer, self.plan = config, tokenizer, plan
         self.row_tokens = config.data.sequence_len
         self.fields = plan.fields
-        self.source: RoundSource | None = None
-        """On process 0, once opened."""
+        self.rounds: RolloutRounds | None = None
+        """None until `open`."""
         self.log: Callable[[str], None] = print
 
     def check(self) -> Iterator[str]:
-        """Whatever is to be said is said when it opens."""
+        """Yield nothing: opening the data logs whatever there is to report."""
         return iter(())
 
-    def open(self, parts: ModelBundle, log: Callable[[str], None]) -> OnPolicy:
-        """Raises UserError before anything is sampled."""
-        self.log, kind, steps = log, find_engine(self.config), 0
-        if (named := list_trained(self.config)) and not kind.several:
+    def open(self, bundle: ModelBundle, log: Callable[[str], None]) -> RolloutRounds:
+        """Open the rounds; raises UserError before anything is sampled."""
+        self.log, kind, steps, stages = log, find_engine(self.config), 0, None
+        if (trained := list_trained(self.config)) and not kind.several:
             raise UserError(
-                f"policies.{named[0]}.trained: rollout.engine {self.config.rollout.engine!r} draws"
-                ' with one policy; set it to "local" or "vllm"'
+                f"policies.{trained[0]}.trained: rollout.engine {self.config.rollout.engine!r}"
+                ' draws with one policy; set it to "local" or "vllm"'
             )
         with ExitStack() as stack:
+            second_tries, options = SecondTries.of(self.config), self._round_options(0)
             if is_main_process():
-                engine, publisher, self.source, steps = self._open_rounds(parts, stack)
+                prompts = self.make_prompts()
+                options = self._round_options(len(prompts))
+                steps = self._count_steps(prompts, options)
+                engine, publisher, stages = self._open_stages(bundle, prompts, second_tries, stack)
             else:
-                engine, publisher = kind.open(with_secrets(self.config), parts, log)
+                engine, publisher = kind.open(with_secrets(self.config), bundle, log)
                 stack.callback(publisher.close)
-            return OnPolicy(
-                SharedRounds(self.source),
-                publisher,
-                engine,
-                stack.pop_all(),
-                serves=kind.serves,
+            self.rounds = second_tries.rounds = RolloutRounds(
+                stages,
+                options,
+                EngineAccess(engine, publisher, kind.serves, trained),
                 total_steps=broadcast("number of steps", lambda: steps),
-                policies=list_trained(self.config),
+                closing=stack.pop_all(),
             )
+            return self.rounds
 
-    def _open_rounds(
-        self, parts: ModelBundle, stack: ExitStack
-    ) -> tuple[Engine, Publisher, RoundSource, int]:
-        """(engine, its publisher, the source of rounds, optimizer steps of the run) of process 0;
-        `stack` closes what was opened."""
-        config, plan, log = self.config, self.plan, self.log
-        data, rollout, estimator = config.data, config.rollout, plan.estimator
-        prompts = self.make_prompts()
-        replayed = round(rollout.replay_share * rollout.prompts_per_step)
-        max_prompts, rounds = None, math.inf
-        if config.run.num_epochs:
-            max_prompts = config.run.num_epochs * len(prompts)
-            rounds = math.ceil(max_prompts / (rollout.prompts_per_step - replayed))
-        policies = list_trained(config)
-        updates = plan.updates * max(1, len(policies))
+    def _count_steps(self, prompts: PromptOrder, options: RoundOptions) -> int:
+        """Return the optimizer steps of the run, and log what they follow from."""
+        config, rounds = self.config, math.inf
+        if options.max_prompts:
+            rounds = math.ceil(
+                options.max_prompts / (options.prompts_per_round - options.num_replayed)
+            )
+        updates = self.plan.updates * max(1, len(list_trained(config)))
         # In epochs these are the most: a round that lost groups may have fewer minibatches.
         total_steps = int(config.run.max_steps or rounds * updates)
-        fewer = updates > 1 or replayed or prompts.curator is not None
-        most = "at most " if max_prompts and fewer else ""
-        log(f"{len(prompts)} prompts, {most}{total_steps} steps, {updates} a round")
+        fewer = updates > 1 or options.num_replayed or prompts.curator is not None
+        most = "at most " if options.max_prompts and fewer else ""
+        self.log(f"{len(prompts)} prompts, {most}{total_steps} steps, {updates} a round")
+        return total_steps
+
+    def _round_options(self, num_prompts: int) -> RoundOptions:
+        rollout, epochs = self.config.rollout, self.config.run.num_epochs
+        return RoundOptions(
+            prompts_per_round=rollout.prompts_per_step,
+            parts=self.plan.parts,
+            max_lag=rollout.max_lag if rollout.mode == "async" else None,
+            num_replayed=round(rollout.replay_share * rollout.prompts_per_step),
+            num_samples=None if rollout.samples == "all" else rollout.samples,
+            max_idle=rollout.max_idle_rounds,
+            max_prompts=epochs * num_prompts if epochs else None,
+        )
+
+    def _open_stages(
+        self,
+        bundle: ModelBundle,
+        prompts: PromptOrder,
+        second_tries: "SecondTries",
+        stack: ExitStack,
+    ) -> tuple[Engine, Publisher, RoundStages]:
+        """Return (engine, its publisher, the stages of a round) of process 0; `stack` closes
+        them."""
+        config, log = self.config, self.log
+        data, rollout = config.data, config.rollout
         rewards = open_rewards(config.rewards, rollout.reward_workers, rollout.retries)
         stack.callback(rewards.close)
-        room = min(data.sequence_len, parts.architecture.longest)
-        media = parts.architecture.media_tokens
-        env, own = open_envs(config, parts.tokenizer, rewards, room, stack, media)
-        self._check_lengths(env, own, prompts.datasets, parts.architecture, log)
-        inspect_envs(env, own, prompts.datasets, log, wait=rollout.service == "process")
-        envs = list_envs(env, own)
+        architecture = bundle.architecture
+        room, media = min(data.sequence_len, architecture.longest), architecture.media_tokens
+        envs = open_envs(config, bundle.tokenizer, rewards, room, stack, media)
+        envs.check_lengths(config, prompts.datasets, architecture.longest, log)
+        envs.inspect(prompts.datasets, log, wait=rollout.service == "process")
         kind = find_engine(config)
-        engine, publisher = kind.open(with_secrets(config), parts, log)
+        engine, publisher = kind.open(with_secrets(config), bundle, log)
         assert engine is not None, "process 0 samples"
         stack.callback(publisher.close)
-        second_tries = SecondTries(rollout.reroll_start, rollout.reroll_max_groups)
-        rules = self.make_rules()
-        asked = engine
+        playing = engine
         if rollout.service == "process":
-            asked = with_policies(engine, open_frozen(config))
+            playing = with_policies(engine, open_frozen(config))
             player = GroupPlayer(
-                env,
-                asked,
-                rewards,
+                envs,
+                playing,
                 seed_sampling(config),
-                rules,
+                self.make_rules(),
                 self.make_failures(log),
-                own,
-                given=plan.given,
-                judged=plan.judged,
-                truths=plan.truths,
+                self.plan.answers,
             )
             producer = self.make_producer(prompts, player, second_tries, log)
         else:
             producer = open_remote(
                 config,
-                parts.tokenizer,
+                bundle.tokenizer,
                 kind.share(engine, rollout.ray.episode_workers),
                 OPENER,
-                rules,
+                self.make_rules(),
                 room=room,
                 media=media,
-                facts=second_tries.tell_facts,
+                facts=second_tries.facts,
                 stack=stack,
                 log=log,
             )
-        source = RoundSource(
+        stack.callback(producer.close)
+        stages = RoundStages(
             producer,
-            plan.labels(data.micro_batch_size * row_shards(parts.mesh)),
-            estimator,
-            prompts_per_round=rollout.prompts_per_step,
-            parts=plan.parts,
-            max_lag=rollout.max_lag if rollout.mode == "async" else None,
-            replay=ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
-            num_replayed=replayed,
-            num_samples=None if rollout.samples == "all" else rollout.samples,
-            counters=lambda: count_all(rewards.counters, asked, producer, envs),
-            max_idle=rollout.max_idle_rounds,
-            max_prompts=max_prompts,
+            self.plan.make_builder(data.micro_batch_size * row_shards(bundle.mesh)),
+            self.plan.advantages,
+            ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
+            lambda: count_all(rewards, playing, producer, envs),
         )
-        second_tries.source = source
-        stack.callback(source.close)
-        return engine, publisher, source, total_steps
+        return engine, publisher, stages
 
     def make_prompts(self) -> PromptOrder:
-        """The order of the prompts, whose rows are opened."""
+        """Open the rows of the prompts, and return their order."""
         config = self.config
         return PromptOrder(
             self._open_prompts(),
@@ -207,25 +201,28 @@ class PromptData:
         )
 
     def make_rules(self) -> GroupRules:
-        """What becomes of a group."""
-        rollout, estimator = self.config.rollout, self.plan.estimator
-        compares = estimator.baseline in ("group", "leave_one_out")
+        """Return which groups are played and dropped."""
+        rollout, advantages = self.config.rollout, self.plan.advantages
+        compares = advantages.baseline in ("group", "leave_one_out")
         return GroupRules(
             rollout.group_size,
-            {one.label: one.weight for one in self.config.rewards if one.model is None},
-            estimator.combine,
-            estimator.clip,
-            drop_flat=self.plan.judged and compares and rollout.zero_advantage != "keep",
-            max_asks=rollout.max_refill if rollout.zero_advantage == "refill" else 1,
+            {reward.label: reward.weight for reward in self.config.rewards if reward.model is None},
+            advantages.combine,
+            advantages.clip,
+            drop_flat=self.plan.answers.need_reward
+            and compares
+            and rollout.zero_advantage != "keep",
+            max_prompts=rollout.max_refill if rollout.zero_advantage == "refill" else 1,
             retries=rollout.retries,
             datasets=label_datasets(self.config.data.datasets),
             policies=list_judges(self.config),
         )
 
     def make_failures(self, log: Callable[[str], None]) -> Failures:
-        """How many failures end a run. What fails takes longer than what does not: the window
-        holds all that is under way."""
+        """Return how many failures end a run."""
         rollout = self.config.rollout
+        # Failing takes longer than succeeding: the window covers everything that is under way, or
+        # it would fill with the fast successes.
         window = (2 + self._rounds_ahead) * rollout.prompts_per_step * rollout.group_size
         return Failures(rollout.max_failures, window, log)
 
@@ -236,38 +233,35 @@ class PromptData:
         second_tries: Callable[[], bool],
         log: Callable[[str], None],
     ) -> Producer:
-        """The producer of the config's rollout.mode."""
+        """Return the producer of the config's rollout.mode."""
         rollout = self.config.rollout
-        return Producer(
-            prompts,
-            player,
+        options = ProducerOptions(
             ahead=self._rounds_ahead * rollout.prompts_per_step,
             ordered=rollout.mode != "async",
             streaming=rollout.streaming,
-            choose_again=second_tries,
             patience=self.config.env.step_timeout,
-            log=log,
         )
+        return Producer(prompts, player, options, take_retry=second_tries, log=log)
 
     @property
     def _rounds_ahead(self) -> int:
         rollout = self.config.rollout
         return {"sync": 0, "prefetch": 1, "async": rollout.max_lag}[rollout.mode]
 
-    def eval_batches(self, dataset: DatasetConfig, parts: ModelBundle) -> Iterator[Batch]:
-        """There are none: the config refuses data.eval_datasets."""
+    def eval_batches(self, dataset: DatasetConfig, bundle: ModelBundle) -> Iterator[Batch]:
+        """Yield nothing: the config refuses data.eval_datasets."""
         return iter(())
 
     def show(self, console: Console, num_samples: int) -> None:
-        """Answers are drawn while a run goes on, so that there is nothing to show before."""
+        """Raise UserError: answers are drawn while a run goes on, and there is nothing to show."""
         raise UserError(
             f'preprocess shows training examples, which task.kind "{self.config.task.kind}" draws'
             " while it runs; use --dry-run, and look at samples.jsonl of a short run"
         )
 
     def describe(self, console: Console) -> None:
-        """How many prompts there are, what one episode with a scripted model comes to, and what it
-        is worth: environment, rewards, columns and lengths are tried without any weights."""
+        """Log how many prompts there are, and play and judge one episode with a scripted model:
+        environment, rewards, columns and lengths are checked without any weights."""
 
         def log(text: str) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -278,21 +272,21 @@ class PromptData:
             rewards = open_rewards(config.rewards, config.rollout.reward_workers)
             stack.callback(rewards.close)
             room = config.data.sequence_len
-            env, own = open_envs(config, self.tokenizer, rewards, room, stack)
+            envs = open_envs(config, self.tokenizer, rewards, room, stack)
             parts = []
             for index, rows in enumerate(datasets):
                 name = f"data.datasets.{index} ({rows.dataset.path})"
                 log(f"{rows.dataset.path}: {len(rows):,} prompts")
-                played, judged = own[index] if own else (env, rewards)
-                parts.append((name, rows, played, judged))
-            rehearse(config, self.tokenizer, parts, log, judged=self.plan.judged)
-            self._check_lengths(env, own, datasets, None, log)
-            inspect_envs(env, own, datasets, log, wait=False)
+                parts.append((name, rows, *envs.of(index)))
+            need_reward = self.plan.answers.need_reward
+            rehearse(config, self.tokenizer, parts, log, need_reward=need_reward)
+            envs.check_lengths(config, datasets, room, log)
+            envs.inspect(datasets, log, wait=False)
 
     def _open_curator(self) -> Curator | None:
-        """What rollout.curator names; UserError."""
+        """Open what rollout.curator names; raises UserError."""
         rollout = self.config.rollout
-        if rollout.curator != "all" and not self.plan.judged:
+        if rollout.curator != "all" and not self.plan.answers.need_reward:
             raise UserError(
                 f"rollout.curator {rollout.curator!r} goes by rewards, which task.kind"
                 f" {self.config.task.kind} does not learn from; remove it"
@@ -300,71 +294,83 @@ class PromptData:
         return open_curator(rollout.curator, rollout.curator_options, self.config.run.seed)
 
     def _open_prompts(self) -> list[PromptRows]:
-        """The rows of each dataset; UserError."""
+        """Open the rows of each dataset; raises UserError."""
         return [
             open_prompts(dataset, f"data.datasets.{index}")
             for index, dataset in enumerate(self.config.data.datasets)
         ]
 
-    def _check_lengths(
-        self, env: Any, own: Sequence[tuple[Any, Any]], datasets: Any, model: Any, log: Callable
-    ) -> None:
-        """Say where prompts leave too little room for answers; UserError where none is left."""
-        row = self.config.data.sequence_len
-        window = row if model is None else model.longest
-        new = self.config.sampling.max_new_tokens
-        for index, rows in enumerate(datasets):
-            guarded = own[index][0] if own else env
-            name = f"data.datasets.{index} ({rows.dataset.path})"
-            found = measure_prompts(rows, guarded.env)
-            if found and (text := explain_lengths(found, new, row, window, name)):
-                log(text)
+
+def open_producer(
+    settings: dict[str, Any], workers: RolloutWorkers, facts: Any, log: Callable[[str], None]
+) -> Producer:
+    """Open a run's producer in the process of its rollout service, where `workers` play.
+
+    Called by `RolloutService.attach`. facts: the trainer's side, as SecondTries reads it. Raises
+    UserError, as for data that are not on this machine.
+    """
+    enter(settings["folder"])
+    config = validate_config(settings["config"], "the config of the run")
+    data = find_method(config).open_data(config, settings["tokenizer"])
+    assert isinstance(data, PromptData), "the method draws its answers"
+    player = RemotePlayer(
+        workers,
+        seed_sampling(config),
+        data.make_rules(),
+        data.make_failures(log),
+        data.plan.answers,
+    )
+    second_tries = SecondTries.of(config)
+    second_tries.rounds = facts
+    return data.make_producer(data.make_prompts(), player, second_tries, log)
 
 
 def label_datasets(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
-    """What metrics call the datasets; nothing where there is one."""
+    """Return the names of the datasets in metrics; empty if there is only one."""
     labels = [dataset.label(datasets[:index]) for index, dataset in enumerate(datasets)]
     return tuple(labels) if len(labels) > 1 else ()
 
 
-def count_failures(counters: Mapping[str, int]) -> dict[str, float]:
-    """What went wrong in reward functions so far; nothing while all is well."""
-    return {name: float(n) for name, n in counters.items() if not name.endswith("/calls")}
-
-
 def count_all(
-    rewards: Mapping[str, int], engine: Engine, producer: Any, envs: Sequence[GuardedEnv]
+    rewards: Rewards, engine: Engine, producer: Any, envs: DatasetEnvs
 ) -> dict[str, float]:
-    """Numbers of reward functions, engines and environments so far, wherever they work."""
-    found: dict[str, float] = dict(count_failures(rewards))
-    elsewhere = producer.counters() if isinstance(producer, RemoteProducer) else {}
-    for numbers in (engine.counters(), elsewhere, count_envs(envs)):
+    """Return the counters of reward functions, engines and environments, wherever they work."""
+    remote = producer.counters() if isinstance(producer, RemoteProducer) else {}
+    counters: dict[str, float] = {}
+    for numbers in (rewards.counters, engine.counters(), remote, envs.counters()):
         for name, number in numbers.items():
             if not name.endswith("/calls"):
-                found[name] = found.get(name, 0.0) + number
-    if asked := found.pop("vllm/sessions_asked", 0.0):
-        found["vllm/affinity"] = found.pop("vllm/sessions_at_first", 0.0) / asked
-    return found
+                counters[name] = counters.get(name, 0.0) + number
+    if sessions := counters.pop("vllm/sessions_asked", 0.0):
+        counters["vllm/affinity"] = counters.pop("vllm/sessions_at_first", 0.0) / sessions
+    return counters
 
 
 class SecondTries:
-    """Whether the next prompt may be one whose answers earned nothing: from a share of the run on,
-    and only so many a round."""
+    """Decides whether the next prompt may be one whose answers earned nothing: from a share of the
+    run on, and only so many in a round."""
 
     def __init__(self, start: float, per_round: int):
         self.start, self.per_round = start, per_round
-        self.source: Any = None
+        self.rounds: Any = None
+        """RolloutRounds, or what a service knows of them: `progress`, `rounds_begun`,
+        `producer`."""
         self._round, self._count = -1, 0
 
+    @classmethod
+    def of(cls, config: Config) -> "SecondTries":
+        """Return those of a config."""
+        return cls(config.rollout.reroll_start, config.rollout.reroll_max_groups)
+
     def __call__(self) -> bool:
-        source = self.source
-        if source.progress < self.start or not source.producer.prompts.waiting:
+        rounds = self.rounds
+        if rounds.progress < self.start or not rounds.producer.prompts.waiting:
             return False
-        if source.rounds_begun != self._round:
-            self._round, self._count = source.rounds_begun, 0
+        if rounds.rounds_begun != self._round:
+            self._round, self._count = rounds.rounds_begun, 0
         self._count += 1
         return self._count <= self.per_round
 
-    def tell_facts(self) -> dict[str, Any]:
-        """What the source says, for a process that has none."""
-        return {"progress": self.source.progress, "rounds_begun": self.source.rounds_begun}
+    def facts(self) -> dict[str, Any]:
+        """Return what a process without the rounds needs to decide the same."""
+        return {"progress": self.rounds.progress, "rounds_begun": self.rounds.rounds_begun}

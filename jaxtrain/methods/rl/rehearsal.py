@@ -14,8 +14,8 @@ from jaxtrain.config import Config
 from jaxtrain.environments.scripted import ScriptedEngine, ScriptedSpeaker
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed
+from jaxtrain.generation.episode_metrics import excerpt
 from jaxtrain.generation.episodes import Env, Episode
-from jaxtrain.methods.rl.round_metrics import excerpt
 from jaxtrain.safe_io import UnreadableRow
 from jaxtrain.text_safety import shorten
 
@@ -30,10 +30,10 @@ def rehearse(
     parts: list[tuple[str, Any, Env, Any]],
     log: Callable[[str], None],
     *,
-    judged: bool = True,
+    need_reward: bool = True,
 ) -> None:
     """Play and judge one row of each dataset. parts: (its key and path, rows, environment, rewards
-    or None) of each. judged: whether there must be a reward. Raises UserError with what went wrong.
+    or None) of each. need_reward: whether there must be a reward. Raises UserError with what went wrong.
     """
     for name, rows, env, rewards in parts:
         if getattr(env, "remote", False):
@@ -54,7 +54,7 @@ def rehearse(
             raise UserError(
                 shorten(f"{name}: a first episode failed ({failure}): {failure.cause}{more}")
             ) from None
-        if judged and not scores:
+        if need_reward and not scores:
             raise UserError(
                 f"{name}: no reward judges the answers: add a [[rewards]] table with a function, or"
                 " an env that gives rewards itself for rows such as these"

@@ -1,20 +1,124 @@
-"""Numbers and examples that describe groups of answers, under the names that TRL's users know."""
+"""Numbers and examples that describe a round, under the names that TRL's users know."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.generation.episodes import Episode, Group
-from jaxtrain.generation.producer import reward_names
-from jaxtrain.methods.rl.advantages import deviation, reward_table, weigh
-from jaxtrain.text_safety import escape_control_chars
+from jaxtrain.generation.engine import EpisodeFailed
+from jaxtrain.generation.episode_metrics import describe_episodes, describe_sample, excerpt
+from jaxtrain.generation.episodes import Group
+from jaxtrain.generation.group_player import GroupRules, RoundSlot
+from jaxtrain.generation.reward_table import deviation, reward_names, reward_table, weigh
+
+
+@dataclass(eq=False)
+class RoundTally:
+    """What was taken from the producer, and what became of it: for a part, or a round so far."""
+
+    slots: list[RoundSlot] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    """Groups that are trained; with several policies, those of each."""
+    drops: Counter[str] = field(default_factory=Counter)
+    """Groups, and too long episodes, left out, by reason."""
+    saved_tokens: int = 0
+    """Tokens that were not computed again, since groups share their prompt."""
+    flat_tokens: int = 0
+    """Tokens of all sequences, each by itself."""
+
+    def add(self, part: "RoundTally") -> None:
+        """Add what another part took."""
+        self.slots += part.slots
+        self.groups += part.groups
+        self.drops.update(part.drops)
+        self.saved_tokens += part.saved_tokens
+        self.flat_tokens += part.flat_tokens
+
+    def list_judged(self, policies: Sequence[str]) -> list[Group]:
+        """Return all groups that were played and judged, the flat ones too, but no replayed ones;
+        with several policies, those of each."""
+        fresh = [group for group in self.groups if not group.replayed]
+        flat = [group for slot in self.slots for group in slot.flat if group not in fresh]
+        if not policies:
+            return fresh + flat
+        # `groups` has parts of games there, and only those that are trained.
+        games = [slot.group for slot in self.slots if slot.group is not None]
+        games += [group for group in flat if group not in games]
+        parts = [group.of(policy) for policy in policies for group in games]
+        return [part for part in parts if part is not None]
+
+
+def describe_groups(
+    tally: RoundTally, judged: Sequence[Group], rules: GroupRules, version: int
+) -> dict[str, float]:
+    """Return the metrics of a round's groups, of each policy and agent by itself, too."""
+    episodes = [e for group in judged for e in group.episodes if not e.given]
+    return {
+        **describe_policies(tally, judged, rules, version),
+        **describe_agents(judged, rules),
+        **describe_rewards(judged, rules.weights, rules.datasets),
+        **describe_episodes(episodes),
+        **{f"dropped/{reason}": float(n) for reason, n in tally.drops.items()},
+        "groups": float(len(tally.groups)),
+        "groups/replayed": float(sum(group.replayed for group in tally.groups)),
+        "num_sampled_tokens": float(sum(episode.num_sampled for episode in episodes)),
+        "prompt_tokens_saved": tally.saved_tokens / max(tally.flat_tokens, 1),
+        "episodes/redone": float(sum(slot.redone for slot in tally.slots)),
+        **describe_lag(tally.groups, version),
+    }
+
+
+def describe_policies(
+    tally: RoundTally, judged: Sequence[Group], rules: GroupRules, version: int
+) -> dict[str, float]:
+    """Return the metrics of each policy behind its name: {"solver/reward": 0.4}."""
+    metrics: dict[str, float] = {}
+    for policy in rules.policies:
+        played = [group for group in judged if group.episodes[0].policy == policy]
+        trained = [group for group in tally.groups if group.episodes[0].policy == policy]
+        numbers = {
+            **describe_rewards(played, rules.weights),
+            **describe_episodes([episode for group in played for episode in group.episodes]),
+            **describe_lag(trained, version),
+            "groups": float(len(trained)),
+        }
+        metrics |= {f"{policy}/{name}": value for name, value in numbers.items()}
+    return metrics
+
+
+def describe_agents(judged: Sequence[Group], rules: GroupRules) -> dict[str, float]:
+    """Return the metrics of each agent behind its name, where one policy plays several."""
+    metrics: dict[str, float] = {}
+    named = [episode.agent for group in judged for episode in group.episodes if episode.agent]
+    for agent in dict.fromkeys(named):
+        if agent in rules.policies:
+            continue
+        played = [part for group in judged if (part := group.of_agent(agent)) is not None]
+        numbers = {
+            **describe_rewards(played, rules.weights),
+            **describe_episodes([episode for group in played for episode in group.episodes]),
+        }
+        metrics |= {f"{agent}/{name}": value for name, value in numbers.items()}
+    return metrics
+
+
+def describe_lag(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Return how many versions the groups' oldest tokens are behind the policy that trains."""
+    lags = [group_lag(group, version) for group in groups]
+    return {"lag/mean": float(np.mean(lags)), "lag/max": float(max(lags))} if lags else {}
+
+
+def group_lag(group: Group, version: int) -> int:
+    """Return the versions between the oldest token of a group and the policy that trains next."""
+    return version - group.min_version if group.min_version >= 0 else 0
 
 
 def describe_rewards(
     groups: Sequence[Group], weights: dict[str, float], datasets: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Mean rewards and how they spread, under TRL's names, and by dataset where there are several.
+    """Return mean rewards and their spread under TRL's names, and by dataset if there are several.
     Groups dropped as zero_advantage count, so that the mean is that of all prompts."""
     names = reward_names(groups)
     if not names:
@@ -24,52 +128,21 @@ def describe_rewards(
     datasets_P = [group.dataset for group in groups for _ in group.sizes]
     parts = np.split(totals_N, np.cumsum([size for group in groups for size in group.sizes])[:-1])
     spreads = [float(deviation(part)) for part in parts]
-    found = {
+    metrics = {
         "reward": nan_mean(totals_N),
         "reward_std": float(np.mean(spreads)),
         "frac_reward_zero_std": float(np.mean(np.isclose(spreads, 0.0))),
     }
     for k, name in enumerate(names):
-        found[f"rewards/{name}/mean"] = nan_mean(rewards_NK[:, k])
-        found[f"rewards/{name}/std"] = float(deviation(rewards_NK[:, k]))
+        metrics[f"rewards/{name}/mean"] = nan_mean(rewards_NK[:, k])
+        metrics[f"rewards/{name}/std"] = float(deviation(rewards_NK[:, k]))
     for index, name in enumerate(datasets):
-        own = [k for k, dataset in enumerate(datasets_P) if dataset == index]
-        if own:
-            found[f"reward/{name}"] = nan_mean(np.concatenate([parts[k] for k in own]))
-            flat = np.isclose([spreads[k] for k in own], 0.0)
-            found[f"frac_reward_zero_std/{name}"] = float(np.mean(flat))
-    return {name: value for name, value in found.items() if not np.isnan(value)}
-
-
-def describe_episodes(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Lengths in drawn tokens, the share that was cut off, and what the environment measured."""
-    if not episodes:
-        return {}
-    lengths = np.array([episode.num_sampled for episode in episodes])
-    ended = np.array([episode.finish_reason != "length" for episode in episodes])
-    found = {
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(1.0 - ended.mean()),
-        "num_tokens": float(sum(episode.num_tokens for episode in episodes)),
-    }
-    if ended.any():
-        found["completions/mean_terminated_length"] = float(lengths[ended].mean())
-        found["completions/min_terminated_length"] = float(lengths[ended].min())
-        found["completions/max_terminated_length"] = float(lengths[ended].max())
-    return {**found, **average_env_metrics(episodes)}
-
-
-def average_env_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Means of what the environment measured, as env/NAME, over the episodes that have it."""
-    found = {}
-    for name in dict.fromkeys(name for episode in episodes for name in episode.metrics):
-        values = [episode.metrics[name] for episode in episodes if name in episode.metrics]
-        pairs = [value if isinstance(value, tuple) else (value, 1.0) for value in values]
-        if weight := sum(pair[1] for pair in pairs):
-            found[f"env/{name}"] = float(sum(pair[0] for pair in pairs) / weight)
-    return found
+        members = [k for k, dataset in enumerate(datasets_P) if dataset == index]
+        if members:
+            metrics[f"reward/{name}"] = nan_mean(np.concatenate([parts[k] for k in members]))
+            flat = np.isclose([spreads[k] for k in members], 0.0)
+            metrics[f"frac_reward_zero_std/{name}"] = float(np.mean(flat))
+    return {name: value for name, value in metrics.items() if not np.isnan(value)}
 
 
 def choose_samples(
@@ -78,13 +151,13 @@ def choose_samples(
     count: int | None,
     datasets: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Up to `count` lines for samples.jsonl: the best and the worst answers in turn; None: all, in
-    the order of their prompts."""
+    """Return up to `count` lines for samples.jsonl, the best and the worst answers in turn; None:
+    all, in the order of their prompts."""
     scored = []
     for group in groups:
         for episode, rewards in zip(group.episodes, group.rewards, strict=True):
-            there = {name: value for name, value in rewards.items() if value is not None}
-            total = sum(weights.get(name, 1.0) * value for name, value in there.items())
+            numbers = {name: value for name, value in rewards.items() if value is not None}
+            total = sum(weights.get(name, 1.0) * value for name, value in numbers.items())
             scored.append((total, group, episode, rewards))
     if count is None:
         chosen = sorted(range(len(scored)), key=lambda i: scored[i][1].draw)
@@ -102,31 +175,40 @@ def choose_samples(
     return lines
 
 
-def describe_sample(
-    episode: Episode, reward: float, rewards: Mapping[str, float | None]
-) -> dict[str, Any]:
-    """What every line of samples.jsonl has."""
-    return {
-        **({"policy": episode.policy} if episode.policy else {}),
-        **({"agent": episode.agent} if episode.agent else {}),
-        "reward": reward,
-        "rewards": rewards,
-        "prompt": episode.prompt,
-        "completion": episode.completion,
-        "finish_reason": episode.finish_reason,
-        "tokens": episode.num_sampled,
-    }
+def explain_idle_rounds(
+    idle_rounds: int,
+    prompts_per_round: int,
+    drops: Counter[str],
+    failure: EpisodeFailed | Any | None,
+    samples: Sequence[Mapping[str, Any]],
+) -> str:
+    """Return why several rounds in a row gave nothing to learn from, and what to change.
 
-
-def excerpt(said: Any, width: int = 160) -> str:
-    """The end of a text, or of a conversation's last message, on one line, quoted."""
-    if isinstance(said, list) and said and isinstance(said[-1], Mapping):
-        said = said[-1].get("content")
-    text = " ".join(str(said or "").split())
-    return escape_control_chars(repr(text if len(text) <= width else f"...{text[-width:]}"))
+    failure: the newest one. samples: of the last round.
+    """
+    reasons = ", ".join(f"{n} {reason}" for reason, n in drops.most_common(4))
+    advice = (
+        "Where all answers of a group earn the same there is no better one: choose easier or"
+        " harder prompts, raise rollout.group_size or sampling.temperature, or mend the rewards"
+    )
+    if any(reason.startswith("failed") for reason in drops) and failure is not None:
+        advice = f"The newest failure: {(failure.cause or str(failure))[:500]}"
+    example = ""
+    if samples:
+        sample = samples[0]
+        example = (
+            f". One of the last answers (more are in samples.jsonl): prompt"
+            f" {excerpt(sample['prompt'])}, answer {excerpt(sample['completion'])}, reward"
+            f" {sample['reward']:g} {str(sample['rewards'])[:200]}"
+        )
+    return (
+        f"{idle_rounds} rounds of {prompts_per_round} prompts in a row, as many as"
+        f" rollout.max_idle_rounds allows, gave nothing to learn from (dropped:"
+        f" {reasons or 'nothing'}). {advice}{example}"
+    )
 
 
 def nan_mean(values: np.ndarray) -> float:
-    """Mean of what is not NaN; NaN of nothing."""
-    there = values[~np.isnan(values)]
-    return float(there.mean()) if len(there) else float("nan")
+    """Return the mean of what is not NaN; NaN if everything is."""
+    numbers = values[~np.isnan(values)]
+    return float(numbers.mean()) if len(numbers) else float("nan")

@@ -1,0 +1,148 @@
+"""Environments and rewards of a run's datasets, and whether their prompts fit the model."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtrain.config import Config, EnvConfig
+from jaxtrain.data.media_tokens import MediaTokens
+from jaxtrain.environments.guarded import GuardedEnv, open_guarded
+from jaxtrain.environments.rewards import Rewards
+from jaxtrain.errors import UserError
+
+MAX_INSPECTED = 4096
+"""Rows of a dataset that servers are asked about before a run."""
+MAX_MEASURED = 64
+"""Prompts of a dataset whose lengths are checked before a run."""
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetEnvs:
+    """Environment and rewards by dataset."""
+
+    env: Any
+    """The run's own, a GuardedEnv."""
+    rewards: Any
+    """Has `async score(episodes, row) -> list of {name: number or None}`, those that the
+    environment gave among them; raises EpisodeFailed where a judge failed."""
+    by_dataset: Sequence[tuple[Any, Any]] = ()
+    """Those of each dataset; empty if all share the run's."""
+
+    def of(self, dataset: int) -> tuple[Any, Any]:
+        """Return (environment, rewards) of a dataset."""
+        return self.by_dataset[dataset] if self.by_dataset else (self.env, self.rewards)
+
+    @property
+    def distinct(self) -> list[Any]:
+        """Every environment once."""
+        return list(dict.fromkeys([self.env, *(env for env, _ in self.by_dataset)]))
+
+    def counters(self) -> dict[str, float]:
+        """Return what all environments have counted so far."""
+        counters: Counter[str] = Counter()
+        for env in self.distinct:
+            counters.update(env.counters())
+        return dict(counters)
+
+    def inspect(
+        self, datasets: Sequence[Any], log: Callable[[str], None], wait: bool = True
+    ) -> None:
+        """Ask servers that environments play in about the datasets' rows; see GuardedEnv.inspect."""
+        for index, rows in enumerate(datasets):
+            env, _ = self.of(index)
+            env.inspect(spread_rows(rows, MAX_INSPECTED), log, wait)
+
+    def check_lengths(
+        self, config: Config, datasets: Sequence[Any], longest: int, log: Callable[[str], None]
+    ) -> None:
+        """Warn of prompts that leave too little room for answers; UserError where all do.
+
+        longest: row of the model.
+        """
+        for index, rows in enumerate(datasets):
+            env, _ = self.of(index)
+            lengths = measure_prompts(rows, env.env)
+            name = f"data.datasets.{index} ({rows.dataset.path})"
+            new, row = config.sampling.max_new_tokens, config.data.sequence_len
+            if lengths and (text := explain_lengths(lengths, new, row, longest, name)):
+                log(text)
+
+
+def open_envs(
+    config: Config,
+    tokenizer: Any,
+    rewards: Rewards,
+    row_tokens: int,
+    stack: ExitStack,
+    media: MediaTokens | None = None,
+) -> DatasetEnvs:
+    """Open the run's environment and those of datasets with a section of their own.
+
+    row_tokens: longest sequence that can be drawn and trained. stack: closes them. media: tokens
+    that no prompt may hold, see GuardedEnv.
+    """
+    datasets = config.data.datasets
+
+    def open_env(section: EnvConfig, key: str) -> GuardedEnv:
+        folder = config.run.output_dir
+        env = open_guarded(section, tokenizer, row_tokens, key, media, folder)
+        stack.callback(env.close)
+        return env
+
+    env = open_env(config.env, "env")
+    if all(dataset.env is None and dataset.rewards is None for dataset in datasets):
+        return DatasetEnvs(env, rewards)
+    by_dataset = [
+        (
+            env if dataset.env is None else open_env(dataset.env, f"data.datasets.{index}.env"),
+            rewards.only(dataset.rewards),
+        )
+        for index, dataset in enumerate(datasets)
+    ]
+    return DatasetEnvs(env, rewards, by_dataset)
+
+
+def spread_rows(rows: Any, max_rows: int) -> Iterator[Any]:
+    """Yield at most so many rows, evenly spread over all."""
+    count = min(len(rows), max_rows)
+    return (rows[index * len(rows) // count] for index in range(count))
+
+
+def measure_prompts(rows: Any, env: Any) -> list[int]:
+    """Return the tokens of some prompts; [] for an environment that cannot know beforehand."""
+    read = getattr(env, "read", None)
+    if read is None:
+        return []
+    lengths = []
+    for row in spread_rows(rows, MAX_MEASURED):
+        try:
+            lengths.append(len(read(row)[1]))
+        except UserError:  # a row that cannot be played is logged, and counted, when it is played
+            continue
+    return lengths
+
+
+def explain_lengths(lengths: Sequence[int], new: int, row: int, window: int, name: str) -> str:
+    """Return a warning about prompts that leave no room, or too little, for `new` drawn tokens;
+    empty if all fit. Raises UserError if no answer fits behind any of them.
+
+    row: data.sequence_len. window: the longest row of the model. name: of the dataset.
+    """
+    room, key = min((row, "data.sequence_len"), (window, "the longest row of the model"))
+    full = sum(length >= room for length in lengths)
+    short = sum(length < room < length + new for length in lengths)
+    if not full + short:
+        return ""
+    longest = max(lengths)
+    advice = (
+        f"prompt and sampling.max_new_tokens ({new}) together need {longest + new} tokens there,"
+        f" and {key} is {room}; raise data.sequence_len, lower sampling.max_new_tokens, or leave"
+        " out long prompts"
+    )
+    if full == len(lengths):
+        raise UserError(f"{name}: all of {len(lengths)} prompts looked at fill a row: {advice}")
+    parts = [f"{full} leave no room for an answer and fail"] if full else []
+    parts += [f"{short} have their answers cut off earlier, or left out"] if short else []
+    return f"warning: {name}: of {len(lengths)} prompts looked at {', '.join(parts)}: {advice}"
