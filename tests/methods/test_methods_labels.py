@@ -393,7 +393,7 @@ def test_sampler_and_trainer_are_compared_on_rounds_that_a_resumed_run_compares_
 
     def looks(first, last):
         source = SimpleNamespace(metrics={"lag/max": 0})
-        data = SimpleNamespace(source=source, log=said.append)
+        data = SimpleNamespace(rounds=source, log=said.append)
         preparation = PolicyPreparation(config.task, config, data)
         scored = []
         scorer = SimpleNamespace(
