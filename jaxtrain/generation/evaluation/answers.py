@@ -99,7 +99,9 @@ class SetAnswers:
                     model = rebuild(policy_params)
                     engines[name] = LocalEngine(self._sampler(model, name), thread)
                     engines[name].use(model, step)
-                engine = combine_engines(engines) if len(engines) > 1 else next(iter(engines.values()))
+                engine = (
+                    combine_engines(engines) if len(engines) > 1 else next(iter(engines.values()))
+                )
                 frozen = {name: folder.speak(thread) for name, folder in self.folders.items()}
                 engine = with_policies(engine, frozen)
             numbers = self.sets.run(engine, step, self.write_samples, should_stop)
