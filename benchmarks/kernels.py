@@ -28,7 +28,6 @@ from jaxtrain_kernels.decode_attention import cases as decode_cases
 from jaxtrain_kernels.gated_delta import cases as delta_cases
 from jaxtrain_kernels.grouped_matmul import cases as moe_cases
 from jaxtrain_kernels.logp_gather import cases as logp_cases
-from jaxtrain_kernels.logp_of_logits import cases as logits_cases
 from jaxtrain_kernels.rotate_heads import cases as rotate_cases
 from jaxtrain_kernels.tree_attention import cases as attention_cases
 from jaxtrain_kernels.tree_attention import cudnn
@@ -156,7 +155,6 @@ def main():
             "gated_delta",
             "logp_gather",
             "weighted_logp",
-            "logp_of_logits",
             "moe",
             "rotate_heads",
         ],
@@ -175,10 +173,6 @@ def main():
         "weighted_logp": (
             logp_cases,
             vocabulary.weighted_logp_errors if options.errors else vocabulary.run_weighted_logp,
-        ),
-        "logp_of_logits": (
-            logits_cases,
-            vocabulary.logp_of_logits_errors if options.errors else vocabulary.run_logp_of_logits,
         ),
         "decode_attention": (
             decode_cases,

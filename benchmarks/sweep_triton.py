@@ -20,8 +20,6 @@ from jaxtrain_kernels.grouped_matmul import routing
 from jaxtrain_kernels.grouped_matmul import triton_gpu as grouped
 from jaxtrain_kernels.logp_gather import cases as gather_cases
 from jaxtrain_kernels.logp_gather import triton_gpu as gather
-from jaxtrain_kernels.logp_of_logits import cases as logits_cases
-from jaxtrain_kernels.logp_of_logits import triton_gpu as of_logits
 from jaxtrain_kernels.tree_attention import cases as attention_cases
 from jaxtrain_kernels.tree_attention import triton_gpu as tree
 from jaxtrain_kernels.tree_attention.gpu_tiles import Settings
@@ -130,19 +128,6 @@ def vocabulary(case) -> Iterator[Work]:
     yield Work(gather.TABLE, case.name, {}, near, start, TILES + GATHER, *of_case, run, arrays)
 
 
-def given(case) -> Iterator[Work]:
-    def arrays():
-        logits = jnp.asarray(case.inputs()["logits"], jnp.bfloat16)
-        return logits, jnp.ones((case.tokens,), jnp.float32)
-
-    def run(config, logits, factor):
-        return of_logits.statistics(logits, factor, config=config)
-
-    near, size = {"T": case.tokens, "V": case.vocabulary}, 2.0 * case.tokens * case.vocabulary
-    start = of_logits.Config()
-    yield Work(of_logits.TABLE, case.name, {}, near, start, ROWS, size, "tb_s", run, arrays)
-
-
 def attention(case) -> Iterator[Work]:
     """Forward, dq, dk and dv of a packed row."""
     dim, settings = case.head_dim, Settings(case.head_dim**-0.5, case.softcap, case.window)
@@ -180,7 +165,6 @@ KERNELS = {
     "product": (experts, moe_cases, grouped.PRODUCT),
     "gradient": (experts, moe_cases, grouped.GRADIENT),
     "logp_gather": (vocabulary, gather_cases, gather.TABLE),
-    "logp_of_logits": (given, logits_cases, of_logits.TABLE),
 }
 
 

@@ -1,16 +1,15 @@
-"""The vocabulary ops' part of kernels.py: times and errors of weighted_logp and logp_of_logits.
+"""The vocabulary ops' part of kernels.py: times and errors of weighted_logp.
 
 `weighted_logp` is a loss and its gradients, so its peers are whole losses: torch.compile, Liger
 Kernel and cut-cross-entropy (those two where they are installed). `temp_mib` is memory beside
-inputs and results. For `logp_of_logits`, `tb_s` counts one read of the logits forward; one read,
-another and one write with the gradient.
+inputs and results.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtrain_kernels import logp_of_logits, weighted_logp
+from jaxtrain_kernels import weighted_logp
 from timing import jax_ms, torch_ms
 
 
@@ -79,53 +78,3 @@ def weighted_logp_errors(case, impls, report):
         report.errors(names, results(impl, jnp.bfloat16), exact, plain, **labels)
 
 
-def logits_arrays(case):
-    inputs = case.inputs()
-    return jnp.asarray(inputs["logits"], jnp.bfloat16), jnp.asarray(inputs["targets"])
-
-
-def run_logp_of_logits(case, impls, report):
-    logits, targets = logits_arrays(case)
-    size = logits.nbytes
-    for impl in (impl for impl in impls if impl != "torch"):
-        labels = {"op": "logp_of_logits", "case": case.name, "impl": impl, "unit": "tb_s"}
-
-        def forward(logits, targets, impl=impl):
-            return logp_of_logits(logits, targets, impl=impl)
-
-        def loss(logits, targets, forward=forward):
-            out = forward(logits, targets)
-            return (out.logp + out.entropy).sum()
-
-        timing = functools.partial(jax_ms, forward, logits, targets)
-        report.timed(size, timing, **labels, step="forward")
-        timing = functools.partial(jax_ms, jax.grad(loss), logits, targets)
-        report.timed(3 * size, timing, **labels, step="both")
-    if "torch" in impls:
-        import vocabulary_peers
-
-        forward, both = vocabulary_peers.compiled_logits(case.inputs())
-        labels = {"op": "logp_of_logits", "case": case.name, "impl": "torch_compile"}
-        labels |= {"unit": "tb_s"}
-        report.timed(size, lambda: torch_ms(forward), **labels, step="forward")
-        report.timed(3 * size, lambda: torch_ms(both), **labels, step="both")
-
-
-def logp_of_logits_errors(case, impls, report):
-    """Largest errors against float32 maths on the same bfloat16 logits."""
-    logits, targets = logits_arrays(case)
-
-    def results(impl, dtype):
-        @jax.jit
-        def both(logits):
-            out, pull = jax.vjp(lambda x: logp_of_logits(x, targets, impl=impl), logits)
-            ones = jnp.ones(targets.shape)
-            return *out[:3], *pull(type(out)(ones, ones, ones))
-
-        return [x.astype(jnp.float32) for x in both(logits.astype(dtype))]
-
-    exact = results("reference", jnp.float32)
-    for impl in (impl for impl in impls if impl != "torch"):
-        names = ("logp", "entropy", "lse", "d_logits")
-        labels = {"op": "logp_of_logits", "case": case.name, "impl": impl}
-        report.errors(names, results(impl, jnp.bfloat16), exact, **labels)

@@ -2,32 +2,7 @@
 
 import importlib.util
 
-import torch
-import torch.nn.functional as F
 from torch_peers import on_gpu
-
-
-def compiled_logits(inputs):
-    """(forward, forward + backward): value, entropy and log-sum-exp of given logits, compiled."""
-    logits = on_gpu(inputs["logits"]).requires_grad_()
-    targets = on_gpu(inputs["targets"]).long()
-
-    @torch.compile(dynamic=False)
-    def values(logits, targets):
-        z = logits.float()
-        logp = F.log_softmax(z, -1)
-        entropy = -(logp.exp() * logp).sum(-1)
-        return logp.gather(1, targets[:, None])[:, 0], entropy, torch.logsumexp(z, -1)
-
-    def forward():
-        with torch.no_grad():
-            return values(logits, targets)
-
-    def both():
-        logp, entropy, _ = values(logits, targets)
-        return torch.autograd.grad((logp + entropy).sum(), logits)
-
-    return forward, both
 
 
 def require(module: str) -> None:

@@ -8,7 +8,6 @@ from jaxtrain_kernels.grouped_matmul import grouped_matmul
 from jaxtrain_kernels.grouped_matmul.ffn import Adapters, Biases, Clamped
 from jaxtrain_kernels.grouped_matmul.moe import moe_ffn
 from jaxtrain_kernels.logp_gather import LogProbs, logp_gather
-from jaxtrain_kernels.logp_of_logits import logp_of_logits
 from jaxtrain_kernels.recurrence.conv import causal_conv
 from jaxtrain_kernels.rotate_heads import rotate_heads
 from jaxtrain_kernels.ssd import ssd
@@ -28,7 +27,6 @@ __all__ = [
     "gated_delta",
     "grouped_matmul",
     "logp_gather",
-    "logp_of_logits",
     "moe_ffn",
     "rotate_heads",
     "ssd",

@@ -11,7 +11,6 @@ LONG = {
     "test_kernels_decode_attention",
     "test_kernels_decode_attention_codes",
     "test_kernels_grouped_matmul",
-    "test_kernels_logp_of_logits",
     "test_kernels_moe_gpu",
     "test_kernels_strict",
     "test_kernels_tree_attention_cudnn",

@@ -106,16 +106,6 @@ def weighted_logp_step(**settings):
     return jax.grad(loss, (0, 1)), *arrays, *per_token
 
 
-def logp_of_logits_step():
-    from jaxtrain_kernels import logp_of_logits
-
-    def values(logits, targets):
-        return logp_of_logits(logits, targets, impl="mosaic_gpu")
-
-    logits = jax.ShapeDtypeStruct((4096, 151936), jnp.bfloat16)
-    return values, logits, jax.ShapeDtypeStruct((4096,), jnp.int32)
-
-
 def logp_gather_step(**settings):
     from jaxtrain_kernels import logp_gather
 
@@ -207,7 +197,6 @@ def main():
     report("logp_gather softcap temperature", *logp_gather_step(softcap=30.0))
     report("weighted_logp", *weighted_logp_step())
     report("weighted_logp softcap", *weighted_logp_step(softcap=30.0))
-    report("logp_of_logits", *logp_of_logits_step())
     for head_dim, v_dim in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)):
         for name, settings in {
             "": {},

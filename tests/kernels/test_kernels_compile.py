@@ -51,7 +51,6 @@ def test_kernels_compile_for_hopper():
         "grouped_weight_gradient",
         "logp_d_logits",
         "logp_exponentials",
-        "logp_of_logits",
         "logp_statistics",
         "rotate_heads",
         "rotate_heads_back",

@@ -7,7 +7,6 @@ from jaxtrain_kernels import (
     Context,
     attention,
     logp_gather,
-    logp_of_logits,
     rotate_heads,
     weighted_logp,
 )
@@ -63,18 +62,6 @@ def test_weighted_logp(impl, dtype):
     for temperature in (0.7, jnp.ones((16,), jnp.float32)):
         gradient = jax.grad(loss, (0, 1))(hidden, head, temperature)
         assert [g.dtype for g in gradient] == [jnp.dtype(dtype), jnp.float32]
-
-
-@pytest.mark.parametrize("impl", ["xla", "reference"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logp_of_logits(impl, dtype):
-    logits, targets = jnp.ones((16, 50), dtype), jnp.zeros((16,), jnp.int32)
-
-    def loss(logits):
-        found = logp_of_logits(logits, targets, temperature=0.7, impl=impl)
-        return sum(x.sum() for x in jax.tree.leaves(found))
-
-    assert jax.grad(loss)(logits).dtype == jnp.dtype(dtype)
 
 
 @pytest.mark.parametrize("impl", ["xla", "reference"])

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_kernels_logp_of_logits as logits_test
 import test_kernels_weighted_logp as weighted_test
 from jaxtrain_kernels import (
     Context,
@@ -18,7 +17,6 @@ from jaxtrain_kernels import (
     autotune,
     grouped_matmul,
     logp_gather,
-    logp_of_logits,
     testing,
     triton_call,
     weighted_logp,
@@ -30,8 +28,6 @@ from jaxtrain_kernels.grouped_matmul.moe import choose_block, moe_ffn
 from jaxtrain_kernels.logp_gather import by_kernels
 from jaxtrain_kernels.logp_gather import cases as logp_cases
 from jaxtrain_kernels.logp_gather import triton_gpu as gather_triton
-from jaxtrain_kernels.logp_of_logits import cases as logits_cases
-from jaxtrain_kernels.logp_of_logits import triton_gpu as logits_triton
 from other_devices import run_script
 from test_kernels_grouped_matmul import NAMES as MOE_NAMES
 from test_kernels_grouped_matmul import E, exact_moe, moe_inputs, run_moe
@@ -173,26 +169,6 @@ def test_logp_gather_by_name(interpreter):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)  # sums in another order
 
 
-@pytest.mark.parametrize("dtype", ["float32", *LOW])
-@pytest.mark.parametrize(
-    "case", [c for c in logits_cases.CASES if "ci" in c.tags], ids=lambda case: case.name
-)
-def test_logp_of_logits(interpreter, monkeypatch, case, dtype):
-    """Rows in parts, of which one is wholly masked."""
-    monkeypatch.setattr(logits_triton, "num_cores", lambda: 8)
-    config = logits_triton.Config(tile=128)
-    row = np.setdiff1d(np.arange(300), case.inputs()["targets"][1])
-    logits_test.check(
-        case,
-        dtype,
-        lambda x, y, tau: logits_triton.logp_of_logits_with(config, x, y, tau),
-        mask=[(1, row)],
-    )
-    logits = jnp.zeros((case.tokens, case.vocabulary), dtype)
-    out = logp_of_logits(logits, jnp.zeros((case.tokens,), jnp.int32), impl="triton")
-    np.testing.assert_allclose(out.entropy, np.log(case.vocabulary), rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     "case", [c for c in logp_cases.CASES if "ci" in c.tags], ids=lambda case: case.name
 )
@@ -241,11 +217,10 @@ def call_of(op, dtype="bfloat16", width=64, block=16):
     return {
         "logp_gather": lambda: logp_gather(x, head, y, impl="triton"),
         "weighted_logp": lambda: weighted_logp(x, head, y, ones, impl="triton"),
-        "logp_of_logits": lambda: logp_of_logits(x, y, impl="triton"),
     }[op]
 
 
-OPS = ("attention", "grouped_matmul", "logp_gather", "weighted_logp", "logp_of_logits")
+OPS = ("attention", "grouped_matmul", "logp_gather", "weighted_logp")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -278,7 +253,6 @@ def test_declines_without_a_gpu(monkeypatch, op):
         ("logp_gather", {"dtype": "float32"}, "takes bfloat16 or float16 hidden states"),
         ("logp_gather", {"width": 24}, "width 24 must be a multiple of 16"),
         ("weighted_logp", {"dtype": "float16"}, "takes bfloat16 hidden states, got float16"),
-        ("logp_of_logits", {"dtype": "float64"}, "takes bfloat16, float16 or float32"),
     ],
 )
 def test_declines(monkeypatch, op, options, reason):
@@ -290,7 +264,7 @@ def test_declines(monkeypatch, op, options, reason):
 
 def test_auto_takes_them_before_xla():
     """Where they are installed and Mosaic declines."""
-    for package in (attention, grouped_matmul, moe_ffn, weighted_logp, logp_gather, logp_of_logits):
+    for package in (attention, grouped_matmul, moe_ffn, weighted_logp, logp_gather):
         names = list(sys.modules[package.__module__].BACKENDS)
         assert names.index("mosaic_gpu") < names.index("triton") < names.index("xla")
 

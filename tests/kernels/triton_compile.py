@@ -102,15 +102,6 @@ def gathered(dtype="bfloat16", softcap=None, weighted=False, T=1024, D=1024, V=1
     return step, shape(T, D, dtype=dtype), shape(V, D, dtype=dtype), shape(T, dtype="int32")
 
 
-def rows(dtype, T=4096, V=151936):
-    from jaxtrain_kernels import logp_of_logits
-
-    def step(logits, targets):
-        return logp_of_logits(logits, targets, impl="triton")
-
-    return step, shape(T, V, dtype=dtype), shape(T, dtype="int32")
-
-
 def attended(H, V=None, dtype="bfloat16", T=1000, N=4, K=2, **options):
     """Forward, dq, dk and dv of a packed row."""
     from jaxtrain_kernels import Context, attention
@@ -149,9 +140,6 @@ def cases():
         yield f"logp_gather {dtype} softcap", gathered(dtype, 30.0, T=1000, V=151900)
     yield "weighted_logp", gathered(weighted=True)
     yield "weighted_logp softcap", gathered(weighted=True, softcap=30.0)
-    for dtype in ("bfloat16", "float16", "float32"):
-        yield f"logp_of_logits {dtype}", rows(dtype)
-    yield "logp_of_logits odd", rows("bfloat16", T=100, V=50257)
 
 
 def main():
