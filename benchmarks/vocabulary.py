@@ -76,5 +76,3 @@ def weighted_logp_errors(case, impls, report):
         names = ("logp", "entropy", "lse", "top", "sum", "d_hidden", "d_head")
         labels = {"op": "weighted_logp", "case": case.name, "impl": impl}
         report.errors(names, results(impl, jnp.bfloat16), exact, plain, **labels)
-
-
