@@ -1,4 +1,4 @@
-"""What tests of strangers' files share: a verb run in this process, judged as people see it."""
+"""Helpers for tests of untrusted files: a verb run in this process, judged as people see it."""
 
 import time
 from pathlib import Path

@@ -21,14 +21,14 @@ def need_hopper_compiler(ptxas: Path | None = None) -> None:
 
 
 def set_cpus(count: int) -> dict[str, str]:
-    """What a process needs to have so many fake CPU devices, and to compile as the tests do."""
+    """Set a process up with so many fake CPU devices and the compilation of the tests."""
     flag = "--xla_force_host_platform_device_count="
     kept = [word for word in os.environ["XLA_FLAGS"].split() if not word.startswith(flag)]
     return {"XLA_FLAGS": " ".join([*kept, f"{flag}{count}"])}
 
 
 def run_script(script: Path, *words: str, **variables: str) -> str:
-    """What a script printed, with jax as it comes: no platform chosen, nothing from a cache."""
+    """Return the output of a script, with jax's defaults: no platform chosen, no cache."""
     chosen = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
     chosen += ("JAX_DISABLE_MOST_OPTIMIZATIONS",)
     environment = {name: value for name, value in os.environ.items() if name not in chosen}

@@ -1,5 +1,5 @@
-"""What comes in from other programs: every port is known here, asks for a token, and nothing that
-it hears is ever unpickled or larger than told."""
+"""Ports open to other programs: each is listed here, asks for a token, and nothing that it hears is
+ever unpickled or larger than told."""
 
 import asyncio
 import re
@@ -20,7 +20,7 @@ SOURCES = sorted([*ROOT.glob("jaxtrain/**/*.py"), *ROOT.glob("jaxtrain_vllm/**/*
 UNPICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
 PICKLES_ALLOWED = {
     "jaxtrain/environments/rewards/score.py": "the name of an error alone",
-    "jaxtrain/environments/rewards/pool.py": "a socket pair to a worker that this process has started",
+    "jaxtrain/environments/rewards/pool.py": "a socket pair to a worker of this process",
     "jaxtrain/environments/rewards/worker.py": "its other end",
     "jaxtrain/methods/trees/selection.py": "a pool of processes that this process starts",
 }
@@ -60,7 +60,7 @@ def test_nothing_that_comes_from_elsewhere_is_unpickled():
 
 
 def test_every_port_is_known():
-    """One that is new belongs in the list, with what keeps strangers out, and below."""
+    """A new port belongs in the list, with its protection, and below."""
     found = {
         str(path.relative_to(ROOT)) for path in SOURCES if LISTENS.search(path.read_text())
     } - {

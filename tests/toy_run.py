@@ -1,4 +1,4 @@
-"""What tests of whole runs share: sections of a config, for a model that trains in milliseconds."""
+"""Helpers for tests of full runs: sections of a config, for a model that trains in milliseconds."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""What training draws: dropout on adapters as PEFT has it, noise on embeddings; the same numbers on
-every mesh and split, none outside of training."""
+"""Random draws of training: dropout on adapters as PEFT has it, noise on embeddings; the same
+numbers on every mesh and split, none outside of training."""
 
 import dataclasses
 import functools

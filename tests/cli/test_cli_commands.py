@@ -193,7 +193,7 @@ def test_generate_converses(trained, monkeypatch, capsys):
 
 
 def test_generate_plays_an_environment(trained, tmp_path, capsys):
-    """Of a run whose own config has no use for one."""
+    """Play it with a run whose own config has no use for one."""
     words = ("generate", trained, "--env", "env.kind=calculator", "--prompt", "What is 1 + 1?")
     assert run(*words) == 0
     shown = capsys.readouterr().out

@@ -305,7 +305,7 @@ def test_keys_of_other_systems_are_answered_with_ours():
 
 @pytest.mark.slow
 def test_the_defaults_are_trl_s():
-    """Of the installed TRL, where it is installed."""
+    """Compare with the installed TRL."""
     module = pytest.importorskip("trl", reason="the test extra installs TRL")
     from dataclasses import fields
 

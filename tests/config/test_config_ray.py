@@ -1,4 +1,4 @@
-"""What section rollout.ray and what goes with it may not say together."""
+"""Conflicts between section rollout.ray and its companions."""
 
 import sys
 

@@ -23,7 +23,7 @@ ALL = Balance(aux=0.1, sequence=0.1, z=0.1)
 
 
 def notes(logits_LBTE, context=None, top=TOP):
-    """Of one document a row, unless `context` says otherwise."""
+    """Router notes of one document a row, unless `context` is given."""
     _, B, T, _ = logits_LBTE.shape
     positions = jnp.tile(jnp.arange(T, dtype=jnp.int32), (B, 1))
     context = context or Context(jnp.full((B, T), T, jnp.int32), positions=positions)
@@ -32,7 +32,7 @@ def notes(logits_LBTE, context=None, top=TOP):
 
 
 def pack_context(*lengths, padding=0):
-    """One row of documents, and padding behind them."""
+    """Context of a row of documents with padding behind them."""
     lengths = [*lengths, *[1] * padding]
     ends = np.cumsum(lengths)
     starts = np.repeat(ends - lengths, lengths)

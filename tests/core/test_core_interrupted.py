@@ -126,7 +126,7 @@ def drop_measured(lines: list[dict]) -> list[dict]:
 
 
 def read_arrays(folder: Path) -> dict[str, np.ndarray]:
-    """All arrays of the newest checkpoint, by name."""
+    """Read every array of the newest checkpoint, by name."""
     step, problems = find_good_step(folder / "checkpoints")
     assert step == STEPS and not problems
     place = SingleDeviceSharding(jax.devices()[0])

@@ -1,4 +1,4 @@
-"""What a session opens is closed again when it cannot be opened to its end."""
+"""Resources of a session are closed again when opening it fails midway."""
 
 import contextlib
 import dataclasses

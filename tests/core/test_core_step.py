@@ -1,4 +1,4 @@
-"""One optimizer step: exact under accumulation and on meshes, careful with what is not finite."""
+"""Optimizer step: exact under accumulation and on meshes, robust to non-finite values."""
 
 import functools
 
@@ -73,7 +73,7 @@ SGD, ADAM = optax.sgd(1.0), optax.adamw(1e-2)
 
 
 def start_params():
-    """What run_step starts from."""
+    """Initial state of run_step."""
     return jax.device_get(open_model(make_mesh(jax.devices()[:1]))[0])
 
 

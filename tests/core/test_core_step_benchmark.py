@@ -78,8 +78,8 @@ def copy_weights(model, raw: dict, params: dict) -> None:
 
 
 def copy_hybrid_weights(model, params: dict) -> None:
-    """The same for a hybrid; projections of one input stand side by side there, and the columns of
-    q | k | v by key head here."""
+    """Copy the weights of a hybrid; projections of one input stand side by side there, and the
+    columns of q | k | v by key head here."""
     import torch
 
     def put(parameter, *arrays):

@@ -54,7 +54,7 @@ def lay(batch, seed=0, num_anchors=6, **options):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_properties_of_blocks(seed):
-    """What follows is a child; anchors train and so does what follows; never too many, all where
+    """Successors are children; anchors train and so does what follows; never too many, all where
     there are few; the denominator is the sum of all weights; equal seeds draw equal blocks."""
     batch = random_batch(np.random.default_rng(seed))
     laid, again = lay(batch, 1), lay(batch, 1)
@@ -98,8 +98,8 @@ def test_branches_are_leaves_below():
 
 
 def test_a_tree_is_its_branches_on_average():
-    """All anchors, 4,000 draws of what follows: the mean weight of each (anchor, guessed token) is
-    the number of branches through both, over the number of branches. Standard error 0.016."""
+    """Over 4,000 draws with every anchor: the mean weight of each (anchor, guessed token) is the
+    number of branches through both, over the number of branches. Standard error 0.016."""
     shape = ((3, -1, 3), (2, 0, 1), (3, 0, 2), (2, 2, 1), (2, 2, 1), (2, 1, 1))
     nodes = [
         Node(p, np.arange(1, n + 1, dtype=np.int32), {"nll": np.full(n, g)}) for n, p, g in shape

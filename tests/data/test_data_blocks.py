@@ -1,4 +1,4 @@
-"""Where blocks begin, the forest of documents and blocks, and rows that have room for them."""
+"""Starts of blocks, the forest of documents and blocks, and rows that have room for them."""
 
 import numpy as np
 import pytest

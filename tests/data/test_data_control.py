@@ -1,4 +1,4 @@
-"""What people's texts spell of control tokens stays text, in every format and by any template."""
+"""Control tokens spelled out in user text stay text, in every format and by any template."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is compiled for accelerators is kept on disk, and found again."""
+"""Programs compiled for accelerators are kept on disk and reused."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtrain.distributed.compile_cache import keep_compiled
 
 @pytest.fixture
 def accelerator(monkeypatch, tmp_path):
-    """As on a GPU, where nobody has named a folder."""
+    """Pretend to run on a GPU without a cache folder set."""
     before = {
         name: getattr(jax.config, name)
         for name in (

@@ -1,4 +1,4 @@
-"""How processes find each other, and what the hub tells them: without jax, over local sockets."""
+"""Processes find each other and exchange messages: without jax, over local sockets."""
 
 import asyncio
 import contextlib
@@ -211,7 +211,7 @@ ODD = [
 
 
 def test_lines_that_make_no_sense_change_nothing():
-    """Of processes that know the token: another version of the program, say."""
+    """Senders know the token but speak, for example, another version of the protocol."""
 
     async def scene(hub, clients, port):
         for hello in (b"[]\n", b'{"process": 1}\n', b"\xff\n", b"[" * 5000 + b"\n", b"x" * 2**17):

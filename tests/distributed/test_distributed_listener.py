@@ -33,7 +33,8 @@ def knock(gate) -> socket.socket:
 
 
 def is_hung_up_on(stranger: socket.socket) -> bool:
-    """Whatever the listener still says, its end of the connection is closed."""
+    """Return whether the listener has closed its end of the connection, ignoring what it still
+    sends."""
     try:
         while stranger.recv(4096):
             pass
@@ -43,7 +44,7 @@ def is_hung_up_on(stranger: socket.socket) -> bool:
 
 
 def enter(gate) -> None:
-    """One of us comes in and can be talked to."""
+    """Connect as one of the run's processes."""
     with knock(gate) as ours:
         handshake.introduce(ours, TOKEN)
         inner = gate.admitted.get(timeout=60)
@@ -54,7 +55,7 @@ def enter(gate) -> None:
 
 @pytest.fixture(scope="module")
 def crowded():
-    """One gate for all examples of the fuzz, with its memory."""
+    """Listener shared by all examples of the fuzz test, with its memory."""
     admitted = queue.Queue()
     opened = AuthenticatedListener(
         "crowded", open_listeners(LOOPBACK, 0), TOKEN, admitted.put, lambda text: None

@@ -113,7 +113,7 @@ def finish(running: list[subprocess.Popen], seconds: float = 240) -> list[int]:
 
 
 def output(folder: Path, process: int) -> list[str]:
-    """What a process printed, but for gloo's own chatter: several threads write over each other."""
+    """Output of a process, but for gloo's own chatter: several threads write over each other."""
     lines = (folder / f"{process}.txt").read_text().splitlines()
     return [line for line in lines if not GLOO.search(line)]
 
@@ -185,7 +185,7 @@ def test_a_run_goes_from_8_devices_to_2(tmp_path):
 
 @pytest.mark.slow
 def test_processes_stop_together_and_tell_of_a_loss_once(tmp_path):
-    """One that is told to stop: test_distributed_rl.py."""
+    """A stop request to a single process is tested in test_distributed_rl.py."""
     words = ["run.max_steps=100000", "parallel.fsdp=2", "parallel.context=2"]
     running = start(tmp_path / "killed", 4, *words, devices=1)
     wait_for_step(tmp_path / "killed", 3)

@@ -124,7 +124,7 @@ def test_a_pod_whose_run_has_not_finished_says_so(environ):
 
 
 def tell_state(environ, state):
-    """As process 0 does at the end of a run."""
+    """Report the state, like process 0 at the end of a run."""
     folder = Path(environ["OUTPUT_DIR"])
     folder.mkdir(exist_ok=True)
     (folder / "heartbeat.json").write_text(json.dumps({"state": state}))

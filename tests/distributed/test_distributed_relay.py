@@ -1,4 +1,4 @@
-"""What process 0 tells the others, and parameters that it gathers, between real processes."""
+"""Messages of process 0 to the others, and parameters that it gathers, between real processes."""
 
 import json
 import os

@@ -34,7 +34,7 @@ def list_pages() -> list[Path]:
 
 
 def list_blocks() -> Iterator[Block]:
-    """All of them, in order."""
+    """Return every code block in order."""
     for page in list_pages():
         name = str(page.relative_to(ROOT))
         found = re.finditer(

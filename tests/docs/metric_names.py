@@ -31,7 +31,7 @@ def _pattern() -> re.Pattern[str]:
 
 
 def is_known(name: str) -> bool:
-    """Whether a row has this name; of a held-out set also what the loss logs: eval/1/NAME."""
+    """Return whether a row has this name, such as loss or, of a held-out set, eval/1/NAME."""
     bare = re.sub(r"^eval/([0-9]+/)?", "", name)
     return name in ALWAYS or any(_pattern().fullmatch(one) for one in (name, bare))
 

@@ -43,7 +43,8 @@ def check(words: list[str]) -> None:
 
 
 def is_key(parts: list[str], value: str) -> bool:
-    """Whether the config, or a dataset beside it, has that key; one part is a section's preset."""
+    """Return whether the config, or a dataset beside it, has that key; one part is a section's
+    preset."""
     if len(parts) == 1:
         return value in list_presets().get(parts[0], [])
     sections: list[type[BaseModel]] = [Config]

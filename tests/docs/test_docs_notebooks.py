@@ -83,7 +83,7 @@ def said_by(cell) -> str:
 
 @pytest.mark.slow
 def test_the_notebooks_run(execute):
-    """What one page's commands show, too, is left out of the others."""
+    """Commands that an earlier page runs as well are skipped."""
     left_out = ("!jaxtrain doctor", "!jaxtrain preprocess", "!jaxtrain generate")
     cells = execute([page.stem for page in PAGES], left_out, IN_THE_KERNEL)
     results = [said_by(cell) for cell in cells if "metrics.jsonl" in cell.source]

@@ -46,7 +46,7 @@ def test_anchors_of_pages_exist():
 
 
 def _anchors(text: str) -> set[str]:
-    """Of its headings, as forges and the site make them."""
+    """Anchors of the headings, as GitHub and the site create them."""
     heads = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 

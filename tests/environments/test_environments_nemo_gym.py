@@ -156,7 +156,7 @@ def test_what_fails_an_episode(tokenizer, instead, reason, again, mistake):
 
 
 def test_a_failure_says_what_the_endpoint_refused(tokenizer):
-    """Of Gym comes only that some inner server answered by an error."""
+    """Gym itself only reports that some inner server answered with an error."""
     params = {**ROW["responses_create_params"], "tool_choice": "required"}
     (failed,), _ = play(tokenizer, ["4"], row={**ROW, "responses_create_params": params})
     assert str(failed) == "gym: HTTP 500" and "forced tool_choice" in failed.cause
@@ -220,7 +220,7 @@ def test_mistakes_are_named(tokenizer, row, gym, text):
 
 
 def inspect(tokenizer, fake=None, rows=(ROW,), wait=True, **gym):
-    """What is said of a Gym before a run."""
+    """Report of a Gym before a run."""
 
     async def work():
         async with fake or FakeGym() as found:
@@ -285,7 +285,7 @@ def test_what_is_not_there_is_said_before_the_run(tokenizer, given, text):
 
 
 def test_each_dataset_is_asked_for_in_its_own_gym(tokenizer):
-    """Nothing is waited for: as a dry run does."""
+    """Like a dry run, this does not wait for servers."""
     gyms = [
         {"head": f"http://127.0.0.1:{port}", "mode": "verify", "agent": "calc"} for port in (9, 7)
     ]
@@ -312,7 +312,7 @@ def test_servers_by_their_own_urls(tokenizer):
 
 
 def test_a_gym_that_comes_back_elsewhere_is_found_again(tokenizer):
-    """All that lost it wait together; then they are played again, by its new addresses."""
+    """Episodes that lost their Gym wait together and are replayed at its new addresses."""
     fake = FakeGym(behave=lambda body: "die" if not fake.life else None, away=3, crowd=3)
 
     async def work():

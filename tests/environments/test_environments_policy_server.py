@@ -373,7 +373,7 @@ def test_the_page_shows_an_environment_of_ones_own(server):
     ],
 )  # fmt: skip
 def test_tool_calls_of_each_family(family, text, content, names):
-    """What is in no form of its family stays text, as does what is thought."""
+    """Text in no form of its family stays text, and so do thoughts."""
     found, calls = split_calls(text, family)
     assert found == (text if content is None else content)
     assert [call.name for call in calls] == names

@@ -89,7 +89,7 @@ def play(env, tokenizer, rows, texts):
 
 
 def check(tokenizer, episodes, texts):
-    """One sequence each, whose drawn tokens are what the policy said, to the token."""
+    """Check that each episode is one sequence whose drawn tokens are exactly the policy's."""
     (end,) = tokenizer("<|im_end|>", add_special_tokens=False)["input_ids"]
     for episode, said in zip(episodes, texts, strict=True):
         encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
@@ -182,7 +182,7 @@ AGENT_CONFIG = """mine:
 
 
 def test_a_gym_of_somebody_else_with_own_servers_that_is_started_again(tokenizer, tmp_path):
-    """All of a folder of own servers; inspected while it starts, lost, and found again."""
+    """A folder of custom servers: inspected while it starts, lost, and found again."""
     own = tmp_path / "own"
     shutil.copytree(EXAMPLE / "resources_servers", own / "resources_servers")
     place = own / "responses_api_agents" / "mine"

@@ -1,4 +1,4 @@
-"""What honest programs and usual tests look like passes; what is wrong does not."""
+"""Honest programs and usual tests pass; wrong ones do not."""
 
 from textwrap import dedent
 

@@ -163,7 +163,7 @@ def test_processes_are_counted_and_none_is_left(box, limits):
 
 
 def lives(pid, box):
-    """Whether a process descends from the box's keeper."""
+    """Return whether a process descends from the sandbox's supervisor."""
     try:
         while int(pid) > 1:
             with open(f"/proc/{pid}/stat") as file:

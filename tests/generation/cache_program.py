@@ -1,4 +1,4 @@
-"""What the compiled program of a chunk of tokens does with the KV cache.
+"""Use of the KV cache by the compiled program of a chunk of tokens.
 
 `python cache_program.py` compiles it for an H200 that is not there and prints JSON; the test on the
 CPU calls `describe`.
@@ -81,8 +81,8 @@ def compile_rows(chunk, model, sharding=None):
 
 
 def describe(compiled, cache) -> dict:
-    """What makes another array of the size of a layer's keys, and memory: {made, temp, cache}; the
-    latter of all layers' keys."""
+    """List the operations that allocate another array of the size of a layer's keys, and memory:
+    {made, temp, cache}; the latter of all layers' keys."""
     size = cache.size
     made = []
     for line in compiled.as_text().splitlines():

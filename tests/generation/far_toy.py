@@ -1,4 +1,5 @@
-"""What the processes of a cluster open in tests: known answers to numbered prompts, no model."""
+"""Toy services that the processes of a cluster open in tests: known answers to numbered prompts, no
+model."""
 
 import asyncio
 import os
@@ -20,7 +21,7 @@ OPENER = "tests.generation.far_toy:open_producer"
 
 
 def settings(rows=30, worker=None, **producer):
-    """Of RolloutService.attach."""
+    """Settings for RolloutService.attach."""
     return {
         "service": {"rows": rows, **producer},
         "worker": ("tests.generation.far_toy:open_worker", worker or {}),
@@ -67,7 +68,7 @@ class Table:
 
 
 def claim(mark):
-    """Whether this process is the first that comes here."""
+    """Return whether this process is the first to get here."""
     try:
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -76,7 +77,7 @@ def claim(mark):
 
 
 class World:
-    """One turn; a row may say how it goes wrong."""
+    """Single-turn environment; a row may name a failure."""
 
     def __init__(self, asked):
         self.asked, self.failed = asked, 0

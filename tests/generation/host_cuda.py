@@ -8,8 +8,8 @@ from jaxtrain_vllm.cuda_driver import HANDLE_BYTES, CudaError
 
 
 class HostCuda:
-    """The same calls, and what tests ask about: `refuses` are names of calls that fail, `spoils`
-    flips a bit of the next copy."""
+    """The calls of Cuda on host memory, with hooks for tests: `refuses` are names of calls that
+    fail, `spoils` flips a bit of the next copy."""
 
     def __init__(self):
         self.refuses: set[str] = set()

@@ -268,7 +268,7 @@ def test_a_lost_cluster_ends_the_run(cluster):
 
 
 def test_what_became_too_old_is_given_up_where_it_is_played(cluster):
-    """All wait for ever behind tokens of version 0, but for one episode of each that fails."""
+    """Episodes wait forever behind tokens of version 0, except one per group that fails."""
     pool = Pool()
     producer = cluster.join(engine=pool, rows=8, ahead=4, worker={"lingers": range(8)})
     taken = threading.Thread(target=lambda: slots.extend(producer.next_slots(4)))

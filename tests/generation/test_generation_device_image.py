@@ -42,7 +42,7 @@ def open_image(entries, shapes, dtype, cuda, wide=()):
 
 
 def read(image, cuda):
-    """What a worker finds there, and the sum that it makes of it."""
+    """Bytes that a worker reads, and their checksum."""
     described = image.describe()
     memory = CudaIpcMemory(described["memory"], "cpu", cuda)
     tensors = memory.read(described["tensors"])
@@ -286,7 +286,7 @@ def test_a_worker_that_hangs_has_sync_seconds():
 
 
 def test_memory_that_is_written_meanwhile_is_not_served():
-    """As by a trainer that no longer waits for this server."""
+    """Simulate a trainer that no longer waits for this server."""
     setting = Setting()
     with setting.publish(wait_seconds=0.3, sync_seconds=2) as (_, publisher):
         publisher.publish(0, place(draw_params()))

@@ -1,4 +1,4 @@
-"""What environments and judges may do to a run: raise, hang, give nonsense. Every prompt is trained
+"""Faults of environments and judges in a run: raise, hang, give nonsense. Every prompt is trained
 or dropped under a reason, and only failures that persist end the run."""
 
 import asyncio

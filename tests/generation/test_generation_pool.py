@@ -159,7 +159,7 @@ def simulate(episodes, churn, **settings):
 
 
 def share_at_one_server(engine):
-    """Of all requests, those that went where most of their session went."""
+    """Return the share of all requests that went where most of their session went."""
     places = defaultdict(Counter)
     for session, url in engine.asked_at:
         places[session][url] += 1

@@ -174,7 +174,7 @@ STEPS = ("/get_world_size", "links", "/pause", "/update_weights", "/finish_weigh
     [(step, "stall") for step in STEPS] + [("/pause", "drip"), ("/finish_weight_update", "drip")],
 )
 def test_a_sync_waits_for_the_slowest_no_longer_than_it_may(step, trouble):
-    """Whatever step hangs: all of them together have sync_seconds; then the others go on."""
+    """Any step may hang: sync_seconds bounds all of them together; then the others go on."""
     fakes = [FakeVllm(tensors=HELD), FakeVllm(tensors=HELD)]
     with open_weights(fakes, sync_seconds=0.5) as (engine, publisher, said):
         publisher.publish(0, draw_params())
@@ -287,7 +287,7 @@ def test_a_flipped_bit_on_the_way_is_noticed_and_rolled_back():
 @pytest.mark.parametrize("size", [1, 7, 8, 1000])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.03, 0.5, 1.0])
 def test_a_delta_comes_out_as_it_went_in(size, share):
-    """As positions or as a mask, whichever is shorter; in neither case longer than said."""
+    """Encode positions or a mask, whichever is shorter; neither is longer than announced."""
     rng = np.random.default_rng(size)
     old = wire.WireTensor((size,), "float32", rng.integers(0, 2**32, size, np.uint32))
     new = np.where(rng.random(size) < share, old.bits ^ 1, old.bits)

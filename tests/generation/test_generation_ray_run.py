@@ -1,4 +1,4 @@
-"""Whole runs whose episodes are played on Ray: the answers, numbers and weights of the same run in
+"""Full runs whose episodes are played on Ray: the answers, numbers and weights of the same run in
 one process; a service that is started once and serves two runs, the second of which resumes."""
 
 import json

@@ -26,7 +26,7 @@ def listening(workers: list[Worker]) -> list[Worker]:
 
 
 def spoil(workers: list[Worker], answer) -> None:
-    """Whoever of them passes a version on answers so."""
+    """Answers of every worker that relays a version."""
     for worker in workers:
         worker.shelf._offers.answer = answer
 

@@ -1,4 +1,4 @@
-"""What the local sampler is given: the trainer's numbers, rounded as layers would, elsewhere."""
+"""Weights of the local sampler: the trainer's numbers, rounded as layers would, elsewhere."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Who leaves first, what is given up while it is played, which prompts are asked, how much is
+"""Scheduling: which rows leave first, which are given up, which prompts are drawn, how much is
 replayed; an engine whose answers wait until they are let go."""
 
 import asyncio

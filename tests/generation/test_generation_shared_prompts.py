@@ -47,7 +47,8 @@ def watched(monkeypatch):
 
 
 def make_model(vocabulary: int, stored: Stored = "default"):
-    """Of a size of its own: its programs are traced anew, with what is watched."""
+    """Build a model of a unique size, so that its programs are traced again under the test's
+    probes."""
     model = build.init(families.config_from_hf({**RAW, "vocab_size": vocabulary}), 0)
     store_cache(model, stored)
     return model
@@ -96,7 +97,7 @@ def test_rows_hold_what_they_share_when_idle_ones_are_given_up(watched):
 
 
 def entry_of(rows, sources):
-    """What `share` reads of an entry."""
+    """Fields of an entry that `share` reads."""
     none = np.zeros(len(rows), np.int32)
     number = [np.array(x, np.int32) for x in (rows, sources)]
     return slots.RowInsert(*number, none, none, none, None, none)

@@ -183,7 +183,7 @@ def capture(model, tokens_BT):
 
 
 def test_noise_is_that_of_plain_draws(models):
-    """Of logits that are all equal the token is the noise alone."""
+    """With equal logits the token is determined by the noise alone."""
     rows = slots.empty_rows(models[0], B=2, S=8, E=1)
     draws = read_draws([Sampling(temperature=1.0), Sampling(temperature=0.5)])
     keys = jax.random.split(jax.random.key(3), 2)
@@ -200,8 +200,8 @@ def test_noise_is_that_of_plain_draws(models):
 
 @pytest.mark.slow
 def test_stop_texts_aborts_growth_and_new_weights(models, plain):
-    """What comes between chunks: a text that ends an answer, a request that is given up, longer
-    ones that need more slots, other weights."""
+    """Events between chunks: a text that ends an answer, a request that is given up, longer ones
+    that need more slots, other weights."""
     prompts, answers = plain
     word = "".join(f"<{t}>" for t in answers[0].tokens[20:22])
     kinds = [KINDS[0].model_copy(update={"stop": [word]}), *KINDS[1:]]

@@ -150,7 +150,7 @@ def test_a_draw_is_its_own_whoever_shares_the_batch(models):
 
 @pytest.mark.slow
 def test_gumbel_noise_draws_from_the_softmax(models):
-    """Of an answer of one token: its frequencies over many draws."""
+    """Frequencies of one-token answers over many draws."""
     count = 512
     found = answer(
         models[2], [PROMPTS[0]] * count, sampling={"temperature": 0.7, "max_new_tokens": 1}

@@ -78,7 +78,7 @@ def test_an_answer_has_tokens_logprobs_and_versions(scale_out):
 
 
 def test_a_request_says_everything_that_changes_the_distribution():
-    """What is left out would come from the model's generation_config.json."""
+    """Omitted fields would come from the model's generation_config.json."""
     fake = FakeVllm()
     with opened([fake]) as (engine, *_):
         ask(engine, 2)
@@ -318,7 +318,7 @@ def test_a_control_call_ends_in_time_however_slowly_bytes_come(trouble):
 
 
 def test_what_the_server_cuts_off_is_said_once_with_numbers():
-    """Of max_model_len 512, as the fake says of itself."""
+    """The fake server reports a max_model_len of 512."""
     fake = FakeVllm()
     with opened([fake], SamplingConfig(temperature=1.0, max_new_tokens=511)) as (engine, _, said):
         assert not any("max_model_len" in line for line in said)

@@ -70,7 +70,7 @@ def follow(server, place, sync, dtype):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_served_family_follows_the_adapter(name, tmp_path):
-    """All Linears are adapted, those of the Mamba layers too."""
+    """Every Linear is adapted, including those of the Mamba layers."""
     from served_families import served_configs, write_model
 
     dtype, folder = FAMILIES[name], tmp_path / "model"

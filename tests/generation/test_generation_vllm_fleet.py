@@ -160,7 +160,7 @@ def test_an_evaluation_keeps_its_version_while_training_goes_on(replicas, tmp_pa
 
 
 def test_one_server_passes_weights_on_to_the_other(replicas, tmp_path, monkeypatch):
-    """As if each were on a host of its own: one is sent them over streams, the other fetches them
+    """With each server on its own host: one is sent them over streams, the other fetches them
     there; whole, then as what has changed."""
 
     class Far(weight_links.WorkerLink):

@@ -1,5 +1,5 @@
-"""What stands before a server's routes does more than ask for a key: it takes adapters, whole or
-not at all, and lets a server leave without losing an answer."""
+"""The guard of a server's routes checks the key and also accepts adapters, whole or not at all, and
+lets a server leave without losing an answer."""
 
 import asyncio
 import json

@@ -47,7 +47,7 @@ RAW = {
 
 
 def can_import() -> bool:
-    """Whether that environment can import the family."""
+    """Return whether that environment can import the family."""
     if not Path(PYTHON or "/nowhere").is_file():
         return False
     code = "import vllm.model_executor.models.qwen3_5"

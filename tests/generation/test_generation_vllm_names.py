@@ -1,4 +1,4 @@
-"""What vLLM calls the tensors of a folder, and which of ours each of its tensors is made of."""
+"""vLLM's names of a folder's tensors, and which of our tensors each is made of."""
 
 import numpy as np
 import pytest

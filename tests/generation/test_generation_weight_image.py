@@ -182,7 +182,7 @@ def test_the_checksum_is_that_of_one_thread(monkeypatch):
 
 
 def test_workers_of_this_host_read_the_trainers_memory():
-    """Nothing travels; a delta, too, is there already."""
+    """No bytes travel; a delta is visible immediately, too."""
     fakes = [FakeVllm(tensors=HELD, world_size=2) for _ in range(2)]
     params = draw_params()
     with open_weights(fakes, delta=True) as (_, publisher, _):
@@ -226,7 +226,7 @@ def test_what_goes_wrong_meanwhile_ends_requests_and_the_next_publish():
 
 
 def test_workers_elsewhere_are_sent_bytes_once_a_server(monkeypatch):
-    """Of the workers of one server the first is sent them, the others read its memory."""
+    """The first worker of a server receives them; the others read its memory."""
 
     class Far(weight_links.WorkerLink):
         def __init__(self, *arguments):

@@ -9,7 +9,7 @@ from flax import nnx
 
 
 class Read(NamedTuple):
-    """What it was told the target has read."""
+    """Tokens that the target has reported as read."""
 
     tokens: jax.Array
     """int32 [B, S]."""

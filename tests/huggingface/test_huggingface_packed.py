@@ -49,7 +49,7 @@ PACKING = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """As gpt-oss is published: blocks in one shard, their scales in another."""
+    """Folder in gpt-oss's published layout: blocks in one shard, their scales in another."""
     folder = tmp_path_factory.mktemp("mxfp4")
     config, rng = families.config_from_hf(RAW), np.random.default_rng(0)
     saving.save(build.init(config, seed=1), config, folder, "bfloat16")
@@ -171,7 +171,7 @@ def test_storage_is_that_of_the_definition():
 
 
 def test_a_base_is_kept_as_it_is_stored(folder):
-    """The same logits as without the storage, and in memory the bytes of the folder."""
+    """Logits match those without packed storage, and memory holds the folder's bytes."""
     config = families.read_config(folder)
     slots = choose_slots(find_linears(config), ["attention"], LoRASpec(2, 4.0), {}, {})
     options = {"param_dtype": "bfloat16", "dtype": "float32"}

@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def usual_compilation():
-    """All optimizations, which the tests of everything else do without."""
+    """Compile with all optimizations, which the other tests disable."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)

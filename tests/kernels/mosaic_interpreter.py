@@ -165,7 +165,7 @@ def _wgmma_from_registers(original):
 
 
 def _inline(self, eqn, token, get_values):
-    """What kernels write in instructions of the GPU: two functions of `mosaic`."""
+    """Emulate the inline GPU instructions of kernels: two functions of `mosaic`."""
     from jaxtrain_kernels import mosaic
 
     known = {

@@ -35,7 +35,7 @@ device_description_str: "NVIDIA H200"
 
 
 def make_mesh() -> Mesh:
-    """Of one H200 that is not there."""
+    """Build a mesh of one absent H200."""
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="h200", topology="1x1x1", target_config=H200
     )
@@ -53,7 +53,7 @@ def compile_for_h200(function, *shapes):
 
 @contextlib.contextmanager
 def captured_output():
-    """What the process, C++ included, writes to its outputs: a list with one string after."""
+    """Capture everything the process writes, C++ included: a list with one string after."""
     found = []
     with tempfile.TemporaryFile("w+") as sink:
         saved = os.dup(1), os.dup(2)

@@ -60,7 +60,7 @@ def decode_call(head_dim, dtype, heads=16, softcap=None, stored=None):
 
 
 def delta_step():
-    """One token of 64 rows, 16 key and 32 value heads of 128 dims."""
+    """Decode step with one token of 64 rows, 16 key and 32 value heads of 128 dims."""
     from jaxtrain_kernels import gated_delta
 
     heads = [jax.ShapeDtypeStruct((64, 1, n, 128), jnp.bfloat16) for n in (16, 16, 32)]

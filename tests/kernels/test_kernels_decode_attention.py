@@ -15,7 +15,8 @@ LAYER = 0
 
 
 def numpy_decode_attention(q, k, v, until, since, scale, softcap=None):
-    """One layer, k and v [B, S, K, H], in float64: a softmax over the slots that each row sees."""
+    """Attention of one layer, k and v [B, S, K, H], in float64: a softmax over the slots that each
+    row sees."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
     groups = q.shape[1] // k.shape[2]
@@ -75,7 +76,7 @@ def check(case, dtype, function, spoil=None):
 
 
 def plainly(q, k, v, until, since, softcap):
-    """The same maths in the arrays' own dtype, weights rounded to it before the second product."""
+    """Compute in the arrays' dtype, with weights rounded to it before the second product."""
     groups = q.shape[1] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
     score = jnp.einsum("bnh,bsnh->bns", q, k) * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
@@ -127,7 +128,7 @@ def test_float64_is_float64_throughout(impl):
 
 
 def test_float32_queries_of_a_bfloat16_cache():
-    """What a sampler does that computes in float32 with a small cache."""
+    """Case of a sampler that computes in float32 with a half-size cache."""
     case = next(case for case in CI if case.name == "ragged")
     q, k, v, until, since = arrays(case, "bfloat16")
     until, since = jnp.asarray(until), jnp.asarray(since)
@@ -202,7 +203,7 @@ def test_a_few_queries_are_each_as_alone():
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("part", [24, 256])
 def test_what_rows_share_is_read_from_the_leader(queries, part):
-    """Where whole tiles are shared a row's own slots are not looked at, and the bits stay."""
+    """With fully shared tiles, a row's own slots are never read, and the bits stay the same."""
     case = next(case for case in CI if case.name == "d128")
     q, k, v, until, _ = arrays(case, "float32")
     q = jnp.stack([q * (t + 1) for t in range(queries)], 1)

@@ -77,7 +77,7 @@ def test_queries_without_gradient_get_zeros():
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["d_out", "delta"])
 def test_what_is_not_finite_is_not_hidden(name, bad):
-    """Whatever integers a kernel adds up then, and in no other query's gradient."""
+    """Integer accumulation must not hide it, nor leak it into another query's gradient."""
     arrays, _ = problem(2)
     place = (0, 5, 0, 3) if name == "d_out" else (0, 0, 5)
     arrays[name] = arrays[name].at[place].set(bad)

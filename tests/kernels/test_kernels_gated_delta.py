@@ -51,7 +51,7 @@ def draw(seed=0):
 
 
 def run_alone(path, q, k, v, g, beta, state):
-    """One branch of one row, token by token in numpy: {token: o [N, V]}, and the last state."""
+    """Run one branch of one row token by token in numpy: {token: o [N, V]}, and the last state."""
     repeats, S, found = v.shape[1] // q.shape[1], state.copy(), {}
     for t in path:
         for n in range(v.shape[1]):
@@ -203,7 +203,7 @@ def test_a_row_in_pieces_ends_in_the_same_state():
 
 
 def draw_step(dtype="float32", rows=3):
-    """What a decoding layer gives of rows of one token, the second of which has none."""
+    """Inputs of a decoding layer for rows of one token, the second of which has none."""
     rng = np.random.default_rng(1)
     shapes = ((1, 2, 64), (1, 2, 64), (1, 4, 64), (1, 4), (1, 4))
     q, k, v, g, beta = (rng.standard_normal((rows, *shape), np.float32) for shape in shapes)

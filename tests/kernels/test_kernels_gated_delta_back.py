@@ -17,7 +17,7 @@ FOREST = [(70, -1), (20, 0), (3, 1), (40, 0), (5, -1)]
 
 
 def gradients(function, inputs, state, d_last, dtype, prev):
-    """Of q, k, v, g, beta and the state, all as float64 numpy."""
+    """Gradients of q, k, v, g, beta and the state, all as float64 numpy."""
     wide = jnp.promote_types(dtype, jnp.float32)
     given = [jnp.asarray(inputs[n], jnp.bfloat16).astype(dtype) for n in ("q", "k", "v")]
     given += [jnp.asarray(inputs[n], wide) for n in ("g", "beta")]

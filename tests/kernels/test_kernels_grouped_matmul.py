@@ -208,7 +208,7 @@ def test_adapters_equal_merged_experts(parts, impl):
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "relu"])
 def test_other_activations(activation):
-    """One expert for all tokens is a dense layer."""
+    """With one expert for all tokens, the layer is dense."""
     _, arrays = moe_inputs(8, 5)
     x, gates, *weights = (jnp.asarray(arrays[n], jnp.float32) for n in GIVEN)
     gate, up, down = (w[0] for w in weights)

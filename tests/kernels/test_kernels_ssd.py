@@ -26,7 +26,7 @@ def draw(seed=0):
 
 
 def run_alone(path, x, dt, A, B, C, state):
-    """One branch of one row, token by token in numpy: {token: y [N, P]}, and the last state."""
+    """Run one branch of one row token by token in numpy: {token: y [N, P]}, and the last state."""
     H, found = state.copy(), {}
     for t in path:
         for n in range(N):

@@ -212,7 +212,7 @@ def test_rows_that_see_nothing_are_zero(impl, dtype):
 
 @pytest.mark.parametrize("impl", ["reference", "xla"])
 def test_values_of_another_width(impl):
-    """As columns of values as wide as the keys, and gradients of those columns."""
+    """Compare with columns of values as wide as the keys, and with gradients of those columns."""
     rng = np.random.default_rng(5)
     T, H, V = 40, 12, 8
     context = Context(jnp.asarray(testing.pack(testing.random_forest(rng, T, 5), T)["until"])[None])

@@ -149,7 +149,7 @@ VARIANTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_interpreted_variants_of_d64(variant, monkeypatch):
-    """What benchmarks/sweep.py times beside the heuristics."""
+    """Variants that the sweep times next to the heuristics."""
     check_kernels("d64_grouped", monkeypatch, **VARIANTS[variant])
 
 

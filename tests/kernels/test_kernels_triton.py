@@ -183,7 +183,7 @@ def test_weighted_logp(interpreter, case):
 
 
 def test_a_failed_guess_is_repaired(interpreter):
-    """One logit that is 600 above all others, in a row of the head outside the sample."""
+    """Put one logit 600 above all others in a row of the head outside the sample."""
     T, D, V = 32, 16, 1024
     rng = np.random.default_rng(0)
     hidden = rng.standard_normal((T, D), np.float32)
@@ -263,7 +263,7 @@ def test_declines(monkeypatch, op, options, reason):
 
 
 def test_auto_takes_them_before_xla():
-    """Where they are installed and Mosaic declines."""
+    """ "auto" picks Triton where it is installed and Mosaic declines."""
     for package in (attention, grouped_matmul, moe_ffn, weighted_logp, logp_gather):
         names = list(sys.modules[package.__module__].BACKENDS)
         assert names.index("mosaic_gpu") < names.index("triton") < names.index("xla")

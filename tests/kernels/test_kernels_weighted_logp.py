@@ -67,7 +67,7 @@ def test_cases_match_numpy(case, dtype):
 
 
 def test_many_logits_walk_the_vocabulary(monkeypatch):
-    """The same numbers on the way that never holds them all."""
+    """Match the path that materializes all logits."""
     monkeypatch.setattr(xla.gather, "MAX_LOGITS", 1)
     case = next(case for case in CASES if case.name == "everything")
     check(case, "float32", lambda *args, **options: weighted_logp(*args, **options, impl="xla"))
@@ -160,7 +160,7 @@ def test_interpreted_kernels(monkeypatch, case, rows, splits):
 
 @pytest.mark.slow
 def test_a_failed_guess_is_repaired(monkeypatch):
-    """One logit that is 600 above all others, in a row of the head outside the sample."""
+    """Put one logit 600 above all others in a row of the head outside the sample."""
     monkeypatch.setattr(gpu, "num_cores", lambda: 4)
     T, D, V = 128, 64, 1024
     rng = np.random.default_rng(0)

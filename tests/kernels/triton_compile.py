@@ -44,7 +44,7 @@ def report(case: str, function, *shapes, targets=TARGETS):
 
 
 def assembled(kernel) -> dict:
-    """What ptxas makes of a compiled kernel."""
+    """Output of ptxas for a compiled kernel."""
     (arch,) = re.findall(r"\.target (sm_\w+)", kernel.binary)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(kernel.binary)

@@ -104,7 +104,7 @@ def test_few_tokens_are_left_to_the_steps(monkeypatch):
 
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"context": 2, "data": 2}])
 def test_heads_on_several_devices(monkeypatch, axes):
-    """As on Hopper GPUs, where each device rotates its own heads; their kernel declines here."""
+    """Devices rotate their own heads, as on Hopper GPUs; the GPU kernel declines here."""
     alone = step(make(qk_norm="head"), B=4, T=64)
     calls = asked(monkeypatch)
     monkeypatch.setattr(sharded_attention, "on_hopper", lambda: True)

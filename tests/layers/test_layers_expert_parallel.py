@@ -23,7 +23,8 @@ AXES = ("expert",)
 
 
 def compute(x, ids, gates, trained, fixed, rows=None):
-    """What kernels do, dense: gate * (tanh(x W + shift) V), nothing for whom there is no room."""
+    """Dense equivalent of the kernels: gate * (tanh(x W + shift) V), nothing for whom there is no
+    room."""
     (w, v), shift = trained, fixed
     mine = (ids >= 0) & (ids < len(w))
     if rows is not None:

@@ -40,7 +40,7 @@ TINY = {
 
 
 def rounded(x: np.ndarray, dtype: str, axis: int | None) -> np.ndarray:
-    """What `quantize` is to keep of x, in float64: written with numpy's own logarithm."""
+    """Expected result of `quantize` in float64: written with numpy's own logarithm."""
     kind = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}[dtype]
     most = float(ml_dtypes.finfo(kind).max)
     largest = np.abs(x).max(axis=axis, keepdims=True).astype(np.float64)

@@ -28,7 +28,7 @@ DIMS, SHARE = 16, 0.75
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("row_tokens", [0, 32])
 def test_frequencies_are_those_of_transformers(kind, row_tokens):
-    """Of three quarters of a head; longrope of long texts and of short ones."""
+    """Rotate three quarters of a head; longrope of long texts and of short ones."""
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
     from transformers import Phi3Config
 

@@ -163,7 +163,7 @@ OFTEN = ("deepseek_v3", "ernie4_5_moe", "gemma4", "gpt_oss")
     "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in CASES]
 )
 def test_routers_equal_those_of_transformers(name):
-    """The same experts, and gates and gradients to float32's rounding."""
+    """Experts are equal; gates and gradients agree to float32 rounding."""
     torch = pytest.importorskip("torch", reason="parity needs torch")
     class_name, routing, options = CASES[name]
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
@@ -239,7 +239,7 @@ def test_given_experts_take_gates_of_these_logits():
 
 
 def test_the_choice_bias_is_wide_and_logits_are_never_rounded():
-    """Of bfloat16 weights and inputs: sums are float32, and a bias moves by less than 2**-8."""
+    """With bfloat16 weights and inputs, sums are float32 and a bias moves by less than 2**-8."""
     for wide in (False, True):
         router = Router(
             D,

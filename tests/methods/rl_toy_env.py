@@ -4,7 +4,7 @@ from jaxtrain.generation.episodes import Episode
 
 
 class EvenTokens:
-    """One turn; the prompt is three tokens of the question."""
+    """Single-turn environment; the prompt is three tokens of the question."""
 
     def __init__(self, tokenizer, **options):
         self.tokenizer = tokenizer

@@ -131,7 +131,7 @@ def test_microsteps_are_one_batch(one):
     ids="_".join,
 )
 def test_meshes_are_one_device(one, axes):
-    """As above."""
+    """Meshes change nothing either."""
     check_same(update(make(), **axes), one, 1e-5)
 
 

@@ -135,7 +135,8 @@ def test_states_from_other_devices_train_the_same(folder, from_step, monkeypatch
 
 @pytest.mark.slow
 def test_a_run_from_other_devices_resumes_exactly(folder):
-    """One runs the target, three train; what waited in the queue is made again."""
+    """Three devices train while another runs the target; batches that waited in the queue are made
+    again."""
     overrides = (*AHEAD, "task.target.queue=3", "parallel.fsdp=3")
     whole = run(folder, "resumed", *overrides)
     shutil.rmtree(folder / "resumed" / "checkpoints" / "4")

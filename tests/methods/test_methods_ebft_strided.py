@@ -134,7 +134,8 @@ def test_microsteps_are_one_batch(one):
     ids="_".join,
 )
 def test_meshes_are_one_device(one, axes):
-    """As above; features of a copy in bfloat16 are rounded otherwise where sums are cut."""
+    """Meshes change nothing either; features of a copy in bfloat16 are rounded otherwise where sums
+    are cut."""
     check_same(update(make(), **axes), one, 2e-2 if "tensor" in axes else 1e-4)
 
 

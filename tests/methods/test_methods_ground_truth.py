@@ -87,8 +87,8 @@ def talk(number):
 
 
 def test_remaining_turns_are_those_of_the_own_row(tmp_path, tokenizer):
-    """Whatever the order of prompts, and however many answers each has: the turns go with a row,
-    not with a place in a list."""
+    """In any order of prompts and for any number of answers, the turns belong to a row, not with a
+    place in a list."""
     rows = open_rows(tmp_path, [{"messages": talk(number)} for number in range(3)])
     env = open_env(EnvConfig(kind="dialogue"), tokenizer, 256)
     truths = make(rows, tokenizer, played=True)

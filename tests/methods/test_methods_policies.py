@@ -98,8 +98,8 @@ def test_a_round_comes_out_policy_by_policy():
 
 
 class Duel(Game):
-    """One policy as two agents that earn differently: what an attacker wins is 10 less what the
-    defender does, who plays twice."""
+    """Game of one policy as two agents that earn differently: what an attacker wins is 10 less what
+    the defender does, who plays twice."""
 
     async def run(self, row, engine, sampling, index):
         place = index % GROUP
@@ -162,7 +162,7 @@ def test_groups_without_a_difference_are_left_out_for_that_policy_alone():
 
 
 def test_the_lag_of_each_policy_is_bounded():
-    """What one of them drew too long ago makes the group stale, whatever the other has drawn."""
+    """Stale tokens of one policy make the group stale, regardless of the other's."""
     new, old = KnownPolicy(), KnownPolicy()
     source = open_source(
         engines={"a": new, "b": old}, source={"max_lag": 1}, ahead=4, ordered=False
@@ -233,7 +233,7 @@ def test_a_server_has_a_version_once_it_has_the_adapters_of_all(tmp_path):
 
 
 def test_the_local_engines_share_the_base():
-    """Nothing but adapters is copied for the second policy."""
+    """Only adapters are copied for the second policy."""
 
     class Sampler:
         def __init__(self):

@@ -432,7 +432,7 @@ def test_gmpo_is_verls():
     [(1.25, 2.0, {"high": 0.25}), (0.75, -2.0, {"low": 0.25}), (1.25, -2.0, {"delta": 1.25})],
 )
 def test_a_token_on_the_bound_is_inside(ratio, advantage, changes):
-    """As torch.clamp and torch.min have it: r A and its whole slope."""
+    """Like torch.clamp and torch.min: r A and its full slope."""
     ints, one = np.zeros((1, 1), np.int32), np.ones((1, 1))
     streams = {"advantage": one * advantage, "old_logp": one * 0, "sampler_logp": one * 0}
     batch = Batch(ints, ints, ints - 1, ints, {"pg": one}, owner=ints, streams=streams)

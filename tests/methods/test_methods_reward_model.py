@@ -136,7 +136,8 @@ RANKED = [
 
 
 def test_shared_prompts_packing_and_microsteps_change_nothing():
-    """One program, the pairs laid out in every way: scores of each answer alone are the reference.
+    """With one program and the pairs laid out in every way, scores of each answer alone are the
+    reference.
 
     In float64, through two layers and back: what differs is the order of sums, some 1e-14 here.
     """

@@ -41,7 +41,7 @@ def read_lines(folder, name="metrics.jsonl"):
 
 
 def read_whole(folder):
-    """What training shows of itself, without clocks."""
+    """Read the deterministic output of training, without clocks."""
     lines = read_lines(folder)
     names = ("step", "loss", "reward", "num_tokens", "policy_version", "groups/replayed")
     samples = [(s["step"], s["prompt_number"]) for s in read_lines(folder, "samples.jsonl")]
@@ -106,7 +106,7 @@ def test_a_signal_ends_a_hanging_episode_and_saves(config, whole, tmp_path, caps
 
 
 def test_weights_that_cannot_be_published_end_the_run_saved(config, whole, tmp_path, monkeypatch):
-    """As when no server is left: the round before was trained, and counts once."""
+    """Simulate the loss of every server: the round before was trained, and counts once."""
     folder, calls, publish = tmp_path / "run", [], LocalPublisher.publish
 
     def fail_third(self, *args):

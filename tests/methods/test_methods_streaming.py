@@ -104,7 +104,7 @@ def test_what_is_drawn_ahead_stays_in_its_own_round(open_source):
 
 
 def test_parts_are_the_minibatches_of_an_unstreamed_round(open_source):
-    """The same groups together give the same rows, advantages, loss and gradient."""
+    """Equal groups give equal rows, advantages, loss and gradient."""
     rewards = np.random.default_rng(0).normal(size=(4, GROUP))
     judge = Judge(lambda row, place: float(rewards[row["id"], place]))
     parts = open_source(judge=judge)

@@ -92,7 +92,7 @@ def test_what_cannot_be_is_refused(tmp_path, found):
 
 
 def test_short_samples_leave_nothing(tmp_path):
-    """One message rather than a loss of 0."""
+    """Expect an error rather than a loss of 0."""
     _, config = load(tmp_path, "task.min_loss_tokens=500")
     task = make_task(config)
     with pytest.raises(UserError, match="min_loss_tokens 500"):

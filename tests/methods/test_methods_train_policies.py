@@ -128,8 +128,8 @@ def play_and_evaluate(folder, capsys):
     reason="JAXTRAIN_VLLM_PYTHON does not name the Python of an environment with vLLM",
 )
 def test_a_real_server_draws_each_policy_with_its_own_adapter(configs, tmp_path, monkeypatch):
-    """Where a policy's tokens came from another adapter, or an older one, the trainer's log-probs
-    of them would be others."""
+    """If a policy's tokens came from another or an older adapter, the trainer's log-probs of them
+    would be others."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     model = make_model(tmp_path / "model", seed=0, tied=False)
     text = (configs / "both.toml").read_text()

@@ -35,7 +35,7 @@ def trl():
 
 @pytest.fixture(scope="module")
 def folder(trl, tmp_path_factory):
-    """Where both start."""
+    """Model that both start from."""
     folder = tmp_path_factory.mktemp("start")
     trl.write_start(folder, VOCABULARY)
     return folder
@@ -58,7 +58,7 @@ def make_pairs():
 
 
 def make_labeled():
-    """The same, one answer each with a label."""
+    """Rows with one answer each and a label."""
     names = ["chosen", "rejected", "chosen"]
     return [
         {"prompt": p["prompt"], "completion": p[names[i % 3]], "label": i % 3 != 1}

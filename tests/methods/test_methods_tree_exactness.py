@@ -64,7 +64,7 @@ BRANCHES, BRANCH_TOKENS = 20, MAX_NODES * MAX_NODE_TOKENS
 
 
 class Alone(NamedTuple):
-    """One branch by itself: int32 [n] and float64 [n], and where its tokens lie in the packing."""
+    """Branch by itself: int32 [n] and float64 [n], and where its tokens lie in the packing."""
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -310,7 +310,7 @@ def test_branches_run_at_their_true_length():
 
 
 def test_a_window_counts_positions_of_the_branch_not_of_the_row():
-    """The same tree with distances in the packed row would see less: the check has teeth."""
+    """A tree with distances in the packed row would see less: the check has teeth."""
     batch, branches = build_forest([[CATERPILLAR]])
     index = np.broadcast_to(np.arange(ROW_TOKENS, dtype=np.int32), batch.tokens.shape)
     with float64():
@@ -355,7 +355,7 @@ def test_merged_sequences_equal_the_sequences(sequences):
 
 
 def slots_of(tokens: np.ndarray, batch: Batch) -> np.ndarray:
-    """Where a sequence lies in row 0, found by following `prev` from every token."""
+    """Slots of a sequence in row 0, found by following `prev` from every token."""
     slots: list[int] = []
     for token in tokens:
         before = slots[-1] if slots else -1

@@ -58,7 +58,7 @@ def trainer(optimizer, dtype="float32", max_grad_norm=None, sizes=()):
 
 
 def trajectories(turns_of_each: tuple[int, ...]):
-    """One trajectory for each number of turns, so K = turns + 1."""
+    """Make a trajectory for each number of turns, so K = turns + 1."""
     for index, num_turns in enumerate(turns_of_each):
         options = {"user_len": (2, 6), "think_len": (2, 8), "response_len": (2, 8)}
         rows = SyntheticTurns(VOCABULARY, num_turns=num_turns, seed=17, **options)

@@ -194,7 +194,7 @@ def test_orpo(trl):
 
 
 def test_where_trl_is_not_followed(trl):
-    """What the module's docstring lists, by its effects."""
+    """Check the effects of the differences that the module's docstring lists."""
     import torch
 
     tables = make_tables(trl, 6)

@@ -163,7 +163,7 @@ def of_trl_without_reference(tables, loss, *, means, alpha=0.0, **options):
 
 
 def odds_of_trl(chosen, rejected, beta):
-    """What ORPOTrainer makes of mean log-probs."""
+    """Odds that ORPOTrainer computes from mean log-probs."""
     trainer = SimpleNamespace(beta=beta, accelerator=SimpleNamespace(device="cpu"))
     return ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)
 

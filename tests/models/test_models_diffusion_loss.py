@@ -147,7 +147,7 @@ def test_rows_that_a_folder_does_not_have_begin_as_the_mean_of_the_others(tmp_pa
 
 
 def test_transformers_says_the_same_with_a_mask_of_zeros(tmp_path):
-    """What docs/diffusion.md tells people who load an export."""
+    """Check the advice of docs/diffusion.md for people who load an export."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -122,7 +122,8 @@ def leaves(model) -> dict[str, np.ndarray]:
 
 
 def check_tensors(theirs, config, params) -> None:
-    """What bitsandbytes would quantize as one tensor is what we take for one, row by row."""
+    """Check that tensors which bitsandbytes would quantize as one are treated as one here, row by
+    row."""
     try:
         parts = find_tensors(config)
     except UserError as reason:

@@ -40,8 +40,8 @@ def read_text(name: str) -> dict:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_text_of_a_multimodal_folder(name, tmp_path):
-    """The same numbers as from a folder of text alone; towers, and keys that no layer uses, come
-    out again byte by byte, with the same config.json."""
+    """Numbers match those of a text-only folder; towers, and keys that no layer uses, come out
+    again byte by byte, with the same config.json."""
     family, prefix, tower = KINDS[name]
     text = read_text(name)
     plain = families.config_from_hf(text)

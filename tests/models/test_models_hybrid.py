@@ -130,7 +130,7 @@ def test_load_then_save_is_bit_identical(name, multimodal, fused, tmp_path):
 
 
 def test_a_flat_config_beside_long_names(tmp_path):
-    """What transformers writes from a causal class that was loaded from a multimodal folder."""
+    """Config that transformers writes for a causal class loaded from a multimodal folder."""
     write_folder(tmp_path / "in")
     raw = json.loads((tmp_path / "in" / "config.json").read_text())
     text = {**raw["text_config"], "architectures": ["Qwen3_5ForCausalLM"]}

@@ -142,7 +142,7 @@ def test_what_is_not_computed_is_refused(name, change, words):
 
 
 def test_published_spellings_are_read():
-    """What the Hub's files say beside what matters here; infinity as transformers 5 writes it."""
+    """Spellings that occur in the Hub's files; infinity as transformers 5 writes it."""
     raw = {**RAW["nemotron_h"], "rope_theta": 10000, "norm_eps": 1e-5, "partial_rotary_factor": 1.0}
     raw |= {"time_step_limit": [0.0, {"__float__": "Infinity"}], "auto_map": {"AutoConfig": "x"}}
     config = families.config_from_hf(raw)

@@ -187,7 +187,8 @@ GLM = {
     ids=["MiniMax-M2", "Trinity-Mini", "ERNIE-4.5-21B", "Hunyuan-A13B", "GLM-4.5-Air"],
 )
 def test_published_configs(raw, billions, dims, carried):
-    """As large as their cards say; what is rotated; what only these files have comes back."""
+    """Sizes match the model cards; rotated dims are checked; keys that only these files have comes
+    back."""
     config = families.config_from_hf(raw)
     assert billions[0] < build.param_count(config) / 1e9 < billions[1]
     assert 2 * len(config.encodings()["default"][0]) == dims

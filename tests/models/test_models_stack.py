@@ -1,4 +1,5 @@
-"""One network, however it is run: scanned or not, with or without remat, packed or alone."""
+"""A network gives equal results however it runs: scanned or not, with or without remat, packed or
+alone."""
 
 import json
 from pathlib import Path

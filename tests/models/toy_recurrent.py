@@ -24,7 +24,7 @@ from jaxtrain.models.naming import attention_names, mlp_names, outer_names
 
 
 class State(NamedTuple):
-    """What a row's next token needs."""
+    """State that the next token of a row needs."""
 
     decayed: jax.Array
     """[B, F]."""

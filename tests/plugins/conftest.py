@@ -12,7 +12,7 @@ BLOCK = re.compile(r"```\w+\n# ([\w./]+)[^\n]*\n(.*?)```", re.DOTALL)
 
 
 def install(folder: Path, name: str, groups: dict[str, dict[str, str]]) -> None:
-    """What pip would leave of a package's entry points."""
+    """Write the entry points of a package as pip would."""
     info = folder / f"{name.replace('-', '_')}-0.1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")

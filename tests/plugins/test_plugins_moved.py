@@ -1,4 +1,4 @@
-"""What the pages of earlier versions told plug-ins to import is still there, with a warning."""
+"""Import paths that earlier versions documented for plugins still work, with a warning."""
 
 import importlib
 import subprocess

@@ -100,7 +100,7 @@ def weigh(layers, round, scorer):
 
 
 def agree(config, data, parts, held, scorer):
-    """How far student and teacher are apart on the held-out rows."""
+    """Distance between student and teacher on the held-out rows."""
     apart = [
         np.abs(scorer.logp(batch, "student") - scorer.logp(batch, "teacher"))[batch.prev >= 0]
         for dataset in config.data.eval_datasets

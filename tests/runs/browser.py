@@ -19,7 +19,7 @@ CHROMIUM = (
 
 
 class Page:
-    """One tab."""
+    """Browser tab."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse):
         self.socket, self.numbers = socket, itertools.count(1)

@@ -85,7 +85,7 @@ def lines(step: int, kind: str = "rl", seed: int = 0) -> list[dict]:
 
 
 def sample(step: int, reward: float) -> dict:
-    """One answer with a tool call."""
+    """Answer with a tool call."""
     call = {"function": {"name": "calculator", "arguments": {"expression": f"{step} * 2"}}}
     return {
         "step": step,

@@ -1,4 +1,4 @@
-"""What tests of observers share: a config, and a run that exists on paper."""
+"""Fixtures for tests of observers: a config, and a run that exists on paper."""
 
 from jaxtrain.config import Config, validate_config
 from jaxtrain.runs.observers.protocol import ObservedRun

@@ -219,7 +219,7 @@ def test_all_damaged_is_an_error_and_moves_nothing(tmp_path):
 
 
 def test_killed_between_commit_and_manifest(tmp_path):
-    """What SIGKILL leaves there: a renamed folder, its marker, no manifest."""
+    """SIGKILL leaves a renamed folder and its marker, but no manifest."""
     write_run(tmp_path, steps=[1, 2])
     (tmp_path / "2" / NAME).unlink()
     (tmp_path / "2.writing").touch()

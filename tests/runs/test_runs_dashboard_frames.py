@@ -1,4 +1,4 @@
-"""Whole screens as text, as `jaxtrain watch --once` prints them.
+"""Screens as text, as `jaxtrain watch --once` prints them.
 
 After a change that is meant: `PYTHONPATH=.:kernels python tests/runs/test_runs_dashboard_frames.py`, and
 read the difference.

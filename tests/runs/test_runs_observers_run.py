@@ -1,4 +1,4 @@
-"""What observers ask of a whole run: an evaluation, a checkpoint, its end; also after a resume."""
+"""Requests of observers to a run: an evaluation, a checkpoint, its end; also after a resume."""
 
 import json
 

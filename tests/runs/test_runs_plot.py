@@ -62,7 +62,7 @@ def test_missing_empty_and_binary_files_are_named(tmp_path):
 
 
 def test_a_file_that_is_there_is_kept_unless_it_may_go(tmp_path, capsys, monkeypatch):
-    """Of every verb that writes one file; whoever is refused waits for no model."""
+    """Holds for every verb that writes one file; a refusal comes before any model is loaded."""
     monkeypatch.setattr(
         "jaxtrain.runs.plot.plot_runs", lambda runs, output: write_output(output, b"curves")
     )

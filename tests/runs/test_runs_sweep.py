@@ -148,7 +148,7 @@ def test_every_trial_is_told_and_a_second_start_has_nothing_to_do(write, tmp_pat
 
 
 def test_finished_elsewhere_is_taken_and_not_run(write, tmp_path):
-    """As after `--print`, whose commands somebody else ran."""
+    """Simulate `--print` with the commands run by hand."""
     path, printed = write(GRID), []
     assert sweep_command(read_sweep(path), show_only=True, retry=False, log=printed.append) == 0
     assert not (tmp_path / "out").exists() and len(printed) == 4
