@@ -1,1 +1,1 @@
-"""Where arrays live: the mesh, the table of logical axes, and the feed of batches to devices."""
+"""Device mesh, logical axes, feeding of batches, and the coordination of processes."""

@@ -1,10 +1,10 @@
 """Server processes of a run: started with it, ended with it, whatever ends it.
 
-    this process ── pipe ──> hold.py ── its own session ──> the command and all that it starts
+    this process ── pipe ──> run_supervised.py ── a session ──> the command and all its children
 
-Not the death signal that Linux offers children: it is sent when the thread that started them ends.
-Should `hold.py` itself be killed, its group is ended here; should both be, `orphans.py` finds what
-is left by a note that the next run reads.
+Linux's parent-death signal would not do: it is sent when the thread that started the child ends.
+If `run_supervised.py` itself is killed, its session is ended here; if both are, `orphans.py` finds
+the remaining processes by a note that the next run reads.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from pathlib import Path
 from jaxtrain.distributed.orphans import list_session, write_note
 from jaxtrain.errors import UserError
 
-HOLD = Path(__file__).with_name("run_supervised.py")
-MORE_SECONDS = 5.0
-"""For what is left after SIGKILL to be gone."""
-LOOK_SECONDS = 0.02
+SUPERVISOR = Path(__file__).with_name("run_supervised.py")
+KILL_SECONDS = 5.0
+"""Time for processes to disappear after SIGKILL."""
+POLL_SECONDS = 0.02
 
 
 class ServerProcess:
-    """One command with a log. Started, polled and stopped from any thread."""
+    """A command with a log. Started, polled and stopped from any thread."""
 
     def __init__(
         self,
@@ -37,22 +37,22 @@ class ServerProcess:
         cwd: Path | None = None,
         note: Path | None = None,
     ):
-        """env: all of its environment; None: this process's. log: gets its output, appended. port:
-        the one it is told to listen on, for whoever asks it. note: file that says who it is, as
-        long as it runs, for `orphans.end_left`."""
+        """env: its whole environment; None: this process's. log: receives its output, appended.
+        port: the one it listens on, for callers. note: file that identifies it as long as it runs,
+        for `orphans.end_orphans`."""
         self.command, self.env, self.log, self.port = list(command), env, log, port
         self.cwd, self.note = cwd, note
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        """UserError where the command or its folder is not there."""
+        """Start it; UserError if the command or its folder does not exist."""
         assert self._process is None, "a server process is started once"
         if self.cwd is not None and not self.cwd.is_dir():
             raise UserError(f"no such folder: {self.cwd}")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(HOLD), *self.command],
+                [sys.executable, "-I", "-S", str(SUPERVISOR), *self.command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -64,14 +64,16 @@ class ServerProcess:
             write_note(self.note, self._process.pid)
 
     def poll(self) -> int | None:
-        """Its exit status, 128 + N after signal N; None while it runs."""
+        """Return its exit status, 128 + N after signal N; None while it runs."""
         assert self._process is not None, "start() comes first"
         self._end_group()
         return self._end(self._process.poll())
 
     def stop(self, seconds: float = 10.0) -> int:
-        """End it and all that it started: SIGTERM, and after so many seconds SIGKILL. Its exit
-        status; again: the same."""
+        """End it and everything that it started: SIGTERM, and after so many seconds SIGKILL.
+
+        Returns its exit status; may be called again.
+        """
         assert self._process is not None, "start() comes first"
         pipe = self._process.stdin
         assert pipe is not None
@@ -81,19 +83,19 @@ class ServerProcess:
             pipe.close()
         except BrokenPipeError:  # it has ended by itself
             pass
-        end = time.monotonic() + seconds + MORE_SECONDS
+        end = time.monotonic() + seconds + KILL_SECONDS
         while not self._end_group() and time.monotonic() < end:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         if not self._end_group():
             self._process.kill()
             while not self._end_group():
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
         status = self._end(self._process.wait())
         assert status is not None
         return status
 
     def _end(self, status: int | None) -> int | None:
-        """Its status as of a command; without the note once it has ended."""
+        """Convert an exit status, and remove the note once it has ended."""
         if status is None:
             return None
         if self.note is not None:
@@ -101,8 +103,8 @@ class ServerProcess:
         return status if status >= 0 else 128 - status
 
     def _end_group(self) -> bool:
-        """Whether hold.py has ended. Where it was killed, all of its session is: before its number
-        is given back, and may become another's."""
+        """Return True if run_supervised.py has ended. If it was killed, its whole session is, too,
+        before its process id is released and may be reused."""
         assert self._process is not None
         try:
             options = os.WEXITED | os.WNOWAIT | os.WNOHANG

@@ -1,4 +1,4 @@
-"""Compiled programs of accelerators, kept on disk between runs."""
+"""On-disk cache of compiled programs for accelerators."""
 
 import os
 from pathlib import Path
@@ -7,21 +7,21 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 MOST_BYTES = 20 * 2**30
-"""Beyond it the least recently used programs go."""
+"""Size beyond which the least recently used programs are deleted."""
 
 
 def default_folder() -> Path:
-    """Where compiled programs lie unless JAX_COMPILATION_CACHE_DIR says otherwise."""
+    """Return the cache's folder unless JAX_COMPILATION_CACHE_DIR overrides it."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "jaxtrain" / "compiled"
 
 
 def keep_compiled() -> Path | None:
-    """Let jax keep what it compiles from now on in `default_folder`, and look there first.
+    """Have jax cache what it compiles from now on in `default_folder`.
 
-    Changes nothing, and returns None, where somebody has named a folder already, on CPUs (whose
-    programs another CPU of the same home directory may not run), and where the folder cannot be
-    written to: that costs the time to compile, not the run.
+    Does nothing, and returns None, if a folder is configured already, on CPUs (another CPU that
+    shares the home directory may not run their programs), and if the folder is not writable: that
+    costs compile time, not the run.
     """
     named = getattr(jax.config, "jax_compilation_cache_dir", None)
     if named or jax.default_backend() == "cpu":

@@ -1,4 +1,5 @@
-"""Host batches to global device arrays: rows over data, fsdp and expert, tokens over context."""
+"""Transfer of host batches to global device arrays: rows over data, fsdp and expert, tokens over
+context."""
 
 from typing import Any
 
@@ -12,24 +13,25 @@ from jaxtrain.errors import UserError
 
 
 def row_shards(mesh: Mesh) -> int:
-    """Number of ways the rows of a batch are split: the rows axis must be a multiple of it."""
+    """Return the number of ways the rows of a batch are split; their number must be a multiple of
+    it."""
     return count_ways(RULES["rows"], mesh)
 
 
 def feed(batch: Batch, mesh: Mesh | None = None) -> Batch:
-    """Host Batch [A, B, T] to device arrays of the same dtypes (64 bits become 32 unless jax has
-    them enabled); `denoms`, numbers or [A], are copied to every device.
+    """Transfer a host Batch [A, B, T] to device arrays of the same dtypes.
 
-    Arrays that lie in their place already, such as streams made on other devices, stay as they are.
-    Every process passes the whole batch and places the part that its devices hold: which rows
-    train together depends on the data alone, never on the number of processes. Without a mesh the
-    arrays go to the default device. Raises UserError where rows or tokens do not divide.
+    64-bit types become 32-bit unless jax enables them; `denoms`, numbers or [A], are copied to
+    every device. Arrays with the right sharding already, such as streams made on other devices,
+    stay as they are. Every process passes the whole batch and places the part of its devices: which
+    rows train together depends on the data alone, never on the number of processes. Without a mesh
+    the arrays go to the default device. Raises UserError if rows or tokens do not divide.
     """
     return jax.tree.map(lambda x: put(x, mesh), batch)
 
 
 def put(x: Any, mesh: Mesh | None = None) -> jax.Array:
-    """One array of a batch, as `feed` places it."""
+    """Place one array of a batch as `feed` does."""
     if mesh is None or mesh.size == 1:
         return jax.device_put(x, None if mesh is None else mesh.devices.item())
     sharding = place_of(x.shape, mesh)
@@ -40,7 +42,7 @@ def put(x: Any, mesh: Mesh | None = None) -> jax.Array:
 
 
 def put_rows(x: Any, mesh: Mesh | None = None) -> jax.Array:
-    """An array [A, B, ...] that does not go by tokens, its rows where those of a batch are."""
+    """Place an array [A, B, ...] without a token axis, sharded like the rows of a batch."""
     if mesh is None or mesh.size == 1:
         return put(x, mesh)
     sharding = NamedSharding(mesh, PartitionSpec(None, RULES["rows"]))
@@ -48,8 +50,8 @@ def put_rows(x: Any, mesh: Mesh | None = None) -> jax.Array:
 
 
 def place_of(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Where an array of a batch, [A, B, T, ...] or a denominator, lies on a mesh; UserError where
-    rows or tokens do not divide."""
+    """Return the sharding of a batch's array, [A, B, T, ...] or a denominator; UserError if rows or
+    tokens do not divide."""
     if len(shape) < 3:
         return NamedSharding(mesh, PartitionSpec())
     check_divides(shape[1], shape[2], mesh)
@@ -58,7 +60,8 @@ def place_of(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
 
 
 def check_divides(rows: int, length: int, mesh: Mesh) -> None:
-    """UserError unless `rows` of a microstep of `length` tokens each can be split on the mesh."""
+    """Raise UserError unless `rows` of a microstep of `length` tokens each can be split on the
+    mesh."""
     ways = row_shards(mesh)
     if rows % ways:
         raise UserError(

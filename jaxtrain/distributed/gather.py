@@ -1,9 +1,9 @@
-"""Sharded parameters of all processes, brought to devices of process 0 alone.
+"""Gathering of sharded parameters of all processes on devices of process 0.
 
 Every process takes part, parameter by parameter and piece by piece: a piece is copied to all
-devices (a collective), process 0 puts it where it belongs, the others forget it. Each is waited for
-before the next is asked for: a process that ran ahead would hold many pieces at once, and on CPUs,
-whose programs share a few threads, later ones could keep those from running that others wait for.
+devices (a collective), process 0 stores it, the others discard it. Each piece is awaited before the
+next is started: a process that ran ahead would hold many pieces at once, and on CPUs, whose
+programs share a few threads, later collectives could starve the ones that other processes wait for.
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 PIECE_BYTES = 256 * 2**20
-"""What a device holds of a parameter beside its own slice, where it can be taken in pieces."""
+"""Memory of a device for a parameter beyond its own shard, if it can be cut into pieces."""
 
 
 def gather_params(
@@ -23,10 +23,11 @@ def gather_params(
     targets: Mapping[str, Sharding],
     piece_bytes: int = PIECE_BYTES,
 ) -> dict[str, jax.Array]:
-    """Copies of all parameters, each at `places[path]` on devices of process 0; {} elsewhere.
+    """Return copies of all parameters, each with `targets[path]` on devices of process 0; {}
+    elsewhere.
 
     Every process calls this with the same parameters in the same order; `targets` are read on
-    process 0. Where one process has all devices, what is in place already is not copied.
+    process 0. If one process has all devices, arrays that are in place are not copied.
     """
     gathered = {}
     for path, value in params.items():
@@ -38,7 +39,7 @@ def gather_params(
 
 
 def _gather(value: jax.Array, target: Sharding | None, piece_bytes: int) -> jax.Array | None:
-    """One array at `target`; None takes part and gets nothing."""
+    """Return the array with sharding `target`; None: take part in the collective and discard it."""
     if value.is_fully_addressable:
         return None if target is None else jax.device_put(value, target)
     mesh = _mesh(value.sharding)
@@ -61,8 +62,8 @@ def _gather(value: jax.Array, target: Sharding | None, piece_bytes: int) -> jax.
 
 
 def cut_pieces(value: jax.Array, piece_bytes: int) -> tuple[int, int] | None:
-    """(axis, indices of it in a piece): a dim that no mesh axis cuts, so that taking a part of it
-    moves nothing. None: the array is small, or has no such dim, and goes as a whole."""
+    """Return (axis, indices per piece) for an axis that is not sharded, so that slicing it moves
+    nothing. None: the array is small, or has no such axis, and is gathered whole."""
     assert isinstance(value.sharding, NamedSharding)
     spec = [*value.sharding.spec, *[None] * value.ndim]
     free = [axis for axis, size in enumerate(value.shape) if size > 1 and not spec[axis]]
@@ -100,7 +101,8 @@ def _putter(target: Sharding, axis: int):
 
 
 def _copy_on(replicated: jax.Array, mesh: Mesh) -> jax.Array:
-    """The copies that devices of a process's own mesh hold already, as an array of that mesh."""
+    """Return the copies that devices of a process's own mesh already hold, as an array of that
+    mesh."""
     shards = {shard.device: shard.data for shard in replicated.addressable_shards}
     copies = [shards[device] for device in mesh.devices.flat]
     sharding = NamedSharding(mesh, PartitionSpec())

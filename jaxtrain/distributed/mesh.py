@@ -1,9 +1,9 @@
-"""The device mesh and the processes around it.
+"""The device mesh.
 
-Axes, outermost first: data (replicas), fsdp (shards of parameters and rows), expert (shards of
-the experts), context (shards of a row's tokens), tensor (shards of heads, ffn, vocabulary).
-Axis types are set here and nowhere else: all Auto, so that the compiler places every
-intermediate that `rules.constrain` leaves open.
+Axes, outermost first: data (replicas), fsdp (shards of parameters and rows), expert (shards of the
+experts), context (shards of a row's tokens), tensor (shards of heads, ffn, vocabulary). Axis types
+are set only here: all Auto, so that the compiler places every intermediate that
+`sharding.constrain` leaves open.
 """
 
 import math
@@ -24,10 +24,10 @@ AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 
 def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """Sizes of all axes, with the one -1 replaced by the devices that remain.
+    """Return the sizes of all axes, with the one -1 replaced by the remaining devices.
 
-    An axis that is left out has size 1; without any -1 the product must be the device count.
-    Raises UserError for an unknown axis, two -1, or sizes that do not fit the devices.
+    A missing axis has size 1; without any -1 the product must be the device count. Raises UserError
+    for an unknown axis, two -1, or sizes that do not fit the devices.
     """
     unknown = sorted(set(sizes) - set(AXES))
     if unknown:
@@ -60,9 +60,9 @@ def _named(sizes: Mapping[str, int]) -> str:
 
 
 def make_mesh(devices: Sequence[Device] | None = None, **sizes: int) -> Mesh:
-    """Mesh over all devices (or those given) with every axis of AXES, of type Auto.
+    """Return a mesh over all devices (or the given ones) with every axis of AXES, of type Auto.
 
-    make_mesh(data=2, fsdp=-1); an axis that is not named has size 1. See `resolve_sizes`.
+    make_mesh(data=2, fsdp=-1); a missing axis has size 1. See `resolve_sizes`.
     """
     devices = jax.devices() if devices is None else list(devices)
     full = resolve_sizes(sizes, len(devices))
@@ -75,8 +75,11 @@ def make_mesh(devices: Sequence[Device] | None = None, **sizes: int) -> Mesh:
 
 
 def split_devices(reserved: int, key: str = "rollout.devices") -> tuple[list[Device], list[Device]]:
-    """(devices to train on, the `reserved` last ones for something else, as `key` of the config
-    says); UserError where they are not there, or belong to other processes."""
+    """Return (devices to train on, the `reserved` last ones for another purpose, configured by
+    `key`).
+
+    Raises UserError if there are too few, or if there are several processes.
+    """
     devices = jax.devices()
     if not reserved:
         return devices, []
@@ -99,12 +102,12 @@ def split_devices(reserved: int, key: str = "rollout.devices") -> tuple[list[Dev
 
 
 def is_main_process() -> bool:
-    """True on the process that logs, writes metrics and exports."""
+    """Return True on the process that logs, writes metrics and exports."""
     return jax.process_index() == 0
 
 
 def sync_processes(name: str) -> None:
-    """Wait until every process has reached the point `name`; nothing with one process."""
+    """Wait until every process has reached the point `name`; does nothing with one process."""
     connection = peers()
     if connection is not None:
         connection.meet(name)

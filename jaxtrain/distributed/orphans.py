@@ -1,7 +1,7 @@
-"""Servers that outlived both their run and the process that holds them: found and ended.
+"""Finds and ends servers that outlived both their run and the process that supervised them.
 
-A note is a small JSON file that names the session of a server, the process that wanted it, and when
-both began. A number of a process alone says little: numbers come again.
+A note is a small JSON file with the session of a server, the process that started it, and the start
+times of both. A process id alone is not enough: ids are reused.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from pathlib import Path
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 END_SECONDS = 10.0
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 
 
 def read_stat(pid: int) -> tuple[str, int, int] | None:
-    """(state, session, ticks from boot to its start) of a process; None where there is none."""
+    """Return (state, session, ticks from boot to its start) of a process; None if there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -27,7 +27,7 @@ def read_stat(pid: int) -> tuple[str, int, int] | None:
 
 
 def read_boot() -> str:
-    """What tells this start of this machine from all others."""
+    """Return the unique id of this machine's current boot."""
     try:
         return BOOT.read_text().strip()
     except OSError:
@@ -35,7 +35,7 @@ def read_boot() -> str:
 
 
 def list_session(session: int) -> list[int]:
-    """Processes of this user in a session, those that have ended left out."""
+    """Return this user's running processes in a session."""
     pids = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         stat = read_stat(int(name))
@@ -47,15 +47,17 @@ def list_session(session: int) -> list[int]:
 
 
 def write_note(path: Path, session: int) -> None:
-    """Note a session that this process has just begun; OSError."""
+    """Record a session that this process has just started; OSError."""
     pids = {"session": session, "run": os.getpid()}
     starts = {name: (read_stat(pid) or ("", 0, 0))[2] for name, pid in pids.items()}
     path.write_text(json.dumps({"boot": read_boot(), "pids": pids, "starts": starts}))
 
 
 def end_orphans(path: Path, seconds: float = END_SECONDS) -> int:
-    """End what is left of a noted session whose run is gone, SIGTERM first, and remove the note.
-    Number of processes ended; 0 too where the run is still there, which keeps its servers."""
+    """End the processes of a noted session whose run is gone, SIGTERM first, and remove the note.
+
+    Returns the number of processes ended; 0 also if the run still exists, which keeps its servers.
+    """
     try:
         note = json.loads(path.read_text())
         pids, starts = dict(note["pids"]), dict(note["starts"])
@@ -71,7 +73,7 @@ def end_orphans(path: Path, seconds: float = END_SECONDS) -> int:
     if alive is not None and alive[0] != "Z" and alive[2] == starts["run"]:
         return 0
     leader = read_stat(session)
-    # A process that began at another time has only got the same number.
+    # A leader with another start time only reuses the process id.
     is_same_session = leader is None or leader[2] == began
     leftovers = list_session(session) if is_same_session else []
     count = len(leftovers)
@@ -82,7 +84,7 @@ def end_orphans(path: Path, seconds: float = END_SECONDS) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         number = signal.SIGKILL if time.monotonic() > end else 0
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
         leftovers = list_session(session)
     path.unlink(missing_ok=True)
     return count

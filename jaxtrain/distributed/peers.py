@@ -1,4 +1,4 @@
-"""One process's connection to the hub: heartbeats, barriers, the common last step, exit messages.
+"""Connection of a process to the hub: heartbeats, barriers, the common last step, exit messages.
 
     listener thread   reads the hub's messages; on "quit" prints its line and ends the process
     heartbeat thread  one line per second, so that a vanished machine is noticed

@@ -1,7 +1,7 @@
-"""Arrays from one mesh to another of the same process, device to device.
+"""Transfer of arrays between meshes of one process, device to device.
 
-`jax.device_put` goes through the host where both sides are cut differently. Here each device of the
-destination gets the pieces that it needs from whichever devices hold them, joined where it is.
+`jax.device_put` goes through the host if both sides are sharded differently. Here each target
+device receives the pieces that it needs from the devices that hold them, and joins them.
 """
 
 import itertools
@@ -16,8 +16,10 @@ Span = tuple[int, int]
 
 
 def move(x: jax.Array, target: Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """`x` of any mesh of this process in a place on another one; nothing waits for it. shape: what
-    of it is wanted, from the first element on; None: all."""
+    """Return `x` with sharding `target` on another mesh of this process, asynchronously.
+
+    shape: the part to move, from the first element on; None: all.
+    """
     shape = x.shape if shape is None else shape
     pieces: dict[tuple[Span, ...], Any] = {
         _spans(shard.index, x.shape): _free(shard.data, shard.device)
@@ -33,7 +35,7 @@ def move(x: jax.Array, target: Sharding, shape: tuple[int, ...] | None = None) -
 def _gather(
     target_spans: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any], device: Any
 ) -> Any:
-    """The part `target_spans` of an array, of which `pieces` are all parts, on a device."""
+    """Return the part `target_spans` of an array, of which `pieces` are all parts, on a device."""
     cuts = [_cuts(axis, target_spans, pieces) for axis in range(len(target_spans))]
 
     def join(axis: int, spans: tuple[Span, ...]) -> Any:
@@ -51,14 +53,14 @@ def _gather(
 def _cuts(
     axis: int, target_spans: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any]
 ) -> list[int]:
-    """Where the part has to be cut along an axis, its ends included."""
+    """Return the positions where the part is cut along an axis, including its ends."""
     start, stop = target_spans[axis]
     ends = {end for spans in pieces for end in spans[axis] if start < end < stop}
     return sorted({start, stop, *ends})
 
 
 def _cut(target_spans: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any]) -> Any:
-    """A part that lies in one of the pieces, there."""
+    """Return a part that lies within one of the pieces, on the piece's device."""
     for spans, piece in pieces.items():
         if all(a <= c and d <= b for (a, b), (c, d) in zip(spans, target_spans, strict=True)):
             inside = [
@@ -72,14 +74,13 @@ def _cut(target_spans: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any]) ->
 
 
 def _free(piece: jax.Array, device: Any) -> jax.Array:
-    """The data of a shard without the mesh that it was a part of, which `device_put` leaves on it
-    where that has one device."""
+    """Return a shard's data without its mesh: `device_put` would keep a mesh of one device."""
     sharding = SingleDeviceSharding(device)
     return jax.make_array_from_single_device_arrays(piece.shape, sharding, [piece])
 
 
 def _alone(device: Any) -> AbstractContextManager[Any]:
-    """In the place of the mesh that stands around: work of one device."""
+    """Set a mesh of one device in place of the current one."""
     return jax.set_mesh(jax.make_mesh((1,), ("x",), devices=[device]))
 
 

@@ -1,12 +1,12 @@
-"""Runs one command and sees that nothing of it outlives the process that wanted it.
+"""Runs a command, and ends all of its processes when the process that started it is gone.
 
-    python hold.py COMMAND ...      its standard input is a pipe that the wanting process holds open
+    python run_supervised.py COMMAND ...      standard input: a pipe that the owner holds open
 
-The pipe's end (closed on purpose, or because that process is gone, however it went) ends the
-command, and so does that process's end where a fork of it still holds the pipe: SIGTERM to it,
-then, once it has ended or after the seconds that were last written into the pipe, SIGKILL to all
-that is left, what has daemonised included: orphans become this process's children.
-Run as a file, by itself: it imports nothing of jaxtrain.
+The command is ended when the pipe closes (on purpose, or because its owner is gone, for whatever
+reason), or when the owner ends while a fork of it keeps the pipe open: SIGTERM first; once the
+command has ended, or after the seconds last written into the pipe, SIGKILL to everything that
+remains, daemons included: orphans become children of this process.
+Runs as a file by itself: it imports nothing of jaxtrain.
 """
 
 import ctypes
@@ -19,11 +19,11 @@ import time
 
 PDEATHSIG, SUBREAPER = 1, 36
 GRACE_SECONDS = 10.0
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 
 
 def prctl(option: int, value: int) -> None:
-    """As the system call; nothing where there is none."""
+    """Call prctl(2); does nothing on systems without it."""
     try:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
     except (OSError, AttributeError):
@@ -31,7 +31,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def list_children(pid: int) -> list[int]:
-    """Its children and theirs."""
+    """Return the descendants of a process."""
     children: list[int] = []
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -43,7 +43,7 @@ def list_children(pid: int) -> list[int]:
 
 
 def send(pids: list[int], number: int) -> None:
-    """A signal to those of them that are still there."""
+    """Send a signal to the processes that still exist."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -52,7 +52,7 @@ def send(pids: list[int], number: int) -> None:
 
 
 def reap() -> dict[int, int]:
-    """{pid: status} of children that have ended."""
+    """Return {pid: status} of children that have ended."""
     statuses = {}
     while True:
         try:
@@ -65,10 +65,10 @@ def reap() -> dict[int, int]:
 
 
 def main(command: list[str]) -> int:
-    """Status of the command; 128 + N where signal N ended it."""
+    """Run the command; return its status, or 128 + N if signal N ended it."""
     owner = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the pipe alone says when it is over
+        signal.signal(number, signal.SIG_IGN)  # only the pipe decides when to end
     prctl(SUBREAPER, 1)
 
     def restore() -> None:
@@ -76,14 +76,14 @@ def main(command: list[str]) -> int:
             signal.signal(number, signal.SIG_DFL)
         prctl(PDEATHSIG, signal.SIGKILL)
 
-    # Kept: without it Python would take the status of a command that has ended already.
+    # The object must stay referenced, or Python itself would reap a command that has ended.
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=restore)
     child = process.pid
     grace, end, status = GRACE_SECONDS, None, None
     while status is None:
         if end is None:
             over = os.getppid() != owner
-            if not over and select.select([0], [], [], LOOK_SECONDS)[0]:
+            if not over and select.select([0], [], [], POLL_SECONDS)[0]:
                 text = os.read(0, 4096).decode("ascii", "replace").strip()
                 grace = float(text.split()[-1]) if text else grace
                 over = not text
@@ -91,7 +91,7 @@ def main(command: list[str]) -> int:
                 end = time.monotonic() + grace
                 send([child], signal.SIGTERM)
         else:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
             if time.monotonic() > end:
                 send(list_children(os.getpid()), signal.SIGKILL)
         status = reap().get(child)

@@ -1,13 +1,13 @@
-"""The one table from logical axes to mesh axes, and what is derived from it.
+"""Table from logical axes to mesh axes, and functions derived from it.
 
 "length" is a row's tokens inside a layer; "sequence" the same tokens between layers, where norms
-and residuals are cut over the tensor axis, too (Korthikanti et al. 2022, arXiv:2205.05198);
-"row_heads" the heads of a layer that needs whole rows, and so shares its heads out twice. Rows
-are cut over the expert axis as over fsdp: what is not an expert does no work twice.
+and residuals are sharded over the tensor axis, too (Korthikanti et al. 2022, arXiv:2205.05198);
+"row_heads" the heads of a layer that needs whole rows, and therefore shards its heads twice. Rows
+are sharded over the expert axis as over fsdp, so that non-expert layers do no work twice.
 
 Parameters carry their logical axes as metadata (`nnx.Param(value, axes=("embed", "heads"))`);
-activations are named where they are constrained. Nothing outside this file names a mesh axis;
-`feed.py` and every shard_map read this table.
+activations are named where they are constrained. No other file names a mesh axis; `feed.py` and
+every shard_map read this table.
 """
 
 import functools
@@ -24,7 +24,7 @@ RULES: dict[str, tuple[str, ...]] = {
     # parameters
     "layers": (),
     "embed": ("fsdp", "context", "expert"),
-    "expert_embed": ("fsdp", "context"),  # of experts, which are cut over their own axis already
+    "expert_embed": ("fsdp", "context"),  # of experts, which have an axis of their own
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -45,26 +45,27 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 class Axes(Protocol):
-    """What the table reads of a mesh, be it there, abstract or only thought of."""
+    """Interface of a mesh that the table needs: concrete, abstract, or hypothetical."""
 
     @property
     def shape(self) -> Any:
-        """{axis: devices along it}."""
+        """{axis: number of devices}."""
         ...
 
 
 def partition_spec(names: Sequence[str | None], shape: Sequence[int], mesh: Axes) -> PartitionSpec:
-    """Mesh axes for an array of `shape` whose dims are called `names`; see `split_axes`."""
+    """Return the mesh axes for an array of `shape` whose dims have logical `names`; see
+    `split_axes`."""
     return PartitionSpec(*(axes or None for axes in split_axes(names, shape, mesh)))
 
 
 def split_axes(
     names: Sequence[str | None], shape: Sequence[int], mesh: Axes
 ) -> list[tuple[str, ...]]:
-    """For each dim the mesh axes that it is cut over.
+    """Return the mesh axes over which each dim is sharded.
 
-    A dim that its mesh axes do not divide is cut over the first of them that do, at worst not at
-    all: an odd vocabulary or one row on four devices costs memory, never a refusal.
+    A dim that its mesh axes do not divide is sharded over the first of them that do, or not at all:
+    an odd vocabulary or one row on four devices costs memory, but is never refused.
     """
     assert len(names) == len(shape), f"{names} names {len(names)} dims of an array {tuple(shape)}"
     dims = []
@@ -77,8 +78,8 @@ def split_axes(
 
 
 def fit(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """The same for an array of another shape: a dim that its mesh axes no longer divide is cut over
-    fewer of them, as by `split_axes`."""
+    """Return the sharding for an array of another shape: a dim that its mesh axes no longer divide
+    is sharded over fewer of them, as by `split_axes`."""
     spec = []
     for entry, size in itertools.zip_longest(sharding.spec, shape):
         axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
@@ -89,17 +90,18 @@ def fit(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
 
 
 def mesh_axes(name: str, mesh: Axes) -> tuple[str, ...]:
-    """The axes of more than one device that a logical axis is cut over."""
+    """Return the axes with more than one device over which a logical axis is sharded."""
     return tuple(axis for axis in RULES[name] if mesh.shape.get(axis, 1) > 1)
 
 
 def count_ways(axes: Sequence[str], mesh: Axes) -> int:
-    """Number of pieces that these mesh axes make."""
+    """Return the number of shards that these mesh axes make."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """`x` with its dims placed by the table; `x` itself without a mesh or with one device."""
+    """Constrain the sharding of `x` by the table; return `x` itself without a mesh or with one
+    device."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
@@ -107,11 +109,11 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def gathered(weight: nnx.Variable, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """A weight, cast to `dtype`, as a matmul wants it: in one piece along "embed", which only
-    storage is cut along.
+    """Return a weight, cast to `dtype`, unsharded along "embed", along which only storage is
+    sharded.
 
-    Said outright, because the partitioner may find it cheaper to gather activations instead. The
-    gradient goes straight back to the owners of the pieces: a reduce-scatter.
+    Explicit, because the partitioner may find it cheaper to gather activations instead. The
+    gradient goes straight back to the owners of the shards: a reduce-scatter.
     """
     x = weight[...] if dtype is None else weight[...].astype(dtype)
     mesh = jax.sharding.get_abstract_mesh()
@@ -140,7 +142,7 @@ _gathered.defvjp(_gathered_fwd, _gathered_bwd)
 
 
 def shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
-    """NamedSharding of every variable of an (abstract) state, from its `axes` metadata.
+    """Return the NamedSharding of every variable of an (abstract) state, from its `axes` metadata.
 
     A variable without axes is replicated. The result has the state's structure, so it serves as
     `out_shardings` of a jitted function that returns that state.

@@ -1,7 +1,7 @@
-"""One block of masked tokens filled in, pass by pass, for rows of canvases on the device.
+"""Unmasking of one block of tokens, pass by pass, for rows of canvases on the device.
 
-    first pass      the whole canvas, both ways       ─> keys and values of all tokens, if kept
-    further passes  the whole canvas, or the block alone beside those keys and values
+    first pass      the whole canvas, bidirectional   ─> keys and values of all tokens, if cached
+    further passes  the whole canvas, or the block alone with those keys and values
 
 Shapes: B rows, C canvas, W block, D model, V vocab.
 """
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Unmasking:
-    """How masks are filled in; methods/diffusion/config.py says what the values mean."""
+    """Parameters of unmasking; methods/diffusion/config.py documents the values."""
 
     mask_id: int
     shift: bool = True
-    """Whether a token is guessed from what the model puts out at the token before it."""
+    """Predict a token from the model's output at the token before it."""
     steps: int | None = None
     block_length: int | None = None
     confidence: Literal["probability", "margin", "entropy", "random"] = "probability"
@@ -28,26 +28,26 @@ class Unmasking:
     cache: bool = False
 
     def passes(self, length: int, limit: int) -> int:
-        """Passes over a block of `length` tokens of an answer of `limit`."""
+        """Return the passes over a block of `length` tokens of an answer of `limit`."""
         if self.steps is None:
             return length
         return max(1, min(length, -(-self.steps * length // limit)))
 
 
 class BlockCanvas(NamedTuple):
-    """The canvases and where their blocks lie; int32 [B] unless said."""
+    """Canvases and the position of their blocks; int32 [B] unless noted."""
 
     tokens: jax.Array
     """int32 [B, C]."""
     start: jax.Array
     stop: jax.Array
-    """The block's tokens are those from `start`, at least 1, to `stop`."""
+    """The block is [start, stop); start is at least 1."""
     end: jax.Array
-    """The canvas's end: what lies behind it is padding."""
+    """End of the canvas; padding follows."""
     passes: jax.Array
     seed: jax.Array
     number: jax.Array
-    """With the seed, what noise the row draws."""
+    """Determines, with the seed, the row's noise."""
     temperature: jax.Array
     """float32 [B]."""
 
@@ -56,10 +56,10 @@ class BlockCanvas(NamedTuple):
 def unmask_block(
     model: Any, block: BlockCanvas, W: int, how: Unmasking
 ) -> tuple[jax.Array, jax.Array]:
-    """(tokens int32 [B, W], log-probs float32 [B, W]) of the blocks, all filled in.
+    """Return (tokens int32 [B, W], log-probs float32 [B, W]) of the blocks, completely unmasked.
 
-    Of the masks that remain, pass k of K keeps the surest 1 / (K - k), one at least, and all those
-    that `how.threshold` allows; a kept guess stays.
+    Of the remaining masks, pass k of K accepts the most confident 1 / (K - k), at least one, and
+    all those beyond `how.threshold`; an accepted token stays.
     """
     B, C = block.tokens.shape
     offset_W = jnp.arange(W, dtype=jnp.int32)
@@ -131,7 +131,7 @@ def unmask_block(
 
 
 class UnmaskState(NamedTuple):
-    """Between passes."""
+    """State between passes."""
 
     step: jax.Array
     tokens: jax.Array
@@ -139,22 +139,22 @@ class UnmaskState(NamedTuple):
     logprob: jax.Array
     """float32 [B, W]."""
     unfinished: jax.Array
-    """Whether any mask is left."""
+    """True if any mask remains."""
 
 
 class BlockGuess(NamedTuple):
-    """What the model says of the places of a row's block, [W] each."""
+    """Predictions at the positions of a row's block, [W] each."""
 
     token: jax.Array
     probability: jax.Array
     """float32, of that token, at the temperature."""
     confidence: jax.Array
-    """float32; the largest is kept first."""
+    """float32; the largest is accepted first."""
 
 
 def guess_row(model: Any, hidden_WD, key, place_W, temperature, step, how: Unmasking) -> BlockGuess:
-    """A token for every place, never the mask; temperature 0 takes the likeliest, else Gumbel noise
-    draws one from softmax(logits / temperature)."""
+    """Predict a token at every position, never the mask; temperature 0 takes the argmax, otherwise
+    Gumbel noise samples from softmax(logits / temperature)."""
     logits_WV = model.logits(hidden_WD).astype(jnp.float32)
     logits_WV = logits_WV.at[:, how.mask_id].set(-jnp.inf)
     cold = temperature <= 0

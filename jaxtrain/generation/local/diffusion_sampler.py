@@ -1,11 +1,11 @@
-"""UnmaskingSampler: answers written as masks that are filled in, the surest guesses first.
+"""UnmaskingSampler: answers that begin as masks, which are filled in by confidence.
 
     canvas   p p p _ _ _ _ _ _      a prompt and as many masks as the answer may have tokens
-    pass 1   p p p _ A _ _ E _      every mask is guessed; the surest stay, and are never taken back
+    pass 1   p p p _ A _ _ E _      every mask is predicted; the most confident stay for good
     pass 2   p p p B A _ D E _      in blocks from left to right, or all at once
 
-Every step is one block of all rows: prompts of any length share it, and free rows are filled behind
-it. `unmask.py` has the device's side.
+Every step unmasks one block of every row: prompts of any length share it, and free rows are
+refilled afterwards. `diffusion_device.py` has the device's side.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Sampling
@@ -26,53 +27,55 @@ __all__ = ["Unmasking", "UnmaskingSampler"]
 
 @dataclass(eq=False)
 class AnswerCanvas:
-    """An answer that is being written."""
+    """An answer in progress."""
 
     request: Request
     tokens: list[int]
     """Prompt and answer, masks included."""
     done: int = 0
-    """Tokens of the answer whose blocks are filled."""
+    """Tokens of the answer whose blocks are complete."""
     logprobs: list[float] = field(default_factory=list)
 
     @property
     def start(self) -> int:
-        """Where the next block begins."""
+        """Return the start of the next block."""
         return len(self.request.prompt) + self.done
 
 
 class UnmaskingSampler(Requests):
-    """Answers of `sampling.max_new_tokens` tokens at most, cut behind their first end token.
+    """Samples answers of at most `sampling.max_new_tokens` tokens, cut behind their first end
+    token.
 
-    sampling.temperature: of Gumbel noise on the logits, 0 for none. An answer depends on its seed
-    and number, its prompt and the weights, not on what shares its batch. Its log-probs are those
-    with which the tokens were unmasked.
+    sampling.temperature scales Gumbel noise on the logits, 0 for none. An answer depends on its
+    seed and number, its prompt and the weights, not on the other rows of its batch. Its log-probs
+    are those with which the tokens were unmasked.
     """
 
     def __init__(
         self, model: Any, eos_ids: Any, pad_id: int = 0, *, how: Unmasking, most_rows: int = 64,
         max_batch: int = 64, **options: Any,
     ):  # fmt: skip
-        """how: passes, blocks and which guesses stay. At most `most_rows` answers at once."""
+        """how: passes, blocks and selection. most_rows: limit for answers at once."""
         super().__init__(model, eos_ids, pad_id, max_batch=min(max_batch, most_rows), **options)
         self.how = how
         self._running: list[AnswerCanvas] = []
         self._unstacked: tuple[Any, Any] = (None, None)
 
     @property
+    @override
     def busy(self) -> bool:
-        """See Requests."""
         return bool(self._waiting or self._running)
 
+    @override
     def drop_all(self) -> None:
-        """See Requests."""
         self._waiting.clear()
         self._running = []
 
     def request(
         self, prompt: Sequence[int], sampling: Sampling, *args: Any, **options: Any
     ) -> Request:
-        """See Requests; UserError for ways of drawing that only a next token has."""
+        """Return a checked request; UserError for sampling options that need next-token
+        distributions."""
         if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
             raise UserError(
                 "sampling.top_k, top_p and min_p are about next tokens, which this model does not"
@@ -81,7 +84,7 @@ class UnmaskingSampler(Requests):
         return super().request(prompt, sampling, *args, **options)
 
     def step(self) -> list[Request]:
-        """Fill a block of every answer under way; the requests that have ended."""
+        """Unmask a block of every answer in progress; return the requests that have ended."""
         self._running = [running for running in self._running if not running.request.aborted]
         model, version = self._weights
         while self._waiting and len(self._running) < self.max_batch:
@@ -103,7 +106,7 @@ class UnmaskingSampler(Requests):
         return self._unstacked[1]
 
     def _fill(self, model: Any) -> None:
-        """One block of every canvas."""
+        """Unmask a block of every canvas."""
         running, how = self._running, self.how
         lengths = [
             min(how.block_length or canvas.request.limit, canvas.request.limit - canvas.done)
@@ -133,7 +136,7 @@ class UnmaskingSampler(Requests):
             canvas.done += length
 
     def _has_ended(self, canvas: AnswerCanvas) -> bool:
-        """Whether an answer is whole; its request then has it."""
+        """Return True if an answer is complete, and store it in its request."""
         request = canvas.request
         first = len(request.prompt)
         answer = canvas.tokens[first : first + canvas.done]

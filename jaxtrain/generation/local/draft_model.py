@@ -1,5 +1,5 @@
-"""A draft model for the sampler: loaded beside its target and checked against it first, or copied
-from the one that a run trains."""
+"""Draft models for the sampler: loaded from a folder and checked against the target, or copied from
+the draft that a run trains."""
 
 from collections.abc import Callable
 
@@ -17,8 +17,8 @@ from jaxtrain.models.parameters import Params
 
 
 def check_draft(name: str, target: ModelBundle, key: str) -> None:
-    """UserError unless the draft folder or Hub id `name` can guess for this target; reads no
-    weights. key: the option that names it."""
+    """Raise UserError unless the draft folder or Hub id `name` fits this target; reads no weights.
+    key: the option that names it."""
     folder = find_folder(name, weights=True, key=key)
     if (folder / "checkpoints").is_dir():
         raise UserError(
@@ -36,8 +36,7 @@ def check_draft(name: str, target: ModelBundle, key: str) -> None:
 
 
 def open_draft(name: str, target: ModelBundle, mesh: jax.sharding.Mesh, key: str) -> Draft:
-    """The draft, ready to guess for this target, on `mesh` and in the target's compute dtype;
-    UserError as check_draft."""
+    """Load the draft on `mesh`, in the target's compute dtype; UserError as check_draft."""
     check_draft(name, target, key)
     dtype = target.options["dtype"]
     draft = loading.load(
@@ -49,8 +48,8 @@ def open_draft(name: str, target: ModelBundle, mesh: jax.sharding.Mesh, key: str
 
 
 def make_draft_copier(mesh: jax.sharding.Mesh) -> Callable[[ModelSnapshot], Params]:
-    """What copies the weights of a draft that a run trains to the sampler's `mesh`: as
-    `weights.Copier`, made when the first one comes."""
+    """Return a function that copies the weights of a trained draft to the sampler's `mesh`, like
+    `weights.Copier`, which it creates with the first draft."""
     copiers: list[Copier] = []
 
     def copy(draft: ModelSnapshot) -> Params:

@@ -1,12 +1,12 @@
-"""LocalEngine: a sampler for coroutines, its chunks drawn in a thread of their own.
+"""LocalEngine: a sampler for coroutines; its chunks are drawn in a separate thread.
 
     coroutine ── generate ─┐                    thread "sampler"
     coroutine ── generate ─┼─ add ─> requests ─> LocalSampler.step ─> ended ─> futures
     coroutine ── generate ─┘   ^         (a chunk of all rows)           │
                                └────────── the next turn ────────────────┘
 
-While a chunk is drawn the event loop plays tools, rewards and other episodes; before the next one
-it waits until nobody is about to ask, so that turns meet in one batch.
+While a chunk is drawn the event loop runs tools, rewards and other episodes. Before the next one it
+waits until no coroutine is about to add a request, so that turns are batched together.
 """
 
 import asyncio
@@ -21,28 +21,28 @@ from jaxtrain.generation.local.requests import Request, Requests
 from jaxtrain.generation.version_tracker import find_listener
 
 PATIENCE = 3
-"""Rounds of the event loop without a new request after which nobody else is about to ask."""
+"""Rounds of the event loop without a new request after which no coroutine is about to add one."""
 
 
 class LocalEngine:
     """`engine.Engine` in the training process; see the module's docstring."""
 
     def __init__(self, sampler: Requests, thread: ThreadPoolExecutor | None = None):
-        """thread: one that several engines share, so that their chunks take turns; it is ended by
-        whoever made it."""
+        """thread: shared by several engines, so that their chunks alternate; its creator ends
+        it."""
         self.sampler = sampler
         self._shared = thread
         self._asked = 0
         self._counted: Acceptance | None = None
         self._futures: dict[Request, asyncio.Future] = {}
         self._unbegun: dict[Request, Callable[[int], None]] = {}
-        """Whom to tell which version draws the first token."""
+        """Callbacks that receive the version that draws a request's first token."""
         self._serving: asyncio.Task | None = None
         self._thread: ThreadPoolExecutor | None = None
 
     @property
     def version(self) -> int:
-        """Version of the weights that draw the next chunk."""
+        """Return the version of the weights that draw the next chunk."""
         return self.sampler.version
 
     def use(self, model: Any, version: int) -> None:
@@ -56,7 +56,7 @@ class LocalEngine:
         stop_ids: Sequence[int] = (),
         index: int = 0,
     ) -> Completion:
-        """Continue a prompt together with whoever else asks; see engine.Engine.
+        """Continue a prompt, batched with all other requests; see engine.Engine.
 
         A draw depends on (sampling.seed, index, length of the prompt, prompt, weights) alone.
         Raises EpisodeFailed for a prompt that leaves no room for an answer.
@@ -81,7 +81,7 @@ class LocalEngine:
                 self.sampler.abort(request)
 
     async def close(self) -> None:
-        """End the thread; requests that still wait fail."""
+        """End the thread; waiting requests fail."""
         for request, future in list(self._futures.items()):
             self.sampler.abort(request)
             if not future.done():
@@ -93,7 +93,7 @@ class LocalEngine:
             self._thread = None
 
     def counters(self) -> dict[str, float]:
-        """What became of a draft's guesses since this was last asked; nothing without one."""
+        """Return acceptance numbers of a draft since the last call; empty without one."""
         total = self.sampler.acceptance
         if total is None:
             return {}
@@ -101,7 +101,7 @@ class LocalEngine:
         return new.metrics()
 
     async def _serve(self) -> None:
-        """Draw chunks until nothing is left to do."""
+        """Draw chunks until there is no work."""
         if self._thread is None and self._shared is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         thread, loop = self._shared or self._thread, asyncio.get_running_loop()
@@ -130,5 +130,6 @@ class LocalEngine:
 
 
 def draw_number(index: int, length: int) -> int:
-    """31 bits from an episode's number and how far it has come, so that turns draw anew."""
+    """Return 31 bits from an episode's number and its length so far, so that every turn has new
+    noise."""
     return zlib.crc32(f"{index} {length}".encode()) & 0x7FFFFFFF

@@ -1,7 +1,9 @@
-"""Opens the local engine: where it samples, and how the trainer's weights come there."""
+"""Opens the local engine: chooses its devices, and how it receives the trainer's weights."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+
+from typing_extensions import override
 
 from jaxtrain.config import Config
 from jaxtrain.config.policies import list_trained
@@ -25,31 +27,31 @@ from jaxtrain.models.capabilities import route_shape
 
 
 class LocalKind(EngineKind):
-    """Samples in the training process, on its devices or on some that are set aside."""
+    """Engine kind "local": samples in the training process, on its devices or on reserved ones."""
 
     several = True
     serves = False
 
+    @override
     def reserved(self, config: Config) -> int:
-        """See EngineKind."""
         return config.rollout.devices
 
+    @override
     def ahead(self, config: Config) -> bool:
-        """See EngineKind."""
         return config.rollout.mode != "sync" or config.rollout.streaming
 
+    @override
     def check(self, config: Config, bundle: ModelBundle) -> None:
-        """See EngineKind."""
         if config.rollout.draft is not None:
             check_draft(config.rollout.draft, bundle, "rollout.draft")
         check_cache(config.rollout.local.cache, bundle)
         for name, section in list_folders(config).items():
             assemble_folder(name, section, bundle)
 
+    @override
     def open(
         self, config: Config, bundle: ModelBundle, log: Callable[[str], None]
     ) -> tuple[Engine | None, Publisher]:
-        """See EngineKind."""
         devices = split_devices(self.reserved(config))[1] or sampling_devices(bundle)
         ahead = self.ahead(config)
         if ahead and not config.rollout.devices and len(devices) > 1:
@@ -100,7 +102,7 @@ class LocalKind(EngineKind):
 
 
 def check_cache(cache: Stored, bundle: ModelBundle) -> None:
-    """UserError where no layer keeps keys and values as rollout.local.cache says."""
+    """Raise UserError if no layer can store keys and values as rollout.local.cache says."""
     model = build.abstract(bundle.architecture)
     if cache != "default" and not store_cache(model, cache):
         raise UserError(

@@ -1,11 +1,11 @@
-"""Frozen policies of Hugging Face folders, drawn in the training process: judges without servers.
+"""Frozen policies from Hugging Face folders, sampled in the training process, such as judges.
 
     chat.other("judge").draw() ── messages ──> FolderSpeaker.reply ─ its own template and tokens ─┐
                                                                                  LocalEngine <────┘
 
-They are asked by messages, as those behind servers are, so that a folder of any family will do,
-whatever tokens it has. Its weights lie whole on the devices that sample, as long as the run lasts:
-those who play training's episodes and evaluations on the same devices share one copy.
+They receive messages, like policies behind servers, so that any family works, whatever its
+vocabulary. Their weights stay unsharded on the sampling devices for the whole run; training and
+evaluations on the same devices share one copy.
 """
 
 import dataclasses
@@ -40,14 +40,14 @@ from jaxtrain.models.parameters import Shapes
 from jaxtrain.text_safety import escape_control_chars
 
 _MODELS: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
-"""Models that somebody in this process draws with, by folder, dtype and devices."""
+"""Models in use in this process, by folder, dtype and devices."""
 
 
 class FolderSpeaker:
-    """`types.Speaker` in the process; for one event loop at a time."""
+    """`engine.FrozenPolicy` in the process; for one event loop at a time."""
 
     def __init__(self, name: str, section: PolicyConfig, tokenizer: Any, engine: LocalEngine):
-        """engine: a sampler of its own."""
+        """engine: with a sampler that nobody else uses."""
         self.name, self.tokenizer, self.engine = name, tokenizer, engine
         self.sampling = SamplingConfig(
             max_new_tokens=section.max_tokens, temperature=section.temperature
@@ -55,7 +55,7 @@ class FolderSpeaker:
         self._counted = {"requests": 0, "failed": 0}
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], index: int = 0) -> PolicyReply:
-        """See types.Speaker. The same (messages, index) give the same words."""
+        """Reply to messages; equal (messages, index) give equal replies."""
         self._counted["requests"] += 1
         key = f"policies.{self.name}"
         try:
@@ -81,17 +81,17 @@ class FolderSpeaker:
         return PolicyReply(text, answer.finish_reason != "length")
 
     def counters(self) -> dict[str, float]:
-        """As frozen.Frozen.counters."""
+        """Return the numbers of requests and failures, by name."""
         return {f"{self.name}/{name}": float(count) for name, count in self._counted.items()}
 
     async def close(self) -> None:
-        """End the engine's own thread; requests that wait fail."""
+        """End the engine's own thread; waiting requests fail."""
         await self.engine.close()
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenFolder:
-    """A frozen policy that is loaded."""
+    """A loaded frozen policy."""
 
     name: str
     section: PolicyConfig
@@ -99,13 +99,13 @@ class FrozenFolder:
     sampler: Requests
 
     def speak(self, thread: ThreadPoolExecutor | None = None) -> FolderSpeaker:
-        """Who speaks for it. thread: as for LocalEngine."""
+        """Return a speaker for it. thread: as for LocalEngine."""
         engine = LocalEngine(self.sampler, thread)
         return FolderSpeaker(self.name, self.section, self.tokenizer, engine)
 
 
 def list_folders(config: Config) -> dict[str, PolicyConfig]:
-    """Frozen policies that are folders, by name."""
+    """Return the frozen policies that are folders, by name."""
     return {
         name: section
         for name, section in config.policies.items()
@@ -114,8 +114,10 @@ def list_folders(config: Config) -> dict[str, PolicyConfig]:
 
 
 def assemble_folder(name: str, section: PolicyConfig, bundle: ModelBundle) -> ModelBundle:
-    """The parts of a frozen policy on the trained one's mesh, with a tokenizer of its own; reads no
-    weights. UserError for what is no language model that answers messages."""
+    """Return the bundle of a frozen policy on the trained one's mesh, with its own tokenizer.
+
+    Reads no weights. Raises UserError unless it is a language model that answers messages.
+    """
     key = f"policies.{name}.path"
     assert section.path is not None, "it is a folder"
     folder = find_folder(section.path, weights=True, key=key)
@@ -145,7 +147,7 @@ def assemble_folder(name: str, section: PolicyConfig, bundle: ModelBundle) -> Mo
 
 
 def check_files(folder: Path, key: str) -> None:
-    """UserError for a folder that is no model, or has no tokenizer."""
+    """Raise UserError for a folder that is no model, or has no tokenizer."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{key}: {folder} has no config.json; name a Hugging Face model folder")
     if not any(folder.glob("tokenizer*")):
@@ -156,8 +158,8 @@ def check_files(folder: Path, key: str) -> None:
 
 
 def frozen_shapes(config: Config, bundle: ModelBundle) -> dict[str, Shapes]:
-    """Shapes of each frozen policy's weights, placed as they will be where the trainer's devices
-    sample; UserError as assemble_folder."""
+    """Return the shapes of each frozen policy's weights, with the sharding they will have if the
+    trainer's devices sample; UserError as assemble_folder."""
     mesh = make_sampler_mesh(list(bundle.mesh.devices.flat), bundle.mesh)
     return {
         name: abstract_params(assemble_folder(name, section, bundle), mesh)[0]
@@ -171,7 +173,7 @@ def open_folders(
     devices: Sequence[Device],
     log: Callable[[str], None] = print,
 ) -> dict[str, FrozenFolder]:
-    """Load the frozen policies that are folders; UserError. devices: where they are drawn."""
+    """Load the frozen policies that are folders; UserError. devices: where they are sampled."""
     return {
         name: open_folder(name, section, bundle, make_sampler_mesh(list(devices), bundle.mesh), log)
         for name, section in list_folders(config).items()
@@ -185,7 +187,7 @@ def open_folder(
     mesh: jax.sharding.Mesh,
     log: Callable[[str], None],
 ) -> FrozenFolder:
-    """One of them, on `mesh`."""
+    """Load a frozen policy on `mesh`."""
     folder_bundle = dataclasses.replace(assemble_folder(name, section, bundle), mesh=mesh)
     devices = tuple(device.id for device in mesh.devices.flat)
     key = (

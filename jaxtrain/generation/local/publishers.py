@@ -1,10 +1,11 @@
-"""Several adapters on one base in the local engine: an engine for each, which share the base.
+"""Publishers for the local engine: copies of the trainer's weights, or of several adapters.
 
     trainer: base, adapter of solver, adapter of verifier
-        │  base: one copy at most, where the sampler needs one      adapters: a copy each
-        └─> model of solver, model of verifier: the same programs, the same arrays but for adapters
+        │  base: at most one copy, if the sampler needs one      adapters: one copy each
+        └─> model of solver, model of verifier: same programs, same arrays except for adapters
 
-What is drawn at once is drawn by one policy after the other, chunk by chunk, in one thread.
+Copies, because the next optimizer step donates the trainer's arrays. With several policies their
+chunks alternate in one thread.
 """
 
 import time
@@ -53,7 +54,7 @@ class AdaptersPublisher:
         return {"sync/seconds": time.monotonic() - start} if self.engines else {}
 
     def sleep(self) -> None:
-        """Give the copies back until the next publish."""
+        """Free the copies until the next publish."""
         if self.rests:
             for engine in self.engines.values():
                 engine.use(None, engine.version)
@@ -65,10 +66,10 @@ class AdaptersPublisher:
 
 
 class LocalPublisher:
-    """Hands copies of the trainer's weights to the local engine; the step donates its own.
+    """`publisher.Publisher` that gives copies of the trainer's weights to the local engine.
 
-    Of several processes each has one, because all take part in bringing the weights together; only
-    process 0 has an engine.
+    Every process has one, because all take part in gathering the weights; only process 0 has an
+    engine.
     """
 
     def __init__(
@@ -81,10 +82,10 @@ class LocalPublisher:
         copy_draft: Callable[[Any], Any] | None = None,
         thread: ThreadPoolExecutor | None = None,
     ):
-        """rests: nothing is sampled while the trainer trains, so the copies' memory is given back
-        for that time. draft: guesses for all versions of the weights (models.draft.Draft) until
-        there is another. copy_draft: a core.roles.Held -> the sampler's parameters of a draft.
-        thread: ended by `close`."""
+        """rests: nothing is sampled during training, so the copies' memory is freed for that time.
+        draft: guesses for all versions of the weights (models.draft.Draft) until there is a newer
+        one. copy_draft: maps a ModelSnapshot to the sampler's parameters of a draft. thread: ended
+        by `close`."""
         self.engine, self.copy, self.rests, self.draft = engine, copy, rests, draft
         self.copy_draft, self.thread = copy_draft, thread
 
@@ -100,7 +101,7 @@ class LocalPublisher:
         return {"sync/seconds": time.monotonic() - start}
 
     def use_draft(self, draft: Any) -> None:
-        """See publisher.DraftPublisher."""
+        """Sample with a copy of this draft; see publisher.DraftPublisher."""
         assert self.copy_draft is not None, "the engine was opened for a draft that is trained"
         copies = self.copy_draft(draft)
         if self.engine is not None:
@@ -108,7 +109,7 @@ class LocalPublisher:
                 self.draft = unstack(draft.roles.rebuild(draft.roles.trained)(copies))
 
     def sleep(self) -> None:
-        """Give the copies back until the next publish."""
+        """Free the copies until the next publish."""
         if self.rests and self.engine is not None:
             self.engine.use(None, self.engine.version)
 

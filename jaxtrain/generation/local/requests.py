@@ -1,9 +1,9 @@
-"""Requests: what every sampler in the process shares: prompts that wait, and weights that change.
+"""Common base of the in-process samplers: waiting prompts, and weights that change.
 
-    add(request) ─> waiting ─> step() returns what has ended
+    add(request) ─> waiting ─> step() returns the requests that have ended
 
-Samplers differ in how `step` writes answers: token by token (sampler.py), or all at once and better
-with every pass (unmasking.py).
+Samplers differ in how `step` writes answers: token by token (`sampler.py`), or all at once, refined
+with every pass (`diffusion_sampler.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -23,25 +23,25 @@ from jaxtrain.generation.engine import Completion, FinishReason, Sampling
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to continue, and what was drawn of its answer."""
+    """A prompt to continue, and its answer so far."""
 
     prompt: Sequence[int]
     sampling: Sampling
     ends: tuple[int, ...]
-    """Tokens that end the answer, those of the sampler among them."""
+    """Tokens that end the answer, including the sampler's."""
     number: int
-    """With sampling.seed it determines the noise."""
+    """Determines the noise, together with sampling.seed."""
     limit: int
-    """Tokens that may be drawn."""
+    """Maximum number of tokens."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    """Of each speculative cycle: 1 + the guesses accepted."""
+    """1 + accepted guesses, for each speculative cycle."""
     routed: list[np.ndarray] = field(default_factory=list)
-    """Where the prompt's tokens went, then, chunk by chunk, those that were drawn."""
+    """Experts of the prompt's tokens, then of the drawn ones, chunk by chunk."""
     next_version: int = -1
-    """Of the weights that drew the token which has not been handed out yet."""
+    """Version of the weights that drew the token which has not been handed out yet."""
     finish_reason: FinishReason = "length"
     aborted: bool = False
 
@@ -58,7 +58,7 @@ class Requests(ABC):
     """Continues prompts with a model of `jaxtrain.models`; see `LocalSampler`."""
 
     acceptance: Acceptance | None = None
-    """Of all cycles of a draft so far; None before the first."""
+    """Totals over all cycles of a draft; None before the first."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Requests(ABC):
         to_text: Callable[[list[int]], str] | None = None,
         mesh: jax.sharding.Mesh | None = None,
     ):
-        """mesh: where the weights lie, by default the one that is set where `step` is called."""
+        """mesh: that of the weights; by default the one that is set where `step` is called."""
         self.eos_ids = frozenset(eos_ids)
         self.pad_id = pad_id
         self.max_len = max_len
@@ -84,28 +84,30 @@ class Requests(ABC):
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether there is anything to do."""
+        """Return True if there is work."""
 
     @abstractmethod
     def step(self) -> "list[Request]":
-        """Begin what waits and go on with what runs; the requests that have ended."""
+        """Start waiting requests and continue running ones; return the requests that have ended."""
 
     @abstractmethod
     def drop_all(self) -> None:
-        """Forget all requests, as after an error."""
+        """Discard all requests, as after an error."""
 
     def use(self, model: Any, version: int = -1) -> None:
-        """Sample from these weights from the next chunk on; a model of the same shape compiles
-        nothing. May be called from any thread."""
+        """Sample from these weights from the next chunk on.
+
+        A model of the same shape compiles nothing. May be called from any thread.
+        """
         self._weights = (model, version)
 
     def on_mesh(self) -> AbstractContextManager:
-        """Where the sampler's programs run."""
+        """Return the context in which the sampler's programs run."""
         return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @property
     def version(self) -> int:
-        """What `use` was told of the weights."""
+        """Return the version of the weights."""
         return self._weights[1]
 
     def generate(
@@ -115,7 +117,7 @@ class Requests(ABC):
         stop_ids: Iterable[int] = (),
         draws: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """One Completion per prompt, in order; see `engine.Completion` for its log-probs.
+        """Return a Completion for each prompt, in order; see `engine.Completion` for its log-probs.
 
         Tokens of `stop_ids` end an answer besides those of the constructor. A draw depends on the
         seed and the prompt's number in `draws` (by default its index) alone, not on which rows
@@ -143,7 +145,7 @@ class Requests(ABC):
         number: int = 0,
         name: str = "the prompt",
     ) -> Request:
-        """A checked request, to be added; raises UserError as `generate` does."""
+        """Return a checked request, for `add`; raises UserError as `generate` does."""
         vocab_size = self._weights[0].head().shape[0]
         if not 0 < len(prompt) < self.max_len:
             raise UserError(
@@ -162,15 +164,15 @@ class Requests(ABC):
         return Request(prompt, sampling, ends, number, limit)
 
     def add(self, request: Request) -> None:
-        """Let a request wait for a row."""
+        """Queue a request for a row."""
         self._waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """Give up a request; its row is free after the next step, which does not return it."""
+        """Abort a request; its row is free after the next step, which does not return it."""
         request.aborted = True
 
     def _find_stop(self, tokens: list[int], seen: int, stop: Sequence[str]) -> int | None:
-        """Number of tokens after which the text first holds a stop text; None: it does not."""
+        """Return the number of tokens after which the text first contains a stop text, or None."""
         if not stop:
             return None
 

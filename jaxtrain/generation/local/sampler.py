@@ -1,13 +1,13 @@
 """LocalSampler: continuous batching in the training process, on its own devices.
 
-    add(request) ─> queue ─> free rows ─┐ prompts are read, each different one once
+    add(request) ─> queue ─> free rows ─┐ each distinct prompt is read once
                                         ├─ chunk of tokens ─> step() returns what has ended
                               busy rows ┘
 
-Requests of any kind share the rows, and a row that ends is filled again after the chunk. Rows and
-slots come in few sizes, so a run compiles a handful of programs; they grow while there is work and
-are given back when there is none. `slots.py` has the device's side. A model with a draft (Drafted)
-draws the same tokens in fewer passes: `speculation.py`.
+Requests of all kinds share the rows, and a row that ends is refilled after the chunk. Every
+(number of rows, slots) compiles a program, so both come in few sizes; they grow while there is work
+and are freed when there is none. `slots.py` has the device's side. A model with a draft
+(`DraftedModel`) draws the same tokens in fewer passes: `speculation.py`.
 """
 
 import time
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from typing_extensions import override
 
 from jaxtrain.batch import RouteShape
 from jaxtrain.generation.acceptance import Acceptance
@@ -37,15 +38,15 @@ from jaxtrain.generation.local.token_sampling import find_kind, read_draws
 PROMPT_TOKENS = 32768
 """Slots of prompts that are read at once, which bounds the memory of their activations."""
 REFILL = 8
-"""A chunk ends early when one row in so many has ended in it."""
+"""A chunk ends early once one in so many rows has ended in it."""
 
 
 class LocalSampler(Requests):
     """Continues prompts with a model of `jaxtrain.models`.
 
-    `use` swaps the weights, also while answers are under way: what they have read stays as the
-    old weights saw it. `to_text` turns tokens into text, for stop texts. At most `max_batch` rows
-    are decoded together, and no row grows beyond `max_len` tokens.
+    `use` swaps the weights, also while answers are in progress: their cached keys and values stay
+    those of the old weights. `to_text` turns tokens into text, for stop texts. At most `max_batch`
+    rows are decoded together, and no row exceeds `max_len` tokens.
     """
 
     def __init__(
@@ -61,9 +62,9 @@ class LocalSampler(Requests):
         draft_rows: int = 0,
         routes: RouteShape | None = None,
     ):
-        """mesh: where the weights lie, by default the one that is set where `step` is called.
-        draft_rows: a draft guesses only while no more rows are busy; 0: always. routes: record to
-        which experts tokens go, of a model without a draft."""
+        """mesh: that of the weights; by default the one that is set where `step` is called.
+        draft_rows: a draft guesses only while at most so many rows are busy; 0: always. routes:
+        record each token's experts; for a model without a draft."""
         super().__init__(
             model, eos_ids, pad_id, max_len=max_len, max_batch=max_batch, to_text=to_text, mesh=mesh
         )
@@ -73,20 +74,20 @@ class LocalSampler(Requests):
         self._size = (0, 0, 0)
         """Rows, slots and ends of `_rows`."""
 
+    @override
     def drop_all(self) -> None:
-        """Forget all requests, as after an error."""
         self._waiting.clear()
         self._running, self._rows = [], None
 
     @property
+    @override
     def busy(self) -> bool:
-        """Whether there is anything to do."""
         return bool(self._waiting) or any(self._running)
 
     def step(self) -> list[Request]:
-        """Begin what waits and draw a chunk of tokens; the requests that have ended.
+        """Start waiting requests and draw a chunk of tokens; return the requests that have ended.
 
-        Blocks until the device has answered. When nothing is left, the rows are given back.
+        Blocks until the device has answered. Without further work the rows are freed.
         """
         with self.on_mesh():
             self._begin()
@@ -114,7 +115,7 @@ class LocalSampler(Requests):
             start = stop
 
     def _make_room(self, count: int, new: Sequence[Request]) -> None:
-        """Rows for `count` requests and slots for the longest of the new ones."""
+        """Allocate rows for `count` requests and slots for the longest of the new ones."""
         model = self._weights[0]
         # A cycle may read guesses behind the row's limit.
         spare = model.draft.num_drafted if isinstance(model, DraftedModel) else 0
@@ -133,7 +134,7 @@ class LocalSampler(Requests):
         self._running += [None] * (B - len(self._running))
 
     def _fill(self, new: Sequence[Request], rows: Sequence[int]) -> None:
-        """Read the prompts of some requests, each different one once, into these rows."""
+        """Read the prompts of some requests, each distinct one once, into these rows."""
         model, version = self._weights
         prompts = list(dict.fromkeys(tuple(request.prompt) for request in new))
         U, P = bucket(len(prompts), 1, 4), bucket(max(map(len, prompts)), 32)
@@ -175,7 +176,7 @@ class LocalSampler(Requests):
             self._running[row] = request
 
     def _draw(self) -> list[Request]:
-        """A chunk of tokens of all rows; the requests that ended, their rows being free now."""
+        """Draw a chunk for all rows; return the requests that ended, whose rows are now free."""
         model, version = self._weights
         speculates = isinstance(model, DraftedModel) and self._is_calm()
         busy = [(row, request) for row, request in enumerate(self._running) if request is not None]
@@ -223,8 +224,8 @@ class LocalSampler(Requests):
         return ended
 
     def _is_calm(self) -> bool:
-        """Whether so few rows are busy that guesses pay; those that idle are then given up, for a
-        cycle would read guesses for them, too."""
+        """Return True if so few rows are busy that guesses pay off. Idle rows are then removed,
+        because a cycle would read guesses for them, too."""
         most, busy = self.draft_rows, sum(request is not None for request in self._running)
         if not most:
             return True
@@ -248,7 +249,7 @@ class LocalSampler(Requests):
         tokens: int,
         seconds: float,
     ) -> None:
-        """Tell requests and the sampler what became of the guesses of a chunk."""
+        """Record the acceptance of a chunk's guesses, per request and in total."""
         if self.acceptance is None:
             self.acceptance = Acceptance(num_drafted)
         for row, request in busy:
@@ -257,7 +258,8 @@ class LocalSampler(Requests):
 
 
 def find_end(requests: Sequence[Request], start: int) -> int:
-    """How far from `start` requests can be read at once within PROMPT_TOKENS; at least one."""
+    """Return the end of the requests from `start` on that can be read at once within PROMPT_TOKENS;
+    at least one."""
     prompts: set[tuple[int, ...]] = set()
     longest = 0
     for index in range(start, len(requests)):
@@ -269,14 +271,15 @@ def find_end(requests: Sequence[Request], start: int) -> int:
 
 
 def bucket(size: int, smallest: int, factor: int = 2) -> int:
-    """The smallest `smallest * factor**n` that holds `size`: few shapes."""
+    """Return the smallest `smallest * factor**n` that holds `size`, to limit the number of
+    shapes."""
     while smallest < size:
         smallest *= factor
     return smallest
 
 
 def roomy(size: int) -> int:
-    """`size` rounded up to eighths of a power of two and to whole chunks: at most an eighth of
-    the slots is never used."""
+    """Round `size` up to eighths of a power of two and to whole chunks: at most an eighth is
+    unused."""
     step = max(CHUNK, bucket(size, 1) // 8)
     return -(-size // step) * step

@@ -1,10 +1,10 @@
-"""Rows of a cache on the device: prompts go in, tokens come out, ended rows make room.
+"""Rows of a cache on the device: prompts go in, tokens come out, ended rows are reused.
 
-    fill(model, tokens, lengths)           prompts, each once ──> their states, first logits
+    fill(model, tokens, lengths)           each distinct prompt once ──> its state, first logits
     insert(model, rows, filled, entry)     into free rows; several rows may take one prompt
     decode_chunk(model, rows, stop, ...)   up to CHUNK tokens of every row
 
-Shapes: B rows, U different prompts of P slots, R rows to fill, S slots of a row, C tokens of a
+Shapes: B rows, U distinct prompts of P slots, R rows to fill, S slots of a row, C tokens of a
 chunk, V vocab.
 """
 
@@ -26,46 +26,46 @@ class SamplerRows(NamedTuple):
     """State of all rows between chunks."""
 
     cache: Any
-    """The model's own."""
+    """The model's own pytree."""
     token: jax.Array
-    """int32 [B] the last token drawn, not yet seen by the model."""
+    """int32 [B] the last drawn token, not yet read by the model."""
     logprob: jax.Array
     """float32 [B] its log-probability."""
     count: jax.Array
-    """int32 [B] tokens drawn so far, `token` among them."""
+    """int32 [B] tokens drawn so far, including `token`."""
     limit: jax.Array
-    """int32 [B] tokens that the row may draw."""
+    """int32 [B] maximum number of tokens."""
     done: jax.Array
-    """bool [B]: ended, or never begun."""
+    """bool [B]: ended, or never started."""
     keys: jax.Array
-    """[B] one random key a row; folded with `count` for each draw."""
+    """[B] a random key per row; folded with `count` for each draw."""
     draw: DrawParameters
     ends: jax.Array
-    """int32 [B, E] tokens that end the row, -1 where it has fewer."""
+    """int32 [B, E] tokens that end the row, padded with -1."""
     shared: SharedSlots
-    """Of rows that were filled together with the same prompt."""
+    """Slots shared by rows that were filled together with the same prompt."""
 
 
 class FilledPrompts(NamedTuple):
     """Prompts that the model has read."""
 
     cache: Any
-    """Of U rows and P slots."""
+    """With U rows and P slots."""
     logits: jax.Array
     """float32 [U, V] behind each prompt's last token."""
     length: jax.Array
     """int32 [U] tokens of each prompt."""
     routed: jax.Array | None = None
-    """[U, P, R] where each token of the prompts went, where that is recorded."""
+    """[U, P, R] experts of the prompts' tokens, if recorded."""
 
 
 class RowInsert(NamedTuple):
-    """What R rows begin with. A row beyond B is padding and goes nowhere."""
+    """Initial values of R rows. A row index beyond B is padding and is dropped."""
 
     row: np.ndarray
-    """int32 [R] which row."""
+    """int32 [R] target row."""
     source: np.ndarray
-    """int32 [R] which of the U prompts."""
+    """int32 [R] index of the prompt, below U."""
     limit: np.ndarray
     """int32 [R]."""
     seed: np.ndarray
@@ -79,13 +79,13 @@ class RowInsert(NamedTuple):
 
 @jax.jit
 def unstack(model: Any) -> Any:
-    """The model with its layers stored one by one: a token then costs no copies of weights."""
+    """Return the model with its layers stored separately, so that a token copies no weights."""
     return model.unstack()
 
 
 @functools.partial(jax.jit, static_argnames=("B", "S", "E"))
 def empty_rows(model: Any, *, B: int, S: int, E: int) -> SamplerRows:
-    """B rows of S slots in which nothing runs."""
+    """Return B idle rows of S slots."""
     zeros_B, no_B = jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.float32)
     return SamplerRows(
         cache=model.init_cache(B, S),
@@ -103,7 +103,7 @@ def empty_rows(model: Any, *, B: int, S: int, E: int) -> SamplerRows:
 
 @functools.partial(jax.jit, static_argnames=("B", "S", "E"))
 def grow(model: Any, rows: SamplerRows, *, B: int, S: int, E: int) -> SamplerRows:
-    """The same rows with more rows, slots or ends; none may shrink."""
+    """Return the rows with more rows, slots or ends; none may shrink."""
     extra = B - rows.token.shape[0]
 
     def longer(x: jax.Array, fill: Any = 0) -> jax.Array:
@@ -128,7 +128,7 @@ def grow(model: Any, rows: SamplerRows, *, B: int, S: int, E: int) -> SamplerRow
 
 @jax.jit
 def keep(rows: SamplerRows, index_R: jax.Array) -> SamplerRows:
-    """Some of the rows, in this order; all arrays of models' states are [B, ...]."""
+    """Return some of the rows, in this order; all arrays of a model's state are [B, ...]."""
     remaining = jax.tree.map(lambda x: x[index_R], rows)
     return remaining._replace(shared=elect(remaining.shared, len(rows.token)))
 
@@ -137,7 +137,7 @@ def keep(rows: SamplerRows, index_R: jax.Array) -> SamplerRows:
 def fill(
     model: Any, tokens_UP: jax.Array, lengths_U: jax.Array, routes: RouteShape | None = None
 ) -> FilledPrompts:
-    """Read prompts, left-aligned in [U, P]. routes: record where tokens go."""
+    """Read prompts, left-aligned in [U, P]. routes: record the tokens' experts."""
     U, P = tokens_UP.shape
     read = model.decode(tokens_UP, model.init_cache(U, P), lengths_U)
     last_UD = jnp.take_along_axis(read.hidden, (lengths_U - 1)[:, None, None], axis=1)[:, 0]
@@ -150,7 +150,7 @@ def fill(
 def insert(
     model: Any, rows: SamplerRows, filled: FilledPrompts, entry: RowInsert, kind: DrawKind
 ) -> SamplerRows:
-    """Begin rows behind their prompts, with the first token of each drawn."""
+    """Start rows behind their prompts, and draw the first token of each."""
     make = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))
     keys = make(entry.seed, entry.number)
     first = _fold(keys, jnp.zeros_like(entry.number))
@@ -174,7 +174,7 @@ def insert(
 
 
 def share(shared: SharedSlots, entry: RowInsert, length_U: jax.Array) -> SharedSlots:
-    """What rows have in common once these are filled: those that take one prompt."""
+    """Return the slots that rows share once these are filled: rows with one prompt share it."""
     B, U = len(shared.leader), len(length_U)
     left_B = shared.until.at[entry.row].set(0, mode="drop")
     leader_B, until_B = elect(shared._replace(until=left_B), B)
@@ -186,8 +186,8 @@ def share(shared: SharedSlots, entry: RowInsert, length_U: jax.Array) -> SharedS
 
 
 def elect(shared: SharedSlots, B: int) -> SharedSlots:
-    """The same R rows behind the first of each group that is still there; `leader` is one of B rows
-    of before, and alike in a group."""
+    """Return the rows of the last state, each behind the first remaining row of its group; `leader`
+    is one of the B rows before, equal within a group."""
     own_R = jnp.arange(len(shared.leader), dtype=jnp.int32)
     there_R = shared.until > 0
     first_B = jnp.full(B, B, jnp.int32).at[shared.leader].min(jnp.where(there_R, own_R, B))
@@ -203,11 +203,11 @@ def decode_chunk(
     kind: DrawKind,
     routes: RouteShape | None = None,
 ) -> tuple[SamplerRows, jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """(rows, tokens [B, C], log-probs [B, C], tokens handed out of each row [B], and with `routes`
-    where each of these tokens went [B, C, R]: of the one that ends a row it means nothing).
+    """Return (rows, tokens [B, C], log-probs [B, C], number of tokens handed out per row [B], and
+    with `routes` the experts of these tokens [B, C, R], undefined for the token that ends a row).
 
-    Hands out the token that waits and draws the next, until C times are over, all rows are done,
-    or `patience` rows have ended in this chunk. `stop_B` ends rows beforehand.
+    Each step hands out the pending token and draws the next, until C steps are done, all rows have
+    ended, or `patience` rows have ended in this chunk. `stop_B` ends rows beforehand.
     """
     rows = rows._replace(done=rows.done | stop_B)
     B = rows.token.shape[0]

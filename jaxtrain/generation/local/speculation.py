@@ -1,12 +1,12 @@
 """Speculative decoding on the device: a draft guesses, the target reads all guesses at once.
 
     token ─ draft.propose ─> K guesses ─ target.decode(trial) ─> K + 1 draws, each with the noise
-    that plain sampling has at its place ─> the guesses that equal the draws before them stay, and
-    one draw more ─> target.commit, draft.read: of these tokens alone
+    of plain sampling at its position ─> guesses that equal the draws before them are accepted, plus
+    one draw ─> target.commit, draft.read: of the accepted tokens alone
 
-So an answer is the one that plain sampling gives, token for token, whatever the draft guesses; it
-is only there sooner. (Read together or one by one, tokens are rounded differently: where two
-tokens are as good as equally probable, the answers may part.)
+So the answer equals that of plain sampling, token for token, whatever the draft guesses; it is only
+faster. (Tokens that are read together or one by one are rounded differently: where two tokens are
+almost equally probable, the answers may diverge.)
 
 Shapes: B rows, K guesses, T = K + 1 tokens of a cycle, N cycles and C tokens of a chunk.
 """
@@ -27,7 +27,7 @@ CYCLES = 16
 
 
 class DraftedModelCache(NamedTuple):
-    """What both models keep of the tokens so far."""
+    """Caches of target and draft."""
 
     target: DecoderCache
     draft: Any
@@ -35,28 +35,28 @@ class DraftedModelCache(NamedTuple):
 
 
 class DraftedModel(NamedTuple):
-    """A model and the draft that guesses for it (models.draft.Draft), which all of `slots` takes
-    for one model: whatever the target reads, the draft reads, too."""
+    """A model and the draft that guesses for it (models.draft.Draft), with the interface that
+    `slots.py` expects of one model: the draft reads whatever the target reads."""
 
     target: Any
     draft: Any
 
     def head(self) -> jax.Array:
-        """See Decoder."""
+        """Return the target's head."""
         return self.target.head()
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """See Decoder."""
+        """Return the target's logits."""
         return self.target.logits(hidden)
 
     def init_cache(self, rows: int, slots: int) -> DraftedModelCache:
-        """See Decoder."""
+        """Return empty caches of both models."""
         return DraftedModelCache(
             self.target.init_cache(rows, slots), self.draft.init_cache(rows, slots)
         )
 
     def grow_cache(self, cache: DraftedModelCache, rows: int, slots: int) -> DraftedModelCache:
-        """See Decoder."""
+        """Return both caches with more rows or slots."""
         return DraftedModelCache(
             self.target.grow_cache(cache.target, rows, slots),
             self.draft.grow_cache(cache.draft, rows, slots),
@@ -69,7 +69,7 @@ class DraftedModel(NamedTuple):
         filled: DraftedModelCache,
         source_R: jax.Array,
     ) -> DraftedModelCache:
-        """See Decoder."""
+        """Insert rows into both caches."""
         return DraftedModelCache(
             self.target.insert(cache.target, rows_R, filled.target, source_R),
             self.draft.insert(cache.draft, rows_R, filled.draft, source_R),
@@ -83,7 +83,7 @@ class DraftedModel(NamedTuple):
         *,
         shared: SharedSlots | None = None,
     ) -> Decoded:
-        """See Decoder: plain decoding, which the draft follows."""
+        """Decode plainly; the draft reads the same tokens."""
         if counts_B is None:
             counts_B = jnp.full(len(tokens_BT), tokens_BT.shape[1], jnp.int32)
         how = {"capture": self.draft.capture, "shared": shared}
@@ -93,24 +93,27 @@ class DraftedModel(NamedTuple):
 
 
 class SpeculativeChunk(NamedTuple):
-    """What a chunk of cycles gives."""
+    """Result of a chunk of cycles."""
 
     tokens: jax.Array
     """int32 [B, C]."""
     logprobs: jax.Array
     """float32 [B, C] under the target, as in plain sampling."""
     handed: jax.Array
-    """int32 [B]: tokens of each row."""
+    """int32 [B]: number of tokens of each row."""
     lengths: jax.Array
-    """int32 [B, N]: 1 + the guesses accepted in each cycle; 0 where the row took no part."""
+    """int32 [B, N]: 1 + accepted guesses of each cycle; 0 where the row took no part."""
 
 
 @functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("rows",))
 def speculate_chunk(
     model: DraftedModel, rows: SamplerRows, stop_B: jax.Array, patience: jax.Array, kind: DrawKind
 ) -> tuple[SamplerRows, SpeculativeChunk]:
-    """Up to CYCLES cycles of every row; as slots.decode_chunk otherwise, with `rows` in the state
-    that it leaves and takes: one token of a row is drawn and not handed out yet."""
+    """Run up to CYCLES cycles of every row.
+
+    Otherwise like slots.decode_chunk, with the same invariant of `rows`: one token per row is drawn
+    and not handed out yet.
+    """
     rows = rows._replace(done=rows.done | stop_B)
     B, T = rows.token.shape[0], model.draft.num_drafted + 1
     running = (~rows.done).sum()
@@ -145,8 +148,8 @@ def speculate_chunk(
 def cycle(
     model: DraftedModel, rows: SamplerRows, kind: DrawKind
 ) -> tuple[SamplerRows, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(rows, tokens [B, T], log-probs [B, T], how many of them are handed out [B], whether the row
-    used guesses [B]) of one cycle."""
+    """Return (rows, tokens [B, T], log-probs [B, T], number of tokens handed out [B], True if the
+    row used guesses [B]) of one cycle."""
     target, draft, cache = *model, rows.cache
     guess_BK = draft.propose(cache.draft, target, rows.token)
     tokens_BT = jnp.concatenate([rows.token[:, None], guess_BK], axis=1)
@@ -180,7 +183,7 @@ def cycle(
 def draw_all(
     logits_BTV: jax.Array, rows: SamplerRows, kind: DrawKind
 ) -> tuple[jax.Array, jax.Array]:
-    """(tokens, log-probs) [B, T]: the draws of plain sampling behind each of T tokens."""
+    """Return (tokens, log-probs) [B, T]: the draws of plain sampling behind each of T tokens."""
     B, T, V = logits_BTV.shape
     count_BT = rows.count[:, None] + jnp.arange(T, dtype=jnp.int32)
     keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(rows.keys, count_BT)
@@ -190,7 +193,7 @@ def draw_all(
 
 
 def find_ends(rows: SamplerRows, tokens_BT: jax.Array, count_BT: jax.Array) -> jax.Array:
-    """bool [B, T]: whether a token ends its row, with which so many are drawn."""
+    """Return bool [B, T]: True if a token, the count-th of its row, ends it."""
     named_BT = (tokens_BT[:, :, None] == rows.ends[:, None]).any(2)
     return named_BT | (count_BT >= rows.limit[:, None])
 
@@ -198,7 +201,7 @@ def find_ends(rows: SamplerRows, tokens_BT: jax.Array, count_BT: jax.Array) -> j
 def hand_out(
     chunk: SpeculativeChunk, tokens_BT: jax.Array, logprobs_BT: jax.Array, count_B: jax.Array
 ) -> SpeculativeChunk:
-    """The chunk with the first tokens of each row behind those that it holds."""
+    """Append the first tokens of each row to the chunk."""
     B, T = tokens_BT.shape
     token_T = jnp.arange(T, dtype=jnp.int32)
     room = chunk.tokens.shape[1]

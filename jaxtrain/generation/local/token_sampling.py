@@ -1,7 +1,7 @@
-"""Drawing tokens from logits: temperature, truncation, and the log-prob of what was drawn.
+"""Sampling of tokens from logits: temperature, truncation, and log-probs.
 
-Shapes: B rows, V vocab, in K classes of W tokens. Every row has numbers of its own, so requests of
-all kinds share a batch.
+Shapes: B rows, V vocab, in K classes of W tokens. Every row has its own parameters, so that
+requests of all kinds share a batch.
 """
 
 from typing import NamedTuple
@@ -13,12 +13,12 @@ import numpy as np
 from jaxtrain.generation.engine import Sampling
 
 WITHIN = 128
-"""Tokens of a class: those whose ids differ by multiples of the number of classes, so that a
-vocabulary that is split over devices splits every class, and no class has to be moved."""
+"""Tokens of a class: those whose ids differ by multiples of the number of classes, so that sharding
+the vocabulary shards every class, and no class has to be moved."""
 
 
 class DrawParameters(NamedTuple):
-    """The numbers of a Sampling for each row [B]: changing them compiles nothing."""
+    """Sampling parameters of each row [B]; changing them compiles nothing."""
 
     temperature: jax.Array | np.ndarray
     top_k: jax.Array | np.ndarray
@@ -27,16 +27,16 @@ class DrawParameters(NamedTuple):
 
 
 class DrawKind(NamedTuple):
-    """What the rows of a batch need at most; each value compiles a program."""
+    """Union of what the rows of a batch need; each value compiles a program."""
 
     random: bool
-    """Whether any row has a temperature above 0."""
+    """True if any row has a temperature above 0."""
     truncate: bool
-    """Whether any row cuts its distribution."""
+    """True if any row truncates its distribution."""
 
 
 def read_draws(samplings: list[Sampling]) -> DrawParameters:
-    """The numbers of a Sampling for each row."""
+    """Return the sampling parameters of each row."""
     return DrawParameters(
         np.array([sampling.temperature for sampling in samplings], np.float32),
         np.array([sampling.top_k for sampling in samplings], np.int32),
@@ -46,7 +46,7 @@ def read_draws(samplings: list[Sampling]) -> DrawParameters:
 
 
 def find_kind(samplings: list[Sampling]) -> DrawKind:
-    """What these rows need."""
+    """Return what these rows need."""
     return DrawKind(
         any(sampling.temperature > 0 for sampling in samplings),
         any(
@@ -58,10 +58,9 @@ def find_kind(samplings: list[Sampling]) -> DrawKind:
 def sample(
     logits_BV: jax.Array, keys: jax.Array, draw: DrawParameters, kind: DrawKind
 ) -> tuple[jax.Array, jax.Array]:
-    """(token int32 [B], log-prob float32 [B] before truncation) from float logits [B, V].
+    """Return (token int32 [B], log-prob float32 [B] before truncation) from float logits [B, V].
 
-    A row of temperature 0 takes the most probable token, and its log-prob is that of the
-    distribution at temperature 1.
+    A row of temperature 0 takes the most probable token, with its log-prob at temperature 1.
     """
     logits_BV = logits_BV.astype(jnp.float32)
     if not kind.random:
@@ -80,10 +79,10 @@ def sample(
 
 
 def draw_by_class(keys: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(the first most probable token, one drawn from the softmax, log-sum-exp), each [B].
+    """Return (the first most probable token, one drawn from the softmax, log-sum-exp), each [B].
 
     A class of tokens is drawn by its share, then a token of it: the same distribution with V/W + W
-    random numbers for V. These were most of what drawing cost on a GPU.
+    random numbers instead of V. These were most of the cost of drawing on a GPU.
     """
     V = logits_BV.shape[1]
     K = -(-V // WITHIN)
@@ -107,10 +106,11 @@ def draw_by_class(keys: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax
 
 
 def cut(logits_BV: jax.Array, draw: DrawParameters) -> jax.Array:
-    """logits with the tokens that top_k, top_p or min_p exclude at -inf; see `engine.Sampling`.
+    """Return logits with the tokens that top_k, top_p or min_p exclude at -inf; see
+    `engine.Sampling`.
 
-    All three are thresholds on the sorted logits, so tokens exactly as probable as the last one
-    kept are kept, too.
+    All three are thresholds on the sorted logits, so tokens exactly as probable as the last
+    accepted one are kept, too.
     """
     V = logits_BV.shape[-1]
     top_k, top_p, min_p = (x[:, None] for x in (draw.top_k, draw.top_p, draw.min_p))

@@ -1,9 +1,9 @@
-"""The trainer's weights where and as the local sampler reads them.
+"""Copies of the trainer's weights in the layout that the local sampler reads.
 
-trainer: float32, cut over fsdp, on all processes
-   │  rollouts: cast or put in 8 bits, copied, whole on a mesh (data, tensor) of the devices that
-   │            sample
-   └  evaluation: as they are; of several processes, copies on the devices of process 0
+trainer: float32, sharded over fsdp, on all processes
+   │  rollouts: cast or quantized to 8 bits, copied, whole on a mesh (data, tensor) of the devices
+   │            that sample
+   └  evaluation: unchanged; with several processes, copies on the devices of process 0
 """
 
 import dataclasses
@@ -30,27 +30,28 @@ from jaxtrain.models.parameters import Params, Rebuild
 
 
 def sampling_devices(bundle: ModelBundle) -> list[Device]:
-    """The trainer's devices that this process has."""
+    """Return the trainer's devices that belong to this process."""
     process = jax.process_index()
     return [device for device in bundle.mesh.devices.flat if device.process_index == process]
 
 
 def make_sampler_mesh(devices: list[Device], trainer: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """Mesh of the sampler: tensor-parallel as the trainer is, its rows over all that remains.
+    """Return the sampler's mesh: tensor-parallel like the trainer's, the rest of the devices split
+    its rows.
 
-    Sampling reads every weight for every token, so nothing else is cut.
+    Sampling reads every weight for every token, so nothing else is sharded.
     """
     tensor = trainer.shape["tensor"]
     return make_mesh(devices, tensor=tensor if len(devices) % tensor == 0 else 1, data=-1)
 
 
 class Copier:
-    """From the trainer's parameters to the sampler's model, on `mesh`.
+    """Converts the trainer's parameters to the sampler's model, on `mesh`.
 
-    Kernels and embeddings come in the dtype in which their layer computes, which rounds them as
-    the layer would; `weights` "int8" has the kernels of all Linears, those of experts among them,
-    stored as `adapter.quantize` does, anew at each call. What is trained is always copied, because
-    the next optimizer step donates it.
+    Kernels and embeddings get the dtype in which their layer computes, which rounds them as the
+    layer would; `weights` "int8" stores the kernels of all Linears, experts included, as
+    `adapter.quantize` does, anew at each call. Trained parameters are always copied, because the
+    next optimizer step donates them.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Copier:
         weights: Literal["default", "int8"] = "default",
         cache: Stored = "default",
     ):
-        """cache: how the model keeps keys and values."""
+        """cache: how the model stores keys and values."""
         sampled_bundle = bundle
         if weights != "default":
             adapter = bundle.adapter or Adapter({})
@@ -79,8 +80,10 @@ class Copier:
         self._rounding = functools.cache(self._make_rounding)
 
     def __call__(self, params: Params) -> Params:
-        """The sampler's parameters, or of some of the trainer's some of them; {} on all processes
-        but the first, which call it, too."""
+        """Return the sampler's parameters for all, or some, of the trainer's.
+
+        Every process must call it; returns {} on all but the first.
+        """
         copies = {}
         for path, value in params.items():
             new = self._round(path, value)
@@ -91,14 +94,14 @@ class Copier:
         return copies
 
     def build(self, copies: Params, rebuild: Rebuild) -> Any:
-        """The sampler's model of its parameters; rebuild: that of the trainer's."""
+        """Return the sampler's model of its parameters. rebuild: that of the trainer's."""
         model = unstack((self._rebuild if self._own else rebuild)(copies))
         store_cache(model, self.cache)
         return model
 
     def _round(self, path: str, value: jax.Array) -> Params:
-        """A parameter, or the parts that it is stored in, where the trainer has it or, as far as
-        these are the same devices, where the sampler reads it."""
+        """Return a parameter, or the arrays that store it, on the trainer's devices or, if they are
+        the same, already in the sampler's layout."""
         stored = path in self._stored
         first = f"{path}.{STORAGES[self.weights].codes}" if stored else path
         moved = self._several or value.sharding.device_set != self._places[first].device_set
@@ -109,7 +112,7 @@ class Copier:
         return {path: value}
 
     def _make_rounding(self, path: str, moved: bool) -> Callable[[jax.Array], Any]:
-        """One compiled function a parameter."""
+        """Compile one function per parameter."""
         if path not in self._stored:
             out = None if moved else self._places[path]
             return jax.jit(lambda x: jnp.copy(x.astype(self._dtypes[path])), out_shardings=out)
@@ -126,7 +129,7 @@ class Copier:
 
 
 def find_dtypes(model: nnx.Module) -> dict[str, jnp.dtype]:
-    """{path: dtype in which it is used} of parameters that may be rounded ahead of their use."""
+    """Return {path: dtype in which it is used} of parameters that may be rounded in advance."""
     dtypes = {}
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Linear) and node.rounds_kernel:
@@ -139,19 +142,19 @@ def find_dtypes(model: nnx.Module) -> dict[str, jnp.dtype]:
 class EvaluationWeights:
     """Brings parameters to the devices that answer in an evaluation.
 
-    One process answers on the trainer's mesh, without a copy. Of several, process 0 answers alone,
-    on its own devices: all gather the parameters there.
+    A single process answers on the trainer's mesh, without a copy. Of several, process 0 answers
+    alone, on its own devices, and all take part in gathering the parameters there.
     """
 
     def __init__(self, bundle: ModelBundle):
         self.copies = jax.process_count() > 1
         self.mesh, self.places = bundle.mesh, {}
-        """Where process 0 samples."""
+        """Mesh and shardings on which process 0 samples."""
         if self.copies and is_main_process():
             self.mesh = make_mesh(jax.local_devices(), fsdp=-1)
             shapes, _ = abstract_params(dataclasses.replace(bundle, mesh=self.mesh))
             self.places = {path: shape.sharding for path, shape in shapes.items()}
 
     def __call__(self, params: Params) -> Params:
-        """To be called by every process; {} on all but process 0."""
+        """Return the parameters; called by every process, {} on all but process 0."""
         return gather_params(params, self.places) if self.copies else params
