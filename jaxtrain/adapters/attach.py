@@ -25,9 +25,9 @@ def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
 
     Raises UserError where a kernel has no such storage.
     """
-    left = dict(adapter.slots)
+    remaining = dict(adapter.slots)
     for path, node in list(nnx.iter_graph(model)):
-        slot = left.pop(".".join(map(str, path)), None) if isinstance(node, Linear) else None
+        slot = remaining.pop(".".join(map(str, path)), None) if isinstance(node, Linear) else None
         if slot is not None:
             salt = zlib.crc32(".".join(map(str, path)).encode())
             node.adapter = make_adapter(node, slot, adapter.dtype, adapter.dropout, salt)
@@ -36,7 +36,7 @@ def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
             shape = (len(adapter.rows[name]), node.embedding.get_value().shape[1])
             rows = jax.ShapeDtypeStruct(shape, jnp.dtype(adapter.dtype))
             node.adapter = TokenRows(rows, adapter.rows[name])
-    assert not left, f"no such Linear: {sorted(left)}"
+    assert not remaining, f"no such Linear: {sorted(remaining)}"
     if adapter.quantize == "none":
         return model
     return store_kernels(model, adapter.quantize, adapter.tensors)

@@ -44,28 +44,28 @@ def find_tensors(config: DecoderConfig) -> dict[str, TensorPart]:
     linears = find_linears(config)
     wrapped = find_wrapped(config, linears)
     ops = {entry.param: entry.op for entry in family(config).names(config)}
-    found = {}
+    parts_by_path = {}
     for path, linear in linears.items():
         op, outputs = ops[f"{path}.kernel"], linear.shape[-1]
         leaf = innermost(op)
         if path in wrapped:
-            one = wrapped[path]
-            if not _is_turned(op) or one.step != 1:
+            experts = wrapped[path]
+            if not _is_turned(op) or experts.step != 1:
                 raise UserError(
-                    f"{_refused(config, path)}: {one.parameters[0]} has its inputs before its"
+                    f"{_refused(config, path)}: {experts.parameters[0]} has its inputs before its"
                     ' outputs, so that a block of 64 is of many outputs; set it to "nf4", or to'
                     ' "mxfp4" for gpt-oss, and merge what Axolotl trained with Axolotl'
                 )
-            runs = ((one.start, outputs),)
-            found[path] = TensorPart(one.parameters[0], runs, one.total, one.num_experts)
+            runs = ((experts.start, outputs),)
+            parts_by_path[path] = TensorPart(experts.parameters[0], runs, experts.total, experts.num_experts)
         elif path.split(".")[-2] == "experts":
             raise UserError(f'{_refused(config, path)}; set it to "nf4"')
         elif not isinstance(leaf, TensorRef):
             part = _find_rows(leaf, outputs) if _is_turned(op) else None
             if part is None:
                 raise UserError(f'{_refused(config, path)}; set it to "nf4"')
-            found[path] = part
-    return {path: part for path, part in found.items() if not part.is_whole}
+            parts_by_path[path] = part
+    return {path: part for path, part in parts_by_path.items() if not part.is_whole}
 
 
 def _refused(config: DecoderConfig, path: str) -> str:
@@ -114,10 +114,10 @@ class TensorScales:
             absmax = None
             for path, part in members.items():
                 for expert in range(part.num):
-                    own = read(path, ops[f"{path}.kernel"].ops[layer], expert)
+                    kernel = read(path, ops[f"{path}.kernel"].ops[layer], expert)
                     if absmax is None:
-                        absmax = np.zeros((part.num, part.total, own.shape[1]), np.float32)
-                    absmax[expert, part.rows] = own
+                        absmax = np.zeros((part.num, part.total, kernel.shape[1]), np.float32)
+                    absmax[expert, part.rows] = kernel
             return np.asarray(restore_absmax(jnp.asarray(absmax)))
 
         self._restored: Callable[[str, int], np.ndarray] = restored

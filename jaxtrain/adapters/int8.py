@@ -28,10 +28,10 @@ class Int8(nnx.Module):
         """Logical, of the kernel's dims."""
         return self.codes.get_metadata()["axes"]
 
-    def concatenate(self, *others: "Int8") -> "Int8":
+    def concatenate(self, *kernels: "Int8") -> "Int8":
         """Return a kernel with the columns of this one followed by those of others."""
         parts = {
-            name: jnp.concatenate([getattr(one, name)[...] for one in (self, *others)], axis=-1)
+            name: jnp.concatenate([getattr(kernel, name)[...] for kernel in (self, *kernels)], axis=-1)
             for name in ("codes", "scales")
         }
         return Int8(parts, (*self.axes[:-1], None))
@@ -64,9 +64,9 @@ class PackedInt8:
     def unpack(self, dtype: jnp.dtype) -> jax.Array:
         return dequantize_int8({"codes": self.codes, "scales": self.scales}, dtype)
 
-    def specs(self, names: Sequence[str | None], place: SpecOf) -> "PackedInt8":
+    def specs(self, names: Sequence[str | None], spec_of: SpecOf) -> "PackedInt8":
         return PackedInt8(
-            place(names, self.codes.shape), place((names[0], names[2]), self.scales.shape)
+            spec_of(names, self.codes.shape), spec_of((names[0], names[2]), self.scales.shape)
         )
 
 

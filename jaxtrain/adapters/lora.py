@@ -102,8 +102,8 @@ def column_norms(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) ->
     """
     wide = jnp.promote_types(kernel.dtype, jnp.float32)
     a, b = a.astype(wide), b.astype(wide)
-    own = jnp.sum(jnp.square(kernel.astype(wide)), axis=-2)
+    kernel_squares = jnp.sum(jnp.square(kernel.astype(wide)), axis=-2)
     mixed = jnp.sum(b * jnp.einsum("...io,...ir->...ro", kernel.astype(wide), a), axis=-2)
     gram = jnp.einsum("...ir,...iq->...rq", a, a)
     low = jnp.sum(b * jnp.einsum("...rq,...qo->...ro", gram, b), axis=-2)
-    return jnp.sqrt(own + 2 * scale * mixed + scale**2 * low)
+    return jnp.sqrt(kernel_squares + 2 * scale * mixed + scale**2 * low)

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxtrain.adapters.fused import NAME as FUSED
 from jaxtrain.adapters.fused import TensorScales, find_tensors
-from jaxtrain.adapters.nf4 import round_trip_beside
+from jaxtrain.adapters.nf4 import round_trip_with_absmax
 from jaxtrain.adapters.peft import find_pairs
 from jaxtrain.adapters.peft_experts import innermost
 from jaxtrain.adapters.peft_folder import BELOW, PREFIX, ROWS, SUFFIX, PeftFolder, open_peft
@@ -85,8 +85,8 @@ class RowCorrection:
         merged[: len(wide)] = wide
         merged[len(wide) :] = wide.mean(0)
         if self.below is not None:
-            more = fetch(self.peft, self.below)[len(wide) :]
-            merged[len(wide) :][: len(more)] = more
+            added_rows = fetch(self.peft, self.below)[len(wide) :]
+            merged[len(wide) :][: len(added_rows)] = added_rows
         merged[list(self.ids)] = fetch(self.peft, self.tensor)
         return merged
 
@@ -152,11 +152,11 @@ class RoundTrip:
         ops = {entry.param: entry.op for entry in families.family(config).names(config)}
         for kernel in find_stored(stored, kind):
             path = kernel.removesuffix(".kernel")
-            for place, op, shape in _matrices(ops[kernel], shapes[kernel].shape):
-                layer, expert = (*place, None, None)[:2]
+            for indices, op, shape in _matrices(ops[kernel], shapes[kernel].shape):
+                layer, expert = (*indices, None, None)[:2]
                 for name in op.shapes(shape):
-                    one = MatrixLocation(path, op, shape, layer or 0, expert)
-                    self.matrices.setdefault(name, []).append(one)
+                    location = MatrixLocation(path, op, shape, layer or 0, expert)
+                    self.matrices.setdefault(name, []).append(location)
 
     def __call__(self, name: str, array: np.ndarray, index: int | None) -> np.ndarray:
         """A tensor, or expert `index` of one of all experts, in its own dtype."""
@@ -164,31 +164,31 @@ class RoundTrip:
             return array
         out = np.array(array if index is None else array[None])
         source = out.copy()
-        for one in self.matrices[name]:
-            shape = one.shape if index is None else (1, *one.shape[1:])
-            kernel = one.op.read(lambda _, place: source[place], full_index(shape))
+        for location in self.matrices[name]:
+            shape = location.shape if index is None else (1, *location.shape[1:])
+            kernel = location.op.read(lambda _, part: source[part], full_index(shape))
             wide = np.asarray(kernel, np.float32).reshape(shape[-2:])
-            if self.scales is not None and one.path in self.scales.tensors:
-                expert = one.expert if index is None else index
-                absmax = self.scales(one.path, one.layer, expert or 0)
-                restored = round_trip_beside(wide, absmax)
+            if self.scales is not None and location.path in self.scales.tensors:
+                expert = location.expert if index is None else index
+                absmax = self.scales(location.path, location.layer, expert or 0)
+                restored = round_trip_with_absmax(wide, absmax)
             else:
                 restored = round_trip(wide, self.kind)
             kernel = np.asarray(restored).reshape(shape).astype(array.dtype)
-            for piece in one.op.write(kernel, np.asarray):
+            for piece in location.op.write(kernel, np.asarray):
                 out[piece.index] = piece.array
         return out if index is None else out[0]
 
 
 def _matrices(
-    op: TensorOp, shape: tuple[int, ...], place: tuple[int, ...] = ()
+    op: TensorOp, shape: tuple[int, ...], indices: tuple[int, ...] = ()
 ) -> Iterator[tuple[tuple[int, ...], TensorOp, tuple[int, ...]]]:
     """(indices, op, shape) of what a parameter stacks."""
     if not isinstance(op, StackedOps):
-        yield place, op, shape
+        yield indices, op, shape
         return
-    for index, one in enumerate(op.ops):
-        yield from _matrices(one, shape[1:], (*place, index))
+    for index, inner in enumerate(op.ops):
+        yield from _matrices(inner, shape[1:], (*indices, index))
 
 
 def merge_adapter(
@@ -213,8 +213,8 @@ def merge_adapter(
     base, output = Path(base), Path(output)
     files = open_folder(base)
     peft = open_peft(adapter).called_as(files.tensors)
-    known = quantize != "none" or peft.targets
-    config = families.read_config(base, family) if known else None
+    needs_config = quantize != "none" or peft.targets
+    config = families.read_config(base, family) if needs_config else None
     corrections = find_corrections(files, peft, config)
     restore = None if quantize == "none" or config is None else RoundTrip(config, quantize, files)
 
@@ -237,18 +237,18 @@ def merge_adapter(
     copy_folder(base, output, dtype, max_shard_bytes, change, shapes, keys)
     copy_tokenizer(Path(adapter), output)
     if "eos_token_id" in keys:
-        end_with(output / GENERATION, keys["eos_token_id"])
+        add_eos(output / GENERATION, keys["eos_token_id"])
     return len(corrections)
 
 
-def end_with(file: Path, eos: int) -> None:
+def add_eos(file: Path, eos: int) -> None:
     """Let servers that read a generation_config.json end answers at a token, too."""
     if file.is_file():
-        found = read_object(file)
-        told = found.get("eos_token_id")
-        known = told if isinstance(told, list) else [] if told is None else [told]
-        found["eos_token_id"] = list(dict.fromkeys([eos, *known]))
-        file.write_text(json.dumps(found, indent=2) + "\n")
+        settings = read_object(file)
+        stated = settings.get("eos_token_id")
+        eos_ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+        settings["eos_token_id"] = list(dict.fromkeys([eos, *eos_ids]))
+        file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def find_grown(
@@ -257,19 +257,19 @@ def find_grown(
     """{table of the base: its shape with the adapter's tokens}; UserError where another table keeps
     fewer rows."""
     shapes = {}
-    for name, one in corrections.items():
-        if isinstance(one, RowCorrection):
-            shapes[name] = (one.total, files.tensors[name].shape[1])
-        elif isinstance(one, Correction) and one.slot is None:
+    for name, correction in corrections.items():
+        if isinstance(correction, RowCorrection):
+            shapes[name] = (correction.total, files.tensors[name].shape[1])
+        elif isinstance(correction, Correction) and correction.slot is None:
             shapes[name] = peft.files.tensors[PREFIX + name].shape
     grown = {n: shape for n, shape in shapes.items() if shape != files.tensors[n].shape}
     tables = [name for name in files.tensors if f".{name}".endswith(ENDS)]
     rows = {name: shapes.get(name, files.tensors[name].shape)[0] for name in tables}
     if grown and len(set(rows.values())) > 1:
-        told = ", ".join(f"{name} {count:,}" for name, count in rows.items())
+        counts = ", ".join(f"{name} {count:,}" for name, count in rows.items())
         raise UserError(
             f"{peft.path} adds tokens to some tables of {files.path} and not to others: with it"
-            f" they have rows {told}"
+            f" they have rows {counts}"
         )
     return grown
 
@@ -291,33 +291,33 @@ def find_corrections(
 ) -> dict[str, Correction | RowCorrection | ExpertCorrection]:
     """{tensor of the base: what the adapter does to it}; UserError where they do not fit. config:
     the base's, needed where the adapter has pairs for all experts of a layer."""
-    found: dict[str, Any] = {}
+    corrections: dict[str, Any] = {}
     problems: list[str] = []
     for module, slot in peft.modules().items():
         name = f"{module}.weight"
         down, up = (peft.files.tensors[f"{PREFIX}{module}.{SUFFIX[p]}"].shape for p in "ab")
         if up[1] != down[0]:
             problems.append(f"{name}: the adapter is {up} x {down}")
-        elif fits(files, name, (up[0], down[1]), problems, f"the adapter is {up} x {down}"):
-            found[name] = Correction(peft, name, slot)
+        elif check_base_tensor(files, name, (up[0], down[1]), problems, f"the adapter is {up} x {down}"):
+            corrections[name] = Correction(peft, name, slot)
     if config is not None and peft.targets:
-        found |= find_expert_corrections(files, peft, config, problems)
+        corrections |= find_expert_corrections(files, peft, config, problems)
     for module, ids in peft.rows().items():
         name = f"{module}.weight"
         stored = files.tensors.get(name)
-        own = peft.files.tensors[f"{PREFIX}{module}.{ROWS}"].shape
+        adapter_shape = peft.files.tensors[f"{PREFIX}{module}.{ROWS}"].shape
         if stored is None:
             problems.append(f"the base has no {name} (a head that it ties to the embedding?)")
-        elif stored.shape[1:] != own[1:] or not is_float(stored.dtype):
-            problems.append(f"{name} is {stored.shape}, the adapter's rows are {own}")
+        elif stored.shape[1:] != adapter_shape[1:] or not is_float(stored.dtype):
+            problems.append(f"{name} is {stored.shape}, the adapter's rows are {adapter_shape}")
         else:
             total, below = max(stored.shape[0], max(ids) + 1), f"{module}.{BELOW}"
-            if more := peft.files.tensors.get(PREFIX + below):
-                total = max(total, more.shape[0])
+            if added_rows := peft.files.tensors.get(PREFIX + below):
+                total = max(total, added_rows.shape[0])
             tensor = f"{module}.{ROWS}"
-            found[name] = RowCorrection(peft, tensor, ids, total, below if more else None)
+            corrections[name] = RowCorrection(peft, tensor, ids, total, below if added_rows else None)
     for name in sorted(peft.full()):
-        stored, own = files.tensors.get(name), peft.files.tensors[PREFIX + name]
+        stored, adapter_shape = files.tensors.get(name), peft.files.tensors[PREFIX + name]
         if stored is None and name == TABLES[1] and _same_tables(peft):
             continue  # tied: the base stores the table once, as the embedding
         if stored is None and name.startswith("score."):
@@ -328,18 +328,18 @@ def find_corrections(
             )
         elif stored is None:
             problems.append(f"the base has no {name} (a head that it ties to the embedding?)")
-        elif stored.shape != own.shape and not grows(name, stored.shape, own.shape):
-            problems.append(f"{name} is {stored.shape}, the adapter's is {own.shape}")
+        elif stored.shape != adapter_shape.shape and not grows(name, stored.shape, adapter_shape.shape):
+            problems.append(f"{name} is {stored.shape}, the adapter's is {adapter_shape.shape}")
         else:
-            found[name] = Correction(peft, name, None)
-    if not problems and not found:
+            corrections[name] = Correction(peft, name, None)
+    if not problems and not corrections:
         problems.append("the adapter holds nothing")
     if problems:
-        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+        added_rows = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise UserError(
-            f"{peft.path} cannot be merged into {files.path}: {'; '.join(problems[:4])}{more}"
+            f"{peft.path} cannot be merged into {files.path}: {'; '.join(problems[:4])}{added_rows}"
         )
-    return found
+    return corrections
 
 
 def find_expert_corrections(
@@ -348,48 +348,48 @@ def find_expert_corrections(
     """What pairs for all experts of a layer do to the tensors that hold these; what does not fit
     goes to `problems`."""
     linears = find_linears(config)
-    wrapped, targets, left = find_pairs(peft, config, linears)
-    problems += [f"the base has no experts for {spell(module)}" for module in sorted(left)]
+    wrapped, targets, unmatched = find_pairs(peft, config, linears)
+    problems += [f"the base has no experts for {spell(module)}" for module in sorted(unmatched)]
     ops = {entry.param: entry.op for entry in families.family(config).names(config)}
-    found = {}
-    for path, one in wrapped.items():
+    corrections = {}
+    for path, experts in wrapped.items():
         *_, inputs, outputs = linears[path].shape
         layers = ops[f"{path}.kernel"].ops
-        for layer, slot in enumerate(peft.pair_slots(one, targets)):
+        for layer, slot in enumerate(peft.pair_slots(experts, targets)):
             if slot is None:
                 continue
-            module, count = one.module(layer, targets), one.num_experts
+            module, count = experts.module(layer, targets), experts.num_experts
             shapes = [peft.files.tensors[f"{PREFIX}{module}.{SUFFIX[p]}"].shape for p in "ab"]
-            if shapes != [(count * slot.rank, inputs), (one.total, slot.rank * count)]:
+            if shapes != [(count * slot.rank, inputs), (experts.total, slot.rank * count)]:
                 problems.append(f"{module} has a pair {shapes[0]}, {shapes[1]} of another model")
                 continue
             common = ExpertCorrection(peft, module, slot, count)
-            told = "the adapter is of another model"
-            if not one.alone:
+            reason = "the adapter is of another model"
+            if not experts.alone:
                 leaf = innermost(layers[layer])
                 flat = not isinstance(layers[layer], Transpose)
-                shape = (count, inputs, one.total) if flat else (count, one.total, inputs)
-                if fits(files, leaf.name, shape, problems, told):
-                    found[leaf.name] = dataclasses.replace(common, transposed=flat)
+                shape = (count, inputs, experts.total) if flat else (count, experts.total, inputs)
+                if check_base_tensor(files, leaf.name, shape, problems, reason):
+                    corrections[leaf.name] = dataclasses.replace(common, transposed=flat)
                 continue
-            last = one.start + (outputs - 1) * one.step + 1
-            rows = slice(one.start, last, one.step)
+            last = experts.start + (outputs - 1) * experts.step + 1
+            rows = slice(experts.start, last, experts.step)
             for expert, op in enumerate(layers[layer].ops):
                 name = innermost(op).name
-                if fits(files, name, (outputs, inputs), problems, told):
-                    found[name] = dataclasses.replace(common, expert=expert, outputs=rows)
-    return found
+                if check_base_tensor(files, name, (outputs, inputs), problems, reason):
+                    corrections[name] = dataclasses.replace(common, expert=expert, outputs=rows)
+    return corrections
 
 
-def fits(
-    files: SafetensorsFolder, name: str, shape: tuple[int, ...], problems: list[str], told: str
+def check_base_tensor(
+    files: SafetensorsFolder, name: str, shape: tuple[int, ...], problems: list[str], reason: str
 ) -> bool:
     """Whether the base has such a tensor of floats; else a sentence goes to `problems`."""
     stored = files.tensors.get(name)
     if stored is None:
         problems.append(f"the base has no {name}")
     elif stored.shape != shape:
-        problems.append(f"{name} is {stored.shape}, {told}")
+        problems.append(f"{name} is {stored.shape}, {reason}")
     elif not is_float(stored.dtype):
         problems.append(f"{name} is stored as {CODES[stored.dtype]}, not as floats")
     else:
@@ -397,9 +397,9 @@ def fits(
     return False
 
 
-def grows(name: str, shape: tuple[int, ...], own: tuple[int, ...]) -> bool:
+def grows(name: str, shape: tuple[int, ...], adapter_shape: tuple[int, ...]) -> bool:
     """Whether an adapter's table has more tokens than the base's, and is its like else."""
-    return f".{name}".endswith(ENDS) and own[1:] == shape[1:] and own[0] > shape[0]
+    return f".{name}".endswith(ENDS) and adapter_shape[1:] == shape[1:] and adapter_shape[0] > shape[0]
 
 
 def _same_tables(peft: PeftFolder) -> bool:

@@ -61,14 +61,14 @@ class PackedMXFP4:
     def unpack(self, dtype: jnp.dtype) -> jax.Array:
         return dequantize_mxfp4({"blocks": self.blocks, "scales": self.scales}, dtype)
 
-    def specs(self, names: Sequence[str | None], place: SpecOf) -> "PackedMXFP4":
-        found = [place(names, x.shape) for x in (self.blocks, self.scales)]
-        if found[0] != found[1]:
+    def specs(self, names: Sequence[str | None], spec_of: SpecOf) -> "PackedMXFP4":
+        specs = [spec_of(names, x.shape) for x in (self.blocks, self.scales)]
+        if specs[0] != specs[1]:
             raise UserError(
                 f'adapter.quantize "mxfp4": inputs of {self.shape[1]} in blocks of {BLOCK} cannot'
                 " be cut over parallel.tensor; choose parallel.expert or parallel.fsdp instead"
             )
-        return PackedMXFP4(*found)
+        return PackedMXFP4(*specs)
 
 
 def mxfp4_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -107,8 +107,8 @@ def read_mxfp4(
 
     def read(name: str, index: Any) -> np.ndarray:
         experts, inputs, outputs = index[1:]
-        found = [layer[name][experts, outputs, inputs] for layer in layers[index[0]]]
-        return np.stack(found).swapaxes(-1, -2)
+        matrices = [layer[name][experts, outputs, inputs] for layer in layers[index[0]]]
+        return np.stack(matrices).swapaxes(-1, -2)
 
     return {
         name: jax.make_array_from_callback(

@@ -170,10 +170,10 @@ class PackedNF4:
         parts = {name: getattr(self, name) for name in PARTS}
         return dequantize_nf4(parts, dtype, self.group)
 
-    def specs(self, names: Sequence[str | None], place: SpecOf) -> "PackedNF4":
+    def specs(self, names: Sequence[str | None], spec_of: SpecOf) -> "PackedNF4":
         experts, num_in, num_out = names
-        nibbles = place((experts, num_out, num_in), self.nibbles.shape)
-        absmax = place((experts, num_out, num_in), self.absmax.shape)
+        nibbles = spec_of((experts, num_out, num_in), self.nibbles.shape)
+        absmax = spec_of((experts, num_out, num_in), self.absmax.shape)
         if nibbles != absmax:
             raise UserError(
                 f'adapter.quantize "nf4": inputs of {self.shape[1]} in blocks of {BLOCK} cannot be'
@@ -182,14 +182,14 @@ class PackedNF4:
         return PackedNF4(
             nibbles,
             absmax,
-            place((experts, None), self.scales.shape),
-            place((experts,), self.offset.shape),
-            self._group_spec((experts, num_out, num_in), place),
+            spec_of((experts, None), self.scales.shape),
+            spec_of((experts,), self.offset.shape),
+            self._group_spec((experts, num_out, num_in), spec_of),
         )
 
-    def _group_spec(self, names: Sequence[str | None], place: SpecOf) -> Any:
+    def _group_spec(self, names: Sequence[str | None], spec_of: SpecOf) -> Any:
         return (
-            self.group if self.group is None else place(names[-self.group.ndim :], self.group.shape)
+            self.group if self.group is None else spec_of(names[-self.group.ndim :], self.group.shape)
         )
 
 
@@ -229,25 +229,25 @@ def quantize_together(
     """What each of the kernels [num, in, out], or [in, out], is stored as that together are one
     tensor: their blocks have scales and an offset in common, of which each kernel has a copy."""
     num, total = parts[0].num, parts[0].total
-    found = []
+    quantized = []
     for kernel in kernels:
-        found.append(jax.lax.map(_quantize_blocks, kernel.reshape(num, *kernel.shape[-2:])))
-    blocks = found[0][1].shape[-1]
+        quantized.append(jax.lax.map(_quantize_blocks, kernel.reshape(num, *kernel.shape[-2:])))
+    blocks = quantized[0][1].shape[-1]
     absmax = jnp.zeros((num, total, blocks), jnp.float32)
-    for (_, own), part in zip(found, parts, strict=True):
-        absmax = absmax.at[:, part.rows].set(own)
+    for (_, block_absmax), part in zip(quantized, parts, strict=True):
+        absmax = absmax.at[:, part.rows].set(block_absmax)
     codes, scales, offset = quantize_absmax(absmax.reshape(-1))
     codes, stored = codes.reshape(absmax.shape), []
-    for (nibbles, _), part, kernel in zip(found, parts, kernels, strict=True):
+    for (nibbles, _), part, kernel in zip(quantized, parts, kernels, strict=True):
         index = part.firsts(blocks)[:, None] // OUTER + np.arange(part.num_scales(blocks))
-        one = {
+        arrays = {
             "nibbles": nibbles,
             "absmax": codes[:, part.rows],
             "scales": scales[np.minimum(index, scales.size - 1)],
             "offset": jnp.full(num, offset),
         }
         lead = kernel.shape[:-2]
-        stored.append({name: x.reshape(*lead, *x.shape[1:]) for name, x in one.items()})
+        stored.append({name: x.reshape(*lead, *x.shape[1:]) for name, x in arrays.items()})
     return stored
 
 
@@ -279,8 +279,8 @@ def quantize_absmax(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]
 def restore_absmax(absmax: jax.Array) -> jax.Array:
     """The magnitudes of all blocks of a tensor, in their order, as its storage gives them back."""
     codes, scales, offset = quantize_absmax(absmax.reshape(-1))
-    found = jnp.asarray(DYNAMIC)[codes] * jnp.repeat(scales, OUTER)[: codes.size] + offset
-    return found.reshape(absmax.shape)
+    restored = jnp.asarray(DYNAMIC)[codes] * jnp.repeat(scales, OUTER)[: codes.size] + offset
+    return restored.reshape(absmax.shape)
 
 
 def dequantize_nf4(
@@ -320,7 +320,7 @@ def find_absmax(kernel: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def round_trip_beside(kernel: jax.Array, absmax: jax.Array) -> jax.Array:
+def round_trip_with_absmax(kernel: jax.Array, absmax: jax.Array) -> jax.Array:
     """float32 [in, out] as storage gives a kernel back whose blocks are multiplied with `absmax`
     [out, blocks]: those of the tensor that it is a part of."""
     return _unpack(_quantize_blocks(kernel)[0], absmax, jnp.float32)

@@ -79,14 +79,14 @@ def adapter_entries(
     """Every trained parameter and the tensors of a PEFT folder that it is made of. reading: that
     folder, which has the ranks of `adapter`; None: one that is to be written."""
     base = {entry.param: entry.op for entry in family(config).names(config)}
-    entries, places = [], find_joint(config, adapter) if reading is None else {}
+    entries, selections = [], find_joint(config, adapter) if reading is None else {}
     wrapped = wrapped_slots(config, adapter)
     targets = targets_of(wrapped) if reading is None else find_targets(reading.targets, wrapped)
     for path, slot in adapter.slots.items():
         kernel, experts = base[f"{path}.kernel"], wrapped.get(path)
         if experts is not None and experts.target in targets:
-            place = places.get(path) or PairSelection(0, 1, slot.rank)
-            start, ranks = place.index * place.rank, place.count * place.rank
+            selection = selections.get(path) or PairSelection(0, 1, slot.rank)
+            start, ranks = selection.index * selection.rank, selection.count * selection.rank
             for part in ("a", "b"):
                 op = pair_op(experts, part, targets, start, ranks)
                 entries.append(ParameterEntry(f"{path}.adapter.{part}", op))
@@ -94,7 +94,7 @@ def adapter_entries(
         if ".experts." in path and not isinstance(getattr(kernel, "ops", [None])[0], StackedOps):
             raise _without_form(innermost(kernel))
         for name in SUFFIX if slot.dora else ("a", "b"):
-            op = _adapted(kernel, name, places.get(path))
+            op = _adapted(kernel, name, selections.get(path))
             entries.append(ParameterEntry(f"{path}.adapter.{name}", op))
     for path in adapter.rows:
         table = base[f"{path}.embedding"]
@@ -126,14 +126,14 @@ def find_joint(config: DecoderConfig, adapter: Adapter) -> dict[str, PairSelecti
             rows[path] = op
     for name, paths in groups.items():
         slots = [adapter.slots[path] for path in paths]
-        whole = rows[paths[0]].total if paths[0] in rows else 0
-        some = sum(_count(rows[path]) for path in paths if path in rows) < whole
-        if len(set(slots)) > 1 or (slots[0].dora and some):
+        total = rows[paths[0]].total if paths[0] in rows else 0
+        partial = sum(_count(rows[path]) for path in paths if path in rows) < total
+        if len(set(slots)) > 1 or (slots[0].dora and partial):
             module = name.removesuffix(".weight").rpartition(".")[2]
             raise UserError(
                 f"adapter: {', '.join(paths)} belong to one matrix in PEFT, {module}; give them"
                 " the same rank and alpha"
-                + (", and adapter.target all parts of it, as DoRA needs" if some else "")
+                + (", and adapter.target all parts of it, as DoRA needs" if partial else "")
             )
     return {
         path: PairSelection(index, len(paths), adapter.slots[path].rank)
@@ -146,14 +146,14 @@ def wrapped_slots(config: DecoderConfig, adapter: Adapter) -> dict[str, WrappedE
     """The adapted matrices of experts by path."""
     if not any(".experts." in path for path in adapter.slots):
         return {}
-    found = find_wrapped(config, find_linears(config))
-    return {path: one for path, one in found.items() if path in adapter.slots}
+    wrapped = find_wrapped(config, find_linears(config))
+    return {path: experts for path, experts in wrapped.items() if path in adapter.slots}
 
 
 def targets_of(wrapped: Mapping[str, WrappedExperts]) -> set[str]:
     """target_parameters of a folder to be written: where the base has a tensor for each expert,
     each expert has a pair of its own instead."""
-    return {one.target for one in wrapped.values() if not one.alone}
+    return {experts.target for experts in wrapped.values() if not experts.alone}
 
 
 def pair_op(
@@ -214,7 +214,7 @@ def write_gathered(
     pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
     write_folder(folder, dict(sorted(plan.items())), pieces, 1 << 60, single=WEIGHTS)
     wrapped = wrapped_slots(config, adapter)
-    targets = {path: one.target for path, one in wrapped.items() if not one.alone}
+    targets = {path: experts.target for path, experts in wrapped.items() if not experts.alone}
     raw = describe_adapter(find_linears(config), join_slots(config, adapter), base_name, targets)
     if f"{PREFIX}lm_head.weight" in plan:
         raw["modules_to_save"] = sorted({*(raw["modules_to_save"] or ()), "lm_head"})
@@ -230,10 +230,10 @@ def table_modules(config: DecoderConfig) -> dict[str, str]:
     """{"embed": "model.embed_tokens", ...}: the Hugging Face modules of the tables with a row a
     token."""
     base = {entry.param: entry.op for entry in family(config).names(config)}
-    found = {path: base.get(f"{path}.embedding") for path in ("embed", "lm_head")}
+    tables = {path: base.get(f"{path}.embedding") for path in ("embed", "lm_head")}
     return {
         path: op.name.removesuffix(".weight")
-        for path, op in found.items()
+        for path, op in tables.items()
         if isinstance(op, TensorRef)
     }
 
@@ -241,11 +241,11 @@ def table_modules(config: DecoderConfig) -> dict[str, str]:
 def join_slots(config: DecoderConfig, adapter: Adapter) -> Adapter:
     """The adapter with the ranks and alphas of PEFT's pairs; scales stay."""
     slots = dict(adapter.slots)
-    for path, place in find_joint(config, adapter).items():
+    for path, selection in find_joint(config, adapter).items():
         slot = slots[path]
-        factor = math.sqrt(place.count) if slot.rslora else place.count
+        factor = math.sqrt(selection.count) if slot.rslora else selection.count
         slots[path] = dataclasses.replace(
-            slot, rank=slot.rank * place.count, alpha=slot.alpha * factor
+            slot, rank=slot.rank * selection.count, alpha=slot.alpha * factor
         )
     return dataclasses.replace(adapter, slots=slots)
 
@@ -310,17 +310,17 @@ def _write_patterns(
     values: Mapping[str, float], parameters: Collection[str]
 ) -> dict[str, float | int]:
     """A pattern for each name; one for all names of a parameter's value, see `describe_adapter`."""
-    found: dict[str, float | int] = {}
+    patterns: dict[str, float | int] = {}
     for value in dict.fromkeys(values.values()):
         named = [name for name in values if values[name] == value]
         joined = any(name in parameters for name in named)
-        found |= dict.fromkeys(["|".join(sorted(named))] if joined else named, _plain(value))
-    return found
+        patterns |= dict.fromkeys(["|".join(sorted(named))] if joined else named, _plain(value))
+    return patterns
 
 
 def shared_name(linears: Linears, adapter: Adapter, path: str) -> str:
     """ "q_proj" where every Linear of that last name has the same adapter, else `short_name`."""
-    alike = {adapter.slots.get(other) for other in _namesakes(linears, path)}
+    alike = {adapter.slots.get(namesake) for namesake in _namesakes(linears, path)}
     return _tail(linears, path, 1) if len(alike) == 1 else short_name(linears, path)
 
 
@@ -335,7 +335,7 @@ def short_name(linears: Linears, path: str) -> str:
 
 
 def _namesakes(linears: Linears, path: str) -> list[str]:
-    return [other for other in linears if _tail(linears, other, 1) == _tail(linears, path, 1)]
+    return [candidate for candidate in linears if _tail(linears, candidate, 1) == _tail(linears, path, 1)]
 
 
 def _tail(linears: Linears, path: str, parts: int) -> str:
@@ -347,23 +347,23 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
     linears = find_linears(config)
     peft = open_peft(folder).called_as(module_names(linears))
     modules, slots = peft.modules(), {}
-    wrapped, targets, left = find_pairs(peft, config, linears)
-    left |= set(modules)
+    wrapped, targets, unmatched = find_pairs(peft, config, linears)
+    unmatched |= set(modules)
     for path, linear in linears.items():
         if path in wrapped:
-            found = peft.pair_slots(wrapped[path], targets)
+            layer_slots = peft.pair_slots(wrapped[path], targets)
         else:
-            found = [modules.get(name) for name in linear.modules]
-            left -= {*linear.modules}
-        if not any(found):
+            layer_slots = [modules.get(name) for name in linear.modules]
+            unmatched -= {*linear.modules}
+        if not any(layer_slots):
             continue
-        if len(set(found)) > 1:
-            kinds = "has it in some layers only" if None in found else "has several ranks or alphas"
+        if len(set(layer_slots)) > 1:
+            kinds = "has it in some layers only" if None in layer_slots else "has several ranks or alphas"
             raise UserError(
                 f"adapter.path {str(folder)!r}: {short_name(linears, path)} {kinds}; layers are"
                 " stored stacked and must be alike. Merge it instead: jaxtrain merge"
             )
-        slots[path] = found[0]
+        slots[path] = layer_slots[0]
     tables = {"model.embed_tokens.weight": "embed.embedding", "lm_head.weight": "lm_head.embedding"}
     if config.tie_word_embeddings:
         tables["lm_head.weight"] = "embed.embedding"
@@ -391,7 +391,7 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
                 f" model has {config.vocab_size}: name the tokens that it was trained with in"
                 " model.added_tokens or model.special_tokens"
             )
-    unknown = sorted([*left, *named, *(peft.full() - set(tables))])
+    unknown = sorted([*unmatched, *named, *(peft.full() - set(tables))])
     if unknown or not slots:
         raise UserError(
             f"adapter.path {str(folder)!r} does not fit {config.architecture}: "
@@ -417,16 +417,16 @@ def find_pairs(
     every = find_wrapped(config, linears)
     targets = find_targets(peft.targets, every)
     if strange := [name for name in peft.targets if not find_targets([name], every)]:
-        known = sorted({one.target for one in every.values()})
+        available = sorted({experts.target for experts in every.values()})
         raise UserError(
             f"{peft.path / CONFIG}: target_parameters names {spell(strange[0])}, which"
-            f" {config.architecture} does not have; it has {', '.join(known) or 'no experts'}"
+            f" {config.architecture} does not have; it has {', '.join(available) or 'no experts'}"
         )
-    wrapped = {path: one for path, one in every.items() if one.target in targets}
+    wrapped = {path: experts for path, experts in every.items() if experts.target in targets}
     used = {
-        one.module(layer, targets)
-        for one in wrapped.values()
-        for layer in range(len(one.parameters))
+        experts.module(layer, targets)
+        for experts in wrapped.values()
+        for layer in range(len(experts.parameters))
     }
     return wrapped, targets, peft.pairs() - used
 
@@ -440,13 +440,13 @@ def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Par
     files = peft.files
     check = FiniteCheck(files)
     for param, op in adapter_entries(config, adapter, reading=peft):
-        like = shapes[param]
-        for name, shape in op.shapes(like.shape).items():
+        spec = shapes[param]
+        for name, shape in op.shapes(spec.shape).items():
             stored = files.tensors.get(name)
             if stored is None or stored.shape != shape:
-                found = "missing" if stored is None else stored.shape
-                raise UserError(f"{file}: {name} is {found}, this model needs {shape}")
-        value = read_entry(files, ParameterEntry(param, op), like, like.sharding)
+                actual = "missing" if stored is None else stored.shape
+                raise UserError(f"{file}: {name} is {actual}, this model needs {shape}")
+        value = read_entry(files, ParameterEntry(param, op), spec, spec.sharding)
         check.add(ParameterEntry(param, op), value)
         if param in params and not np.array_equal(to_host(params[param]), to_host(value)):
             raise UserError(f"{file}: embedding and head differ, but the model ties them")
@@ -455,20 +455,20 @@ def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Par
     return params
 
 
-def _adapted(op: TensorOp, name: str, place: PairSelection | None) -> TensorOp:
+def _adapted(op: TensorOp, name: str, selection: PairSelection | None) -> TensorOp:
     """The op of a kernel turned to one part of its adapter."""
     match op:
         case StackedOps():
-            return StackedOps(tuple(_adapted(one, name, place) for one in op.ops))
+            return StackedOps(tuple(_adapted(layer_op, name, selection) for layer_op in op.ops))
         case Transpose():
-            inner = _adapted(op.op, name, place)
+            inner = _adapted(op.op, name, selection)
             return inner if name == "magnitude" else Transpose(inner)
         case TensorRef():
             return TensorRef(_peft_name(op.name, name))
         case PermutedRows():
             renamed = _peft_name(op.name, name)
-            if place is not None and name != "magnitude":
-                start, all_ranks = place.index * place.rank, place.count * place.rank
+            if selection is not None and name != "magnitude":
+                start, all_ranks = selection.index * selection.rank, selection.count * selection.rank
                 if name == "a":
                     return SplitRows(renamed, 0, start, all_ranks)
                 return MatrixBlock(renamed, op.runs, op.total, start, all_ranks)

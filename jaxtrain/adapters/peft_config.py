@@ -56,12 +56,12 @@ def read_peft_config(file: Path) -> dict[str, Any]:
         ("rank_pattern", _is_rank, RANK),
         ("alpha_pattern", _is_alpha, ALPHA),
     ):
-        found = raw.get(key)
-        if found is None:
+        table = raw.get(key)
+        if table is None:
             continue
-        if not isinstance(found, dict) or len(found) > MAX_ENTRIES:
-            raise UserError(f"{file}: {key} is {describe(found)}; it must be an object or null")
-        for pattern, value in found.items():
+        if not isinstance(table, dict) or len(table) > MAX_ENTRIES:
+            raise UserError(f"{file}: {key} is {describe(table)}; it must be an object or null")
+        for pattern, value in table.items():
             _require(file, f"{key}.{spell(pattern)}", value, fits, allowed)
             _check_pattern(file, key, pattern)
     for key in SWITCHES:
@@ -99,18 +99,18 @@ def match_patterns(file: Path, key: str, patterns: Sequence[str], names: Sequenc
     Expressions that may take for ever are matched in a process of their own, within
     PATTERN_SECONDS; UserError where they do not end, or are none.
     """
-    whole = [rf"(.*\.)?({pattern})$" for pattern in patterns]
+    full_patterns = [rf"(.*\.)?({pattern})$" for pattern in patterns]
     if all(SIMPLE.fullmatch(pattern) for pattern in patterns):
-        found = {}
-        for pattern, expression in zip(patterns, map(re.compile, whole), strict=True):
+        matches = {}
+        for pattern, expression in zip(patterns, map(re.compile, full_patterns), strict=True):
             for name in names:
-                if name not in found and expression.match(name):
-                    found[name] = pattern
-        return found
+                if name not in matches and expression.match(name):
+                    matches[name] = pattern
+        return matches
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", MATCHER],
-            input=json.dumps([whole, list(names)]),
+            input=json.dumps([full_patterns, list(names)]),
             capture_output=True,
             text=True,
             timeout=PATTERN_SECONDS,

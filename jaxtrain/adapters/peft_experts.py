@@ -64,8 +64,8 @@ class WrappedExperts(NamedTuple):
     def module(self, layer: int, targets: Collection[str]) -> str:
         """The module with the pair, where all of `targets` are wrapped."""
         module, _, _ = self.parameters[layer].rpartition(".")
-        own, _, name = self.target.rpartition(".")
-        same = [target for target in targets if target.rpartition(".")[0] == own]
+        owner, _, name = self.target.rpartition(".")
+        same = [target for target in targets if target.rpartition(".")[0] == owner]
         # Parameters for what goes in come before those for what comes out.
         inner = any(target.endswith(".down_proj") for target in same) and name != "down_proj"
         return module + ".base_layer" * inner
@@ -79,7 +79,7 @@ def generic(parameter: str) -> str:
 def find_wrapped(config: DecoderConfig, linears: Linears) -> dict[str, WrappedExperts]:
     """By path, all matrices of experts of an architecture."""
     entries = {entry.param: entry.op for entry in family(config).names(config)}
-    found = {}
+    wrapped = {}
     for path, linear in linears.items():
         owner, _, part = path.rpartition(".")
         op = entries[f"{path}.kernel"]
@@ -96,15 +96,15 @@ def find_wrapped(config: DecoderConfig, linears: Linears) -> dict[str, WrappedEx
             name = "gate_up_proj" if joined else f"{part}_proj"
             parameters = tuple(_runtime(f"{match[1]}.{name}") for match in modules if match)
             start, total = outputs * (joined and part == "up"), outputs * (1 + joined)
-            found[path] = WrappedExperts(parameters, start, 1, total, num_experts, True)
+            wrapped[path] = WrappedExperts(parameters, start, 1, total, num_experts, True)
             continue
         leaves = [innermost(layer) for layer in op.ops]
         if all(isinstance(leaf, TensorRef | SplitRows) or hasattr(leaf, "step") for leaf in leaves):
             start, step = getattr(leaves[0], "start", 0), getattr(leaves[0], "step", 1)
             total = outputs if isinstance(leaves[0], TensorRef) else 2 * outputs
             parameters = tuple(_runtime(leaf.name) for leaf in leaves)
-            found[path] = WrappedExperts(parameters, start, step, total, num_experts, False)
-    return found
+            wrapped[path] = WrappedExperts(parameters, start, step, total, num_experts, False)
+    return wrapped
 
 
 def innermost(op: TensorOp) -> Any:
@@ -118,19 +118,19 @@ def innermost(op: TensorOp) -> Any:
 
 
 def _runtime(name: str) -> str:
-    for ours, theirs in RUNTIME:
-        if ours in name:
-            return name.replace(ours, theirs)
+    for stored_name, runtime_name in RUNTIME:
+        if stored_name in name:
+            return name.replace(stored_name, runtime_name)
     return name
 
 
-def find_targets(wanted: Iterable[str], wrapped: Mapping[str, WrappedExperts]) -> set[str]:
+def find_targets(names: Iterable[str], wrapped: Mapping[str, WrappedExperts]) -> set[str]:
     """The `WrappedExperts.target`s that PEFT's target_parameters name: by their ends, as it does."""
     return {
-        one.target
-        for one in wrapped.values()
-        for name in wanted
-        if any(f".{parameter}".endswith(f".{name}") for parameter in one.parameters)
+        experts.target
+        for experts in wrapped.values()
+        for name in names
+        if any(f".{parameter}".endswith(f".{name}") for parameter in experts.parameters)
     }
 
 

@@ -57,8 +57,8 @@ class PeftFolder:
     @property
     def targets(self) -> list[str]:
         """Of its target_parameters."""
-        found = self.config.get("target_parameters") or []
-        return [found] if isinstance(found, str) else list(found)
+        targets = self.config.get("target_parameters") or []
+        return [targets] if isinstance(targets, str) else list(targets)
 
     def called_as(self, names: Collection[str]) -> "PeftFolder":
         """The adapter with the beginnings that the base's `names` have; see RENAMED."""
@@ -92,7 +92,7 @@ class PeftFolder:
 
     def pair_slots(self, experts: WrappedExperts, targets: set[str]) -> list[LoRASpec | None]:
         """The slot of a matrix of experts in each layer."""
-        ranks, found = self._ranks(), {}
+        ranks, expert_ranks = self._ranks(), {}
         for layer, parameter in enumerate(experts.parameters):
             module = experts.module(layer, targets)
             if module in ranks:
@@ -102,8 +102,8 @@ class PeftFolder:
                         f"{self.path / WEIGHTS}: lora_A of {spell(module)} has {ranks[module]}"
                         f" rows, no multiple of the {experts.num_experts} experts"
                     )
-                found[parameter] = rank
-        slots = self._slots(found)
+                expert_ranks[parameter] = rank
+        slots = self._slots(expert_ranks)
         return [slots.get(parameter) for parameter in experts.parameters]
 
     def _ranks(self) -> dict[str, int]:
@@ -135,21 +135,21 @@ class PeftFolder:
 
     def _is_copy(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether rows are those of the embedding again, as PEFT may write them of a tied head."""
-        others = [n for n in self.files.tensors if n.endswith(f"embed_tokens.{ROWS}") and n != name]
-        own = self.files.fetch(name, full_index(shape))
-        same = (n for n in others if self.files.tensors[n].shape == shape)
-        return any(np.array_equal(own, self.files.fetch(n, full_index(shape))) for n in same)
+        tables = [n for n in self.files.tensors if n.endswith(f"embed_tokens.{ROWS}") and n != name]
+        rows = self.files.fetch(name, full_index(shape))
+        same = (n for n in tables if self.files.tensors[n].shape == shape)
+        return any(np.array_equal(rows, self.files.fetch(n, full_index(shape))) for n in same)
 
     def rows(self) -> dict[str, tuple[int, ...]]:
         """Ids of the tokens of which it replaces the rows, by the module of the table."""
-        said = self.config.get("trainable_token_indices") or {}
-        said = said if isinstance(said, dict) else {"embed_tokens": said}
-        found = {}
+        stated = self.config.get("trainable_token_indices") or {}
+        stated = stated if isinstance(stated, dict) else {"embed_tokens": stated}
+        rows_of = {}
         for name, stored in self.files.tensors.items():
             if not name.endswith(f".{ROWS}"):
                 continue
             module = name[len(PREFIX) : -len(ROWS) - 1]
-            ids = next((ids for key, ids in said.items() if f".{module}".endswith(f".{key}")), ())
+            ids = next((ids for key, ids in stated.items() if f".{module}".endswith(f".{key}")), ())
             if not ids and self._is_copy(name, stored.shape):
                 continue
             if len(ids) != stored.shape[0] or len(set(ids)) < len(ids):
@@ -157,8 +157,8 @@ class PeftFolder:
                     f"{self.path / WEIGHTS}: {spell(name)} has {stored.shape[0]} rows; {CONFIG}"
                     f" names {len(set(ids))} tokens for them (trainable_token_indices)"
                 )
-            found[module] = tuple(ids)
-        return found
+            rows_of[module] = tuple(ids)
+        return rows_of
 
 
 def open_peft(folder: str | os.PathLike) -> PeftFolder:
@@ -179,21 +179,21 @@ def open_peft(folder: str | os.PathLike) -> PeftFolder:
         odd.pop("qalora_group_size", None)
     if odd:
         shown = {k: repr(spell(v)) if isinstance(v, str) else shorten(v) for k, v in odd.items()}
-        told = ", ".join(f"{spell(key)}={shown[key]}" for key in [*odd][:8])
-        raise UserError(f"{file}: not supported: {told}")
+        listed = ", ".join(f"{spell(key)}={shown[key]}" for key in [*odd][:8])
+        raise UserError(f"{file}: not supported: {listed}")
     peft = PeftFolder(folder, raw, SafetensorsFolder(folder, single=WEIGHTS))
     tensors = peft.files.tensors
     strange = [name for name in tensors if not name.startswith(PREFIX)]
-    known = [*SUFFIX.values()] if peft.dora else [SUFFIX["a"], SUFFIX["b"]]
-    strange += [n for n in tensors if "lora_" in n and not n.endswith(tuple(known))]
+    suffixes = [*SUFFIX.values()] if peft.dora else [SUFFIX["a"], SUFFIX["b"]]
+    strange += [n for n in tensors if "lora_" in n and not n.endswith(tuple(suffixes))]
     if strange:
-        told = ", ".join(map(spell, strange[:4]))
-        raise UserError(f"{folder / WEIGHTS}: unexpected tensors {told}")
+        listed = ", ".join(map(spell, strange[:4]))
+        raise UserError(f"{folder / WEIGHTS}: unexpected tensors {listed}")
     check_shapes(peft)
     first = f".{SUFFIX['a']}"
     adapted = [name.removesuffix(first) for name in tensors if name.endswith(first)]
-    wanted = {f"{module}.{end}" for module in adapted for end in known}
-    if missing := sorted(wanted - set(tensors)):
+    required = {f"{module}.{end}" for module in adapted for end in suffixes}
+    if missing := sorted(required - set(tensors)):
         raise UserError(f"{folder / WEIGHTS}: missing tensors {', '.join(map(spell, missing[:4]))}")
     check_ranks(peft)
     return peft
@@ -204,8 +204,8 @@ def check_shapes(peft: PeftFolder) -> None:
     for name, stored in peft.files.tensors.items():
         kind = next((kind for kind, end in SUFFIX.items() if name.endswith(f".{end}")), None)
         dims = 1 if kind == "magnitude" else 2
-        known = kind is not None or name.endswith(f".{ROWS}")
-        if known and (len(stored.shape) != dims or 0 in stored.shape):
+        checked = kind is not None or name.endswith(f".{ROWS}")
+        if checked and (len(stored.shape) != dims or 0 in stored.shape):
             raise UserError(
                 f"{stored.file}: {spell(name)} has shape {stored.shape}; it must have {dims}"
                 f" dimension{'s' * (dims > 1)}, none of them 0"

@@ -79,7 +79,7 @@ def find_linears(config: DecoderConfig) -> Linears:
     """All Linears of an architecture."""
     entries = {entry.param: entry for entry in families.family(config).names(config)}
     nodes = dict(nnx.iter_graph(build.abstract(config)))
-    found = {}
+    linears = {}
     for path, node in nodes.items():
         if isinstance(node, Linear):
             name = ".".join(map(str, path))
@@ -88,8 +88,8 @@ def find_linears(config: DecoderConfig) -> Linears:
             around = (nodes[path[:end]] for end in reversed(range(len(path))))
             presets = (layer.preset for layer in around if hasattr(layer, "preset"))
             modules = tuple(tensor.removesuffix(".weight") for tensor in tensors)
-            found[name] = AdaptableLinear(next(presets, None), modules, shape)
-    return dict(sorted(found.items()))
+            linears[name] = AdaptableLinear(next(presets, None), modules, shape)
+    return dict(sorted(linears.items()))
 
 
 def choose_slots(
@@ -121,11 +121,11 @@ def match_any(linears: Linears, key: str, patterns: Sequence[str]) -> dict[str, 
     for pattern in patterns:
         matched = [path for path in linears if _matches(path, linears[path], key, pattern)]
         if not matched:
-            known = ", ".join(f"{path} ({_leaf(of.modules[0])})" for path, of in linears.items())
+            listed = ", ".join(f"{path} ({_leaf(of.modules[0])})" for path, of in linears.items())
             presets = sorted({of.preset for of in linears.values() if of.preset})
             raise UserError(
                 f"adapter.{key} {pattern!r} names no Linear; presets:"
-                f" {', '.join([*presets, ALL])}; Linears of this model: {known}"
+                f" {', '.join([*presets, ALL])}; Linears of this model: {listed}"
             )
         hits.update(dict.fromkeys(matched, True))
     return hits

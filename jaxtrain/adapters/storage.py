@@ -90,9 +90,9 @@ def store_kernels(model: nnx.Module, kind: str, tensors: Tensors = NO_TENSORS) -
                 f'adapter.quantize "{kind}" needs inputs in multiples of {storage.multiple};'
                 f' {name} has {shape[-2]}; set adapter.quantize to "int8" or "none"'
             )
-        more = (tensors[name],) if name in tensors else ()
+        part_args = (tensors[name],) if name in tensors else ()
         axes = node.kernel.get_metadata()["axes"]
-        node.kernel = storage.module(storage.shapes(shape, *more), axes, *more)
+        node.kernel = storage.module(storage.shapes(shape, *part_args), axes, *part_args)
         count += 1
     if not count:
         raise UserError(
@@ -122,11 +122,11 @@ def quantize_params(
     is made of: what lies there in this storage is taken as it is. tensors: of "nf4_fused";
     each is in memory a layer at a time.
     """
-    stored, wanted = {}, find_stored(shapes, kind)
+    stored, kernel_paths = {}, find_stored(shapes, kind)
     waiting: dict[str, dict[str, Any]] = {}
-    members = _find_members(wanted, tensors)
+    members = _find_members(kernel_paths, tensors)
     for path, value in params:
-        if path not in wanted:
+        if path not in kernel_paths:
             stored[path] = value
             continue
         if part := tensors.get(path.removesuffix(".kernel")):
@@ -136,27 +136,27 @@ def quantize_params(
                 stored |= _quantize_tensor(waiting.pop(part.tensor), shapes, tensors)
             continue
         names = [name for name in STORAGES[kind].shapes((0, 0)) if f"{path}.{name}" in shapes]
-        own = {name: shapes[f"{path}.{name}"] for name in names}
-        places = {name: shape.sharding for name, shape in own.items()}
+        part_shapes = {name: shapes[f"{path}.{name}"] for name in names}
+        places = {name: shape.sharding for name, shape in part_shapes.items()}
         files, entries = source or (None, {})
-        as_is = STORAGES[kind].read(files, entries[path].op, own) if path in entries else None
+        as_is = STORAGES[kind].read(files, entries[path].op, part_shapes) if path in entries else None
         if as_is is not None:
             arrays = as_is
         elif isinstance(value, jax.Array):
             arrays = jax.device_put(quantize_stacked(value, kind), places)
             jax.block_until_ready(arrays)  # else the host runs ahead and memory holds several
         else:
-            found = (quantize_stacked(kernel, kind) for kernel in value)
-            arrays = _write_layers(found, own, places)
+            quantized = (quantize_stacked(kernel, kind) for kernel in value)
+            arrays = _write_layers(quantized, part_shapes, places)
         stored |= {f"{path}.{name}": array for name, array in arrays.items()}
     assert not waiting, f"not all of {list(waiting)} came"
     return stored
 
 
-def _find_members(wanted: Iterable[str], tensors: Tensors) -> dict[str, set[str]]:
+def _find_members(kernel_paths: Iterable[str], tensors: Tensors) -> dict[str, set[str]]:
     """{tensor: paths of the kernels that are parts of it}."""
     members: dict[str, set[str]] = {}
-    for path in wanted:
+    for path in kernel_paths:
         if part := tensors.get(path.removesuffix(".kernel")):
             members.setdefault(part.tensor, set()).add(path)
     return members
@@ -165,7 +165,7 @@ def _find_members(wanted: Iterable[str], tensors: Tensors) -> dict[str, set[str]
 def _quantize_tensor(kernels: Mapping[str, Any], shapes: Shapes, tensors: Tensors) -> Params:
     """What is stored of stacked kernels, arrays or iterators over layers, that are one tensor in
     each layer."""
-    own = {
+    part_shapes = {
         f"{path}.{name}": shapes[f"{path}.{name}"]
         for path in kernels
         for name in nf4_shapes((0, 0))
@@ -174,12 +174,12 @@ def _quantize_tensor(kernels: Mapping[str, Any], shapes: Shapes, tensors: Tensor
 
     @jax.jit
     def quantize(layer: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        found = zip(kernels, quantize_together(layer, chosen), strict=True)
-        return {f"{path}.{name}": array for path, one in found for name, array in one.items()}
+        quantized = zip(kernels, quantize_together(layer, chosen), strict=True)
+        return {f"{path}.{name}": array for path, arrays in quantized for name, array in arrays.items()}
 
     layers = zip(*kernels.values(), strict=True)
-    places = {name: shape.sharding for name, shape in own.items()}
-    return _write_layers(map(quantize, layers), own, places)
+    places = {name: shape.sharding for name, shape in part_shapes.items()}
+    return _write_layers(map(quantize, layers), part_shapes, places)
 
 
 def _write_layers(
@@ -191,15 +191,15 @@ def _write_layers(
         return {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=places)
-    def write(parts, index, found):
+    def write(parts, index, layer):
         return {
-            name: jax.lax.dynamic_update_index_in_dim(part, found[name], index, 0)
+            name: jax.lax.dynamic_update_index_in_dim(part, layer[name], index, 0)
             for name, part in parts.items()
         }
 
     parts = jax.jit(empty, out_shardings=places)()
-    for index, found in enumerate(layers):
-        parts = jax.block_until_ready(write(parts, index, found))
+    for index, layer in enumerate(layers):
+        parts = jax.block_until_ready(write(parts, index, layer))
     return parts
 
 

@@ -29,20 +29,20 @@ def count_branches(batch: Batch) -> np.ndarray:
     leaf[rows, prev[rows, children]] = 0
     before = np.zeros((len(prev), length + 1), np.int64)
     np.cumsum(leaf, axis=1, out=before[:, 1:])
-    found = np.take_along_axis(before, batch.until.reshape(-1, length), axis=1) - before[:, :-1]
-    return found.reshape(batch.prev.shape)
+    counts = np.take_along_axis(before, batch.until.reshape(-1, length), axis=1) - before[:, :-1]
+    return counts.reshape(batch.prev.shape)
 
 
 def draw_next(batch: Batch, branches: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """The stream NEXT, int32 [..., T]; of several children one, by its branches."""
     length = batch.prev.shape[-1]
-    prev, own = batch.prev.reshape(-1, length), branches.reshape(-1, length)
+    prev, num_branches = batch.prev.reshape(-1, length), branches.reshape(-1, length)
     index = np.arange(length)
-    found = np.full(prev.shape, -1, np.int32)
+    next_index = np.full(prev.shape, -1, np.int32)
     # Nearly all tokens stand right behind the one before them on their branch.
     behind = np.zeros(prev.shape, bool)
     behind[:, :-1] = prev[:, 1:] == index[:-1]
-    np.copyto(found, (index + 1).astype(np.int32), where=behind)
+    np.copyto(next_index, (index + 1).astype(np.int32), where=behind)
     rows, children = np.nonzero((prev >= 0) & (prev != index - 1))
     if len(rows):
         parents = prev[rows, children]
@@ -52,10 +52,10 @@ def draw_next(batch: Batch, branches: np.ndarray, rng: np.random.Generator) -> n
         parents = np.concatenate([parents, first[:, 1]])
         children = np.concatenate([children, first[:, 1] + 1])
         # The first of exponential clocks whose rates are the branches.
-        clock = rng.exponential(size=len(rows)) / own[rows, children]
+        clock = rng.exponential(size=len(rows)) / num_branches[rows, children]
         order = np.argsort(-clock, kind="stable")
-        found[rows[order], parents[order]] = children[order]
-    return found.reshape(batch.prev.shape)
+        next_index[rows[order], parents[order]] = children[order]
+    return next_index.reshape(batch.prev.shape)
 
 
 def follow(batch: Batch, rng: np.random.Generator) -> tuple[Batch, np.ndarray]:
@@ -84,8 +84,8 @@ def draw_anchors(
         chosen = np.argpartition(keys, num_anchors - 1, axis=1)[:, :num_anchors]
         fits[crowded] = False
         fits[crowded[:, None], chosen] = True
-    found = np.where(fits, branches.reshape(-1, length), 0).astype(np.int32)
-    return found.reshape(batch.prev.shape)
+    anchors = np.where(fits, branches.reshape(-1, length), 0).astype(np.int32)
+    return anchors.reshape(batch.prev.shape)
 
 
 def block_weights(batch: Batch, block_size: int) -> np.ndarray:
@@ -94,15 +94,15 @@ def block_weights(batch: Batch, block_size: int) -> np.ndarray:
     length = batch.prev.shape[-1]
     anchor, after = (batch.streams[name].reshape(-1, length) for name in (ANCHOR, NEXT))
     weights = batch.weights[WEIGHTS].reshape(-1, length)
-    rows, place = np.nonzero(anchor)
-    found = np.zeros((len(rows), block_size))
-    share, here = anchor[rows, place].astype(np.float64), np.ones(len(rows), bool)
+    rows, position = np.nonzero(anchor)
+    token_weights = np.zeros((len(rows), block_size))
+    share, valid = anchor[rows, position].astype(np.float64), np.ones(len(rows), bool)
     for slot in range(block_size):
-        found[:, slot] = np.where(here, share * weights[rows, place], 0.0)
-        place = after[rows, place]
-        here &= place >= 0
-        place = np.maximum(place, 0)
-    return found
+        token_weights[:, slot] = np.where(valid, share * weights[rows, position], 0.0)
+        position = after[rows, position]
+        valid &= position >= 0
+        position = np.maximum(position, 0)
+    return token_weights
 
 
 def decay_of(block_size: int, decay: float | None) -> np.ndarray:

@@ -20,12 +20,12 @@ States = dict[str, jax.Array]
 
 
 class FrozenTarget:
-    """A frozen target on the mesh of its parts; its weights are read when it is first asked."""
+    """A frozen target on the mesh of its bundle; its weights are read when it is first asked."""
 
-    def __init__(self, parts: ModelBundle, layers: Sequence[int], *, last: bool, seed: int):
+    def __init__(self, bundle: ModelBundle, layers: Sequence[int], *, last: bool, seed: int):
         """layers: whose outputs are captured, in this order. last: whether the final-normed states
         are wanted, too. seed: of weights that are drawn."""
-        self.parts, self.layers, self.last = parts, tuple(layers), last
+        self.bundle, self.layers, self.last = bundle, tuple(layers), last
         self._seed = seed
         self._params: Params | None = None
         self._run: Callable[[Params, Batch], States] | None = None
@@ -34,23 +34,23 @@ class FrozenTarget:
     @property
     def streams(self) -> dict[str, Any]:
         """Dtypes of the states, each a vector a token."""
-        features = self.parts.architecture.hidden_size
-        dtype = jnp.dtype(self.parts.options["dtype"])
+        features = self.bundle.architecture.hidden_size
+        dtype = jnp.dtype(self.bundle.options["dtype"])
         captured = {STATES: np.dtype((dtype, (len(self.layers) * features,)))}
         return {**captured, LAST: np.dtype((dtype, (features,)))} if self.last else captured
 
     def open(self) -> None:
         """Read or draw the weights, once."""
         if self._params is None:
-            self._params = open_params(self.parts, self._seed)
-            rebuild = abstract_params(self.parts)[1]
+            self._params = open_params(self.bundle, self._seed)
+            rebuild = abstract_params(self.bundle)[1]
             self._run = make_capture(rebuild, self.layers, self.last)
 
     def __call__(self, batch: Batch) -> States:
         """The states of a host batch's tokens, on the target's mesh; its devices may still be at
         work. There are more rows where the batch's do not divide among the devices: the last ones
         mean nothing. From any thread."""
-        mesh = self.parts.mesh
+        mesh = self.bundle.mesh
         bare = batch._replace(weights={}, streams={}, denoms={})
         # Programs of several devices must reach all of them in one order.
         with self._launch, jax.set_mesh(mesh):
@@ -67,21 +67,21 @@ def make_capture(
 
     def capture(params: Params, batch: Batch) -> States:
         model = rebuild(params)
-        found = jax.lax.map(lambda micro: run_target(model, micro, layers, last=last), batch)
-        states = {STATES: found.captured}
-        return states if found.last is None else {**states, LAST: found.last}
+        outputs = jax.lax.map(lambda micro: run_target(model, micro, layers, last=last), batch)
+        states = {STATES: outputs.captured}
+        return states if outputs.last is None else {**states, LAST: outputs.last}
 
     return jax.jit(capture)
 
 
 def pad_rows(batch: Batch, multiple: int) -> Batch:
     """A host batch [A, B, T] with empty rows up to a multiple."""
-    more = -batch.tokens.shape[1] % multiple
-    if not more:
+    missing = -batch.tokens.shape[1] % multiple
+    if not missing:
         return batch
 
     def pad(name: str, values: np.ndarray) -> np.ndarray:
-        added = np.zeros((len(values), more, *values.shape[2:]), values.dtype)
+        added = np.zeros((len(values), missing, *values.shape[2:]), values.dtype)
         index = np.arange(values.shape[2], dtype=values.dtype)
         empty = {"prev": -1, "owner": -1, "until": index + 1, "since": index}
         added += np.asarray(empty.get(name, 0), values.dtype)

@@ -46,16 +46,16 @@ def dflash_loss(draft, target, batch: Batch, numbers: DFlashLossOptions, impl: s
     blocks = draft.hidden(target, batch, states.captured, numbers.num_anchors)
     B, A, K, D = blocks.hidden.shape
 
-    def at(values_BT: jax.Array, index_BAJ: jax.Array) -> jax.Array:
+    def take(values_BT: jax.Array, index_BAJ: jax.Array) -> jax.Array:
         flat_BQ = jnp.maximum(index_BAJ, 0).reshape(B, -1)
-        found = jnp.take_along_axis(values_BT, flat_BQ, axis=1).reshape(index_BAJ.shape)
-        return jnp.where(index_BAJ >= 0, found, jnp.zeros_like(found))
+        values = jnp.take_along_axis(values_BT, flat_BQ, axis=1).reshape(index_BAJ.shape)
+        return jnp.where(index_BAJ >= 0, values, jnp.zeros_like(values))
 
     weights_BT = batch.weights[WEIGHTS]
-    branches_BA1 = at(batch.streams[ANCHOR], blocks.index[:, :, :1]).astype(weights_BT.dtype)
-    weight_BAK = branches_BA1 * at(weights_BT, blocks.index)
+    branches_BA1 = take(batch.streams[ANCHOR], blocks.index[:, :, :1]).astype(weights_BT.dtype)
+    weight_BAK = branches_BA1 * take(weights_BT, blocks.index)
     weight_BAJ = weight_BAK[:, :, 1:]
-    label_BQ = at(batch.tokens, blocks.index[:, :, 1:]).reshape(B, -1)
+    label_BQ = take(batch.tokens, blocks.index[:, :, 1:]).reshape(B, -1)
     # The first place has no guess: neither hidden states nor logits of it are looked at.
     hidden_BQD = blocks.hidden[:, :, 1:].reshape(B, -1, D)
     head_VD = target.head()
@@ -65,17 +65,17 @@ def dflash_loss(draft, target, batch: Batch, numbers: DFlashLossOptions, impl: s
         if numbers.decay is not None:
             factor_J = jnp.exp(-place_J / numbers.decay)
         weight_BQ = (weight_BAJ * factor_J).reshape(B, -1)
-        total, found = sum_logp(
+        total, scored = sum_logp(
             hidden_BQD, head_VD, label_BQ, weight_BQ, freeze_head=True, impl=impl
         )
     else:
-        found = gather_logp(hidden_BQD, head_VD, label_BQ, freeze_head=True, impl=impl)
-        logp_BAJ = found.logp.reshape(B, A, K - 1)
+        scored = gather_logp(hidden_BQD, head_VD, label_BQ, freeze_head=True, impl=impl)
+        logp_BAJ = scored.logp.reshape(B, A, K - 1)
         known_BAJ = jax.lax.stop_gradient(logp_BAJ)
         factor_BAJ = confidence(known_BAJ, weight_BAJ > 0, numbers.weighting, numbers.alpha)
         total = jnp.sum(weight_BAJ * factor_BAJ * logp_BAJ)
-    assert found.top is not None, "both ops tell the likeliest token"
-    right_BAJ = (found.logp >= found.top).reshape(B, A, K - 1)
+    assert scored.top is not None, "both ops tell the likeliest token"
+    right_BAJ = (scored.logp >= scored.top).reshape(B, A, K - 1)
     return {COMPONENT: -total}, measure(right_BAJ, weight_BAJ, weight_BAK[:, :, 0])
 
 

@@ -85,7 +85,7 @@ def make_label(task: DFlashTask, block_size: int) -> Label:
 
 
 def open_draft(config: Config, task: DFlashTask, target: ModelBundle) -> ModelBundle:
-    """The parts of the draft; UserError where it does not fit the target or the section."""
+    """Build the bundle of the draft; UserError where it does not fit the target or the section."""
     section = task.draft
 
     def new(sizes: dict[str, Any]) -> dflash.Config:
@@ -111,10 +111,10 @@ def open_draft(config: Config, task: DFlashTask, target: ModelBundle) -> ModelBu
         )
 
     compute, impl = config.model.compute_dtype, config.model.attention
-    parts = assemble_draft(section, target, dflash.Config, new, compute, impl)
-    if task.block_size not in (None, parts.architecture.block_size):
+    bundle = assemble_draft(section, target, dflash.Config, new, compute, impl)
+    if task.block_size not in (None, bundle.architecture.block_size):
         raise UserError(
             f"task.block_size is {task.block_size}, the draft of task.draft.path guesses blocks of"
-            f" {parts.architecture.block_size}; remove it"
+            f" {bundle.architecture.block_size}; remove it"
         )
-    return parts
+    return bundle

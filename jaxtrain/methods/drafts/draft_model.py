@@ -1,4 +1,4 @@
-"""A draft model beside its target: the parts of both, checked against each other."""
+"""A draft model beside its target: the bundles of both, checked against each other."""
 
 import dataclasses
 import sys
@@ -24,16 +24,16 @@ from jaxtrain.models.draft import (
 
 def assemble_target(config: Config) -> ModelBundle:
     """The model of section `model`, frozen, with the adapter of adapter.path if there is one, on
-    the mesh of what trains; see `build_model_bundle`. For `Role(parts, "own")`, or for `move_target`."""
+    the mesh of what trains; see `build_model_bundle`. For `Role(bundle, "own")`, or for `move_target`."""
     assert isinstance(config.task, DraftTask)
     section = config.task.target
     reserved = section.devices if section.source == "ahead" else 0
-    parts = build_model_bundle(config, reserved, key="task.target.devices")
+    bundle = build_model_bundle(config, reserved, key="task.target.devices")
     if section.quantize == "none":
-        return parts
-    adapter = parts.adapter or Adapter({})
+        return bundle
+    adapter = bundle.adapter or Adapter({})
     return dataclasses.replace(
-        parts, adapter=dataclasses.replace(adapter, quantize=section.quantize)
+        bundle, adapter=dataclasses.replace(adapter, quantize=section.quantize)
     )
 
 
@@ -67,7 +67,7 @@ def assemble_draft(
     attention_impl: str = "auto",
 ) -> ModelBundle:
     """The draft of section task.draft on the mesh of its target: of the folder that it names, or
-    new. For `Role(parts, "trained")`.
+    new. For `Role(bundle, "trained")`.
 
     family: the Config that a folder must be of. make: the family's config from `draft_sizes`.
     compute_dtype: where the section names none. UserError where draft and target do not fit.
@@ -133,7 +133,7 @@ def draft_sizes(section: DraftSection, target: DecoderConfig) -> dict[str, Any]:
         "rms_norm_eps": target.rms_norm_eps,
         "tie_word_embeddings": False,
         "rope": tuple(item for item in target.rope if item[0] != "partial_rotary_factor"),
-        "kept": target.kept,
+        "carried_attributes": target.carried_attributes,
         "target_hidden_size": target.hidden_size,
         "num_target_layers": target.num_hidden_layers,
     }
@@ -149,9 +149,9 @@ def find_mask_token(section: DraftSection, tokenizer: Any, vocab_size: int) -> i
     """The token in the place of what is guessed; UserError where none is to be had."""
     if section.mask_token_id is not None:
         return section.mask_token_id
-    own = getattr(tokenizer, "mask_token_id", None)
-    if own is not None:
-        return int(own)
+    mask_token = getattr(tokenizer, "mask_token_id", None)
+    if mask_token is not None:
+        return int(mask_token)
     if len(tokenizer) < vocab_size:
         return len(tokenizer)
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id

@@ -81,9 +81,9 @@ class DraftData(OfflineData):
         if isinstance(self.stage, StoredStates):
             yield self.stage.check(self)
 
-    def open(self, parts: ModelBundle, log: Callable[[str], None]) -> OfflineRounds:
+    def open(self, bundle: ModelBundle, log: Callable[[str], None]) -> OfflineRounds:
         """See task.Data."""
-        rounds = super().open(parts, log)
+        rounds = super().open(bundle, log)
         if self.stage is None:
             return rounds
         assert isinstance(self.config.task, DraftTask)
@@ -127,17 +127,17 @@ def open_draft_data(
     return DraftData(config, recipe, label, stage)
 
 
-def make_draft_task(config: Config, target: ModelBundle, lesson: DraftObjective) -> Task:
+def make_draft_task(config: Config, target: ModelBundle, objective: DraftObjective) -> Task:
     """The task of a run that trains a draft on section data."""
-    stage = open_stage(config, target, lesson.bundle, last=lesson.reads_last)
-    data = open_draft_data(config, target.tokenizer, lesson.label, target.architecture, stage)
+    stage = open_stage(config, target, objective.bundle, last=objective.reads_last)
+    data = open_draft_data(config, target.tokenizer, objective.label, target.architecture, stage)
     return Task(
-        roles=draft_roles(config, target, lesson.bundle),
-        loss=lesson.loss,
-        coef={lesson.component: 1.0},
+        roles=draft_roles(config, target, objective.bundle),
+        loss=objective.loss,
+        coef={objective.component: 1.0},
         data=data,
         prepare=data.prepare,
-        prepared={**lesson.streams, **data.states},
+        prepared={**objective.streams, **data.states},
     )
 
 

@@ -57,10 +57,10 @@ def eagle3_loss(draft: Model, target: Any, batch: Batch, numbers: Unroll):
     hidden_LBTD, weight_LBT = align(rows, batch)
     decay_L = jnp.asarray([numbers.decay**i for i in range(numbers.length)], weight_LBT.dtype)
     teacher = Teacher(states.last, target.head(), draft.kept_ids())
-    total, found = sum_soft(
+    total, guesses = sum_soft(
         hidden_LBTD, draft.head(), teacher, weight_LBT * decay_L[:, None, None], numbers.targets
     )
-    return {COMPONENT: total}, describe(found, weight_LBT, next_BT)
+    return {COMPONENT: total}, describe(guesses, weight_LBT, next_BT)
 
 
 def align(rows: list[jax.Array], batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -69,42 +69,42 @@ def align(rows: list[jax.Array], batch: Batch) -> tuple[jax.Array, jax.Array]:
     next_BT, branches_BT = batch.streams[NEXT], batch.streams[BRANCHES]
     guess_BT = batch.streams[GUESS]
     place_BT = jnp.broadcast_to(jnp.arange(next_BT.shape[1], dtype=jnp.int32), next_BT.shape)
-    there = jnp.ones(next_BT.shape, bool)
+    valid = jnp.ones(next_BT.shape, bool)
     hidden, weights = [], []
     for number, row_BTD in enumerate(rows):
         if number:
-            before_BT = jnp.where(there, pick(batch.prev, place_BT), -1)
-            there = (before_BT >= 0) & (pick(next_BT, before_BT) == place_BT)
-            place_BT = jnp.where(there, before_BT, 0)
+            before_BT = jnp.where(valid, pick(batch.prev, place_BT), -1)
+            valid = (before_BT >= 0) & (pick(next_BT, before_BT) == place_BT)
+            place_BT = jnp.where(valid, before_BT, 0)
             row_BTD = jnp.take_along_axis(row_BTD, place_BT[:, :, None], axis=1)
-        paired = there & (pick(batch.prev, place_BT) >= 0)
+        paired = valid & (pick(batch.prev, place_BT) >= 0)
         hidden.append(row_BTD)
         weights.append(jnp.where(paired, guess_BT * pick(branches_BT, place_BT), 0.0))
     return jnp.stack(hidden), jnp.stack(weights)
 
 
-def describe(found: GuessMetrics, weight_LBT: jax.Array, next_BT: jax.Array) -> dict[str, Any]:
+def describe(guesses: GuessMetrics, weight_LBT: jax.Array, next_BT: jax.Array) -> dict[str, Any]:
     """Weighted means as (sum, weight). acc/1 to acc/L, and acc of all: whether a guess is the
     target's likeliest token. kept: whether the draft can say that one. overlap: the share of the
     target's distribution that a sampled guess would meet. accept_len: 1 and the guesses of a row
     up to the first that is wrong."""
-    weight_LBT = weight_LBT.astype(found.hit.dtype)
-    each_L = weight_LBT.sum((1, 2))
-    hits_L = jnp.sum(weight_LBT * found.hit, axis=(1, 2))
-    metrics = {f"acc/{i + 1}": (hits_L[i], each_L[i]) for i in range(len(each_L))}
-    whole = each_L.sum()
-    metrics["acc"] = (hits_L.sum(), whole)
-    for name, values in (("overlap", found.accepted), ("kept", found.kept)):
-        metrics[name] = (jnp.sum(weight_LBT * values), whole)
+    weight_LBT = weight_LBT.astype(guesses.hit.dtype)
+    weight_L = weight_LBT.sum((1, 2))
+    hits_L = jnp.sum(weight_LBT * guesses.hit, axis=(1, 2))
+    metrics = {f"acc/{i + 1}": (hits_L[i], weight_L[i]) for i in range(len(weight_L))}
+    total_weight = weight_L.sum()
+    metrics["acc"] = (hits_L.sum(), total_weight)
+    for name, values in (("overlap", guesses.accepted), ("kept", guesses.in_draft)):
+        metrics[name] = (jnp.sum(weight_LBT * values), total_weight)
     place_BT = jnp.broadcast_to(jnp.arange(next_BT.shape[1], dtype=jnp.int32), next_BT.shape)
-    run_BT = jnp.ones(next_BT.shape, found.hit.dtype)
+    run_BT = jnp.ones(next_BT.shape, guesses.hit.dtype)
     length_BT = run_BT
-    for hit_BT in found.hit:
+    for hit_BT in guesses.hit:
         right_BT = jnp.where(place_BT >= 0, pick(hit_BT, place_BT), 0.0)
         run_BT = run_BT * right_BT
         length_BT = length_BT + run_BT
         place_BT = follow(next_BT, place_BT)
-    metrics["accept_len"] = (jnp.sum(weight_LBT[0] * length_BT), each_L[0])
+    metrics["accept_len"] = (jnp.sum(weight_LBT[0] * length_BT), weight_L[0])
     return lax.stop_gradient(metrics)
 
 

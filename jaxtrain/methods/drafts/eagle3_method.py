@@ -51,11 +51,11 @@ def open_data(config: Config, tokenizer: Any) -> DraftData:
 def make(config: Config) -> Task:
     """The unrolled draft against its target's distributions."""
     target = assemble_target(config)
-    lesson = teach(config, target)
-    task, draft = make_draft_task(config, target, lesson), lesson.bundle
+    objective = teach(config, target)
+    task, draft = make_draft_task(config, target, objective), objective.bundle
     if draft.folder is None and draft.architecture.prunes:
         assert isinstance(task.data, DraftData)
-        role = Role(draft, tables=find_kept(config, draft, task.data))
+        role = Role(draft, tables=draft_vocabulary(config, draft, task.data))
         return dataclasses.replace(task, roles={**task.roles, DRAFT: role})
     return task
 
@@ -103,18 +103,18 @@ def describe_draft(task: Eagle3Task, target: ModelBundle, sizes: dict[str, Any])
                 f" {sorted({0, layers // 2, layers - 1})}"
             )
         check_capture(sizes["capture"], layers)
-    asked = task.draft_vocab_size
-    if asked is not None and asked > vocab_size:
+    draft_size = task.draft_vocab_size
+    if draft_size is not None and draft_size > vocab_size:
         raise UserError(
-            f"task.draft_vocab_size {asked} is more than the {vocab_size} tokens of the target;"
+            f"task.draft_vocab_size {draft_size} is more than the {vocab_size} tokens of the target;"
             " lower it, or leave it out"
         )
     sizes["num_hidden_layers"] = 1
-    sizes["draft_vocab_size"] = min(LARGEST, vocab_size) if asked is None else asked
+    sizes["draft_vocab_size"] = min(LARGEST, vocab_size) if draft_size is None else draft_size
     return Architecture(**sizes, length=task.length or LENGTH)
 
 
-def find_kept(
+def draft_vocabulary(
     config: Config, draft: ModelBundle, data: DraftData
 ) -> Callable[[], Mapping[str, np.ndarray]]:
     """What gives the table of the ids that the draft can say, counted in the data."""
@@ -134,12 +134,12 @@ def find_kept(
         )
         if not counts.any():
             raise UserError("no token of the data is trained, so that a draft has nothing to say")
-        kept = keep_frequent(counts, size)
+        ids = keep_frequent(counts, size)
         data.log(
             f"the draft can say {size:,} of {vocab_size:,} tokens:"
-            f" {counts[kept].sum() / counts.sum():.2%} of the trained ones"
+            f" {counts[ids].sum() / counts.sum():.2%} of the trained ones"
         )
-        return kept
+        return ids
 
     return lambda: {"kept": broadcast_or_raise("the draft's vocabulary", count)}
 

@@ -26,14 +26,14 @@ def count_trained(
     weighted = any(part.weight is not None for part in parts)
     counts = np.zeros(vocab_size)
     for part in parts:
-        found, rows = np.zeros(vocab_size, np.int64), 0
+        totals, rows = np.zeros(vocab_size, np.int64), 0
         total = None if is_stream(part.rows) else min(len(part.rows), most)
         progress = Progress(f"counting trained tokens of {part.name}", total, log)
         for items in progress.each(read_items(part, row_tokens, seed, most, num_workers)):
-            add_counts(found, items)
+            add_counts(totals, items)
             rows += 1
         share = (1.0 if part.weight is None else part.weight) / max(rows, 1) if weighted else 1.0
-        counts += share * found
+        counts += share * totals
     return counts
 
 
@@ -59,7 +59,7 @@ def read_items(
         reader.close()
 
 
-def add_counts(found: np.ndarray, items: Iterable[Tree | Forest | TreeGroup | Dropped]) -> None:
+def add_counts(counts: np.ndarray, items: Iterable[Tree | Forest | TreeGroup | Dropped]) -> None:
     """Add to int64 [V] the trained tokens of trees."""
     for item in items:
         if isinstance(item, Tree):
@@ -69,9 +69,9 @@ def add_counts(found: np.ndarray, items: Iterable[Tree | Forest | TreeGroup | Dr
                     trained |= weights > 0
                 if node.parent < 0:
                     trained[0] = False  # nothing predicts it
-                np.add.at(found, node.tokens[trained], 1)
+                np.add.at(counts, node.tokens[trained], 1)
         elif isinstance(item, Forest | TreeGroup):
-            add_counts(found, item.trees)
+            add_counts(counts, item.trees)
 
 
 def keep_frequent(counts: np.ndarray, size: int) -> np.ndarray:

@@ -63,14 +63,14 @@ class WaitingBatch:
     cursor: dict[str, Any]
     """Of the source behind it."""
     counters: dict[str, Any]
-    begun: float
+    started: float
     """When the stage began with it."""
 
     @property
     def streams(self) -> list[Any]:
         """What is made on devices."""
-        found = (value for batch in self.batches for value in batch.streams.values())
-        return [value for value in found if isinstance(value, jax.Array)]
+        arrays = (value for batch in self.batches for value in batch.streams.values())
+        return [value for value in arrays if isinstance(value, jax.Array)]
 
     @property
     def ready(self) -> bool:
@@ -162,8 +162,8 @@ class PrefetchedRounds(OfflineRounds):
         with live.phase("waiting for target states"):
             if starved:
                 # Until here they had work: the step that was dispatched last.
-                jax.block_until_ready(next(iter(live.held().params().values())))
-            begun = time.monotonic()
+                jax.block_until_ready(next(iter(live.snapshot().params().values())))
+            started = time.monotonic()
             while item is None:
                 item = self._peek(PATIENCE)
                 # Several processes stop together, between steps.
@@ -174,7 +174,7 @@ class PrefetchedRounds(OfflineRounds):
                 raise item
             item.settle()
         if starved:
-            self.times.starved += time.monotonic() - begun
+            self.times.starved += time.monotonic() - started
         return item
 
     def _peek(self, timeout: float = 0.0) -> "WaitingBatch | BaseException | None":
@@ -188,31 +188,31 @@ class PrefetchedRounds(OfflineRounds):
         pending: WaitingBatch | None = None
         done = 0.0
 
-        def settle() -> None:
+        def finish_pending() -> None:
             nonlocal pending, done
             if pending is not None:
                 pending.settle()
-                now = time.monotonic()
-                self.times.busy += now - max(done, pending.begun, self.times.began)
+                finished = time.monotonic()
+                self.times.busy += finished - max(done, pending.started, self.times.began)
                 self.times.finished += 1
-                pending, done = None, now
+                pending, done = None, finished
 
         try:
             while not self._stopped.is_set():
                 if not self._room.acquire(blocking=False):
-                    settle()
-                    begun = time.monotonic()
+                    finish_pending()
+                    started = time.monotonic()
                     while not self._room.acquire(timeout=PATIENCE):
                         if self._stopped.is_set():
                             return
-                    self.times.held += time.monotonic() - max(begun, self.times.began)
+                    self.times.held += time.monotonic() - max(started, self.times.began)
                 batches = next(self.source)
                 cursor, counters = self.source.state(), self.source.counters()
-                begun = time.monotonic()
+                started = time.monotonic()
                 filled = [self.stage.fill(batch) for batch in batches]
-                item = WaitingBatch(filled, cursor, counters, begun)
+                item = WaitingBatch(filled, cursor, counters, started)
                 self._items.put(item)
-                settle()  # of the one before: while this one is made
+                finish_pending()  # of the one before: while this one is made
                 pending = item
         except BaseException as error:  # the loop's thread raises it
             self._items.put(error)
@@ -230,12 +230,12 @@ class PrefetchedRounds(OfflineRounds):
         """Those of the source with the batch that came out last, and who waits."""
         if self._last is None:
             return self.source.counters()
-        times, found = self.times, self._last.counters
+        times, counters = self.times, self._last.counters
         shares = {
             "target/busy": times.share(times.busy),
             "target/starved": times.share(times.starved),
         }
-        return {**found, "metrics": {**found.get("metrics", {}), **shares}}
+        return {**counters, "metrics": {**counters.get("metrics", {}), **shares}}
 
     def close(self) -> None:
         """Stop both threads."""

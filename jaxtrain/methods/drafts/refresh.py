@@ -44,13 +44,13 @@ def with_refresh(task: Task, config: Config, method: Any) -> Task:
         )
     trained = next(role.bundle for role in task.roles.values() if role.weights == "trained")
     draft = section.task.draft.model_copy(update={"path": config.rollout.draft})
-    own = section.task.model_copy(update={"draft": draft})
+    draft_task = section.task.model_copy(update={"draft": draft})
     try:
-        lesson: DraftObjective = method.teach(config.model_copy(update={"task": own}), trained)
+        objective: DraftObjective = method.teach(config.model_copy(update={"task": draft_task}), trained)
     except UserError as error:
         text = str(error).replace("task.draft.path", "rollout.draft")
         raise UserError(text.replace("task.", "rollout.draft_refresh.task.")) from None
-    refresh = Refresh(section, lesson.label, config.run.seed)
+    refresh = Refresh(section, objective.label, config.run.seed)
     return dataclasses.replace(
         task,
         prepare=functools.partial(refresh.prepare, task),
@@ -59,10 +59,10 @@ def with_refresh(task: Task, config: Config, method: Any) -> Task:
             **task.auxiliary,
             DRAFT: AuxiliaryObjective(
                 name=DRAFT,
-                role=Role(lesson.bundle),
+                role=Role(objective.bundle),
                 teacher=TARGET,
-                loss=lesson.loss,
-                coef={lesson.component: 1.0},
+                loss=objective.loss,
+                coef={objective.component: 1.0},
                 optim=section.optim,
             ),
         },
@@ -80,18 +80,18 @@ class Refresh:
     def prepare(self, task: Task, round: Round, scorer: Scorer) -> Round:
         """See Task.prepare: the method's own, of a round whose batches are kept."""
         if not round.held_out:
-            kept = self.batches if round.part else []
-            self.batches, self.version = [*kept, *round.batches], round.version
+            earlier = self.batches if round.part else []
+            self.batches, self.version = [*earlier, *round.batches], round.version
         return task.prepare(round, scorer)
 
     def after_round(self, task: Task, live: TrainingContext, before: int) -> dict[str, float]:
         """See Task.after_round: the method's own, then the draft's steps."""
-        found = dict(task.after_round(live, before) or {})
+        metrics = dict(task.after_round(live, before) or {})
         batches, self.batches = self.batches, []
         if not batches or (self.version + 1) % self.section.every:
-            return found
+            return metrics
         with live.phase("training the draft"):
-            return found | self.train(live, batches)
+            return metrics | self.train(live, batches)
 
     def train(self, live: TrainingContext, batches: Sequence[Batch]) -> dict[str, float]:
         """So many passes over the round; means over their steps: {"draft/loss": ...}."""
@@ -108,9 +108,9 @@ class Refresh:
             if output.finite:
                 pairs = {name: (float(s), float(w)) for name, (s, w) in output.metrics.items()}
                 total = add_pairs(total, pairs)
-        found = {f"draft/{name}": value for name, value in average(total).items()}
-        found["draft/seconds"] = time.monotonic() - start
-        return {**found, "draft/skipped": float(skipped)} if skipped else found
+        metrics = {f"draft/{name}": value for name, value in average(total).items()}
+        metrics["draft/seconds"] = time.monotonic() - start
+        return {**metrics, "draft/skipped": float(skipped)} if skipped else metrics
 
 
 def only_drawn(batch: Batch) -> Batch:

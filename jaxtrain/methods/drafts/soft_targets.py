@@ -57,7 +57,7 @@ class Teacher(NamedTuple):
     """[B, T, E] final-normed hidden states: row t says what follows token t."""
     head: Any
     """[V, E]."""
-    kept: Any
+    draft_ids: Any
     """int32 [P] ids that the draft can say, ascending; all V of them: nothing is left out."""
 
 
@@ -70,7 +70,7 @@ class GuessMetrics(NamedTuple):
     """Before the weight; 0 where the teacher's likeliest token is not kept."""
     accepted: Any
     """a; 0 where the teacher's likeliest token is not kept."""
-    kept: Any
+    in_draft: Any
     """1 where the teacher's likeliest token is kept."""
 
 
@@ -91,18 +91,18 @@ def sum_soft(
 
     def local(axes, hidden_LBTD, head_PD, states_BTE, head_VE, kept_P, weight_LBT, *rows):
         flat = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])  # noqa: E731
-        known = (states_BTE.reshape(-1, states_BTE.shape[-1]), head_VE, kept_P, *rows)
+        teacher_arrays = (states_BTE.reshape(-1, states_BTE.shape[-1]), head_VE, kept_P, *rows)
         spec = SoftTargetSpec(numbers, *axes)
-        given: Any = soft_sum(spec, flat(hidden_LBTD), head_PD, known, flat(weight_LBT))
-        total, found = given
-        return total, GuessMetrics(*(field.reshape(weight_LBT.shape) for field in found))
+        outputs: Any = soft_sum(spec, flat(hidden_LBTD), head_PD, teacher_arrays, flat(weight_LBT))
+        total, metrics = outputs
+        return total, GuessMetrics(*(field.reshape(weight_LBT.shape) for field in metrics))
 
-    spec_BTD, own = place_tokens(hidden_LBTD[0], head_PD)
+    spec_BTD, draft_axis = place_tokens(hidden_LBTD[0], head_PD)
     rows = () if rows_PE is None else (rows_PE,)
     if spec_BTD is None:
         axes = (None, None)
         return local(axes, hidden_LBTD, head_PD, states_BTE, head_VE, kept_P, weight_LBT, *rows)
-    _, whole = place_tokens(states_BTE, head_VE)
+    _, vocab_axis = place_tokens(states_BTE, head_VE)
     by_token = PartitionSpec(*spec_BTD[:2])
     by_guess = PartitionSpec(None, *by_token)
     shards: list[str] = []
@@ -114,21 +114,21 @@ def sum_soft(
         head_PD = whole_head(head_PD, hidden_LBTD.dtype, stored[0])
         head_VE = whole_head(head_VE, states_BTE.dtype, stored[1])
         rows = [whole_head(x, states_BTE.dtype, stored[2]) for x in rows]
-        total, found = local(
-            (own, whole), hidden_LBTD, head_PD, states_BTE, head_VE, kept_P, weight_LBT, *rows
+        total, metrics = local(
+            (draft_axis, vocab_axis), hidden_LBTD, head_PD, states_BTE, head_VE, kept_P, weight_LBT, *rows
         )
-        return lax.psum(total, tuple(shards)) if shards else total, found
+        return lax.psum(total, tuple(shards)) if shards else total, metrics
 
     return jax.shard_map(
         summed,
         in_specs=(
             PartitionSpec(None, *by_token, None),
-            PartitionSpec(own, stored[0] or None),
+            PartitionSpec(draft_axis, stored[0] or None),
             PartitionSpec(*by_token, None),
-            PartitionSpec(whole, stored[1] or None),
+            PartitionSpec(vocab_axis, stored[1] or None),
             PartitionSpec(),
             by_guess,
-            *(PartitionSpec(own, stored[2] or None) for _ in rows),
+            *(PartitionSpec(draft_axis, stored[2] or None) for _ in rows),
         ),
         out_specs=(PartitionSpec(), by_guess),
         check_vma=False,
@@ -139,36 +139,36 @@ class SoftTargetSpec(NamedTuple):
     """What the compiled program depends on, beside shapes."""
 
     numbers: SoftTargets
-    own: Axis
+    draft_axis: Axis
     """What the kept tokens are split over."""
-    whole: Axis
+    vocab_axis: Axis
     """What the whole vocabulary is split over."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def soft_sum(spec: SoftTargetSpec, hidden_LTD, head_PD, known, weight_LT):
-    """(sum, Guessed) of flat local positions. known: (states [T, E], head [V, E], kept [P], rows
+def soft_sum(spec: SoftTargetSpec, hidden_LTD, head_PD, teacher_arrays, weight_LT):
+    """(sum, Guessed) of flat local positions. teacher_arrays: (states [T, E], head [V, E], kept [P], rows
     [P, E] of the head unless all are kept)."""
-    total, found, _ = walk(spec, hidden_LTD, head_PD, known, weight_LT, None)
-    return total, found
+    total, metrics, _ = walk(spec, hidden_LTD, head_PD, teacher_arrays, weight_LT, None)
+    return total, metrics
 
 
-def _fwd(spec, hidden, head, known, weight):
-    values = [one.value for one in (hidden, head, *known, weight)]
-    wanted = (hidden.perturbed, head.perturbed)
-    total, found, grads = walk(spec, values[0], values[1], tuple(values[2:-1]), values[-1], wanted)
-    return (total, found), (grads, len(known))
+def _fwd(spec, hidden, head, teacher_arrays, weight):
+    values = [argument.value for argument in (hidden, head, *teacher_arrays, weight)]
+    needs_grad = (hidden.perturbed, head.perturbed)
+    total, metrics, grads = walk(spec, values[0], values[1], tuple(values[2:-1]), values[-1], needs_grad)
+    return (total, metrics), (grads, len(teacher_arrays))
 
 
-def _bwd(spec: SoftTargetSpec, kept, cotangents):
-    (d_hidden, d_head), num_known = kept
+def _bwd(spec: SoftTargetSpec, residuals, cotangents):
+    (d_hidden, d_head), num_known = residuals
     nothing = (None,) * num_known
     g, _ = cotangents
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         return None, None, nothing, None
-    if spec.own is not None:
+    if spec.draft_axis is not None:
         # Every device of the axis returned the same sum and was handed its share of g.
-        g = lax.psum(g, spec.own)
+        g = lax.psum(g, spec.draft_axis)
     scaled = lambda x: None if x is None else (g * x.astype(g.dtype)).astype(x.dtype)  # noqa: E731
     return scaled(d_hidden), scaled(d_head), nothing, None
 
@@ -176,12 +176,12 @@ def _bwd(spec: SoftTargetSpec, kept, cotangents):
 soft_sum.defvjp(_fwd, _bwd, symbolic_zeros=True)
 
 
-def walk(spec: SoftTargetSpec, hidden_LTD, head_PD, known, weight_LT, wanted: Any):
+def walk(spec: SoftTargetSpec, hidden_LTD, head_PD, teacher_arrays, weight_LT, needs_grad: Any):
     """(sum, Guessed, (d hidden, d head)) chunk by chunk over the positions that weigh.
 
-    wanted: whether the gradients by hidden and by head are, or None for neither.
+    needs_grad: whether the gradients by hidden and by head are, or None for neither.
     """
-    states_TE, head_VE, kept_P, *rows = known
+    states_TE, head_VE, kept_P, *rows = teacher_arrays
     (L, T, _), P, V = hidden_LTD.shape, len(head_PD), len(head_VE)
     compute = accumulator(hidden_LTD.dtype)
     chunk = spec.numbers.chunk or max(MAX_LOGITS // max(V, L * P) // 128, 1) * 128
@@ -195,20 +195,20 @@ def walk(spec: SoftTargetSpec, hidden_LTD, head_PD, known, weight_LT, wanted: An
     low_PD, low_VE = head_PD.astype(hidden_LTD.dtype), head_VE.astype(states_TE.dtype)
     low_PE = rows[0].astype(states_TE.dtype) if rows else None
     d_hidden = d_head = None
-    if wanted is not None and wanted[0]:
+    if needs_grad is not None and needs_grad[0]:
         d_hidden = jnp.zeros_like(hidden_LTD)
-    if wanted is not None and wanted[1]:
+    if needs_grad is not None and needs_grad[1]:
         d_head = jnp.zeros(head_PD.shape, compute)
     numbers = GuessMetrics(*[jnp.zeros((L, T), compute)] * 4)
     start = (jnp.zeros((), compute), numbers, d_hidden, d_head)
 
     def step(number, carry):
-        total, found, d_hidden, d_head = carry
+        total, metrics, d_hidden, d_head = carry
         index_C = lax.dynamic_slice(order, (number * chunk,), (chunk,))
         pick = lambda x: x.at[:, index_C].get(mode="fill", fill_value=0)  # noqa: E731
         s_CE = states_TE.at[index_C].get(mode="fill", fill_value=0)
         full_CV = jnp.einsum("CE,VE->CV", s_CE, low_VE, preferred_element_type=compute)
-        best_C = likeliest(full_CV, spec.whole)
+        best_C = likeliest(full_CV, spec.vocab_axis)
         if low_PE is None:
             v_CP, kept_C = full_CV, jnp.ones(chunk, bool)
         else:
@@ -216,18 +216,18 @@ def walk(spec: SoftTargetSpec, hidden_LTD, head_PD, known, weight_LT, wanted: An
             kept_C = holds(kept_P, best_C)
         h_LCD, weight_LC = pick(hidden_LTD), pick(weight_LT) * kept_C
         z_LCP = jnp.einsum("LCD,PD->LCP", h_LCD, low_PD, preferred_element_type=compute)
-        here, dz_LCP = measure(z_LCP, v_CP, spec)
+        chunk_metrics, dz_LCP = measure(z_LCP, v_CP, spec)
         real_LC = pick(weight_LT) != 0
-        said_LC = kept_P[likeliest(z_LCP.reshape(-1, P), spec.own)].reshape(L, -1)
-        here = GuessMetrics(
+        said_LC = kept_P[likeliest(z_LCP.reshape(-1, P), spec.draft_axis)].reshape(L, -1)
+        chunk_metrics = GuessMetrics(
             jnp.where(real_LC, said_LC == best_C, False).astype(compute),
-            jnp.where(real_LC & kept_C, here.loss, 0.0),
-            jnp.where(real_LC & kept_C, here.accepted, 0.0),
+            jnp.where(real_LC & kept_C, chunk_metrics.loss, 0.0),
+            jnp.where(real_LC & kept_C, chunk_metrics.accepted, 0.0),
             (real_LC & kept_C).astype(compute),
         )
-        total += jnp.sum(weight_LC * here.loss)
-        found = GuessMetrics(
-            *(x.at[:, index_C].set(y, mode="drop") for x, y in zip(found, here, strict=True))
+        total += jnp.sum(weight_LC * chunk_metrics.loss)
+        metrics = GuessMetrics(
+            *(x.at[:, index_C].set(y, mode="drop") for x, y in zip(metrics, chunk_metrics, strict=True))
         )
         dz_LCP = jnp.where(weight_LC[..., None] != 0, weight_LC[..., None] * dz_LCP, 0.0)
         dz_LCP = dz_LCP.astype(hidden_LTD.dtype)
@@ -236,11 +236,11 @@ def walk(spec: SoftTargetSpec, hidden_LTD, head_PD, known, weight_LT, wanted: An
             d_hidden = d_hidden.at[:, index_C].set(d_LCD.astype(d_hidden.dtype), mode="drop")
         if d_head is not None:
             d_head += jnp.einsum("LCP,LCD->PD", dz_LCP, h_LCD, preferred_element_type=compute)
-        return total, found, d_hidden, d_head
+        return total, metrics, d_hidden, d_head
 
-    total, found, d_hidden, d_head = lax.fori_loop(0, -(-count // chunk), step, start)
+    total, metrics, d_hidden, d_head = lax.fori_loop(0, -(-count // chunk), step, start)
     d_head = None if d_head is None else d_head.astype(head_PD.dtype)
-    return total, found, (d_hidden, d_head)
+    return total, metrics, (d_hidden, d_head)
 
 
 def holds(kept_P: jax.Array, ids_C: jax.Array) -> jax.Array:
@@ -259,7 +259,7 @@ class GuessDivergence(NamedTuple):
 def measure(z_LCP, v_CP, spec: SoftTargetSpec) -> tuple[GuessDivergence, jax.Array]:
     """(numbers of each guess, gradient [L, C, P] of its loss by the draft's logits z). v: the
     teacher's logits of the same tokens."""
-    numbers, axis = spec.numbers, spec.own
+    numbers, axis = spec.numbers, spec.draft_axis
     lp_CP, lq_LCP = log_softmax(v_CP, axis), log_softmax(z_LCP, axis)
     p_CP, q_LCP = jnp.exp(lp_CP), jnp.exp(lq_LCP)
     a_LC = jnp.minimum(add_up(jnp.minimum(p_CP, q_LCP), axis), 1.0)

@@ -121,13 +121,13 @@ class SampleOffsets:
 
     def find(self, key: bytes) -> tuple[int, int] | None:
         """(start, count) of a sample's tokens; None where it is not there."""
-        wanted = np.frombuffer(key, np.uint64)
-        at = int(np.searchsorted(self._sorted, wanted[0]))
-        while at < len(self._sorted) and self._sorted[at] == wanted[0]:
-            place = self._order[at]
-            if (self._keys[place] == wanted).all():
-                return int(self._starts[place]), int(self._counts[place])
-            at += 1
+        key_parts = np.frombuffer(key, np.uint64)
+        index = int(np.searchsorted(self._sorted, key_parts[0]))
+        while index < len(self._sorted) and self._sorted[index] == key_parts[0]:
+            entry = self._order[index]
+            if (self._keys[entry] == key_parts).all():
+                return int(self._starts[entry]), int(self._counts[entry])
+            index += 1
         return None
 
 
@@ -167,19 +167,19 @@ class StateStore:
         these alone along the axis before the last; None: of all."""
         shape = batch.tokens.shape
         dtype = DTYPES[self.layout.dtype]
-        found = {name: np.zeros((*shape, self.layout.widths[name]), dtype) for name in names}
+        states = {name: np.zeros((*shape, self.layout.widths[name]), dtype) for name in names}
         waiting = []
         for sample in list_samples(batch):
-            place = self.places.find(sample.key)
-            if place is None:
+            location = self.places.find(sample.key)
+            if location is None:
                 raise UnknownSample
-            begin, count = place
+            begin, count = location
             assert count == sample.stop - sample.start, "two samples share a key"
             if rows is not None and sample.row[-1] not in rows:
                 continue
             for name in names:
                 future = self._arrays[name][begin : begin + count].read()
-                waiting.append((found[name][sample.row], sample, future))
+                waiting.append((states[name][sample.row], sample, future))
         for values, sample, future in waiting:
             try:
                 values[sample.start : sample.stop] = future.result()
@@ -188,15 +188,15 @@ class StateStore:
                     f"target states in {self.folder} cannot be read: {str(error)[:300]}. Capture"
                     " them again into another folder (jaxtrain capture), or restore this one"
                 ) from None
-        return found
+        return states
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest; UserError where there is none, or none that this version reads."""
     path = folder / MANIFEST
     try:
-        found = json.loads(path.read_text())
-        known = found["format"]
+        manifest = json.loads(path.read_text())
+        version = manifest["format"]
     except FileNotFoundError:
         raise UserError(
             f"there are no target states in {folder}; write them with `jaxtrain capture --config"
@@ -204,9 +204,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path} is damaged; capture into another folder, or restore it") from None
-    if known != FORMAT:
-        raise UserError(f"{path} has format {known!r}, this version reads {FORMAT}; capture anew")
-    return found
+    if version != FORMAT:
+        raise UserError(f"{path} has format {version!r}, this version reads {FORMAT}; capture anew")
+    return manifest
 
 
 def read_layout(about: Mapping[str, Any]) -> StateLayout:
@@ -216,17 +216,17 @@ def read_layout(about: Mapping[str, Any]) -> StateLayout:
 
 def read_segments(folder: Path) -> list[IndexSegment]:
     """The index, a part a shard; it ends before the first part that is not there."""
-    found: list[IndexSegment] = []
-    while (path := segment_path(folder, len(found))).is_file():
+    segments: list[IndexSegment] = []
+    while (path := segment_path(folder, len(segments))).is_file():
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                found.append(IndexSegment(*(arrays[name] for name in IndexSegment._fields)))
+                segments.append(IndexSegment(*(arrays[name] for name in IndexSegment._fields)))
         except Exception as error:  # zip and numpy each have their own ways to be damaged
             raise UserError(
                 f"{path} is damaged ({error}); delete it and all behind it, then run the same"
                 " `jaxtrain capture` again"
             ) from None
-    return found
+    return segments
 
 
 def segment_path(folder: Path, number: int) -> Path:

@@ -43,10 +43,10 @@ class StateWriter:
         is refused with a UserError that names what differs."""
         self.folder, self.layout = folder, layout
         self.about: dict[str, Any] = {"format": FORMAT, **about, "datasets": {}}
-        found = self._open()
-        if found is not None:
-            self.layout = read_layout(found)
-            self.about["datasets"] = found["datasets"]
+        manifest = self._open()
+        if manifest is not None:
+            self.layout = read_layout(manifest)
+            self.about["datasets"] = manifest["datasets"]
         self._write_manifest()
         self._arrays = {
             name: self._open_array(folder / name, width)
@@ -77,19 +77,19 @@ class StateWriter:
                 f"{self.folder} cannot be written ({error.strerror}); change task.target.path"
             ) from None
         if not (self.folder / MANIFEST).exists():
-            others = sorted(p.name for p in self.folder.iterdir() if p.name not in (INDEX, ".lock"))
-            if others:
+            foreign_files = sorted(p.name for p in self.folder.iterdir() if p.name not in (INDEX, ".lock"))
+            if foreign_files:
                 raise UserError(
-                    f"{self.folder} holds {others[0]} and no target states; name an empty folder"
+                    f"{self.folder} holds {foreign_files[0]} and no target states; name an empty folder"
                 )
             return None
-        found = read_manifest(self.folder)
-        if differences := find_differences(found, self.about):
+        manifest = read_manifest(self.folder)
+        if differences := find_differences(manifest, self.about):
             raise UserError(
                 f"{self.folder} holds states of another target: {', '.join(differences)}; capture"
                 " into another folder (task.target.path)"
             )
-        return found
+        return manifest
 
     def add(self, key: bytes, states: Mapping[str, np.ndarray]) -> bool:
         """Append a sample's states {array: [n, width]}; False where it is there already."""
@@ -99,14 +99,14 @@ class StateWriter:
         start, self.tokens = self.tokens, self.tokens + count
         done = max(self._number * size - start, 0)  # written before an interruption
         while done < count:
-            at = start + done - self._number * size
-            here = min(count - done, size - at)
+            offset = start + done - self._number * size
+            num_tokens = min(count - done, size - offset)
             for name, values in states.items():
-                self._buffer[name][at : at + here] = values[done : done + here]
-            done += here
+                self._buffer[name][offset : offset + num_tokens] = values[done : done + num_tokens]
+            done += num_tokens
             if done == count:
                 self._entries.append((key, start, count))
-            if at + here == size:
+            if offset + num_tokens == size:
                 self._flush(size)
         self.keys.add(key)
         return True
@@ -114,9 +114,9 @@ class StateWriter:
     def finish(self, datasets: Mapping[str, str]) -> None:
         """Write what is left and say that all samples of these datasets ({digest: name}) are there,
         besides those that were before."""
-        left = self.tokens - self._number * self.layout.shard_tokens
-        if left > 0:
-            self._flush(left)
+        unwritten = self.tokens - self._number * self.layout.shard_tokens
+        if unwritten > 0:
+            self._flush(unwritten)
         self._settle()
         self.about["datasets"] = {**self.about["datasets"], **datasets}
         self._write_manifest()
@@ -232,15 +232,15 @@ class StateWriter:
         unfinished.replace(path)
 
 
-def find_differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """What of `wanted`, a table of what states depend on, a manifest says otherwise, in words."""
+def find_differences(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """What of `expected`, a table of what states depend on, a manifest says otherwise, in words."""
     listed = []
-    for name, value in wanted.items():
-        other = found.get(name)
-        if other == value or name in ("format", "datasets"):
+    for name, value in expected.items():
+        stored = manifest.get(name)
+        if stored == value or name in ("format", "datasets"):
             continue
         if isinstance(value, str) and len(value) == 64:  # a digest tells people nothing
             listed.append(f"other {name}")
         else:
-            listed.append(f"{name} {other} there, {value} here")
+            listed.append(f"{name} {stored} there, {value} here")
     return listed

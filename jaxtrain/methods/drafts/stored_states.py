@@ -66,14 +66,14 @@ class StoredStates:
     def fill(self, batch: Batch) -> Batch:
         """See Stage."""
         try:
-            found = self.open().read(batch, tuple(self.widths), own_rows(batch, self.mesh))
+            states = self.open().read(batch, tuple(self.widths), own_rows(batch, self.mesh))
         except UnknownSample:
             raise UserError(
                 f"a sample of the data is not among the target states in {self.folder}; its rows or"
                 " the keys that shape them changed since. Run `jaxtrain capture` with this config:"
                 " it adds what is missing"
             ) from None
-        streams = {NAMES[name]: put(values, self.mesh) for name, values in found.items()}
+        streams = {NAMES[name]: put(values, self.mesh) for name, values in states.items()}
         return batch._replace(streams={**batch.streams, **streams})
 
     def describe(self, row_tokens: int) -> str:
@@ -96,8 +96,8 @@ class StoredStates:
     def check(self, data: OfflineData) -> str:
         """A line about the store; UserError where it is not that of this target and these data."""
         store = self.open()
-        wanted = {k: value for k, value in self.identify().items() if k != "widths"}
-        if differences := find_differences(store.about, wanted):
+        expected = {k: value for k, value in self.identify().items() if k != "widths"}
+        if differences := find_differences(store.about, expected):
             raise UserError(
                 f"{self.folder} holds states of another target (task.target.path):"
                 f" {', '.join(differences)}. Capture this one's into another folder"
@@ -107,9 +107,9 @@ class StoredStates:
                 f"{self.folder} has no array {missing.pop()!r}, which this task needs; capture into"
                 " another folder with its config"
             )
-        known = store.about["datasets"]
+        captured = store.about["datasets"]
         for digest, dataset in self.digests(data).items():
-            if digest not in known:
+            if digest not in captured:
                 raise UserError(
                     f"{self.folder} does not hold the states of all samples of {dataset.path!r}:"
                     " its rows or the keys that shape them changed since, or a capture of them was"
@@ -119,29 +119,29 @@ class StoredStates:
 
     def identify(self) -> dict[str, Any]:
         """All that states depend on besides tokens."""
-        parts, config = self.target.bundle, self.config
+        bundle, config = self.target.bundle, self.config
         weights = ["random", config.run.seed]
-        found: dict[str, Any] = {
-            "weights": _digest(weights) if parts.folder is None else fingerprint(parts.folder),
-            "architecture": _digest(parts.architecture.to_hf()),
+        description: dict[str, Any] = {
+            "weights": _digest(weights) if bundle.folder is None else fingerprint(bundle.folder),
+            "architecture": _digest(bundle.architecture.to_hf()),
             "layers": list(self.target.layers),
-            "dtype": parts.options["dtype"],
-            "stored_dtype": parts.options["param_dtype"],
+            "dtype": bundle.options["dtype"],
+            "stored_dtype": bundle.options["param_dtype"],
             "widths": self.widths,
         }
-        adapter = parts.adapter
+        adapter = bundle.adapter
         if adapter is not None:
-            found["quantize"] = adapter.quantize
+            description["quantize"] = adapter.quantize
             if adapter.source is not None:
                 files = sorted(Path(adapter.source).glob("adapter_*"))
-                found["adapter"] = _digest(
+                description["adapter"] = _digest(
                     [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
                 )
-        return {"quantize": "none", "adapter": "none", **found}
+        return {"quantize": "none", "adapter": "none", **description}
 
     def digests(self, data: OfflineData) -> dict[str, DatasetConfig]:
         """{digest of what is in it: dataset} of all datasets that train or are held out."""
-        found = {}
+        datasets = {}
         config = self.config.data
         for dataset in [*config.datasets, *config.eval_datasets]:
             part = data.recipe.open(dataset)
@@ -158,8 +158,8 @@ class StoredStates:
             for index in np.unique(np.linspace(0, len(part.rows) - 1, LOOKED_AT).astype(int)):
                 row = json.dumps(part.rows[int(index)], sort_keys=True, default=repr)
                 digest.update(row.encode("utf-8", "surrogatepass"))
-            found[digest.hexdigest()] = dataset
-        return found
+            datasets[digest.hexdigest()] = dataset
+        return datasets
 
     def capture(self, data: OfflineData, log: Callable[[str], None]) -> None:
         """Write the states of all samples of the run's data that are not there yet; on every
@@ -175,38 +175,38 @@ class StoredStates:
             return np.frombuffer(b"".join(writer.keys), np.uint8)
 
         joined = broadcast_or_raise("what was captured before", begin).tobytes()
-        known = {joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)}
+        captured = {joined[offset : offset + KEY_BYTES] for offset in range(0, len(joined), KEY_BYTES)}
         try:
             log("counting tokens: tokenizing the data once")
-            tokens = self.count(data, datasets, known)
-            self.announce(tokens, len(known), layout, log)
-            self.run(data, datasets, known, writer, Progress("capturing", sum(tokens), log))
+            tokens = self.count(data, datasets, captured)
+            self.announce(tokens, len(captured), layout, log)
+            self.run(data, datasets, captured, writer, Progress("capturing", sum(tokens), log))
             if writer is not None:
-                writer.finish({digest: one.path for digest, one in datasets.items()})
+                writer.finish({digest: dataset.path for digest, dataset in datasets.items()})
         finally:
             if writer is not None:
                 writer.close()
-        log(f"target states of {len(known):,} samples are in {self.folder}")
+        log(f"target states of {len(captured):,} samples are in {self.folder}")
 
     def count(
-        self, data: OfflineData, datasets: dict[str, DatasetConfig], known: set[bytes]
+        self, data: OfflineData, datasets: dict[str, DatasetConfig], captured: set[bytes]
     ) -> list[int]:
         """Tokens of each sample that is to be captured."""
-        found: dict[bytes, int] = {}
+        counts: dict[bytes, int] = {}
         for dataset in datasets.values():
             for batch in data.eval_batches(dataset, self.target.bundle):
                 for sample in list_samples(batch):
-                    if sample.key not in known:
-                        found[sample.key] = sample.stop - sample.start
-        return list(found.values())
+                    if sample.key not in captured:
+                        counts[sample.key] = sample.stop - sample.start
+        return list(counts.values())
 
     def announce(
-        self, tokens: list[int], known: int, layout: StateLayout, log: Callable[[str], None]
+        self, tokens: list[int], num_captured: int, layout: StateLayout, log: Callable[[str], None]
     ) -> None:
         """Say what comes; UserError where the disk has no room for it."""
         need = sum(tokens) * layout.token_bytes
         log(
-            f"capturing {len(tokens):,} samples ({known:,} are there already): {sum(tokens):,}"
+            f"capturing {len(tokens):,} samples ({num_captured:,} are there already): {sum(tokens):,}"
             f" tokens x {layout.token_bytes:,} bytes = {tell_size(need)} in {self.folder}"
         )
         free = broadcast_or_raise("free space", lambda: shutil.disk_usage(self.folder).free)
@@ -221,29 +221,29 @@ class StoredStates:
         self,
         data: OfflineData,
         datasets: dict[str, DatasetConfig],
-        known: set[bytes],
+        captured: set[bytes],
         writer: StateWriter | None,
         progress: Progress,
     ) -> None:
-        """Capture what is not in `known`, which grows; the next batch runs while one is written."""
+        """Capture what is not in `captured`, which grows; the next batch runs while one is written."""
         waiting: list[tuple[Batch, dict[str, Any]]] = []
 
         def write() -> None:
             batch, states = waiting.pop(0)
-            here = {name: np.asarray(to_host(states[NAMES[name]])) for name in self.widths}
+            arrays = {name: np.asarray(to_host(states[NAMES[name]])) for name in self.widths}
             for sample in list_samples(batch):
                 part = slice(sample.start, sample.stop)
-                if sample.key in known:
+                if sample.key in captured:
                     continue
-                known.add(sample.key)
+                captured.add(sample.key)
                 if writer is not None:
-                    own = {name: values[sample.row][part] for name, values in here.items()}
-                    writer.add(sample.key, own)
+                    sample_states = {name: values[sample.row][part] for name, values in arrays.items()}
+                    writer.add(sample.key, sample_states)
                 progress.count()
 
         for dataset in datasets.values():
             for batch in data.eval_batches(dataset, self.target.bundle):
-                if all(sample.key in known for sample in list_samples(batch)):
+                if all(sample.key in captured for sample in list_samples(batch)):
                     continue
                 waiting.append((batch, self.target(batch)))
                 if len(waiting) > 1:

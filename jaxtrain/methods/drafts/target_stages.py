@@ -53,38 +53,38 @@ class OtherDevices:
     def describe(self, row_tokens: int) -> str:
         """See Stage."""
         shapes = abstract_params(self.target.bundle)[0].values()
-        held = sum(
-            math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in shapes
+        weight_bytes = sum(
+            math.prod(shape.sharding.shard_shape(shape.shape)) * shape.dtype.itemsize for shape in shapes
         )
         row = row_tokens * sum(dtype.itemsize for dtype in self.streams.values())
         return (
-            f"target on {self.target.bundle.mesh.size} devices of its own: {held / 2**30:.3f} GiB of"
+            f"target on {self.target.bundle.mesh.size} devices of its own: {weight_bytes / 2**30:.3f} GiB of"
             f" weights on each; states of a row of {row_tokens} tokens: {row / 2**20:,.1f} MiB"
         )
 
     def advise(self, busy: float, waiting: float) -> str:
         """See Stage: the split by which neither side would wait, if both scale."""
-        own, others = self.target.bundle.mesh.size, self.mesh.size
-        best, gain = find_split(own, others, busy, waiting)
+        num_target, num_training = self.target.bundle.mesh.size, self.mesh.size
+        best, gain = find_split(num_target, num_training, busy, waiting)
         if gain < WORTH:
-            return f"task.target.devices {own} is the best split of these {own + others}"
+            return f"task.target.devices {num_target} is the best split of these {num_target + num_training}"
         return (
-            f"By these times task.target.devices {best} of {own + others} would be about"
+            f"By these times task.target.devices {best} of {num_target + num_training} would be about"
             f" {gain:.1f}x as fast"
         )
 
 
-def find_split(own: int, others: int, busy: float, step: float) -> tuple[int, float]:
+def find_split(num_target: int, num_training: int, busy: float, step: float) -> tuple[int, float]:
     """(devices for the target, times as fast as now) of the best split, for a target that takes
-    `busy` seconds a batch on `own` devices and training that takes `step` on `others`; both are
+    `busy` seconds a batch on `num_target` devices and training that takes `step` on `num_training`; both are
     taken to scale with devices."""
-    total = own + others
+    total = num_target + num_training
 
     def pace(devices: int) -> float:
-        return max(busy * own / devices, step * others / (total - devices))
+        return max(busy * num_target / devices, step * num_training / (total - devices))
 
-    best = min(range(1, total), key=lambda devices: (pace(devices), abs(devices - own)))
-    return best, pace(own) / max(pace(best), 1e-12) if math.isfinite(pace(own)) else 1.0
+    best = min(range(1, total), key=lambda devices: (pace(devices), abs(devices - num_target)))
+    return best, pace(num_target) / max(pace(best), 1e-12) if math.isfinite(pace(num_target)) else 1.0
 
 
 def open_stage(
@@ -96,8 +96,8 @@ def open_stage(
     assert isinstance(task, DraftTask) and isinstance(architecture, BaseDraftConfig)
     if task.target.source == "step":
         return None
-    parts = move_target(config, target)
-    runs = FrozenTarget(parts, architecture.capture, last=last, seed=config.run.seed)
+    bundle = move_target(config, target)
+    runs = FrozenTarget(bundle, architecture.capture, last=last, seed=config.run.seed)
     if task.target.source == "ahead":
         return OtherDevices(runs, draft.mesh)
     return StoredStates(config, runs)

@@ -42,6 +42,6 @@ def run_target(target: Any, batch: Batch, layers: Sequence[int], *, last: bool) 
     """States of the tokens of rows [B, T] by running `target`, as far as need be."""
     if not last:
         return TargetStates(target.captured(batch, layers), None)
-    found = target.hidden(batch, tuple(layers))
-    captured = jnp.concatenate([found.captured[layer] for layer in layers], axis=-1)
-    return TargetStates(captured, found.hidden)
+    output = target.hidden(batch, tuple(layers))
+    captured = jnp.concatenate([output.captured[layer] for layer in layers], axis=-1)
+    return TargetStates(captured, output.hidden)
