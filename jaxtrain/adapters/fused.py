@@ -57,7 +57,9 @@ def find_tensors(config: DecoderConfig) -> dict[str, TensorPart]:
                     ' "mxfp4" for gpt-oss, and merge what Axolotl trained with Axolotl'
                 )
             runs = ((experts.start, outputs),)
-            parts_by_path[path] = TensorPart(experts.parameters[0], runs, experts.total, experts.num_experts)
+            parts_by_path[path] = TensorPart(
+                experts.parameters[0], runs, experts.total, experts.num_experts
+            )
         elif path.split(".")[-2] == "experts":
             raise UserError(f'{_refused(config, path)}; set it to "nf4"')
         elif not isinstance(leaf, TensorRef):

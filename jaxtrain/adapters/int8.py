@@ -31,7 +31,9 @@ class Int8(nnx.Module):
     def concatenate(self, *kernels: "Int8") -> "Int8":
         """Return a kernel with the columns of this one followed by those of others."""
         parts = {
-            name: jnp.concatenate([getattr(kernel, name)[...] for kernel in (self, *kernels)], axis=-1)
+            name: jnp.concatenate(
+                [getattr(kernel, name)[...] for kernel in (self, *kernels)], axis=-1
+            )
             for name in ("codes", "scales")
         }
         return Int8(parts, (*self.axes[:-1], None))

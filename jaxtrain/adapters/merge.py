@@ -298,7 +298,9 @@ def find_corrections(
         down, up = (peft.files.tensors[f"{PREFIX}{module}.{SUFFIX[p]}"].shape for p in "ab")
         if up[1] != down[0]:
             problems.append(f"{name}: the adapter is {up} x {down}")
-        elif check_base_tensor(files, name, (up[0], down[1]), problems, f"the adapter is {up} x {down}"):
+        elif check_base_tensor(
+            files, name, (up[0], down[1]), problems, f"the adapter is {up} x {down}"
+        ):
             corrections[name] = Correction(peft, name, slot)
     if config is not None and peft.targets:
         corrections |= find_expert_corrections(files, peft, config, problems)
@@ -315,7 +317,9 @@ def find_corrections(
             if added_rows := peft.files.tensors.get(PREFIX + below):
                 total = max(total, added_rows.shape[0])
             tensor = f"{module}.{ROWS}"
-            corrections[name] = RowCorrection(peft, tensor, ids, total, below if added_rows else None)
+            corrections[name] = RowCorrection(
+                peft, tensor, ids, total, below if added_rows else None
+            )
     for name in sorted(peft.full()):
         stored, adapter_shape = files.tensors.get(name), peft.files.tensors[PREFIX + name]
         if stored is None and name == TABLES[1] and _same_tables(peft):
@@ -328,7 +332,9 @@ def find_corrections(
             )
         elif stored is None:
             problems.append(f"the base has no {name} (a head that it ties to the embedding?)")
-        elif stored.shape != adapter_shape.shape and not grows(name, stored.shape, adapter_shape.shape):
+        elif stored.shape != adapter_shape.shape and not grows(
+            name, stored.shape, adapter_shape.shape
+        ):
             problems.append(f"{name} is {stored.shape}, the adapter's is {adapter_shape.shape}")
         else:
             corrections[name] = Correction(peft, name, None)
@@ -399,7 +405,9 @@ def check_base_tensor(
 
 def grows(name: str, shape: tuple[int, ...], adapter_shape: tuple[int, ...]) -> bool:
     """Whether an adapter's table has more tokens than the base's, and is its like else."""
-    return f".{name}".endswith(ENDS) and adapter_shape[1:] == shape[1:] and adapter_shape[0] > shape[0]
+    return (
+        f".{name}".endswith(ENDS) and adapter_shape[1:] == shape[1:] and adapter_shape[0] > shape[0]
+    )
 
 
 def _same_tables(peft: PeftFolder) -> bool:

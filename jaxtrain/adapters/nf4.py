@@ -189,7 +189,9 @@ class PackedNF4:
 
     def _group_spec(self, names: Sequence[str | None], spec_of: SpecOf) -> Any:
         return (
-            self.group if self.group is None else spec_of(names[-self.group.ndim :], self.group.shape)
+            self.group
+            if self.group is None
+            else spec_of(names[-self.group.ndim :], self.group.shape)
         )
 
 

@@ -335,7 +335,11 @@ def short_name(linears: Linears, path: str) -> str:
 
 
 def _namesakes(linears: Linears, path: str) -> list[str]:
-    return [candidate for candidate in linears if _tail(linears, candidate, 1) == _tail(linears, path, 1)]
+    return [
+        candidate
+        for candidate in linears
+        if _tail(linears, candidate, 1) == _tail(linears, path, 1)
+    ]
 
 
 def _tail(linears: Linears, path: str, parts: int) -> str:
@@ -358,7 +362,11 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
         if not any(layer_slots):
             continue
         if len(set(layer_slots)) > 1:
-            kinds = "has it in some layers only" if None in layer_slots else "has several ranks or alphas"
+            kinds = (
+                "has it in some layers only"
+                if None in layer_slots
+                else "has several ranks or alphas"
+            )
             raise UserError(
                 f"adapter.path {str(folder)!r}: {short_name(linears, path)} {kinds}; layers are"
                 " stored stacked and must be alike. Merge it instead: jaxtrain merge"
@@ -468,7 +476,10 @@ def _adapted(op: TensorOp, name: str, selection: PairSelection | None) -> Tensor
         case PermutedRows():
             renamed = _peft_name(op.name, name)
             if selection is not None and name != "magnitude":
-                start, all_ranks = selection.index * selection.rank, selection.count * selection.rank
+                start, all_ranks = (
+                    selection.index * selection.rank,
+                    selection.count * selection.rank,
+                )
                 if name == "a":
                     return SplitRows(renamed, 0, start, all_ranks)
                 return MatrixBlock(renamed, op.runs, op.total, start, all_ranks)

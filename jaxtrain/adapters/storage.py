@@ -139,7 +139,9 @@ def quantize_params(
         part_shapes = {name: shapes[f"{path}.{name}"] for name in names}
         places = {name: shape.sharding for name, shape in part_shapes.items()}
         files, entries = source or (None, {})
-        as_is = STORAGES[kind].read(files, entries[path].op, part_shapes) if path in entries else None
+        as_is = (
+            STORAGES[kind].read(files, entries[path].op, part_shapes) if path in entries else None
+        )
         if as_is is not None:
             arrays = as_is
         elif isinstance(value, jax.Array):
@@ -175,7 +177,9 @@ def _quantize_tensor(kernels: Mapping[str, Any], shapes: Shapes, tensors: Tensor
     @jax.jit
     def quantize(layer: Sequence[jax.Array]) -> dict[str, jax.Array]:
         quantized = zip(kernels, quantize_together(layer, chosen), strict=True)
-        return {f"{path}.{name}": array for path, arrays in quantized for name, array in arrays.items()}
+        return {
+            f"{path}.{name}": array for path, arrays in quantized for name, array in arrays.items()
+        }
 
     layers = zip(*kernels.values(), strict=True)
     places = {name: shape.sharding for name, shape in part_shapes.items()}

@@ -46,7 +46,9 @@ def with_refresh(task: Task, config: Config, method: Any) -> Task:
     draft = section.task.draft.model_copy(update={"path": config.rollout.draft})
     draft_task = section.task.model_copy(update={"draft": draft})
     try:
-        objective: DraftObjective = method.teach(config.model_copy(update={"task": draft_task}), trained)
+        objective: DraftObjective = method.teach(
+            config.model_copy(update={"task": draft_task}), trained
+        )
     except UserError as error:
         text = str(error).replace("task.draft.path", "rollout.draft")
         raise UserError(text.replace("task.", "rollout.draft_refresh.task.")) from None

@@ -115,7 +115,14 @@ def sum_soft(
         head_VE = whole_head(head_VE, states_BTE.dtype, stored[1])
         rows = [whole_head(x, states_BTE.dtype, stored[2]) for x in rows]
         total, metrics = local(
-            (draft_axis, vocab_axis), hidden_LBTD, head_PD, states_BTE, head_VE, kept_P, weight_LBT, *rows
+            (draft_axis, vocab_axis),
+            hidden_LBTD,
+            head_PD,
+            states_BTE,
+            head_VE,
+            kept_P,
+            weight_LBT,
+            *rows,
         )
         return lax.psum(total, tuple(shards)) if shards else total, metrics
 
@@ -156,7 +163,9 @@ def soft_sum(spec: SoftTargetSpec, hidden_LTD, head_PD, teacher_arrays, weight_L
 def _fwd(spec, hidden, head, teacher_arrays, weight):
     values = [argument.value for argument in (hidden, head, *teacher_arrays, weight)]
     needs_grad = (hidden.perturbed, head.perturbed)
-    total, metrics, grads = walk(spec, values[0], values[1], tuple(values[2:-1]), values[-1], needs_grad)
+    total, metrics, grads = walk(
+        spec, values[0], values[1], tuple(values[2:-1]), values[-1], needs_grad
+    )
     return (total, metrics), (grads, len(teacher_arrays))
 
 
@@ -227,7 +236,10 @@ def walk(spec: SoftTargetSpec, hidden_LTD, head_PD, teacher_arrays, weight_LT, n
         )
         total += jnp.sum(weight_LC * chunk_metrics.loss)
         metrics = GuessMetrics(
-            *(x.at[:, index_C].set(y, mode="drop") for x, y in zip(metrics, chunk_metrics, strict=True))
+            *(
+                x.at[:, index_C].set(y, mode="drop")
+                for x, y in zip(metrics, chunk_metrics, strict=True)
+            )
         )
         dz_LCP = jnp.where(weight_LC[..., None] != 0, weight_LC[..., None] * dz_LCP, 0.0)
         dz_LCP = dz_LCP.astype(hidden_LTD.dtype)

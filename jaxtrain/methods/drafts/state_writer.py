@@ -77,7 +77,9 @@ class StateWriter:
                 f"{self.folder} cannot be written ({error.strerror}); change task.target.path"
             ) from None
         if not (self.folder / MANIFEST).exists():
-            foreign_files = sorted(p.name for p in self.folder.iterdir() if p.name not in (INDEX, ".lock"))
+            foreign_files = sorted(
+                p.name for p in self.folder.iterdir() if p.name not in (INDEX, ".lock")
+            )
             if foreign_files:
                 raise UserError(
                     f"{self.folder} holds {foreign_files[0]} and no target states; name an empty folder"

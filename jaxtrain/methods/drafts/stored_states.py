@@ -175,7 +175,9 @@ class StoredStates:
             return np.frombuffer(b"".join(writer.keys), np.uint8)
 
         joined = broadcast_or_raise("what was captured before", begin).tobytes()
-        captured = {joined[offset : offset + KEY_BYTES] for offset in range(0, len(joined), KEY_BYTES)}
+        captured = {
+            joined[offset : offset + KEY_BYTES] for offset in range(0, len(joined), KEY_BYTES)
+        }
         try:
             log("counting tokens: tokenizing the data once")
             tokens = self.count(data, datasets, captured)
@@ -237,7 +239,9 @@ class StoredStates:
                     continue
                 captured.add(sample.key)
                 if writer is not None:
-                    sample_states = {name: values[sample.row][part] for name, values in arrays.items()}
+                    sample_states = {
+                        name: values[sample.row][part] for name, values in arrays.items()
+                    }
                     writer.add(sample.key, sample_states)
                 progress.count()
 

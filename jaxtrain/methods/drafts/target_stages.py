@@ -54,7 +54,8 @@ class OtherDevices:
         """See Stage."""
         shapes = abstract_params(self.target.bundle)[0].values()
         weight_bytes = sum(
-            math.prod(shape.sharding.shard_shape(shape.shape)) * shape.dtype.itemsize for shape in shapes
+            math.prod(shape.sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
+            for shape in shapes
         )
         row = row_tokens * sum(dtype.itemsize for dtype in self.streams.values())
         return (
@@ -84,7 +85,9 @@ def find_split(num_target: int, num_training: int, busy: float, step: float) -> 
         return max(busy * num_target / devices, step * num_training / (total - devices))
 
     best = min(range(1, total), key=lambda devices: (pace(devices), abs(devices - num_target)))
-    return best, pace(num_target) / max(pace(best), 1e-12) if math.isfinite(pace(num_target)) else 1.0
+    return best, pace(num_target) / max(pace(best), 1e-12) if math.isfinite(
+        pace(num_target)
+    ) else 1.0
 
 
 def open_stage(
