@@ -33,47 +33,47 @@ VERBS = {
     "preprocess": Verb(
         "--config FILE",
         "tokenize, validate, show samples",
-        "jaxtrain.cli.data_verbs:run_preprocess",
+        "jaxtrain.cli.preprocess:run_preprocess",
     ),
     "capture": Verb(
         "--config FILE",
         "states of a draft's target, onto disk",
-        "jaxtrain.cli.data_verbs:run_capture",
+        "jaxtrain.cli.capture:run_capture",
     ),
     "eval": Verb(
         "RUN | --config FILE",
         "held-out loss, problems answered",
-        "jaxtrain.cli.eval_verb:run_eval",
+        "jaxtrain.cli.eval:run_eval",
     ),
     "generate": Verb(
         "RUN|MODEL [--prompt TEXT]",
         "answer prompts; without one: a conversation",
-        "jaxtrain.cli.model_verbs:run_generate",
+        "jaxtrain.cli.generate:run_generate",
     ),
     "speculate": Verb(
         "RUN|MODEL --draft FOLDER",
         "what a draft model is worth: tau, speed",
-        "jaxtrain.cli.model_verbs:run_speculate",
+        "jaxtrain.cli.speculate:run_speculate",
     ),
     "score": Verb(
         "RUN|MODEL DATA --output FILE",
         "scores of a reward model, row by row",
-        "jaxtrain.cli.model_verbs:run_score",
+        "jaxtrain.cli.score:run_score",
     ),
     "export": Verb(
         "RUN|MODEL [--output FOLDER]",
         "write a Hugging Face model folder",
-        "jaxtrain.cli.folder_verbs:run_export",
+        "jaxtrain.cli.export:run_export",
     ),
     "merge": Verb(
         "RUN|ADAPTER [--base MODEL]",
         "adapter and base as one model folder",
-        "jaxtrain.cli.folder_verbs:run_merge",
+        "jaxtrain.cli.merge:run_merge",
     ),
     "quantize": Verb(
         "RUN|MODEL --scheme fp8|int8|int4",
         "weights in few bits, for vLLM",
-        "jaxtrain.cli.folder_verbs:run_quantize",
+        "jaxtrain.cli.quantize:run_quantize",
     ),
     "sweep": Verb(
         "SWEEP.toml [--jobs N] [--print]",
@@ -108,7 +108,7 @@ VERBS = {
     "convert": Verb(
         "FILE [--output FILE]",
         "a config of Axolotl, TRL or prime-rl as ours",
-        "jaxtrain.cli.config:run_convert",
+        "jaxtrain.cli.convert:run_convert",
     ),
     "plugins": Verb(
         "[--load]",
@@ -118,12 +118,12 @@ VERBS = {
     "docs": Verb(
         "",
         "every key as Markdown",
-        "jaxtrain.cli.config:run_docs",
+        "jaxtrain.cli.reference:run_docs",
     ),
     "schema": Verb(
         "[--output FILE]",
         "every key as JSON schema",
-        "jaxtrain.cli.config:run_schema",
+        "jaxtrain.cli.reference:run_schema",
     ),
 }
 

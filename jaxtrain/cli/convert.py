@@ -1,15 +1,35 @@
 """`jaxtrain convert`: a config of Axolotl, TRL or prime-rl as one of ours."""
 
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
 
-from jaxtrain.config.load import validate_config
-from jaxtrain.config.parse import MOST_BYTES, read_table
-from jaxtrain.convert import SYSTEMS, Conversion, read_numbers, trl
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxtrain.arguments import Parser
 from jaxtrain.errors import UserError
-from jaxtrain.runs.manifest import write_atomically
 from jaxtrain.safe_io import read_text
 from jaxtrain.text_safety import escape_control_chars, show
+
+if TYPE_CHECKING:
+    from jaxtrain.convert import Conversion
+
+
+def run_convert(argv: list[str]) -> int:
+    """Put a config of another system into our keys."""
+    from jaxtrain.cli.convert import convert
+    from jaxtrain.convert import SYSTEMS
+
+    parser = Parser(prog="jaxtrain convert", description=run_convert.__doc__)
+    parser.add_argument(
+        "file",
+        type=Path,
+        help="Axolotl's YAML, prime-rl's TOML, TRL's YAML or a file with its command line (.sh)",
+    )
+    parser.add_argument("--from", dest="system", choices=SYSTEMS, help="whose; told by the keys")
+    parser.add_argument("--output", type=Path, help="TOML file to write; without: the terminal")
+    args = parser.parse_args(argv)
+    return convert(args.file, args.system, args.output)
+
 
 COMMANDS = (".sh", ".txt", "")
 
@@ -20,6 +40,9 @@ def convert(path: Path, system: str | None, output: Path | None) -> int:
     system: one of SYSTEMS, or None to tell by the keys. Returns 1 where the result still needs a
     hand, which is said; UserError where nothing can be made of the file.
     """
+    from jaxtrain.convert import SYSTEMS
+    from jaxtrain.runs.manifest import write_atomically
+
     theirs = read(path)
     system = system or tell(theirs, path)
     made = SYSTEMS[system].convert(theirs)
@@ -48,6 +71,9 @@ def convert(path: Path, system: str | None, output: Path | None) -> int:
 
 def read(path: Path) -> dict[str, Any]:
     """A table, of a command line as well."""
+    from jaxtrain.config.parse import MOST_BYTES, read_table
+    from jaxtrain.convert import read_numbers, trl
+
     if path.suffix.lower() not in COMMANDS:
         return read_numbers(read_table(path))
     try:
@@ -59,6 +85,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def tell(theirs: dict[str, Any], path: Path) -> str:
     """Whose keys these are."""
+    from jaxtrain.convert import SYSTEMS
+
     for name, system in SYSTEMS.items():
         if system.detect(theirs):
             return name
@@ -70,6 +98,8 @@ def tell(theirs: dict[str, Any], path: Path) -> str:
 
 def check(made: Conversion) -> str | None:
     """What the result still lacks, for people; None: nothing."""
+    from jaxtrain.config.load import validate_config
+
     try:
         validate_config(made.table, "it")
     except UserError as error:

@@ -1,33 +1,71 @@
 """The verb `eval`: held-out loss and answers of a run's newest checkpoint or a config's model."""
 
+from __future__ import annotations
+
+import contextlib
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jax
-
-from jaxtrain.config import Config, load_config
-from jaxtrain.core.evaluation import HeldOutEvaluation
-from jaxtrain.core.roles import ModelSnapshot, Roles
-from jaxtrain.core.scorer import Scorer
-from jaxtrain.core.task import Task
-from jaxtrain.distributed.mesh import is_main_process
+from jaxtrain.cli.processes import config_parser, run_together, settle_before_jax
 from jaxtrain.errors import UserError
-from jaxtrain.generation.engines import find_engine, with_secrets
-from jaxtrain.generation.evaluation.answers import ServingEngine, SetAnswers
-from jaxtrain.generation.evaluation.problem_sets import open_problem_sets
-from jaxtrain.methods.registry import make_task
-from jaxtrain.methods.reopen import alone, open_trained
-from jaxtrain.runs.run_files import take_names
-from jaxtrain.runs.samples import SAMPLES, append_samples
-from jaxtrain.runs.sinks import JsonLines
+
+if TYPE_CHECKING:
+    from jaxtrain.config import Config
+    from jaxtrain.core.roles import ModelSnapshot
+    from jaxtrain.core.task import Task
+
+
+def run_eval(argv: list[str]) -> int:
+    """Held-out loss and answered problems of a run's newest checkpoint, or of a config's model."""
+    parser = config_parser("eval", required=False, first="RUN (a run's output_dir), or ")
+    args = parser.parse_intermixed_args(argv)
+    runs = [os.path.expanduser(word) for word in args.overrides if "=" not in word]
+    overrides = [word for word in args.overrides if "=" in word]
+    if len(runs) + bool(args.config) != 1:
+        raise UserError("eval: give either RUN (a run's output_dir) or --config FILE")
+
+    def read():
+        from jaxtrain.config import ParallelConfig, load_config
+        from jaxtrain.config.load import apply_overrides, read_saved, validate_config
+
+        if args.config:
+            return settle_before_jax(load_config(args.config, overrides)).parallel
+        with contextlib.suppress(UserError):  # told where all of the config is read
+            saved = f"{runs[0]}/config.json"
+            settle_before_jax(validate_config(apply_overrides(read_saved(saved), overrides), saved))
+        # Not as the run's own config says: that is how its first process was started.
+        own = [word for word in overrides if word.startswith("parallel.")]
+        try:
+            return ParallelConfig(**apply_overrides({}, own).get("parallel", {}))
+        except ValueError:  # told where all of the config is read
+            return None
+
+    def work(parallel) -> int:
+        evaluate_command(Path(runs[0]) if runs else None, args.config, overrides)
+        return 0
+
+    folder = Path(runs[0]) if runs else None
+    return run_together(read, lambda parallel: (parallel, folder), work)
 
 
 def evaluate_command(run: Path | None, config_path: str | None, overrides: list[str]) -> None:
     """The verb `eval`: held-out loss, the task's own numbers and answered problems of a run's
     newest checkpoint, or of a config's model. What is generated goes to the folder `eval` in the
     run's. Of several processes the first answers, prints and writes."""
+    import jax
+
+    from jaxtrain.config import load_config
+    from jaxtrain.core.evaluation import HeldOutEvaluation
+    from jaxtrain.core.roles import ModelSnapshot, Roles
+    from jaxtrain.core.scorer import Scorer
+    from jaxtrain.distributed.mesh import is_main_process
+    from jaxtrain.methods.registry import make_task
+    from jaxtrain.methods.reopen import alone, open_trained
+
     log = print if is_main_process() else silent
     if run is not None:
         opened = open_trained(str(run), overrides, all_roles=True, all_policies=True)
@@ -78,6 +116,14 @@ def generate_into(
     """Let the weights answer what section eval asks; prints the numbers, appends them to
     metrics.jsonl in `folder` and writes the answers to samples.jsonl there, anew. policies: of
     several that are trained each one's."""
+    from jaxtrain.distributed.mesh import is_main_process
+    from jaxtrain.generation.engines import find_engine, with_secrets
+    from jaxtrain.generation.evaluation.answers import ServingEngine, SetAnswers
+    from jaxtrain.generation.evaluation.problem_sets import open_problem_sets
+    from jaxtrain.runs.run_files import take_names
+    from jaxtrain.runs.samples import SAMPLES, append_samples
+    from jaxtrain.runs.sinks import JsonLines
+
     parts, samples = held.roles.bundle, folder / SAMPLES
     with ExitStack() as stack:
         sets = open_problem_sets(config, parts, log)

@@ -4,14 +4,25 @@ import re
 import tempfile
 from pathlib import Path
 
-from jaxtrain.adapters.peft_folder import CONFIG
-from jaxtrain.core.bundle import find_folder
-from jaxtrain.core.export import export_policies, replace_folder
+from jaxtrain.arguments import Parser, expand_path
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.copy import copy_folder
-from jaxtrain.huggingface.safetensors import MAX_SHARD_BYTES
-from jaxtrain.methods.reopen import holds_run, open_trained
-from jaxtrain.runs.run_files import require_replaceable
+
+
+def run_export(argv: list[str]) -> None:
+    """Write a checkpoint, or a Hugging Face folder anew, as a Hugging Face model folder."""
+    parser = Parser("jaxtrain export", description=run_export.__doc__)
+    parser.add_argument(
+        "source", type=expand_path, help="a run's output_dir, a Hugging Face folder or a Hub id"
+    )
+    parser.add_argument("--output", type=expand_path, help="default, of a run: RUN/model")
+    parser.add_argument("--step", type=int, help="of a run; default: the newest checkpoint")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: as loaded"
+    )
+    parser.add_argument("--max-shard-size", help="of a weights file: 500MB, 2GiB; default 5GB")
+    args = parser.parse_intermixed_args(argv)
+    export_command(args.source, args.output, args.step, args.dtype, args.max_shard_size)
+
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -26,6 +37,14 @@ def export_command(
 ) -> None:
     """Write what the task of a run exports of a checkpoint, or a model folder anew: cast to
     `dtype`, in shards of at most `max_shard_size` ("500MB")."""
+    from jaxtrain.adapters.peft_folder import CONFIG
+    from jaxtrain.core.bundle import find_folder
+    from jaxtrain.core.export import replace_folder
+    from jaxtrain.huggingface.copy import copy_folder
+    from jaxtrain.huggingface.safetensors import MAX_SHARD_BYTES
+    from jaxtrain.methods.reopen import holds_run
+    from jaxtrain.runs.run_files import require_replaceable
+
     limit = MAX_SHARD_BYTES if max_shard_size is None else read_size(max_shard_size)
     if (source / "checkpoints").is_dir() or holds_run(source / "config.json"):
         export_run(source, output or source / "model", step, dtype, limit, max_shard_size)
@@ -52,6 +71,11 @@ def export_run(
     max_shard_size: str | None,
 ) -> None:
     """A checkpoint of a run; of several policies an adapter each, in folders of their names."""
+    from jaxtrain.core.export import export_policies, replace_folder
+    from jaxtrain.huggingface.copy import copy_folder
+    from jaxtrain.methods.reopen import open_trained
+    from jaxtrain.runs.run_files import require_replaceable
+
     config, task, held, policies = open_trained(str(run), [], step, frozen=False, all_policies=True)
     if policies:
         export_policies(task.export, policies, config, output, dtype)

@@ -1,98 +1,71 @@
 """The verb `generate`: answers to prompts, from a file, the command line or a conversation."""
 
+from __future__ import annotations
+
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxtrain.api import Model, read_ids
-from jaxtrain.cli.play import OWN, PlaySession, read_sections
-from jaxtrain.config import SamplingConfig
-from jaxtrain.data.chat.messages import MalformedRow, read_messages, read_tools
-from jaxtrain.data.chat.template import TemplateFailed, encode, prompt_tokens
+from jaxtrain.arguments import Parser, expand_path
 from jaxtrain.errors import UserError
-from jaxtrain.generation.engine import Completion
-from jaxtrain.generation.episodes import Episode
-from jaxtrain.generation.evaluation.eval_sets import list_turns
-from jaxtrain.huggingface.generation import describe_ignored
-from jaxtrain.runs.run_files import require_writable, write_output
 from jaxtrain.safe_io import parse_json, read_text
 from jaxtrain.text_safety import escape_control_chars
+
+if TYPE_CHECKING:
+    from jaxtrain.cli.play import AnswerWriter
+    from jaxtrain.generation.episodes import Episode
+
 
 MOST_INPUT = 2**29
 """Bytes of a file of prompts."""
 
 
-class AnswerWriter:
-    """A model that answers messages, continues text or ids, or acts in an environment."""
-
-    def __init__(
-        self,
-        name: str,
-        overrides: list[str],
-        raw: bool,
-        draft: str | None = None,
-        *,
-        acts: bool = False,
-    ):
-        """raw: texts or ids are continued as they stand. draft: folder of a draft model. acts: in
-        section env's environment, with all policies."""
-        own = [word for word in overrides if word.startswith(OWN)]
-        rest = [word for word in overrides if word not in own]
-        self.model = Model(name, rest, several=acts)
-        config = self.model.config
-        sections = read_sections(config, own, name)
-        self.tokenizer = self.model.tokenizer
-        self.raw = raw
-        if not raw and not self.tokenizer.chat_template:
-            raise UserError(
-                f"{name} has no chat template: continue plain text with --raw, or name one with"
-                " model.chat_template=FILE"
-            )
-        self.sampling: SamplingConfig = config.sampling
-        policies = self.model.policies
-        if len(policies) > 1 and draft is not None:
-            raise UserError(f"{name} has trained several policies, for which no draft guesses")
-        self.sampler = self.model.sampler(raw, draft)
-        samplers = {one: self.model.sampler(raw, policy=one) for one in policies}
-        parts = self.model.snapshot.roles.bundle
-        self.stage = PlaySession(sections, parts, samplers or {"": self.sampler}) if acts else None
-        folder = self.model.snapshot.roles.bundle.folder
-        if folder is not None and (ignored := describe_ignored(folder)):
-            print(f"note: {ignored}", file=sys.stderr)
-
-    def answer(self, prompts: list[Any], tools: list[Any]) -> list[str]:
-        """Texts for prompts (strings with --raw, else message lists), side by side."""
-        try:
-            tokens = [
-                encode(self.tokenizer, prompt)
-                if self.raw
-                else prompt_tokens(self.tokenizer, prompt, tool)
-                for prompt, tool in zip(prompts, tools, strict=True)
-            ]
-        except TemplateFailed as error:
-            raise UserError(f"a prompt cannot be written: {error}") from None
-        return [
-            self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-            for answer in self.complete(tokens)
-        ]
-
-    def complete(self, tokens: list[list[int]]) -> list[Completion]:
-        """Answers to prompts of ids, side by side."""
-        empty = next((index for index, ids in enumerate(tokens) if not ids), None)
-        if empty is not None:
-            raise UserError(f"prompt {empty} is empty; give at least one token")
-        return self.sampler.generate(tokens, self.sampling)
-
-    def play(self, rows: list[dict[str, Any]]) -> list[Episode]:
-        """Episodes of rows in section env's environment, side by side."""
-        assert self.stage is not None, "it was opened to act"
-        return self.stage.play(rows, self.sampling)
+def run_generate(argv: list[str]) -> None:
+    """Answer prompts with a run's newest checkpoint or a Hugging Face model."""
+    parser = Parser("jaxtrain generate", description=run_generate.__doc__)
+    parser.add_argument(
+        "model",
+        type=os.path.expanduser,
+        help="a run's output_dir, a Hugging Face folder or a Hub id",
+    )
+    parser.add_argument("overrides", nargs="*", help="sampling.key=value and the like")
+    parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
+    parser.add_argument(
+        "--input", type=expand_path, help="jsonl with prompt or messages in each line"
+    )
+    parser.add_argument("--output", type=expand_path, help="jsonl to write the answers to")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the file --output if it is there"
+    )
+    parser.add_argument("--raw", action="store_true", help="no chat template: continue the text")
+    parser.add_argument(
+        "--ids",
+        action="store_true",
+        help="prompts and answers are token ids: prompt_ids in, completion_ids and logprobs out",
+    )
+    parser.add_argument(
+        "--env",
+        action="store_true",
+        help="play section env's environment; env.key=value changes it",
+    )
+    parser.add_argument("--system", help="system message of a conversation")
+    parser.add_argument(
+        "--draft",
+        type=os.path.expanduser,
+        help="folder of a draft model (dflash, eagle3): the same answers, decoded speculatively",
+    )
+    args = parser.parse_intermixed_args(argv)
+    generate_command(args)
 
 
 def generate_command(args: argparse.Namespace) -> None:
     """Run the verb; raises UserError for unusable input before any weight is loaded."""
+    from jaxtrain.cli.play import ENV_KEYS, AnswerWriter
+    from jaxtrain.runs.run_files import require_writable
+
     if args.env and (args.raw or args.system):
         raise UserError(
             "generate: --env takes neither --raw nor --system; env.raw=true and env.system=TEXT say"
@@ -102,7 +75,7 @@ def generate_command(args: argparse.Namespace) -> None:
         raise UserError(
             "generate: --ids continues token ids as they stand, without --raw, --system or --env"
         )
-    if not args.env and any(word.startswith(OWN) for word in args.overrides):
+    if not args.env and any(word.startswith(ENV_KEYS) for word in args.overrides):
         raise UserError("generate: keys of sections env and policies have no effect without --env")
     rows = list_rows(args)
     if args.output:
@@ -145,6 +118,8 @@ def continue_ids(
     writer: AnswerWriter, requests: list[dict[str, Any]]
 ) -> list[tuple[dict[str, Any], str]]:
     """(keys to add to a row, the row as a line of JSON) of each request."""
+    from jaxtrain.api import read_ids
+
     size = writer.model.vocab_size
     prompts = [read_ids(one["prompt"], size, one["shown"]).tolist() for one in requests]
     found = []
@@ -162,6 +137,8 @@ def write_records(
     args: argparse.Namespace, rows: list[dict[str, Any]], found: list[tuple[dict[str, Any], str]]
 ) -> None:
     """Into the file --output, or to people. found: (keys to add to a row, text) for each row."""
+    from jaxtrain.runs.run_files import write_output
+
     if args.output:
         records = [{**row, **keys} for row, (keys, _) in zip(rows, found, strict=True)]
         lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -183,6 +160,8 @@ def env_row(row: dict[str, Any]) -> dict[str, Any]:
 def describe_episode(episode: Episode) -> tuple[dict[str, Any], str]:
     """(what --output keeps of it, what people read: a line a turn, and the rewards). A game of
     several policies or agents: of each of its episodes, behind who speaks."""
+    from jaxtrain.generation.evaluation.eval_sets import list_turns
+
     lines, kept = [], []
     for one in (episode, *episode.others):
         speaker = one.policy or one.agent
@@ -244,6 +223,8 @@ def parse_line(line: str, origin: str) -> tuple[dict[str, Any], str]:
 
 def read_request(row: dict[str, Any], origin: str, args: argparse.Namespace) -> dict[str, Any]:
     """One prompt: ids, text for --raw, else messages that end before the assistant speaks."""
+    from jaxtrain.data.chat.messages import MalformedRow, read_messages, read_tools
+
     if args.ids:
         if not isinstance(row.get("prompt_ids"), list):
             raise UserError(f"{origin}: --ids needs a list of token ids in the key prompt_ids")

@@ -1,21 +1,34 @@
 """The verb `merge`: a run's adapter, or a PEFT folder, folded into its base's weights."""
 
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from jaxtrain.adapters.merge import merge_adapter
-from jaxtrain.adapters.peft import write_peft
-from jaxtrain.adapters.peft_folder import CONFIG, open_peft
-from jaxtrain.core.bundle import find_folder
-from jaxtrain.core.export import find_ends, replace_folder
-from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.arguments import Parser, expand_path
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.files import read_object
-from jaxtrain.huggingface.generation import write_generation
-from jaxtrain.methods.reopen import open_trained
-from jaxtrain.runs.run_files import require_replaceable
+
+
+def run_merge(argv: list[str]) -> None:
+    """Fold an adapter into the weights of its base: a full Hugging Face model folder."""
+    parser = Parser("jaxtrain merge", description=run_merge.__doc__)
+    parser.add_argument("source", type=expand_path, help="a run's output_dir or a PEFT folder")
+    parser.add_argument(
+        "--base", type=os.path.expanduser, help="folder or Hub id; default: what the adapter names"
+    )
+    parser.add_argument("--output", type=expand_path, help="default: SOURCE/merged")
+    parser.add_argument("--step", type=int, help="of a run; default: the newest checkpoint")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the base")
+    parser.add_argument(
+        "--quantize",
+        choices=("none", "nf4", "nf4_fused", "int8", "mxfp4"),
+        default="none",
+        help="of a PEFT folder: adapter.quantize of its training (of Axolotl's with"
+        " quantize_moe_experts: nf4_fused); a run knows its own",
+    )
+    args = parser.parse_intermixed_args(argv)
+    merge_command(args.source, args.base, args.output, args.step, args.dtype, args.quantize)
 
 
 def merge_command(
@@ -41,6 +54,11 @@ def merge_source(
     quantize: str = "none",
 ) -> tuple[int, str]:
     """The work of it: how many tensors changed, and of which base."""
+    from jaxtrain.adapters.peft import write_peft
+    from jaxtrain.adapters.peft_folder import CONFIG, open_peft
+    from jaxtrain.methods.reopen import open_trained
+    from jaxtrain.runs.run_files import require_replaceable
+
     require_replaceable(output)  # before anything is read
     if (source / CONFIG).is_file():
         base = base or open_peft(source).config.get("base_model_name_or_path")
@@ -81,6 +99,12 @@ def merge(
     keys: Mapping[str, int] = MappingProxyType({}),
 ) -> int:
     """Number of tensors that the adapter changed."""
+    from jaxtrain.adapters.merge import merge_adapter
+    from jaxtrain.core.bundle import find_folder
+    from jaxtrain.core.export import find_ends, replace_folder
+    from jaxtrain.data.chat.template import load_tokenizer
+    from jaxtrain.huggingface.generation import write_generation
+
     with replace_folder(output) as unfinished:
         folder = find_folder(base, weights=True)
         changed = merge_adapter(
@@ -96,5 +120,7 @@ def merge(
 
 def read_architectures(folder: Path) -> list[str]:
     """Names of config.json; of any family, also one that nothing here trains."""
+    from jaxtrain.huggingface.files import read_object
+
     found = read_object(folder / "config.json").get("architectures")
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []

@@ -1,31 +1,35 @@
-"""Episodes for people: `generate --env` opens an environment with all policies that it talks to.
+"""The work of `generate`: answers, and with --env episodes with all policies of an environment.
 
 run of one policy        its sampler                          servers, folders of section
 run of several           a sampler for each, on one base      policies, as in training
 """
 
 import asyncio
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jaxtrain.api import Model
 from jaxtrain.config import Config, EnvConfig, PolicyConfig, SamplingConfig
 from jaxtrain.config.base import Section
 from jaxtrain.config.load import apply_overrides, validate
 from jaxtrain.config.policies import find_section_problems, list_trained
 from jaxtrain.config.rollout import RolloutConfig
 from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.data.chat.template import TemplateFailed, encode, prompt_tokens
 from jaxtrain.environments.factory import open_env
 from jaxtrain.errors import UserError
-from jaxtrain.generation.engine import EpisodeFailed
+from jaxtrain.generation.engine import Completion, EpisodeFailed
 from jaxtrain.generation.episode_engine import combine_engines, with_policies
 from jaxtrain.generation.episodes import Episode, as_game
 from jaxtrain.generation.frozen_policy import open_frozen
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.frozen_folder import open_folders
 from jaxtrain.generation.local.requests import Requests
+from jaxtrain.huggingface.generation import describe_ignored
 
-OWN = ("env.", "policies.")
+ENV_KEYS = ("env.", "policies.")
 """Keys of the sections that the environment is opened by."""
 
 
@@ -97,3 +101,70 @@ class PlaySession:
 
         with ThreadPoolExecutor(1, thread_name_prefix="sampler") as thread:
             return asyncio.run(run(thread))
+
+
+class AnswerWriter:
+    """A model that answers messages, continues text or ids, or acts in an environment."""
+
+    def __init__(
+        self,
+        name: str,
+        overrides: list[str],
+        raw: bool,
+        draft: str | None = None,
+        *,
+        acts: bool = False,
+    ):
+        """raw: texts or ids are continued as they stand. draft: folder of a draft model. acts: in
+        section env's environment, with all policies."""
+        own = [word for word in overrides if word.startswith(ENV_KEYS)]
+        rest = [word for word in overrides if word not in own]
+        self.model = Model(name, rest, several=acts)
+        config = self.model.config
+        sections = read_sections(config, own, name)
+        self.tokenizer = self.model.tokenizer
+        self.raw = raw
+        if not raw and not self.tokenizer.chat_template:
+            raise UserError(
+                f"{name} has no chat template: continue plain text with --raw, or name one with"
+                " model.chat_template=FILE"
+            )
+        self.sampling: SamplingConfig = config.sampling
+        policies = self.model.policies
+        if len(policies) > 1 and draft is not None:
+            raise UserError(f"{name} has trained several policies, for which no draft guesses")
+        self.sampler = self.model.sampler(raw, draft)
+        samplers = {one: self.model.sampler(raw, policy=one) for one in policies}
+        parts = self.model.snapshot.roles.bundle
+        self.stage = PlaySession(sections, parts, samplers or {"": self.sampler}) if acts else None
+        folder = self.model.snapshot.roles.bundle.folder
+        if folder is not None and (ignored := describe_ignored(folder)):
+            print(f"note: {ignored}", file=sys.stderr)
+
+    def answer(self, prompts: list[Any], tools: list[Any]) -> list[str]:
+        """Texts for prompts (strings with --raw, else message lists), side by side."""
+        try:
+            tokens = [
+                encode(self.tokenizer, prompt)
+                if self.raw
+                else prompt_tokens(self.tokenizer, prompt, tool)
+                for prompt, tool in zip(prompts, tools, strict=True)
+            ]
+        except TemplateFailed as error:
+            raise UserError(f"a prompt cannot be written: {error}") from None
+        return [
+            self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            for answer in self.complete(tokens)
+        ]
+
+    def complete(self, tokens: list[list[int]]) -> list[Completion]:
+        """Answers to prompts of ids, side by side."""
+        empty = next((index for index, ids in enumerate(tokens) if not ids), None)
+        if empty is not None:
+            raise UserError(f"prompt {empty} is empty; give at least one token")
+        return self.sampler.generate(tokens, self.sampling)
+
+    def play(self, rows: list[dict[str, Any]]) -> list[Episode]:
+        """Episodes of rows in section env's environment, side by side."""
+        assert self.stage is not None, "it was opened to act"
+        return self.stage.play(rows, self.sampling)

@@ -1,5 +1,7 @@
 """The verb `quantize`: a run's model, or any folder's, in few bits for vLLM and transformers."""
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import math
@@ -8,24 +10,39 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jax
-
-from jaxtrain.adapters.peft_folder import CONFIG
-from jaxtrain.adapters.spec import find_linears
-from jaxtrain.cli.merge import merge_source
-from jaxtrain.core.bundle import find_folder
-from jaxtrain.core.evaluation import HeldOutEvaluation
-from jaxtrain.core.export import replace_folder
-from jaxtrain.core.roles import ModelSnapshot, Roles
-from jaxtrain.core.scorer import Scorer
+from jaxtrain.arguments import Parser, expand_path
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.files import read_object, spell
-from jaxtrain.huggingface.quantize import quantize_folder, require_plain
-from jaxtrain.methods.reopen import Trained, holds_run, open_trained
-from jaxtrain.models import DRAFTS, families, loading
-from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.runs.run_files import require_replaceable
+
+if TYPE_CHECKING:
+    from jaxtrain.core.roles import ModelSnapshot
+    from jaxtrain.methods.reopen import Trained
+    from jaxtrain.models.decoder_config import DecoderConfig
+
+
+def run_quantize(argv: list[str]) -> None:
+    """Write a model with its matrices in fp8, int8 or int4 (compressed-tensors), as vLLM and
+    transformers load it; with held-out loss before and after, of a run with eval data."""
+    parser = Parser("jaxtrain quantize", description=run_quantize.__doc__)
+    parser.add_argument(
+        "source",
+        type=expand_path,
+        help="a run's output_dir, a Hugging Face or PEFT folder, or a Hub id",
+    )
+    parser.add_argument("--scheme", choices=("fp8", "int8", "int4"), required=True)
+    parser.add_argument(
+        "--group", type=int, default=128, help="of int4: numbers that share a scale (default 128)"
+    )
+    parser.add_argument(
+        "--output", type=expand_path, help="default, of a run: RUN/quantized-SCHEME"
+    )
+    parser.add_argument("--step", type=int, help="of a run; default: the newest checkpoint")
+    parser.add_argument("--base", help="of a PEFT folder: folder or Hub id it belongs to")
+    parser.add_argument("--no-eval", action="store_true", help="do not compute held-out loss")
+    args = parser.parse_intermixed_args(argv)
+    quantize_command(args)
+
 
 KEPT = (
     # Recurrent layers: an error there stays in the state. As in llm-compressor's own recipes.
@@ -49,6 +66,11 @@ PRESETS = {"int8": "W8A8", "int4": "W4A16"}
 
 def quantize_command(args: argparse.Namespace) -> None:
     """Write the folder, tell its size, and the held-out loss of a run that has data for it."""
+    from jaxtrain.core.export import replace_folder
+    from jaxtrain.huggingface.quantize import quantize_folder
+    from jaxtrain.methods.reopen import holds_run, open_trained
+    from jaxtrain.runs.run_files import require_replaceable
+
     source: Path = args.source
     is_run = (source / "checkpoints").is_dir() or holds_run(source / "config.json")
     output = args.output or (source / f"quantized-{args.scheme}" if is_run else None)
@@ -91,6 +113,12 @@ def quantize_command(args: argparse.Namespace) -> None:
 def plain_folder(args: argparse.Namespace, trained: Trained | None, beside: Path) -> Iterator[Path]:
     """The Hugging Face folder with all weights: the one that is named, or one for the time being in
     the folder `beside`."""
+    from jaxtrain.adapters.peft_folder import CONFIG
+    from jaxtrain.cli.merge import merge_source
+    from jaxtrain.core.bundle import find_folder
+    from jaxtrain.huggingface.files import read_object
+    from jaxtrain.huggingface.quantize import require_plain
+
     source: Path = args.source
     if trained is None and not (source / CONFIG).is_file():
         folder = find_folder(str(source), weights=True)
@@ -115,6 +143,11 @@ def plain_folder(args: argparse.Namespace, trained: Trained | None, beside: Path
 def choose_matrices(folder: Path, place: str | None = None) -> set[str]:
     """The tensors of a folder that are quantized: matrices of attention, MLPs and experts. place:
     as model.family. UserError for a family that vLLM could not load so."""
+    from jaxtrain.adapters.spec import find_linears
+    from jaxtrain.huggingface.files import read_object
+    from jaxtrain.huggingface.quantize import require_plain
+    from jaxtrain.models import DRAFTS, families
+
     raw = read_object(folder / "config.json")
     require_plain(raw, folder)
     config = families.read_config(folder, place)
@@ -147,6 +180,10 @@ def list_notes(scheme: str, group: int, names: Collection[str]) -> Iterator[str]
 def check_experts(config: DecoderConfig) -> None:
     """UserError where all experts of a layer are one tensor: no Linear, for which there is a layout
     that vLLM reads."""
+    from jaxtrain.adapters.spec import find_linears
+    from jaxtrain.huggingface.files import spell
+    from jaxtrain.models import families
+
     entries = {entry.param: entry.op for entry in families.family(config).names(config)}
     for path, one in find_linears(config).items():
         shapes = entries[f"{path}.kernel"].shapes(one.shape)
@@ -161,6 +198,8 @@ def check_experts(config: DecoderConfig) -> None:
 
 def tell_loss(trained: Trained, plain: Path, output: Path) -> None:
     """Held-out loss of what was exported, and of what the new folder stands for."""
+    import jax
+
     config, task, held, _ = trained
     if not config.data.eval_datasets:
         print(
@@ -186,6 +225,9 @@ def tell_loss(trained: Trained, plain: Path, output: Path) -> None:
 
 def measure(trained: Trained, held: ModelSnapshot) -> list[float]:
     """Held-out loss of each dataset of data.eval_datasets; NaN without trained tokens."""
+    from jaxtrain.core.evaluation import HeldOutEvaluation
+    from jaxtrain.core.scorer import Scorer
+
     config, task, *_ = trained
     evaluation = HeldOutEvaluation(config, task, held.roles)
     scorer = Scorer(lambda: held, impl=config.model.logp)
@@ -195,6 +237,9 @@ def measure(trained: Trained, held: ModelSnapshot) -> list[float]:
 
 def open_again(trained: Trained, folder: Path) -> ModelSnapshot:
     """The run's models, the trained one with all weights of a folder and without adapter."""
+    from jaxtrain.core.roles import ModelSnapshot, Roles
+    from jaxtrain.models import families, loading
+
     config, _, held, _ = trained
     roles, parts = held.roles, held.roles.bundle
     architecture = families.read_config(folder, config.model.family).for_rows(parts.row_tokens)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from importlib.metadata import EntryPoint
 from unittest.mock import patch
 
-from jaxtrain.arguments import Parser
+from jaxtrain.arguments import Parser, expand_path
 from jaxtrain.cli import TRAINING, VERBS
 
 TRAIN = "jaxtrain.cli.train:run_train"
@@ -99,3 +99,29 @@ def _cell(text: str) -> str:
 def _sentence(text: str) -> str:
     text = " ".join(text.split())
     return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+
+
+def run_docs(argv: list[str]) -> None:
+    """Print every key of the config, with type, default and meaning, as Markdown."""
+    Parser("jaxtrain docs", description=run_docs.__doc__).parse_args(argv)
+    from jaxtrain.config.docs import render_markdown
+
+    print(render_markdown(), end="")
+
+
+def run_schema(argv: list[str]) -> None:
+    """Print the config's JSON schema, for editors, or write it to a file that the first line of a
+    config names: `#:schema schema.json` in TOML, `# yaml-language-server: $schema=schema.json`."""
+    parser = Parser("jaxtrain schema", description=run_schema.__doc__)
+    parser.add_argument("--output", type=expand_path, help="JSON file; without: the terminal")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
+    args = parser.parse_args(argv)
+    from jaxtrain.config.schema import render_schema
+    from jaxtrain.runs.run_files import require_writable, write_output
+
+    if args.output is None:
+        print(render_schema(), end="")
+        return
+    require_writable(args.output, args.overwrite)
+    write_output(args.output, render_schema().encode())
+    print(args.output)

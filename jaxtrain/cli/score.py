@@ -1,5 +1,7 @@
 """The verb `score`: each row of a dataset with what a model says of it, as lines of JSON."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import json
@@ -7,18 +9,45 @@ import os
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from jaxtrain.api import Model
-from jaxtrain.cli.scoring import Numbers, Scoring, ScoringRow, make_scoring, score_items
-from jaxtrain.config import DatasetConfig
-from jaxtrain.config.load import apply_overrides, validate
-from jaxtrain.data.counts import Counts, Progress, add_items, describe_drops
-from jaxtrain.data.sample import Dropped
-from jaxtrain.data.sources.dataset import open_rows
+from jaxtrain.arguments import Parser, expand_path
 from jaxtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxtrain.cli.scoring import Numbers, Scoring, ScoringRow
+
+
+def run_score(argv: list[str]) -> None:
+    """Score the rows of a dataset: answers of a pair, completions, the steps of an answer; with
+    --top-k: what a teacher finds likeliest."""
+    parser = Parser("jaxtrain score", description=run_score.__doc__)
+    parser.add_argument(
+        "model",
+        type=os.path.expanduser,
+        help="a run's output_dir, a Hugging Face or PEFT folder, or a Hub id",
+    )
+    parser.add_argument("data", type=os.path.expanduser, help="a file, a folder or a Hub id")
+    parser.add_argument(
+        "overrides", nargs="*", help="dataset.split=test, model.compute_dtype=bfloat16 and the like"
+    )
+    parser.add_argument(
+        "--output", type=expand_path, required=True, help="jsonl: each row with its scores"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the output file")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, help="rows per device in a forward pass (default 8)"
+    )
+    parser.add_argument("--prefix", default="", help="put before the names of the new keys")
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        help="instead of scores the K likeliest tokens of a language model with their log-probs, in"
+        ' the place of each answer token: data for task.kind "distillation"',
+    )
+    args = parser.parse_intermixed_args(argv)
+    score_command(args)
+
 
 CHUNK = 256
 """Rows that are read, computed and written together."""
@@ -26,6 +55,14 @@ CHUNK = 256
 
 def score_command(args: argparse.Namespace) -> None:
     """Run the verb; raises UserError for unusable input before any weight is loaded."""
+    from jaxtrain.api import Model
+    from jaxtrain.cli.scoring import make_scoring, score_items
+    from jaxtrain.config import DatasetConfig
+    from jaxtrain.config.load import apply_overrides, validate
+    from jaxtrain.data.counts import Counts, add_items, describe_drops
+    from jaxtrain.data.sample import Dropped
+    from jaxtrain.data.sources.dataset import open_rows
+
     check_output(args.output, args.data, args.overwrite)
     given = [word for word in args.overrides if word.startswith("dataset.")]
     own = [f"data.datasets.0.{word.removeprefix('dataset.')}" for word in given]
@@ -58,6 +95,8 @@ def score_command(args: argparse.Namespace) -> None:
 
 def make_line(scoring: Scoring, item: ScoringRow, numbers: Numbers, prefix: str) -> str:
     """The row as a line of JSON; UserError where its keys are taken or numbers are none."""
+    import numpy as np
+
     for values in numbers.values():
         if np.issubdtype(values.dtype, np.floating) and np.isnan(values).any():
             raise UserError(
@@ -75,6 +114,8 @@ def make_line(scoring: Scoring, item: ScoringRow, numbers: Numbers, prefix: str)
 
 def chunks(rows: Any, name: str, size: int) -> Iterator[tuple[tuple[Mapping[str, Any], str], ...]]:
     """(row, where it stands) of a dataset or a stream, `size` at a time."""
+    from jaxtrain.data.counts import Progress
+
     total = len(rows) if hasattr(rows, "__len__") else None
     progress = Progress(f"scoring {name}", total, print)
     named = getattr(rows, "origin", None)

@@ -6,137 +6,79 @@ prompts ─┬─ plain sampler ───────┬─ the same answers? se
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import os
 from typing import Any
 
-import jax
-
-from jaxtrain.api import Model
-from jaxtrain.cli.prompt_input import EvalPrompt, open_asked
-from jaxtrain.config import SamplingConfig
-from jaxtrain.data.chat.template import TemplateFailed, encode, end_of_turn_ids, prompt_tokens
+from jaxtrain.arguments import Parser, expand_path
 from jaxtrain.errors import UserError
-from jaxtrain.generation.acceptance import Acceptance
-from jaxtrain.generation.local.draft_model import open_draft
-from jaxtrain.generation.local.requests import Request
-from jaxtrain.generation.local.sampler import LocalSampler
-from jaxtrain.generation.local.slots import unstack
-from jaxtrain.generation.local.speculation import DraftedModel
-from jaxtrain.runs.run_files import require_writable, write_output
 
 
-@dataclass
-class Timing:
-    """Passes over all prompts of a set with so many rows, plain and with the draft in turns."""
-
-    rows: int
-    plain: list[float] = field(default_factory=list)
-    """Seconds of each pass, prompts included."""
-    drafted: list[float] = field(default_factory=list)
-    tokens: int = 0
-    """Of the answers of one pass."""
-    different: int = 0
-    """Answers whose tokens are not those of plain decoding."""
-    largest_difference: float = 0.0
-    """Between the log-probs of equal tokens."""
-
-    def table(self) -> dict[str, Any]:
-        """For JSON."""
-        plain, drafted = statistics.median(self.plain), statistics.median(self.drafted)
-        return {
-            "rows": self.rows,
-            "tokens": self.tokens,
-            "plain_tokens_per_second": self.tokens / plain,
-            "drafted_tokens_per_second": self.tokens / drafted,
-            "speedup": plain / drafted,
-            "plain_seconds": self.plain,
-            "drafted_seconds": self.drafted,
-            "different_answers": self.different,
-            "largest_logprob_difference": self.largest_difference,
-        }
+def read_numbers(word: str) -> list[int]:
+    """1,4,16: one word, so that overrides may stand behind it."""
+    try:
+        return [int(number) for number in word.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is no list such as 1,4,16") from None
 
 
-class DecodingPair:
-    """A model by itself and with its draft."""
-
-    def __init__(self, model: Model, draft: str, sampling: SamplingConfig, raw: bool):
-        self.model, self.sampling, self.raw = model, sampling, raw
-        model.require_next_token()
-        parts = model.snapshot.roles.bundle
-        self.draft = open_draft(draft, parts, model.mesh, "--draft")
-        with jax.set_mesh(model.mesh):
-            self.target = unstack(model.snapshot.model())
-
-    def encode(self, asked: EvalPrompt) -> list[list[int]]:
-        """Tokens of each prompt; UserError for one that cannot be written or leaves no room."""
-        tokenizer, found = self.model.tokenizer, []
-        for prompt, tools, origin in zip(asked.prompts, asked.tools, asked.origins, strict=True):
-            try:
-                if self.raw:
-                    found.append(list(encode(tokenizer, prompt)))
-                else:
-                    found.append(prompt_tokens(tokenizer, prompt, tools))
-            except TemplateFailed as error:
-                raise UserError(f"{asked.name}: {origin} cannot be written: {error}") from None
-        return found
-
-    def samplers(self, rows: int) -> tuple[LocalSampler, LocalSampler]:
-        """(plain, with the draft), of so many rows."""
-
-        def make(model: Any) -> LocalSampler:
-            return LocalSampler(
-                model,
-                end_of_turn_ids(self.model.tokenizer, self.raw),
-                max_len=self.model.max_len,
-                max_batch=rows,
-                to_text=self.model.tokenizer.decode,
-                mesh=self.model.mesh,
-            )
-
-        return make(self.target), make(DraftedModel(self.target, self.draft))
-
-    def measure(
-        self, prompts: Sequence[Sequence[int]], rows: int, repeats: int
-    ) -> tuple[Timing, list[Request]]:
-        """(timing, the requests that the draft answered). The first pass of each compiles, and its
-        answers are compared."""
-        timing, samplers = Timing(rows), self.samplers(rows)
-        (_, plain), (_, drafted) = (self.answer(sampler, prompts) for sampler in samplers)
-        timing.tokens = sum(len(one.tokens) for one in plain)
-        for one, other in zip(plain, drafted, strict=True):
-            timing.different += one.tokens != other.tokens
-            for token, guess, a, b in zip(
-                one.tokens, other.tokens, one.logprobs, other.logprobs, strict=False
-            ):
-                if token != guess:
-                    break
-                timing.largest_difference = max(timing.largest_difference, abs(a - b))
-        for _ in range(repeats):
-            for sampler, seconds in zip(samplers, (timing.plain, timing.drafted), strict=True):
-                seconds.append(self.answer(sampler, prompts)[0])
-        return timing, drafted
-
-    def answer(
-        self, sampler: LocalSampler, prompts: Sequence[Sequence[int]]
-    ) -> tuple[float, list[Request]]:
-        """(seconds, requests that have ended) of one pass over all prompts."""
-        requests = [
-            sampler.request(prompt, self.sampling, number=i, name=f"prompt {i}")
-            for i, prompt in enumerate(prompts)
-        ]
-        start = time.perf_counter()
-        for request in sorted(requests, key=lambda one: len(one.prompt)):
-            sampler.add(request)
-        while sampler.busy:
-            sampler.step()
-        return time.perf_counter() - start, requests
+def run_speculate(argv: list[str]) -> None:
+    """Decode prompts plainly and with a draft model, in turns: whether the answers are the same,
+    tokens for each pass of the model (tau), tokens per second."""
+    parser = Parser("jaxtrain speculate", description=run_speculate.__doc__)
+    parser.add_argument(
+        "model",
+        type=os.path.expanduser,
+        help="a run's output_dir, a Hugging Face folder or a Hub id",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        help="sampling.max_new_tokens=256, sampling.temperature=1, model.compute_dtype=bfloat16,"
+        " dataset.split=test (of --input) and the like",
+    )
+    parser.add_argument(
+        "--draft", type=os.path.expanduser, required=True, help="folder of a draft model"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME[=PATH]",
+        help="a known benchmark, from the Hub or files: gsm8k, math500, aime24, aime25, humaneval,"
+        " mbpp, livecodebench, swe-bench, mt-bench, alpaca; may be given several times",
+    )
+    parser.add_argument(
+        "--input",
+        type=os.path.expanduser,
+        help="a dataset of messages or prompt: file, Hub id or builtin:calculator",
+    )
+    parser.add_argument("--most", type=int, help="prompts of a set, and of --input (default 128)")
+    parser.add_argument(
+        "--rows",
+        type=read_numbers,
+        default=[1],
+        metavar="N[,N...]",
+        help="answers under way at once, such as 1,4,16 (default 1)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="timed passes of each kind; the median counts"
+    )
+    parser.add_argument("--raw", action="store_true", help="no chat template: continue the texts")
+    parser.add_argument("--output", type=expand_path, help="JSON file for all numbers")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output file")
+    args = parser.parse_intermixed_args(argv)
+    speculate_command(args)
 
 
 def speculate_command(args: argparse.Namespace) -> None:
     """Run the verb; raises UserError for unusable input before any weight is loaded."""
+    import jax
+
+    from jaxtrain.api import Model
+    from jaxtrain.cli.decoding_pair import DecodingPair, describe
+    from jaxtrain.cli.prompt_input import open_asked
+    from jaxtrain.runs.run_files import require_writable, write_output
+
     if args.output:
         require_writable(args.output, args.overwrite)
     if min(args.rows) < 1 or args.repeats < 1 or (args.most is not None and args.most < 1):
@@ -170,22 +112,6 @@ def speculate_command(args: argparse.Namespace) -> None:
     if args.output:
         write_output(args.output, (json.dumps(report, indent=1) + "\n").encode())
         print(f"\n{args.output}")
-
-
-def describe(requests: Sequence[Request], num_drafted: int) -> dict[str, Any]:
-    """Acceptance lengths: tau is the mean over answers of the mean over their cycles."""
-    pooled = Acceptance(num_drafted)
-    for one in requests:
-        pooled.add(one.lengths)
-    means = [statistics.fmean(one.lengths) for one in requests if one.lengths]
-    return {
-        "tau": statistics.fmean(means) if means else 0.0,
-        "tau_pooled": pooled.mean,
-        "cycles": pooled.cycles,
-        "accepted": pooled.accepted,
-        "accepted_by_position": pooled.by_position,
-        "histogram": pooled.histogram[1:].tolist(),
-    }
 
 
 def show_lengths(found: dict[str, Any]) -> None:

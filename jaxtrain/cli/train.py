@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 
 from jaxtrain.cli import write_usage
-from jaxtrain.cli.options import config_parser, read_config
-from jaxtrain.cli.together import run_together, settle_before_jax
+from jaxtrain.cli.processes import config_parser, read_config, run_together, settle_before_jax
 
 
 def run_train(argv: list[str]) -> int:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.cli import together
+from jaxtrain.cli import processes
 from jaxtrain.config.load import load_config
 from jaxtrain.main import main
 
@@ -361,8 +361,8 @@ def test_a_run_in_a_folder_with_any_name(config, tmp_path, name, capsys):
 @pytest.mark.parametrize(
     "flags, package, left",
     [
-        ("", None, together.NO_TRITON),
-        ("--xla_a=1", None, f"--xla_a=1 {together.NO_TRITON}"),
+        ("", None, processes.NO_TRITON),
+        ("--xla_a=1", None, f"--xla_a=1 {processes.NO_TRITON}"),
         ("--xla_gpu_enable_triton_gemm=true", None, "--xla_gpu_enable_triton_gemm=true"),
         ("--xla_a=1", "libtpu", "--xla_a=1"),
     ],
@@ -373,6 +373,6 @@ def test_matmuls_are_left_to_cublas_where_there_may_be_one(
     path = tmp_path / "config.toml"
     path.write_text(CONFIG)
     monkeypatch.setenv("XLA_FLAGS", flags)
-    monkeypatch.setattr(together.importlib.util, "find_spec", lambda name: package)
-    together.settle_before_jax(load_config(path))
-    assert together.os.environ["XLA_FLAGS"] == left
+    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: package)
+    processes.settle_before_jax(load_config(path))
+    assert processes.os.environ["XLA_FLAGS"] == left

@@ -1,9 +1,11 @@
-"""Work of a verb on all processes that its config and the environment tell of"""
+"""What the verbs with a config share: their options, and work on all processes of a run."""
 
+import argparse
 import importlib.util
 import os
 from collections.abc import Callable
 
+from jaxtrain.arguments import Parser
 from jaxtrain.errors import RunStopped, UserError
 
 NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
@@ -49,3 +51,23 @@ def run_together(read: Callable, join: Callable, work: Callable) -> int:
     except Exception as error:
         report(error, 0)  # another process's end shows here as a collective that failed
         raise
+
+
+def config_parser(verb: str, required: bool = True, first: str = "") -> Parser:
+    """The options that every verb with a config shares."""
+    parser = Parser(f"jaxtrain {verb}")
+    parser.add_argument(
+        "--config",
+        type=os.path.expanduser,
+        required=required,
+        help="TOML or YAML file, or the name of a config that comes with jaxtrain",
+    )
+    parser.add_argument("overrides", nargs="*", help=f"{first}section.key=value")
+    return parser
+
+
+def read_config(args: argparse.Namespace):
+    """The Config that --config and the overrides name."""
+    from jaxtrain.config import load_config
+
+    return load_config(args.config, args.overrides)
