@@ -28,7 +28,7 @@ class Tail:
 
     def read(self) -> list[bytes]:
         """Return the complete lines added since the last call, without line ends; at most MOST_READ
-        bytes of them."""
+        bytes of them. A missing file has none."""
         try:
             with open(self.path, "rb", opener=_open_regular) as file:
                 stat = os.fstat(file.fileno())

@@ -59,7 +59,7 @@ TPUS = {
 
 def collect(seconds: float, output: Path, config: Facts | None = None) -> Facts:
     """Collect all facts. seconds: time limit for jax to start; output: where a run would write;
-    config: file to check."""
+    config: the requirements that `read_needs` returns for a config."""
     python = (config or {}).get("vllm_python") or next(
         filter(None, map(os.getenv, VLLM_VARIABLES)), None
     )

@@ -42,7 +42,8 @@ EMPTY: Facts = {
 
 
 def doctor_command(argv: list[str]) -> int:
-    """Report what is installed here, what does not fit together and how to fix it; the exit"""
+    """Report what is installed here, what does not fit together and how to fix it. The exit code is
+    1 if there is an error."""
     parser = Parser("jaxtrain doctor", description=doctor_command.__doc__)
     parser.add_argument(
         "--config", type=os.path.expanduser, help="also what this config needs; file or name"

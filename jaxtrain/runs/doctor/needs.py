@@ -1,5 +1,5 @@
 """Requirements of jaxtrain on a machine: package versions by extra, drivers, optional packages; and
-how"""
+the form of a finding."""
 
 import re
 from typing import Any, Literal, NamedTuple

@@ -1,4 +1,5 @@
-"""Probe of jax in a separate process: a driver or a TPU that hangs, and a jax"""
+"""Probe of jax in a separate process: a driver or a TPU that hangs, or a jax that cannot be
+imported, ends that process and nothing else."""
 
 import json
 import os

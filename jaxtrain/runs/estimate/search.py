@@ -55,7 +55,8 @@ def name_mesh(mesh: Mapping[str, int]) -> str:
 def find_meshes(
     work: StepWork, target: SearchTarget, device: Device, count: int
 ) -> list[MeshChoice]:
-    """Return the meshes that fit into the devices' memory, fastest first; of equivalent ones the"""
+    """Return the meshes that fit into the devices' memory, fastest first; of equivalent meshes, the
+    simplest."""
     fitting = []
     for sizes in factorize(count, len(AXES)):
         mesh = Sizes(dict(zip(AXES, sizes, strict=True)))
@@ -87,7 +88,8 @@ class _Steps:
 
 
 def divides(work: StepWork, mesh: Sizes) -> bool:
-    """Return whether each axis divides what it shards: anything else would be replicated on its"""
+    """Return whether each axis divides what it shards: anything else would be replicated on its
+    devices, or computed twice."""
     shape = mesh.shape
     return (
         work.heads % shape["tensor"] == 0

@@ -75,7 +75,8 @@ def read_work(
     slots: float = 8.0,
 ) -> StepWork:
     """Read the work of two abstract models: `plain` without an adapter, and `model` of `shapes` as
-    it is"""
+    it is trained. trained: paths of its parameters. slots: bytes of optimizer state per entry of
+    these."""
     layout, mix = read_layout(plain), model.stack.mixing_flops
     count: dict[str, float] = dict.fromkeys(
         ("dense", "dense_again", "dense_trained", "experts", "experts_trained"), 0.0

@@ -14,7 +14,7 @@ from jaxtrain.runs.run_files import read_names, record_output, require_writable,
 
 def report_command(argv: list[str]) -> None:
     """Write one HTML file about runs: charts, samples, configs and their differences, versions,
-    warnings."""
+    warnings. It opens in any browser, without a network."""
     parser = Parser("jaxtrain report", description=report_command.__doc__)
     parser.add_argument(
         "runs", nargs="+", type=expand_path, help="output_dirs, or folders with runs in them"
