@@ -17,9 +17,10 @@ PAGE = (ROOT / "docs" / "wire_protocols.md").read_text()
 SECTIONS = {text.splitlines()[0]: text for text in PAGE.split("\n## ")}
 METHOD = "GET|POST|PUT|DELETE"
 ASKS = [
-    *(ROOT / "jaxtrain" / "rollout" / "vllm").glob("*.py"),
-    ROOT / "jaxtrain" / "rollout" / "frozen.py",
-    ROOT / "jaxtrain" / "rewards" / "vllm_reward.py",
+    *(ROOT / "jaxtrain" / "generation" / "vllm").glob("*.py"),
+    *(ROOT / "jaxtrain" / "generation" / "weight_sync").glob("*.py"),
+    ROOT / "jaxtrain" / "generation" / "frozen_policy.py",
+    ROOT / "jaxtrain" / "environments" / "rewards" / "vllm_reward.py",
 ]
 NO_ROUTES = {"/dev", "/v1"}
 
@@ -46,13 +47,13 @@ def test_routes_of_a_vllm_server():
 
 
 def test_messages_about_weights():
-    files = [*(ROOT / "jaxtrain" / "rollout" / "vllm").glob("*.py"), Path(payloads.__file__)]
+    files = [*Path(weight_links.__file__).parent.glob("*.py"), Path(payloads.__file__)]
     text = "\n".join(path.read_text() for path in files)
     commands = set(re.findall(r'"command": "(\w+)"', text)) - {"stage"}
     kinds = {f"stage {kind}" for kind in re.findall(r'"kind": "(\w+)"', text)}
     told = set(re.findall(r"^\| `([a-z ]+)`", SECTIONS["Weights"], re.MULTILINE))
     assert told == commands | kinds | {"hello", "fetch"}
-    keys = set(re.findall(r'told = \{"(\w+)": size, "(\w+)": .*, "(\w+)": seconds\}', text)[0])
+    keys = set(re.findall(r'fetch = \{"(\w+)": size, "(\w+)": .*, "(\w+)": seconds\}', text)[0])
     for key in keys | {"from", "place", "pass_on"}:
         assert f"`{key}`" in SECTIONS["Weights"], key
     sizes = (handshake.GREETING_BYTES, handshake.REPLY_BYTES, handshake.PROOF_BYTES)

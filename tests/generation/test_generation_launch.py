@@ -248,14 +248,14 @@ def test_a_killed_server_comes_back_with_the_newest_weights(tmp_path):
         launcher.watch(servers.report_ended, servers.fail)
         [one] = launcher.servers
         first = one.process._process.pid
-        assert (folder / "0.json").exists() and key not in one.log.read_text()
+        assert (folder / "0.json").exists() and key not in one.log_file.read_text()
         [child] = Path(f"/proc/{first}/task/{first}/children").read_text().split()
         os.kill(int(child), signal.SIGKILL)
         wait_for(lambda: launcher.restarts == 1 and server.state == "up")
         again = f"vllm {server.url} is started again (1 of 3): its process ended with status 137"
-        assert f"{again}; {one.log}" in said and servers.measure()["processes_ended"] == 1
+        assert f"{again}; {one.log_file}" in said and servers.measure()["processes_ended"] == 1
         assert any("is back with version 0" in line for line in said)
-        assert one.log.read_text().count("--- ") == 2
+        assert one.log_file.read_text().count("--- ") == 2
     with pytest.raises(ServerGone):
         call(server.url, "GET", "/health", timeout=5)
     assert sorted(os.listdir(folder)) == ["0.log", "path"]

@@ -329,5 +329,8 @@ def test_other_sources_are_refused(address):
 
 def test_sources_of_a_config():
     config = VllmConfig(servers=["http://a:1"], discover="router+http://r:2", via="direct")
-    assert [type(source).__name__ for source in open_sources(config)] == ["Named", "RouterServers"]
+    assert [type(source).__name__ for source in open_sources(config)] == [
+        "NamedServers",
+        "RouterServers",
+    ]
     assert not config.routed and config.model_copy(update={"via": "router"}).routed

@@ -22,7 +22,7 @@ def open_fleet(hosts: int, fan_out: int) -> tuple[Trainer, list[Worker]]:
 
 
 def listening(workers: list[Worker]) -> list[Worker]:
-    return [worker for worker in workers if worker.shelf._gate is not None]
+    return [worker for worker in workers if worker.shelf._listener is not None]
 
 
 def spoil(workers: list[Worker], answer) -> None:
@@ -146,7 +146,7 @@ def test_a_host_answers_who_knows_the_token_and_only_what_it_has():
     trainer, workers = open_fleet(2, fan_out=1)
     trainer.make()
     trainer.push_weights(workers)
-    gate = listening(workers)[0].shelf._gate
+    gate = listening(workers)[0].shelf._listener
     assert {one.getsockname()[0] for one in gate.listeners} == {"127.0.0.1"}
     place, room = ("127.0.0.1", gate.port), np.empty(WHOLE, np.uint8)
     with pytest.raises(handshake.HandshakeRefused):

@@ -113,8 +113,8 @@ def test_only_a_server_with_a_key_takes_files_of_who_knows_it(tmp_path):
 
 LEAVES = """
 import asyncio, os, signal, sys, time
-from jaxtrain_vllm.guard import Guard
-from jaxtrain_vllm.shutdown import Leaving
+from jaxtrain_vllm.guard import RequestGuard
+from jaxtrain_vllm.shutdown import ShutdownState
 
 async def app(scope, receive, send):
     if scope["type"] == "http":
@@ -126,7 +126,7 @@ async def main():
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, ended.set)  # as vLLM does
     loop.add_signal_handler(signal.SIGTERM, ended.set)
-    guard = Guard(app, "", Leaving(SECONDS))
+    guard = RequestGuard(app, "", ShutdownState(SECONDS))
 
     async def ask(path):
         said = []

@@ -43,8 +43,9 @@ class AdaptersPublisher:
         start = time.monotonic()
         leader, shared = self.policies[0], {}
         for name in self.policies:
-            # What is not the first policy's own array is this one's adapter. All processes must
-            # find the same here, also those whose copies are empty: `copy` may be a collective.
+            # An array that differs from the first policy's belongs to this policy's adapter. The
+            # selection must not depend on the process: `copy` may be a collective, in which
+            # processes without an engine take part, too.
             base = {} if name == leader else params[leader]
             new = {path: x for path, x in params[name].items() if x is not base.get(path)}
             shared = {**shared, **self.copy(new)}
@@ -92,11 +93,12 @@ class LocalPublisher:
     def publish(self, version: int, params: Any, rebuild: Any) -> dict[str, float]:
         """Sample from a copy of `params` from the next chunk on."""
         start = time.monotonic()
-        copies = self.copy(params)
+        copies = self.copy(params)  # a collective: before processes without an engine leave
         if self.engine is None:
             return {}
         with self.engine.sampler.on_mesh():
             model = self.copy.build(copies, rebuild)
+        # From the next chunk on; a chunk in progress keeps the arrays that it was called with.
         self.engine.use(model if self.draft is None else DraftedModel(model, self.draft), version)
         return {"sync/seconds": time.monotonic() - start}
 

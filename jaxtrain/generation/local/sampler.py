@@ -101,7 +101,7 @@ class LocalSampler(Requests):
         busy = sum(running is not None for running in self._running)
         new: list[Request] = []
         while self._waiting and busy + len(new) < self.max_batch:
-            request = self._waiting.popleft()  # others may add meanwhile
+            request = self._waiting.popleft()  # the event loop may append meanwhile
             if not request.aborted:
                 new.append(request)
         if not new:
@@ -117,9 +117,13 @@ class LocalSampler(Requests):
     def _make_room(self, count: int, new: Sequence[Request]) -> None:
         """Allocate rows for `count` requests and slots for the longest of the new ones."""
         model = self._weights[0]
-        # A cycle may read guesses behind the row's limit.
+        # A cycle writes all K guesses to the cache before it knows which are accepted, so a row
+        # needs slots beyond its limit.
         spare = model.draft.num_drafted if isinstance(model, DraftedModel) else 0
         longest = max(len(request.prompt) + request.limit for request in new) + spare
+        # Every (B, S, E) compiles decode_chunk, insert and grow anew, which takes longer than it
+        # saves unless there are few of them: powers of two, and sizes that only grow until the rows
+        # are freed.
         B = min(bucket(count, 1), self.max_batch)
         S = roomy(max(longest, *(bucket(len(request.prompt), 32) for request in new)))
         E = bucket(max(len(request.ends) for request in new), 1)
@@ -137,12 +141,14 @@ class LocalSampler(Requests):
         """Read the prompts of some requests, each distinct one once, into these rows."""
         model, version = self._weights
         prompts = list(dict.fromkeys(tuple(request.prompt) for request in new))
+        # Powers of four for the number of prompts: padding rows cost less than programs.
         U, P = bucket(len(prompts), 1, 4), bucket(max(map(len, prompts)), 32)
         R = bucket(len(new), 1, 4)
         tokens_UP, lengths_U = np.full((U, P), self.pad_id, np.int32), np.ones(U, np.int32)
         for index, prompt in enumerate(prompts):
             tokens_UP[index, : len(prompt)] = prompt
             lengths_U[index] = len(prompt)
+        # Padding goes to a row beyond the last one, which `insert` drops.
         padding = R - len(new)
         places = {prompt: index for index, prompt in enumerate(prompts)}
         samplings = [request.sampling for request in new]
@@ -169,6 +175,7 @@ class LocalSampler(Requests):
                 request.routed.append(
                     routed_UPR[places[tuple(request.prompt)], : len(request.prompt)]
                 )
+            # `insert` does not read it; dropping it keeps one program for both cases.
             filled = filled._replace(routed=None)
         self._rows = insert(model, self._rows, filled, entry, find_kind(samplings))
         for request, row in zip(new, rows, strict=True):
@@ -177,6 +184,7 @@ class LocalSampler(Requests):
 
     def _draw(self) -> list[Request]:
         """Draw a chunk for all rows; return the requests that ended, whose rows are now free."""
+        # Read once: `use` may replace the weights from another thread during the chunk.
         model, version = self._weights
         speculates = isinstance(model, DraftedModel) and self._is_calm()
         busy = [(row, request) for row, request in enumerate(self._running) if request is not None]
@@ -208,6 +216,8 @@ class LocalSampler(Requests):
             seen, count = len(request.tokens), int(handed_B[row])
             request.tokens += tokens_BC[row, :count].tolist()
             request.logprobs += logprobs_BC[row, :count].tolist()
+            # The first token handed out was drawn at the end of the previous chunk, perhaps by
+            # older weights; the last one drawn now is handed out by the next chunk.
             request.versions += [request.next_version, *[version] * (count - 1)][:count]
             request.next_version = version if count else request.next_version
             over = bool(done_B[row])
@@ -218,7 +228,8 @@ class LocalSampler(Requests):
                 del request.tokens[cut:], request.logprobs[cut:], request.versions[cut:]
                 request.finish_reason, over = "stop", True
             if over:
-                # A row that a stop text ended runs on until it is told, or filled anew.
+                # The device does not see stop texts: the row runs until `stop_B` of the next chunk,
+                # or until it is filled again.
                 self._running[row] = None
                 ended.append(request)
         return ended
@@ -235,7 +246,7 @@ class LocalSampler(Requests):
         if len(self._running) > B:
             busy_rows = [row for row, request in enumerate(self._running) if request is not None]
             busy_rows += [row for row, request in enumerate(self._running) if request is None]
-            busy_rows = busy_rows[:B]
+            busy_rows = busy_rows[:B]  # padded with idle ones: B is a bucket
             self._rows = keep(self._rows, np.array(busy_rows, np.int32))
             self._running = [self._running[row] for row in busy_rows]
             self._size = (B, *self._size[1:])

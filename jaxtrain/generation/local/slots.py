@@ -109,6 +109,7 @@ def grow(model: Any, rows: SamplerRows, *, B: int, S: int, E: int) -> SamplerRow
     def longer(x: jax.Array, fill: Any = 0) -> jax.Array:
         return jnp.concatenate([x, jnp.full((extra, *x.shape[1:]), fill, x.dtype)])
 
+    # Not donated: every array gets a new shape, so that no buffer could be reused.
     ends = jnp.pad(rows.ends, ((0, 0), (0, E - rows.ends.shape[1])), constant_values=-1)
     new_keys = jax.vmap(jax.random.key)(jnp.zeros(extra, jnp.int32))
     alone = jnp.arange(B - extra, B, dtype=jnp.int32)
@@ -150,7 +151,11 @@ def fill(
 def insert(
     model: Any, rows: SamplerRows, filled: FilledPrompts, entry: RowInsert, kind: DrawKind
 ) -> SamplerRows:
-    """Start rows behind their prompts, and draw the first token of each."""
+    """Start rows behind their prompts, and draw the first token of each.
+
+    `rows` are donated: the cache is the largest array of the sampler, and is updated in place.
+    """
+    # A key depends on the request alone, so that the answer does not depend on the row it gets.
     make = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))
     keys = make(entry.seed, entry.number)
     first = _fold(keys, jnp.zeros_like(entry.number))
@@ -175,6 +180,8 @@ def insert(
 
 def share(shared: SharedSlots, entry: RowInsert, length_U: jax.Array) -> SharedSlots:
     """Return the slots that rows share once these are filled: rows with one prompt share it."""
+    # A row that is refilled leaves its group: the others elect another leader, whose slots hold the
+    # same keys and values. The new rows of one prompt follow the first of them.
     B, U = len(shared.leader), len(length_U)
     left_B = shared.until.at[entry.row].set(0, mode="drop")
     leader_B, until_B = elect(shared._replace(until=left_B), B)
@@ -219,13 +226,14 @@ def decode_chunk(
         tokens_BC = tokens_BC.at[:, i].set(jnp.where(rows.done, -1, rows.token))
         logprobs_BC = logprobs_BC.at[:, i].set(jnp.where(rows.done, 0.0, rows.logprob))
         ended = (rows.token[:, None] == rows.ends).any(1) | (rows.count >= rows.limit)
-        # No way around the last, useless draw: a branch here would copy the cache every step.
+        # The last draw of a chunk may be useless, but lax.cond would copy the cache in every step.
         rows, routed_B1R = advance(rows._replace(done=rows.done | ended))
         if routes is not None:
             routed_BCR = routed_BCR.at[:, i].set(routed_B1R[:, 0].astype(routes.dtype))
         return i + 1, rows, tokens_BC, logprobs_BC, handed_B, routed_BCR
 
     def advance(rows: SamplerRows) -> tuple[SamplerRows, jax.Array | None]:
+        # Rows that are done read no token, so that their cache stays as it is.
         count_B = (~rows.done).astype(jnp.int32)
         read = model.decode(rows.token[:, None], rows.cache, count_B, shared=rows.shared)
         token, logprob = sample(
@@ -245,6 +253,8 @@ def decode_chunk(
     zeros_B, routed_BCR = jnp.zeros(B, jnp.int32), None
     if routes is not None:
         routed_BCR = jnp.zeros((B, CHUNK, routes.width), routes.dtype)
+    # A while loop rather than a scan, so that the chunk can end early; its carry, the cache
+    # included, is updated in place.
     start = (jnp.zeros((), jnp.int32), rows, tokens_BC, logprobs_BC, zeros_B, routed_BCR)
     return jax.lax.while_loop(going, step, start)[1:]
 

@@ -123,7 +123,7 @@ def speculate_chunk(
         rows, tokens_BT, logprobs_BT, count_B, drafted_B = cycle(model, rows, kind)
         chunk = hand_out(chunk, tokens_BT, logprobs_BT, count_B)
         lengths_BN = chunk.lengths.at[:, i].set(jnp.where(drafted_B, count_B, 0))
-        # What ends the row is handed out at once: it needs no cycle of its own.
+        # A pending token that ends its row is handed out at once, without a cycle of its own.
         over_B = ~rows.done & find_ends(rows, rows.token[:, None], rows.count[:, None])[:, 0]
         chunk = hand_out(chunk, rows.token[:, None], rows.logprob[:, None], over_B)
         rows = rows._replace(done=rows.done | over_B)
@@ -158,12 +158,17 @@ def cycle(
     how = {"capture": draft.capture, "shared": rows.shared, "trial": True}
     read = target.decode(tokens_BT, cache.target, tried_B, **how)
     drawn_BT, drawn_logprob_BT = draw_all(target.logits(read.hidden), rows, kind)
+    # The noise of a draw depends on its position alone, so a guess is right exactly if plain
+    # sampling would have drawn it. The cumulative product cuts at the first wrong guess.
     agreed_BK = jnp.cumprod(guess_BK == drawn_BT[:, :-1], axis=1)
-    there_BT = (T_range <= agreed_BK.sum(1)[:, None]) & ~rows.done[:, None]
-    last_BT = there_BT & find_ends(rows, tokens_BT, rows.count[:, None] + T_range)
-    there_BT &= jnp.cumsum(last_BT, axis=1) - last_BT == 0
-    over_B, count_B = (last_BT & there_BT).any(1), there_BT.sum(1, dtype=jnp.int32)
+    accepted_BT = (T_range <= agreed_BK.sum(1)[:, None]) & ~rows.done[:, None]
+    last_BT = accepted_BT & find_ends(rows, tokens_BT, rows.count[:, None] + T_range)
+    # Tokens behind the first that ends the row were never part of the answer.
+    accepted_BT &= jnp.cumsum(last_BT, axis=1) - last_BT == 0
+    over_B, count_B = (last_BT & accepted_BT).any(1), accepted_BT.sum(1, dtype=jnp.int32)
     logprobs_BT = jnp.concatenate([rows.logprob[:, None], drawn_logprob_BT[:, :-1]], axis=1)
+    # Trial decoding left the caches' lengths unchanged: commit and draft.read keep the accepted
+    # tokens only. A row that has ended keeps none, as it is not read again.
     read_B = jnp.where(over_B, 0, count_B)
     newest_B1 = jnp.maximum(count_B - 1, 0)[:, None]
     rows = rows._replace(
@@ -176,7 +181,7 @@ def cycle(
         count=rows.count + read_B,
         done=rows.done | over_B,
     )
-    # A row whose first token ended it was over before any guess.
+    # A row that its first token ended used no guess.
     return rows, tokens_BT, logprobs_BT, count_B, (count_B > 0) & ~last_BT[:, 0]
 
 

@@ -68,15 +68,16 @@ class Copier:
             assert adapter.quantize == "none", "the config refuses this"
             adapter = dataclasses.replace(adapter, quantize=weights)
             sampled_bundle = dataclasses.replace(bundle, adapter=adapter, product=None)
+        # The sampler's own layout: of the trainer's only the shapes are needed, and no memory.
         shapes, self._rebuild = abstract_params(sampled_bundle, mesh)
-        self._own, self.weights = sampled_bundle is not bundle, weights
+        self._own_layout, self.weights = sampled_bundle is not bundle, weights
         self.cache: Stored = cache
-        self._stored = find_stored(shapes, weights) if self._own else set()
-        self._places = {path: shape.sharding for path, shape in shapes.items()}
+        self._stored = find_stored(shapes, weights) if self._own_layout else set()
+        self._shardings = {path: shape.sharding for path, shape in shapes.items()}
         dtypes = find_dtypes(self._rebuild(shapes))
         self._dtypes = {path: shape.dtype for path, shape in shapes.items()} | dtypes
         self._trained, _ = split_trained(shapes, bundle.adapter)
-        self._several = jax.process_count() > 1
+        self._multiprocess = jax.process_count() > 1
         self._rounding = functools.cache(self._make_rounding)
 
     def __call__(self, params: Params) -> Params:
@@ -87,15 +88,18 @@ class Copier:
         copies = {}
         for path, value in params.items():
             new = self._round(path, value)
-            if self._several:
-                copies |= gather_params(new, self._places)
+            if self._multiprocess:
+                # Parameter by parameter, so that no more than one is held twice.
+                copies |= gather_params(new, self._shardings)
             else:
-                copies |= {name: jax.device_put(x, self._places[name]) for name, x in new.items()}
+                copies |= {
+                    name: jax.device_put(x, self._shardings[name]) for name, x in new.items()
+                }
         return copies
 
     def build(self, copies: Params, rebuild: Rebuild) -> Any:
         """Return the sampler's model of its parameters. rebuild: that of the trainer's."""
-        model = unstack((self._rebuild if self._own else rebuild)(copies))
+        model = unstack((self._rebuild if self._own_layout else rebuild)(copies))
         store_cache(model, self.cache)
         return model
 
@@ -104,9 +108,14 @@ class Copier:
         the same, already in the sampler's layout."""
         stored = path in self._stored
         first = f"{path}.{STORAGES[self.weights].codes}" if stored else path
-        moved = self._several or value.sharding.device_set != self._places[first].device_set
+        # A compiled function cannot change devices: it then leaves the result where the trainer has
+        # it, and device_put, or the gathering, moves it.
+        moved = self._multiprocess or value.sharding.device_set != self._shardings[first].device_set
         if stored:
             return {f"{path}.{part}": x for part, x in self._rounding(path, moved)(value).items()}
+        # A trained parameter that stays on its devices must be copied even if nothing changes:
+        # device_put would return the trainer's own array, which the next step donates. A frozen one
+        # is shared with the trainer.
         if value.dtype != self._dtypes[path] or (path in self._trained and not moved):
             value = self._rounding(path, moved)(value)
         return {path: value}
@@ -114,17 +123,18 @@ class Copier:
     def _make_rounding(self, path: str, moved: bool) -> Callable[[jax.Array], Any]:
         """Compile one function per parameter."""
         if path not in self._stored:
-            out = None if moved else self._places[path]
+            out = None if moved else self._shardings[path]
             return jax.jit(lambda x: jnp.copy(x.astype(self._dtypes[path])), out_shardings=out)
 
         def quantize(kernel: jax.Array) -> dict[str, jax.Array]:
+            # Quantization is defined for one matrix; leading axes are layers and experts.
             quantize_matrix = STORAGES[self.weights].quantize
             for _ in kernel.shape[:-2]:
                 quantize_matrix = jax.vmap(quantize_matrix)
             return quantize_matrix(kernel)
 
         names = STORAGES[self.weights].shapes((1, 1))
-        out = None if moved else {name: self._places[f"{path}.{name}"] for name in names}
+        out = None if moved else {name: self._shardings[f"{path}.{name}"] for name in names}
         return jax.jit(quantize, out_shardings=out)
 
 
@@ -148,13 +158,14 @@ class EvaluationWeights:
 
     def __init__(self, bundle: ModelBundle):
         self.copies = jax.process_count() > 1
-        self.mesh, self.places = bundle.mesh, {}
+        self.mesh, self.shardings = bundle.mesh, {}
         """Mesh and shardings on which process 0 samples."""
         if self.copies and is_main_process():
+            # Sharded, as the whole model may not fit into one device.
             self.mesh = make_mesh(jax.local_devices(), fsdp=-1)
             shapes, _ = abstract_params(dataclasses.replace(bundle, mesh=self.mesh))
-            self.places = {path: shape.sharding for path, shape in shapes.items()}
+            self.shardings = {path: shape.sharding for path, shape in shapes.items()}
 
     def __call__(self, params: Params) -> Params:
         """Return the parameters; called by every process, {} on all but process 0."""
-        return gather_params(params, self.places) if self.copies else params
+        return gather_params(params, self.shardings) if self.copies else params
