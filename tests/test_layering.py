@@ -1,78 +1,79 @@
-"""The house's rules as tests: imports only point down, jax stays out of a third of it, files are
-short. docs/architecture.md draws the same picture."""
+"""The house's rules as tests: imports only point down, the core knows no method, the path of SFT is
+short, a third of the package needs no jax, files are short. docs/architecture.md draws the same."""
 
 import ast
 import functools
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from toy_run import EVEN_TOKENS, MODEL
+
 ROOT = Path(__file__).parents[1]
 
-# Each line may import lines above it, and its own members. A module of a room may stand lower than
-# the room itself; inside a room no two modules may need each other.
+# A line may import the lines above it, its own line, and the members of a room among themselves. A
+# part of a room may stand lower or higher than the room itself.
 LAYERS = [
-    ["jaxtrain_kernels"],
-    ["errors", "shown", "foreign", "batch", "arguments", "moved"],
-    ["plugins", "sandbox", "convert"],
+    ["jaxtrain_kernels", "moved"],
+    ["errors", "text_safety", "safe_io", "batch", "arguments"],
+    ["plugins", "environments.sandbox", "convert"],
     ["config"],
-    ["hf", "parallel"],
+    ["huggingface", "distributed"],
     ["layers"],
     ["models"],
     ["adapters"],
-    ["losses"],
+    ["core.losses"],
     ["data"],
-    ["run"],
-    ["watch", "report", "doctor", "observers"],
+    ["runs"],
+    ["runs.dashboard"],
+    ["runs.report", "runs.doctor", "runs.observers"],
     ["core"],
-    ["rollout.types"],
-    ["envs", "rewards"],
-    ["rollout"],
-    ["tasks"],
-    ["train"],
-    ["api", "scale"],
-    ["verbs", "sweep"],
-    ["commands"],
+    ["generation.engine", "generation.episodes", "generation.publisher"],
+    ["environments"],
+    ["generation"],
+    ["methods"],
+    ["api", "runs.estimate"],
+    ["cli", "runs.sweep"],
     ["main"],
 ]
 RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line}
 
+FREE_OF_METHODS = {"methods", "generation", "environments", "cli"}
+"""Rooms that `core` and `runs` never import, however late."""
+
+SHARED = {
+    "offline": "data that are files, of every method that trains on rows",
+    "reference_model": "the reference that a policy is held to",
+    "registry": "from task.kind to a method",
+    "reopen": "trained runs, opened again",
+    "rl.batch_builder": "episodes as batches, of every method that trains on what is drawn",
+    "rl.config": "keys that all policies have",
+    "rl.judges": "columns of tables of rewards",
+    "rl.loss": "the terms of a policy's objective",
+    "rl.method": "EBFT is RL with rewards of its own",
+    "rl.prompt_data": "prompts and what answers them",
+    "rl.round": "one round of answers",
+    "reward_model.method": "what a reward model's head must look like, for RL that asks it",
+}
+"""Modules of methods that other methods may import."""
+
+SFT = ("jaxtrain.core.loop", "jaxtrain.methods.sft.method", "jaxtrain.models.qwen3")
+MAX_SFT_MODULES = 150
+MAX_IMPORT_CHAIN = 25
+
 WITHOUT_JAX = [
-    "config",
-    "convert",
-    "arguments",
-    "errors",
-    "shown",
-    "foreign",
-    "batch",
-    "plugins",
-    "core.metrics",
-    "run.manifest",
-    "run.hardware",
-    "run.samples",
-    "run.sinks",
-    "watch.open",
-    "doctor.open",
-    "report.open",
-    "watch.app",
-    "observers.open",
-    "observers.hub",
-    "sweep",
-    "data",
-    "envs",
-    "rewards",
-    "sandbox",
-    "rollout.types",
-    "rollout.cluster.actors",
-    "rollout.cluster.open",
-    "rollout.mismatch",
-    "rollout.vllm.engine",
-    "rollout.vllm.gpus",
-    "rollout.vllm.launch",
-    "rollout.vllm.far",
-    "rollout.vllm.publish_lora",
-    "rollout.vllm.publish_weights",
+    *("arguments", "batch", "errors", "plugins", "safe_io", "text_safety"),
+    *("config", "convert", "core.metrics", "data", "environments", "runs.doctor", "runs.sweep"),
+    *("runs.hardware", "runs.manifest", "runs.observers", "runs.report", "runs.samples"),
+    *("runs.sinks", "runs.watchdog", "runs.dashboard.app", "runs.dashboard.reader"),
+    *("generation.engine", "generation.episodes", "generation.producer", "generation.ray"),
+    *("generation.vllm.engine", "generation.vllm.launch", "generation.vllm.remote"),
+    *("generation.weight_sync.publish_lora", "generation.weight_sync.publish_weights"),
 ]
+"""Modules, or whole packages."""
 
 MAX_LINES, MAX_KERNEL_LINES = 500, 900
 
@@ -84,8 +85,8 @@ def room(module: str) -> str | None:
         return "jaxtrain_kernels"
     if parts[0] != "jaxtrain" or len(parts) == 1:
         return None
-    own = ".".join(parts[1:3])
-    return own if own in RANK else parts[1]
+    part = ".".join(parts[1:3])
+    return part if part in RANK else parts[1]
 
 
 def sources() -> list[Path]:
@@ -98,55 +99,184 @@ def module_of(path: Path) -> str:
 
 
 @functools.cache
+def modules() -> dict[str, Path]:
+    return {module_of(path): path for path in sources()}
+
+
+@functools.cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(path: Path):
-    """(line, module) of every import in a file, those inside functions too."""
-    for node in ast.walk(tree(path)):
+def at_import(node: ast.AST):
+    """Nodes that run when a module is imported: not those within functions."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from at_import(child)
+
+
+def imports(path: Path, *, lazy: bool = True) -> list[tuple[int, str]]:
+    """(line, module) of every import in a file; lazy: those inside functions, too."""
+    found = []
+    for node in ast.walk(tree(path)) if lazy else at_import(tree(path)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield node.lineno, node.module or ""
-            if node.module == "jaxtrain":
-                yield from ((node.lineno, f"jaxtrain.{alias.name}") for alias in node.names)
+            # `from package import module` names a module of the package.
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.append((node.lineno, inner if inner in modules() else node.module or ""))
+    return found
+
+
+def graph(*, packages: bool = True) -> dict[str, set[str]]:
+    """Which modules of ours each one imports when it is imported itself."""
+    nodes = {
+        name: path for name, path in modules().items() if packages or path.name != "__init__.py"
+    }
+    return {
+        name: {m for _, m in imports(path, lazy=False) if m in nodes and m != name}
+        for name, path in nodes.items()
+    }
 
 
 def test_imports_point_down():
     problems = []
-    for path in sources():
-        here = room(module_of(path))
-        if here is None:  # jaxtrain/__init__.py
-            assert {name for _, name in imports(path) if "." in name} <= {"jaxtrain.moved"}
+    for name, path in modules().items():
+        importer = room(name)
+        if importer is None:  # jaxtrain/__init__.py
+            allowed = {"jaxtrain.moved"}
+            assert not {m for _, m in imports(path) if m.startswith("jaxtrain")} - allowed
             continue
-        assert here in RANK, f"{path} belongs to no room; add it to LAYERS and to the architecture"
+        if name == "jaxtrain.methods":  # declarations, without any import of a method
+            continue
+        assert importer in RANK, f"{path} is in no room; add it to LAYERS and the architecture"
         for line, module in imports(path):
-            there = room(module)
-            if there is not None and there != here and RANK.get(there, 99) > RANK[here]:
+            target = room(module)
+            if module == "jaxtrain.methods" or target in (None, importer):
+                continue
+            if RANK.get(target, 99) > RANK[importer]:
                 problems.append(f"{path}:{line} imports upwards: {module}")
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize("name", ["core", "runs"])
+def test_the_core_and_runs_know_no_method(name):
+    """What stands above the core by name, as well: sweeps and estimates are about runs alone."""
+    problems = [
+        f"{path}:{line} imports {module}"
+        for path in (ROOT / "jaxtrain" / name).rglob("*.py")
+        for line, module in imports(path)
+        if module.startswith("jaxtrain.") and module.split(".")[1] in FREE_OF_METHODS
+    ]
+    assert not problems, "\n".join(problems)
+
+
+def test_a_method_imports_no_other_method():
+    problems = []
+    for folder in (path for path in (ROOT / "jaxtrain/methods").iterdir() if path.is_dir()):
+        for path in folder.glob("*.py"):
+            for line, module in imports(path):
+                name = module.removeprefix("jaxtrain.methods.")
+                foreign = name != module and name.split(".")[0] != folder.name
+                if foreign and name not in SHARED:
+                    problems.append(f"{path}:{line} imports another method: {name}")
+    assert not problems, "\n".join(problems)
+    unused = {name for name in SHARED if f"jaxtrain.methods.{name}" not in modules()}
+    assert not unused, f"no such modules: {unused}"
+
+
 def test_no_two_modules_need_each_other():
     """Inside a room, too, one can be read after the other."""
-    paths = {module_of(path): path for path in sources()}
-    packages = {name for name, path in paths.items() if path.name == "__init__.py"}
-    needs = {
-        name: {m for _, m in imports(path) if m in paths and m != name and m not in packages}
-        for name, path in paths.items()
+    nodes = {name for name, path in modules().items() if path.name != "__init__.py"}
+    left = {
+        name: {m for _, m in imports(modules()[name]) if m in nodes and m != name} for name in nodes
     }
-    # `from package import module` names the module as well as the package.
-    for name, path in paths.items():
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ImportFrom) and node.module in packages:
-                inner = {f"{node.module}.{alias.name}" for alias in node.names}
-                needs[name] |= (inner & set(paths)) - {name}
-    left = dict(needs)
-    while free := [name for name, wanted in left.items() if not wanted & set(left)]:
+    while free := [name for name, needs in left.items() if not needs & set(left)]:
         for name in free:
             del left[name]
     assert not left, f"these need each other: {sorted(left)}"
+
+
+def test_the_path_of_sft_is_short():
+    """Modules that come along with SFT of one family, as they are imported before any function."""
+    needs, reached, todo = graph(), set(), list(SFT)
+    while todo:
+        name = todo.pop()
+        if name not in reached:
+            reached.add(name)
+            todo += [m for m in needs[name] if m.startswith("jaxtrain.")]
+    reached = {name for name in reached if name.split(".")[0] == "jaxtrain"}
+    assert len(reached) <= MAX_SFT_MODULES, f"{len(reached)} modules:\n" + "\n".join(
+        sorted(reached)
+    )
+
+
+def test_the_longest_chain_of_imports():
+    needs = graph(packages=False)
+
+    @functools.cache
+    def chain(name: str) -> tuple[str, ...]:
+        below = [chain(m) for m in needs[name] if m.startswith("jaxtrain.")]
+        return (name, *max(below, key=len, default=()))
+
+    longest = max((chain(name) for name in needs if name.startswith("jaxtrain.")), key=len)
+    assert len(longest) <= MAX_IMPORT_CHAIN, f"{len(longest)}: {' -> '.join(longest)}"
+
+
+@pytest.mark.slow
+def test_a_method_is_removed_by_removing_its_folder(tmp_path):
+    """SFT, preferences and RL train without methods/ebft and everything that it has declared."""
+    shutil.copytree(ROOT / "jaxtrain", tmp_path / "jaxtrain")
+    shutil.rmtree(tmp_path / "jaxtrain/methods/ebft")
+    for kind, sections in small_tasks(tmp_path).items():
+        file = tmp_path / f"{kind}.toml"
+        file.write_text(SMALL_RUN.format(model=MODEL, output=tmp_path / kind) + sections)
+        code = f"""
+import sys
+sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / "kernels")!r}]
+import jaxtrain
+assert jaxtrain.__file__.startswith({str(tmp_path)!r})
+from jaxtrain.main import main
+sys.exit(main(["--config", {str(file)!r}]))
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert done.returncode == 0, f"{kind}: {done.stderr[-3000:]}"
+
+
+SMALL_RUN = """
+[run]
+max_steps = 2
+export = false
+output_dir = "{output}"
+{model}
+[data]
+sequence_len = 64
+micro_batch_size = 2
+[log]
+plot = false
+report = false
+"""
+
+
+def small_tasks(folder: Path) -> dict[str, str]:
+    """Sections of a config by task.kind."""
+    pairs = [
+        {"prompt": f"{a} + 1 =", "chosen": f" {a + 1}", "rejected": f" {a + 2} or so"}
+        for a in range(36)
+    ]
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    calculator = '[[data.datasets]]\npath = "builtin:calculator"\noptions = { num_rows = 200 }\n'
+    rollout = "[rollout]\nprompts_per_step = 2\ngroup_size = 2\n"
+    return {
+        "sft": calculator,
+        "preference": f'[[data.datasets]]\npath = "{path}"\n[task]\nkind = "preference"\n',
+        "rl": f'{calculator}[task]\nkind = "rl"\n{rollout}{EVEN_TOKENS}',
+    }
 
 
 def test_files_are_short():
@@ -165,10 +295,9 @@ def test_no_drawer_for_everything():
 
 def test_a_third_of_the_house_runs_without_jax():
     """Grain workers and environments must start fast and must not touch an accelerator."""
-    modules = [f"jaxtrain.{name}" for name in WITHOUT_JAX]
-    for package in ("config", "data", "envs"):
-        modules += [module_of(path) for path in (ROOT / "jaxtrain" / package).glob("*.py")]
-    code = "import sys; sys.modules['jax'] = None\n" + "\n".join(f"import {m}" for m in modules)
+    prefixes = tuple(f"jaxtrain.{name}" for name in WITHOUT_JAX)
+    names = [name for name in modules() if f"{name}.".startswith(tuple(f"{p}." for p in prefixes))]
+    code = "import sys; sys.modules['jax'] = None\n" + "\n".join(f"import {m}" for m in names)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 

@@ -27,7 +27,7 @@ from jaxtrain_kernels.precision import accumulator
 from jaxtrain.core.losses.divergence import add_up, likeliest, log_softmax
 from jaxtrain.core.losses.vocabulary import place_tokens, stored_axes, whole_head
 from jaxtrain.distributed.sharding import constrain
-from jaxtrain.methods.distillation.loss import MAX_LOGITS
+from jaxtrain.core.losses.topk import MAX_LOGITS
 
 Kind = Literal["soft", "alpha", "lambda"]
 
