@@ -230,9 +230,10 @@ def test_a_method_is_removed_by_removing_its_folder(tmp_path):
     """SFT, preferences and RL train without methods/ebft and everything that it has declared."""
     shutil.copytree(ROOT / "jaxtrain", tmp_path / "jaxtrain")
     shutil.rmtree(tmp_path / "jaxtrain/methods/ebft")
+    model = MODEL.replace("max_position_embeddings = 64", "max_position_embeddings = 512")
     for kind, sections in small_tasks(tmp_path).items():
         file = tmp_path / f"{kind}.toml"
-        file.write_text(SMALL_RUN.format(model=MODEL, output=tmp_path / kind) + sections)
+        file.write_text(SMALL_RUN.format(model=model, output=tmp_path / kind) + sections)
         code = f"""
 import sys
 sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / "kernels")!r}]
@@ -254,7 +255,7 @@ export = false
 output_dir = "{output}"
 {model}
 [data]
-sequence_len = 64
+sequence_len = 512
 micro_batch_size = 2
 [log]
 plot = false
