@@ -39,21 +39,16 @@ import jax
 import numpy as np
 from step_work import MODELS, WORKS
 
-from jaxtrain.adapters.attach import split_trained
 from jaxtrain.batch import Batch
 from jaxtrain.config import AdapterConfig, ModelConfig, OptimConfig
-from jaxtrain.core.bundle import (
-    ModelBundle,
-    abstract_params,
-    make_adapter,
-    make_product,
-    open_params,
-)
+from jaxtrain.core.adapter import make_adapter
+from jaxtrain.core.bundle import ModelBundle, make_product
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.metrics import count_work, model_flops, peak_flops
 from jaxtrain.core.optimizer import build_optimizer, build_schedule
 from jaxtrain.core.step import init_state, make_step
 from jaxtrain.core.step_metrics import count_matmul_params
+from jaxtrain.core.weights import abstract_params, open_params, split_trained
 from jaxtrain.distributed.feed import feed, row_shards
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.models import build, families

@@ -2,7 +2,6 @@
 
 import math
 import zlib
-from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,6 @@ from jaxtrain.errors import UserError
 from jaxtrain.layers.embed import Embed
 from jaxtrain.layers.linear import ExpertLinear, Linear
 from jaxtrain.models.parameters import Params, Shapes
-
-Leaf = TypeVar("Leaf")
 
 
 def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
@@ -77,25 +74,6 @@ def without_adapters(model: nnx.Module) -> nnx.Module:
         if isinstance(node, Linear | Embed):
             node.adapter = nnx.data(None)
     return model
-
-
-def split_trained(
-    params: dict[str, Leaf], adapter: Adapter | None
-) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
-    """(trained, frozen) of parameters by path, or of their shapes. Without an adapter all but
-    tables are trained."""
-    trained = {
-        path: value
-        for path, value in params.items()
-        if (adapter.trains(path) if adapter is not None else not is_table(value))
-    }
-    return trained, {path: value for path, value in params.items() if path not in trained}
-
-
-def is_table(value: Any) -> bool:
-    """Whether a parameter, an array or its shape, holds whole numbers, such as ids: no gradient
-    leads there."""
-    return jnp.issubdtype(value.dtype, jnp.integer)
 
 
 def draw_trained(shapes: Shapes, base: Params, adapter: Adapter, seed: int) -> Params:

@@ -18,8 +18,8 @@ from jaxtrain.core.auxiliary import AuxiliaryModel
 from jaxtrain.core.bundle import ModelBundle, count_microsteps
 from jaxtrain.core.optimizer import build_optimizer, build_schedule
 from jaxtrain.core.roles import Roles
+from jaxtrain.core.session import make_step_noise
 from jaxtrain.core.step import abstract_state, make_step
-from jaxtrain.core.step_noise import find_draws
 from jaxtrain.core.task import Task
 from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.sharding import count_ways, mesh_axes
@@ -69,9 +69,9 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
     beside = {path: v for path, v in {**frozen, **roles.copy_shapes}.items() if "/" in path}
     optimizer = build_optimizer(config.optim, build_schedule(config.optim, 100), trained)
     state = abstract_state(trained, optimizer, roles.copy_shapes, config.optim.offload)
-    draws = find_draws(roles, config.model.neftune_alpha, config.run.seed)
+    noise = make_step_noise(roles, config.model.neftune_alpha, config.run.seed)
     step = make_step(
-        roles.build, task.loss, task.coef, optimizer, config.optim.max_grad_norm, draws=draws
+        roles.build, task.loss, task.coef, optimizer, config.optim.max_grad_norm, noise=noise
     )
     microsteps = count_microsteps(config, parts.mesh) if on is None else 1
     rows, length = (

@@ -4,7 +4,8 @@ import jax
 from rich.table import Table
 
 from jaxtrain.config import Config
-from jaxtrain.core.bundle import ModelBundle, abstract_params
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.weights import abstract_params
 from jaxtrain.distributed.mesh import resolve_sizes
 from jaxtrain.models import build
 from jaxtrain.models.draft import BaseDraftConfig

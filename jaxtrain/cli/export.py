@@ -38,7 +38,7 @@ def export_command(
     """Write what the task of a run exports of a checkpoint, or a model folder anew: cast to
     `dtype`, in shards of at most `max_shard_size` ("500MB")."""
     from jaxtrain.adapters.peft_folder import CONFIG
-    from jaxtrain.core.bundle import find_folder
+    from jaxtrain.core.architecture import find_folder
     from jaxtrain.core.export import replace_folder
     from jaxtrain.huggingface.copy import copy_folder
     from jaxtrain.huggingface.safetensors import MAX_SHARD_BYTES

@@ -100,7 +100,7 @@ def merge(
 ) -> int:
     """Number of tensors that the adapter changed."""
     from jaxtrain.adapters.merge import merge_adapter
-    from jaxtrain.core.bundle import find_folder
+    from jaxtrain.core.architecture import find_folder
     from jaxtrain.core.export import find_ends, replace_folder
     from jaxtrain.data.chat.template import load_tokenizer
     from jaxtrain.huggingface.generation import write_generation

@@ -20,7 +20,7 @@ def run_preprocess(argv: list[str]) -> None:
 
 def preprocess(config: Config, num_samples: int) -> None:
     """Tokenize every row, count what was dropped and why, show samples and how rows fill up."""
-    from jaxtrain.core.bundle import find_tokenizer
+    from jaxtrain.core.architecture import find_tokenizer
     from jaxtrain.methods.registry import find_method
     from jaxtrain.runs.console import SafeConsole
 

@@ -115,7 +115,7 @@ def plain_folder(args: argparse.Namespace, trained: Trained | None, beside: Path
     the folder `beside`."""
     from jaxtrain.adapters.peft_folder import CONFIG
     from jaxtrain.cli.merge import merge_source
-    from jaxtrain.core.bundle import find_folder
+    from jaxtrain.core.architecture import find_folder
     from jaxtrain.huggingface.files import read_object
     from jaxtrain.huggingface.quantize import require_plain
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jaxtrain
-from jaxtrain.adapters.peft import write_peft
 from jaxtrain.config import Config
 from jaxtrain.config.provenance import list_outside
 from jaxtrain.config.secrets import redact
@@ -50,6 +49,8 @@ def export_model(
                     " before training; they are copied as they were, and guess worse now"
                 )
         else:
+            from jaxtrain.adapters.peft import write_peft
+
             base = config.model.path
             write_peft(params, bundle.architecture, bundle.adapter, unfinished, base, dtype)
         if writes:

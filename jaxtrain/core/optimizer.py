@@ -8,9 +8,7 @@ import optax
 
 from jaxtrain import plugins
 from jaxtrain.config import OptimConfig
-from jaxtrain.config.construct import make
 from jaxtrain.config.model import OPTIMIZERS, SCHEDULES
-from jaxtrain.core.moments import store_moments
 from jaxtrain.errors import UserError
 from jaxtrain.models.parameters import Params
 
@@ -94,6 +92,8 @@ def build_optimizer(
             )
     base = _named(optim, schedule, params)
     if optim.moments != "params":
+        from jaxtrain.core.moments import store_moments
+
         base = store_moments(base, optim.moments, stays_float32)
     if all(factor == 1 for factor in factors.values()):
         return base
@@ -176,6 +176,8 @@ def make_outside(
 ) -> Any:
     """What a function from outside makes of what is given, of those facts that it names, and of the
     options of the config, which outweigh them. UserError."""
+    from jaxtrain.config.construct import make
+
     key = f"optim.{name}"
     made = plugins.find(group, getattr(optim, name), {}, key=key)
     named = inspect.signature(made).parameters

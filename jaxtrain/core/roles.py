@@ -24,13 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.adapters.attach import split_trained, without_adapters
-from jaxtrain.core.bundle import (
-    ModelBundle,
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.weights import (
     abstract_params,
     open_base,
     open_params,
     read_start,
+    split_trained,
     start_adapter,
 )
 from jaxtrain.models.parameters import Params, Rebuild
@@ -89,6 +89,8 @@ class Roles:
                 case "moving":
                     self.copy_shapes |= prefix(name, self.trained_shapes)
                 case "bare":
+                    from jaxtrain.adapters.attach import without_adapters
+
                     self._rebuild[name] = lambda params: without_adapters(rebuild(params))
 
     def open(self, seed: int, *, trained: bool = True) -> tuple[Params, Params, Params]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxtrain.adapters.storage import count_weights
 from jaxtrain.config import Config
 from jaxtrain.core.checkpointing import CheckpointHook
 from jaxtrain.core.evaluation import AnswerEvaluator, EvaluationHook
@@ -19,6 +18,7 @@ from jaxtrain.core.observation import ObserverHook, ProfileHook
 from jaxtrain.core.session import Session, open_session, start_state
 from jaxtrain.core.step_reports import StepReports
 from jaxtrain.core.task import Task
+from jaxtrain.core.weights import count_weights
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.distributed.processes import peers
 from jaxtrain.runs.checkpoint import Checkpoints

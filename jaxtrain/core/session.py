@@ -7,34 +7,39 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxtrain.config import Config
 from jaxtrain.config.model import ModelConfig
 from jaxtrain.config.policies import list_trained
-from jaxtrain.core.auxiliary import AuxiliaryModel
+from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.losses.balance import Balance, move_biases, with_balance
 from jaxtrain.core.optimizer import build_optimizer, build_schedule
 from jaxtrain.core.roles import ModelSnapshot, Roles
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.step import (
     State,
+    StepNoise,
     abstract_state,
     init_state,
     make_eval,
     make_step,
     mix_copies,
 )
-from jaxtrain.core.step_noise import find_draws
 from jaxtrain.core.task import Round, Rounds, Task
 from jaxtrain.distributed.processes import stop_requested
 from jaxtrain.errors import UserError
+from jaxtrain.layers.noise import RowNoise
 from jaxtrain.models.build import abstract
 from jaxtrain.models.capabilities import find_biases
+from jaxtrain.models.decoder import Decoder
 from jaxtrain.models.parameters import Params
 from jaxtrain.runs.checkpoint import Checkpoints
+
+if TYPE_CHECKING:
+    from jaxtrain.core.auxiliary import AuxiliaryModel
 
 
 @dataclass
@@ -53,7 +58,7 @@ class Session:
     """Shapes until `start_state` has filled it."""
     frozen: Params
     """What no step changes, of all roles; shapes until then, too."""
-    auxiliary: Mapping[str, AuxiliaryModel] = field(default_factory=dict)
+    auxiliary: Mapping[str, "AuxiliaryModel"] = field(default_factory=dict)
     """See task.Live; shapes until then, too."""
     policies: tuple[str, ...] = ()
     """Names of several adapters that are trained; none: there is one, without a name."""
@@ -135,8 +140,8 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
     """
     roles = Roles(task.roles)
     loss, coef = add_balance(task, roles.trained, config.model)
-    follow = follow_loads(roles, config.model.router_bias_update_rate)
-    draws = find_draws(roles, config.model.neftune_alpha, config.run.seed)
+    update_biases = make_bias_update(roles, config.model.router_bias_update_rate)
+    noise = make_step_noise(roles, config.model.neftune_alpha, config.run.seed)
     rounds = task.data.open(roles.bundle, log)
     try:
         policies = list_trained(config)
@@ -155,14 +160,12 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
             optimizer=optimizer,
             schedule=schedule,
             run_step=make_step(
-                roles.build, loss, coef, optimizer, config.optim.max_grad_norm, follow, draws
+                roles.build, loss, coef, optimizer, config.optim.max_grad_norm, update_biases, noise
             ),
             run_eval=make_eval(roles.build, task.loss),
             state=state,
             frozen=roles.frozen_shapes,
-            auxiliary={
-                name: AuxiliaryModel(one, roles.bundle) for name, one in task.auxiliary.items()
-            },
+            auxiliary=open_auxiliary(task, roles.bundle),
             policies=policies,
             policy=next(iter(policies), ""),
             waiting=dict.fromkeys(policies[1:], state),
@@ -170,6 +173,36 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
     except BaseException:
         rounds.close()
         raise
+
+
+def open_auxiliary(task: Task, trained: ModelBundle) -> dict[str, "AuxiliaryModel"]:
+    """Return the models that the task trains between rounds; weights are shapes."""
+    if not task.auxiliary:
+        return {}
+    from jaxtrain.core.auxiliary import AuxiliaryModel
+
+    return {name: AuxiliaryModel(objective, trained) for name, objective in task.auxiliary.items()}
+
+
+def make_step_noise(roles: Roles, alpha: float, seed: int) -> StepNoise | None:
+    """Return the noise that training steps draw, dropout on adapters and NEFTune's `alpha` on
+    embeddings; None where there is none. UserError for a model that cannot.
+
+    Only the trained model draws, and only in its steps: never a reference or a teacher.
+    """
+    adapter, role = roles.bundle.adapter, roles.trained
+    dropout = 0.0 if adapter is None else adapter.dropout
+    if not dropout and not alpha:
+        return None
+    if not isinstance(abstract(roles.bundle.architecture, **roles.bundle.options), Decoder):
+        key = f"adapter.dropout {dropout}" if dropout else f"model.neftune_alpha {alpha}"
+        raise UserError(f"{key}: what is trained here is no language model but a draft; remove it")
+
+    def apply(models: Any, rng_bits_B: jax.Array) -> Any:
+        models[role].noise = RowNoise(rng_bits_B, alpha)
+        return models
+
+    return StepNoise(seed, apply)
 
 
 def add_balance(task: Task, role: str, model: ModelConfig) -> tuple[Callable, dict[str, float]]:
@@ -195,7 +228,7 @@ def add_balance(task: Task, role: str, model: ModelConfig) -> tuple[Callable, di
     return loss, {**task.coef, **balance.coef}
 
 
-def follow_loads(roles: Roles, rate: float) -> Callable | None:
+def make_bias_update(roles: Roles, rate: float) -> Callable | None:
     """What moves the trained routers' correction biases after each step; None at rate 0.
 
     Raises UserError where there is none, or where it is not trained.

@@ -23,52 +23,51 @@ HOST, SPACE = "pinned_host", jax.memory.Space
 
 
 class State(NamedTuple):
-    """Everything that training changes, and all that a checkpoint must hold besides the data's
-    cursor."""
+    """Everything that training changes: the content of a checkpoint besides the data's cursor."""
 
     step: jax.Array
     """int32 number of updates made."""
     params: Params
-    """Trained parameters by path, in the masters' dtype; frozen ones are no part of it."""
+    """Trained parameters by path, in the dtype of the masters."""
     opt_state: Any
     """The optimizer's own state, sharded like the parameters."""
     copies: Params = {}
-    """Moving copies of the trained parameters, "role/path"; the step leaves them as they are."""
+    """Moving copies of the trained parameters, "role/path"; the step does not change them."""
 
     def tree(self) -> dict[str, Any]:
-        """The state as a checkpoint names its arrays: "params/...", "reference/..."."""
+        """Return the state as a checkpoint names its arrays: "params/...", "reference/..."."""
         arrays = {"step": self.step, "params": self.params, "opt_state": self.opt_state}
         return {**arrays, **self.copies}
 
     @classmethod
     def of_tree(cls, tree: dict[str, Any]) -> "State":
-        """The state that `tree` made this of."""
+        """Return the state of what `tree` returned."""
         arrays = {name: tree[name] for name in ("step", "params", "opt_state")}
         copies = {name: value for name, value in tree.items() if name not in arrays}
         return cls(**arrays, copies=copies)
 
 
 class StepNoise(NamedTuple):
-    """What a step draws for the tokens that it trains."""
+    """Noise that a step draws for the tokens that it trains."""
 
     seed: int
-    give: Callable[[Any, jax.Array], Any]
-    """(what `build` made, rng_bits uint32 [B] of the rows) -> the same, to be run in training; see
-    layers.noise."""
+    apply: Callable[[Any, jax.Array], Any]
+    """(models that `build` made, random bits uint32 [B] of the rows) -> the models as they run in
+    training; see layers.noise."""
 
 
 class StepOutput(NamedTuple):
-    """Small arrays to be read on the host, one step late."""
+    """Small arrays that the host reads one step late."""
 
     metrics: dict[str, tuple[jax.Array, jax.Array]]
     """(sum, weight) pairs over the whole step; "loss" among them."""
     grad_norm: jax.Array
     """Global norm before clipping."""
     micro_loss: jax.Array
-    """[A] share of each microstep in the loss: tells which one was not finite."""
+    """[A] share of each microstep in the loss: shows which one was not finite."""
     finite: jax.Array
-    """False: loss or gradients were not finite, here or in the step before, and the state was left
-    as it was."""
+    """False: loss or gradients were not finite, here or in the step before, and the state is
+    unchanged."""
 
 
 def abstract_state(
@@ -77,12 +76,12 @@ def abstract_state(
     copies: Mapping[str, Any] | None = None,
     offload: bool = False,
 ) -> State:
-    """Shapes and places of a State; params, copies: arrays or ShapeDtypeStructs with shardings.
-    offload: the optimizer's slots lie in the pinned memory of the hosts; UserError where there is
-    none.
+    """Return shapes and shardings of a State. params, copies: arrays or ShapeDtypeStructs with
+    shardings. offload: the optimizer's slots are in the pinned memory of the hosts; UserError where
+    there is none.
 
-    An optimizer slot of a parameter's path and shape lies where the parameter does, one whose last
-    axis is shorter (scales of blocks) as near to that as it divides; the rest is replicated.
+    An optimizer slot of a parameter's path and shape is sharded like the parameter, one whose last
+    axis is shorter (scales of blocks) as similarly as it divides; other slots are replicated.
     """
     sample = next(iter(params.values())).sharding
     replicated = jax.sharding.NamedSharding(sample.mesh, jax.sharding.PartitionSpec())
@@ -111,7 +110,7 @@ def abstract_state(
 
 
 def require_host_memory(mesh: jax.sharding.Mesh) -> None:
-    """UserError where a device cannot reach pinned memory of its host."""
+    """Raise UserError where a device cannot reach pinned memory of its host."""
     for device in mesh.devices.flat:
         kinds = [memory.kind for memory in device.addressable_memories()]
         if HOST not in kinds:
@@ -127,7 +126,7 @@ def init_state(
     copies: Params | None = None,
     offload: bool = False,
 ) -> State:
-    """The state before the first step; offload: as for abstract_state."""
+    """Return the state before the first step; offload: as for abstract_state."""
     shapes = abstract_state(params, optimizer, offload=offload)
     places = jax.tree.map(lambda shape: shape.sharding, shapes.opt_state)
     step = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=shapes.step.sharding)()
@@ -136,7 +135,7 @@ def init_state(
 
 
 def mix_copies(state: State, role: str, share: float) -> State:
-    """The state with `share` of its parameters mixed into a role's copy (arXiv 2404.09656)."""
+    """Mix `share` of the parameters into a role's copy (arXiv 2404.09656)."""
     mixed = {
         f"{role}/{path}": ((1.0 - share) * copy + share * value).astype(copy.dtype)
         for path, value in state.params.items()
@@ -145,25 +144,26 @@ def mix_copies(state: State, role: str, share: float) -> State:
     return state._replace(copies={**state.copies, **mixed})
 
 
-def bring(opt_state: Any, behind: jax.Array) -> tuple[Any, Callable[[Any], Any]]:
-    """(slots of an optimizer on the devices, what puts them back where they were), inside of jit.
+def fetch_slots(opt_state: Any, after: jax.Array) -> tuple[Any, Callable[[Any], Any]]:
+    """Return (optimizer slots on the devices, the function that moves them back), inside of jit.
 
-    What lies on the host is not fetched before `behind` is computed, so that it takes no memory
-    while activations do.
+    Slots on the host are not fetched before `after` is computed, so that they take no device
+    memory while activations do.
     """
-    away = jax.tree.map(lambda x: jax.typeof(x).memory_space == SPACE.Host, opt_state)
-    if not any(jax.tree.leaves(away)):
-        return opt_state, lambda after: after
-    waiting, _ = jax.lax.optimization_barrier((opt_state, behind))
+    on_host = jax.tree.map(lambda x: jax.typeof(x).memory_space == SPACE.Host, opt_state)
+    if not any(jax.tree.leaves(on_host)):
+        return opt_state, lambda slots: slots
+    # Without the barrier XLA schedules the copies at the start of the program.
+    delayed, _ = jax.lax.optimization_barrier((opt_state, after))
 
     def send(tree: Any, space: Any) -> Any:
-        return jax.tree.map(lambda x, far: jax.device_put(x, space) if far else x, tree, away)
+        return jax.tree.map(lambda x, host: jax.device_put(x, space) if host else x, tree, on_host)
 
-    return send(waiting, SPACE.Device), lambda after: send(after, SPACE.Host)
+    return send(delayed, SPACE.Device), lambda slots: send(slots, SPACE.Host)
 
 
 def shape_of(array) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and place of an array, without its values."""
+    """Return shape, dtype and sharding of an array."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
@@ -173,26 +173,25 @@ def make_step(
     coef: Mapping[str, float],
     optimizer: optax.GradientTransformation,
     max_grad_norm: float | None,
-    follow: Callable[[Params, jax.Array], Params] | None = None,
-    draws: StepNoise | None = None,
+    update_biases: Callable[[Params, jax.Array], Params] | None = None,
+    noise: StepNoise | None = None,
 ) -> Callable[..., tuple[State, StepOutput]]:
-    """Compile-ready `(state, batch [A, B, T], frozen={}, fine=True) -> (state, output)`.
+    """Return the jitted `(state, batch [A, B, T], frozen={}, fine=True) -> (state, output)`.
 
-    build: makes of all parameters what the loss takes first, a model or models by role. The state
-    is donated. `frozen` are the parameters that are not trained, by path: arguments, so that they
-    are never constants of the program, and never differentiated. `fine`: `finite` of the step
-    before. Who reads a step late has dispatched the next one already; it then changes nothing, and
-    the state is still that from before the bad step. `follow` changes the updated parameters by the
-    load of experts [layers, E] over the whole step, which the loss then has among its metrics.
-    Without `draws` the models are run as in evaluation.
+    build: makes the first argument of the loss, a model or models by role, of all parameters. The
+    state is donated. `frozen` are the parameters that are not trained, by path. `fine` is `finite`
+    of the step before. update_biases: changes the updated parameters by the load of experts
+    [layers, E] over the whole step, which the loss then has among its metrics. Without `noise` the
+    models run as in evaluation.
     """
 
     def micro_loss(params: Params, frozen: Params, micro: Batch, denoms, rng_bits: Any):
         models = build({**frozen, **params})
-        if draws is not None:
+        if noise is not None:
             assert rng_bits is not None
-            models = draws.give(models, rng_bits)
+            models = noise.apply(models, rng_bits)
         sums, metrics = loss(models, micro)
+        # The denominators are those of the whole step, so gradients of microsteps simply add up.
         total = sum(coef[name] * value / denoms[name] for name, value in sums.items())
         return total, metrics
 
@@ -202,14 +201,17 @@ def make_step(
         frozen: Params | None = None,
         fine: jax.Array | bool = True,
     ) -> tuple[State, StepOutput]:
+        # Arguments of the program, never constants in it, and outside of what is differentiated.
         frozen = {**(frozen or {}), **state.copies}
+        # Before any microstep: the loss of each needs the weights of all.
         denoms = {name: denominator(batch, name) for name in coef}
         grad = jax.value_and_grad(micro_loss, has_aux=True)
 
         rng_bits_AB = None
-        if draws is not None:
+        if noise is not None:
+            # A function of step and row alone, so that accumulation and mesh draw the same noise.
             rows = jnp.arange(batch.tokens[..., 0].size, dtype=jnp.uint32)
-            rng_bits_AB = row_rng_bits(draws.seed, state.step, rows.reshape(batch.tokens.shape[:2]))
+            rng_bits_AB = row_rng_bits(noise.seed, state.step, rows.reshape(batch.tokens.shape[:2]))
 
         def add_micro(summed, part):
             micro, rng_bits = part
@@ -218,31 +220,37 @@ def make_step(
             return (grads, join_metrics(summed[1], metrics)), total
 
         if batch.tokens.shape[0] == 1:
-            only, rng_bits = jax.tree.map(lambda leaf: leaf[0], (batch, rng_bits_AB))
-            (total, metrics), grads = grad(state.params, frozen, only, denoms, rng_bits)
+            # No scan: XLA fuses and schedules straight-line code better, and keeps no accumulator.
+            micro, rng_bits = jax.tree.map(lambda leaf: leaf[0], (batch, rng_bits_AB))
+            (total, metrics), grads = grad(state.params, frozen, micro, denoms, rng_bits)
             micro_losses = total[None]
         else:
+            # The scan needs the shapes of gradients and metrics before the first microstep.
             first, rng_bits = jax.tree.map(lambda leaf: leaf[0], (batch, rng_bits_AB))
             shapes = jax.eval_shape(grad, state.params, frozen, first, denoms, rng_bits)
             (_, metric_shapes), grad_shapes = shapes
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), grad_shapes)
-            start = (zeros, empty_metrics(metric_shapes))
-            (grads, metrics), micro_losses = jax.lax.scan(add_micro, start, (batch, rng_bits_AB))
+            initial = (zeros, empty_metrics(metric_shapes))
+            (grads, metrics), micro_losses = jax.lax.scan(add_micro, initial, (batch, rng_bits_AB))
 
         norm = optax.tree.norm(grads)
+        # The host reads a step after it dispatched the next one. After a bad step, that next one must
+        # change nothing either, or the state before the bad step would be lost: hence `fine`.
         finite = fine & jnp.isfinite(norm) & jnp.isfinite(micro_losses).all()
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-        optimizer_state, put_back = bring(state.opt_state, norm)
-        state = state._replace(opt_state=optimizer_state)
+        # Behind the norm, the last result of the backward pass.
+        slots, put_back = fetch_slots(state.opt_state, norm)
+        state = state._replace(opt_state=slots)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
-        if follow is not None:
+        if update_biases is not None:
             metrics = dict(metrics)
-            params = follow(params, metrics.pop(LOADS)[0])
+            params = update_biases(params, metrics.pop(LOADS)[0])
         new = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
-        # A bad step must not spoil what a checkpoint may still save.
+        # A select, not a branch: it costs no synchronization, and a bad step leaves the state that
+        # a checkpoint may still save. The donated buffers are those of the old state either way.
         guarded_state = jax.tree.map(
             lambda after, before: jnp.where(finite, after, before), new, state
         )
@@ -258,12 +266,12 @@ EXTREMES = {
     **dict.fromkeys(("max", "high_max", "max_reward"), (jnp.maximum, -jnp.inf)),
     **dict.fromkeys(("min", "low_min", "min_reward"), (jnp.minimum, jnp.inf)),
 }
-"""How metrics named ".../max", ".../low_min" and so on are joined over microsteps; all others add
-up."""
+"""(join, neutral element) of metrics named ".../max", ".../low_min" and so on over microsteps; all
+others add up."""
 
 
 def join_metrics(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """(sum, weight) pairs of two microsteps as one; an extreme has weight 1, or 0 if empty."""
+    """Join (sum, weight) pairs of two microsteps; an extreme has weight 1, or 0 if empty."""
     joined = {}
     for name, (value, weight) in second.items():
         join, _ = EXTREMES.get(name.rpartition("/")[2], (jnp.add, 0.0))
@@ -273,7 +281,7 @@ def join_metrics(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any
 
 
 def empty_metrics(shapes: dict[str, Any]) -> dict[str, Any]:
-    """What join_metrics leaves as it is; shapes: a ShapeDtypeStruct for each number."""
+    """Return the neutral element of join_metrics. shapes: a ShapeDtypeStruct for each number."""
     return {
         name: (
             jnp.full(
@@ -286,22 +294,23 @@ def empty_metrics(shapes: dict[str, Any]) -> dict[str, Any]:
 
 
 def denominator(batch: Batch, component: str) -> jax.Array:
-    """What a component's sum is divided by: its constant, or the step's total weight."""
+    """Return the divisor of a component's sum: its constant, or the step's total weight."""
     if component in batch.denoms:
         return jnp.asarray(batch.denoms[component]).reshape(-1)[0]
     total = total_weight(batch, component)
+    # A step without trained tokens has loss 0, not NaN.
     return jnp.where(total > 0, total, 1.0)
 
 
 def total_weight(batch: Batch, component: str) -> jax.Array:
-    """Sum of a component's weights; one without weights of its own, such as the balance of
+    """Return the sum of a component's weights; a component without weights, such as the balance of
     experts, counts every token that is not padding."""
     weighted = component in batch.weights
     return jnp.sum(batch.weights[component]) if weighted else count_real(batch)
 
 
 def make_eval(build: Callable[[Params], Any], loss: Callable) -> Callable:
-    """Compile-ready `(params, batch [B, T]) -> {component or metric: (sum, weight)}`, no grads."""
+    """Return the jitted `(params, batch [B, T]) -> {component or metric: (sum, weight)}`."""
 
     def evaluate(params: Params, batch: Batch):
         sums, metrics = loss(build(params), batch)

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxtrain.adapters.storage import count_weights
 from jaxtrain.batch import Batch
 from jaxtrain.core.metrics import Throughput, average, count_work, model_flops, peak_flops
 from jaxtrain.core.optimizer import is_vector
 from jaxtrain.core.session import Session
+from jaxtrain.core.weights import count_weights
 from jaxtrain.distributed.broadcast import mark_shared
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import RunStopped

@@ -16,19 +16,21 @@ The loop, the session, evaluation, the dry run and preprocess know these names a
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rich.console import Console
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.config.task import TaskSection
-from jaxtrain.core.auxiliary import AuxiliaryModel, AuxiliaryObjective
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.export import export_model
 from jaxtrain.core.roles import Models, ModelSnapshot, Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.data.packing.pack import Fields
+
+if TYPE_CHECKING:
+    from jaxtrain.core.auxiliary import AuxiliaryModel, AuxiliaryObjective
 
 POLICY = "policy"
 """What methods with one model call it."""
@@ -66,7 +68,7 @@ class TrainingContext(Protocol):
 
     step: int
     """Optimizer steps done."""
-    auxiliary: Mapping[str, AuxiliaryModel]
+    auxiliary: Mapping[str, "AuxiliaryModel"]
     """The models of Task.beside."""
 
     def snapshot(self, policy: str = "") -> ModelSnapshot:
@@ -206,7 +208,7 @@ class Task:
     after_round: Callable[[TrainingContext, int], dict[str, float]] = keep_weights
     """(live, steps done before the round) -> numbers about it: once its last step was made, before
     its weights go to an engine."""
-    auxiliary: Mapping[str, AuxiliaryObjective] = field(default_factory=dict)
+    auxiliary: Mapping[str, "AuxiliaryObjective"] = field(default_factory=dict)
     """Models of their own that `after_round` trains; no roles, for the step does not know them."""
     evaluate: Callable[[ModelSnapshot, Scorer], dict[str, float]] = no_numbers
     """Numbers of its own besides the held-out loss: {"eval/...": ...}; on every process."""

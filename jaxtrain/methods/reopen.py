@@ -12,7 +12,7 @@ from jaxtrain.config.load import apply_overrides, read_saved
 from jaxtrain.config.parse import MOST_BYTES
 from jaxtrain.config.policies import list_trained
 from jaxtrain.config.root import OUTSIDE, find_tag
-from jaxtrain.core.bundle import find_folder
+from jaxtrain.core.architecture import find_folder
 from jaxtrain.core.roles import ModelSnapshot, Roles
 from jaxtrain.core.task import Task
 from jaxtrain.errors import UserError

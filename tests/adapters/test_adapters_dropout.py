@@ -173,7 +173,7 @@ def trained_step(mesh=None, microsteps=1, dropout=0.3, alpha=8.0, step=0, **opti
             {"nll": 1.0},
             sgd,
             None,
-            draws=StepNoise(0, give) if dropout else None,
+            noise=StepNoise(0, give) if dropout else None,
         )
         start = jax.device_get(trained)
         state = init_state(trained, sgd)._replace(step=jnp.int32(step))

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxtrain.adapters.attach import attach, split_trained
+from jaxtrain.adapters.attach import attach
 from jaxtrain.adapters.fused import find_tensors
 from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.nf4 import PackedNF4, nf4_shapes
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import STORAGES, find_stored, quantize_params
+from jaxtrain.core.weights import split_trained
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.distributed.sharding import partition_spec, shardings
 from jaxtrain.errors import UserError

@@ -13,12 +13,13 @@ import pytest
 from flax import nnx
 from jax._src.ad_checkpoint import saved_residuals
 
-from jaxtrain.adapters.attach import attach, draw_trained, split_trained, without_adapters
+from jaxtrain.adapters.attach import attach, draw_trained, without_adapters
 from jaxtrain.adapters.lora import DoRA, column_norms
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.step import init_state, make_step
 from jaxtrain.core.step_metrics import count_matmul_params
+from jaxtrain.core.weights import split_trained
 from jaxtrain.distributed.feed import feed
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.distributed.sharding import shardings

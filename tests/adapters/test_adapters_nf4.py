@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from jaxtrain.adapters import nf4
-from jaxtrain.adapters.attach import attach, split_trained
+from jaxtrain.adapters.attach import attach
 from jaxtrain.adapters.int8 import dequantize_int8, quantize_int8
 from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import STORAGES, count_weights, quantize_params
+from jaxtrain.core.weights import split_trained
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.models import build, families, loading, saving

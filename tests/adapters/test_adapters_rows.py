@@ -15,7 +15,8 @@ from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.adapters.rows import TokenRows
 from jaxtrain.config import Config
-from jaxtrain.core.bundle import abstract_params, build_model_bundle, open_params
+from jaxtrain.core.bundle import build_model_bundle
+from jaxtrain.core.weights import abstract_params, open_params
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model

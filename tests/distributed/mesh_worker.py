@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.adapters.attach import split_trained
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
-from jaxtrain.core.bundle import ModelBundle, abstract_params, open_params
+from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.step import init_state, make_step
+from jaxtrain.core.weights import abstract_params, open_params, split_trained
 from jaxtrain.data.comparisons.pairs import PairTrees
 from jaxtrain.data.comparisons.ranked import Ranked, RankedAnswer, RankedPair
 from jaxtrain.data.packing.pack import Fields, build_batch, lay_out, stack_batches

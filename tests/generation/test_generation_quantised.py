@@ -10,7 +10,8 @@ import pytest
 
 from jaxtrain.adapters.storage import STORAGES
 from jaxtrain.config.load import validate_config
-from jaxtrain.core.bundle import ModelBundle, abstract_params, open_params
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.weights import abstract_params, open_params
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Sampling

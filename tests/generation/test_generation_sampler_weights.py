@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.adapters.spec import Adapter, LoRASpec
-from jaxtrain.core.bundle import ModelBundle, abstract_params, open_params
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.weights import abstract_params, open_params
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.generation.local.weights import Copier, make_sampler_mesh
 from jaxtrain.models import families

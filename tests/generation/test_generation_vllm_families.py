@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from real_vllm import PYTHON, RealServer, cast, change, make_config, worst
 
-from jaxtrain.core.bundle import abstract_params, build_model_bundle, open_params
+from jaxtrain.core.bundle import build_model_bundle
+from jaxtrain.core.weights import abstract_params, open_params
 from jaxtrain.generation.vllm.factory import open_vllm
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -32,7 +32,8 @@ from real_vllm import (
     worst,
 )
 
-from jaxtrain.core.bundle import abstract_params, build_model_bundle, open_params
+from jaxtrain.core.bundle import build_model_bundle
+from jaxtrain.core.weights import abstract_params, open_params
 from jaxtrain.generation.vllm.control import ServerRefused, call
 from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.generation.vllm.factory import open_vllm

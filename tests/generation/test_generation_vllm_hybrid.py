@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from real_vllm import PYTHON, RealServer, ask, change, make_config, prompts, score
 
-from jaxtrain.core.bundle import abstract_params, build_model_bundle, open_params
+from jaxtrain.core.bundle import build_model_bundle
+from jaxtrain.core.weights import abstract_params, open_params
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.generation.vllm.factory import open_vllm
 from jaxtrain.models import build, families, saving

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.core.bundle import find_tokenizer
+from jaxtrain.core.architecture import find_tokenizer
 from jaxtrain.data.chat.template import BUILTIN, load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.tokenizer import find_differences

@@ -13,7 +13,8 @@ from test_methods_rl import CONFIG
 
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.config import load_config
-from jaxtrain.core.bundle import build_model_bundle, open_params
+from jaxtrain.core.bundle import build_model_bundle
+from jaxtrain.core.weights import open_params
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.methods.registry import make_task

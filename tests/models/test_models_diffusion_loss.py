@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_models import RAW
 
-from jaxtrain.core.bundle import keep_task
+from jaxtrain.core.architecture import keep_task
 from jaxtrain.data.packing.pack import Fields, build_batch, lay_out
 from jaxtrain.data.packing.tree import chain
 from jaxtrain.errors import UserError

@@ -16,7 +16,7 @@ from tiny_models import RAW, documents, pack
 from jaxtrain.adapters.attach import attach
 from jaxtrain.adapters.peft import load_trained, read_adapter, write_peft
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
-from jaxtrain.core.bundle import choose_head
+from jaxtrain.core.architecture import choose_head
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.models import build, families, loading, saving

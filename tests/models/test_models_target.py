@@ -8,7 +8,8 @@ from tiny_models import RAW, documents, pack
 from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import read_adapter, write_peft
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
-from jaxtrain.core.bundle import ModelBundle, abstract_params, open_params
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.weights import abstract_params, open_params
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.huggingface.fingerprint import fingerprint
 from jaxtrain.methods.drafts.capture import FrozenTarget, pad_rows

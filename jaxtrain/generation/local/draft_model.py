@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import jax
 
-from jaxtrain.core.bundle import ModelBundle, find_folder
+from jaxtrain.core.architecture import find_folder
+from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.roles import ModelSnapshot
 from jaxtrain.errors import UserError
 from jaxtrain.generation.local.slots import unstack

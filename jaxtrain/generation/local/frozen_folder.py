@@ -19,14 +19,9 @@ import jax
 
 from jaxtrain.adapters.peft_folder import CONFIG as PEFT_CONFIG
 from jaxtrain.config import Config, ModelConfig, PolicyConfig, SamplingConfig
-from jaxtrain.core.bundle import (
-    ModelBundle,
-    abstract_params,
-    build_auxiliary_bundle,
-    find_folder,
-    find_tokenizer,
-    open_params,
-)
+from jaxtrain.core.architecture import find_folder, find_tokenizer
+from jaxtrain.core.bundle import ModelBundle, build_auxiliary_bundle
+from jaxtrain.core.weights import abstract_params, open_params
 from jaxtrain.data.chat.template import TemplateFailed, end_of_turn_ids, prompt_tokens
 from jaxtrain.distributed.mesh import Device
 from jaxtrain.errors import UserError

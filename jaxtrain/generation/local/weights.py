@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.adapters.attach import split_trained
 from jaxtrain.adapters.spec import Adapter
 from jaxtrain.adapters.storage import STORAGES, find_stored
-from jaxtrain.core.bundle import ModelBundle, abstract_params
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.weights import abstract_params, split_trained
 from jaxtrain.distributed.gather import gather_params
 from jaxtrain.distributed.mesh import Device, is_main_process, make_mesh
 from jaxtrain.generation.local.slots import unstack

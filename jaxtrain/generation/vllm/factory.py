@@ -18,7 +18,8 @@ from typing_extensions import override
 from jaxtrain.adapters.peft import adapter_entries, write_gathered
 from jaxtrain.config import Config
 from jaxtrain.config.policies import list_trained
-from jaxtrain.core.bundle import ModelBundle, abstract_params
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.weights import abstract_params
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, EngineKind, SharedServers

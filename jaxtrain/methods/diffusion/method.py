@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import Config
-from jaxtrain.core.bundle import ModelBundle, build_model_bundle, keep_task
+from jaxtrain.core.architecture import keep_task
+from jaxtrain.core.bundle import ModelBundle, build_model_bundle
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import POLICY, Round, Task, of_policy

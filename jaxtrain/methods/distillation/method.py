@@ -14,12 +14,8 @@ import numpy as np
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
-from jaxtrain.core.bundle import (
-    ModelBundle,
-    build_auxiliary_bundle,
-    build_model_bundle,
-    find_tokenizer,
-)
+from jaxtrain.core.architecture import find_tokenizer
+from jaxtrain.core.bundle import ModelBundle, build_auxiliary_bundle, build_model_bundle
 from jaxtrain.core.roles import Models, Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import POLICY, Round, Task

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.batch import Batch
-from jaxtrain.core.bundle import ModelBundle, abstract_params, open_params
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.weights import abstract_params, open_params
 from jaxtrain.distributed.feed import feed, row_shards
 from jaxtrain.methods.drafts.target_states import LAST, STATES, run_target
 from jaxtrain.models.parameters import Params, Rebuild

@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxtrain.adapters.spec import Adapter
 from jaxtrain.config import Config
-from jaxtrain.core.bundle import ModelBundle, build_model_bundle, find_folder
+from jaxtrain.core.architecture import find_folder
+from jaxtrain.core.bundle import ModelBundle, build_model_bundle
 from jaxtrain.distributed.mesh import is_main_process, make_mesh, split_devices
 from jaxtrain.errors import UserError
 from jaxtrain.methods.drafts.config import DraftConfig as DraftSection

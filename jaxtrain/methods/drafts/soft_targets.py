@@ -25,9 +25,9 @@ from jaxtrain_kernels.logp_gather.slices import Axis
 from jaxtrain_kernels.precision import accumulator
 
 from jaxtrain.core.losses.divergence import add_up, likeliest, log_softmax
+from jaxtrain.core.losses.topk import MAX_LOGITS
 from jaxtrain.core.losses.vocabulary import place_tokens, stored_axes, whole_head
 from jaxtrain.distributed.sharding import constrain
-from jaxtrain.core.losses.topk import MAX_LOGITS
 
 Kind = Literal["soft", "alpha", "lambda"]
 

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
-from jaxtrain.core.bundle import ModelBundle, abstract_params
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.weights import abstract_params
 from jaxtrain.distributed.feed import place_of
 from jaxtrain.distributed.reshard import move
 from jaxtrain.methods.drafts.capture import FrozenTarget

@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, ModelConfig
-from jaxtrain.core.bundle import ModelBundle, build_auxiliary_bundle, find_tokenizer
+from jaxtrain.core.architecture import find_tokenizer
+from jaxtrain.core.bundle import ModelBundle, build_auxiliary_bundle
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import POOLING
 from jaxtrain.data.packing.pack import Fields, PackedTree, fit_rows, lay_out

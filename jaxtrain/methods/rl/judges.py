@@ -16,12 +16,8 @@ import numpy as np
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
-from jaxtrain.core.bundle import (
-    ModelBundle,
-    build_auxiliary_bundle,
-    find_architecture,
-    find_tokenizer,
-)
+from jaxtrain.core.architecture import find_architecture, find_tokenizer
+from jaxtrain.core.bundle import ModelBundle, build_auxiliary_bundle
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.errors import UserError

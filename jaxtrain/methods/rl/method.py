@@ -13,10 +13,12 @@ import numpy as np
 from jaxtrain.batch import ROUTED, Batch, RouteShape
 from jaxtrain.config import Config
 from jaxtrain.config.policies import list_trained
-from jaxtrain.core.bundle import build_model_bundle, read_architecture, read_start
+from jaxtrain.core.architecture import read_architecture
+from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import POLICY, Round, Task, of_policy
+from jaxtrain.core.weights import read_start
 from jaxtrain.data.packing.pack import Fields
 from jaxtrain.data.packing.steps import StepShape
 from jaxtrain.distributed.broadcast import broadcast

@@ -1,0 +1,157 @@
+"""From a ModelBundle to parameters: shapes with their places, weights loaded, drawn or quantized.
+
+What adapters need is imported only where there is one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.distributed.sharding import shardings
+from jaxtrain.errors import UserError
+from jaxtrain.layers.fp8 import use_fp8
+from jaxtrain.models import build, loading
+from jaxtrain.models.parameters import Params, Rebuild, name_path, split_model
+
+if TYPE_CHECKING:
+    from jaxtrain.adapters.spec import Adapter
+
+
+def abstract_params(
+    bundle: ModelBundle, mesh: jax.sharding.Mesh | None = None
+) -> tuple[dict[str, Any], Rebuild]:
+    """Return parameter shapes with their places on the bundle's mesh, or on another, and the
+    function that builds a model of such a dict.
+
+    Nothing is allocated. The model that is rebuilt remembers how bundle.folder stored its tensors,
+    so that an export keeps their dtypes.
+    """
+    model = build.abstract(bundle.architecture, **bundle.options)
+    if bundle.product is not None:
+        model = use_fp8(model, bundle.product)
+    if bundle.folder is not None:
+        model = loading.remember(model, bundle.folder)
+    if bundle.adapter is not None:
+        from jaxtrain.adapters.attach import attach
+
+        model = attach(model, bundle.adapter)
+    shapes, rebuild = split_model(model)
+    placed = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), mesh or bundle.mesh))
+    places = {name_path(path): place for path, place in placed}
+    adapter = bundle.adapter
+    full = {} if adapter is None else dict.fromkeys(adapter.full, adapter.dtype)
+    return {
+        path: jax.ShapeDtypeStruct(shape.shape, full.get(path, shape.dtype), sharding=places[path])
+        for path, shape in shapes.items()
+    }, rebuild
+
+
+def open_base(bundle: ModelBundle, seed: int) -> Params:
+    """Return the weights of the model without adapters, on the mesh: loaded, or random by seed."""
+    adapter = bundle.adapter
+    quantize = "none" if adapter is None else adapter.quantize
+    if adapter is None or quantize == "none":
+        if bundle.folder is not None:
+            return dict(
+                loading.read_params(
+                    bundle.folder, bundle.mesh, bundle.architecture, seed, **bundle.options
+                )
+            )
+        if "part" in bundle.options:
+            return dict(
+                build.draw_params(bundle.architecture, seed, mesh=bundle.mesh, **bundle.options)
+            )
+        model = build.init(bundle.architecture, seed, mesh=bundle.mesh, **bundle.options)
+        return split_model(model)[0]
+    from jaxtrain.adapters.storage import find_stored, quantize_params
+    from jaxtrain.huggingface.packed import open_folder
+
+    # One parameter at a time is read and quantized: the whole model in floats may not fit.
+    shapes = abstract_params(bundle)[0]
+    options = {"by_layer": find_stored(shapes, quantize), **bundle.options}
+    source = None
+    if bundle.folder is not None:
+        params = loading.read_params(
+            bundle.folder, bundle.mesh, bundle.architecture, seed, **options
+        )
+        source = open_folder(bundle.folder), loading.stored_entries(bundle.architecture)
+    else:
+        params = build.draw_params(bundle.architecture, seed, mesh=bundle.mesh, **options)
+    return quantize_params(params, shapes, quantize, source, adapter.tensors)
+
+
+def open_params(bundle: ModelBundle, seed: int) -> Params:
+    """Return all weights that a fresh run starts from: the base, and adapters drawn or loaded."""
+    base = open_base(bundle, seed)
+    if bundle.adapter is None:
+        return base
+    shapes, _ = split_trained(abstract_params(bundle)[0], bundle.adapter)
+    return {**base, **start_adapter(bundle, shapes, base, seed)}
+
+
+def read_start(folder: str, bundle: ModelBundle, key: str) -> Adapter:
+    """Return the bundle's adapter with its start in another folder, which `key` names; UserError
+    where that one trains anything else."""
+    from jaxtrain.adapters.peft import read_adapter
+
+    assert bundle.adapter is not None, "the config says that there is one"
+    start = read_adapter(folder, bundle.architecture, bundle.adapter.dtype)
+    first, second = (
+        (dict(adapter.slots), adapter.full, dict(adapter.rows))
+        for adapter in (start, bundle.adapter)
+    )
+    if first != second:
+        raise UserError(
+            f"{key} {folder!r} has other matrices, ranks or alphas than section adapter; all"
+            " policies are alike: set adapter.rank, alpha and target to those of the folder"
+        )
+    return dataclasses.replace(bundle.adapter, source=start.source)
+
+
+def start_adapter(
+    bundle: ModelBundle, shapes: Mapping[str, Any], base: Params, seed: int
+) -> Params:
+    """Return what an adapter trains as it starts on this base: drawn, or read from its folder.
+    shapes: of it, with shardings."""
+    from jaxtrain.adapters.attach import draw_trained
+    from jaxtrain.adapters.peft import load_trained
+
+    assert bundle.adapter is not None, "the config says that there is one"
+    if bundle.adapter.source is None:
+        return draw_trained(dict(shapes), base, bundle.adapter, seed)
+    return load_trained(dict(shapes), bundle.architecture, bundle.adapter)
+
+
+def split_trained(
+    params: Mapping[str, Any], adapter: Adapter | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split parameters by path, or their shapes, into (trained, frozen). Without an adapter all but
+    tables are trained."""
+    trained = {
+        path: value
+        for path, value in params.items()
+        if (adapter.trains(path) if adapter is not None else not is_table(value))
+    }
+    return trained, {path: value for path, value in params.items() if path not in trained}
+
+
+def is_table(value: Any) -> bool:
+    """Whether a parameter, an array or its shape, holds integers such as ids, which no gradient
+    reaches."""
+    return jnp.issubdtype(value.dtype, jnp.integer)
+
+
+def count_weights(path: str, value: Any) -> int:
+    """Return the number of weights that a stored array stands for; quantized ones hold several."""
+    if path.split(".")[-2:-1] != ["kernel"]:
+        return value.size
+    from jaxtrain.adapters import storage
+
+    return storage.count_weights(path, value)
