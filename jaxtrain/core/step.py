@@ -234,8 +234,8 @@ def make_step(
             (grads, metrics), micro_losses = jax.lax.scan(add_micro, initial, (batch, rng_bits_AB))
 
         norm = optax.tree.norm(grads)
-        # The host reads a step after it dispatched the next one. After a bad step, that next one must
-        # change nothing either, or the state before the bad step would be lost: hence `fine`.
+        # The host reads a step after it has dispatched the next one. After a bad step, the next one
+        # must change nothing either, or the state before the bad step would be lost: hence `fine`.
         finite = fine & jnp.isfinite(norm) & jnp.isfinite(micro_losses).all()
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
