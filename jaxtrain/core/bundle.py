@@ -137,8 +137,8 @@ def count_microsteps(config: Config, mesh: jax.sharding.Mesh) -> int:
     if batch_size % rows:
         raise UserError(
             f"data.global_batch_size {batch_size} is not a multiple of {rows}, the rows of one"
-            f" forward pass (data.micro_batch_size {config.data.micro_batch_size} on {row_shards(mesh)}"
-            " row shards); change one of them"
+            f" forward pass (data.micro_batch_size {config.data.micro_batch_size} on"
+            f" {row_shards(mesh)} row shards); change one of them"
         )
     return batch_size // rows
 
