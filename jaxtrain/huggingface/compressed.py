@@ -6,9 +6,9 @@
     int4    X.weight_packed int32 [out, in / 8], X.weight_scale [out, in / g],  (nibble - 8) x scale
             X.weight_shape int64 [2]
 
-A nibble is a code + 8, the lowest of a word first; g is the group, whose numbers share a scale.
-Scales are bfloat16 and rounded to it before anything is divided by them (github.com/vllm-project/
-compressed-tensors). fp8 and int8 have vLLM round the activations, too, each token by itself.
+A nibble is a code + 8, the lowest of a word first; g is the size of a group, which shares a scale.
+Scales are rounded to bfloat16 before they divide the weights (github.com/vllm-project/
+compressed-tensors). With fp8 and int8 vLLM also rounds the activations, per token.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ NIBBLES = 8
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights of a matrix are stored, and what vLLM does with activations."""
+    """Storage of a matrix's weights, and vLLM's treatment of activations."""
 
     format: str
     """quantization_config.format."""
@@ -59,7 +59,7 @@ FORMATS = {scheme.format: name for name, scheme in SCHEMES.items()}
 def encoded_shapes(
     scheme: Scheme, shape: tuple[int, ...], group: int
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """{ending of the name: (shape, dtype)} of the tensors of a matrix [out, in]."""
+    """Return {suffix of the name: (shape, dtype)} of the tensors of a matrix [out, in]."""
     num_out, num_in = shape
     if not scheme.grouped:
         codes = np.dtype(np.int8) if scheme.kind == "int" else FLOAT8
@@ -72,8 +72,8 @@ def encoded_shapes(
 
 
 def encode(scheme: Scheme, matrix: np.ndarray, group: int) -> dict[str, np.ndarray]:
-    """{ending: array} of rows [rows, in] of finite numbers, rounded to nearest; weight_shape is not
-    among them. Rows do not depend on each other."""
+    """Return {suffix: array} of rows [rows, in] of finite numbers, rounded to nearest, without
+    weight_shape. Rows are independent."""
     wide = matrix.astype(np.float32)
     rows, num_in = wide.shape
     groups = wide.reshape(rows, -1, group if scheme.grouped else num_in)
@@ -94,7 +94,7 @@ def encode(scheme: Scheme, matrix: np.ndarray, group: int) -> dict[str, np.ndarr
 
 
 class Compressed:
-    """A matrix [out, in] of such tensors, as packed.Packed."""
+    """A matrix [out, in] stored in these layouts; a `packed.PackedTensor`."""
 
     def __init__(self, name: str, tensors: Mapping[str, TensorLocation]):
         """name: "X.weight"."""
@@ -123,7 +123,7 @@ class Compressed:
         self.group = num_in // count
 
     def read(self, fetch: Fetch, index: Index) -> np.ndarray:
-        """[index] in bfloat16, as transformers decodes it."""
+        """Return [index] in bfloat16, decoded as in transformers."""
         rows, columns = index
         if self.grouped:
             first, last = columns.start // NIBBLES, -(-columns.stop // NIBBLES)
@@ -144,7 +144,7 @@ class Compressed:
 
 
 def find_compressed(tensors: Mapping[str, TensorLocation]) -> dict[str, Compressed]:
-    """The matrices that these hold in one of the layouts."""
+    """Return the matrices that these tensors store in one of the layouts."""
     matrices = {}
     for name in tensors:
         base = name.removesuffix("_scale")
@@ -159,7 +159,7 @@ def find_compressed(tensors: Mapping[str, TensorLocation]) -> dict[str, Compress
 
 
 def write_config(scheme: Scheme, group: int, ignore: list[str]) -> dict[str, Any]:
-    """quantization_config of a folder; ignore: the modules that it holds as they were."""
+    """Return the quantization_config of a folder; ignore: modules stored without quantization."""
     kind = {"num_bits": scheme.bits, "type": scheme.kind, "symmetric": True}
     form = {"strategy": "group", "group_size": group} if scheme.grouped else {"strategy": "channel"}
     token = {**kind, "strategy": "token", "dynamic": True}
@@ -180,7 +180,7 @@ def write_config(scheme: Scheme, group: int, ignore: list[str]) -> dict[str, Any
 
 
 def check_config(packing: Mapping[str, Any]) -> None:
-    """UserError where a folder's quantization_config says what is not read."""
+    """Raise UserError for a quantization_config that is not supported."""
     key_path = f"config.json: quantization_config of {METHOD}"
     advice = "; convert such weights to plain ones with transformers"
     if packing.get("format") not in FORMATS:

@@ -1,8 +1,8 @@
-"""config.json to a frozen dataclass and back; an attribute that we would ignore is refused.
+"""Convert config.json to a frozen dataclass and back; attributes that would be ignored are refused.
 
-transformers' own config class fills in what the file leaves out and brings old spellings
-(`rope_theta`, `rope_scaling`) and the new one (`rope_parameters`) to one form, so a default here is
-always the default there.
+transformers' config class fills in missing attributes and converts old spellings (`rope_theta`,
+`rope_scaling`) and the new one (`rope_parameters`) to one form, so defaults are always those of
+transformers.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ IGNORED = {
         "pretraining_tp",
         "chunk_size_feed_forward",
     ),
-    # What it is used for, and how answers are drawn.
+    # Intended use and sampling defaults.
     *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
     *("output_attentions", "output_hidden_states", "return_dict", "torchscript"),
     *("do_sample", "max_length", "max_new_tokens", "num_beams", "repetition_penalty"),
@@ -45,7 +45,7 @@ IGNORED = {
 }
 """Neither these nor KEPT change what the network computes."""
 TRAINING_NOISE = re.compile(r".*(dropout|_pdrop|_dropout_prob|jitter_noise)")
-"""Only where transformers trains; evaluation computes the same, and no training here draws any."""
+"""Used by transformers in training only; evaluation is unaffected, and jaxtrain does not use it."""
 
 NOT_ATTRIBUTES = {
     *("rope", "carried_attributes", "fixed_attributes", "grown", "row_tokens", "score"),
@@ -54,21 +54,21 @@ NOT_ATTRIBUTES = {
 """Fields of the dataclass that are no attributes of a config.json."""
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
 OLD_ROPE = {"partial_rotary_factor", "rope_local_base_freq"}
-"""What older files have beside rope_scaling, of families that read it."""
+"""Keys of older files besides rope_scaling, for families that read them."""
 
 
 def hf_defaults(model_type: str) -> dict[str, Any]:
-    """All attributes of transformers' config class of that type, at their defaults."""
+    """Return all attributes of transformers' config class of that type, at their defaults."""
     return _config_class(model_type)().to_dict()
 
 
 def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for the dataclass `cls` from the content of a config.json.
+    """Return keyword arguments for the dataclass `cls` from the content of a config.json.
 
-    Every field of `cls` but those in NOT_ATTRIBUTES is named as in config.json, or as `cls.renamed` says.
-    Raises UserError for an attribute that is not a field, says something about the network and
-    differs from transformers' default. `cls.rope_keys`: what the family reads of rope_parameters
-    beside its type's keys. `cls.fixed`: see DecoderConfig.
+    Every field of `cls` except NOT_ATTRIBUTES is named as in config.json, or by `cls.renamed`.
+    Raises UserError for an attribute that is not a field, affects the network and differs from
+    transformers' default. `cls.rope_keys`: keys of rope_parameters that the family reads besides
+    those of their type. `cls.fixed`: see DecoderConfig.
     """
     model_type = getattr(cls, "text_type", cls.model_type)
     positions = ROPE | OLD_ROPE & {*getattr(cls, "rope_keys", ())}
@@ -129,7 +129,7 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_fields(config: Any) -> dict[str, Any]:
-    """The content of a config.json that transformers 4 and 5 read as `config`."""
+    """Return the content of a config.json that transformers 4 and 5 read as `config`."""
     raw: dict[str, Any] = {"architectures": [config.architecture], "model_type": config.model_type}
     for field in dataclasses.fields(config):
         if field.name not in NOT_ATTRIBUTES:
@@ -171,7 +171,7 @@ def _config_class(model_type: str) -> Any:
 
 
 def thaw_rope(rope: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """rope_parameters as in a config.json: of all layers, or {kind of layer: its own}."""
+    """Return rope_parameters as in a config.json: for all layers, or {kind of layer: parameters}."""
     return {
         key: thaw_rope(value)
         if value and isinstance(value, tuple) and type(value[0]) is tuple

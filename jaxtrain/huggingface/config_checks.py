@@ -1,7 +1,7 @@
-"""What a config.json may say: every attribute of its type, every size one that a model can have.
+"""Checks of a config.json: the type of every attribute, and the range of every size.
 
-Looked at before transformers' own class sees it, which takes what it gets and may build as many
-layers as it is told.
+They run before transformers' config class, which accepts any value and may build any number of
+layers.
 """
 
 import json
@@ -14,9 +14,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import describe, spell
 
 TASK = "jaxtrain_task"
-"""What a folder says of the method that reads it: the keys of its section task."""
+"""Attribute with the keys of the section task of the method that reads the folder."""
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id", "use_cache", TASK)
-"""Say nothing about the network; carried along for export."""
+"""Attributes that do not affect the network; carried along for export."""
 SIZES = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -67,12 +67,12 @@ FROM_ZERO = (
 """Of these, 0 where a family may have none; the others refuse that themselves."""
 MAX_PARAMETERS = 2**45
 MAX_ENTRIES = 2**14
-"""Of a list."""
+"""Limit of a list."""
 DTYPES = (
     *("float32", "bfloat16", "float16", "float64", "auto", "float", "half", "double"),
     *("float8_e4m3fn", "float8_e5m2", "int8", "uint8"),
 )
-"""What dtype may be: names of torch's."""
+"""Allowed names of dtypes, as in torch."""
 FRACTIONS = {
     "rms_norm_eps": (0.0, 1.0),
     "layer_norm_epsilon": (0.0, 1.0),
@@ -83,7 +83,8 @@ FRACTIONS = {
 
 
 def check_names(raw: Any, source: str = "config.json") -> tuple[list[str], str | None]:
-    """(architectures, model_type) of the content of a config.json; UserError for other things."""
+    """Return (architectures, model_type) of the content of a config.json; UserError for other
+    content."""
     if not isinstance(raw, Mapping):
         raise UserError(f"{source} holds {describe(raw)}, not an object")
     named, model_type = raw.get("architectures"), raw.get("model_type")
@@ -107,7 +108,7 @@ def check_names(raw: Any, source: str = "config.json") -> tuple[list[str], str |
 
 
 def check_value(key: str, value: Any, hint: Any) -> None:
-    """UserError where an attribute is not of its field's type, or a size that no model has."""
+    """Raise UserError if an attribute has not the type of its field, or is an impossible size."""
     kinds = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kind = next((k for k in kinds if k is not type(None)), hint)
     if kind is int:
@@ -138,8 +139,8 @@ def check_value(key: str, value: Any, hint: Any) -> None:
 def split_fixed(
     raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the attributes of a config.json that say something, those that `fixed` names); UserError
-    where one of these has none of the values allowed there. None given: any will do."""
+    """Return (attributes that matter, attributes named by `fixed`) of a config.json. Raises
+    UserError for a value of the latter that is not listed; an empty list allows any."""
     rest, fixed_values = {}, {}
     for key, value in raw.items():
         (fixed_values if key in fixed else rest)[key] = value
@@ -152,7 +153,7 @@ def split_fixed(
 
 
 def check_total(values: Mapping[str, Any]) -> None:
-    """UserError where the sizes are possible one by one, but not together."""
+    """Raise UserError if the sizes are possible one by one, but not together."""
 
     def size(name: str, default: int) -> int:
         value = values.get(name)
@@ -173,8 +174,8 @@ def check_total(values: Mapping[str, Any]) -> None:
 
 
 def check_rope(raw: Mapping[str, Any], by_kind: bool = False) -> None:
-    """UserError where what is said about positions is not made of numbers, texts and switches;
-    by_kind: where each kind of layer may have its own."""
+    """Raise UserError unless rope attributes are numbers, texts and switches; by_kind: each kind of
+    layer may have its own."""
     for key in ROPE_NUMBERS & raw.keys():
         if raw[key] is not None:
             _check_rope_value(key, raw[key])
@@ -226,7 +227,7 @@ def _check_rope_value(key: str, value: Any, prefix: str = "") -> None:
 
 
 def check_kept(raw: Mapping[str, Any]) -> None:
-    """UserError where an id is no number of a token."""
+    """Raise UserError if a carried attribute, such as a token id, has the wrong type."""
     for key in KEPT:
         value = raw.get(key)
         if key == "use_cache":

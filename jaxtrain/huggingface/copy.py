@@ -1,6 +1,6 @@
-"""A Hugging Face folder written anew, tensor by tensor: cast, cut into shards, corrected.
+"""Copy a Hugging Face folder tensor by tensor: cast, resharded, corrected.
 
-Works by tensor names alone, so the host never holds more than one of them, whatever the size or the
+Works by tensor names alone, so the host never holds more than one tensor, whatever the size or
 family of the model.
 """
 
@@ -31,12 +31,12 @@ def copy_folder(
 ) -> None:
     """Write the model of `base` to the folder `output`, with its tokenizer and configs.
 
-    dtype: of all floating-point tensors, by default their own; those in a few bits that are read
-    (huggingface/packed.py) are written as what they stand for. A shard holds at most `max_shard_bytes`, or
-    one tensor. change: (name, array, None) -> what is written instead; a tensor of three dims comes
-    a matrix at a time, with its index. shapes: of tensors that `change` makes larger. keys: of
-    config.json, which say something else now. Raises UserError for a folder that is none, and for
-    a cast of a model that is stored quantized.
+    dtype: for all floating-point tensors, by default unchanged; supported quantized tensors
+    (huggingface/packed.py) are written dequantized. A shard holds at most `max_shard_bytes`, or one
+    tensor. change: (name, array, None) -> the array to write; a tensor of three dims is passed one
+    matrix at a time, with its index. shapes: of tensors that `change` makes larger. keys: new
+    values of config.json. Raises UserError for an invalid folder, and for a cast of a quantized
+    model.
     """
     files = open_folder(base)
     config = read_object(base / "config.json") if (base / "config.json").is_file() else None
@@ -80,7 +80,7 @@ def copy_folder(
 
 
 def with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with other values, in its text_config where they stand there."""
+    """Return a config.json with new values, placed in text_config if they are there."""
     inner = config.get("text_config")
     if not isinstance(inner, dict):
         return {**config, **keys}
@@ -90,7 +90,7 @@ def with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, A
 
 
 def copy_beside(base: Path, output: Path) -> None:
-    """Copy what lies beside a folder's weights: configs, tokenizer, template."""
+    """Copy the files next to a folder's weights: configs, tokenizer, template."""
     for file in base.iterdir():
         if file.is_file() and not SHARD.fullmatch(file.name) and not file.name.startswith("."):
             if file.suffix in (".json", ".jinja", ".txt", ".model"):
@@ -99,5 +99,5 @@ def copy_beside(base: Path, output: Path) -> None:
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Whether a stored tensor holds plain floating-point weights."""
+    """Return True for the dtype of plain floating-point weights."""
     return CODES[dtype] in ("F64", "F32", "F16", "BF16")

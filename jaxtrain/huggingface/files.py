@@ -1,7 +1,7 @@
-"""The border to a folder that somebody else wrote: its JSON files, and what its names point to.
+"""Read untrusted folders: their JSON files, and the files that these name.
 
-Everything of a model folder or an adapter folder that is read as JSON goes through `read_object`,
-every file that one of its files names through `find_inside`.
+Every JSON file of a model or adapter folder is read with `read_object`; every file that one of its
+files names is opened through `find_inside`.
 """
 
 import json
@@ -16,20 +16,20 @@ from jaxtrain.errors import UserError
 from jaxtrain.text_safety import name_type
 
 MAX_BYTES = 32 * 2**20
-"""Of a JSON file; parsed it takes some twenty times that. The index of 90,000 tensors has 9 MB."""
+"""Limit of a JSON file; parsed it takes some twenty times that. The index of 90,000 tensors has 9 MB."""
 HUB_BLOB = re.compile(r".*/(models|datasets)--[^/]+/blobs/[0-9a-f]{40,64}")
 
 
 def read_object(file: Path, max_bytes: int = MAX_BYTES, *, strict: bool = False) -> dict[str, Any]:
-    """The object that a JSON file holds; UserError names the file and what is wrong with it.
+    """Return the object of a JSON file. Raises UserError with the file and the problem.
 
-    strict: a key may not stand in an object twice.
+    strict: refuse duplicate keys in an object.
     """
     return parse_object(_read(file, max_bytes), str(file), strict=strict)
 
 
 def read_text(file: Path, max_bytes: int = MAX_BYTES) -> str:
-    """The text of a file; UserError names the file and what is wrong with it."""
+    """Return the text of a file. Raises UserError with the file and the problem."""
     try:
         return foreign.decode(_read(file, max_bytes))
     except ValueError as error:
@@ -37,7 +37,7 @@ def read_text(file: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def parse_object(raw: bytes, name: str, *, strict: bool = False) -> dict[str, Any]:
-    """As `read_object`, of bytes in hand; name: what they are, for the message."""
+    """Parse bytes as `read_object` does; name: a description of them for the message."""
     try:
         parsed = foreign.parse_json(raw, strict=strict)
     except ValueError as error:
@@ -48,10 +48,10 @@ def parse_object(raw: bytes, name: str, *, strict: bool = False) -> dict[str, An
 
 
 def find_inside(folder: Path, name: Any, referrer: Path) -> Path:
-    """The file of that name in the folder, which `referrer`, a file of it, speaks of.
+    """Return the file of that name in the folder, as named by its file `referrer`.
 
-    UserError for a name that leads out of the folder, by itself or through a link, but for the
-    links of the Hugging Face cache to its blobs; and for one that is no file.
+    Raises UserError for a name that leaves the folder, itself or through a link (except links of
+    the Hugging Face cache to its blobs), and for one that is not a file.
     """
     parts = Path(name).parts if isinstance(name, str) else ()
     if not parts or "\0" in name or ".." in parts or Path(name).is_absolute():
@@ -71,7 +71,7 @@ def find_inside(folder: Path, name: Any, referrer: Path) -> Path:
 
 
 def check_inside(folder: Path, path: Path) -> None:
-    """UserError for a link that leads out of the folder; those of the Hub's cache are its own."""
+    """Raise UserError for a link that leaves the folder, except links of the Hub's cache."""
     target = os.path.realpath(path)
     if os.path.commonpath([target, os.path.realpath(folder)]) == os.path.realpath(folder):
         return
@@ -83,19 +83,19 @@ def check_inside(folder: Path, path: Path) -> None:
 
 
 def describe(value: Any) -> str:
-    """A JSON value for a message: what it is, and its beginning."""
+    """Describe a JSON value for a message: its type and its beginning."""
     if value is None or isinstance(value, bool):
         return shorten(value)
     return f"{name_type(value)}, {shorten(value)}"
 
 
 def spell(key: str, limit: int = 100) -> str:
-    """A key for a message: as it is, cut, and without control characters."""
+    """Return a key for a message, shortened and without control characters."""
     return shorten(key, limit)[1:-1]
 
 
 def shorten(value: Any, limit: int = 60) -> str:
-    """A value as it is written in JSON, cut, and without control characters."""
+    """Return a value as JSON, shortened and without control characters."""
     if isinstance(value, str):
         value = value[: 2 * limit]
     try:

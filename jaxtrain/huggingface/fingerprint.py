@@ -1,4 +1,4 @@
-"""A folder of weights told from every other one without reading it whole."""
+"""Fingerprint of a folder of weights, without reading all of it."""
 
 import hashlib
 import math
@@ -11,8 +11,8 @@ BLOCK = 4096
 
 
 def fingerprint(folder: Path) -> str:
-    """sha256 over name, dtype, shape and three blocks of bytes of every tensor: what training or
-    merging changes in a tensor, it changes nearly everywhere. UserError as Folder raises it."""
+    """Return the sha256 over name, dtype, shape and three blocks of bytes of every tensor: training
+    or merging changes a tensor nearly everywhere. Raises UserError as SafetensorsFolder does."""
     tensors = SafetensorsFolder(folder).tensors
     digest = hashlib.sha256()
     for name, stored in sorted(tensors.items()):

@@ -1,6 +1,6 @@
-"""generation_config.json: how a model's makers draw answers. Section sampling alone counts here, so
-what the file says otherwise is told, and so is a file that servers of this folder stumble over. An
-export has one, for those servers."""
+"""generation_config.json: the sampling defaults of a model's authors. jaxtrain samples by section
+sampling alone, so it reports settings that it ignores and files that would break servers; exports
+have such a file for those servers."""
 
 import json
 from collections.abc import Collection
@@ -17,7 +17,7 @@ NEUTRAL = {"temperature": 1, "top_p": 1, "top_k": 50, "min_p": 0, "repetition_pe
 
 
 def find_problem(folder: Path) -> str | None:
-    """What is wrong with the folder's file, in words; None where it is fine or not there."""
+    """Describe the problem with the folder's file; None if it is valid or absent."""
     try:
         _read(folder)
     except UserError as error:
@@ -29,7 +29,7 @@ def find_problem(folder: Path) -> str | None:
 
 
 def describe_ignored(folder: Path) -> str | None:
-    """What a good file says about drawing, which does not count; None where it says nothing."""
+    """Describe the sampling settings of a valid file, which are ignored; None if there are none."""
     try:
         settings = _read(folder)
     except UserError:
@@ -53,9 +53,9 @@ def describe_ignored(folder: Path) -> str | None:
 
 
 def write_generation(folder: Path, base: Path | None, ends: Collection[int]) -> None:
-    """Write the file beside exported weights: what that of `base` says, where it is a good one, and
-    the tokens with which this model's answers end. vLLM and transformers stop at all of them;
-    config.json names the base's alone."""
+    """Write the file next to exported weights: the settings of `base`, if valid, and the tokens
+    that end this model's answers. vLLM and transformers stop at all of them; config.json names only
+    those of the base."""
     try:
         settings = {} if base is None else _read(base)
     except UserError:

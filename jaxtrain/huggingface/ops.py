@@ -1,12 +1,12 @@
-"""The invertible map between our parameters and the tensors of a Hugging Face folder.
+"""The invertible map between jaxtrain's parameters and the tensors of a Hugging Face folder.
 
-An `ParameterEntry` says which tensors a parameter is made of, as a small tree of ops. Each op knows both
-directions and the shapes, so load, save, adapter export and weight publishing walk one list:
+A `ParameterEntry` describes the tensors of a parameter as a small tree of ops. Each op knows both
+directions and the shapes, so load, save, adapter export and weight publishing share one list:
 
-    Entry("stack.block.mlp.up.kernel",
-          Stack([Transpose(Tensor(f"model.layers.{i}.mlp.up_proj.weight")) for i in range(L)]))
+    ParameterEntry("stack.block.mlp.up.kernel",
+        StackedOps([Transpose(TensorRef(f"model.layers.{i}.mlp.up_proj.weight")) for i in range(L)]))
 
-Reading is by index: a device that holds a slice of the parameter reads just those bytes.
+Reading is by index: a device that holds a slice of the parameter reads only those bytes.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ TIED_COPY = "lm_head.weight"
 
 
 class SplitPiece(NamedTuple):
-    """Split of a tensor to be written."""
+    """A part of a tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,24 +37,24 @@ class SplitPiece(NamedTuple):
 
 
 class TensorOp(Protocol):
-    """Target: the array that the op makes. Host: turns a device array into numpy."""
+    """Target: the array that the op produces. Host: converts a device array to numpy."""
 
     def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The tensors needed for a target of `shape`, and their whole shapes."""
+        """Return {tensor: its whole shape} of the tensors needed for a target of `shape`."""
         ...
 
     def read(self, fetch: Fetch, index: Index) -> np.ndarray:
-        """target[index]."""
+        """Return target[index]."""
         ...
 
     def write(self, array: Any, host: Callable[[Any], np.ndarray]) -> Iterator[SplitPiece]:
-        """The pieces that a target of that content is stored as."""
+        """Yield the pieces that store a target with that content."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorRef:
-    """One tensor as it is (a rename)."""
+    """A tensor without changes (a rename)."""
 
     name: str
 
@@ -88,8 +88,8 @@ class FirstRow:
 
 @dataclasses.dataclass(frozen=True)
 class SplitRows:
-    """Rows [start, start + size) of `axis` of one tensor of `total` there: a split; the other
-    entries that name the tensor hold the rest of it."""
+    """Rows [start, start + size) of `axis` of one tensor of `total`: a split; the other entries
+    that name the tensor hold the other rows."""
 
     name: str
     axis: int
@@ -114,8 +114,8 @@ class SplitRows:
 
 @dataclasses.dataclass(frozen=True)
 class Interleaved:
-    """Every `step`-th row of `axis` of one tensor, from the row `start` on; the other entries that
-    name the tensor hold the rest of it."""
+    """Every `step`-th row of `axis` of one tensor, starting at `start`; the other entries that name
+    the tensor hold the other rows."""
 
     name: str
     axis: int
@@ -145,9 +145,8 @@ class Interleaved:
 
 @dataclasses.dataclass(frozen=True)
 class PermutedRows:
-    """Rows of `axis` of one tensor of `total` there, in another order: `runs` are (start, size) of
-    rows that follow each other in the tensor. Where they are not all, other entries hold the rest.
-    """
+    """Reordered rows of `axis` of one tensor of `total`: `runs` are (start, size) of consecutive
+    rows of the tensor. Rows in no run belong to other entries."""
 
     name: str
     axis: int
@@ -159,7 +158,7 @@ class PermutedRows:
         return {self.name: (*shape[: self.axis], self.total, *shape[self.axis + 1 :])}
 
     def _pieces(self, rows: slice) -> Iterator[tuple[slice, slice]]:
-        """(rows of the target, the same rows of the tensor) within `rows`."""
+        """Yield (rows of the target, the same rows of the tensor) within `rows`."""
         offset = 0
         for start, size in self.runs:
             first, stop = max(offset, rows.start), min(offset + size, rows.stop)
@@ -188,8 +187,8 @@ class PermutedRows:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixBlock:
-    """Rows `runs` (as in `PermutedRows`) and columns from `start` of a matrix of `total` rows and `columns`
-    columns there, whose other rows are 0 in these columns."""
+    """Rows `runs` (as in `PermutedRows`) and columns from `start` of a matrix of `total` rows and
+    `columns` columns, whose other rows are 0 in these columns."""
 
     name: str
     runs: tuple[tuple[int, int], ...]
@@ -228,7 +227,7 @@ class MatrixBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Transpose:
-    """The last two dims swapped: Hugging Face keeps kernels as [out, in], we as [in, out]."""
+    """Swap of the last two dims: Hugging Face stores kernels as [out, in], jaxtrain as [in, out]."""
 
     op: TensorOp
 
@@ -245,7 +244,7 @@ class Transpose:
 
 @dataclasses.dataclass(frozen=True)
 class StackedOps:
-    """Equal ops side by side on a new leading axis (layers, experts)."""
+    """Equal ops stacked on a new leading axis (layers, experts)."""
 
     ops: Sequence[TensorOp]
 
@@ -269,7 +268,7 @@ class StackedOps:
 
 @dataclasses.dataclass(frozen=True)
 class GrownRows:
-    """`op`, of which only the first `stored` rows are there: the others are their mean."""
+    """`op` extended beyond its first `stored` rows by their mean."""
 
     op: TensorOp
     stored: int
@@ -295,8 +294,8 @@ class GrownRows:
 
 @dataclasses.dataclass(frozen=True)
 class DraftVocabulary:
-    """Ascending ids [P] of those below `total` that a draft model can say: `d2t` int64 [P], how far
-    each lies behind its index, and `t2d` bool [total], whether an id is one of them."""
+    """Ascending ids [P] below `total` of a draft's vocabulary: `d2t` int64 [P], the id minus its
+    index, and `t2d` bool [total], whether the draft has the id."""
 
     total: int
 
@@ -324,12 +323,12 @@ class DraftVocabulary:
 
 
 class ParameterEntry(NamedTuple):
-    """One parameter: its dotted path in the model and what it is made of."""
+    """A parameter's dotted path in the model, and the op that builds it from tensors."""
 
     param: str
     op: TensorOp
 
 
 def full_index(shape: Sequence[int]) -> Index:
-    """The index of all of an array."""
+    """Return the index of a whole array."""
     return tuple(slice(0, size) for size in shape)

@@ -42,19 +42,19 @@ MIDDLE_SCALES = (2, 252)
 
 
 class PackedTensor(Protocol):
-    """A tensor made of others when it is read."""
+    """A tensor that is decoded from others when it is read."""
 
     parts: tuple[str, ...]
     """The stored tensors."""
     shape: tuple[int, ...]
 
     def read(self, fetch: Fetch, index: Index) -> np.ndarray:
-        """[index] of it in bfloat16, with steps, too; fetch: of the stored tensors."""
+        """Return [index] in bfloat16; slices may have steps. fetch: reads stored tensors."""
         ...
 
 
 class MXFP4Tensor:
-    """See the module."""
+    """A tensor stored in MXFP4."""
 
     def __init__(self, name: str, blocks: TensorLocation, scales: TensorLocation):
         self.parts = (f"{name}_blocks", f"{name}_scales")
@@ -69,7 +69,7 @@ class MXFP4Tensor:
         self.stored = (blocks, scales)
 
     def view(self) -> tuple[np.ndarray, np.ndarray]:
-        """uint8 [..., out, in / 2] and [..., out, in / 32] as they are stored, still on disk."""
+        """Return uint8 [..., out, in / 2] and [..., out, in / 32] as stored, still on disk."""
         blocks, scales = (stored.read(full_index(stored.shape)) for stored in self.stored)
         return blocks.reshape(*scales.shape[:-1], -1), scales
 
@@ -88,7 +88,7 @@ class MXFP4Tensor:
 
 
 def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """[out, in] of uint8 [out, in / 32, 16] and [out, in / 32], in bfloat16 or in float32."""
+    """Decode uint8 [out, in / 32, 16] and [out, in / 32] to [out, in] in bfloat16 or float32."""
     low, high = MIDDLE_SCALES
     if scales.size and low <= scales.min() and scales.max() <= high:  # ten times as fast
         bits = PAIR_BITS[blocks].view(np.uint16).reshape(*scales.shape, MXFP4_BLOCK)
@@ -102,7 +102,7 @@ def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 class FP8:
-    """See the module."""
+    """A tensor stored in FP8 with a scale per block."""
 
     def __init__(self, name: str, codes: TensorLocation, scales: TensorLocation):
         self.parts = (name, f"{name}{SCALES}")
@@ -133,7 +133,7 @@ class FP8:
 
 
 class PackedFolder(SafetensorsFolder):
-    """A Folder in which tensors in few bits are those that they stand for."""
+    """A SafetensorsFolder that presents quantized tensors as plain ones."""
 
     def __init__(self, folder: Any):
         super().__init__(folder)
@@ -150,7 +150,7 @@ class PackedFolder(SafetensorsFolder):
             self.tensors[name] = TensorLocation(home.file, BFLOAT16, packed.shape, home.offset)
 
     def fetch(self, name: str, index: Index) -> np.ndarray:
-        """See Folder; decoded here."""
+        """Read and decode a part of a tensor."""
         packed = self.packed.get(name)
         if packed is None:
             return super().fetch(name, index)
@@ -158,7 +158,7 @@ class PackedFolder(SafetensorsFolder):
 
 
 def find_mxfp4(tensors: Mapping[str, TensorLocation]) -> dict[str, MXFP4Tensor]:
-    """The tensors that these hold in MXFP4."""
+    """Return the tensors stored in MXFP4."""
     matrices = {}
     for name, stored in tensors.items():
         base, end = name.rsplit("_", 1) if "_" in name else (name, "")
@@ -169,7 +169,7 @@ def find_mxfp4(tensors: Mapping[str, TensorLocation]) -> dict[str, MXFP4Tensor]:
 
 
 def find_fp8(tensors: Mapping[str, TensorLocation]) -> dict[str, FP8]:
-    """The tensors that these hold in FP8 with scales of blocks."""
+    """Return the tensors stored in FP8 with a scale per block."""
     matrices = {}
     for name, scales in tensors.items():
         codes = tensors.get(name.removesuffix(SCALES))
@@ -179,8 +179,8 @@ def find_fp8(tensors: Mapping[str, TensorLocation]) -> dict[str, FP8]:
 
 
 def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a config.json as of a folder of plain weights; UserError where weights are
-    stored in a way that is not read."""
+    """Return a config.json as of a folder of plain weights. Raises UserError for storage that is
+    not supported."""
     packing = raw.get("quantization_config")
     if packing is not None and not is_packed(raw):
         method = packing.get("quant_method") if isinstance(packing, Mapping) else None
@@ -205,11 +205,12 @@ def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_packed(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a folder whose weights are in a few bits that are read."""
+    """Return True for the config.json of a folder in a supported quantized format."""
     packing = raw.get("quantization_config")
     return isinstance(packing, Mapping) and packing.get("quant_method") in METHODS
 
 
 def open_folder(folder: Any) -> SafetensorsFolder:
-    """The tensors of a model's folder, whatever they are stored as; UserError as Folder's."""
+    """Open the tensors of a model's folder, plain or quantized. Raises UserError as
+    SafetensorsFolder."""
     return PackedFolder(Path(folder))

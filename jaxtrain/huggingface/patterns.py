@@ -1,13 +1,14 @@
-"""Regular expressions of a tokenizer.json: refused where a text can make them run without end.
+"""Regular expressions of a tokenizer.json, refused if a text can make them run without bound.
 
-The Rust library matches by backtracking: (a+)+b takes twice as long for each further a, and nobody
-can interrupt it. So patterns are read, not tried. Refused are: a repetition without a small bound
-of something whose length may vary or that has several ways to match; more than MAX_REPEATS such
-repetitions along one way through the pattern (each may raise the time by a power of the length);
-references to what was matched, recursion, and syntax that is not known here. Possessive repetitions
-(a++) and atomic groups (?>...) give nothing back and count as one way.
+The Rust library matches by backtracking: (a+)+b takes twice as long for each further a, and cannot
+be interrupted. So patterns are analyzed, not tried. Refused are: a repetition without a small bound
+of something with varying length or several ways to match; more than MAX_REPEATS such repetitions
+along one way through the pattern (each may raise the time by a power of the length); back
+references, recursion, and unknown syntax. Possessive repetitions (a++) and atomic groups (?>...)
+never backtrack and count as one way.
 
-This bounds the exponent, not the time: what passes may still be quadratic in a long run of spaces.
+This bounds the exponent, not the time: accepted patterns may still be quadratic in a long run of
+spaces.
 """
 
 import json
@@ -27,7 +28,7 @@ PARTS = ("normalizer", "pre_tokenizer", "decoder")
 
 
 def check_patterns(backend: Any, source: str) -> None:
-    """UserError where a pattern of a tokenizers.Tokenizer may take time without bound."""
+    """Raise UserError if a pattern of a tokenizers.Tokenizer may take time without bound."""
     for name in PARTS:
         part = getattr(backend, name)
         if part is None:
@@ -48,7 +49,7 @@ def check_patterns(backend: Any, source: str) -> None:
 
 
 def check_pattern(pattern: str) -> None:
-    """ValueError with the reason where a pattern is one of those that the module refuses."""
+    """Raise ValueError with the reason if a pattern is one that the module refuses."""
     if len(pattern) > MAX_PATTERN:
         raise ValueError(f"which has more than {MAX_PATTERN} characters")
     reader = _Reader(pattern)
@@ -60,7 +61,7 @@ def check_pattern(pattern: str) -> None:
 
 
 def _list_patterns(part: Any) -> list[str]:
-    """All regular expressions in the JSON form of a part, in order."""
+    """List the regular expressions in the JSON form of a part, in order."""
     if isinstance(part, list):
         return [pattern for item in part for pattern in _list_patterns(item)]
     if not isinstance(part, dict):
@@ -71,7 +72,7 @@ def _list_patterns(part: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class _Ways:
-    """How an expression may match."""
+    """The ways in which an expression may match."""
 
     repeats: int = 0
     """Unbounded repetitions along one way through it."""
@@ -89,13 +90,13 @@ _CODE = re.compile(
 
 
 class _Reader:
-    """Reads the syntax of Oniguruma as far as tokenizers use it."""
+    """A parser of Oniguruma's syntax as far as tokenizers use it."""
 
     def __init__(self, pattern: str):
         self.text, self.at = pattern, 0
 
     def alternatives(self, depth: int) -> _Ways:
-        """Up to the closing parenthesis or the end."""
+        """Parse up to the closing parenthesis or the end."""
         if depth > MAX_DEPTH:
             raise ValueError(f"which is nested deeper than {MAX_DEPTH}")
         ways = [self.sequence(depth)]
@@ -118,7 +119,7 @@ class _Reader:
         return _Ways(sum(part.repeats for part in parts), any(part.varies for part in parts))
 
     def repeated(self, ways: _Ways) -> _Ways:
-        """An atom with the quantifiers behind it."""
+        """Parse the quantifiers behind an atom."""
         while match := _REPEAT.match(self.text, self.at):
             start, self.at = self.at, match.end()
             least, most = _bounds(match)
@@ -218,7 +219,7 @@ class _Reader:
 
 
 def _bounds(match: re.Match[str]) -> tuple[int, int | None]:
-    """(least, most) of a quantifier; None: no bound."""
+    """Return (least, most) of a quantifier; None: no bound."""
     if match[0] in "*+?":
         return (match[0] == "+", 1 if match[0] == "?" else None)
     low, comma, high = match[1], match[2], match[3]

@@ -1,5 +1,5 @@
-"""Chat templates that write message by message: what every beginning of a conversation renders as,
-from one rendering of the whole.
+"""Render every beginning of a conversation at once, for chat templates that write message by
+message.
 
 Most templates are one loop over the messages with something before and behind it:
 
@@ -9,11 +9,11 @@ Most templates are one loop over the messages with something before and behind i
     {% endfor %}
     behind
 
-Of these the first k messages alone render as: before, the bodies of the first k - 1, that of the
-last (whose loop.last is true and which has no next message), behind. So a program is made of the
-template that writes, for each message, its body both ways and what would be behind it, with marks
-between. Which templates those are is read from their syntax trees; all others, such as those that
-look for the last question first or that count, are None here and are rendered anew for each k.
+Of these, the first k messages alone render as: before, the bodies of the first k - 1, that of the
+last (whose loop.last is true and which has no next message), behind. So the template is rewritten
+into a program that writes, for each message, its body both ways and what would be behind it, with
+marks between. The syntax tree decides whether a template qualifies; all others, such as those that
+search for the last question or that count, yield None and are rendered anew for each k.
 """
 
 import functools
@@ -36,7 +36,7 @@ WAYS = 4
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What the first k messages render as, for every k from 1 on."""
+    """The renderings of the first k messages, for every k from 1 on."""
 
     bodies: tuple[str, ...]
     """What is before all, then what each message writes with others behind it."""
@@ -52,11 +52,11 @@ class Prefixes:
 
     @property
     def text(self) -> str:
-        """All of it, without the generation prompt."""
+        """Rendering of all messages, without the generation prompt."""
         return "".join(self.bodies[:-1]) + self.lasts[-1]
 
     def render(self, count: int, generation: bool = False) -> str:
-        """The rendering of the first `count` messages; 1 or more."""
+        """Return the rendering of the first `count` messages, at least 1."""
         ends = self.prompts if generation else self.lasts
         return "".join(self.bodies[:count]) + ends[count - 1]
 
@@ -118,7 +118,7 @@ def _is_loop(node: nodes.Node) -> bool:
 
 
 def _is_plain(tree: nodes.Template, loop: nodes.For, behind: list[nodes.Node]) -> bool:
-    """Whether the module's docstring describes the template."""
+    """Return whether the module's docstring describes the template."""
     if loop.recursive or loop.else_ or loop.test or not isinstance(loop.target, nodes.Name):
         return False
     for node in (*loop.body, *behind):
@@ -152,7 +152,7 @@ def _is_plain(tree: nodes.Template, loop: nodes.For, behind: list[nodes.Node]) -
 
 
 def _outside_loops(node: nodes.Node) -> Iterator[nodes.Node]:
-    """A node and all within it, but for bodies of loops, which have a `loop` of their own."""
+    """Yield a node and its descendants, except bodies of loops, which have a `loop` of their own."""
     yield node
     children = [node.iter] if isinstance(node, nodes.For) else node.iter_child_nodes()
     for child in children:
@@ -168,7 +168,7 @@ def _is_const(node: nodes.Node, value: int) -> bool:
 
 
 def _neighbor(node: nodes.Node) -> int:
-    """1 for loop.index0 + 1, -1 for loop.index0 - 1, 0 for all else."""
+    """Return 1 for loop.index0 + 1, -1 for loop.index0 - 1, else 0."""
     if isinstance(node, nodes.Add | nodes.Sub) and _is_const(node.right, 1):
         operand = node.left
         if isinstance(operand, nodes.Getattr) and operand.attr == "index0":
@@ -178,7 +178,7 @@ def _neighbor(node: nodes.Node) -> int:
 
 
 class _Body(NodeTransformer):
-    """The loop's body, of a message with others behind it or of the last."""
+    """The loop's body, for a message before others or for the last one."""
 
     def __init__(self, *, as_last: bool):
         self.as_last = as_last
@@ -206,7 +206,7 @@ class _Body(NodeTransformer):
 
 
 class _Generation(NodeTransformer):
-    """What is behind the loop, with or without the generation prompt."""
+    """The part behind the loop, with or without the generation prompt."""
 
     def __init__(self, generation: bool):
         self.wanted = generation

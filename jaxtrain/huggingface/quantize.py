@@ -1,4 +1,4 @@
-"""A Hugging Face folder written anew with matrices in few bits, a part of a tensor at a time."""
+"""Quantize matrices of a Hugging Face folder, a part of a tensor at a time."""
 
 import json
 from collections.abc import Collection, Iterator
@@ -20,7 +20,7 @@ PART_NUMBERS = 1 << 24
 
 
 class QuantizeResult(NamedTuple):
-    """What came of a folder."""
+    """Counts and sizes of a quantized folder."""
 
     matrices: int
     before: int
@@ -36,12 +36,12 @@ def quantize_folder(
     names: Collection[str],
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> QuantizeResult:
-    """Write the model of `base` to `output`, the matrices `names` in a scheme of SCHEMES, all else
-    byte by byte as it is; with its tokenizer and configs.
+    """Write the model of `base` to `output` with the matrices `names` in a scheme of SCHEMES and
+    all else byte by byte unchanged; with its tokenizer and configs.
 
-    group: numbers of a row that share a scale, for a scheme with groups. Raises UserError, before
-    writing, for a folder that is quantized already and for matrices that do not fit; for numbers
-    that are not finite when they are read.
+    group: numbers of a row that share a scale, for a scheme with groups. Raises UserError before
+    writing for a folder that is quantized already or matrices that do not fit, and while reading
+    for numbers that are not finite.
     """
     config = read_object(base / "config.json")
     require_plain(config, base)
@@ -90,7 +90,7 @@ def quantize_folder(
 
 
 def require_plain(config: dict, base: Path) -> None:
-    """UserError for a folder whose weights are stored in few bits already."""
+    """Raise UserError for a folder that is quantized already."""
     packing = config.get("quantization_config")
     if packing is None:
         return
@@ -107,7 +107,8 @@ def require_plain(config: dict, base: Path) -> None:
 
 
 def check_matrices(files: SafetensorsFolder, names: Collection[str], group: int | None) -> None:
-    """UserError for what no scheme can store: no matrix of floats, rows that groups do not fill."""
+    """Raise UserError for tensors that no scheme can store: not a matrix of floats, or rows that
+    groups do not divide."""
     for name in sorted(names):
         stored = files.tensors.get(name)
         if stored is None:
@@ -126,7 +127,7 @@ def check_matrices(files: SafetensorsFolder, names: Collection[str], group: int 
 
 
 def find_group(files: SafetensorsFolder, names: Collection[str]) -> str:
-    """The groups of common sizes that divide all matrices, in words."""
+    """Return the common group sizes that divide all matrices, as text."""
     fitting = [
         str(group)
         for group in (128, 64, 32, 16, 8)
@@ -136,7 +137,7 @@ def find_group(files: SafetensorsFolder, names: Collection[str]) -> str:
 
 
 def list_ignored(files: SafetensorsFolder, names: Collection[str]) -> list[str]:
-    """The modules whose matrices stay as they are, with a head even where it is tied."""
+    """List the modules whose matrices stay as they are, with a head even if it is tied."""
     plain = {
         name.removesuffix(".weight")
         for name, stored in files.tensors.items()

@@ -53,7 +53,7 @@ MAX_DIMS = 16
 
 @dataclasses.dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor lies."""
+    """The location of a tensor in a file."""
 
     file: Path
     dtype: np.dtype
@@ -62,7 +62,7 @@ class TensorLocation:
     """Of its first byte in the file."""
 
     def read(self, index: Index) -> np.ndarray:
-        """A part of it, still on disk until it is used."""
+        """Return a part of the tensor, memory-mapped."""
         if 0 in self.shape:
             return np.zeros(self.shape, self.dtype)[index]
         array = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
@@ -72,9 +72,9 @@ class TensorLocation:
 class SafetensorsFolder:
     """The tensors of a folder: `tensors` by name, `fetch` for a part of one.
 
-    single: the file that holds everything where there is no index.
-    Raises UserError for a folder without safetensors, an index or a header that lies, a shard that
-    is missing or lies elsewhere, a file shorter than its header says.
+    single: the file that holds everything if there is no index. Raises UserError for a folder
+    without safetensors, a wrong index or header, a shard that is missing or outside of the folder,
+    a truncated file.
     """
 
     def __init__(self, folder: str | os.PathLike, single: str = SINGLE):
@@ -113,12 +113,12 @@ class SafetensorsFolder:
             self.tensors[name] = stored
 
     def fetch(self, name: str, index: Index) -> np.ndarray:
-        """tensors[name][index], still on disk until it is used."""
+        """Return tensors[name][index], memory-mapped."""
         return self.tensors[name].read(index)
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """{tensor: file name} of an index; UserError where it says something else."""
+    """Return {tensor: file name} of an index. Raises UserError for other content."""
     homes = read_object(index, strict=True).get("weight_map")
     if not isinstance(homes, dict) or not all(isinstance(file, str) for file in homes.values()):
         raise UserError(
@@ -129,7 +129,7 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, TensorLocation]:
-    """The tensors of one file; UserError names the file and tensor that do not add up."""
+    """Return the tensors of one file. Raises UserError naming the file and the inconsistent tensor."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -168,7 +168,7 @@ def read_header(file: Path) -> dict[str, TensorLocation]:
 
 
 def _read_entry(file: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
-    """(dtype, shape, first byte, byte behind the last) of one tensor of a header."""
+    """Return (dtype, shape, first byte, byte behind the last) of one tensor of a header."""
     source = f"{file}: tensor {shorten(name)}"
     if not isinstance(entry, dict):
         raise UserError(f"{source} is {describe(entry)} in the header; the file is damaged")
@@ -262,7 +262,7 @@ def _assign(plan: Mapping[str, tuple], max_shard_bytes: int) -> list[list[str]]:
 def _reserve(
     path: Path, plan: Mapping[str, tuple[tuple[int, ...], np.dtype]]
 ) -> dict[str, TensorLocation]:
-    """Write the header and reserve the bytes; where each tensor of the file goes."""
+    """Write the header and reserve the bytes; return the location of each tensor of the file."""
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in plan.items():

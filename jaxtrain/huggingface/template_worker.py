@@ -35,7 +35,7 @@ OUT_OF_MEMORY = 3
 
 
 class RenderRequest(NamedTuple):
-    """One rendering of one template."""
+    """A conversation to render with a template."""
 
     template: str
     messages: Sequence[Mapping[str, Any]]
@@ -139,7 +139,7 @@ def supervise(connection: Connection) -> None:
 
 
 def limit_memory() -> None:
-    """Let malloc fail beyond MEMORY_BYTES more than now."""
+    """Limit the address space to MEMORY_BYTES more than at present."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     statm = Path("/proc/self/statm")  # Linux only: elsewhere time alone is limited
     if statm.exists():

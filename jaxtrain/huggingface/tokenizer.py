@@ -1,7 +1,8 @@
-"""A folder's tokenizer: its files looked at, loaded by transformers, compared with tokenizer.json.
+"""Load a folder's tokenizer: check its files, load it with transformers, compare it with
+tokenizer.json.
 
-transformers builds some classes of tokenizers anew from the vocabulary and leaves out what their
-tokenizer.json says beyond it, such as another pre-tokenizer, without a word.
+transformers rebuilds some tokenizer classes from the vocabulary and silently drops other settings
+of their tokenizer.json, such as another pre-tokenizer.
 """
 
 import json
@@ -48,9 +49,9 @@ PROBES = (
 
 
 def open_tokenizer(source: str) -> Any:
-    """The fast tokenizer of a folder or a Hub id.
+    """Load the fast tokenizer of a folder or a Hub id.
 
-    Raises UserError, with file and key, where a file is not what it should be.
+    Raises UserError with file and key for an invalid file.
     """
     from transformers import AutoTokenizer  # slow to import
 
@@ -79,7 +80,7 @@ def open_tokenizer(source: str) -> Any:
 
 
 def check_files(folder: Path) -> None:
-    """UserError where a file of a tokenizer's folder or a key of one is not of its type."""
+    """Raise UserError if a file of a tokenizer's folder, or a key in one, has the wrong type."""
     if not folder.is_dir():
         return  # a Hub id: transformers downloads it
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -160,7 +161,7 @@ def _check_tokenizer(file: Path, content: dict[str, Any]) -> None:
 
 
 def check_template(template: Any, source: str) -> None:
-    """UserError for a chat template that is neither a text nor several by name."""
+    """Raise UserError unless a chat template is a text or several by name."""
     several = isinstance(template, dict) and all(isinstance(t, str) for t in template.values())
     if not (template is None or isinstance(template, str) or several):
         raise UserError(
@@ -170,10 +171,11 @@ def check_template(template: Any, source: str) -> None:
 
 
 def find_differences(tokenizer: Any) -> str | None:
-    """What transformers made of the tokenizer's tokenizer.json, where that is something else.
+    """Describe the difference between the tokenizer that transformers loaded and its
+    tokenizer.json.
 
-    A sentence for people with both token sequences of a text, and the parts that differ; None where
-    both are alike or there is no such file here.
+    A sentence with both token sequences of a text and the parts that differ; None if both are alike
+    or there is no such file here.
     """
     from tokenizers import Tokenizer
 
@@ -244,8 +246,8 @@ _KINDS = {
 
 
 def compare_vocabularies(tokenizer: Any, reference: Any) -> str | None:
-    """In what two tokenizers' token ids do not mean the same, as a part of a sentence; None: they
-    agree on all."""
+    """Describe the token ids that differ between two tokenizers, as a part of a sentence; None if
+    all agree."""
     token_of, reference_token_of = (
         {i: token for token, i in table.get_vocab().items()} for table in (tokenizer, reference)
     )

@@ -1,4 +1,4 @@
-"""The block that the decoders here share, from a config and the few things in which they differ."""
+"""The block that the decoders share, built from a config and the few options in which they differ."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping
@@ -23,7 +23,7 @@ MakeMLP = Callable[[DecoderConfig, Mapping[str, Any]], GatedMLP | MoE]
 
 
 def dense_mlp(config: DecoderConfig, common: Mapping[str, Any], use_bias: bool = False) -> GatedMLP:
-    """An MLP of `intermediate_size`."""
+    """Build a gated MLP of `intermediate_size`."""
     width, hidden, act = config.hidden_size, config.intermediate_size, config.hidden_act
     return GatedMLP(width, hidden, activation=act, use_bias=use_bias, **common)
 
@@ -39,8 +39,8 @@ def experts_mlp(
     use_bias: bool = False,
     **router: Any,
 ) -> MoE:
-    """Experts of `num_hidden` each, chosen as `config.routing` says; the rest are options of MoE
-    and of Router."""
+    """Build experts of `num_hidden` each, routed by `config.routing`; further keywords are options
+    of MoE and of Router."""
     width, count = config.hidden_size, config.num_local_experts
     act = config.hidden_act if activation is None else activation
     shared = {"num_shared": num_shared, "gate_shared": gate_shared}
@@ -50,7 +50,7 @@ def experts_mlp(
 
 
 def grouped_experts_mlp(config: GroupedExpertsConfig, common: Mapping[str, Any]) -> MoE:
-    """DeepSeek-V3's experts and shared ones."""
+    """Build DeepSeek-V3's routed and shared experts."""
     return experts_mlp(
         config,
         common,
@@ -72,8 +72,8 @@ def attention_block(
     residual_scale: float = 1.0,
     **choices: Any,
 ) -> Block:
-    """Attention and an MLP, with the family's norm wherever `norms` says (see `block_of`);
-    choices: further `AttentionOptions`."""
+    """Build a block of attention and an MLP with the norms `norms` (see `block_of`); choices:
+    further options of `Attention`."""
     common = options.layer_options(config, rngs)
     mixer = attention(
         config.hidden_size,
@@ -100,8 +100,8 @@ def block_of(
     norms: Collection[str] = PRE_NORMS,
     residual_scale: float = 1.0,
 ) -> Block:
-    """What mixes tokens and an MLP; norms: those that the block has, by the names of `Block`, such
-    as the keys of PRE_NORMS, POST_NORMS or SANDWICH_NORMS of models.naming."""
+    """Build a block of a token mixer and an MLP; norms: the block's norms by their names in
+    `Block`, such as the keys of PRE_NORMS, POST_NORMS or SANDWICH_NORMS of models.naming."""
     make = functools.partial(
         config.norm, config.hidden_size, eps=config.rms_norm_eps, param_dtype=common["param_dtype"]
     )

@@ -21,10 +21,11 @@ from jaxtrain.models.families import family
 def abstract(
     config: DecoderConfig, part: Callable[..., nnx.Module] | None = None, **options: Any
 ) -> Any:
-    """The model with shapes for parameters; allocates nothing. `options` are those of Options.
+    """Return the model with shapes for parameters; allocates nothing. `options` are those of
+    DecoderOptions.
 
-    part: what makes, of the same arguments, a module with some of the model's parameters under
-    their own paths, such as models.draft.TargetEnds.
+    part: builds, from the same arguments, a module with some of the model's parameters under the
+    same paths, such as models.draft.TargetEmbeddingAndHead.
     """
     chosen = DecoderOptions(**options)
     if part is not None:
@@ -34,13 +35,13 @@ def abstract(
 
 @functools.lru_cache(maxsize=64)
 def _shapes(config: DecoderConfig, options: DecoderOptions, wide: bool) -> tuple[Any, Any]:
-    """The abstract model in two parts, from which `abstract` makes one for each caller: a run asks
-    for it a dozen times, and every time all layers would be traced anew."""
+    """Return the abstract model, split, from which `abstract` builds one for each caller: a run
+    needs it a dozen times, and tracing all layers is slow."""
     return nnx.split(nnx.eval_shape(lambda: family(config).Model(config, options, nnx.Rngs(0))))
 
 
 def init(config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: Any) -> Decoder:
-    """Randomly initialized model: normal(0, initializer_range), zero biases, unit norms.
+    """Draw a random model: normal(0, initializer_range), zero biases, unit norms.
 
     The numbers depend on the seed alone, not on the mesh.
     """
@@ -63,10 +64,12 @@ def draw_params(
     by_layer: Collection[str] = (),
     **options: Any,
 ) -> Iterator[tuple[str, Any]]:
-    """(path, array) of what `init` draws, the same numbers, one parameter after the other: for who
-    quantizes each before the next is there. only: the paths to draw; None: all, with `part`, as in
-    `abstract`, those that it has. by_layer: paths for which an iterator over the layers stands in
-    the place of the array, so that none is there whole."""
+    """Yield (path, array) of the parameters that `init` draws, with the same numbers, one at a
+    time: for callers that quantize each before the next is drawn.
+
+    only: paths to draw; None: all, or with `part` (see `abstract`) those that it has. by_layer:
+    paths that yield an iterator over layers instead of an array, so that no array is ever whole.
+    """
     module = family(config)
     _, state = nnx.split(abstract(config, part, **options))
     param_shardings = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
@@ -93,13 +96,13 @@ def draw_params(
 
 
 def param_count(config: DecoderConfig) -> int:
-    """Number of parameters; a tied head counts once."""
+    """Count the parameters; a tied head counts once."""
     state = nnx.state(abstract(config))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
 
 def layer_sharding(sharding: NamedSharding | None) -> NamedSharding | None:
-    """Where one layer of a stacked parameter goes."""
+    """Return the sharding of one layer of a stacked parameter."""
     if sharding is None:
         return None
     assert not sharding.spec or sharding.spec[0] is None, "layers are cut over no axis"

@@ -1,4 +1,4 @@
-"""Whether the tensors of a folder are those that its config.json asks for."""
+"""Check the tensors of a folder against its config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from jaxtrain.models.decoder_config import DecoderConfig
 
 
 def fixed_dtypes(entry: ParameterEntry) -> Mapping[str, Any]:
-    """{tensor: dtype} of those tensors of an entry whose dtype is not that of the weights."""
+    """Return {tensor: dtype} for the tensors of an entry whose dtype is not that of the weights."""
     return getattr(entry.op, "dtypes", {})
 
 
@@ -24,7 +24,8 @@ def check_tensors(
     config: DecoderConfig,
     complete: bool = True,
 ) -> None:
-    """One UserError for all tensors that are missing, unexpected (whole), misshapen, no floats."""
+    """Raise one UserError for all tensors that are missing, unexpected (if `complete`), misshapen
+    or not floats."""
     expected, fixed = {}, {}
     for entry, shape in shapes.items():
         expected |= entry.op.shapes(shape)
@@ -39,7 +40,8 @@ def check_tensors(
         if name in expected:
             if stored.shape != expected[name]:
                 problems.append(
-                    f"{stored.file.name}: {name} is {stored.shape}, config.json says {expected[name]}"
+                    f"{stored.file.name}: {name} is {stored.shape}, config.json says"
+                    f" {expected[name]}"
                 )
             elif name in fixed:
                 if stored.dtype.kind not in "iub":

@@ -1,4 +1,4 @@
-"""What the decoders share: options, the walk from tokens to hidden states, the cache.
+"""The decoder base class: options, the pass from tokens to hidden states, the cache.
 
 Shapes: B rows, T tokens, D model, L layers, V vocab, R rows to fill.
 """
@@ -30,7 +30,7 @@ from jaxtrain.models.scores import ScoreHead
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderOptions:
-    """How a model is stored and run; nothing here changes what it computes but by rounding."""
+    """Storage and execution options; they change results by rounding only."""
 
     param_dtype: str = "float32"
     dtype: str = "float32"
@@ -56,7 +56,7 @@ class DecoderOptions:
 
 
 class DecoderCache(NamedTuple):
-    """What the layers keep of the tokens so far."""
+    """Per-layer state of the tokens read so far."""
 
     states: tuple[State, ...]
     """One pytree a layer, made and read by that layer alone; its arrays are [B, ...]."""
@@ -65,7 +65,7 @@ class DecoderCache(NamedTuple):
 
 
 class TrialTokens(NamedTuple):
-    """Tokens that were read of which some may be taken back, for `Decoder.commit`."""
+    """Tokens that were read speculatively, some of which may be taken back by `Decoder.commit`."""
 
     states: tuple[State, ...]
     """As the layers left them; see `Mixer.trials`."""
@@ -76,7 +76,7 @@ class TrialTokens(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What comes of tokens read behind a cache."""
+    """Outputs for tokens read behind a cache."""
 
     hidden: jax.Array
     """[B, T, D], final-normed."""
@@ -90,13 +90,13 @@ class Decoded(NamedTuple):
 
 
 def make_score(head: ScoreHead, num_features: int, common: Mapping[str, Any]) -> Score:
-    """The layer of a head that scores."""
+    """Build the layer of a score head."""
     return Score(num_features, len(head.labels), use_bias=head.per == "token", **common)
 
 
 class EmbeddingAndHead(nnx.Module):
-    """What stands around the layers of a language model, and so what a draft model borrows of its
-    target: `embed`, the final `norm`, the head (`lm_head`; None: the embedding, or `score`)."""
+    """The parts of a language model around its layers, which a draft model borrows from its target:
+    `embed`, the final `norm`, the head (`lm_head`; None: the embedding, or `score`)."""
 
     embed: Embed
     norm: RMSNorm
@@ -106,21 +106,21 @@ class EmbeddingAndHead(nnx.Module):
     """See DecoderConfig."""
 
     def head(self) -> jax.Array:
-        """Output projection [V, D] in the param dtype; the embedding itself when tied."""
+        """Return the output projection [V, D] in the param dtype; the embedding itself when tied."""
         table = self.head_table
         assert table is not None, "a model that scores predicts no tokens"
         return table.table()
 
     @property
     def head_table(self) -> Embed | None:
-        """Where the output projection is stored; None where a head scores in its place."""
+        """Table that stores the output projection; None with a score head in its place."""
         if self.score is not None:
             return None
         return self.embed if self.lm_head is None else self.lm_head
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> [..., V] in at least float32. For sampling and tests: training uses the
-        log-prob kernel, which never holds this array."""
+        """Compute [..., D] -> [..., V] in at least float32. For sampling and tests: training uses
+        the log-prob kernel, which never materializes this array."""
         wide = jnp.promote_types(hidden.dtype, jnp.float32)
         head_VD = self.head().astype(hidden.dtype)
         logits = jnp.einsum("...D,VD->...V", hidden, head_VD, preferred_element_type=wide)
@@ -128,7 +128,7 @@ class EmbeddingAndHead(nnx.Module):
 
 
 class CachedStack(nnx.Module):
-    """A stack of layers that keeps a cache of what it read; activations are in `compute_dtype`."""
+    """A stack of layers with a cache of the tokens it read; activations are in `compute_dtype`."""
 
     stack: Stack
     carries: tuple[str, ...] = ()
@@ -141,12 +141,13 @@ class CachedStack(nnx.Module):
     def compute_dtype(self) -> Any: ...
 
     def unstack(self) -> Self:
-        """This model with every layer stored by itself, for decoding: see `Stack.unstack`."""
+        """Return this model with every layer stored separately, for decoding: see `Stack.unstack`."""
         self.stack.unstack()
         return self
 
     def init_cache(self, rows: int, slots: int, dtype: Any = None) -> DecoderCache:
-        """Empty cache of rows with room for `slots` tokens, by default in the compute dtype."""
+        """Return an empty cache with room for `slots` tokens a row, by default in the compute
+        dtype."""
         dtype = self.compute_dtype if dtype is None else jnp.dtype(dtype)
         states = self.stack.map_states(
             lambda mixer, spec: mixer.init_state(spec, rows, slots, dtype)
@@ -154,7 +155,7 @@ class CachedStack(nnx.Module):
         return DecoderCache(states, jnp.zeros(rows, jnp.int32))
 
     def grow_cache(self, cache: DecoderCache, rows: int, slots: int) -> DecoderCache:
-        """`cache` with room for more rows or tokens."""
+        """Return `cache` with room for more rows or tokens."""
         states = self.stack.map_states(
             lambda mixer, spec, state: mixer.grow_state(spec, state, rows, slots), cache.states
         )
@@ -163,8 +164,8 @@ class CachedStack(nnx.Module):
     def insert(
         self, cache: DecoderCache, rows_R: jax.Array, filled: DecoderCache, source_R: jax.Array
     ) -> DecoderCache:
-        """`cache` with rows of a `filled` one, of no more slots, in the place of some of its own;
-        rows out of range go nowhere."""
+        """Return `cache` with some rows replaced by rows of a `filled` one of no more slots; rows
+        out of range are dropped."""
         states = self.stack.map_states(
             lambda mixer, _, state, new: mixer.insert_state(state, rows_R, new, source_R),
             cache.states,
@@ -176,10 +177,10 @@ class CachedStack(nnx.Module):
 
 
 class Decoder(EmbeddingAndHead, CachedStack):
-    """Embedding, blocks, final norm and head; a family says what its blocks are (`make_block`).
+    """Embedding, blocks, final norm and head; a family defines its blocks (`make_block`).
 
-    `stored` is what `loading.load` found: the dtype of the folder's tensors, for `saving.save`. With
-    `noise`, a RowNoise, `hidden` runs as in training; without, nothing is drawn.
+    `stored` holds the dtypes of the folder's tensors, from `loading.load` for `saving.save`. With
+    `noise`, a RowNoise, `hidden` runs as in training; without it nothing is drawn.
     """
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs):
@@ -220,28 +221,28 @@ class Decoder(EmbeddingAndHead, CachedStack):
         """A block of a kind that `config.layers()` names; see `layers.stack.Stack`."""
 
     def layer_inputs(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> Any:
-        """What each layer reads beside the hidden states, of tokens and their scaled embeddings:
-        arrays [L, ...]; by default none."""
+        """Return the inputs of each layer besides the hidden states, from tokens and their scaled
+        embeddings; by default none."""
         return None
 
     @property
     def compute_dtype(self) -> Any:
-        """Of activations and matmuls."""
+        """Dtype of activations and matmuls."""
         return self.embed.dtype
 
     @property
     def both_sides(self) -> bool:
-        """Whether tokens can see later ones, in every layer and as far as the text goes."""
+        """True if in every layer tokens can see all later ones."""
         return all(mixer.both_sides and spec.window is None for spec, mixer in self.stack.mixers())
 
     @property
     def follows_trees(self) -> bool:
-        """Whether packed documents and branches are what they would be alone, in every layer."""
+        """True if in every layer packed documents and branches compute what they would alone."""
         return all(mixer.follows_trees for _, mixer in self.stack.mixers())
 
     @property
     def keeps_packed(self) -> bool:
-        """Whether `append` can go on from any token of packed rows."""
+        """True if `append` can continue from any token of packed rows."""
         return all(mixer.keeps_packed for _, mixer in self.stack.mixers())
 
     def hidden(self, batch: Batch, capture: Sequence[int] = ()) -> StackOutput:
@@ -255,8 +256,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
         return self._run(*inputs, capture=capture)[0]
 
     def captured(self, batch: Batch, layers: Sequence[int]) -> jax.Array:
-        """Outputs [B, T, C * D] of C layers, one behind the other, as `hidden` captures them. No
-        layer behind the last of them is run."""
+        """Return the outputs [B, T, C * D] of C layers, concatenated, as `hidden` captures them.
+        Layers behind the last of them do not run."""
         context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
         depth = max(layers) + 1
         inputs = self._embed(batch.tokens, context)
@@ -264,7 +265,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         return jnp.concatenate([outputs[layer] for layer in layers], axis=-1)
 
     def init_packed(self, rows: int, slots: int) -> tuple[State, ...]:
-        """Empty states for `append`, in the compute dtype."""
+        """Return empty states for `append`, in the compute dtype."""
         return self.stack.map_states(
             lambda mixer, spec: mixer.init_packed(spec, rows, slots, self.compute_dtype)
         )
@@ -276,8 +277,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
         start: jax.Array | int,
         context: Context,
     ) -> tuple[jax.Array, tuple[State, ...]]:
-        """(hidden states [B, Q, D], final-normed, of tokens in the slots from `start` on; the
-        states with them). context: of the Q queries and all slots as keys."""
+        """Return (final-normed hidden states [B, Q, D] of tokens in the slots from `start` on; the
+        states with them). context: of the Q queries with all slots as keys."""
         rows, length = tokens_BQ.shape
         start_B = jnp.full(rows, start, jnp.int32)
         decoding = Decoding(start_B, start_B + length)
@@ -286,7 +287,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         return outputs.hidden, states
 
     def scores(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> [..., n] of a model that scores, in at least float32."""
+        """Compute [..., D] -> [..., n] of a model with a score head, in at least float32."""
         assert self.score is not None, "a language model has no scores"
         return self.score(hidden)
 
@@ -301,15 +302,15 @@ class Decoder(EmbeddingAndHead, CachedStack):
         both_sides: bool = False,
         shared: SharedSlots | None = None,
     ) -> Decoded:
-        """The next T tokens of every row, and the cache behind them.
+        """Read the next T tokens of every row, and return the cache behind them.
 
-        Serves prompts and single steps alike. Of a row the first `counts_B` tokens count, by
-        default all; what stands behind them is seen by no later token, and its states mean
-        nothing. The caller keeps within the slots of the cache. capture: layers, counted from 0.
-        trial: it is not known yet how many tokens stay; in the place of the cache comes a Trial.
-        both_sides: the tokens see all those up to the end, later ones too; `counts_B` may then go
-        beyond them, over what the cache has of an earlier reading. shared: what rows of the cache
-        have in common, which is then read once.
+        Serves prompts and single steps alike. In each row the first `counts_B` tokens count, by
+        default all; later tokens never see those behind them, whose states are meaningless. The
+        caller keeps within the slots of the cache. capture: layers, counted from 0. trial: the
+        number of tokens that stay is not known yet; returns TrialTokens in place of the cache.
+        both_sides: the tokens see all those up to the end, later ones too; `counts_B` may then
+        exceed T, over what the cache holds from an earlier reading. shared: the prefix that rows of
+        the cache have in common, which is then read once.
         """
         T = tokens_BT.shape[1]
         end_B = cache.length + (T if counts_B is None else counts_B)
@@ -329,8 +330,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
         )
 
     def commit(self, trial: TrialTokens, counts_B: jax.Array) -> DecoderCache:
-        """The cache after the first `counts_B` of a trial's T tokens, as if no more had been read;
-        int32 [B], 0 to T."""
+        """Return the cache after the first `counts_B` of a trial's T tokens, as if no more had been
+        read; int32 [B], 0 to T."""
         end_B = trial.start + counts_B
         context, decoding = place_new(trial.start, end_B, trial.tokens.shape[1])
         _, inputs = self._embed(trial.tokens, context)
@@ -381,12 +382,12 @@ class Decoder(EmbeddingAndHead, CachedStack):
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:
-    """x times a number, in x's dtype."""
+    """Multiply x by a number, in x's dtype."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
 def place_new(start_B: jax.Array, end_B: jax.Array, T: int) -> tuple[Context, Decoding]:
-    """Where T new tokens of each row stand, of which those up to `end` count."""
+    """Return the context and slots of T new tokens of each row, of which those up to `end` count."""
     positions_BT = start_B[:, None] + jnp.arange(T, dtype=jnp.int32)
     until_BT = jnp.where(positions_BT < end_B[:, None], T, 0).astype(jnp.int32)
     return Context(until_BT, None, positions_BT, positions_BT), Decoding(start_B, end_B)

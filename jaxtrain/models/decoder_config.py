@@ -1,4 +1,4 @@
-"""DecoderConfig: what a config.json says that all decoders here have alike."""
+"""DecoderConfig: the attributes of a config.json that all decoders share."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -70,23 +70,24 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """From the content of a config.json; UserError for anything that would be ignored."""
+        """Read the content of a config.json. Raises UserError for any attribute that would be
+        ignored."""
         config = cls(**read_fields(cls, raw))
         config.check()
         return config
 
     def fit(self, tensors: Collection[str]) -> Self:
-        """The config of a folder that holds tensors of these names, where they may be called in
-        several ways."""
+        """Return the config for a folder that holds tensors of these names, if they have several
+        naming schemes."""
         return self
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of a config.json, for transformers 4 and 5."""
+        """Return the content of a config.json for transformers 4 and 5."""
         raw = write_fields(self)
         return raw if self.score is None else {**raw, **self.score.to_hf(self.architecture)}
 
     def check(self) -> None:
-        """UserError where the sizes do not fit together."""
+        """Raise UserError if the sizes do not fit together."""
         if self.hidden_act not in ACTIVATIONS:
             raise UserError(
                 f"config.json: hidden_act={self.hidden_act!r}; supported: {sorted(ACTIVATIONS)}"
@@ -96,7 +97,7 @@ class DecoderConfig:
         self.layers()
 
     def check_heads(self) -> None:
-        """UserError where the sizes of attention do not."""
+        """Raise UserError if the sizes of attention do not fit together."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if kv_heads < 1 or heads % kv_heads:
             raise UserError(
@@ -112,16 +113,16 @@ class DecoderConfig:
             raise UserError(f"config.json: head_dim={self.head_size} must be even for rotation")
 
     def check_drawn(self) -> None:
-        """UserError where weights drawn at random leave something of the folder out."""
+        """Raise UserError if random weights would leave out a part of the folder."""
 
     def for_rows(self, tokens: int) -> Self:
-        """The config of a run whose texts have at most so many tokens, where that changes what is
-        computed: LongRoPE has one table for short texts and one for long ones."""
+        """Return the config of a run with texts of at most so many tokens, if that changes the
+        computation: LongRoPE has one table for short texts and one for long ones."""
         return dataclasses.replace(self, row_tokens=tokens) if self._short_length else self
 
     @property
     def _short_length(self) -> int | None:
-        """The longest of short texts, where there is a difference."""
+        """Length of the longest short text; None if short and long texts do not differ."""
         rope = dict(self.rope)
         if rope.get("rope_type") != "longrope":
             return None
@@ -129,14 +130,14 @@ class DecoderConfig:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row that is computed as the model would."""
+        """Number of tokens of the longest row that is computed as the model would."""
         if self.row_tokens and self.row_tokens <= (self._short_length or 0):
             return min(self._short_length, self.max_position_embeddings)
         return self.max_position_embeddings
 
     @property
     def longest_said(self) -> str:
-        """The attribute that says so, for messages."""
+        """Name and value of the attribute that sets `longest`, for messages."""
         if self.longest < self.max_position_embeddings:
             return (
                 f"original_max_position_embeddings {self.longest} (a data.sequence_len above it"
@@ -149,19 +150,19 @@ class DecoderConfig:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What sets each layer apart; by default nothing does."""
+        """Return the spec of each layer; by default all are alike."""
         return (LayerSpec(),) * self.num_hidden_layers
 
     def layers_by_kind(self) -> dict[str, list[int]]:
-        """{kind: its layers}: how parameters are stored."""
+        """Return {kind: its layers}: how parameters are stacked."""
         layers: dict[str, list[int]] = {}
         for layer, spec in enumerate(self.layers()):
             layers.setdefault(spec.kind, []).append(layer)
         return dict(sorted(layers.items()))
 
     def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
-        """`rope.frequencies` of each position encoding that layers() names; a layer with another
-        name rotates nothing."""
+        """Return `rope.frequencies` of each position encoding that layers() names; a layer with
+        another name rotates nothing."""
         tables = dict(self.rope) if self.rope_by_kind else {"default": self.rope}
         return {
             name: frequencies(
@@ -176,26 +177,26 @@ class DecoderConfig:
 
     @property
     def media_tokens(self) -> Mapping[int, str]:
-        """{token id that stands for an image or a video: its key in config.json}, which is no text
-        to train on."""
+        """{id of a placeholder token for an image or a video: its key in config.json}; not text to
+        train on."""
         return {}
 
     @property
     def embedding_scale(self) -> float:
-        """What embeddings are multiplied with where the layers read them."""
+        """Factor of embeddings at the input of the layers."""
         return 1.0
 
     @property
     def logit_scale(self) -> float:
-        """What logits are multiplied with."""
+        """Factor of logits."""
         return 1.0
 
     @property
     def logit_softcap(self) -> float | None:
-        """c of logits c tanh(logits / c); None: they stay as they are."""
+        """Soft cap c of logits, c tanh(logits / c); None: no cap."""
         return None
 
     @property
     def experts_per_token(self) -> tuple[int, int] | None:
-        """(experts that a token goes to, experts) of a mixture of experts; None for dense."""
+        """(experts of a token, experts) of a mixture of experts; None for dense models."""
         return None

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtrain_kernels import Context
+from typing_extensions import override
 
 from jaxtrain.batch import ANCHOR, NEXT, Batch
 from jaxtrain.distributed.sharding import constrain
@@ -59,7 +60,7 @@ class Config(BaseDraftConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """From config.json as this project, z-lab and SpecForge write it; see DecoderConfig."""
+        """Read a config.json as jaxtrain, z-lab and SpecForge write it."""
         inner = raw.get("dflash_config")
         if not isinstance(inner, Mapping):
             raise UserError(
@@ -111,7 +112,7 @@ class Config(BaseDraftConfig):
         return config
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of config.json as z-lab's code, SGLang and vLLM read it."""
+        """Return the content of a config.json that z-lab's code, SGLang and vLLM read."""
         raw = {key: value for key, value in write_fields(self).items() if key not in DRAFT_FIELDS}
         return raw | {
             "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
@@ -127,8 +128,8 @@ class Config(BaseDraftConfig):
             "dtype": "float32",  # saving.save writes what it is
         }
 
+    @override
     def check(self) -> None:
-        """See DecoderConfig."""
         super().check()
         if self.block_size < 2:
             raise UserError(f"config.json: block_size is {self.block_size}; it is at least 2")
@@ -188,7 +189,7 @@ class Model(Draft):
 
     @property
     def compute_dtype(self) -> Any:
-        """Of activations and matmuls."""
+        """Dtype of activations and matmuls."""
         return self.fc.dtype
 
     def hidden(
@@ -219,8 +220,8 @@ class Model(Draft):
         return GuessBlocks(x_BQD.reshape(B, -1, self.block_size, x_BQD.shape[-1]), index_BAK)
 
     def step_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:
-        """See Draft: blocks through the layers and the target's head, whose own gradient nobody
-        makes, and the context's keys and values. Windows are not looked at."""
+        """Count the blocks through the layers, the target's head without its own gradient, and the
+        context's keys and values. Windows are ignored."""
         anchors = np.asarray(batch.streams[ANCHOR]) > 0
         count, K = int(anchors.sum()), self.block_size
         per_block, context, pairs = 0.0, self.fc.kernel.get_value().size, 0.0
@@ -234,6 +235,7 @@ class Model(Draft):
         head = 4.0 * self.vocab_size * self.norm.scale.get_value().size * count * (K - 1)
         return 6.0 * (per_block * count * K + context * tokens) + 3.0 * pairs + head
 
+    @override
     def read(
         self,
         cache: DecoderCache,
@@ -242,7 +244,6 @@ class Model(Draft):
         states_BTF: jax.Array,
         counts_B: jax.Array,
     ) -> DecoderCache:
-        """See Draft."""
         start_B = cache.length
         decoding = Decoding(start_B, start_B + counts_B)
         token_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
@@ -253,10 +254,10 @@ class Model(Draft):
         )
         return DecoderCache(states, decoding.end)
 
+    @override
     def propose(
         self, cache: DecoderCache, target: EmbeddingAndHead, token_B: jax.Array
     ) -> jax.Array:
-        """See Draft."""
         B, K = len(token_B), self.block_size
         rest_BK = jnp.full((B, K - 1), self.mask_token_id, jnp.int32)
         token_BK = jnp.concatenate([token_B[:, None].astype(jnp.int32), rest_BK], axis=1)

@@ -1,10 +1,10 @@
-"""Draft models: small networks that guess a target's next tokens from what its layers put out.
+"""Draft models: small networks that guess a target's next tokens from the outputs of its layers.
 
     target layers ── captured states [.., C * D] ──> draft ── K guesses ──> the target verifies them
 
-A draft borrows the target's embedding (and, unless it has its own, its head) and is trained and
-stored without them. Families of drafts stand beside those of decoders, with Config, Model and
-names() alike, so they are built, loaded and saved the same way.
+A draft borrows the target's embedding (and its head, unless it has one) and is trained and stored
+without them. Draft families have Config, Model and names() like decoder families, so they are
+built, loaded and saved the same way.
 
 Shapes: B rows, T tokens, D the target's features, C captured layers, K guesses, R rows to fill.
 """
@@ -27,7 +27,7 @@ from jaxtrain.models.decoder_config import DecoderConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseDraftConfig(DecoderConfig):
-    """What all drafts have beside the sizes of their own layers."""
+    """Attributes of all drafts besides the sizes of their layers."""
 
     guesses: ClassVar[bool] = True
 
@@ -51,8 +51,8 @@ DRAFT_FIELDS = ("capture", "target_hidden_size", "num_target_layers", "mask_toke
 
 
 class TargetEmbeddingAndHead(EmbeddingAndHead):
-    """What drafts borrow of a target whose layers are elsewhere; parameters have the paths that
-    they have in the whole model."""
+    """The parts that drafts borrow from a target whose layers are elsewhere; parameters keep the
+    paths that they have in the whole model."""
 
     carries: tuple[str, ...] = ()
     """Nothing: ends are never exported."""
@@ -70,11 +70,10 @@ class TargetEmbeddingAndHead(EmbeddingAndHead):
 
 
 class Draft(CachedStack):
-    """A draft model; `target` is a Decoder or its TargetEmbeddingAndHead throughout.
+    """A draft model; `target` is always a Decoder or its TargetEmbeddingAndHead.
 
-    Its cache is opaque to others: that of a `CachedStack`, or what a family makes of it.
-
-    `stored` is what `loading.load` found: the dtype of the folder's tensors, for `saving.save`.
+    Its cache is opaque to callers: that of a `CachedStack` or of the family. `stored` holds the
+    dtypes of the folder's tensors, from `loading.load` for `saving.save`.
     """
 
     stored: tuple[tuple[str, str], ...]
@@ -89,9 +88,9 @@ class Draft(CachedStack):
 
     @abstractmethod
     def step_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:
-        """FLOPs of a training step beside those of the target's layers, recomputation not counted.
-        batch: on the host, of `tokens` tokens that are not padding; spans int [tokens]: how many
-        tokens see each. Reads shapes alone."""
+        """Return the FLOPs of a training step besides those of the target's layers, without
+        recomputation. batch: on the host, with `tokens` tokens besides padding; spans int [tokens]:
+        how many tokens see each. Reads shapes only."""
 
     @abstractmethod
     def read(
@@ -102,23 +101,23 @@ class Draft(CachedStack):
         states_BTF: jax.Array,
         counts_B: jax.Array,
     ) -> Any:
-        """The cache after the target has read tokens_BT, of each row the first counts_B; the others
-        leave no trace. states_BTF [B, T, C * D]: the captured states of the same tokens."""
+        """Return the cache after the target has read tokens_BT, in each row the first counts_B; the
+        others leave no trace. states_BTF [B, T, C * D]: the captured states of the same tokens."""
 
     @abstractmethod
     def propose(self, cache: Any, target: EmbeddingAndHead, token_B: jax.Array) -> jax.Array:
-        """int32 [B, K]: the likeliest tokens behind token_B, which was drawn and which the target
-        has not read. Rows that have read nothing give any ids of the vocabulary."""
+        """Return int32 [B, K]: the likeliest tokens behind token_B, which was drawn and which the
+        target has not read. Rows that have read nothing return arbitrary ids of the vocabulary."""
 
 
 def check_target(draft: BaseDraftConfig, target: DecoderConfig, key: str = "task.draft") -> None:
-    """UserError where a draft cannot stand beside this target. key: the section or option that
-    names the draft."""
+    """Raise UserError if a draft does not fit this target. key: the section or option that names
+    the draft."""
     draft_width, target_width = draft.target_hidden_size, target.hidden_size
     if draft_width != target_width:
         raise UserError(
-            f"{key} reads states of {draft_width} features, the target (model) has hidden_size {target_width};"
-            " choose the draft of this target"
+            f"{key} reads states of {draft_width} features, the target (model) has hidden_size"
+            f" {target_width}; choose the draft of this target"
         )
     if draft.vocab_size != target.vocab_size:
         raise UserError(
@@ -145,14 +144,14 @@ def check_target(draft: BaseDraftConfig, target: DecoderConfig, key: str = "task
 
 
 def check_capture(capture: tuple[int, ...], num_layers: int, key: str = "task.draft") -> None:
-    """UserError unless the layers that a draft reads are layers of the target, each once."""
+    """Raise UserError unless the captured layers are distinct layers of the target."""
     setting = f"{key}.target_layers {list(capture)}"
     if not capture:
         raise UserError(f"{setting} is empty; name at least one layer of the target, from 0")
     if outside := [layer for layer in capture if not 0 <= layer < num_layers]:
         raise UserError(
-            f"{setting}: the target has {num_layers} layers, which count from 0, so that there is no"
-            f" layer {outside[0]}"
+            f"{setting}: the target has {num_layers} layers, which count from 0, so that there is"
+            f" no layer {outside[0]}"
         )
     if len(set(capture)) < len(capture):
         twice = next(layer for layer in capture if capture.count(layer) > 1)

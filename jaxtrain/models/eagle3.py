@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtrain_kernels import Context
+from typing_extensions import override
 
 from jaxtrain.batch import Batch
 from jaxtrain.distributed.sharding import constrain
@@ -65,12 +66,12 @@ class Config(BaseDraftConfig):
 
     @property
     def prunes(self) -> bool:
-        """Whether some ids cannot be said."""
+        """True if the draft's vocabulary is smaller than the target's."""
         return self.draft_vocab_size < self.vocab_size
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """See DecoderConfig; reads what SpecForge writes, too, where it names the layers."""
+        """Read a config.json, also one that SpecForge wrote if it names the layers."""
         untied = {**raw, "tie_word_embeddings": False}  # who says true stores a head of P rows, too
         eagle = untied.pop("eagle_config", None) or {}
         behind = untied.pop(BEHIND, None)
@@ -104,8 +105,8 @@ class Config(BaseDraftConfig):
         return config
 
     def to_hf(self) -> dict[str, Any]:
-        """See DecoderConfig. SGLang counts the layers whose output is read (eagle_config), vLLM
-        those before which it lies."""
+        """Write a config.json for SGLang, which counts the captured layers themselves
+        (eagle_config), and for vLLM, which counts the layers behind them."""
         raw = {key: value for key, value in write_fields(self).items() if key not in DRAFT_FIELDS}
         raw["target_hidden_size"] = self.target_hidden_size
         raw[BEHIND] = [layer + 1 for layer in self.capture]
@@ -117,8 +118,8 @@ class Config(BaseDraftConfig):
         }
         return raw
 
+    @override
     def check(self) -> None:
-        """See DecoderConfig."""
         super().check()
         if self.num_hidden_layers != 1:
             raise UserError(f"{self.num_hidden_layers} layers: an Eagle3 draft has one")
@@ -137,7 +138,7 @@ class Config(BaseDraftConfig):
 
 
 class Midlayer(nnx.Module):
-    """The one layer. The residual is the state as it came, without a norm."""
+    """The one layer of the draft. The residual is the incoming state, without a norm."""
 
     def __init__(self, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         common = options.layer_options(config, rngs)
@@ -160,18 +161,18 @@ class Midlayer(nnx.Module):
     def project(
         self, embedded_BTD: jax.Array, state_BTD: jax.Array, turns: Angles
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Query, key and value of pairs."""
+        """Return query, key and value of pairs."""
         pair = [self.embed_norm(embedded_BTD), self.hidden_norm(state_BTD)]
         return self.attention.project(jnp.concatenate(pair, axis=-1), turns)
 
     def finish(self, state_BTD: jax.Array, out_BTNH: jax.Array) -> jax.Array:
-        """The next state, of a pair's own one and what its heads found."""
+        """Return the next state from the state of a pair and the output of its heads."""
         state_BTD = state_BTD + self.attention.project_out(out_BTNH)
         return state_BTD + self.mlp(self.mlp_norm(state_BTD))
 
 
 class Eagle3Cache(NamedTuple):
-    """What is kept of the tokens that were read."""
+    """State of the tokens that were read."""
 
     pairs: KV
     """[B, S + K, K, H]: pair c - 1 of step 0 in slot c - 1. The last K slots are scratch."""
@@ -203,27 +204,27 @@ class Model(Draft):
 
     @property
     def head_table(self) -> Embed:
-        """See Draft: its own, of the ids that are kept."""
+        """Table of the draft's head, with rows for the ids of its vocabulary."""
         return self.lm_head
 
     @property
     def compute_dtype(self) -> Any:
-        """Of activations and matmuls."""
+        """Dtype of activations and matmuls."""
         return self.fc.dtype
 
     @property
     def follows_trees(self) -> bool:
-        """Packed documents and branches are what they would be alone."""
+        """True: packed documents and branches compute what they would alone."""
         return True
 
     def kept_ids(self) -> jax.Array:
-        """int32 [P] ids that the draft can say, ascending."""
+        """Return int32 [P]: ids of the draft's vocabulary, ascending."""
         if self.kept is None:
             return jnp.arange(self.vocab_size, dtype=jnp.int32)
         return self.kept[...]
 
     def head(self) -> jax.Array:
-        """Its own output projection [P, D], in the param dtype."""
+        """Return the draft's output projection [P, D], in the param dtype."""
         return self.lm_head.embedding[...]
 
     def logits(self, state: jax.Array) -> jax.Array:
@@ -284,7 +285,7 @@ class Model(Draft):
         return normed
 
     def step_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:
-        """See Draft: the layer and the head of every step, and the target's head, once."""
+        """Count the layer and the head in every step, and the target's head once."""
         layer = sum(
             leaf.size for leaf in jax.tree.leaves(nnx.state(self.midlayer)) if leaf.ndim > 1
         )
@@ -296,11 +297,11 @@ class Model(Draft):
         return unrolled + 6.0 * self.fc.kernel.get_value().size * tokens + heads
 
     def unstack(self) -> Self:
-        """See Draft: its one layer stands by itself already."""
+        """Return the model itself: its one layer is not stacked."""
         return self
 
+    @override
     def init_cache(self, rows: int, slots: int, dtype: Any = None) -> Eagle3Cache:
-        """See Draft."""
         dtype = self.compute_dtype if dtype is None else jnp.dtype(dtype)
         attention = self.midlayer.attention
         heads = (attention.num_kv_heads, attention.head_dim)
@@ -314,19 +315,17 @@ class Model(Draft):
             )
         )
 
+    @override
     def grow_cache(self, cache: Eagle3Cache, rows: int, slots: int) -> Eagle3Cache:
-        """See Draft."""
-
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice(new.astype(old.dtype), old, (0,) * old.ndim)
 
         return place(jax.tree.map(put, cache, self.init_cache(rows, slots, cache.pairs.k.dtype)))
 
+    @override
     def insert(
         self, cache: Eagle3Cache, rows_R: jax.Array, filled: Eagle3Cache, source_R: jax.Array
     ) -> Eagle3Cache:
-        """See Draft."""
-
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
             part = tuple(slice(size) for size in new.shape[1:])
             return old.at[(rows_R, *part)].set(new[source_R].astype(old.dtype), mode="drop")
@@ -341,7 +340,7 @@ class Model(Draft):
         states_BTF: jax.Array,
         counts_B: jax.Array,
     ) -> Eagle3Cache:
-        """See Draft. Pairs of step 0 need no attention: only keys and values are kept of them."""
+        """Append keys and values of the pairs of step 0, which need no attention."""
         dtype, length_B = self.compute_dtype, cache.length
         counts_B = counts_B.astype(jnp.int32)
         fused_BTD = self.fc(states_BTF.astype(dtype))
@@ -362,10 +361,10 @@ class Model(Draft):
             Eagle3Cache(pairs, pending_BD.astype(cache.pending.dtype), length_B + counts_B)
         )
 
+    @override
     def propose(
         self, cache: Eagle3Cache, target: EmbeddingAndHead, token_B: jax.Array
     ) -> jax.Array:
-        """See Draft."""
         first_B = jnp.maximum(cache.length - 1, 0)
         kept_P, dtype = self.kept_ids(), self.compute_dtype
 
@@ -394,13 +393,13 @@ class Model(Draft):
 
 
 def follow(next_BT: jax.Array, place_BT: jax.Array) -> jax.Array:
-    """The tokens behind those at `place_BT`; -1 where there is none, or was none before."""
+    """Return the tokens behind those at `place_BT`; -1 if there is none, or was none before."""
     then_BT = jnp.take_along_axis(next_BT, jnp.maximum(place_BT, 0), axis=1)
     return jnp.where(place_BT >= 0, then_BT, -1)
 
 
 def put_pairs(pairs: KV, k_BTKH: jax.Array, v_BTKH: jax.Array, slot_BT: jax.Array) -> KV:
-    """New keys and values in their slots; -1: nowhere."""
+    """Write new keys and values into their slots; -1: drop them."""
     (B, S), T = pairs.k.shape[:2], k_BTKH.shape[1]
     beyond_T = S + jnp.arange(T, dtype=jnp.int32)
     slot_BT = jnp.where(slot_BT < 0, beyond_T, slot_BT)
@@ -414,7 +413,7 @@ def put_pairs(pairs: KV, k_BTKH: jax.Array, v_BTKH: jax.Array, slot_BT: jax.Arra
 
 
 def place(cache: Eagle3Cache) -> Eagle3Cache:
-    """The cache on the mesh that is set."""
+    """Constrain the cache to the current mesh."""
     names = ("rows", None, "kv_heads", None)
     pairs = KV(*(constrain(x, *names) for x in cache.pairs))
     return Eagle3Cache(

@@ -1,4 +1,4 @@
-"""What the families with a mixture of experts have in their config.json alike."""
+"""The config.json attributes shared by families with a mixture of experts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class ExpertsConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As for every decoder; any of ALIASES will do."""
+        """Read a config.json that uses any of ALIASES."""
         raw = dict(raw)
         for field, names in ALIASES.items():
             stated = {name: raw.pop(name) for name in names if raw.get(name) is not None}
@@ -59,7 +59,7 @@ class ExpertsConfig(DecoderConfig):
 
     @property
     def routing(self) -> RoutingOptions:
-        """How a token chooses; by default a softmax over its chosen experts."""
+        """Router options; by default a softmax over the chosen experts."""
         return RoutingOptions(top=self.num_experts_per_tok, normalize=True)
 
     @property

@@ -19,13 +19,13 @@ from jaxtrain.models.scores import ScoreHead, read_score_head, split_architectur
 
 
 def family(config: DecoderConfig) -> ModuleType:
-    """The module that a config's class is written in, with the Model and names() for it."""
+    """Return the module that defines the config's class, with its Model and names()."""
     return sys.modules[type(config).__module__]
 
 
 def find_family(architecture: str, text: Any = None) -> ModuleType:
-    """The module of an architecture, built in or an entry point's; UserError names all of them.
-    text: what stands in text_config, where there are several kinds of it."""
+    """Return the module of an architecture, built in or from an entry point. Raises UserError
+    listing all of them. text: the content of text_config, which may select the family."""
     key, advice = "config.json: architectures", "set model.family to the module that holds it"
     modules = {**ARCHITECTURES, **DRAFTS}
     kind = text.get("model_type") if isinstance(text, Mapping) else None
@@ -39,11 +39,11 @@ def config_from_hf(
     family_module: str | None = None,
     folder: str | os.PathLike | None = None,
 ) -> DecoderConfig:
-    """Config of the family that a config.json names, by `architectures` or else `model_type`; with
-    a head that scores where the architecture is one of those of models.scores.
+    """Return the config of the family that a config.json names by `architectures`, else by
+    `model_type`; with a score head if the architecture is one of models.scores.
 
-    family_module: "package.module" or "file.py" that holds the family, as in model.family. folder: where
-    the config.json lies, whose tensors may say how they are called.
+    family_module: "package.module" or "file.py" that holds the family, as in model.family. folder:
+    the folder of the config.json, whose tensors may decide how parameters are named.
     """
     named, model_type = check_names(raw)
     base, per = split_architecture(named[0]) if named else (None, None)
@@ -72,7 +72,7 @@ def config_from_hf(
 
 
 def with_score(config: DecoderConfig, score: ScoreHead) -> DecoderConfig:
-    """The config with a head that scores; UserError where the family has no names for one."""
+    """Return the config with a score head. Raises UserError if the family has no names for one."""
     changed = dataclasses.replace(config, score=score)
     if not any(entry.param == "score.weight" for entry in family(config).names(changed)):
         raise UserError(
@@ -84,7 +84,8 @@ def with_score(config: DecoderConfig, score: ScoreHead) -> DecoderConfig:
 
 
 def check_family(module: ModuleType, architecture: str | None) -> type[DecoderConfig]:
-    """The Config of a module that is to hold this architecture; UserError where it does not."""
+    """Return the Config of a family's module. Raises UserError if it does not hold this
+    architecture."""
     missing = [name for name in ("Config", "Model", "names") if not hasattr(module, name)]
     if missing:
         raise UserError(
@@ -106,7 +107,7 @@ def check_family(module: ModuleType, architecture: str | None) -> type[DecoderCo
 
 
 def read_config(folder: str | os.PathLike, family_module: str | None = None) -> DecoderConfig:
-    """Config of a Hugging Face folder; UserError where there is none. family_module: as above."""
+    """Read the config of a Hugging Face folder; family_module as in `config_from_hf`."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise UserError(f"{path} does not exist; expected a Hugging Face model folder")

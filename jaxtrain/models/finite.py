@@ -1,8 +1,8 @@
-"""Weights that are no numbers: found where they lie as they are loaded, named from the files.
+"""Checks of loaded weights for NaN and infinity.
 
-A large array is looked at by the devices that hold it, which costs them one read and the host
-nothing until the last; small ones by numpy, which compiles nothing. Only a failure reads files
-again.
+Devices check large arrays where they are placed, which costs them one read and the host nothing
+until the end; numpy checks small ones, which compiles nothing. Files are read again only after a
+failure, to name the tensor.
 """
 
 from pathlib import Path
@@ -21,14 +21,14 @@ SMALL = 2**22
 
 
 class FiniteCheck:
-    """Looks at each parameter that a folder gave; `close` after the last."""
+    """Checks each parameter read from a folder; call `close` after the last."""
 
     def __init__(self, files: SafetensorsFolder):
         self.files = files
         self._found: list[tuple[ParameterEntry, bool | jax.Array, jax.ShapeDtypeStruct]] = []
 
     def add(self, entry: ParameterEntry, value: jax.Array) -> None:
-        """Look at `value`, what the entry was read as; waits for nothing large."""
+        """Check `value`, the parameter of `entry`; does not wait for large arrays."""
         if value.nbytes <= SMALL and value.is_fully_addressable:
             finite: bool | jax.Array = bool(np.isfinite(np.asarray(value)).all())
         else:
@@ -51,7 +51,7 @@ def _is_finite(value: jax.Array) -> jax.Array:
 def describe_bad(
     files: SafetensorsFolder, entry: ParameterEntry, spec: jax.ShapeDtypeStruct
 ) -> str:
-    """Which of an entry's tensors is not finite: its file, name and first bad place."""
+    """Describe the entry's tensor that is not finite: its file, name and first bad index."""
     for name, shape in entry.op.shapes(spec.shape).items():
         stored, array = files.tensors[name], files.fetch(name, full_index(shape))
         where = f"{stored.file}: tensor {shorten(name, 200)} {shape}"

@@ -310,7 +310,7 @@ class Model(Decoder):
 
 
 def make_per_layer(config: Config, common: Mapping[str, Any]) -> PerLayerInputs:
-    """What gives each layer inputs of its own."""
+    """Build the module that computes per-layer inputs."""
     assert config.hidden_size_per_layer_input, "asked before"
     return PerLayerInputs(
         config.vocab_size_per_layer_input,
@@ -361,7 +361,7 @@ def names(config: Config) -> list[ParameterEntry]:
 
 
 def layer_names(config: Config, kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
-    """The same of the layers of a kind."""
+    """List the parameters of the layers of a kind, and their tensors."""
     kernels, scales = {"q": "q_proj", "out": "o_proj"}, ["q_norm"]
     if not kind.endswith("_shared"):
         kernels["k"] = "k_proj"

@@ -106,7 +106,7 @@ class Config(GraniteConfig):
 
     @property
     def sizes(self) -> MambaSizes:
-        """Of the Mamba-2 layers."""
+        """Sizes of the Mamba-2 layers."""
         low, high = self.time_step_limit
         return MambaSizes(
             self.mamba_n_heads,

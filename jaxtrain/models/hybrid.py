@@ -1,5 +1,5 @@
-"""What the hybrid families of Qwen share: layers of linear attention (layers.gated_delta), every
-fourth one of gated full attention; their config.json; their tensor names.
+"""Shared parts of the hybrid Qwen families: linear attention (layers.gated_delta) with gated full
+attention in every fourth layer, their config.json, their tensor names.
 
 Folders of the Hub are multimodal (models.multimodal). The vision tower (`model.visual.`) and the
 heads that predict further tokens (`mtp.`) are carried along.
@@ -91,7 +91,7 @@ class HybridConfig(TextConfig):
         return tuple(LayerSpec(self.kind(layer)) for layer in range(self.num_hidden_layers))
 
     def kind(self, layer: int) -> str:
-        """Under which name a layer is stored."""
+        """Return the name under which a layer is stored."""
         assert self.layer_types is not None
         return "linear" if self.layer_types[layer] == LINEAR else "block"
 
@@ -154,7 +154,7 @@ def linear_names(config: HybridConfig, kind: str, layers: Sequence[int]) -> list
 def projection_names(
     config: HybridConfig, kind: str, layers: Sequence[int]
 ) -> list[ParameterEntry]:
-    """What goes into the convolution and the gates, a tensor each (Qwen3.5)."""
+    """List the inputs of the convolution and the gates, stored as one tensor each (Qwen3.5)."""
     runs = group_rows(config)
     total = sum(size for _, size in runs)
     qkv = StackedOps(
@@ -175,7 +175,8 @@ def projection_names(
 def joint_projection_names(
     config: HybridConfig, kind: str, layers: Sequence[int]
 ) -> list[ParameterEntry]:
-    """The same from two tensors, in which each key head has its rows of all (Qwen3-Next)."""
+    """List the inputs of the convolution and the gates, stored in two tensors in which each key
+    head has its rows of all (Qwen3-Next)."""
     H, K = config.linear_num_key_heads, config.linear_key_head_dim
     R = config.linear_num_value_heads // H
     width = R * config.linear_value_head_dim

@@ -1,8 +1,8 @@
-"""What the families with latent attention (layers.mla) have alike: sizes, block, tensor names.
+"""Shared parts of the families with latent attention (layers.mla): sizes, block, tensor names.
 
-Their experts are chosen as in DeepSeek-V3 unless a family says otherwise. The layers behind the
-last one that predict further tokens (`num_nextn_predict_layers`) are no part of the model here:
-every export takes them along byte by byte.
+Their experts are routed as in DeepSeek-V3 unless a family overrides it. The layers behind the last
+one that predict further tokens (`num_nextn_predict_layers`) are not part of the model; every export
+copies them byte by byte.
 """
 
 import dataclasses
@@ -66,7 +66,8 @@ class LatentConfig(GroupedExpertsConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """With what published folders say and vLLM asks for; transformers' own need not."""
+        """Read a config.json, with defaults for the router keys that published folders have and
+        vLLM requires."""
         fields = {field.name for field in dataclasses.fields(cls)}
         defaults = {k: cls.fixed[k][0] for k in ROUTER_KEYS if k in cls.fixed and k not in fields}
         return super().from_hf({**defaults, **raw})
@@ -99,7 +100,7 @@ class LatentConfig(GroupedExpertsConfig):
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied with; YaRN's temperature is a part of it."""
+        """Factor of attention scores, with YaRN's temperature."""
         rope = dict(self.rope)
         weight = rope.get("mscale_all_dim") if rope.get("rope_type") != "default" else None
         sharper = 1.0
@@ -109,12 +110,12 @@ class LatentConfig(GroupedExpertsConfig):
 
     @property
     def adjacent(self) -> bool:
-        """Whether pairs of adjacent dims are rotated."""
+        """True if pairs of adjacent dims are rotated."""
         return True
 
     @property
     def position_scale(self) -> PositionScale | None:
-        """Of queries."""
+        """Position-dependent scale of queries."""
         return None
 
 
@@ -191,7 +192,7 @@ def latent_names(config: LatentConfig) -> list[ParameterEntry]:
 def latent_attention_names(
     config: LatentConfig, kind: str, layers: Sequence[int]
 ) -> list[ParameterEntry]:
-    """Of the layers that are stored as `stack.<kind>`."""
+    """List the parameters of the layers that are stored as `stack.<kind>`, and their tensors."""
     bias = config.attention_bias
     linears = {
         "kv_a": ("kv_a_proj_with_mqa", bias),

@@ -33,10 +33,10 @@ from jaxtrain.models.finite import FiniteCheck
 
 
 def load(folder: str | os.PathLike, mesh: Mesh | None = None, **options: Any) -> Decoder:
-    """The model of a Hugging Face folder of safetensors, its parameters in `param_dtype`.
+    """Load the model of a Hugging Face folder of safetensors, with parameters in `param_dtype`.
 
-    It remembers the stored dtypes for `save`. Raises one UserError that lists missing, unexpected
-    and misshapen tensors, and one for a file that is missing, damaged or truncated.
+    The model remembers the stored dtypes for `saving.save`. Raises one UserError that lists
+    missing, unexpected and misshapen tensors, or one for a missing, damaged or truncated file.
     """
     graphdef, state = nnx.split(abstract(read_config(folder), **options))
     flat = dict(nnx.to_flat_state(state))
@@ -56,12 +56,12 @@ def read_params(
     by_layer: Collection[str] = (),
     **options: Any,
 ) -> Iterator[tuple[str, Any]]:
-    """(path, array) of the parameters of a Hugging Face folder, read one after the other.
+    """Yield (path, array) of the parameters of a Hugging Face folder, one at a time.
 
-    config: the folder's, where it is known already, or with a head to draw by the seed. part: as in
-    `abstract`; the folder's other tensors are left alone. by_layer: as for `draw_params`. Raises
-    UserError as `load` does, before the first is read; behind the last one where a tensor holds
-    NaN or infinite values.
+    config: the folder's, if already read, or one with a head to draw by the seed. part: as in
+    `build.abstract`; other tensors of the folder are ignored. by_layer: as in `build.draw_params`.
+    Raises UserError as `load` does before the first parameter, and after the last one if a tensor
+    holds NaN or infinite values.
     """
     config = config or read_config(folder)
     files = open_folder(folder)
@@ -98,7 +98,7 @@ def _read_layers(
     sharding: NamedSharding | None,
     check: FiniteCheck,
 ) -> Iterator[jax.Array]:
-    """The layers of a stacked parameter, each read when it is asked for."""
+    """Yield the layers of a stacked parameter, reading each on demand."""
     assert isinstance(entry.op, StackedOps), f"{entry.param} is no stack of layers"
     layer_spec = jax.ShapeDtypeStruct(spec.shape[1:], spec.dtype)
     for op in entry.op.ops:
@@ -109,7 +109,7 @@ def _read_layers(
 
 
 def stored_entries(config: DecoderConfig) -> dict[str, ParameterEntry]:
-    """{parameter: its entry} as the folder that a config is to be read from has them."""
+    """Return {parameter: its entry} for the folder that a config is read from."""
     entries = {entry.param: entry for entry in family(config).names(config)}
     for param in ("embed.embedding", "lm_head.embedding") if config.grown else ():
         if param in entries:
@@ -119,13 +119,13 @@ def stored_entries(config: DecoderConfig) -> dict[str, ParameterEntry]:
 
 
 def _is_drawn(entry: ParameterEntry, config: DecoderConfig) -> bool:
-    """Whether the folder that a config is to be read from has no such parameter."""
+    """Return True for a parameter that the folder of the config does not have."""
     return config.score is not None and config.score.drawn and entry.param.startswith("score.")
 
 
 def check_folder(folder: str | os.PathLike, config: DecoderConfig) -> None:
-    """Raise UserError as `load` does, where a folder's tensors are not those of the config; reads
-    the headers, and of a tied head that is stored twice both tables."""
+    """Raise UserError as `load` does if a folder's tensors do not fit the config; reads the
+    headers, and both tables of a tied head that is stored twice."""
     _, state = nnx.split(abstract(config))
     entries = stored_entries(config)
     flat = nnx.to_flat_state(state)
@@ -135,9 +135,9 @@ def check_folder(folder: str | os.PathLike, config: DecoderConfig) -> None:
 
 
 def remember(model: Decoder, folder: str | os.PathLike) -> Decoder:
-    """`model` as if it came from `folder`: `save` will keep that folder's dtypes.
+    """Return `model` as if loaded from `folder`: `saving.save` will use that folder's dtypes.
 
-    For a model whose weights came from a checkpoint; reads only the headers.
+    For a model with weights from a checkpoint; reads only the headers.
     """
     dtypes = {name: str(stored.dtype) for name, stored in open_folder(folder).tensors.items()}
     common = collections.Counter(dtypes.values()).most_common(1)[0][0]
@@ -154,7 +154,7 @@ def read_entry(
     spec: jax.ShapeDtypeStruct,
     sharding: NamedSharding | None,
 ) -> jax.Array:
-    """The parameter of an entry, with the shape and dtype of `spec`, placed at `sharding`."""
+    """Read the parameter of an entry with the shape and dtype of `spec`, placed by `sharding`."""
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         index = full_index(spec.shape) if index is None else index

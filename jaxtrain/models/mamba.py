@@ -1,4 +1,4 @@
-"""What the families with Mamba-2 layers share: sizes, the layer, tensor names, limits of dt."""
+"""Shared parts of families with Mamba-2 layers: sizes, the layer, tensor names, limits of dt."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from jaxtrain.models.naming import layer_entry, linear_entries
 
 
 class MambaSizes(NamedTuple):
-    """Of a Mamba-2 layer, as `layers.mamba2.Mamba2` takes them."""
+    """Sizes of a Mamba-2 layer, as `layers.mamba2.Mamba2` takes them."""
 
     num_heads: int
     head_dim: int

@@ -266,7 +266,7 @@ def layer_entry(
 def linear_entries(
     kind: str, layers: Sequence[int], param: str, name: str, *, bias: bool = False
 ) -> list[ParameterEntry]:
-    """The same of the kernel of a Linear, and of its bias."""
+    """List the entries of the kernel of a Linear and of its bias."""
     return _linear(kind, layers, "model.", param, name, bias)
 
 

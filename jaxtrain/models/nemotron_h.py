@@ -138,7 +138,7 @@ class Config(DecoderConfig):
 
     @property
     def sizes(self) -> MambaSizes:
-        """Of the Mamba-2 layers."""
+        """Sizes of the Mamba-2 layers."""
         low, high = self.time_step_limit
         return MambaSizes(
             self.mamba_num_heads,

@@ -1,4 +1,4 @@
-"""A model taken apart into named arrays, and put together again."""
+"""Split a model into named arrays and rebuild it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

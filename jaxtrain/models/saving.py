@@ -34,11 +34,10 @@ from jaxtrain.models.families import family
 def save(
     model: Decoder, config: DecoderConfig, folder: str | os.PathLike, dtype: str | None = None
 ) -> None:
-    """Write safetensors and config.json that transformers loads.
+    """Write safetensors and a config.json that transformers can load.
 
-    dtype None: each tensor in the dtype of the folder that was loaded, or of the parameter where
-    nothing was; so are those of `wide_tensors` whatever dtype is. Every process takes part; the
-    first one writes.
+    dtype None: each tensor in the dtype of the loaded folder, else of the parameter; tensors of
+    `wide_tensors` always are. Every process takes part; the first one writes.
     """
     stored = dict(model.stored)
     entries, flat = family(config).names(config), nnx.to_flat_state(nnx.state(model))
@@ -81,8 +80,8 @@ def save(
 
 
 def wide_tensors(config: DecoderConfig) -> frozenset[str]:
-    """Tensors that are float32 whatever the param dtype is, such as a bias that moves the choice of
-    experts, or the decay of a layer of linear attention."""
+    """Return the tensors that are float32 whatever the param dtype is, such as the correction bias
+    of a router or the decay of linear attention."""
     state = nnx.to_flat_state(nnx.state(abstract(config, param_dtype="bfloat16")))
     params = {".".join(map(str, path)): leaf.get_value() for path, leaf in state}
     return frozenset(
@@ -96,25 +95,25 @@ def wide_tensors(config: DecoderConfig) -> frozenset[str]:
 def carried_tensors(
     files: SafetensorsFolder, carries: tuple[str, ...]
 ) -> dict[str, TensorLocation]:
-    """The tensors of a folder that are copied into every export, not trained."""
+    """Return the tensors of a folder that are copied into every export without being trained."""
     return {name: location for name, location in files.tensors.items() if name.startswith(carries)}
 
 
 def count_carried(folder: str | os.PathLike, config: DecoderConfig) -> int:
-    """Numbers in a folder's tensors that are only carried along."""
+    """Count the numbers in a folder's carried tensors."""
     tensors = carried_tensors(open_folder(folder), config.carries) if config.carries else {}
     return sum(math.prod(stored.shape) for stored in tensors.values())
 
 
 def count_stale(model: Decoder, config: DecoderConfig) -> int:
-    """Tensors that an export copies, but that belong to the weights from before the training."""
+    """Count the tensors that an export copies although they belong to the weights before training."""
     files = open_carried(model)
     return 0 if files is None else len(carried_tensors(files, config.goes_stale))
 
 
 def open_carried(model: Decoder) -> SafetensorsFolder | None:
-    """The folder from which an export takes what no layer has; None where nothing is carried.
-    UserError where it is gone."""
+    """Open the folder from which an export copies tensors that no layer has; None if nothing is
+    carried. Raises UserError if the folder is gone."""
     if model.carried_from is None:
         return None
     if not Path(model.carried_from).is_dir():
@@ -126,7 +125,7 @@ def open_carried(model: Decoder) -> SafetensorsFolder | None:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """The whole array in numpy, gathered over processes where need be."""
+    """Return the whole array in numpy, gathered over processes if needed."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)

@@ -29,7 +29,7 @@ MAX_LABELS = 2**14
 
 @dataclasses.dataclass(frozen=True)
 class ScoreHead:
-    """What scores, and what is scored."""
+    """A score head: its labels, and whether it scores sequences or tokens."""
 
     per: Per
     """sequence: a text, at its last token, without a bias. token: each token, with one."""
