@@ -36,7 +36,7 @@ def function_of(case, impl):
 
     def call(x, w, prev, hops):
         if isinstance(impl, gpu.Config):
-            parts = gpu.Parts(case.dim, case.width, case.taps, 1e-6, impl)
+            parts = gpu.ColumnParts(case.dim, case.width, case.taps, 1e-6, impl)
             return gpu.run(parts, x, w, case.dim, hops)
         return conv_heads(x, w, case.dim, case.dim, prev, hops=hops, impl=impl)
 

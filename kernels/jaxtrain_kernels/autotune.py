@@ -35,7 +35,10 @@ def tuned(op: str, heuristic: Config, *, near: dict | None = None, **key) -> Con
     sizes = near or {}
 
     def distance(entry):
-        return sum(abs(math.log(sizes[n] / at)) for n, at in entry.get("near", {}).items())
+        return sum(
+            abs(math.log(sizes[n] / reference_size))
+            for n, reference_size in entry.get("near", {}).items()
+        )
 
     return dataclasses.replace(heuristic, **min(entries, key=distance)["config"])
 
@@ -59,14 +62,14 @@ def save(op: str, kind: str, source: str, entries: list[dict]) -> Path:
 
     merged = {place(e): e for e in (*table(op, kind), *entries)}
     changed = [e["key"] for e in merged.values() if e["config"]]
-    kept = [merged[name] for name in sorted(merged) if merged[name]["key"] in changed]
+    saved_entries = [merged[name] for name in sorted(merged) if merged[name]["key"] in changed]
     path = _path(op, kind)
     table.cache_clear()
-    if not kept:
+    if not saved_entries:
         path.unlink(missing_ok=True)
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n  ".join(json.dumps(entry) for entry in kept)
+    lines = ",\n  ".join(json.dumps(entry) for entry in saved_entries)
     path.write_text(f'{{\n "source": {json.dumps(source)},\n "entries": [\n  {lines}\n ]\n}}\n')
     return path
 

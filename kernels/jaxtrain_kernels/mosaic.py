@@ -101,8 +101,8 @@ def launch(
     if not onto:
         return run(*arrays)
     held = [jax.new_ref(x) for x in onto]
-    found = run(*arrays, *held)
-    return [*map(jax.freeze, held), *found]
+    outputs = run(*arrays, *held)
+    return [*map(jax.freeze, held), *outputs]
 
 
 def zeros(shape: tuple[int, ...], dtype) -> jax.Array:
@@ -119,8 +119,8 @@ def zeros(shape: tuple[int, ...], dtype) -> jax.Array:
 
         @pl.loop(0, pl.cdiv(pieces - lax.axis_index("program"), jnp.int32(programs)))
         def _(i):
-            place = lax.axis_index("program") + i * programs
-            plgpu.copy_smem_to_gmem(piece, out.at[place])
+            piece_index = lax.axis_index("program") + i * programs
+            plgpu.copy_smem_to_gmem(piece, out.at[piece_index])
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -159,13 +159,13 @@ def _each(register, kind, text: str, constraints: str):
     from jaxlib.mlir.dialects import llvm, vector
 
     shape = ir.VectorType(register.type).shape
-    found = llvm.mlir_undef(ir.VectorType.get(shape, kind))
+    out = llvm.mlir_undef(ir.VectorType.get(shape, kind))
     for i in range(*shape):
-        place = {"dynamic_position": [], "static_position": [i]}
-        number = vector.extract(register, **place)
+        position = {"dynamic_position": [], "static_position": [i]}
+        number = vector.extract(register, **position)
         number = llvm.inline_asm(kind, [number], text, constraints, has_side_effects=False)
-        found = vector.insert(number, found, **place)
-    return found
+        out = vector.insert(number, out, **position)
+    return out
 
 
 EXP2 = (0.6931241750717163, 0.24024099111557007, 0.055906426161527634, 0.009582852944731712)
@@ -177,12 +177,12 @@ def polynomial_exp2(x):
     """2^x of float32 x < 128 by additions and multiplications, within 3e-6 of it; 0 from -127 on
     downwards, as of -inf."""
     x = jnp.maximum(x, -127.0)
-    whole = jnp.round(x)
-    f = x - whole
+    integer = jnp.round(x)
+    f = x - integer
     value = jnp.full_like(f, EXP2[-1])
     for factor in (*EXP2[-2::-1], 1.0):
         value = value * f + factor
-    bits = lax.bitcast_convert_type(value, jnp.int32) + (whole.astype(jnp.int32) << 23)
+    bits = lax.bitcast_convert_type(value, jnp.int32) + (integer.astype(jnp.int32) << 23)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 

@@ -31,14 +31,14 @@ def documents(sizes: list[int]) -> list[tuple[int, int]]:
 
 def random_forest(rng: np.random.Generator, tokens: int, mean: int = 12) -> list[tuple[int, int]]:
     """(size, parent) of random nodes in depth-first order, `tokens` tokens in all."""
-    nodes, path, left = [], [], tokens
-    while left:
+    nodes, path, remaining = [], [], tokens
+    while remaining:
         while path and rng.random() < 0.45:
             path.pop()
-        size = min(left, int(rng.integers(1, 2 * mean)))
+        size = min(remaining, int(rng.integers(1, 2 * mean)))
         nodes.append((size, path[-1] if path else -1))
         path.append(len(nodes) - 1)
-        left -= size
+        remaining -= size
     return nodes
 
 
@@ -77,7 +77,7 @@ def rounding(dtype) -> float:
 
 
 def assert_accurate(
-    actual, exact, plain, dtype, what: str = "result", factor: float = 2.0, norm: Callable = np.max
+    actual, exact, plain, dtype, label: str = "result", factor: float = 2.0, norm: Callable = np.max
 ) -> None:
     """The tolerance rule: error at most `factor` times that of the same maths done plainly.
 
@@ -85,8 +85,8 @@ def assert_accurate(
     of the largest exact value to `dtype`, so that a lucky plain result does not set the bar.
     """
     actual, exact, plain = (np.asarray(x, np.float64) for x in (actual, exact, plain))
-    assert actual.shape == exact.shape, f"{what}: shape {actual.shape}, want {exact.shape}"
-    assert np.isfinite(actual).all(), f"{what}: not finite"
+    assert actual.shape == exact.shape, f"{label}: shape {actual.shape}, want {exact.shape}"
+    assert np.isfinite(actual).all(), f"{label}: not finite"
     error, bar = norm(np.abs(actual - exact)), norm(np.abs(plain - exact))
     allowed = factor * bar + rounding(dtype) * np.abs(exact).max()
-    assert error <= allowed, f"{what}: error {error:.3e}, plain error {bar:.3e}, max {allowed:.3e}"
+    assert error <= allowed, f"{label}: error {error:.3e}, plain error {bar:.3e}, max {allowed:.3e}"

@@ -29,6 +29,6 @@ def require_nvidia() -> None:
 
 def require_fp8() -> None:
     """Raise NotImplementedError where Triton cannot widen float8_e4m3fn: GPUs before Ada."""
-    found = getattr(jax.devices()[0], "compute_capability", "9.0")
-    if float(found) < 8.9:
-        raise NotImplementedError(f"float8_e4m3fn needs compute capability 8.9, found {found}")
+    version = getattr(jax.devices()[0], "compute_capability", "9.0")
+    if float(version) < 8.9:
+        raise NotImplementedError(f"float8_e4m3fn needs compute capability 8.9, found {version}")

@@ -21,8 +21,8 @@ def run(kernel, arrays, out_type, grid: int, constants: dict):
     leaves, tree = jax.tree.flatten(out_type)
     changed = [jax.ShapeDtypeStruct(values[i].shape, values[i].dtype) for i in refs]
 
-    def call(*given):
-        inputs = [_Memory(np.array(x, order="C")) for x in given]
+    def call(*arguments):
+        inputs = [_Memory(np.array(x, order="C")) for x in arguments]
         results = [_Memory(_unwritten(leaf)) for leaf in leaves]
         kernel[(grid,)](*inputs, *results, **constants)
         return [m.array for m in (*results, *(inputs[i] for i in refs))]
@@ -73,7 +73,7 @@ class _Memory:
     def stride(self):
         return self.array.strides
 
-    def copy_(self, other):
+    def copy_(self, source):
         """Nothing was copied, so there is nothing to bring back."""
 
 
@@ -91,10 +91,10 @@ def _extend() -> None:
             return x.data
         return x.data.view(ml_dtypes.bfloat16).astype(np.float32)
 
-    def cast(self, source, wanted):
-        old, new = source.dtype.scalar, wanted.scalar
+    def cast(self, source, target):
+        old, new = source.dtype.scalar, target.scalar
         if old == new or tl.bfloat16 not in (old, new):
-            return original(self, source, wanted)
+            return original(self, source, target)
         data = wide(source)
         if new == tl.bfloat16:
             return handle(data.astype(ml_dtypes.bfloat16).view(np.uint16), new)

@@ -62,7 +62,7 @@ def test_each_token_follows_its_branch(impl):
 
 def by_kernels(x, w, prev):
     """`conv_heads` by its kernels, interpreted."""
-    parts = gpu.Parts(K, w.shape[1], TAPS, 1e-6, gpu.Config())
+    parts = gpu.ColumnParts(K, w.shape[1], TAPS, 1e-6, gpu.Config())
     return gpu.run(parts, x, w, K, find_hops(prev, TAPS), interpret=True)
 
 

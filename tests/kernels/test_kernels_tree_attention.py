@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jaxtrain_kernels import Context, attention, testing
 from jaxtrain_kernels.tree_attention import xla
-from jaxtrain_kernels.tree_attention.cases import CASES, Blocks, Unrolled
+from jaxtrain_kernels.tree_attention.cases import CASES, DraftBlocks, UnrolledDraft
 
 CI_CASES = [case for case in CASES if "ci" in case.tags]
 
@@ -72,9 +72,9 @@ def arguments(case, inputs):
 def case_mask(case, inputs):
     row = testing.pack(case.forest(), case.tokens)
     mask = ancestor_mask(row["prev"], sum(size for size, _ in case.forest()))
-    if isinstance(case.layout, Unrolled):
+    if isinstance(case.layout, UnrolledDraft):
         mask = np.concatenate([mask] + [np.eye(len(mask), dtype=bool)] * case.layout.steps, 1)
-    if isinstance(case.layout, Blocks):
+    if isinstance(case.layout, DraftBlocks):
         anchors, size = case.layout.anchors(row), case.layout.size
         before = (mask & ~np.eye(len(mask), dtype=bool))[anchors].repeat(size, 0)
         blocks = np.kron(np.eye(len(anchors), dtype=bool), np.ones((size, size), bool))

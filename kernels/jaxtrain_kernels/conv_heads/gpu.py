@@ -35,7 +35,7 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class ColumnParts:
     """How x's columns are cut up: static."""
 
     key_dim: int
@@ -47,7 +47,7 @@ class Parts:
 
     @property
     def each(self) -> int:
-        """Parts of a key head."""
+        """ColumnParts of a key head."""
         return self.width // self.key_dim
 
     @property
@@ -68,11 +68,11 @@ def conv_heads(x, w, key_dim, value_dim, prev=None, *, tail=None, hops=None, eps
         raise NotImplementedError(
             f"{F} columns of a head are not cut into parts of {key_dim}, of {DIMS}"
         )
-    parts = Parts(key_dim, F, w.shape[-1], eps, Config())
+    parts = ColumnParts(key_dim, F, w.shape[-1], eps, Config())
     return run(parts, x, w, value_dim, find_hops(prev, w.shape[-1]) if hops is None else hops)
 
 
-def run(parts: Parts, x, w, value_dim: int, hops: Hops, *, interpret: bool = False):
+def run(parts: ColumnParts, x, w, value_dim: int, hops: Hops, *, interpret: bool = False):
     """`conv_heads` behind its checks."""
     (B, T, _), (H, F, taps) = x.shape, w.shape
     q, k, v = _convolve(parts, interpret, x, w.reshape(H * F, taps), hops)
@@ -86,9 +86,9 @@ def _convolve(parts, interpret, x, w, hops):
 
 
 def _convolve_fwd(parts, interpret, x, w, hops):
-    found = _forward(parts, interpret, x, w, hops)
+    outs = _forward(parts, interpret, x, w, hops)
     # In a loop XLA would run the kernel twice: for its results, and into the stack of all layers'.
-    return lax.optimization_barrier(found), (x, w, hops)
+    return lax.optimization_barrier(outs), (x, w, hops)
 
 
 def _convolve_bwd(parts, interpret, residuals, d_outs):
@@ -103,7 +103,7 @@ _convolve.defvjp(_convolve_fwd, _convolve_bwd)
 
 
 def _call(
-    kernel, parts: Parts, warps: int, interpret: bool, name: str, out_shape, hops, w, x, *rest
+    kernel, parts: ColumnParts, warps: int, interpret: bool, name: str, out_shape, hops, w, x, *rest
 ):
     (B, T, _), C = x.shape, w.shape[0]
     return pl.pallas_call(
@@ -117,7 +117,7 @@ def _call(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(parts: Parts, interpret: bool, x, w, hops: Hops):
+def _forward(parts: ColumnParts, interpret: bool, x, w, hops: Hops):
     """q, k [B, T, H K] and v [B, T, N V]."""
     B, T, _ = x.shape
     heads, K = w.shape[0] // parts.width, parts.key_dim
@@ -128,7 +128,7 @@ def _forward(parts: Parts, interpret: bool, x, w, hops: Hops):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _backward(parts: Parts, interpret: bool, x, w, hops: Hops, d_q, d_k, d_v):
+def _backward(parts: ColumnParts, interpret: bool, x, w, hops: Hops, d_q, d_k, d_v):
     """(the gradient before the convolution [B, T, C], sums for the taps [tiles, W, C])."""
     (B, T, _), C = x.shape, w.shape[0]
     tiles = B * pl.cdiv(T, parts.config.tokens)
@@ -140,66 +140,66 @@ def _backward(parts: Parts, interpret: bool, x, w, hops: Hops, d_q, d_k, d_v):
     return _call(_backward_kernel, *sizes, "conv_heads_back", shapes, hops, w, x, *rest)
 
 
-def _forward_kernel(back_ref, w_ref, x_ref, q_ref, k_ref, v_ref, *, parts: Parts):
-    here = _Part(back_ref, w_ref, x_ref, parts)
-    mixed, share, _ = here.convolve()
+def _forward_kernel(back_ref, w_ref, x_ref, q_ref, k_ref, v_ref, *, parts: ColumnParts):
+    block = _Part(back_ref, w_ref, x_ref, parts)
+    mixed, share, _ = block.convolve()
     out = mixed * share
-    inverse = lax.rsqrt((out * out).sum(1) + parts.eps) * here.lengths()
-    out = here.of_keys(out * inverse[:, None], out).astype(q_ref.dtype)
+    inverse = lax.rsqrt((out * out).sum(1) + parts.eps) * block.lengths()
+    out = block.of_keys(out * inverse[:, None], out).astype(q_ref.dtype)
     for kind, ref in enumerate((q_ref, k_ref, v_ref)):
-        index, mask = here.place(kind)
+        index, mask = block.place(kind)
 
-        @pl.when(here.kind == kind)
+        @pl.when(block.kind == kind)
         def _(ref=ref, index=index, mask=mask):
-            plt.store(ref.at[here.row, *index], out, mask=mask)
+            plt.store(ref.at[block.row, *index], out, mask=mask)
 
 
 def _backward_kernel(
-    back_ref, w_ref, x_ref, dq_ref, dk_ref, dv_ref, d_mixed_ref, sums_ref, *, parts: Parts
+    back_ref, w_ref, x_ref, dq_ref, dk_ref, dv_ref, d_mixed_ref, sums_ref, *, parts: ColumnParts
 ):
-    here = _Part(back_ref, w_ref, x_ref, parts)
-    mixed, share, reads = here.convolve()
+    block = _Part(back_ref, w_ref, x_ref, parts)
+    mixed, share, reads = block.convolve()
     out = mixed * share
     d_out = 0.0
     for kind, ref in enumerate((dq_ref, dk_ref, dv_ref)):  # of which one is read
-        index, mask = here.place(kind)
-        mask &= jnp.broadcast_to(here.kind == kind, mask.shape)
-        part = plt.load(ref.at[here.row, *index], mask=mask, other=0.0)
+        index, mask = block.output_index(kind)
+        mask &= jnp.broadcast_to(block.kind == kind, mask.shape)
+        part = plt.load(ref.at[block.row, *index], mask=mask, other=0.0)
         d_out += part.astype(jnp.float32)
     inverse = lax.rsqrt((out * out).sum(1) + parts.eps)[:, None]
     unit = out * inverse
     along = (d_out * unit).sum(1)[:, None]
-    d_unit = (d_out - unit * along) * inverse * here.lengths()[:, None]
-    d_out = here.of_keys(d_unit, d_out)
+    d_unit = (d_out - unit * along) * inverse * block.lengths()[:, None]
+    d_out = block.of_keys(d_unit, d_out)
     d_mixed = d_out * share * (1.0 + mixed * (1.0 - share))
-    index, mask = here.here
+    index, mask = block.tile
     d_mixed = jnp.where(mask, d_mixed, 0.0)
-    plt.store(d_mixed_ref.at[here.row, *index], d_mixed.astype(d_mixed_ref.dtype), mask=mask)
-    tile = here.row * pl.num_programs(1) + pl.program_id(1)
+    plt.store(d_mixed_ref.at[block.row, *index], d_mixed.astype(d_mixed_ref.dtype), mask=mask)
+    tile = block.row * pl.num_programs(1) + pl.program_id(1)
     for j, read in enumerate(reads):
-        sums_ref[tile, parts.taps - 1 - j, here.columns] = (d_mixed * read).sum(0)
+        sums_ref[tile, parts.taps - 1 - j, block.columns] = (d_mixed * read).sum(0)
 
 
 class _Part:
     """The tokens and columns of a program, and what they are convolved to."""
 
-    def __init__(self, back_ref, w_ref, x_ref, parts: Parts):
+    def __init__(self, back_ref, w_ref, x_ref, parts: ColumnParts):
         self.back_ref, self.w_ref, self.x_ref, self.parts = back_ref, w_ref, x_ref, parts
         part, tile, self.row = (pl.program_id(axis) for axis in range(3))
         K, S = parts.key_dim, parts.config.tokens
-        self.head, place = part // parts.each, part % parts.each
-        self.kind = jnp.minimum(place, 2)
+        self.head, part_index = part // parts.each, part % parts.each
+        self.kind = jnp.minimum(part_index, 2)
         """0: queries, 1: keys, 2: values."""
-        self.value = place - 2
+        self.value = part_index - 2
         self.token_S = tile * S + jnp.arange(S, dtype=jnp.int32)
         self.inside_S = self.token_S < x_ref.shape[1]
         self.columns = pl.ds(part * K, K)
         self.column_C = part * K + jnp.arange(K, dtype=jnp.int32)
-        self.here = self._spread(self.token_S, self.inside_S, self.column_C)
+        self.tile = self._spread(self.token_S, self.inside_S, self.column_C)
 
-    def _spread(self, token_S, there_S, column_C):
+    def _spread(self, token_S, exists_S, column_C):
         everywhere = jnp.ones(column_C.shape, bool)
-        return spread(token_S, there_S, column_C=column_C, inside_C=everywhere)
+        return spread(token_S, exists_S, column_C=column_C, inside_C=everywhere)
 
     def of_keys(self, unit, plain):
         """`unit` for queries and keys, `plain` for values."""
@@ -211,7 +211,7 @@ class _Part:
         query, key = (jnp.full(self.token_S.shape, x, jnp.float32) for x in self.parts.scales)
         return jnp.where(jnp.broadcast_to(self.kind == 0, query.shape), query, key)
 
-    def place(self, kind: int):
+    def output_index(self, kind: int):
         """Where it lies in the array of all queries, keys or values, were it of that kind."""
         K = self.parts.key_dim
         start = self.head * K
@@ -225,13 +225,13 @@ class _Part:
         reads, taps = [], self.parts.taps
         total = 0.0
         for j in range(taps):
-            token_S, there_S = self.token_S, self.inside_S
+            token_S, exists_S = self.token_S, self.inside_S
             if j:
                 token_S = plt.load(
-                    self.back_ref.at[self.row, j - 1, token_S], mask=there_S, other=-1
+                    self.back_ref.at[self.row, j - 1, token_S], mask=exists_S, other=-1
                 )
-                there_S = token_S >= 0
-            index, mask = self._spread(jnp.maximum(token_S, 0), there_S, self.column_C)
+                exists_S = token_S >= 0
+            index, mask = self._spread(jnp.maximum(token_S, 0), exists_S, self.column_C)
             read = plt.load(self.x_ref.at[self.row, *index], mask=mask, other=0.0)
             reads.append(read.astype(jnp.float32))
             total += reads[-1] * self.w_ref[taps - 1 - j, self.columns][None]

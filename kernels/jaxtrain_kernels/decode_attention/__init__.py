@@ -90,7 +90,7 @@ def decode_attention(
         )
     layer = jnp.asarray(layer, jnp.int32)
     scale = H**-0.5 if scale is None else scale
-    found = dispatch(
+    out = dispatch(
         "decode_attention",
         impl,
         BACKENDS,
@@ -107,7 +107,7 @@ def decode_attention(
         leader=leader,
         shared=shared,
     )
-    return found.reshape(q.shape)
+    return out.reshape(q.shape)
 
 
 def _named(array: jax.Array | None) -> str:

@@ -137,14 +137,14 @@ def run(
     together = heads_together(K, N)
     parts = pl.cdiv(S, config.part)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    final = jax.ShapeDtypeStruct(q.shape, q.dtype)
     partial = (
         jax.ShapeDtypeStruct((rows, parts, N, H), jnp.float32),
         jax.ShapeDtypeStruct((rows, parts, N), jnp.float32),
     )
     # Rows vary fastest: what runs together are the same parts of all rows, not those that are past
     # the end of some row.
-    found = pl.pallas_call(
+    out = pl.pallas_call(
         functools.partial(
             _attend,
             config=config,
@@ -155,7 +155,7 @@ def run(
             split=parts > 1,
         ),
         grid=(rows, K // together, parts),
-        out_shape=partial if parts > 1 else whole,
+        out_shape=partial if parts > 1 else final,
         compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="decode_attention",
@@ -169,15 +169,15 @@ def run(
         *(q, k, v, k_scale, v_scale),
     )
     if parts == 1:
-        return found.reshape(shape)
+        return out.reshape(shape)
     merged = pl.pallas_call(
         functools.partial(_merge, slots=S, part=config.part),
         grid=(rows, N),
-        out_shape=whole,
+        out_shape=final,
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="decode_attention_merge",
-    )(since, until, sinks, *found)
+    )(since, until, sinks, *out)
     return merged.reshape(shape)
 
 
@@ -208,14 +208,14 @@ def _attend(
     J = config.keys
     assert J % together == 0, f"tiles of {J} keys for {together} heads together"
     slots = J // together
-    layer, own = layer_ref[0], row // few
+    layer, batch_row = layer_ref[0], row // few
     if shared_ref is not None:
-        leader, shared = leader_ref[own], shared_ref[own]
+        leader, shared = leader_ref[batch_row], shared_ref[batch_row]
     since, until = _interval(since_ref, until_ref, row, k_ref.shape[2])
     start = since + part * config.part
     stop = jnp.minimum(until, start + config.part)
     first = group * together
-    here = pl.ds(first * queries, R)
+    heads = pl.ds(first * queries, R)
     real_R1 = (jnp.arange(R) < together * queries)[:, None]
     real_RH = jnp.broadcast_to(real_R1, (R, H))
 
@@ -229,7 +229,7 @@ def _attend(
 
     def owner_of(end):
         """The row that a tile which ends before slot `end` is read from."""
-        return own if shared_ref is None else jnp.where(end <= shared, leader, own)
+        return batch_row if shared_ref is None else jnp.where(end <= shared, leader, batch_row)
 
     def fetch(ref, owner, slot_J, head_J, inside_J):
         slot_JH, head_JH, inside_JH = (
@@ -251,13 +251,13 @@ def _attend(
         begin = start + tile * slots
         slot_J, head_J = begin + index_J // together, index_J % together
         inside_J = slot_J < stop
-        place = (owner_of(begin + slots), slot_J, first + head_J, inside_J)
-        k_JH = fetch(k_ref, *place)
+        key_index = (owner_of(begin + slots), slot_J, first + head_J, inside_J)
+        k_JH = fetch(k_ref, *key_index)
         score_RJ = dot(q_RH, k_JH, trans_b=True) * (scale if softcap else scale * LOG2E)
         if halves:
             score_RJ *= size_R1
         if k_scale_ref is not None:
-            score_RJ *= fetch_scale(k_scale_ref, *place)
+            score_RJ *= fetch_scale(k_scale_ref, *key_index)
         if softcap:
             # 2 / (1 + exp2) rather than tanh: the hardware's has only 11 bits
             ratio_RJ = jnp.exp2(score_RJ * (2 * LOG2E / softcap))
@@ -265,7 +265,7 @@ def _attend(
         owner_R = jnp.arange(R, dtype=jnp.int32) // queries
         seen_RJ = inside_J[None, :] & (owner_R[:, None] == head_J[None, :])
         if v_scale_ref is not None:
-            value_1J = fetch_scale(v_scale_ref, *place)
+            value_1J = fetch_scale(v_scale_ref, *key_index)
             value_1J = jnp.maximum(value_1J, SMALLEST)
             score_RJ += jnp.log2(value_1J)
         score_RJ = jnp.where(seen_RJ, score_RJ, MASKED)
@@ -273,7 +273,7 @@ def _attend(
         new_top_R = jnp.maximum(top_R, score_RJ.max(1))
         shrink_R = jnp.exp2(top_R - new_top_R)
         weight_RJ = jnp.exp2(score_RJ - new_top_R[:, None])
-        v_JH = fetch(v_ref, *place)
+        v_JH = fetch(v_ref, *key_index)
         bare_RJ = weight_RJ if v_scale_ref is None else weight_RJ * (1.0 / value_1J)
         total_R = total_R * shrink_R + bare_RJ.sum(1)
         sum_RH = sum_RH * shrink_R[:, None] + dot(weight_RJ.astype(compute), v_JH)
@@ -283,7 +283,7 @@ def _attend(
         tiles = jnp.maximum(0, pl.cdiv(stop - start, slots))
         total_R, top_R = jnp.zeros(R, jnp.float32), jnp.full(R, MASKED, jnp.float32)
         if sinks_ref is not None:  # as if it had been seen first
-            sink_R = plt.load(sinks_ref.at[here], mask=real_R1[:, 0], other=MASKED)
+            sink_R = plt.load(sinks_ref.at[heads], mask=real_R1[:, 0], other=MASKED)
             total_R, top_R = jnp.ones(R, jnp.float32), sink_R * LOG2E
         sum_RH, total_R, top_R = jax.lax.fori_loop(
             0, tiles, step, (jnp.zeros((R, H), jnp.float32), total_R, top_R)
@@ -291,13 +291,13 @@ def _attend(
         total_R = jnp.where(total_R == 0, 1.0, total_R)
         out_RH = sum_RH / total_R[:, None]
         if not split:
-            plt.store(out_refs[0].at[row, here], out_RH.astype(out_refs[0].dtype), mask=real_RH)
+            plt.store(out_refs[0].at[row, heads], out_RH.astype(out_refs[0].dtype), mask=real_RH)
             return
-        plt.store(out_refs[0].at[row, part, here], out_RH, mask=real_RH)
+        plt.store(out_refs[0].at[row, part, heads], out_RH, mask=real_RH)
         lse_R = top_R + jnp.log2(total_R)
-        plt.store(out_refs[1].at[row, part, here], lse_R, mask=real_R1[:, 0])
+        plt.store(out_refs[1].at[row, part, heads], lse_R, mask=real_R1[:, 0])
 
-    q_RH = plt.load(q_ref.at[row, here], mask=real_RH, other=0.0)
+    q_RH = plt.load(q_ref.at[row, heads], mask=real_RH, other=0.0)
     if halves:  # numbers of at most 1, or float16 would not hold those of bfloat16
         wide_RH = q_RH.astype(jnp.float32)
         size_R1 = jnp.maximum(jnp.abs(wide_RH).max(1), SMALLEST)[:, None]

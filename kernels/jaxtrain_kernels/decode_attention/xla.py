@@ -21,8 +21,8 @@ def decode_attention(
     compute = accumulator(product)
 
     def of_layer(x):
-        one = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
-        return one[:, None, :, :, None].astype(compute)
+        layer_cache = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+        return layer_cache[:, None, :, :, None].astype(compute)
 
     k_B1SK1H, v_B1SK1H = of_layer(k), of_layer(v)
     q_BT1KGH = q.reshape(B, T, 1, K, N // K, H).astype(product).astype(compute)

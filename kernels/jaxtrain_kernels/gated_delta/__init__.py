@@ -51,7 +51,7 @@ def gated_delta(
     B, T, H, K = q.shape
     N, V = v.shape[2:]
     wide = accumulator(q.dtype)
-    wanted = {
+    expected = {
         "k": (k, (B, T, H, K), q.dtype),
         "v": (v, (B, T, N, V), q.dtype),
         "g": (g, (B, T, N), wide),
@@ -60,7 +60,7 @@ def gated_delta(
         "prev": (prev, (B, T), jnp.dtype(jnp.int32)),
         "state": (state, (B, N, K, V), wide),
     }
-    for name, (array, shape, dtype) in wanted.items():
+    for name, (array, shape, dtype) in expected.items():
         if array is not None and (array.shape != shape or array.dtype != dtype):
             raise ValueError(
                 f"gated_delta: {name} is {array.dtype}{list(array.shape)}, q {q.dtype}"

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtrain_kernels.recurrence.decay import below_diagonal, decays, dot
 
 
-class Chunk(NamedTuple):
+class DeltaChunk(NamedTuple):
     """What a chunk is made of, and what follows from it without any state."""
 
     q: jax.Array
@@ -48,15 +48,15 @@ def invert(A: jax.Array) -> jax.Array:
         below = jnp.diagonal(pairs[..., :, 1, :, :, 0, :], axis1=-4, axis2=-2)
         below = jnp.moveaxis(below, -1, -3)
         first, second = X[..., 0::2, :, :], X[..., 1::2, :, :]
-        left = dot("...ij,...jk->...ik", second, below, A.dtype)
-        corner = -dot("...ij,...jk->...ik", left, first, A.dtype)
+        product = dot("...ij,...jk->...ik", second, below, A.dtype)
+        corner = -dot("...ij,...jk->...ik", product, first, A.dtype)
         top = jnp.concatenate([first, jnp.zeros_like(first)], -1)
         X = jnp.concatenate([top, jnp.concatenate([corner, second], -1)], -2)
         size *= 2
     return X[..., 0, :, :]
 
 
-def prepare(q, k, v, g, beta) -> Chunk:
+def prepare(q, k, v, g, beta) -> DeltaChunk:
     """q, k [..., H, C, K], v [..., H, R, C, V], g and beta [..., H, R, C]."""
     dtype = q.dtype
     G = jnp.cumsum(g, -1)
@@ -65,10 +65,10 @@ def prepare(q, k, v, g, beta) -> Chunk:
     qk = dot("...ik,...jk->...ij", q, k, dtype)[..., None, :, :]
     A = beta[..., None] * kk * D
     A = jnp.where(below_diagonal(A, 1), A, 0.0)
-    return Chunk(q, k, v, beta, G, invert(A).astype(dtype), (qk * D).astype(dtype))
+    return DeltaChunk(q, k, v, beta, G, invert(A).astype(dtype), (qk * D).astype(dtype))
 
 
-def enter(chunk: Chunk, S: jax.Array) -> tuple[jax.Array, jax.Array]:
+def enter(chunk: DeltaChunk, S: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(v' [..., H, R, C, V], the state behind the chunk) for the state [..., H, R, K, V] before."""
     q, k, v, beta, G, T, _ = chunk
     dtype = q.dtype
@@ -81,15 +81,15 @@ def enter(chunk: Chunk, S: jax.Array) -> tuple[jax.Array, jax.Array]:
     return new, S
 
 
-def outputs(chunk: Chunk, S: jax.Array, new: jax.Array) -> jax.Array:
+def outputs(chunk: DeltaChunk, S: jax.Array, new: jax.Array) -> jax.Array:
     """o [..., H, R, C, V] for the state before the chunk and v'."""
     dtype = chunk.q.dtype
     seen = dot("...hik,...hrkv->...hriv", chunk.q, S, dtype)
-    own = dot("...ij,...jv->...iv", chunk.P, new, dtype)
-    return jnp.exp(chunk.G)[..., None] * seen + own
+    inside = dot("...ij,...jv->...iv", chunk.P, new, dtype)
+    return jnp.exp(chunk.G)[..., None] * seen + inside
 
 
-def leave(chunk: Chunk, d_out: jax.Array, d_S: jax.Array) -> tuple[jax.Array, jax.Array]:
+def leave(chunk: DeltaChunk, d_out: jax.Array, d_S: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Backwards through a chunk: (gradient of x [..., H, R, C, V], of the state before) from those
     of o and of the state behind."""
     q, k, _, beta, G, T, P = chunk
@@ -103,7 +103,7 @@ def leave(chunk: Chunk, d_out: jax.Array, d_S: jax.Array) -> tuple[jax.Array, ja
     return d_x, before
 
 
-def gradients(chunk: Chunk, S, new, d_out, d_x, d_S, behind):
+def gradients(chunk: DeltaChunk, S, new, d_out, d_x, d_S, behind):
     """Of q, k, v, g and beta, from the states before and behind the chunk, v', and what `leave`
     took and gave."""
     q, k, v, beta, G, _, _ = chunk

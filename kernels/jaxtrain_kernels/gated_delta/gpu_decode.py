@@ -69,11 +69,11 @@ def run(config: Config, q, k, v, g, beta, until, state, *, interpret: bool = Fal
     of_key = pl.BlockSpec((None, None, None, K), lambda b, n, j: (b, 0, n // (N // H), 0))
     of_value = pl.BlockSpec((None, None, None, columns), lambda b, n, j: (b, 0, n, j))
     of_state = pl.BlockSpec((None, None, K, columns), lambda b, n, j: (b, n, 0, j))
-    whole = pl.BlockSpec()
+    unblocked = pl.BlockSpec()
     out, state = pl.pallas_call(
         _kernel,
         grid=(B, N, V // columns),
-        in_specs=[whole, whole, whole, of_key, of_key, of_value, of_state],
+        in_specs=[unblocked, unblocked, unblocked, of_key, of_key, of_value, of_state],
         out_specs=[of_value, of_state],
         out_shape=[
             jax.ShapeDtypeStruct(v.shape, v.dtype),

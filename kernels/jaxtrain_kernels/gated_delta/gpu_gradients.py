@@ -80,7 +80,7 @@ class Scratch(NamedTuple):
     """Both warpgroups have come here."""
 
 
-class Place(NamedTuple):
+class ChunkItem(NamedTuple):
     """A chunk and a key head."""
 
     row: jax.Array
@@ -151,8 +151,8 @@ def gradients(
     programs = min(num_cores(), items)
     f32, square = jnp.float32, (C, C)
 
-    def kernel(links, chunked, S, new, d_out, d_x, d_S, dq, dk, dv, d_g, d_beta, whole: Scratch):
-        smem = whole._replace(**{name: getattr(whole, name).at[0] for name in WIDE})
+    def kernel(links, chunked, S, new, d_out, d_x, d_S, dq, dk, dv, d_g, d_beta, scratch: Scratch):
+        smem = scratch._replace(**{name: getattr(scratch, name).at[0] for name in WIDE})
         group = lax.axis_index("group")
         wgmma = plgpu.Layout.WGMMA
 
@@ -166,10 +166,10 @@ def gradients(
 
             def body(i, before):
                 item = i * programs + lax.axis_index("program")
-                key_head, place = lax.rem(item, jnp.int32(H)), lax.div(item, jnp.int32(H))
-                row, c = lax.div(place, jnp.int32(n)), lax.rem(place, jnp.int32(n))
+                key_head, chunk_index = lax.rem(item, jnp.int32(H)), lax.div(item, jnp.int32(H))
+                row, c = lax.div(chunk_index, jnp.int32(n)), lax.rem(chunk_index, jnp.int32(n))
                 used = (item < items) & (c < links.total[lax.min(row, B - 1)])
-                pl.when(used)(lambda: work(Place(row, c, key_head), before))
+                pl.when(used)(lambda: work(ChunkItem(row, c, key_head), before))
                 return before + jnp.where(used, heads, 0)
 
             return lax.fori_loop(0, -(-items // programs), body, jnp.int32(0))
@@ -195,16 +195,16 @@ def gradients(
             """Sum of products of shared memory; [C, width]."""
 
             def multiply(acc):
-                for left, right in pairs:
-                    plgpu.wgmma(acc, left, right)
+                for lhs, right in pairs:
+                    plgpu.wgmma(acc, lhs, right)
                 return acc[...]
 
             return pl.run_scoped(multiply, plgpu.ACC((C, width), f32))
 
         def plus(total, *pairs):
             def multiply(acc):
-                for left, right in pairs:
-                    plgpu.wgmma(acc, left, right)
+                for lhs, right in pairs:
+                    plgpu.wgmma(acc, lhs, right)
 
             return pl.run_state(multiply)(plgpu.ACC.init(total))
 
@@ -219,15 +219,15 @@ def gradients(
             i, j = (plgpu.broadcasted_iota(jnp.int32, square, a, layout=wgmma) for a in (0, 1))
             return i + opaque(jnp.int32(0)), j
 
-        def send(buffer, target, place, head):
+        def send(buffer, target, item, head):
             """Of a chunk's window to its tokens."""
-            by_head = target.at[place.row, :, head]
-            put_rows(buffer, by_head, links, place.row, place.chunk, not onto)
+            by_head = target.at[item.row, :, head]
+            put_rows(buffer, by_head, links, item.row, item.chunk, not onto)
 
-        def own_rows_here(place):
+        def own_rows_here(item):
             """bool [C]. Rows of others have gradients of o, too, from which they get a dq."""
             index = plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=wgmma.reduce(1))
-            return own_rows(links, place.row, place.chunk)(index)
+            return own_rows(links, item.row, item.chunk)(index)
 
         def nearness():
             """e^-|G_i - G_j|."""
@@ -249,13 +249,13 @@ def gradients(
         def queries():
             plgpu.set_max_registers(config.compute_registers, action="increase")
 
-            def work(place: Place, done):
+            def work(item: ChunkItem, done):
                 plgpu.barrier_wait(smem.shared_ready)
 
                 def value_head(r, carry):
-                    smem = here(whole)
+                    smem = here(scratch)
                     total, before = carry
-                    head = place.key_head * heads + r
+                    head = item.key_head * heads + r
                     wait(TOKENS)
                     M = product(C, (smem.d_out, turned(smem.new)))
                     i, j = index()
@@ -275,7 +275,7 @@ def gradients(
                     pull = (x * loaded(smem.v)).sum(axis=1)
                     smem.v[...] = (along(beta, V) * x).astype(dtype)
                     plgpu.commit_smem()
-                    send(smem.v, dv, place, head)
+                    send(smem.v, dv, item, head)
 
                     wait(D_STATE)
                     part = pl.ds(0, C)
@@ -284,7 +284,7 @@ def gradients(
                     give_back(D_STATE)
                     pl.when(done + r > 0)(lambda: plgpu.barrier_wait(smem.sums_free))
                     smem.sums[0] = pull
-                    smem.sums[1] = jnp.where(own_rows_here(place), behind - before, 0.0)
+                    smem.sums[1] = jnp.where(own_rows_here(item), behind - before, 0.0)
                     smem.sums[2] = inner
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(smem.sums_ready)
@@ -295,10 +295,10 @@ def gradients(
                 start = zeros((C, K)), zeros((C,), wgmma.reduce(1))
                 total, _ = lax.fori_loop(0, heads, value_head, start)
                 meet()
-                total = jnp.where(along(own_rows_here(place), K), total, 0.0)
+                total = jnp.where(along(own_rows_here(item), K), total, 0.0)
                 smem.q[...] = total.astype(dtype)
                 plgpu.commit_smem()
-                send(smem.q, dq, place, place.key_head)
+                send(smem.q, dq, item, item.key_head)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(smem.shared_free)
 
@@ -310,17 +310,17 @@ def gradients(
         def keys():
             plgpu.set_max_registers(config.compute_registers, action="increase")
 
-            def work(place: Place, done):
+            def work(item: ChunkItem, done):
                 plgpu.barrier_wait(smem.shared_ready)
 
                 def value_head(r, carry):
-                    smem = here(whole)
+                    smem = here(scratch)
                     total, before = carry
-                    head = place.key_head * heads + r
+                    head = item.key_head * heads + r
                     wait(TOKENS)
                     i, j = index()
                     M = product(C, (smem.new, turned(smem.d_out)))  # its transpose
-                    is_own = own_rows(links, place.row, place.chunk)
+                    is_own = own_rows(links, item.row, item.chunk)
                     low_M = jnp.where((i <= j) & is_own(j), M * nearness(), 0.0).astype(dtype)
                     beta = by_row(smem.beta)
                     eG = jnp.exp(by_row(smem.G))
@@ -331,7 +331,7 @@ def gradients(
                     lower = product(C, (turned(smem.d_x), turned(smem.new)))
                     lower = jnp.where(i > j, -lower * nearness(), 0.0)
                     kk = product(C, (smem.k, turned(smem.k)))
-                    own = -(lower * kk).sum(axis=1)
+                    by_k = -(lower * kk).sum(axis=1)
                     low_Y = (along(beta, C) * lower).astype(dtype)
                     upper = product(C, (smem.new, smem.d_x)) * across(by_column(smem.beta))
                     low_Y = jnp.where(i < j, (-upper * nearness()).astype(dtype), low_Y)
@@ -339,13 +339,13 @@ def gradients(
                     wait(STATE)
                     seen = product(K, (turned(smem.d_x), smem.S)) * along(eG, K)
                     give_back(D_X)
-                    own += (seen * loaded(smem.k)).sum(axis=1)
+                    by_k += (seen * loaded(smem.k)).sum(axis=1)
                     total -= along(beta, K) * seen
                     wait(D_STATE)
-                    kept = product(K, (smem.new, smem.d_S)) * along(rest, K)
+                    from_d_S = product(K, (smem.new, smem.d_S)) * along(rest, K)
                     give_back(TOKENS)
-                    ends = (kept * loaded(smem.k)).sum(axis=1)
-                    total += kept
+                    ends = (from_d_S * loaded(smem.k)).sum(axis=1)
+                    total += from_d_S
                     part = pl.ds(C, C)
                     inner = (loaded(smem.S.at[part]) * loaded(smem.d_S.at[part])).sum(axis=1)
                     give_back(STATE)
@@ -355,8 +355,8 @@ def gradients(
 
                     plgpu.barrier_wait(smem.sums_ready)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dg of the head before
-                    smem.d_beta[...] = by_row(smem.sums.at[0]) - own
-                    smem.sums[3] = by_row(smem.sums.at[1]) - (behind - before) - 2.0 * beta * own
+                    smem.d_beta[...] = by_row(smem.sums.at[0]) - by_k
+                    smem.sums[3] = by_row(smem.sums.at[1]) - (behind - before) - 2.0 * beta * by_k
                     decayed = by_row(smem.sums.at[2]) + inner
                     smem.sums[4] = ends + decayed * jnp.exp(last)
                     plgpu.commit_smem()
@@ -365,8 +365,8 @@ def gradients(
                     smem.d_g[...] = summed.sum(axis=1)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(smem.sums_free)
-                    plgpu.copy_smem_to_gmem(smem.d_beta, d_beta.at[place.row, place.chunk, head])
-                    plgpu.copy_smem_to_gmem(smem.d_g, d_g.at[place.row, place.chunk, head])
+                    plgpu.copy_smem_to_gmem(smem.d_beta, d_beta.at[item.row, item.chunk, head])
+                    plgpu.copy_smem_to_gmem(smem.d_g, d_g.at[item.row, item.chunk, head])
                     return total, behind
 
                 start = zeros((C, K)), zeros((C,), wgmma.reduce(1))
@@ -374,7 +374,7 @@ def gradients(
                 meet()
                 smem.k[...] = total.astype(dtype)
                 plgpu.commit_smem()
-                send(smem.k, dk, place, place.key_head)
+                send(smem.k, dk, item, item.key_head)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(smem.shared_free)
 
@@ -386,18 +386,18 @@ def gradients(
             plgpu.set_max_registers(config.memory_registers, action="decrease")
             copy = plgpu.copy_gmem_to_smem
 
-            def work(place: Place, done):
+            def work(item: ChunkItem, done):
                 pl.when(done > 0)(lambda: plgpu.barrier_wait(smem.shared_free))
-                window = window_of(links, place.row, place.chunk)
-                key = (place.row, window, place.key_head)
+                window = window_of(links, item.row, item.chunk)
+                key = (item.row, window, item.key_head)
                 copy(chunked.q.at[key], smem.q, smem.shared_ready)
                 copy(chunked.k.at[key], smem.k, smem.shared_ready)
 
                 @pl.loop(0, heads)
                 def _(r):
-                    head = place.key_head * heads + r
-                    tokens = (place.row, window, head)
-                    chunk = (place.row, place.chunk, head)
+                    head = item.key_head * heads + r
+                    tokens = (item.row, window, head)
+                    chunk = (item.row, item.chunk, head)
                     sources = {
                         "d_out": d_out.at[tokens],
                         "new": new.at[chunk],

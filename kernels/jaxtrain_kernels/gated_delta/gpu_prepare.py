@@ -74,20 +74,20 @@ def prepare(
                     tile = pl.ds(pl.multiple_of(c * C + i * TILE, TILE), TILE)
                     is_blank = (lax.shift_right_logical(bits, i) & 1) > 0
                     for target in targets:
-                        each = jnp.int32(N // target.shape[2])
-                        there = target.at[row, tile, lax.div(head, each)]
-                        copy = functools.partial(plgpu.copy_smem_to_gmem, smem.zeros, there)
-                        pl.when(is_blank & (lax.rem(head, each) == 0))(copy)
+                        heads_per_target = jnp.int32(N // target.shape[2])
+                        tile_ref = target.at[row, tile, lax.div(head, heads_per_target)]
+                        copy = functools.partial(plgpu.copy_smem_to_gmem, smem.zeros, tile_ref)
+                        pl.when(is_blank & (lax.rem(head, heads_per_target) == 0))(copy)
 
         if targets:
             clear()
 
         @pl.when(c < links.total[row])
         def _():
-            here = window_of(links, row, c)
+            window = window_of(links, row, c)
             key_head = lax.div(head, jnp.int32(N // H))
-            plgpu.copy_gmem_to_smem(k.at[row, here, key_head], smem.k, smem.ready)
-            plgpu.copy_gmem_to_smem(q.at[row, here, key_head], smem.q, smem.ready)
+            plgpu.copy_gmem_to_smem(k.at[row, window, key_head], smem.k, smem.ready)
+            plgpu.copy_gmem_to_smem(q.at[row, window, key_head], smem.q, smem.ready)
 
             wgmma, square = plgpu.Layout.WGMMA, plgpu.ACC((C, C), f32)
 
@@ -104,10 +104,10 @@ def prepare(
                 high = laid(x.astype(dtype))
                 return high, laid((x - laid(high.astype(f32))).astype(dtype))
 
-            def multiply(acc, left):
-                plgpu.wgmma(acc, left[0], smem.high)
-                plgpu.wgmma(acc, left[0], smem.low)
-                plgpu.wgmma(acc, left[1], smem.high)
+            def multiply(acc, split_X):
+                plgpu.wgmma(acc, split_X[0], smem.high)
+                plgpu.wgmma(acc, split_X[0], smem.low)
+                plgpu.wgmma(acc, split_X[1], smem.high)
 
             def hold(parts):
                 smem.high[...], smem.low[...] = parts
@@ -137,8 +137,8 @@ def prepare(
             while size < C:
                 between = (distance >= size) & (distance < 2 * size)
                 L = split(laid(jnp.where(between, -A, 0.0)))
-                left = split(X)
-                hold(left)
+                split_X = split(X)
+                hold(split_X)
 
                 def first(acc, L=L):
                     multiply(acc, L)
@@ -146,8 +146,8 @@ def prepare(
 
                 hold(split(pl.run_scoped(first, square)))
 
-                def second(acc, left=left):
-                    multiply(acc, left)
+                def second(acc, split_X=split_X):
+                    multiply(acc, split_X)
 
                 X = laid(pl.run_state(second)(plgpu.ACC.init(X)))
                 size *= 2

@@ -116,7 +116,7 @@ def walk(
         part = lax.rem(program, jnp.int32(parts))
         head = lax.rem(lax.div(program, jnp.int32(parts)), jnp.int32(N))
         lane = lax.div(program, jnp.int32(parts * N))
-        mine = pl.ds(pl.multiple_of(part * ROWS, ROWS), ROWS)
+        columns = pl.ds(pl.multiple_of(part * ROWS, ROWS), ROWS)
         row, first, count = links.row[lane], links.first[lane], links.count[lane]
 
         @pl.when(lax.axis_index("group") == 0)
@@ -131,7 +131,7 @@ def walk(
             def at_root():
                 if state is None:
                     return plgpu.layout_cast(jnp.zeros((ROWS, K), f32), wgmma)
-                return read(state.at[row, head, mine])
+                return read(state.at[row, head, columns])
 
             def laid(x):
                 return plgpu.layout_cast(x, wgmma)
@@ -145,16 +145,16 @@ def walk(
 
             column = plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=wgmma.reduce(0))
 
-            def send(found, c):
+            def send(rows, c):
                 """v' or outputs of a chunk, transposed on the way."""
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the chunk before
-                found = plgpu.layout_cast(found, plgpu.Layout.WGMMA_TRANSPOSED)
-                smem.out.transpose((1, 0))[...] = found
+                rows = plgpu.layout_cast(rows, plgpu.Layout.WGMMA_TRANSPOSED)
+                smem.out.transpose((1, 0))[...] = rows
                 plgpu.commit_smem()
                 if states:
-                    plgpu.copy_smem_to_gmem(smem.out, out.at[row, c, head, :, mine])
+                    plgpu.copy_smem_to_gmem(smem.out, out.at[row, c, head, :, columns])
                 else:
-                    put_rows(smem.out, out.at[row, :, head, mine], links, row, c, onto is None)
+                    put_rows(smem.out, out.at[row, :, head, columns], links, row, c, onto is None)
 
             def step(i, carry):
                 S, held, source, keep = carry
@@ -162,8 +162,8 @@ def walk(
                 following = link(c + 1)
 
                 def elsewhere():
-                    place = lax.clamp(0, source, slots - 1)
-                    stored = lambda: read(kept.at[lane, place, head, mine])  # noqa: E731
+                    stored_slot = lax.clamp(0, source, slots - 1)
+                    stored = lambda: read(kept.at[lane, stored_slot, head, columns])  # noqa: E731
                     return lax.cond(source == ROOT, at_root, stored)
 
                 S = laid(lax.cond(source == NEIGHBOR, lambda: S, elsewhere))
@@ -179,7 +179,7 @@ def walk(
                     if states:
                         smem.S[...] = low_S
                         plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(smem.S, behind.at[row, c, head, mine])
+                        plgpu.copy_smem_to_gmem(smem.S, behind.at[row, c, head, columns])
                     G = plgpu.load(smem.G.at[slot], layout=wgmma.reduce(0))
                     beta = plgpu.load(smem.beta.at[slot], layout=wgmma.reduce(0))
                     last = smem.G[slot, C - 1]
@@ -187,22 +187,26 @@ def walk(
                     v = read(smem.v.at[slot].transpose((1, 0))).astype(f32)
                     bv, factor = laid(v * per_column(beta)), per_column(-beta * eG)
                     before = laid(S * jnp.exp(last))
-                    found = laid(plgpu.wgmma_accumulator_load(seen_ref, wait_n=0 if states else 1))
-                    x = laid((bv + factor * found).astype(dtype))
+                    seen_now = laid(
+                        plgpu.wgmma_accumulator_load(seen_ref, wait_n=0 if states else 1)
+                    )
+                    x = laid((bv + factor * seen_now).astype(dtype))
 
                     def solve(ref):
                         plgpu.wgmma(ref, x, smem.T.at[slot].transpose((1, 0)))
                         return laid(ref[...])
 
                     new = pl.run_scoped(solve, square)
-                    asked = ()
+                    queried = ()
                     if not states:
-                        own = jnp.where(own_rows(links, row, c)(column), eG, 0.0)  # q is others'
-                        asked = (laid(asked_ref[...] * per_column(own)),)
-                    return before, rest, new, *asked
+                        row_factor = jnp.where(
+                            own_rows(links, row, c)(column), eG, 0.0
+                        )  # q is others'
+                        queried = (laid(asked_ref[...] * per_column(row_factor)),)
+                    return before, rest, new, *queried
 
                 accs = (square,) if states else (square, square)
-                before, rest, new, *asked = pl.run_scoped(seen, *accs)
+                before, rest, new, *queried = pl.run_scoped(seen, *accs)
                 low_new = laid(new.astype(dtype))
                 decayed = laid((new * per_column(rest)).astype(dtype))
 
@@ -211,22 +215,24 @@ def walk(
                     if not states:
                         plgpu.wgmma(refs[1], low_new, smem.P.at[slot].transpose((1, 0)))
 
-                S, *own = pl.run_state(leave)(tuple(plgpu.ACC.init(x) for x in (before, *asked)))
+                S, *own_out = pl.run_state(leave)(
+                    tuple(plgpu.ACC.init(x) for x in (before, *queried))
+                )
                 plgpu.commit_smem()  # v was read into registers, and TMA overwrites it
                 plgpu.barrier_arrive(smem.free.at[slot])
 
                 @pl.when(keep < slots)
                 def _():
-                    kept.at[lane, lax.min(keep, slots - 1), head, mine][...] = S
+                    kept.at[lane, lax.min(keep, slots - 1), head, columns][...] = S
 
-                return S, low_new if states else laid(own[0].astype(dtype)), *following
+                return S, low_new if states else laid(own_out[0].astype(dtype)), *following
 
             nothing = plgpu.layout_cast(jnp.zeros((ROWS, C), dtype), wgmma)
             carry = (at_root(), nothing, *link(first))
             S, held, *_ = lax.fori_loop(0, count, step, carry)
             pl.when(count > 0)(lambda: send(held, first + count - 1))
             if not states:
-                behind.at[lane, head, mine][...] = S
+                behind.at[lane, head, columns][...] = S
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(lax.axis_index("group") == 1)
@@ -237,16 +243,16 @@ def walk(
             @pl.loop(0, count)
             def _(i):
                 c, slot = first + i, lax.rem(i, jnp.int32(stages))
-                here = window_of(links, row, c)
+                window = window_of(links, row, c)
 
                 @pl.when(i >= stages)
                 def _():
                     plgpu.barrier_wait(smem.free.at[slot])
 
                 for source, target in (
-                    (chunked.k.at[row, here, key_head], smem.k),
-                    (chunked.q.at[row, here, key_head], smem.q),
-                    (chunked.v.at[row, here, head, mine], smem.v),
+                    (chunked.k.at[row, window, key_head], smem.k),
+                    (chunked.q.at[row, window, key_head], smem.q),
+                    (chunked.v.at[row, window, head, columns], smem.v),
                     (chunked.T.at[row, c, head], smem.T),
                     (chunked.P.at[row, c, head], smem.P),
                     (chunked.beta.at[row, c, head], smem.beta),

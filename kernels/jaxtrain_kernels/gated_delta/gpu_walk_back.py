@@ -106,12 +106,12 @@ def walk_back(
         d_last = d_last.swapaxes(2, 3)
     f32 = jnp.float32
 
-    def kernel(links, chunked, d_out, d_last, d_x_out, d_S_out, d_state, kept, smem: Scratch):
+    def kernel(links, chunked, d_out, d_last, d_x_out, d_S_out, d_state, stored, smem: Scratch):
         program = lax.axis_index("program")
         part = lax.rem(program, jnp.int32(parts))
         head = lax.rem(lax.div(program, jnp.int32(parts)), jnp.int32(N))
         lane = lax.div(program, jnp.int32(parts * N))
-        mine = pl.ds(pl.multiple_of(part * ROWS, ROWS), ROWS)
+        columns = pl.ds(pl.multiple_of(part * ROWS, ROWS), ROWS)
         row, first, count = links.row[lane], links.first[lane], links.count[lane]
         end = first + count - 1
 
@@ -152,7 +152,7 @@ def walk_back(
                 filled = jnp.where(waits, filled & ~bit_of(keep), filled)
                 d_S = lax.cond(
                     waits,
-                    lambda: d_S + read(kept.at[lane, lax.min(keep, slots - 1), head, mine]),
+                    lambda: d_S + read(stored.at[lane, lax.min(keep, slots - 1), head, columns]),
                     lambda: d_S,
                 )
                 plgpu.barrier_wait(smem.ready.at[slot])
@@ -161,10 +161,10 @@ def walk_back(
                 # Before anything is queued: ptxas would wait for all of it.
                 decayed = d_S * jnp.exp(last)
 
-                def go_through(seen, own, turned):
+                def go_through(seen, row_factor, turned):
                     # wgmma runs behind the instructions, in the order of its queue.
                     plgpu.wgmma(seen, low_S, smem.k.at[slot].transpose((1, 0)))
-                    plgpu.wgmma(own, do, smem.P.at[slot])
+                    plgpu.wgmma(row_factor, do, smem.P.at[slot])
                     plgpu.wgmma(turned, do, smem.identity)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the chunk before
                     smem.d_S[...] = low_S
@@ -172,8 +172,10 @@ def walk_back(
                     rest = jnp.exp(last - G)
                     # Of others' gradients of o nothing counts.
                     eG = jnp.where(own_rows(links, opaque(row), c)(column), jnp.exp(G), 0.0)
-                    seen, own = (plgpu.wgmma_accumulator_load(x, wait_n=1) for x in (seen, own))
-                    low_new = (own + seen * per_column(rest)).astype(dtype)
+                    seen, row_factor = (
+                        plgpu.wgmma_accumulator_load(x, wait_n=1) for x in (seen, row_factor)
+                    )
+                    low_new = (row_factor + seen * per_column(rest)).astype(dtype)
 
                     def add(d_S):
                         def of_x(ref):
@@ -189,8 +191,8 @@ def walk_back(
                         plgpu.wgmma(d_S, pull, smem.k.at[slot])
                         smem.d_x[...] = d_x.astype(dtype)
                         plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(smem.d_x, d_x_out.at[row, c, head, mine])
-                        plgpu.copy_smem_to_gmem(smem.d_S, d_S_out.at[row, c, head, mine])
+                        plgpu.copy_smem_to_gmem(smem.d_x, d_x_out.at[row, c, head, columns])
+                        plgpu.copy_smem_to_gmem(smem.d_S, d_S_out.at[row, c, head, columns])
 
                     return pl.run_state(add)(plgpu.ACC.init(decayed))
 
@@ -205,9 +207,9 @@ def walk_back(
                     summed = lax.cond((filled & bit) != 0, lambda: d_S + read(ref), lambda: d_S)
                     ref[...] = summed
 
-                place = lax.clamp(0, source, slots - 1)
-                pl.when(source >= 0)(lambda: add_to(kept.at[lane, place, head, mine]))
-                pl.when(source == ROOT)(lambda: add_to(d_state.at[lane, head, mine]))
+                stored_slot = lax.clamp(0, source, slots - 1)
+                pl.when(source >= 0)(lambda: add_to(stored.at[lane, stored_slot, head, columns]))
+                pl.when(source == ROOT)(lambda: add_to(d_state.at[lane, head, columns]))
                 handed_on = source == NEIGHBOR
                 filled = jnp.where(handed_on, filled, filled | bit)
                 d_S = lax.cond(handed_on, lambda: d_S, zeros)
@@ -216,7 +218,7 @@ def walk_back(
             if d_last is None:
                 d_S = zeros()
             else:
-                d_S = read(d_last.at[lane, head, mine])
+                d_S = read(d_last.at[lane, head, columns])
             lax.fori_loop(0, count, step, (d_S, jnp.int32(0), *link(end)))
             plgpu.wait_smem_to_gmem(0)
 
@@ -228,18 +230,18 @@ def walk_back(
             @pl.loop(0, count)
             def _(i):
                 c, slot = end - i, lax.rem(i, jnp.int32(stages))
-                here = window_of(links, row, c)
+                window = window_of(links, row, c)
 
                 @pl.when(i >= stages)
                 def _():
                     plgpu.barrier_wait(smem.free.at[slot])
 
                 for source, target in (
-                    (d_out.at[row, here, head, mine], smem.d_out),
-                    (chunked.k.at[row, here, key_head], smem.k),
+                    (d_out.at[row, window, head, columns], smem.d_out),
+                    (chunked.k.at[row, window, key_head], smem.k),
                     (chunked.P.at[row, c, head], smem.P),
                     (chunked.T.at[row, c, head], smem.T),
-                    (chunked.q.at[row, here, key_head], smem.q),
+                    (chunked.q.at[row, window, key_head], smem.q),
                     (chunked.beta.at[row, c, head], smem.beta),
                     (chunked.G.at[row, c, head], smem.G),
                 ):

@@ -72,8 +72,8 @@ class Chunked(NamedTuple):
 def capacity(tokens: int, chain: bool) -> int:
     """Chunks that a row can have here. Forests may have more, up to one a token: 32 and a quarter
     of the whole ones is what runs of 64 tokens each would need at 8,192."""
-    whole = -(-tokens // C)
-    return whole if chain else min(tokens, whole + whole // 4 + 32)
+    full_chunks = -(-tokens // C)
+    return full_chunks if chain else min(tokens, full_chunks + full_chunks // 4 + 32)
 
 
 def missing_tokens(tokens: int, chain: bool) -> int:
@@ -90,9 +90,9 @@ def cut(prev, until) -> tuple[jax.Array, ...]:
     *chunks, total = tuple(cut_rows(prev, until, C, 1, 1, align=TILE))[1:-1]
     start, length, *rest = (x[:, :n] for x in chunks)
     tiles = jnp.arange(C // TILE, dtype=jnp.int32)
-    whole = jnp.where(length == C, start // TILE, blocks * C)[..., None] + tiles
-    blank = jax.vmap(lambda blank, whole: blank.at[whole].set(0, mode="drop"))(
-        jnp.ones((B, blocks * C // TILE), jnp.int32), whole.reshape(B, -1)
+    base_tiles = jnp.where(length == C, start // TILE, blocks * C)[..., None] + tiles
+    blank = jax.vmap(lambda blank, base_tiles: blank.at[base_tiles].set(0, mode="drop"))(
+        jnp.ones((B, blocks * C // TILE), jnp.int32), base_tiles.reshape(B, -1)
     )
     bits = (blank.reshape(B, blocks, -1) << tiles).sum(-1, dtype=jnp.int32)
     return start, length, *rest, total, bits
@@ -125,36 +125,36 @@ def _deal(source, total, lanes: int):
     n = len(source)
     index = jnp.arange(n, dtype=jnp.int32)
     root = jnp.where((source == ROOT) & (index < total), index, jnp.minimum(total, n))
-    wanted = jnp.arange(lanes, dtype=jnp.int32) * total // lanes
-    return jnp.where(root >= wanted[:, None], root, jnp.minimum(total, n)).min(1)
+    targets = jnp.arange(lanes, dtype=jnp.int32) * total // lanes
+    return jnp.where(root >= targets[:, None], root, jnp.minimum(total, n)).min(1)
 
 
 def _tokens(links: Links) -> tuple[jax.Array, jax.Array]:
     """([B, n, C]: the tokens of each window; which of them are the chunk's)."""
-    place = jnp.arange(C, dtype=jnp.int32)
-    own = (place >= links.offset[..., None]) & (place < (links.offset + links.length)[..., None])
-    return links.window[..., None] + place, own
+    index = jnp.arange(C, dtype=jnp.int32)
+    is_own = (index >= links.offset[..., None]) & (index < (links.offset + links.length)[..., None])
+    return links.window[..., None] + index, is_own
 
 
 def by_chunk(links: Links, x: jax.Array, chain: bool) -> jax.Array:
     """Numbers of tokens and heads [B, T, N] as [B, n, N, C], 0 at tokens of others."""
     (B, n), N = links.window.shape, x.shape[2]
-    tokens, own = _tokens(links)
+    tokens, is_own = _tokens(links)
     if chain:
         taken = x.reshape(B, n, C, N)
     else:
         taken = jax.vmap(lambda row, index: row.at[index].get(mode="clip"))(x, tokens)
-    return jnp.where(own[..., None], taken, jnp.zeros((), x.dtype)).swapaxes(2, 3)
+    return jnp.where(is_own[..., None], taken, jnp.zeros((), x.dtype)).swapaxes(2, 3)
 
 
 def from_chunks(links: Links, x: jax.Array, chain: bool, tokens: int) -> jax.Array:
     """The inverse of `by_chunk`: [B, T, N], zeros at tokens that are in no chunk."""
     B, n, N, _ = x.shape
-    token, own = _tokens(links)
-    x = jnp.where(own[:, :, None], x, jnp.zeros((), x.dtype)).swapaxes(2, 3).reshape(B, n * C, N)
+    token, is_own = _tokens(links)
+    x = jnp.where(is_own[:, :, None], x, jnp.zeros((), x.dtype)).swapaxes(2, 3).reshape(B, n * C, N)
     if chain:
         return x
-    token = jnp.where(own, token, tokens).reshape(B, n * C)
+    token = jnp.where(is_own, token, tokens).reshape(B, n * C)
     index = jnp.broadcast_to(jnp.arange(n * C, dtype=jnp.int32), token.shape)
     nowhere = jnp.full((B, tokens), n * C, jnp.int32)
 
@@ -174,7 +174,7 @@ def own_rows(links: Links, row, chunk):
     """In a kernel: a function that says of rows of the chunk's window which are its own."""
     # Opaque, or what it says is found ahead of a loop and spills.
     offset, length = opaque(links.offset[row, chunk]), links.length[row, chunk]
-    return lambda place: (place >= offset) & (place < offset + length)
+    return lambda index: (index >= offset) & (index < offset + length)
 
 
 def put_rows(source, target, links: Links, row, chunk, chain: bool) -> None:
@@ -198,6 +198,8 @@ def put_rows(source, target, links: Links, row, chunk, chain: bool) -> None:
 
         @pl.loop(lax.div(offset, tile), lax.div(offset + length + tile - 1, tile))
         def _(i):
-            here = pl.ds(pl.multiple_of(i * tile, TILE), TILE)
-            there = pl.ds(pl.multiple_of(window + i * tile, TILE), TILE)
-            plgpu.copy_smem_to_gmem(source.at[here], target.at[there], reduction_op="add")
+            source_rows = pl.ds(pl.multiple_of(i * tile, TILE), TILE)
+            target_rows = pl.ds(pl.multiple_of(window + i * tile, TILE), TILE)
+            plgpu.copy_smem_to_gmem(
+                source.at[source_rows], target.at[target_rows], reduction_op="add"
+            )

@@ -153,8 +153,8 @@ def _walked_back(options, links, slots, *arrays):
             for x, axis in zip(arrays, axes, strict=True)
         )
         return tuple(
-            lax.dynamic_update_slice_in_dim(whole, x, i * x.shape[axis], axis)
-            for whole, x, axis in zip(grads, one_group(*part), axes, strict=False)
+            lax.dynamic_update_slice_in_dim(total, x, i * x.shape[axis], axis)
+            for total, x, axis in zip(grads, one_group(*part), axes, strict=False)
         )
 
     return lax.fori_loop(0, count, body, tuple(jnp.zeros_like(x) for x in arrays[:6]))
@@ -179,8 +179,8 @@ def _group_back(options, links, slots, q, k, v, g, beta, state, d_out, d_last):
     # A list without chunks owes nothing to its row's state.
     d_state = jnp.where((links.count > 0)[:, None, None, None], d_state, 0.0)
     d_state = d_state.reshape(*state.shape[:1], -1, *state.shape[1:]).sum(1)
-    left = (S, new, d_out, d_x, d_S)
-    *grads, d_g, d_beta = gpu_gradients.gradients(links, chunked, *left, onto=blank)
+    walked = (S, new, d_out, d_x, d_S)
+    *grads, d_g, d_beta = gpu_gradients.gradients(links, chunked, *walked, onto=blank)
     by_token = functools.partial(gpu_windows.from_chunks, links, chain=chain, tokens=q.shape[1])
     return *grads, by_token(d_g), by_token(d_beta), d_state
 

@@ -19,8 +19,8 @@ def gated_delta(q, k, v, g, beta, until, prev=None, *, state=None, chunks=None):
     if state is not None:
         states = states.at[:, 0].set(state)
 
-    def step(states, now):
-        t, place_B, q_BHK, k_BHK, v_BNV, g_BN, beta_BN, used_B = now
+    def step(states, token):
+        t, place_B, q_BHK, k_BHK, v_BNV, g_BN, beta_BN, used_B = token
         before = states[rows_B, place_B]
         q_BNK, k_BNK = (jnp.repeat(x, N // H, axis=1).astype(wide) for x in (q_BHK, k_BHK))
         S = jnp.exp(g_BN)[..., None, None] * before

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxtrain_kernels.gated_delta import chunk as body
 from jaxtrain_kernels.precision import accumulator
-from jaxtrain_kernels.recurrence.walk import Rule, run
+from jaxtrain_kernels.recurrence.walk import ChunkRule, run
 
 
 def gated_delta(
@@ -29,12 +29,12 @@ def _prepare(q, k, v, g, beta):
     return body.prepare(q, k, v, g[..., 0], beta[..., 0])
 
 
-def _gradients(*found):
-    *wide, d_g, d_beta = body.gradients(*found)
+def _gradients(*arguments):
+    *wide, d_g, d_beta = body.gradients(*arguments)
     return *wide, d_g[..., None], d_beta[..., None]
 
 
-RULE = Rule(_prepare, body.enter, body.outputs, body.leave, _gradients)
+RULE = ChunkRule(_prepare, body.enter, body.outputs, body.leave, _gradients)
 
 
 def _one_token(q, k, v, g, beta, until, state):

@@ -162,8 +162,8 @@ def bias_gradient(dy_PF, segments):
     blocks, experts = segments.group.shape[0], segments.starts.shape[0]
     of_blocks = dy_PF.reshape(blocks, -1, dy_PF.shape[1]).astype(wide).sum(1)
     # A product with ones adds up in a fixed order, which a scatter on a GPU does not.
-    mine = segments.group[None] == jnp.arange(experts, dtype=jnp.int32)[:, None]
-    return jnp.matmul(mine.astype(wide), of_blocks, precision=jax.lax.Precision.HIGHEST)
+    is_expert = segments.group[None] == jnp.arange(experts, dtype=jnp.int32)[:, None]
+    return jnp.matmul(is_expert.astype(wide), of_blocks, precision=jax.lax.Precision.HIGHEST)
 
 
 add_bias.defvjp(_add_bias_fwd, _add_bias_bwd)

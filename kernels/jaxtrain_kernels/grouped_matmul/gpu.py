@@ -56,7 +56,7 @@ def fitting(columns: int) -> Config | None:
     return Config(columns=best)
 
 
-class Ring:
+class StageRing:
     """The stages between the memory warpgroup and the compute warpgroups.
 
     Steps are counted over all tiles of a thread block, so that stages and barrier phases carry on
@@ -73,7 +73,7 @@ class Ring:
         """`load(tile, step)` and `compute(tile, step)` for every tile of this thread block; step
         is the first of the `steps_of(tile)` that the tile takes."""
         config, core, cores = self.config, lax.axis_index("core"), num_cores()
-        mine = lax.div(num_tiles - core + (cores - 1), jnp.int32(cores))
+        count = lax.div(num_tiles - core + (cores - 1), jnp.int32(cores))
 
         def walk(body):
             def one(n, step):
@@ -81,7 +81,7 @@ class Ring:
                 body(tile, step)
                 return step + steps_of(tile)
 
-            return lax.fori_loop(0, mine, one, jnp.int32(0))
+            return lax.fori_loop(0, count, one, jnp.int32(0))
 
         @pl.when(lax.axis_index("group") < WARPGROUPS)
         def _():
@@ -149,16 +149,16 @@ def _tile(column, size: int, total: int):
     return pl.ds(pl.multiple_of(start, STORE), size)
 
 
-def _fresh(at, tile, size: int, total: int):
-    """Whether this tile is the first with what begins at `at`; None: all of it."""
-    return at >= tile * size if total % size else None
+def _fresh(start, tile, size: int, total: int):
+    """Whether this tile is the first with what begins at `start`; None: all of it."""
+    return start >= tile * size if total % size else None
 
 
-def _both(one, other):
-    return other if one is None else one & other
+def _all_of(first, second):
+    return second if first is None else first & second
 
 
-def _mine(slot, size: int = BLOCK):
+def _warpgroup_rows(slot, size: int = BLOCK):
     """The rows of this warpgroup in a stage of a buffer [stages * size, ...]."""
     return _part(slot * size + lax.axis_index("group") * ROWS, ROWS)
 
@@ -173,12 +173,12 @@ def _walk(across: int, snake: int, blocks):
     def place(tile):
         panel = lax.min(lax.div(tile, blocks * width), jnp.int32(panels - 1))
         rest = tile - panel * (blocks * width)
-        own = jnp.int32(width)
+        group_width = jnp.int32(width)
         if last != width:
-            own = lax.select(panel == panels - 1, jnp.int32(last), own)
-        block = lax.div(rest, own)
+            group_width = lax.select(panel == panels - 1, jnp.int32(last), group_width)
+        block = lax.div(rest, group_width)
         block = lax.select(lax.rem(panel, jnp.int32(2)) == 1, blocks - 1 - block, block)
-        return block, panel * width + lax.rem(rest, own)
+        return block, panel * width + lax.rem(rest, group_width)
 
     return place
 
@@ -208,7 +208,7 @@ class Store:
 
 
 def _launch(kernel, out_type, scratch, arrivals: int, config: Config, name: str, arrays):
-    """A kernel whose scratch ends in the buffers of `Store` and the two barriers of `Ring`;
+    """A kernel whose scratch ends in the buffers of `Store` and the two barriers of `StageRing`;
     `arrivals` copies fill a stage."""
     scratch = [
         *scratch,
@@ -236,13 +236,13 @@ def product(pairs, segments, *, transpose: bool, config: Config):
     def kernel(
         x_refs, w_refs, group_ref, active_ref, out_ref, x_smem, w_smem, out_smem, ready, free
     ):
-        ring = Ring(ready, free, config)
+        ring = StageRing(ready, free, config)
         group = lax.axis_index("group")
         used = active_ref[0]
-        place = _walk(across, config.snake, used)
+        tile_of = _walk(across, config.snake, used)
 
         def load(tile, step):
-            block, column = place(tile)
+            block, column = tile_of(tile)
             expert = group_ref[block]
             for x_ref, w_ref, depth in zip(x_refs, w_refs, depths, strict=True):
 
@@ -259,21 +259,24 @@ def product(pairs, segments, *, transpose: bool, config: Config):
                 step += depth
 
         def compute(tile, step):
-            block, column = place(tile)
+            block, column = tile_of(tile)
 
             @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, columns), jnp.float32))
             def _(acc):
                 def multiply(slot):
                     right = w_smem.at[_part(slot * w_rows, w_rows)]
                     right = right.transpose((1, 0)) if transpose else right
-                    plgpu.wgmma(acc, x_smem.at[_mine(slot)], right)
+                    plgpu.wgmma(acc, x_smem.at[_warpgroup_rows(slot)], right)
 
                 ring.empty(step, sum(depths), multiply)
                 value, store = acc[...], Store(out_smem)
-                row, at = block * BLOCK + group * ROWS, _tile(column, columns, F).start
+                row, start_column = block * BLOCK + group * ROWS, _tile(column, columns, F).start
                 for j in range(0, columns, STORE):
-                    piece, fresh = value[:, j : j + STORE], _fresh(at + j, column, columns, F)
-                    store(piece, out_ref, row, at + j, fresh)
+                    piece, fresh = (
+                        value[:, j : j + STORE],
+                        _fresh(start_column + j, column, columns, F),
+                    )
+                    store(piece, out_ref, row, start_column + j, fresh)
 
         ring.run(used * across, lambda tile: sum(depths), load, compute)
 
@@ -334,13 +337,13 @@ def gated_product(
 
     def kernel(x_refs, gate_refs, up_refs, bias_refs, gates_ref, group_ref, active_ref, *refs):
         *out_refs, x_smem, gate_smem, up_smem, out_smem, ready, free = refs
-        ring = Ring(ready, free, config)
+        ring = StageRing(ready, free, config)
         group = lax.axis_index("group")
         used = active_ref[0]
-        place = _walk(across, config.snake, used)
+        tile_of = _walk(across, config.snake, used)
 
         def load(tile, step):
-            block, column = place(tile)
+            block, column = tile_of(tile)
             expert = group_ref[block]
             for x_ref, gate_ref, up_ref, depth in zip(
                 x_refs, gate_refs, up_refs, depths, strict=True
@@ -360,14 +363,14 @@ def gated_product(
                 step += depth
 
         def compute(tile, step):
-            block, column = place(tile)
-            row, at = block * BLOCK + group * ROWS, _tile(column, half, F).start
+            block, column = tile_of(tile)
+            row, start_column = block * BLOCK + group * ROWS, _tile(column, half, F).start
 
             def biased(pieces, j):
                 """With those of this tile's columns from j on."""
                 if not bias_refs:
                     return pieces
-                columns = _part(at + j, STORE)
+                columns = _part(start_column + j, STORE)
                 added = [
                     plgpu.load(ref.at[group_ref[block], columns], layout=across_rows, **plain)
                     for ref in bias_refs
@@ -385,9 +388,9 @@ def gated_product(
             )
             def _(gate_acc, up_acc):
                 def multiply(slot):
-                    left = x_smem.at[_mine(slot)]
-                    plgpu.wgmma(gate_acc, left, gate_smem.at[_part(slot * DEPTH, DEPTH)])
-                    plgpu.wgmma(up_acc, left, up_smem.at[_part(slot * DEPTH, DEPTH)])
+                    lhs = x_smem.at[_warpgroup_rows(slot)]
+                    plgpu.wgmma(gate_acc, lhs, gate_smem.at[_part(slot * DEPTH, DEPTH)])
+                    plgpu.wgmma(up_acc, lhs, up_smem.at[_part(slot * DEPTH, DEPTH)])
 
                 ring.empty(step, sum(depths), multiply, in_flight=2)
                 gate, up, store = gate_acc[...], up_acc[...], Store(out_smem)
@@ -397,7 +400,13 @@ def gated_product(
                     hidden = gated(g, u, activation)[0]
                     hidden *= lax.broadcast_in_dim(factor, (ROWS, STORE), [0])
                     for value, ref in zip((hidden, g, u), out_refs, strict=False):
-                        store(value, ref, row, at + j, _fresh(at + j, column, half, F))
+                        store(
+                            value,
+                            ref,
+                            row,
+                            start_column + j,
+                            _fresh(start_column + j, column, half, F),
+                        )
 
         ring.run(used * across, lambda tile: sum(depths), load, compute)
 
@@ -429,13 +438,13 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: Activation, 
     def kernel(dy_refs, w_refs, gate_ref, up_ref, gates_ref, group_ref, active_ref, *refs):
         d_gate_ref, d_up_ref, d_gates_ref, *refs = refs
         dy_smem, w_smem, sum_smem, out_smem, ready, free = refs
-        ring = Ring(ready, free, config)
+        ring = StageRing(ready, free, config)
         group = lax.axis_index("group")
         used = active_ref[0]
-        place = _walk(across, config.snake, used)
+        tile_of = _walk(across, config.snake, used)
 
         def load(tile, step):
-            block, column = place(tile)
+            block, column = tile_of(tile)
             expert = group_ref[block]
             rows = _part(block * BLOCK, BLOCK)
             for dy_ref, w_ref, depth in zip(dy_refs, w_refs, depths, strict=True):
@@ -459,14 +468,14 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: Activation, 
             ring.fill(step, pieces, copy_piece)
 
         def compute(tile, step):
-            block, column = place(tile)
+            block, column = tile_of(tile)
             row, first = block * BLOCK + group * ROWS, _tile(column, columns, F).start
 
             @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, columns), jnp.float32))
             def _(acc):
                 def multiply(slot):
                     right = w_smem.at[_part(slot * columns, columns)].transpose((1, 0))
-                    plgpu.wgmma(acc, dy_smem.at[_mine(slot)], right)
+                    plgpu.wgmma(acc, dy_smem.at[_warpgroup_rows(slot)], right)
 
                 ring.empty(step, sum(depths), multiply)
                 value, store = acc[...], Store(out_smem)
@@ -477,7 +486,9 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: Activation, 
                     slot = ring.slot(step + sum(depths) + j)
                     plgpu.barrier_wait(ring.ready.at[slot])
                     g, u = (
-                        plgpu.load(smem.at[_mine(slot, size)], layout=wgmma).astype(jnp.float32)
+                        plgpu.load(smem.at[_warpgroup_rows(slot, size)], layout=wgmma).astype(
+                            jnp.float32
+                        )
                         for smem, size in ((dy_smem, BLOCK), (w_smem, columns))
                     )
                     # TMA overwrites what was just read into registers: order the two.
@@ -485,12 +496,12 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: Activation, 
                     plgpu.barrier_arrive(ring.free.at[slot])
                     d_hidden = value[:, j * STORE : (j + 1) * STORE]
                     hidden, g_slope, u_slope = gated(g, u, activation)
-                    at, share = first + j * STORE, (d_hidden * hidden).sum(axis=1)
-                    fresh = _fresh(at, column, columns, F)
+                    start_column, share = first + j * STORE, (d_hidden * hidden).sum(axis=1)
+                    fresh = _fresh(start_column, column, columns, F)
                     total += share if fresh is None else share * jnp.where(fresh, 1.0, 0.0)
                     d_hidden *= factor
-                    store(d_hidden * g_slope, d_gate_ref, row, at, fresh)
-                    store(d_hidden * u_slope, d_up_ref, row, at, fresh)
+                    store(d_hidden * g_slope, d_gate_ref, row, start_column, fresh)
+                    store(d_hidden * u_slope, d_up_ref, row, start_column, fresh)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the sums of a tile before
                 sum_smem[group] = total
                 plgpu.commit_smem()
@@ -522,13 +533,13 @@ def weight_gradient(x, dys, segments, *, config: Config):
 
     def kernel(x_ref, dy_refs, starts_ref, ends_ref, *refs):
         *out_refs, x_smem, dy_smem, out_smem, ready, free = refs
-        ring = Ring(ready, free, config)
+        ring = StageRing(ready, free, config)
         group = lax.axis_index("group")
-        place = _walk(sum(across), config.snake, jnp.int32(down))
+        tile_of = _walk(sum(across), config.snake, jnp.int32(down))
 
         def of(tile):
             expert = lax.div(tile, jnp.int32(tiles))
-            return expert, *place(lax.rem(tile, jnp.int32(tiles)))
+            return expert, *tile_of(lax.rem(tile, jnp.int32(tiles)))
 
         def steps_of(tile):
             expert = lax.div(tile, jnp.int32(tiles))
@@ -554,8 +565,8 @@ def weight_gradient(x, dys, segments, *, config: Config):
                     target = x_smem.at[_part(slot * BLOCK + h * DEPTH, DEPTH)]
                     plgpu.copy_gmem_to_smem(part, target, barrier)
 
-                def copy_dy(k, at):
-                    part = dy_refs[k].at[rows, _tile(at, columns, dys[k].shape[1])]
+                def copy_dy(k, start_column):
+                    part = dy_refs[k].at[rows, _tile(start_column, columns, dys[k].shape[1])]
                     target = dy_smem.at[_part(slot * DEPTH, DEPTH)]
                     plgpu.copy_gmem_to_smem(part, target, barrier)
 
@@ -569,20 +580,23 @@ def weight_gradient(x, dys, segments, *, config: Config):
             @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, columns), jnp.float32))
             def _(acc):
                 def multiply(slot):
-                    left = x_smem.at[_mine(slot)].transpose((1, 0))
-                    plgpu.wgmma(acc, left, dy_smem.at[_part(slot * DEPTH, DEPTH)])
+                    lhs = x_smem.at[_warpgroup_rows(slot)].transpose((1, 0))
+                    plgpu.wgmma(acc, lhs, dy_smem.at[_part(slot * DEPTH, DEPTH)])
 
                 ring.empty(step, steps_of(tile), multiply)
                 value = acc[...]
 
                 # An expert without rows took no step: the accumulator is 0, and so is its gradient.
-                def send(k, at):
-                    store, begin = Store(out_smem), _tile(at, columns, dys[k].shape[1]).start
+                def send(k, start_column):
+                    store, begin = (
+                        Store(out_smem),
+                        _tile(start_column, columns, dys[k].shape[1]).start,
+                    )
                     target = _tile(row, BLOCK, D).start + group * ROWS
                     new_row = _fresh(target, row, BLOCK, D)
                     for j in range(0, columns, STORE):
-                        fresh = _fresh(begin + j, at, columns, dys[k].shape[1])
-                        fresh = fresh if new_row is None else _both(fresh, new_row)
+                        fresh = _fresh(begin + j, start_column, columns, dys[k].shape[1])
+                        fresh = fresh if new_row is None else _all_of(fresh, new_row)
                         piece = value[:, j : j + STORE]
                         store(piece, out_refs[k].at[expert], target, begin + j, fresh)
 
@@ -619,7 +633,7 @@ def gather(x, index, active):
     def kernel(x_ref, index_ref, active_ref, out_ref, smem, ready):
         core = lax.axis_index("core")
         pieces = active_ref[0] * (BLOCK // GATHERED)
-        mine = lax.div(pieces - core + (cores - 1), jnp.int32(cores))
+        count = lax.div(pieces - core + (cores - 1), jnp.int32(cores))
 
         def first_row(n):
             return (core + n * cores) * GATHERED
@@ -630,11 +644,11 @@ def gather(x, index, active):
             for i, row in enumerate(rows):
                 plgpu.copy_gmem_to_smem(x_ref.at[row], smem.at[slot, i], ready.at[slot])
 
-        @pl.loop(0, lax.min(mine, jnp.int32(stages - 1)))
+        @pl.loop(0, lax.min(count, jnp.int32(stages - 1)))
         def _(n):
             fetch(n)
 
-        @pl.loop(0, mine)
+        @pl.loop(0, count)
         def _(n):
             slot = lax.rem(n, jnp.int32(stages))
             plgpu.barrier_wait(ready.at[slot])
@@ -643,7 +657,7 @@ def gather(x, index, active):
             # The stage that is filled next was sent in the step before this one.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
-            @pl.when(n + (stages - 1) < mine)
+            @pl.when(n + (stages - 1) < count)
             def _():
                 fetch(n + (stages - 1))
 

@@ -56,11 +56,11 @@ def moe_ffn(
     """
     (T, D), (E, _, F) = x.shape, w_up.shape
     gate_shape = w_up.shape if w_gate is None else w_gate.shape
-    found = (gate_shape, w_up.shape, w_down.shape, experts.shape, gates.shape)
-    wanted = ((E, D, F), (E, D, F), (E, F, D), (T, *experts.shape[1:]), experts.shape)
-    if found != wanted or experts.ndim != 2:
+    shapes = (gate_shape, w_up.shape, w_down.shape, experts.shape, gates.shape)
+    expected = ((E, D, F), (E, D, F), (E, F, D), (T, *experts.shape[1:]), experts.shape)
+    if shapes != expected or experts.ndim != 2:
         raise ValueError(
-            f"moe_ffn: x {x.shape}, w_gate, w_up, w_down, experts, gates {found}; want [T, D],"
+            f"moe_ffn: x {x.shape}, w_gate, w_up, w_down, experts, gates {shapes}; want [T, D],"
             " [E, D, F], [E, D, F], [E, F, D], [T, k], [T, k]"
         )
     if isinstance(activation, str) and activation not in ACTIVATIONS:
@@ -71,7 +71,7 @@ def moe_ffn(
     capacity = min(experts.size, capacity or experts.size)
     if block is None:
         block = choose_block(x, capacity, w_up, impl)
-    found = dispatch(
+    shapes = dispatch(
         "moe_ffn",
         impl,
         BACKENDS,
@@ -86,7 +86,7 @@ def moe_ffn(
         activation=activation,
         freeze_experts=freeze_experts,
     )
-    return found if biases.down is None else add_down_bias(found, experts, gates, biases.down)
+    return shapes if biases.down is None else add_down_bias(shapes, experts, gates, biases.down)
 
 
 def choose_block(x, choices: int, w_up, impl: str) -> int:

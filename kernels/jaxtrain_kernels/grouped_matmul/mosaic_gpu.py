@@ -66,18 +66,21 @@ def moe_ffn(
     """See `jaxtrain_kernels.moe_ffn`, with the routing of its choices."""
     block = routing.row_token.shape[0] // routing.segments.group.shape[0]
     check(x.dtype, block, *w_up.shape[1:])
-    both = [bias for bias in (biases.gate, biases.up) if bias is not None]
-    known = isinstance(activation, Clamped) or activation in FUSED
-    if not known or w_gate is None or len(both) == 1:
+    input_biases = [bias for bias in (biases.gate, biases.up) if bias is not None]
+    supported = isinstance(activation, Clamped) or activation in FUSED
+    if not supported or w_gate is None or len(input_biases) == 1:
         arrays = (x, gates, w_gate, w_up, w_down, routing)
         options = {"activation": activation, "freeze_experts": freeze_experts}
         options |= {"adapters": adapters, "biases": biases, "take": take_rows}
         return compose(grouped_matmul, *arrays, **options)
     rows_PD = gather_in(x, routing, take_rows)
     gates_P = gather_gates(gates, routing)
-    weights, both = (w_gate, w_up, w_down), tuple(b.astype(jnp.float32) for b in both)
-    given = (rows_PD, gates_P, weights, both, adapters, routing.segments)
-    out_PD = ffn(activation, freeze_experts, *given)
+    weights, input_biases = (
+        (w_gate, w_up, w_down),
+        tuple(b.astype(jnp.float32) for b in input_biases),
+    )
+    arguments = (rows_PD, gates_P, weights, input_biases, adapters, routing.segments)
+    out_PD = ffn(activation, freeze_experts, *arguments)
     return combine(out_PD, routing, take_rows)
 
 
@@ -94,9 +97,9 @@ def ffn(activation, freeze, x, gates, weights, biases, adapters, segments):
 
 
 def _ffn_fwd(activation, freeze, x, gates, weights, biases, adapters, segments):
-    found = _forward(activation, x, gates, weights, biases, adapters, segments, save=True)
+    outputs = _forward(activation, x, gates, weights, biases, adapters, segments, save=True)
     # See `_run_fwd`; one by one, so that what nothing reads is not kept.
-    out, saved = jax.tree.map(lax.optimization_barrier, found)
+    out, saved = jax.tree.map(lax.optimization_barrier, outputs)
     return out, (x, gates, weights, biases, adapters, segments, saved)
 
 
@@ -153,8 +156,11 @@ def _ffn_bwd(activation, freeze, residuals, dout):
     (d_adapters,) = pull((d_inner, d_outer))
     d_weights = (None, None, None)
     if not freeze:
-        found = (*_weights(x, [d_gate, d_up], segments), *_weights(hidden, [dout], segments))
-        d_weights = tuple(d.astype(w.dtype) for d, w in zip(found, weights, strict=True))
+        weight_gradients = (
+            *_weights(x, [d_gate, d_up], segments),
+            *_weights(hidden, [dout], segments),
+        )
+        d_weights = tuple(d.astype(w.dtype) for d, w in zip(weight_gradients, weights, strict=True))
     d_biases = ()
     if biases:
         d_biases = tuple(bias_gradient(_clear(d, segments), segments) for d in (d_gate, d_up))

@@ -136,8 +136,8 @@ def _gather_gates_fwd(gates, routing):
 
 
 def _gather_gates_bwd(residuals, g):
-    routing, like = residuals
-    return _pick(g, routing.slot).astype(like.dtype), None
+    routing, gates_type = residuals
+    return _pick(g, routing.slot).astype(gates_type.dtype), None
 
 
 gather_gates.defvjp(_gather_gates_fwd, _gather_gates_bwd)

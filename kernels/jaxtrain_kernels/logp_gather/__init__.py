@@ -55,16 +55,16 @@ def logp_gather(
         temperature = jax.lax.stop_gradient(jnp.broadcast_to(temperature, (T,)))
     if freeze_head:
         head = jax.lax.stop_gradient(head)
-    mine, here = local_targets(targets.astype(jnp.int32), V, axis)
+    local, is_local = local_targets(targets.astype(jnp.int32), V, axis)
     result = dispatch(
         "logp_gather",
         impl,
         BACKENDS,
         hidden,
         head,
-        mine if axis is None else jnp.where(here, mine, 0),
+        local if axis is None else jnp.where(is_local, local, 0),
         temperature=temperature,
         softcap=softcap,
         freeze_head=freeze_head,
     )
-    return result if axis is None else join(result, here, axis)
+    return result if axis is None else join(result, is_local, axis)

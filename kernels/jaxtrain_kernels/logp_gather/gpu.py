@@ -97,8 +97,8 @@ def _tiles(epilogue, hidden_ref, head_ref, extent, config, active=True):
                     epilogue(acc[...], t_tile, offset, shifted)
 
             def multiply(_, hidden_smem, head_smem, acc):
-                mine = hidden_smem.at[pl.ds(group * ROWS, ROWS)]
-                plgpu.wgmma(acc, mine, head_smem.transpose((1, 0)))
+                local = hidden_smem.at[pl.ds(group * ROWS, ROWS)]
+                plgpu.wgmma(acc, local, head_smem.transpose((1, 0)))
                 plgpu.wgmma_wait(1)
                 return acc
 
@@ -232,8 +232,8 @@ def exponentials(
     tv, width = config.tile_v, config.store
 
     def kernel(hidden_ref, head_ref, factor_ref, base_ref, active_ref, into_ref, *refs):
-        *made, sums_ref, out_smem = refs
-        out_ref = made[0] if into_ref is None else into_ref
+        *out_refs, sums_ref, out_smem = refs
+        out_ref = out_refs[0] if into_ref is None else into_ref
         runs = True if active_ref is None else active_ref[0] != 0
         group = lax.axis_index("group")
 
@@ -265,14 +265,14 @@ def exponentials(
     w_TV = jax.ShapeDtypeStruct((T, V), jnp.bfloat16)
     planes = 2 if softcap is None else 3
     sums = jax.ShapeDtypeStruct((planes, pl.cdiv(V, tv), T), jnp.float32)
-    found = _run(
+    outputs = _run(
         kernel,
         [w_TV, sums] if into is None else [sums],
         [_store_smem(config)],
         "logp_exponentials",
         [hidden, head, factor, base, active, into],
     )
-    return tuple(found) if into is None else found[0]
+    return tuple(outputs) if into is None else outputs[0]
 
 
 def d_logits(

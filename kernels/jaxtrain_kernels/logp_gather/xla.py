@@ -132,8 +132,8 @@ def _logits(options, hidden, head_CD, temperature):
     return capped if temperature is None else capped / temperature[:, None], capped
 
 
-def _matmul(spec, left, right, compute):
-    return jnp.einsum(spec, left, right, preferred_element_type=compute)
+def _matmul(spec, lhs, right, compute):
+    return jnp.einsum(spec, lhs, right, preferred_element_type=compute)
 
 
 def _hits(targets, first, size):

@@ -44,8 +44,8 @@ class Chunks(NamedTuple):
         start, length = (
             jax.lax.dynamic_slice_in_dim(x, first, size, axis=1) for x in (self.start, self.length)
         )
-        place = jnp.arange(chunk, dtype=jnp.int32)[None, None]
-        return jnp.where(place < length[..., None], start[..., None] + place, 2**30)
+        offset = jnp.arange(chunk, dtype=jnp.int32)[None, None]
+        return jnp.where(offset < length[..., None], start[..., None] + offset, 2**30)
 
 
 def count_slots(tokens: int) -> int:
@@ -87,11 +87,11 @@ def _cut(prev, until, size, align, slots, lanes, n):
     used = until > index
     nowhere = jnp.int32(T)
 
-    def total(place, value):
-        return jnp.zeros(T + 1, jnp.int32).at[place].add(value)[:T]
+    def total(walk_index, value):
+        return jnp.zeros(T + 1, jnp.int32).at[walk_index].add(value)[:T]
 
-    def biggest(place, value):
-        return jnp.full(T + 1, -1, jnp.int32).at[place].max(value)[:T]
+    def biggest(walk_index, value):
+        return jnp.full(T + 1, -1, jnp.int32).at[walk_index].max(value)[:T]
 
     # Cuts.
     jumps = used & (prev != index - 1)
@@ -101,14 +101,14 @@ def _cut(prev, until, size, align, slots, lanes, n):
     heads = fresh | (used & ((index - begin // align * align) % size == 0))
     chunk = jnp.cumsum(heads, dtype=jnp.int32) - 1
     count = chunk[-1] + 1
-    there = index < count
+    exists = index < count
     start = biggest(jnp.where(heads, chunk, nowhere), index)
     last = biggest(jnp.where(used, chunk, nowhere), index)
 
     # The tree of chunks: subtrees are ranges [c, end) of packed order.
     before = prev[start]
-    parent = jnp.where(there & (before >= 0), chunk[before], -1)
-    end = jnp.where(there, chunk[until[last] - 1] + 1, index + 1)
+    parent = jnp.where(exists & (before >= 0), chunk[before], -1)
+    end = jnp.where(exists, chunk[until[last] - 1] + 1, index + 1)
     weight, above = end - index, jnp.where(parent >= 0, parent, nowhere)
     largest = biggest(above, weight)
     is_largest = (parent >= 0) & (weight == largest[parent])
@@ -123,8 +123,8 @@ def _cut(prev, until, size, align, slots, lanes, n):
     steps = jnp.stack([moved, light.astype(jnp.int32)], axis=1)
     ends = jnp.zeros((T + 1, 2), jnp.int32).at[end].add(steps)[:T]
     moved, level = jnp.cumsum(steps - ends, axis=0, dtype=jnp.int32).T
-    place = index + moved
-    source = jnp.where(place == place[parent] + 1, NEIGHBOR, level[parent])
+    walk_index = index + moved
+    source = jnp.where(walk_index == walk_index[parent] + 1, NEIGHBOR, level[parent])
     source = jnp.where(parent < 0, ROOT, source)
     forked = total(jnp.where(light, parent, nowhere), 1) > 0
     keep = jnp.where(forked, level, slots)
@@ -132,9 +132,9 @@ def _cut(prev, until, size, align, slots, lanes, n):
     # Lists: whole trees side by side, about as many chunks each. Trees keep their packed order.
     root = jax.lax.cummax(jnp.where(parent < 0, index, 0))
     lane = jnp.minimum(root * lanes // jnp.maximum(count, 1), lanes - 1)
-    lane = jnp.where(there, lane, lanes)
+    lane = jnp.where(exists, lane, lanes)
     first = jnp.full(lanes + 1, T, jnp.int32).at[lane].min(root)
     counts = jnp.zeros(lanes + 1, jnp.int32).at[lane].add(1)[:lanes]
     links = jnp.stack([start, last - start + 1, source, keep], axis=1)
     empty = jnp.broadcast_to(jnp.array([T, 0, NEIGHBOR, slots], jnp.int32), (lanes, n, 4))
-    return empty.at[lane, place - first[lane]].set(links, mode="drop"), counts
+    return empty.at[lane, walk_index - first[lane]].set(links, mode="drop"), counts

@@ -47,8 +47,8 @@ def _reads(x, hops: Hops):
     yield x.astype(jnp.float32)
     longer = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))  # -1 is the place behind the row
     for j in range(hops.back.shape[1]):
-        place = hops.back[:, j] % longer.shape[1]
-        yield jnp.take_along_axis(longer, place[..., None], axis=1).astype(jnp.float32)
+        token = hops.back[:, j] % longer.shape[1]
+        yield jnp.take_along_axis(longer, token[..., None], axis=1).astype(jnp.float32)
 
 
 def _convolve_fwd(interpret, x, w, hops):
@@ -87,18 +87,18 @@ def _transposed(back_ref, target_ref, source_ref, first_ref, w_ref, dy_ref, dx_r
     token_S = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
     column_C = block * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
     inside_C = column_C < F
-    at = functools.partial(spread, column_C=column_C, inside_C=inside_C)
+    spread_rows = functools.partial(spread, column_C=column_C, inside_C=inside_C)
 
     def weights(j):
         return plt.load(w_ref.at[taps - 1 - j, column_C], mask=inside_C, other=0.0)
 
-    index, mask = at(token_S, token_S < T)
+    index, mask = spread_rows(token_S, token_S < T)
     total_SC = _read(dy_ref, row, index, mask) * weights(0)[None]
     for j in range(1, taps):
         behind_S = token_S + j
         there_S = behind_S < T
         reads_S = plt.load(back_ref.at[row, j - 1, behind_S], mask=there_S, other=-1)
-        index, mask = at(behind_S, there_S & (reads_S == token_S))
+        index, mask = spread_rows(behind_S, there_S & (reads_S == token_S))
         total_SC += _read(dy_ref, row, index, mask) * weights(j)[None]
 
     def jump(i, total_SC):
@@ -109,7 +109,7 @@ def _transposed(back_ref, target_ref, source_ref, first_ref, w_ref, dy_ref, dx_r
         return total_SC + jnp.where((token_S == token)[:, None], line_C[None], 0.0)
 
     total_SC = jax.lax.fori_loop(first_ref[row, tile], first_ref[row, tile + 1], jump, total_SC)
-    index, mask = at(token_S, token_S < T)
+    index, mask = spread_rows(token_S, token_S < T)
     plt.store(dx_ref.at[row, *index], total_SC.astype(dx_ref.dtype), mask=mask)
 
 

@@ -1,6 +1,6 @@
 """Linear recurrences in plain XLA: chunks in blocks, a state walked through them, both ways.
 
-Runs everywhere; deterministic. A `Rule` says what happens inside of a chunk. What needs no state is
+Runs everywhere; deterministic. A `ChunkRule` says what happens inside of a chunk. What needs no state is
 computed for a block of chunks at once, the rest chunk by chunk in depth-first order (chunks.py).
 The loops run as often as the rows have chunks, so there is no number that a forest could exceed.
 
@@ -24,7 +24,7 @@ LANES = 4  # chunks that an accelerator should be given at a time
 KEPT = 8  # blocks at most; a state is large
 
 
-class Rule(NamedTuple):
+class ChunkRule(NamedTuple):
     """A recurrence inside of chunks. Leading dims are free; C tokens, H key heads, R value heads of
     each. Inputs come as [..., H, C, X] and [..., H, R, C, X], zeros behind the last token of a
     chunk; the state S is [..., H, R, K, V]."""
@@ -52,7 +52,7 @@ class Options(NamedTuple):
     """Chunks that are prepared at once."""
     lanes: int
     """Lists that a row's trees are dealt to."""
-    kept: int
+    saved_blocks: int
     """Blocks at which the backward keeps the state."""
     chain: bool
     slots: int = 1
@@ -62,14 +62,14 @@ class Options(NamedTuple):
 class Walk(NamedTuple):
     """The state on its way, of B lists."""
 
-    here: jax.Array
+    current: jax.Array
     """[B, H, R, K, V]: behind the last chunk."""
     slots: jax.Array
     """[B, slots, H, R, K, V]: what later chunks will ask for."""
 
 
 def run(
-    rule: Rule,
+    rule: ChunkRule,
     inputs: Sequence[jax.Array],
     state: jax.Array,
     until: jax.Array,
@@ -99,8 +99,8 @@ def choose_options(B: int, T: int, chunk: int, lanes: int | None, chain: bool) -
         lanes = 1 if jax.default_backend() == "cpu" else max(1, LANES // B)
     full = -(-T // chunk)
     block = min(32, -(-full // 4))
-    kept = min(KEPT, -(-3 * full // (2 * block)) + 1)
-    return Options(chunk, block, 1 if chain else lanes, kept, chain)
+    saved_blocks = min(KEPT, -(-3 * full // (2 * block)) + 1)
+    return Options(chunk, block, 1 if chain else lanes, saved_blocks, chain)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -110,13 +110,13 @@ def _run(rule, options, inputs, state, chunks):
     def body(block, carry):
         walk, out = carry
         part = _prepare(rule, options, chunks, block, inputs)
-        walk, (before, made, _) = _walk(rule, options, chunks, block, part, state, walk)
+        walk, (before, entered, _) = _walk(rule, options, chunks, block, part, state, walk)
         tokens = _tokens(options, chunks, block)
-        return walk, _put(out, chunks.row, tokens, rule.outputs(part, before, made))
+        return walk, _put(out, chunks.row, tokens, rule.outputs(part, before, entered))
 
     out = jnp.zeros_like(inputs[2])
     walk, out = lax.fori_loop(0, _blocks(options, chunks), body, (_start(chunks, state), out))
-    last = walk.here if options.chain else jnp.zeros_like(state)
+    last = walk.current if options.chain else jnp.zeros_like(state)
     return out, last
 
 
@@ -132,51 +132,53 @@ def _backward(rule, options, residuals, cotangents):
     d_out, d_last = cotangents
     chunks = Chunks(*chunks, options.slots)
     blocks = _blocks(options, chunks)
-    stride = jnp.maximum(1, -(-blocks // options.kept))
+    stride = jnp.maximum(1, -(-blocks // options.saved_blocks))
     start = _start(chunks, state)
 
     def forward(block, carry):
         part = _prepare(rule, options, chunks, block, inputs)
-        walk, found = _walk(rule, options, chunks, block, part, state, carry[0])
-        return walk, part, found
+        walk, states = _walk(rule, options, chunks, block, part, state, carry[0])
+        return walk, part, states
 
     _, *empty = jax.eval_shape(forward, jnp.int32(0), (start,))
 
     def keep(block, carry):
-        walk, kept = carry
-        place = jnp.where(block % stride == 0, block // stride, options.kept)
-        kept = jax.tree.map(lambda all, x: all.at[place].set(x, mode="drop"), kept, walk)
-        return forward(block, (walk,))[0], kept
+        walk, saved = carry
+        slot = jnp.where(block % stride == 0, block // stride, options.saved_blocks)
+        saved = jax.tree.map(lambda all, x: all.at[slot].set(x, mode="drop"), saved, walk)
+        return forward(block, (walk,))[0], saved
 
-    kept = jax.tree.map(lambda x: jnp.zeros((options.kept, *x.shape), x.dtype), start)
-    _, kept = lax.fori_loop(0, blocks, keep, (start, kept))
+    saved = jax.tree.map(lambda x: jnp.zeros((options.saved_blocks, *x.shape), x.dtype), start)
+    _, saved = lax.fori_loop(0, blocks, keep, (start, saved))
 
     def body(step, carry):
         d_walk, d_state, grads = carry
         block = blocks - 1 - step
         from_kept = block // stride
-        walk = jax.tree.map(lambda all: all[from_kept], kept)
+        walk = jax.tree.map(lambda all: all[from_kept], saved)
         # Of the blocks from there to this one what this one is made of remains.
         again = (walk, *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty))
         first = from_kept * stride
-        _, part, (before, made, behind) = lax.fori_loop(first, block + 1, forward, again)
+        _, part, (before, entered, behind) = lax.fori_loop(first, block + 1, forward, again)
         tokens = _tokens(options, chunks, block)
         d_o = _take(d_out, chunks.row, tokens).astype(state.dtype)
         d_walk, d_state, d_made, d_S = _walk_back(
             rule, options, chunks, block, part, d_o, d_walk, d_state
         )
-        found = rule.gradients(part, before, made, d_o, d_made, d_S, behind)
-        grads = tuple(_put(all, chunks.row, tokens, x) for all, x in zip(grads, found, strict=True))
+        chunk_grads = rule.gradients(part, before, entered, d_o, d_made, d_S, behind)
+        grads = tuple(
+            _put(all, chunks.row, tokens, x) for all, x in zip(grads, chunk_grads, strict=True)
+        )
         return d_walk, d_state, grads
 
     d_walk = _start(chunks, jnp.zeros_like(state))
     if options.chain:
-        d_walk = d_walk._replace(here=d_last)
+        d_walk = d_walk._replace(current=d_last)
     grads = tuple(jnp.zeros_like(x) for x in inputs)
-    zeros = jnp.zeros_like(d_walk.here)
+    zeros = jnp.zeros_like(d_walk.current)
     d_walk, d_state, grads = lax.fori_loop(0, blocks, body, (d_walk, zeros, grads))
     # A chain without tokens hands its state on.
-    d_state = jnp.where(_wide(chunks.count > 0, d_state), d_state, d_walk.here)
+    d_state = jnp.where(_wide(chunks.count > 0, d_state), d_state, d_walk.current)
     d_state = d_state.reshape(*state.shape[:1], -1, *state.shape[1:]).sum(1)
     return grads, d_state, None
 
@@ -185,8 +187,8 @@ _run.defvjp(_forward, _backward)
 
 
 def _start(chunks: Chunks, state) -> Walk:
-    here = state[chunks.row]
-    return Walk(here, jnp.zeros((len(here), chunks.slots, *here.shape[1:]), here.dtype))
+    state_B = state[chunks.row]
+    return Walk(state_B, jnp.zeros((len(state_B), chunks.slots, *state_B.shape[1:]), state_B.dtype))
 
 
 def _blocks(options: Options, chunks: Chunks):
@@ -225,8 +227,8 @@ def _links(options: Options, chunks: Chunks, block):
     )
 
 
-def _wide(flags_B, like):
-    return flags_B.reshape(-1, *(1,) * (like.ndim - 1))
+def _wide(flags_B, array):
+    return flags_B.reshape(-1, *(1,) * (array.ndim - 1))
 
 
 def _by_chunk(tree):
@@ -239,20 +241,20 @@ def _walk(rule, options, chunks, block, part, state, walk):
     rows_B = jnp.arange(len(chunks.row), dtype=jnp.int32)
     first = state[chunks.row]
 
-    def step(walk, now):
-        chunk, source, keep = now
+    def step(walk, chunk_step):
+        chunk, source, keep = chunk_step
         stored = walk.slots[rows_B, jnp.maximum(source, 0)]
-        before = jnp.where(_wide(source == NEIGHBOR, stored), walk.here, stored)
+        before = jnp.where(_wide(source == NEIGHBOR, stored), walk.current, stored)
         before = jnp.where(_wide(source == ROOT, stored), first, before)
-        made, behind = rule.enter(chunk, before)
+        entered, behind = rule.enter(chunk, before)
         return Walk(behind, walk.slots.at[rows_B, keep].set(behind, mode="drop")), (
             before,
-            made,
+            entered,
             behind,
         )
 
-    walk, found = lax.scan(step, walk, (_by_chunk(part), *_links(options, chunks, block)))
-    return walk, _by_chunk(found)
+    walk, by_step = lax.scan(step, walk, (_by_chunk(part), *_links(options, chunks, block)))
+    return walk, _by_chunk(by_step)
 
 
 def _walk_back(rule, options, chunks, block, part, d_out, d_walk, d_state):
@@ -261,21 +263,21 @@ def _walk_back(rule, options, chunks, block, part, d_out, d_walk, d_state):
     states behind them."""
     rows_B = jnp.arange(len(chunks.row), dtype=jnp.int32)
 
-    def step(carry, now):
-        (here, slots), d_state = carry
-        chunk, d_o, source, keep = now
+    def step(carry, chunk_step):
+        (d_state_now, slots), d_state = carry
+        chunk, d_o, source, keep = chunk_step
         owed = slots.at[rows_B, keep].get(mode="fill", fill_value=0)
-        d_S = here + owed
+        d_S = d_state_now + owed
         slots = slots.at[rows_B, keep].set(0, mode="drop")
         d_made, before = rule.leave(chunk, d_o, d_S)
         zeros = jnp.zeros_like(before)
-        here = jnp.where(_wide(source == NEIGHBOR, before), before, zeros)
+        d_state_now = jnp.where(_wide(source == NEIGHBOR, before), before, zeros)
         d_state += jnp.where(_wide(source == ROOT, before), before, zeros)
-        place = jnp.where(source >= 0, source, chunks.slots)
-        slots = slots.at[rows_B, place].add(before, mode="drop")
-        return (Walk(here, slots), d_state), (d_made, d_S)
+        slot = jnp.where(source >= 0, source, chunks.slots)
+        slots = slots.at[rows_B, slot].add(before, mode="drop")
+        return (Walk(d_state_now, slots), d_state), (d_made, d_S)
 
     links = _links(options, chunks, block)
     by_chunk = (_by_chunk(part), _by_chunk(d_out), *links)
-    (d_walk, d_state), found = lax.scan(step, (d_walk, d_state), by_chunk, reverse=True)
-    return d_walk, d_state, *_by_chunk(found)
+    (d_walk, d_state), by_step = lax.scan(step, (d_walk, d_state), by_chunk, reverse=True)
+    return d_walk, d_state, *_by_chunk(by_step)

@@ -61,8 +61,8 @@ class Heads:
 
     def group(self, limit: int) -> int:
         """Heads of a thread block: as many as divide every part."""
-        each = math.gcd(*self.parts)
-        return max(n for n in range(1, limit + 1) if each % n == 0)
+        common = math.gcd(*self.parts)
+        return max(n for n in range(1, limit + 1) if common % n == 0)
 
     def owners(self, first):
         """(part, whether the heads from `first` on are its own, their place in it)."""
@@ -84,40 +84,40 @@ def forward(x, cos, sin, scales, heads: Heads, *, eps: float, config: Config):
     groups = sum(heads.parts) // size
 
     def kernel(x_ref, cos_ref, sin_ref, scales_ref, outs, smem, ready):
-        tile, first = _place(groups, size)
+        tile, first = _locate(groups, size)
         rows = pl.ds(pl.multiple_of(tile * ROWS, ROWS), ROWS)
         for i in range(size):
             source = x_ref.at[rows, _columns(first + i, H)]
             plgpu.copy_gmem_to_smem(source, smem.at[i], ready.at[i])
 
         def leave(i):
-            for part, own, place in heads.owners(first):
+            for part, is_owner, head in heads.owners(first):
 
-                @pl.when(own)
-                def _(part=part, place=place):
-                    target = outs[part].at[rows, _columns(place + i, H)]
+                @pl.when(is_owner)
+                def _(part=part, head=head):
+                    target = outs[part].at[rows, _columns(head + i, H)]
                     plgpu.copy_smem_to_gmem(smem.at[i], target)
 
         @pl.when(first < heads.rotated)
-        def turn():
-            turns = _Turns(cos_ref, sin_ref, rows, heads)
+        def rotate():
+            cos_sin = _CosSin(cos_ref, sin_ref, rows, heads)
             weights = _Weights(scales_ref, first, heads)
             for i in range(size):
                 plgpu.barrier_wait(ready.at[i])
-                head = _Tile(smem.at[i], heads)
+                head = _HeadTile(smem.at[i], heads)
                 if scales is None:
-                    head.store(turns.turn(head.strip))
+                    head.store(cos_sin.rotate(head.strip))
                 else:
                     squares = 0.0
-                    for at in head.strips:
-                        squares += head.strip(*at) * head.strip(*at)
+                    for column in head.strips:
+                        squares += head.strip(*column) * head.strip(*column)
                     inverse = _inverse(squares, H, eps)
                     head.narrow()
 
                     def scaled(p, c, head=head, inverse=inverse):
                         return head.strip(p, c) * inverse * weights.strip(p, c)
 
-                    head.store(turns.turn(scaled))
+                    head.store(cos_sin.rotate(scaled))
                 plgpu.commit_smem()
                 leave(i)
 
@@ -156,14 +156,14 @@ def backward(d_outs, x, cos, sin, scales, heads: Heads, *, eps: float, config: C
     def kernel(refs, cos_ref, sin_ref, scales_ref, results, scratch):
         (d_refs, x_ref), (dx_ref, sums_ref) = refs, results
         d_smem, x_smem, sums_smem, ready = scratch
-        tile, first = _place(groups, size)
+        tile, first = _locate(groups, size)
         rows = pl.ds(pl.multiple_of(tile * ROWS, ROWS), ROWS)
         for i in range(size):
-            for part, own, place in heads.owners(first):
+            for part, is_owner, head in heads.owners(first):
 
-                @pl.when(own)
-                def _(i=i, part=part, place=place):
-                    source = d_refs[part].at[rows, _columns(place + i, H)]
+                @pl.when(is_owner)
+                def _(i=i, part=part, head=head):
+                    source = d_refs[part].at[rows, _columns(head + i, H)]
                     plgpu.copy_gmem_to_smem(source, d_smem.at[i], ready.at[0, i])
 
             if normed:
@@ -177,33 +177,33 @@ def backward(d_outs, x, cos, sin, scales, heads: Heads, *, eps: float, config: C
             plgpu.copy_smem_to_gmem(d_smem.at[i], dx_ref.at[rows, _columns(first + i, H)])
 
         @pl.when(first < heads.rotated)
-        def turn():
-            turns = _Turns(cos_ref, sin_ref, rows, heads)
+        def rotate():
+            cos_sin = _CosSin(cos_ref, sin_ref, rows, heads)
             weights = _Weights(scales_ref, first, heads)
             totals = {}
             for i in range(size):
                 plgpu.barrier_wait(ready.at[0, i])
-                d_tile = _Tile(d_smem.at[i], heads)
+                d_tile = _HeadTile(d_smem.at[i], heads)
                 if not normed:
-                    d_tile.store(turns.turn(d_tile.strip, back=True))
+                    d_tile.store(cos_sin.rotate(d_tile.strip, back=True))
                 else:
                     plgpu.barrier_wait(ready.at[1, i])
-                    x_tile = _Tile(x_smem.at[i], heads)
+                    x_tile = _HeadTile(x_smem.at[i], heads)
                     squares = mean = 0.0
-                    for at, d in turns.turn(d_tile.strip, back=True):
-                        part = x_tile.strip(*at)
+                    for column, d in cos_sin.rotate(d_tile.strip, back=True):
+                        part = x_tile.strip(*column)
                         squares += part * part
-                        mean += d * weights.strip(*at) * part
+                        mean += d * weights.strip(*column) * part
                     inverse = _inverse(squares, H, eps)
                     mean = _by_row(mean.sum(axis=1) * (1 / H)) * inverse
                     x_tile.narrow()
                     d_tile.narrow()
 
                     def gradients(x_tile=x_tile, d_tile=d_tile, inverse=inverse, mean=mean):
-                        for at, d in turns.turn(d_tile.strip, back=True):
-                            unit = x_tile.strip(*at) * inverse
-                            totals[at] = totals.get(at, 0.0) + d * unit
-                            yield at, (d * weights.strip(*at) - unit * mean) * inverse
+                        for column, d in cos_sin.rotate(d_tile.strip, back=True):
+                            unit = x_tile.strip(*column) * inverse
+                            totals[column] = totals.get(column, 0.0) + d * unit
+                            yield column, (d * weights.strip(*column) - unit * mean) * inverse
 
                     d_tile.store(gradients())
                 plgpu.commit_smem()
@@ -214,8 +214,8 @@ def backward(d_outs, x, cos, sin, scales, heads: Heads, *, eps: float, config: C
                     line = jnp.concatenate(strips, axis=1).sum(axis=0)
                     sums_smem[pl.ds(p * heads.piece, heads.piece)] = line
                 plgpu.commit_smem()
-                place = tile * summed + lax.div(first, jnp.int32(size))
-                plgpu.copy_smem_to_gmem(sums_smem, sums_ref.at[place])
+                sum_index = tile * summed + lax.div(first, jnp.int32(size))
+                plgpu.copy_smem_to_gmem(sums_smem, sums_ref.at[sum_index])
 
         if heads.passed:
 
@@ -246,11 +246,11 @@ def backward(d_outs, x, cos, sin, scales, heads: Heads, *, eps: float, config: C
         return dx, None
     sums = sums.reshape(tiles, summed, H)
     ends = [sum(heads.counts[: part + 1]) // size for part in range(len(heads.counts))]
-    own = zip([0, *ends], ends, strict=False)
-    return dx, jnp.stack([sums[:, start:end].sum((0, 1)) for start, end in own])
+    part_tiles = zip([0, *ends], ends, strict=False)
+    return dx, jnp.stack([sums[:, start:end].sum((0, 1)) for start, end in part_tiles])
 
 
-class _Tile:
+class _HeadTile:
     """64 tokens of a head in registers, as bfloat16 pieces [ROWS, C]; strips of it in float32."""
 
     def __init__(self, ref, heads: Heads):
@@ -271,39 +271,39 @@ class _Tile:
 
     def store(self, strips):
         """Put (at, strip) of all its strips in its place in shared memory."""
-        found = {at: strip.astype(self.ref.dtype) for at, strip in strips}
+        rounded = {column: strip.astype(self.ref.dtype) for column, strip in strips}
         for p in range(len(self.pieces)):
-            columns = [found[p, c] for c in range(0, self.C, STRIP)]
+            columns = [rounded[p, c] for c in range(0, self.C, STRIP)]
             self.ref[:, pl.ds(p * self.C, self.C)] = jnp.concatenate(columns, axis=1)
 
 
-class _Turns:
+class _CosSin:
     """cos and sin of a block's tokens, in registers."""
 
     def __init__(self, cos_ref, sin_ref, rows, heads: Heads):
         C = heads.piece
-        self.C, self.pieces, self.turned = C, heads.head_dim // C, heads.half // C
+        self.C, self.pieces, self.rotated = C, heads.head_dim // C, heads.half // C
 
         def read(ref, p):
             part = ref.at[rows, pl.ds(p * C, C)]
             return plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False)
 
-        self.pairs = [(read(cos_ref, p), read(sin_ref, p)) for p in range(self.turned)]
+        self.pairs = [(read(cos_ref, p), read(sin_ref, p)) for p in range(self.rotated)]
 
-    def turn(self, strip, back: bool = False):
+    def rotate(self, strip, back: bool = False):
         """((piece, column), strip) of all strips of a head, those of the rotated dims turned."""
-        for p in range(self.turned):
+        for p in range(self.rotated):
             for c in range(0, self.C, STRIP):
                 cos, sin = (turn[:, c : c + STRIP] for turn in self.pairs[p])
-                other = p + self.turned
-                first, second = strip(p, c), strip(other, c)
+                partner = p + self.rotated
+                first, second = strip(p, c), strip(partner, c)
                 if back:
                     yield (p, c), first * cos + second * sin
-                    yield (other, c), second * cos - first * sin
+                    yield (partner, c), second * cos - first * sin
                 else:
                     yield (p, c), first * cos - second * sin
-                    yield (other, c), second * cos + first * sin
-        for p in range(2 * self.turned, self.pieces):
+                    yield (partner, c), second * cos + first * sin
+        for p in range(2 * self.rotated, self.pieces):
             for c in range(0, self.C, STRIP):
                 yield (p, c), strip(p, c)
 
@@ -332,7 +332,7 @@ class _Weights:
         return plgpu.layout_cast(self.pieces[p][:, c : c + STRIP], plgpu.Layout.WGMMA)
 
 
-def _place(groups: int, size: int):
+def _locate(groups: int, size: int):
     """(tile of tokens, first head) of this thread block: blocks of a tile run side by side, so
     that its angles are read from memory once."""
     program = lax.axis_index("program")

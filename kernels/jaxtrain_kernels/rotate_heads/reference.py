@@ -22,12 +22,12 @@ def to_unit(x, eps):
 
 def rotate_heads(x, cos, sin, counts, head_dim, scales=None, *, eps, normalize=normalize):
     """See `jaxtrain_kernels.rotate_heads`."""
-    found = split_heads(x, counts, head_dim)
+    parts = split_heads(x, counts, head_dim)
     for part in range(len(counts)):
         if scales is not None:
-            found[part] = normalize(found[part], scales[part], eps)
-        found[part] = rotate(found[part], cos, sin)
-    return tuple(found)
+            parts[part] = normalize(parts[part], scales[part], eps)
+        parts[part] = rotate(parts[part], cos, sin)
+    return tuple(parts)
 
 
 def split_heads(x, counts, head_dim):

@@ -44,17 +44,17 @@ def ssd(
     """
     rows, T, N, P = x.shape
     G, S = B.shape[2:]
-    wide, whole = accumulator(x.dtype), jnp.dtype(jnp.int32)
-    wanted = {
+    wide, int32 = accumulator(x.dtype), jnp.dtype(jnp.int32)
+    expected = {
         "dt": (dt, (rows, T, N), wide),
         "A": (A, (N,), wide),
         "B": (B, (rows, T, G, S), x.dtype),
         "C": (C, (rows, T, G, S), x.dtype),
-        "until": (until, (rows, T), whole),
-        "prev": (prev, (rows, T), whole),
+        "until": (until, (rows, T), int32),
+        "prev": (prev, (rows, T), int32),
         "state": (state, (rows, N, S, P), wide),
     }
-    for name, (array, shape, dtype) in wanted.items():
+    for name, (array, shape, dtype) in expected.items():
         if array is not None and (array.shape != shape or array.dtype != dtype):
             raise ValueError(
                 f"ssd: {name} is {array.dtype}{list(array.shape)}, x {x.dtype}{list(x.shape)}; want"

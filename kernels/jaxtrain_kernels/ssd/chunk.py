@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtrain_kernels.recurrence.decay import decays, dot
 
 
-class Chunk(NamedTuple):
+class SsdChunk(NamedTuple):
     """What a chunk is made of, and what follows from it without any state."""
 
     C: jax.Array
@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
     """[..., G, R, S, P]: what the chunk adds to the state; wide."""
 
 
-def prepare(C, B, x, dt, log_decay) -> Chunk:
+def prepare(C, B, x, dt, log_decay) -> SsdChunk:
     """C, B [..., G, L, S], x [..., G, R, L, P], dt and log_decay = A dt [..., G, R, L, 1]."""
     dtype, dt = x.dtype, dt[..., 0]
     a = jnp.cumsum(log_decay[..., 0], -1)
@@ -45,22 +45,22 @@ def prepare(C, B, x, dt, log_decay) -> Chunk:
     M = (seen * decays(a) * dt[..., None, :]).astype(dtype)
     rest = jnp.exp(a[..., -1:] - a) * dt
     brought = dot("...gjs,...grjp->...grsp", B, rest[..., None] * x.astype(a.dtype), dtype)
-    return Chunk(C, B, x, dt, a, M, brought)
+    return SsdChunk(C, B, x, dt, a, M, brought)
 
 
-def enter(chunk: Chunk, H: jax.Array) -> tuple[None, jax.Array]:
+def enter(chunk: SsdChunk, H: jax.Array) -> tuple[None, jax.Array]:
     """(None, the state behind the chunk) for the state [..., G, R, S, P] before."""
     return None, jnp.exp(chunk.a[..., -1:])[..., None] * H + chunk.brought
 
 
-def outputs(chunk: Chunk, H: jax.Array, _: None = None) -> jax.Array:
+def outputs(chunk: SsdChunk, H: jax.Array, _: None = None) -> jax.Array:
     """y [..., G, R, L, P] for the state before the chunk."""
     dtype = chunk.x.dtype
     before = jnp.exp(chunk.a)[..., None] * dot("...gis,...grsp->...grip", chunk.C, H, dtype)
     return before + dot("...ij,...jp->...ip", chunk.M, chunk.x, dtype)
 
 
-def leave(chunk: Chunk, d_y: jax.Array, d_H: jax.Array) -> tuple[None, jax.Array]:
+def leave(chunk: SsdChunk, d_y: jax.Array, d_H: jax.Array) -> tuple[None, jax.Array]:
     """Backwards through a chunk: (None, gradient of the state before) from those of y and of the
     state behind."""
     seen = jnp.exp(chunk.a)[..., None] * d_y
@@ -68,7 +68,7 @@ def leave(chunk: Chunk, d_y: jax.Array, d_H: jax.Array) -> tuple[None, jax.Array
     return None, before + dot("...gis,...grip->...grsp", chunk.C, seen, chunk.x.dtype)
 
 
-def gradients(chunk: Chunk, H, _made, d_y, _left, d_H, behind):
+def gradients(chunk: SsdChunk, H, _made, d_y, _left, d_H, behind):
     """Of C, B, x, dt and log_decay, from the states before and behind the chunk and the gradients
     of y and of the state behind."""
     C, B, x, dt, a, M, _ = chunk
@@ -82,7 +82,7 @@ def gradients(chunk: Chunk, H, _made, d_y, _left, d_H, behind):
     d_C += jnp.exp(a)[..., None] * dot("...grip,...grsp->...gris", d_y, H, dtype)
     per_dt = dot("...grij,...gis->...grjs", d_M, C, dtype)
     per_dt += rest * dot("...grjp,...grsp->...grjs", x, d_H, dtype)
-    wide_C, wide_B = (one[..., None, :, :].astype(wide) for one in (C, B))
+    wide_C, wide_B = (x_part[..., None, :, :].astype(wide) for x_part in (C, B))
     d_dt = (wide_B * per_dt).sum(-1)
     d_a = (wide_C * d_C).sum(-1) - dt * d_dt
     d_a = d_a.at[..., -1].add((d_H * behind).sum((-2, -1)))

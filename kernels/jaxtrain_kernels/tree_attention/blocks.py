@@ -94,23 +94,23 @@ def meet(context: Context, T: int, q_block: int, k_block: int, window: int | Non
     first = (jnp.arange(T // q_block, dtype=jnp.int32) * q_block)[None, :, None]
     stop = first + q_block
     since, until = context.since, context.until
-    some = (low(since, k_block)[:, None] < stop) & (high(until, k_block)[:, None] > first)
+    any_visible = (low(since, k_block)[:, None] < stop) & (high(until, k_block)[:, None] > first)
     every = (high(since, k_block)[:, None] <= first) & (low(until, k_block)[:, None] >= stop)
     if window is not None:
         positions, keys = context.positions, context.key_positions
         nearest = low(positions, q_block)[:, :, None] - high(keys, k_block)[:, None]
         farthest = high(positions, q_block)[:, :, None] - low(keys, k_block)[:, None]
-        some &= nearest < window
+        any_visible &= nearest < window
         every &= farthest < window
-    return some, every
+    return any_visible, every
 
 
 def arrange(context: Context, T: int, window: int | None) -> tuple[Context, Arrangement]:
     """The keys in the order that leaves fewer blocks to visit, row by row: their own, or sorted by
     `until`, the last to be seen first, which in a tree takes the branches out of the trunk."""
     until = context.until
-    own = jnp.broadcast_to(jnp.arange(until.shape[1], dtype=jnp.int32)[None], until.shape)
-    _, order = lax.sort((-until, own), dimension=1, is_stable=True, num_keys=1)
+    row_order = jnp.broadcast_to(jnp.arange(until.shape[1], dtype=jnp.int32)[None], until.shape)
+    _, order = lax.sort((-until, row_order), dimension=1, is_stable=True, num_keys=1)
 
     def sorted_by(order):
         names = ("since", "until", "key_positions")
@@ -119,28 +119,28 @@ def arrange(context: Context, T: int, window: int | None) -> tuple[Context, Arra
         return context._replace(**taken)
 
     def visits(context):
-        some, _ = meet(context, T, ARRANGED, ARRANGED, window)
-        return some.sum((1, 2)).astype(jnp.float32)
+        any_visible, _ = meet(context, T, ARRANGED, ARRANGED, window)
+        return any_visible.sum((1, 2)).astype(jnp.float32)
 
     moved = visits(sorted_by(order)) < WORTH * visits(context)
-    order = jnp.where(moved[:, None], order, own)
-    rows = jnp.arange(len(own), dtype=jnp.int32)[:, None]
-    back = jnp.zeros_like(order).at[rows, order].set(own, unique_indices=True)
+    order = jnp.where(moved[:, None], order, row_order)
+    rows = jnp.arange(len(row_order), dtype=jnp.int32)[:, None]
+    back = jnp.zeros_like(order).at[rows, order].set(row_order, unique_indices=True)
     return sorted_by(order), Arrangement(order, back, moved.astype(jnp.int32))
 
 
-def lists(some, every) -> Lists:
+def lists(any_visible, every) -> Lists:
     """Lists of the last axis' blocks for every [row, block] of the first two."""
-    B, tiles, blocks = some.shape
-    some, every = some.reshape(B * tiles, blocks), every.reshape(B * tiles, blocks)
-    counts = some.sum(-1, dtype=jnp.int32)
-    slot = jnp.where(some, jnp.cumsum(some, -1, dtype=jnp.int32) - 1, blocks)
+    B, tiles, blocks = any_visible.shape
+    any_visible, every = any_visible.reshape(B * tiles, blocks), every.reshape(B * tiles, blocks)
+    counts = any_visible.sum(-1, dtype=jnp.int32)
+    slot = jnp.where(any_visible, jnp.cumsum(any_visible, -1, dtype=jnp.int32) - 1, blocks)
     code = 2 * jnp.arange(blocks, dtype=jnp.int32)[None] + (~every).astype(jnp.int32)
     tile = jnp.arange(B * tiles, dtype=jnp.int32)[:, None]
     codes = (
         jnp.zeros_like(code, shape=(B * tiles, blocks))
         .at[tile, slot]
-        .set(jnp.broadcast_to(code, some.shape), mode="drop", unique_indices=True)
+        .set(jnp.broadcast_to(code, any_visible.shape), mode="drop", unique_indices=True)
     )
     order = jnp.argsort(-counts, stable=True).astype(jnp.int32)
     return Lists(order, counts, codes)

@@ -28,7 +28,7 @@ class Case:
     v_dim: int | None = None
     """Of values; None: `head_dim`."""
     sinks: bool = False
-    layout: "Blocks | Unrolled | None" = None
+    layout: "DraftBlocks | UnrolledDraft | None" = None
     """Keys and queries beside the row's own tokens."""
 
     def intervals(self) -> dict[str, np.ndarray]:
@@ -64,7 +64,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class DraftBlocks:
     """A block-diffusion draft: queries are blocks, keys the row's tokens and then the blocks.
 
     A block sees the tokens before its anchor on the anchor's branch, and all of itself.
@@ -84,17 +84,17 @@ class Blocks:
         places = (row["positions"][anchors][:, None] + np.arange(self.size)).ravel()
         since = self.size * np.searchsorted(anchors, tokens, "right")
         until = self.size * np.searchsorted(anchors, row["until"], "left")
-        found = {
+        intervals = {
             "since": np.concatenate([since, first]),
             "until": np.concatenate([until, first + self.size]),
             "positions": places,
             "key_positions": np.concatenate([row["positions"], places]),
         }
-        return {name: array.astype(np.int32) for name, array in found.items()}
+        return {name: array.astype(np.int32) for name, array in intervals.items()}
 
 
 @dataclass(frozen=True)
-class Unrolled:
+class UnrolledDraft:
     """A draft's step `steps` of an unroll: keys are the row's tokens once for each step so far.
 
     Those of the first are seen as in any forest, later ones by the query of their own place alone.
@@ -103,11 +103,11 @@ class Unrolled:
     steps: int
 
     def intervals(self, row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        own, steps = np.arange(len(row["until"]), dtype=np.int32), self.steps
+        tokens, steps = np.arange(len(row["until"]), dtype=np.int32), self.steps
         places = [row["positions"] + step for step in range(steps + 1)]
         return {
-            "since": np.tile(own, steps + 1),
-            "until": np.concatenate([row["until"], *[own + 1] * steps]),
+            "since": np.tile(tokens, steps + 1),
+            "until": np.concatenate([row["until"], *[tokens + 1] * steps]),
             "positions": places[-1],
             "key_positions": np.concatenate(places),
         }
@@ -163,8 +163,8 @@ CASES = [
     Case("tree_h4_1_d64_softcap", small_tree, 256, 4, 1, 64, CI, softcap=2.0),
     Case("tree_h2_1_d64_window", small_tree, 256, 2, 1, 64, CI, window=17),
     Case("documents_rows2_h2_1_d64", documents, 192, 2, 1, 64, CI, rows=2),
-    Case("blocks_h2_1_d64", small_tree, 256, 2, 1, 64, CI, layout=Blocks(12, 4)),
-    Case("unrolled_h2_1_d64", small_tree, 256, 2, 1, 64, CI, layout=Unrolled(2)),
+    Case("blocks_h2_1_d64", small_tree, 256, 2, 1, 64, CI, layout=DraftBlocks(12, 4)),
+    Case("unrolled_h2_1_d64", small_tree, 256, 2, 1, 64, CI, layout=UnrolledDraft(2)),
     Case("tree8k_h16_8_d128", tree_8k, 8192, 16, 8, 128, TUNE),
     Case("tree32k_h16_8_d128", tree_32k, 32768, 16, 8, 128, TUNE),
     Case("tree32k_h32_8_d128", tree_32k, 32768, 32, 8, 128, BENCH),
@@ -179,10 +179,10 @@ CASES = [
     Case("documents32k_h16_8_d128", documents_32k, 32768, 16, 8, 128, BENCH),
     Case("documents8k_h16_8_d128", documents_8k, 8192, 16, 8, 128, BENCH),
     Case("causal32k_h16_8_d128", one_32k, 32768, 16, 8, 128, BENCH),
-    Case("blocks2k_h32_8_d128", one_2k, 2048, 32, 8, 128, BENCH, layout=Blocks(512, 16)),
-    Case("blocks8k_h32_8_d128", one_8k, 8192, 32, 8, 128, BENCH, layout=Blocks(512, 16)),
-    Case("blocks_tree8k_h32_8_d128", tree_8k, 8192, 32, 8, 128, BENCH, layout=Blocks(512, 16)),
-    Case("unrolled2k_h32_8_d128", one_2k, 2048, 32, 8, 128, BENCH, layout=Unrolled(6)),
-    Case("unrolled8k_h32_8_d128", one_8k, 8192, 32, 8, 128, BENCH, layout=Unrolled(6)),
-    Case("unrolled_tree8k_h32_8_d128", tree_8k, 8192, 32, 8, 128, BENCH, layout=Unrolled(6)),
+    Case("blocks2k_h32_8_d128", one_2k, 2048, 32, 8, 128, BENCH, layout=DraftBlocks(512, 16)),
+    Case("blocks8k_h32_8_d128", one_8k, 8192, 32, 8, 128, BENCH, layout=DraftBlocks(512, 16)),
+    Case("blocks_tree8k_h32_8_d128", tree_8k, 8192, 32, 8, 128, BENCH, layout=DraftBlocks(512, 16)),
+    Case("unrolled2k_h32_8_d128", one_2k, 2048, 32, 8, 128, BENCH, layout=UnrolledDraft(6)),
+    Case("unrolled8k_h32_8_d128", one_8k, 8192, 32, 8, 128, BENCH, layout=UnrolledDraft(6)),
+    Case("unrolled_tree8k_h32_8_d128", tree_8k, 8192, 32, 8, 128, BENCH, layout=UnrolledDraft(6)),
 ]

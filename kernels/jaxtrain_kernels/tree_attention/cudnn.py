@@ -4,7 +4,7 @@ By name only: beside our kernels it wins little (the backward of long documents)
 ones, adds up dQ in no fixed order, and needs 8 * N * H * T bytes of workspace per document in the
 backward. Whether rows are documents is data: a key's `until` is the end of its document for all of
 them. The caller says so by naming this backend; on the device the claim is checked in O(T), and
-where it fails the result is NaN, never a wrong number. Documents of one token, padding among them,
+where it fails the result is NaN, never a wrong number. PackedDocuments of one token, padding among them,
 are their own value and never reach cuDNN. Its statistics come as one row per document; they are
 kept as [B, N, T], like those of the other backends.
 """
@@ -24,7 +24,7 @@ HEAD_DIMS = (64, 128)  # those whose numerics were checked on a GPU
 MEAN = 4096  # tokens of a document that the default number of documents allows for
 
 
-class Documents(NamedTuple):
+class PackedDocuments(NamedTuple):
     """The documents of a [B, T] batch of which B * T tokens lie one after another."""
 
     starts: jax.Array
@@ -73,17 +73,21 @@ def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None,
         documents = B * (T // MEAN)
     # Two documents of a row at least: one would switch jax to the unpacked call.
     documents = max(2 * B, documents + -documents % B)
-    found = find_documents(context.until, documents)
+    documents_found = find_documents(context.until, documents)
     if context.since is not None:
         row = jnp.arange(T, dtype=jnp.int32)[None]
-        found = found._replace(ok=found.ok & (context.since == row).all())
+        documents_found = documents_found._replace(
+            ok=documents_found.ok & (context.since == row).all()
+        )
     if window is not None:
-        found = found._replace(ok=found.ok & consecutive(found, context))
-    return _attention(Options(window, scale, documents), q, k, v, found)
+        documents_found = documents_found._replace(
+            ok=documents_found.ok & consecutive(documents_found, context)
+        )
+    return _attention(Options(window, scale, documents), q, k, v, documents_found)
 
 
-def find_documents(until: jax.Array, most: int) -> Documents:
-    """Documents of two or more tokens in rows whose `until` [B, T] is each document's end."""
+def find_documents(until: jax.Array, most: int) -> PackedDocuments:
+    """PackedDocuments of two or more tokens in rows whose `until` [B, T] is each document's end."""
     B, T = until.shape
     row = jnp.arange(T, dtype=jnp.int32)[None]
     before = jnp.concatenate([jnp.zeros((B, 1), jnp.int32), until[:, :-1]], 1)
@@ -92,16 +96,16 @@ def find_documents(until: jax.Array, most: int) -> Documents:
     long = first & (until - row > 1)
     count = jnp.cumsum(long.reshape(-1), dtype=jnp.int32)
     slot = jnp.where(long.reshape(-1), count - 1, most)
-    at = jnp.arange(B * T, dtype=jnp.int32)
-    starts = jnp.full((most,), B * T, jnp.int32).at[slot].set(at, mode="drop")
+    token = jnp.arange(B * T, dtype=jnp.int32)
+    starts = jnp.full((most,), B * T, jnp.int32).at[slot].set(token, mode="drop")
     size = (until - row).reshape(-1)
     lengths = jnp.zeros((most,), jnp.int32).at[slot].set(size, mode="drop")
     held = ~(first & ~long)
     index = jnp.clip(count - 1, 0, most - 1).reshape(B, T)
-    return Documents(starts, lengths, index, held, plain & (count[-1] <= most))
+    return PackedDocuments(starts, lengths, index, held, plain & (count[-1] <= most))
 
 
-def consecutive(documents: Documents, context: Context) -> jax.Array:
+def consecutive(documents: PackedDocuments, context: Context) -> jax.Array:
     """bool: inside documents positions count up by one, and keys have those of queries."""
     positions = context.positions
     step = positions[:, 1:] - positions[:, :-1]
@@ -149,25 +153,25 @@ def _attention_bwd(options, residuals, d_out):
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def choose(documents: Documents, inside, alone):
+def choose(documents: PackedDocuments, inside, alone):
     """[B, T, N, H]: `inside` documents, `alone` elsewhere, NaN if these are no documents."""
     nan = jnp.asarray(jnp.nan, inside.dtype)
     alone = jnp.where(documents.ok, alone, nan)
     return jnp.where((documents.held & documents.ok)[..., None, None], inside, alone)
 
 
-def by_token(documents: Documents, lse_GNT):
+def by_token(documents: PackedDocuments, lse_GNT):
     """[G, N, T] from each document's start -> [B, N, T]."""
     B, T = documents.index.shape
-    at = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
-    offset = jnp.clip(at - documents.starts[documents.index], 0, T - 1)
+    token = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
+    offset = jnp.clip(token - documents.starts[documents.index], 0, T - 1)
     lse_BTN = lse_GNT.swapaxes(1, 2)[documents.index, offset]
     return jnp.where(documents.held[..., None], lse_BTN, 0.0).swapaxes(1, 2)
 
 
-def by_document(documents: Documents, lse_BNT):
+def by_document(documents: PackedDocuments, lse_BNT):
     """The inverse of `by_token`; what lies behind a document's end is arbitrary but finite."""
     B, N, T = lse_BNT.shape
     flat = lse_BNT.swapaxes(0, 1).reshape(N, B * T)
-    at = documents.starts[:, None] + lax.broadcasted_iota(jnp.int32, (1, T), 1)
-    return flat[:, jnp.clip(at, 0, B * T - 1)].swapaxes(0, 1)
+    token = documents.starts[:, None] + lax.broadcasted_iota(jnp.int32, (1, T), 1)
+    return flat[:, jnp.clip(token, 0, B * T - 1)].swapaxes(0, 1)

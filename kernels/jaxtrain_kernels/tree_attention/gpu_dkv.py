@@ -95,9 +95,9 @@ class Scratch(NamedTuple):
 
 
 def make_scratch(
-    dims: tuple[int, int], dtype, window: int | None, config: Config, more: int = 0
+    dims: tuple[int, int], dtype, window: int | None, config: Config, extra_numbers: int = 0
 ) -> Scratch:
-    """dims: of keys and of values; more: further numbers of each query, which come with Q."""
+    """dims: of keys and of values; extra_numbers: further numbers of each query, which come with Q."""
     stages, block = config.q_stages, config.q_block
     per_query = plgpu.SMEM((stages, block), jnp.float32)
     free = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
@@ -110,12 +110,12 @@ def make_scratch(
         q=q,
         d_out=d_out,
         lse=per_query,
-        delta=plgpu.SMEM(((1 + more) * stages, block), jnp.float32),
+        delta=plgpu.SMEM(((1 + extra_numbers) * stages, block), jnp.float32),
         positions=None if window is None else plgpu.SMEM((stages, block), jnp.int32),
         kv_ready=plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2),  # K and V
         # One arrival for each copy: Q, lse, delta and, with a window, positions.
         q_ready=plgpu.Barrier(
-            num_barriers=stages, num_arrivals=(3 if window is None else 4) + more
+            num_barriers=stages, num_arrivals=(3 if window is None else 4) + extra_numbers
         ),
         d_out_ready=plgpu.Barrier(num_barriers=stages),
         q_free=free,
@@ -124,7 +124,7 @@ def make_scratch(
     )
 
 
-class Own(NamedTuple):
+class KeyShare(NamedTuple):
     """The 64 keys of a compute warpgroup."""
 
     rows: pl.Slice
@@ -157,7 +157,7 @@ class Step(NamedTuple):
     v: jax.Ref | jax.Array
 
 
-class Tile(NamedTuple):
+class KeyTile(NamedTuple):
     """A thread block's keys, and its way through the queries: all blocks of the tile's list for the
     first query head of the key head, then for the next."""
 
@@ -196,7 +196,7 @@ class Tile(NamedTuple):
     def head(self, step):
         return self.kv_head * self.heads + lax.div(lax.max(step, 0), lax.max(self.count, 1))
 
-    def load_keys(self, group, shared: bool) -> Own:
+    def load_keys(self, group, shared: bool) -> KeyShare:
         """A compute warpgroup fetches its own keys, or the first of them what both share."""
         smem, keys = self.smem, self.keys
         if shared:
@@ -207,9 +207,9 @@ class Tile(NamedTuple):
 
         @pl.when(group == 0 if shared else True)
         def _():
-            moved, place = gpu_tiles.is_moved(keys, self.row), (self.row, rows, self.kv_head)
-            gpu_tiles.copy_block(moved, keys, "k", place, smem.k.at[held], ready)
-            gpu_tiles.copy_block(moved, keys, "v", place, smem.v.at[held], ready)
+            moved, source = gpu_tiles.is_moved(keys, self.row), (self.row, rows, self.kv_head)
+            gpu_tiles.copy_block(moved, keys, "k", source, smem.k.at[held], ready)
+            gpu_tiles.copy_block(moved, keys, "v", source, smem.v.at[held], ready)
 
         def of_rows(ref):
             layout = plgpu.Layout.WGMMA.reduce(1)  # that of rows of scores: no exchange is needed
@@ -221,22 +221,22 @@ class Tile(NamedTuple):
         since, until = of_rows(keys.since), of_rows(keys.until)
         positions = None if self.settings.window is None else of_rows(keys.positions)
         plgpu.barrier_wait(ready)
-        return Own(rows, first, held, columns, since, until, positions)
+        return KeyShare(rows, first, held, columns, since, until, positions)
 
-    def enter(self, i, code, own: Own) -> Step:
+    def enter(self, i, code, key_share: KeyShare) -> Step:
         """Wait for a step's queries."""
         plgpu.barrier_wait(self.smem.q_ready.at[self.slot(i)])
-        return self.at(i, code, own)
+        return self.at(i, code, key_share)
 
-    def at(self, i, code, own: Own) -> Step:
+    def at(self, i, code, key_share: KeyShare) -> Step:
         """A step whose queries were waited for."""
         slot, part = self.slot(i), self.part(i)
         first = lax.shift_right_logical(code, 1) * self.config.q_block
         # Opaque, or the addresses of wgmma's operands are computed ahead of the loop and spill.
-        here = pl.ds(pl.multiple_of(opaque(jnp.int32(own.first)), ROWS), ROWS)
+        share_rows = pl.ds(pl.multiple_of(opaque(jnp.int32(key_share.first)), ROWS), ROWS)
         lse, delta, k, v = self.smem.lse, self.smem.delta, self.smem.k, self.smem.v
         numbers = lse.at[slot], delta.at[slot]
-        return Step(i, code, slot, part, first, *numbers, k.at[here], v.at[here])
+        return Step(i, code, slot, part, first, *numbers, k.at[share_rows], v.at[share_rows])
 
     def give_back_queries(self, i):
         """Of a step whose dK is done; of the one before the first, nothing."""
@@ -245,7 +245,7 @@ class Tile(NamedTuple):
         def _():
             plgpu.barrier_arrive(self.smem.q_free.at[self.slot(i)])
 
-    def weights(self, score, step: Step, own: Own):
+    def weights(self, score, step: Step, key_share: KeyShare):
         """Of raw scores: P in low precision, and dS / (dP - delta)."""
         settings, smem, shape = self.settings, self.smem, (ROWS, step.part.size)
         wgmma = plgpu.Layout.WGMMA
@@ -263,10 +263,10 @@ class Tile(NamedTuple):
         def masked():
             q_index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=wgmma)
             q_index += step.first
-            seen = (q_index >= across(own.since)) & (q_index < across(own.until))
+            seen = (q_index >= across(key_share.since)) & (q_index < across(key_share.until))
             if settings.window is not None:
                 position = plgpu.load(smem.positions.at[step.slot], layout=wgmma.reduce(0))
-                seen &= column(position) - across(own.positions) < settings.window
+                seen &= column(position) - across(key_share.positions) < settings.window
             return jnp.where(seen, weight, 0.0)
 
         weight = lax.cond((step.code & 1) == 1, masked, lambda: weight)
@@ -275,7 +275,7 @@ class Tile(NamedTuple):
             slope = low if settings.softcap is None else slope.astype(low.dtype)
         return low, slope
 
-    def d_weights(self, low, dv, step: Step, own: Own, first: bool = True):
+    def d_weights(self, low, dv, step: Step, key_share: KeyShare, first: bool = True):
         """dP' = V dO', and behind it, still running on return, dV += P' dO; if `tight`, dV first,
         and both are done. first: of the step's parts, which waits for dO."""
         smem = self.smem
@@ -284,13 +284,13 @@ class Tile(NamedTuple):
             if first:
                 plgpu.barrier_wait(smem.d_out_ready.at[step.slot])
             if self.tight:
-                plgpu.wgmma(dv, low, smem.d_out.at[step.part, own.columns])
+                plgpu.wgmma(dv, low, smem.d_out.at[step.part, key_share.columns])
                 if self.settings.softcap is not None:
                     plgpu.wgmma_wait(0)  # P' makes room: dS' is made of another number
                 plgpu.wgmma(ref, step.v, smem.d_out.at[step.part].transpose((1, 0)))
                 return ref[...]
             plgpu.wgmma(ref, step.v, smem.d_out.at[step.part].transpose((1, 0)))
-            plgpu.wgmma(dv, low, smem.d_out.at[step.part, own.columns])
+            plgpu.wgmma(dv, low, smem.d_out.at[step.part, key_share.columns])
             return plgpu.wgmma_accumulator_load(ref, wait_n=1)
 
         return pl.run_scoped(multiply, plgpu.ACC((ROWS, step.part.size), jnp.float32))
@@ -304,9 +304,9 @@ class Tile(NamedTuple):
             slope = lax.optimization_barrier(slope).astype(jnp.float32)
         return (slope * (d_weight - delta)).astype(self.queries.q.dtype)
 
-    def leave(self, ds, dk, step: Step, own: Own):
+    def leave(self, ds, dk, step: Step, key_share: KeyShare):
         """Queue dK += dS' Q and give dO back; Q is given back a step later."""
-        plgpu.wgmma(dk, ds, self.smem.q.at[step.part, own.columns])
+        plgpu.wgmma(dk, ds, self.smem.q.at[step.part, key_share.columns])
         self.give_back_d_out(step)
 
     def give_back_d_out(self, step: Step):
@@ -320,21 +320,21 @@ class Tile(NamedTuple):
         plgpu.barrier_arrive(self.smem.finished)
         plgpu.barrier_wait(self.smem.finished)
 
-    def hold_result(self, dk, dv, own: Own):
+    def hold_result(self, dk, dv, key_share: KeyShare):
         """Keys and values are used up: their buffers take the result."""
         dtype = self.queries.q.dtype
-        self.smem.k[own.held, own.columns] = (dk * self.settings.scale).astype(dtype)
-        self.smem.v[own.held, own.columns] = dv.astype(dtype)
+        self.smem.k[key_share.held, key_share.columns] = (dk * self.settings.scale).astype(dtype)
+        self.smem.v[key_share.held, key_share.columns] = dv.astype(dtype)
         plgpu.commit_smem()
 
-    def send_result(self, dk_ref, dv_ref, own: Own):
-        place = (self.row, own.rows, self.kv_head)
-        plgpu.copy_smem_to_gmem(self.smem.k.at[own.held], dk_ref.at[place])
-        plgpu.copy_smem_to_gmem(self.smem.v.at[own.held], dv_ref.at[place])
+    def send_result(self, dk_ref, dv_ref, key_share: KeyShare):
+        target = (self.row, key_share.rows, self.kv_head)
+        plgpu.copy_smem_to_gmem(self.smem.k.at[key_share.held], dk_ref.at[target])
+        plgpu.copy_smem_to_gmem(self.smem.v.at[key_share.held], dv_ref.at[target])
 
-    def serve(self, more=None):
+    def serve(self, extra_numbers=None):
         """All that the memory warpgroup does: each step's queries into a slot that is free.
-        more: float32 [B, N, T], which goes behind delta."""
+        extra_numbers: float32 [B, N, T], which goes behind delta."""
         plgpu.set_max_registers(self.config.memory_registers, action="decrease")
         smem, queries, stages = self.smem, self.queries, self.config.q_stages
         block, row = self.config.q_block, self.row
@@ -358,8 +358,8 @@ class Tile(NamedTuple):
                 plgpu.barrier_wait(smem.d_out_free.at[slot])
 
             numbers = [(queries.lse, smem.lse.at[slot]), (queries.delta, smem.delta.at[slot])]
-            if more is not None:
-                numbers.append((more, smem.delta.at[stages + slot]))
+            if extra_numbers is not None:
+                numbers.append((extra_numbers, smem.delta.at[stages + slot]))
             for source, target in numbers:
                 plgpu.copy_gmem_to_smem(source.at[row, head, rows], target, ready)
             if smem.positions is not None:
@@ -377,7 +377,9 @@ class Tile(NamedTuple):
             plgpu.barrier_wait(smem.d_out_free.at[self.slot(i)])
 
 
-def begin(queries: Queries, keys: Keys, smem: Scratch, settings: Settings, config: Config) -> Tile:
+def begin(
+    queries: Queries, keys: Keys, smem: Scratch, settings: Settings, config: Config
+) -> KeyTile:
     """The tile of this thread block: those of one key tile follow each other, a key head each."""
     S, K, H = keys.k.shape[1:]
     heads, num_tiles = queries.q.shape[2] // K, S // key_tile(H)
@@ -386,8 +388,8 @@ def begin(queries: Queries, keys: Keys, smem: Scratch, settings: Settings, confi
     tile = keys.lists.order[lax.div(program, jnp.int32(K))]
     row, index = lax.div(tile, jnp.int32(num_tiles)), lax.rem(tile, jnp.int32(num_tiles))
     count = keys.lists.counts[tile]
-    place = (tile, row, index, kv_head, count, count * heads)
-    return Tile(queries, keys, smem, settings, config, heads, *place)
+    target = (tile, row, index, kv_head, count, count * heads)
+    return KeyTile(queries, keys, smem, settings, config, heads, *target)
 
 
 def dkv(
@@ -407,22 +409,22 @@ def dkv(
         @pl.when(group < WARPGROUPS)
         def compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            own = tile.load_keys(group, shared)
+            key_share = tile.load_keys(group, shared)
 
             def accumulate(dk, dv):
                 def step(i, code):
                     next_code = tile.code(i + 1)
-                    now = tile.enter(i, code, own)
+                    current = tile.enter(i, code, key_share)
 
                     def scores(ref):
-                        plgpu.wgmma(ref, now.k, smem.q.at[now.part].transpose((1, 0)))
+                        plgpu.wgmma(ref, current.k, smem.q.at[current.part].transpose((1, 0)))
                         return ref[...]  # waits for everything queued: dK of the step before, too
 
                     score = pl.run_scoped(scores, plgpu.ACC((ROWS, bq), jnp.float32))
                     tile.give_back_queries(i - 1)  # its dK, which ran behind, has read them
-                    low, slope = tile.weights(score, now, own)
-                    ds = tile.d_scores(slope, tile.d_weights(low, dv, now, own), now)
-                    tile.leave(ds, dk, now, own)
+                    low, slope = tile.weights(score, current, key_share)
+                    ds = tile.d_scores(slope, tile.d_weights(low, dv, current, key_share), current)
+                    tile.leave(ds, dk, current, key_share)
                     return next_code
 
                 lax.fori_loop(0, tile.steps, step, tile.code(0))
@@ -437,10 +439,12 @@ def dkv(
             dk, dv = pl.run_scoped(accumulate, *accs)
             if shared:  # the other half of the columns comes from keys that this one overwrites
                 tile.meet()
-            tile.hold_result(dk, dv, own)
+            tile.hold_result(dk, dv, key_share)
             if shared:  # one of them sends both halves
                 tile.meet()
-            pl.when(group == 0 if shared else True)(lambda: tile.send_result(dk_ref, dv_ref, own))
+            pl.when(group == 0 if shared else True)(
+                lambda: tile.send_result(dk_ref, dv_ref, key_share)
+            )
             plgpu.wait_smem_to_gmem(0)
 
         pl.when(group == WARPGROUPS)(tile.serve)

@@ -60,7 +60,7 @@ class Scratch(NamedTuple):
     d_out: jax.Ref
     """[buffers, ROWS, V]."""
     ready: jax.Ref
-    ring: gpu_tiles.Ring
+    ring: gpu_tiles.KeyRing
 
 
 def dq(queries: Queries, keys: Keys, settings: Settings, config: Config) -> jax.Array:
@@ -69,7 +69,7 @@ def dq(queries: Queries, keys: Keys, settings: Settings, config: Config) -> jax.
     B, T, N, H = q.shape
     V = keys.v.shape[-1]
     bk, tile_stages = config.k_block, config.tile_stages
-    shape = gpu_tiles.Shape(bk, config.k_stages, config.v_stages)
+    shape = gpu_tiles.RingShape(bk, config.k_stages, config.v_stages)
     late = config.k_stages > 1  # release a key slot one step late, behind the next step's scores
     num_tiles = T // TILE
     programs = gpu_tiles.num_programs(config.programs, B * num_tiles * N)
@@ -87,21 +87,21 @@ def dq(queries: Queries, keys: Keys, settings: Settings, config: Config) -> jax.
         def buffer_of(turn):
             return lax.rem(turn, jnp.int32(tile_stages)) * WARPGROUPS
 
-        def load_queries(turn, place):
-            rows, mine = pl.ds(place.first + group * ROWS, ROWS), buffer_of(turn) + group
+        def load_queries(turn, location):
+            rows, buffer = pl.ds(location.first + group * ROWS, ROWS), buffer_of(turn) + group
             for source, target in ((queries.q, smem.q), (queries.d_out, smem.d_out)):
-                part = source.at[place.row, rows, place.head]
-                plgpu.copy_gmem_to_smem(part, target.at[mine], smem.ready.at[mine])
+                part = source.at[location.row, rows, location.head]
+                plgpu.copy_gmem_to_smem(part, target.at[buffer], smem.ready.at[buffer])
 
         @pl.when(group < WARPGROUPS)
         def compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
 
-            load_queries(jnp.int32(0), schedule.first_place())
+            load_queries(jnp.int32(0), schedule.first_location())
 
-            def work(now):
-                row, first, head, _ = now.place
-                first, mine = first + group * ROWS, buffer_of(now.turn) + group
+            def work(visit):
+                row, first, head, _ = visit.location
+                first, buffer = first + group * ROWS, buffer_of(visit.turn) + group
                 rows = pl.ds(first, ROWS)
 
                 def of_rows(ref):
@@ -112,23 +112,23 @@ def dq(queries: Queries, keys: Keys, settings: Settings, config: Config) -> jax.
                 position = None
                 if window is not None:
                     position = of_rows(keys.query_positions.at[row, rows])
-                plgpu.barrier_wait(smem.ready.at[mine])
+                plgpu.barrier_wait(smem.ready.at[buffer])
                 q_held = do_held = None
                 if config.in_registers:
-                    q_held = plgpu.load(smem.q.at[mine], layout=wgmma)
-                    do_held = plgpu.load(smem.d_out.at[mine], layout=wgmma)
+                    q_held = plgpu.load(smem.q.at[buffer], layout=wgmma)
+                    do_held = plgpu.load(smem.d_out.at[buffer], layout=wgmma)
 
                 def accumulate(dq):
                     def step(i, code):
-                        next_code = gpu_tiles.next_code_of(keys, now, i)
-                        ks, vs = shape.k_slot(now.before + i), shape.v_slot(now.before + i)
+                        next_code = gpu_tiles.next_code_of(keys, visit, i)
+                        ks, vs = shape.k_slot(visit.before + i), shape.v_slot(visit.before + i)
                         # Opaque, or addresses are computed ahead of the loop and spill.
-                        mine = opaque(buffer_of(now.turn) + group)
+                        buffer = opaque(buffer_of(visit.turn) + group)
                         plgpu.barrier_wait(ring.k_ready.at[ks])
 
                         def scores(ref):
-                            left = q_held if config.in_registers else smem.q.at[mine]
-                            plgpu.wgmma(ref, left, ring.k.at[ks].transpose((1, 0)))
+                            lhs = q_held if config.in_registers else smem.q.at[buffer]
+                            plgpu.wgmma(ref, lhs, ring.k.at[ks].transpose((1, 0)))
                             return ref[...]
 
                         def across(x):
@@ -138,7 +138,7 @@ def dq(queries: Queries, keys: Keys, settings: Settings, config: Config) -> jax.
 
                         @pl.when(late & (i > 0))
                         def _():  # dQ of the step before, which ran behind, has read its keys
-                            plgpu.barrier_arrive(ring.k_free.at[shape.k_slot(now.before + i - 1)])
+                            plgpu.barrier_arrive(ring.k_free.at[shape.k_slot(visit.before + i - 1)])
 
                         score = settings.capped(score)
                         weight = jnp.exp2(score * logit_scale - across(lse))
@@ -152,8 +152,8 @@ def dq(queries: Queries, keys: Keys, settings: Settings, config: Config) -> jax.
                         plgpu.barrier_wait(ring.v_ready.at[vs])
 
                         def d_weights(ref):
-                            left = do_held if config.in_registers else smem.d_out.at[mine]
-                            plgpu.wgmma(ref, left, ring.v.at[vs].transpose((1, 0)))
+                            lhs = do_held if config.in_registers else smem.d_out.at[buffer]
+                            plgpu.wgmma(ref, lhs, ring.v.at[vs].transpose((1, 0)))
                             return ref[...]
 
                         d_weight = pl.run_scoped(d_weights, plgpu.ACC((ROWS, bk), jnp.float32))
@@ -165,12 +165,12 @@ def dq(queries: Queries, keys: Keys, settings: Settings, config: Config) -> jax.
                             plgpu.barrier_arrive(ring.k_free.at[ks])
                         return next_code
 
-                    lax.fori_loop(0, now.count, step, now.code)
+                    lax.fori_loop(0, visit.count, step, visit.code)
                     result = dq[...]
 
-                    @pl.when(late & (now.count > 0))
+                    @pl.when(late & (visit.count > 0))
                     def _():
-                        last = shape.k_slot(now.before + now.count - 1)
+                        last = shape.k_slot(visit.before + visit.count - 1)
                         plgpu.barrier_arrive(ring.k_free.at[last])
 
                     return result
@@ -178,13 +178,15 @@ def dq(queries: Queries, keys: Keys, settings: Settings, config: Config) -> jax.
                 result = pl.run_scoped(accumulate, plgpu.ACC((ROWS, H), jnp.float32))
                 if tile_stages > 1:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
-                    pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
-                smem.q[mine] = (result * settings.scale).astype(q.dtype)  # the queries are used up
+                    pl.when(visit.has_next)(lambda: load_queries(visit.turn + 1, visit.following))
+                smem.q[buffer] = (result * settings.scale).astype(
+                    q.dtype
+                )  # the queries are used up
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(smem.q.at[mine], dq_ref.at[row, rows, head])
+                plgpu.copy_smem_to_gmem(smem.q.at[buffer], dq_ref.at[row, rows, head])
                 if tile_stages == 1:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
+                    pl.when(visit.has_next)(lambda: load_queries(visit.turn + 1, visit.following))
 
             schedule.go_through(work)
             plgpu.wait_smem_to_gmem(0)

@@ -87,7 +87,7 @@ class Scratch(NamedTuple):
     ds_ready: jax.Ref
 
 
-class Pending(NamedTuple):
+class PendingStep(NamedTuple):
     """A step whose dQ is yet to be added."""
 
     code: jax.Array
@@ -148,22 +148,24 @@ def _run(
         @pl.when(group < WARPGROUPS)
         def compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            own = tile.load_keys(group, shared=False)
+            key_share = tile.load_keys(group, shared=False)
             held = {}
             if config.in_registers:
                 names = ["v"] if config.ahead else ["k", "v"]
-                held = {n: plgpu.load(getattr(smem, n).at[own.held], layout=wgmma) for n in names}
+                held = {
+                    n: plgpu.load(getattr(smem, n).at[key_share.held], layout=wgmma) for n in names
+                }
 
             def divide_keys():
                 columns = scales.columns.at[tile.row, tile.kv_head]
                 columns = plgpu.load(columns, layout=wgmma.reduce(0), optimized=False)
-                k = plgpu.load(smem.k.at[own.held], layout=wgmma)
+                k = plgpu.load(smem.k.at[key_share.held], layout=wgmma)
                 k = k.astype(jnp.float32) / lax.broadcast_in_dim(columns, (ROWS, H), [1])
-                extra.k[own.held] = k.astype(dtype)
+                extra.k[key_share.held] = k.astype(dtype)
 
             def parts_of(i, code):
                 """A step's queries in parts."""
-                step = tile.at(i, code, own)._replace(**held)
+                step = tile.at(i, code, key_share)._replace(**held)
                 return [
                     step._replace(
                         part=pl.ds(step.part.start + start, part),
@@ -174,8 +176,8 @@ def _run(
                     for start in starts
                 ]
 
-            def scores(ref, now):
-                plgpu.wgmma(ref, now.k, smem.q.at[now.part].transpose((1, 0)))
+            def scores(ref, step_part):
+                plgpu.wgmma(ref, step_part.k, smem.q.at[step_part.part].transpose((1, 0)))
 
             def q_gradient(ref, i):
                 """Queue this group's share of dQ of a step: dS of both groups times all keys."""
@@ -195,23 +197,23 @@ def _run(
                     units = units.at[pl.ds(group * ROWS, ROWS)]
                 return plgpu.load(units, layout=wgmma.reduce(1))
 
-            def add_q_gradient(value, i, pending: Pending):
+            def add_q_gradient(value, i, pending: PendingStep):
                 first = pl.multiple_of(lax.shift_right_logical(pending.code, 1) * bq, bq)
                 if by_columns:
                     columns = pl.ds(group * width, width)
                 else:
                     first, columns = first + group * ROWS, slice(None)
-                place = (tile.row, pl.ds(first, ROWS), tile.head(i), columns)
+                target = (tile.row, pl.ds(first, ROWS), tile.head(i), columns)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffer's piece before
                 value *= lax.broadcast_in_dim(pending.units, (ROWS, width), [0])
                 extra.dq[group] = nearest_int(value, wgmma)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(extra.dq.at[group], dq_ref.at[place], reduction_op="add")
+                plgpu.copy_smem_to_gmem(extra.dq.at[group], dq_ref.at[target], reduction_op="add")
 
             def hold(ds, i, start):
                 """dS' into its slot, from query `start` of the step on."""
-                place = pl.ds(pl.multiple_of(ds_slot(i) * TILE + group * ROWS, ROWS), ROWS)
-                extra.ds[place, start : start + ds.shape[1]] = ds
+                rows = pl.ds(pl.multiple_of(ds_slot(i) * TILE + group * ROWS, ROWS), ROWS)
+                extra.ds[rows, start : start + ds.shape[1]] = ds
                 plgpu.commit_smem()
                 if start + ds.shape[1] == bq:
                     plgpu.barrier_arrive(extra.ds_ready)
@@ -219,33 +221,33 @@ def _run(
             def in_turn(dk, dv, parts, pending):
                 """A step whose scores are queued in it."""
                 plgpu.barrier_wait(smem.q_ready.at[parts[0].slot])
-                for start, now in zip(starts, parts, strict=True):
+                for start, step_part in zip(starts, parts, strict=True):
 
-                    def multiply(s_acc, *dq_acc, now=now):
-                        scores(s_acc, now)
+                    def multiply(s_acc, *dq_acc, step_part=step_part):
+                        scores(s_acc, step_part)
                         if dq_acc:
-                            q_gradient(*dq_acc, now.i - 1)
+                            q_gradient(*dq_acc, step_part.i - 1)
                         # Of the two in the queue, the scores come first.
                         score = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(dq_acc))
                         if dq_acc:
                             d_query = plgpu.wgmma_accumulator_load(*dq_acc)
-                            add_q_gradient(d_query, now.i - 1, pending)
-                            tile.give_back_queries(now.i - 1)
-                        low, slope = tile.weights(score, now, own)
-                        d_weight = tile.d_weights(low, dv, now, own, first=bool(dq_acc))
-                        return tile.d_scores(slope, d_weight, now)
+                            add_q_gradient(d_query, step_part.i - 1, pending)
+                            tile.give_back_queries(step_part.i - 1)
+                        low, slope = tile.weights(score, step_part, key_share)
+                        d_weight = tile.d_weights(low, dv, step_part, key_share, first=bool(dq_acc))
+                        return tile.d_scores(slope, d_weight, step_part)
 
                     ds = pl.run_scoped(multiply, s_part, *([dq_part] if start == 0 else []))
-                    hold(ds, now.i, start)
+                    hold(ds, step_part.i, start)
                     if start + part == bq:
-                        units = units_of(now)
-                    plgpu.wgmma(dk, ds, smem.q.at[now.part])
-                tile.give_back_d_out(now)
+                        units = units_of(step_part)
+                    plgpu.wgmma(dk, ds, smem.q.at[step_part.part])
+                tile.give_back_d_out(step_part)
                 return units
 
-            def queue_scores(s_acc, now):
+            def queue_scores(s_acc, step_part):
                 s_acc[...] = plgpu.layout_cast(jnp.zeros((ROWS, part), jnp.float32), wgmma)
-                scores(s_acc, now)
+                scores(s_acc, step_part)
 
             def ahead(s_acc, dk, dv, parts, pending, next_code):
                 """A step whose first scores are queued; queues those of the next."""
@@ -254,38 +256,40 @@ def _run(
                 def queue_next(start):
                     if start + part < bq:
                         return queue_scores(s_acc, parts[starts.index(start) + 1])
-                    more = i + 1 < tile.steps
+                    has_next = i + 1 < tile.steps
 
-                    @pl.when(more)
+                    @pl.when(has_next)
                     def _():
                         plgpu.barrier_wait(smem.q_ready.at[tile.slot(i + 1)])
 
                     # Past the last step those of that again, which nobody reads.
-                    queue_scores(s_acc, parts_of(lax.select(more, i + 1, i), next_code)[0])
+                    queue_scores(s_acc, parts_of(lax.select(has_next, i + 1, i), next_code)[0])
 
                 plgpu.barrier_wait(smem.d_out_ready.at[slot])
-                for start, now in zip(starts, parts, strict=True):
+                for start, step_part in zip(starts, parts, strict=True):
 
-                    def multiply(dp_acc, *dq_acc, start=start, now=now):
-                        minus_delta = plgpu.load(now.delta, layout=wgmma.reduce(0))
+                    def multiply(dp_acc, *dq_acc, start=start, step_part=step_part):
+                        minus_delta = plgpu.load(step_part.delta, layout=wgmma.reduce(0))
                         dp_acc[...] = lax.broadcast_in_dim(minus_delta, (ROWS, part), [1])
-                        plgpu.wgmma(dp_acc, now.v, smem.d_out.at[now.part].transpose((1, 0)))
+                        plgpu.wgmma(
+                            dp_acc, step_part.v, smem.d_out.at[step_part.part].transpose((1, 0))
+                        )
                         # Behind the scores are dK of the part before, and dP'.
                         score = plgpu.wgmma_accumulator_load(s_acc, wait_n=2)
-                        low, slope = tile.weights(score, now, own)
+                        low, slope = tile.weights(score, step_part, key_share)
                         plgpu.wgmma_wait(1)  # that dK
                         if dq_acc:
                             tile.give_back_queries(i - 1)
                             q_gradient(*dq_acc, i - 1)
                         else:
                             queue_next(start)
-                        plgpu.wgmma(dv, low, smem.d_out.at[now.part])
+                        plgpu.wgmma(dv, low, smem.d_out.at[step_part.part])
                         d_weight = plgpu.wgmma_accumulator_load(dp_acc, wait_n=2)
                         ds = (slope * d_weight).astype(dtype)
                         hold(ds, i, start)
                         if dq_acc:
                             queue_next(start)
-                        plgpu.wgmma(dk, ds, smem.q.at[now.part])
+                        plgpu.wgmma(dk, ds, smem.q.at[step_part.part])
                         if dq_acc:  # behind it are dV, scores and dK
                             d_query = plgpu.wgmma_accumulator_load(*dq_acc, wait_n=3)
                             add_q_gradient(d_query, i - 1, pending)
@@ -309,10 +313,10 @@ def _run(
                         units = ahead(*s_acc, dk, dv, parts, pending, next_code)
                     else:
                         units = in_turn(dk, dv, parts, pending)
-                    return next_code, Pending(code, units)
+                    return next_code, PendingStep(code, units)
 
                 none = plgpu.layout_cast(jnp.zeros(ROWS, jnp.float32), wgmma.reduce(1))
-                start = first, Pending(first, none)
+                start = first, PendingStep(first, none)
                 _, pending = lax.fori_loop(0, tile.steps, step, start)
                 result = dk[...], dv[...]
                 tile.give_back_queries(tile.steps - 1)
@@ -334,11 +338,11 @@ def _run(
                 hold(plgpu.layout_cast(zeros, wgmma), -1, 0)
 
             sizes = part, width, H
-            s_part, dq_part, whole = (plgpu.ACC((ROWS, size), jnp.float32) for size in sizes)
-            more = [s_part] if config.ahead else []
-            dk, dv = pl.run_scoped(accumulate, whole, whole, *more)
-            tile.hold_result(dk, dv, own)
-            tile.send_result(dk_ref, dv_ref, own)
+            s_part, dq_part, full_acc = (plgpu.ACC((ROWS, size), jnp.float32) for size in sizes)
+            extra_accs = [s_part] if config.ahead else []
+            dk, dv = pl.run_scoped(accumulate, full_acc, full_acc, *extra_accs)
+            tile.hold_result(dk, dv, key_share)
+            tile.send_result(dk_ref, dv_ref, key_share)
             plgpu.wait_smem_to_gmem(0)
 
         pl.when(group == WARPGROUPS)(lambda: tile.serve(scales.units))
@@ -354,7 +358,7 @@ def _run(
             kernel,
             "tree_attention_bwd",
             [jax.ShapeDtypeStruct(keys.k.shape, keys.k.dtype)] * 2,
-            [extra, gpu_dkv.make_scratch((H, H), dtype, settings.window, config, more=1)],
+            [extra, gpu_dkv.make_scratch((H, H), dtype, settings.window, config, extra_numbers=1)],
             [queries, keys, scales, dq_sum],
             grid={"program": B * S // gpu_dkv.key_tile(H) * K},
             warpgroups=WARPGROUPS,

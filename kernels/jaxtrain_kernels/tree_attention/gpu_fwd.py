@@ -69,7 +69,7 @@ class Scratch(NamedTuple):
     q_ready: jax.Ref
     turn: jax.Ref
     """Hands the tensor cores from one compute warpgroup to the other."""
-    ring: gpu_tiles.Ring
+    ring: gpu_tiles.KeyRing
 
 
 def forward(
@@ -91,7 +91,7 @@ def forward(
     bk, q_stages = config.k_block, config.q_stages
     num_tiles = T // TILE
     programs = gpu_tiles.num_programs(config.programs, B * num_tiles * N * parts)
-    shape = gpu_tiles.Shape(bk, config.stages, config.stages)
+    shape = gpu_tiles.RingShape(bk, config.stages, config.stages)
     logit_scale = settings.logit_scale
     wgmma = plgpu.Layout.WGMMA
     per_row = wgmma.reduce(1)
@@ -106,10 +106,12 @@ def forward(
         def buffer_of(turn):
             return lax.rem(turn, jnp.int32(q_stages)) * WARPGROUPS
 
-        def load_queries(turn, place):
-            mine = buffer_of(turn) + group
-            source = q_ref.at[place.row, pl.ds(place.first + group * ROWS, ROWS), place.head]
-            plgpu.copy_gmem_to_smem(source, smem.q.at[mine], smem.q_ready.at[mine])
+        def load_queries(turn, location):
+            buffer = buffer_of(turn) + group
+            source = q_ref.at[
+                location.row, pl.ds(location.first + group * ROWS, ROWS), location.head
+            ]
+            plgpu.copy_gmem_to_smem(source, smem.q.at[buffer], smem.q_ready.at[buffer])
 
         # `turn` completes when both have arrived. A warpgroup arrives twice in a step, when its
         # scores are queued and when its weights are ready, and always meets the other at the other
@@ -121,25 +123,25 @@ def forward(
         @pl.when(group < WARPGROUPS)
         def compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            load_queries(jnp.int32(0), schedule.first_place())
+            load_queries(jnp.int32(0), schedule.first_location())
             if not config.ahead:
                 pl.when(group == 1)(take_turns)
 
-            def work(now):
-                row, first, head, part = now.place
-                first, mine = first + group * ROWS, buffer_of(now.turn) + group
+            def work(visit):
+                row, first, head, part = visit.location
+                first, buffer = first + group * ROWS, buffer_of(visit.turn) + group
                 rows = pl.ds(first, ROWS)
-                before, count = now.before, now.count
+                before, count = visit.before, visit.count
                 position = None
                 if window is not None:
                     position = plgpu.load(
                         keys.query_positions.at[row, rows], layout=per_row, optimized=False
                     )
-                plgpu.barrier_wait(smem.q_ready.at[mine])
-                held = plgpu.load(smem.q.at[mine], layout=wgmma) if config.in_registers else None
+                plgpu.barrier_wait(smem.q_ready.at[buffer])
+                held = plgpu.load(smem.q.at[buffer], layout=wgmma) if config.in_registers else None
                 top = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), per_row)
                 total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row)
-                start = (top, total, now.code)
+                start = (top, total, visit.code)
 
                 def across(x, width):
                     return lax.broadcast_in_dim(x, (ROWS, width), [0])
@@ -166,9 +168,9 @@ def forward(
                 def scores(ref, slot):
                     # Registers are short from 256 on: operands' addresses must not be computed
                     # ahead of the loop, where they would spill.
-                    queries = smem.q.at[opaque(mine) if H >= 256 else mine]
-                    left = held if config.in_registers else queries
-                    plgpu.wgmma(ref, left, ring.k.at[slot].transpose((1, 0)))
+                    queries = smem.q.at[opaque(buffer) if H >= 256 else buffer]
+                    lhs = held if config.in_registers else queries
+                    plgpu.wgmma(ref, lhs, ring.k.at[slot].transpose((1, 0)))
 
                 def in_turn():
                     @pl.when(count > 0)
@@ -178,7 +180,7 @@ def forward(
                     def step(i, carry):
                         acc, top, total, code = carry
                         slot = shape.k_slot(before + i)
-                        next_code = gpu_tiles.next_code_of(keys, now, i)
+                        next_code = gpu_tiles.next_code_of(keys, visit, i)
 
                         def multiply(ref):
                             scores(ref, slot)
@@ -201,8 +203,8 @@ def forward(
                         if V <= 128:
                             total += weight.sum(axis=1)
                             # Keeps the softmax ahead of the barrier: the other group multiplies.
-                            kept = lax.optimization_barrier((acc, total, new_top, low))
-                            acc, total, new_top, low = kept
+                            pinned = lax.optimization_barrier((acc, total, new_top, low))
+                            acc, total, new_top, low = pinned
                             wait_for_values()
                         else:
                             wait_for_values()
@@ -220,8 +222,8 @@ def forward(
                         return acc, new_top, total, next_code
 
                     acc = plgpu.layout_cast(jnp.zeros((ROWS, V), jnp.float32), wgmma)
-                    acc, *found, _ = lax.fori_loop(0, count, step, (acc, *start))
-                    return acc, *found
+                    acc, *statistics, _ = lax.fori_loop(0, count, step, (acc, *start))
+                    return acc, *statistics
 
                 def ahead(s_acc, acc):
                     def queue_scores(i):
@@ -238,7 +240,7 @@ def forward(
                     def step(i, carry):
                         top, total, code = carry
                         slot, v_slot = shape.k_slot(before + i), shape.v_slot(before + i)
-                        next_code = gpu_tiles.next_code_of(keys, now, i)
+                        next_code = gpu_tiles.next_code_of(keys, visit, i)
                         score = plgpu.wgmma_accumulator_load(s_acc, wait_n=None)
                         score = masked(settings.capped(score), code, slot)
 
@@ -249,8 +251,8 @@ def forward(
                         weight, new_top, decay = softmax(score, top)
                         total = total * decay + weight.sum(axis=1)
                         # Keeps the softmax ahead of the wait, where values are multiplied.
-                        kept = lax.optimization_barrier((weight.astype(q.dtype), total, decay))
-                        low, total, decay = kept
+                        pinned = lax.optimization_barrier((weight.astype(q.dtype), total, decay))
+                        low, total, decay = pinned
                         sums = acc[...]  # waits for the step before
 
                         @pl.when(i > 0)
@@ -283,15 +285,15 @@ def forward(
                     acc, top, total = in_turn()
                 if q_stages > 1:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
-                    pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
+                    pl.when(visit.has_next)(lambda: load_queries(visit.turn + 1, visit.following))
                 inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
                 acc *= lax.broadcast_in_dim(inverse, (ROWS, V), [0])
                 # The queries are used up: their buffer is free.
-                smem.q[mine, :, :V] = acc.astype(q.dtype)
-                smem.lse[mine] = jnp.where(total == 0.0, jnp.inf, top + jnp.log(total) * LOG2E)
+                smem.q[buffer, :, :V] = acc.astype(q.dtype)
+                smem.lse[buffer] = jnp.where(total == 0.0, jnp.inf, top + jnp.log(total) * LOG2E)
                 plgpu.commit_smem()
                 for i in range(0, ROWS, piece):
-                    source = smem.q.at[mine, pl.ds(i, piece), :V]
+                    source = smem.q.at[buffer, pl.ds(i, piece), :V]
                     target = (row, pl.ds(first + i, piece), head)
                     if parts > 1:
                         target = (*target, pl.ds(pl.multiple_of(part * V, V), V))
@@ -299,11 +301,11 @@ def forward(
 
                 @pl.when(True if parts == 1 else part == 0)  # the others have the same
                 def _():
-                    plgpu.copy_smem_to_gmem(smem.lse.at[mine], lse_ref.at[row, head, rows])
+                    plgpu.copy_smem_to_gmem(smem.lse.at[buffer], lse_ref.at[row, head, rows])
 
                 if q_stages == 1:  # one buffer: the output must have left it
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
+                    pl.when(visit.has_next)(lambda: load_queries(visit.turn + 1, visit.following))
 
             schedule.go_through(work)
             if not config.ahead:

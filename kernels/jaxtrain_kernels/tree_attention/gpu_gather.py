@@ -27,10 +27,10 @@ def gather(order: jax.Array, moved: jax.Array | None, *arrays: jax.Array) -> lis
     B, S, K, H = arrays[0].shape
     if H > WIDEST:
         shape = (B, S, K * (H // WIDEST), WIDEST)
-        found = gather(order, moved, *(x.reshape(shape) for x in arrays))
-        return [x.reshape(B, S, K, H) for x in found]
-    each = SHARED // (len(arrays) * K * H * arrays[0].dtype.itemsize)
-    keys = next((n for n in (16, 8, 4, 2) if n <= min(each, MOST) and S % n == 0), 1)
+        gathered = gather(order, moved, *(x.reshape(shape) for x in arrays))
+        return [x.reshape(B, S, K, H) for x in gathered]
+    rows_per_program = SHARED // (len(arrays) * K * H * arrays[0].dtype.itemsize)
+    keys = next((n for n in (16, 8, 4, 2) if n <= min(rows_per_program, MOST) and S % n == 0), 1)
     parts = S // keys
 
     def kernel(order_ref, moved_ref, sources, *refs):

@@ -49,7 +49,7 @@ def num_programs(programs: int, tiles: int) -> int:
     return tiles if programs < 0 else min(programs or num_cores(), tiles)
 
 
-class Place(NamedTuple):
+class TileLocation(NamedTuple):
     """Where a tile's queries are."""
 
     row: jax.Array
@@ -59,15 +59,15 @@ class Place(NamedTuple):
     """Which of the values' columns, where a tile has some of them alone."""
 
 
-class Turn(NamedTuple):
+class TileVisit(NamedTuple):
     """One tile of a thread block."""
 
     turn: jax.Array
     tile: jax.Array
-    place: Place
-    following: Place
-    """Of the next turn, where there is `more`."""
-    more: jax.Array
+    location: TileLocation
+    following: TileLocation
+    """Of the next turn, if it `has_next`."""
+    has_next: jax.Array
     count: jax.Array
     """Steps: blocks in its list."""
     code: jax.Array
@@ -91,36 +91,36 @@ class Schedule(NamedTuple):
     """Of the values' columns: each is a tile of its own, next to the others of its head."""
 
     def rounds(self):
-        whole, rest = divmod(self.rows * self.tiles * self.heads * self.parts, self.programs)
-        return whole + (self._lane(jnp.int32(whole)) < rest).astype(jnp.int32)
+        full_rounds, rest = divmod(self.rows * self.tiles * self.heads * self.parts, self.programs)
+        return full_rounds + (self._lane(jnp.int32(full_rounds)) < rest).astype(jnp.int32)
 
     def go_through(self, work):
-        """work(Turn) for every tile; the number of steps. What follows is read ahead, to hide the
+        """work(TileVisit) for every tile; the number of steps. What follows is read ahead, to hide the
         latency of the loads."""
 
         def body(turn, carry):
             before, tile, count, code, next_tile = carry
             following = self.lists.counts[next_tile], self.lists.codes[next_tile, 0]
             after = self._tile(turn + 2)
-            place, next_place = self._place(turn, tile), self._place(turn + 1, next_tile)
-            more = turn + 1 < self.rounds()
-            work(Turn(turn, tile, place, next_place, more, count, code, before))
+            location, next_location = self._locate(turn, tile), self._locate(turn + 1, next_tile)
+            has_next = turn + 1 < self.rounds()
+            work(TileVisit(turn, tile, location, next_location, has_next, count, code, before))
             return before + count, next_tile, *following, after
 
         first = self._tile(jnp.int32(0))
         start = (jnp.int32(0), first, self.lists.counts[first], self.lists.codes[first, 0])
         return lax.fori_loop(0, self.rounds(), body, (*start, self._tile(jnp.int32(1))))[0]
 
-    def first_place(self):
-        return self._place(jnp.int32(0), self._tile(jnp.int32(0)))
+    def first_location(self):
+        return self._locate(jnp.int32(0), self._tile(jnp.int32(0)))
 
-    def _place(self, turn, tile):
+    def _locate(self, turn, tile):
         row, index = lax.div(tile, jnp.int32(self.tiles)), lax.rem(tile, jnp.int32(self.tiles))
         first, parts = index * TILE, jnp.int32(self.parts)
         head = lax.rem(self._item(turn), jnp.int32(self.heads * self.parts))
         if self.parts == 1:
-            return Place(row, first, head)
-        return Place(row, first, lax.div(head, parts), lax.rem(head, parts))
+            return TileLocation(row, first, head)
+        return TileLocation(row, first, lax.div(head, parts), lax.rem(head, parts))
 
     def _item(self, turn):
         """In the longest-first order; the last one for turns past the end."""
@@ -183,24 +183,24 @@ def is_moved(keys: Keys, row):
     return None if keys.moved is None else keys.moved.rows[row]
 
 
-def copy_block(moved, keys: Keys, name: str, place, target, ready):
-    """TMA of `place` from the array ("k" or "v") that is in the blocks' order; `moved` as
+def copy_block(moved, keys: Keys, name: str, source, target, ready):
+    """TMA of `source` from the array ("k" or "v") that is in the blocks' order; `moved` as
     `is_moved` has it."""
     original = getattr(keys, name)
     if moved is None:
-        plgpu.copy_gmem_to_smem(original.at[place], target, ready)
+        plgpu.copy_gmem_to_smem(original.at[source], target, ready)
         return
 
     @pl.when(moved > 0)
     def _():
-        plgpu.copy_gmem_to_smem(getattr(keys.moved, name).at[place], target, ready)
+        plgpu.copy_gmem_to_smem(getattr(keys.moved, name).at[source], target, ready)
 
     @pl.when(moved == 0)
     def _():
-        plgpu.copy_gmem_to_smem(original.at[place], target, ready)
+        plgpu.copy_gmem_to_smem(original.at[source], target, ready)
 
 
-class Ring(NamedTuple):
+class KeyRing(NamedTuple):
     """Buffers of key blocks; K and V have their own numbers of stages.
 
     A `ready` barrier completes when all copies into its buffer have landed, a `free` one when both
@@ -220,7 +220,7 @@ class Ring(NamedTuple):
     """since, until and with a window positions in one buffer: each buffer begins at a multiple of
     1,024 bytes."""
 
-    def unpacked(self) -> "Ring":
+    def unpacked(self) -> "KeyRing":
         """Inside of a kernel, with the parts of `packed` in their places."""
         if self.packed is None:
             return self
@@ -229,7 +229,7 @@ class Ring(NamedTuple):
         return self._replace(packed=None, **dict(zip(names, parts, strict=False)))
 
 
-class Shape(NamedTuple):
+class RingShape(NamedTuple):
     """Keys of a block, buffers of K and of V."""
 
     block: int
@@ -242,12 +242,12 @@ class Shape(NamedTuple):
     def v_slot(self, step):
         return lax.rem(step, jnp.int32(self.v_stages))
 
-    def ring(self, head_dim: int, v_dim: int, dtype, window: bool, packed: bool = False) -> Ring:
-        """The scratch memory of a `Ring`."""
+    def ring(self, head_dim: int, v_dim: int, dtype, window: bool, packed: bool = False) -> KeyRing:
+        """The scratch memory of a `KeyRing`."""
         size = self.k_stages, self.block
         per_key = None if packed else plgpu.SMEM(size, jnp.int32)
         free = {"num_arrivals": WARPGROUPS}
-        return Ring(
+        return KeyRing(
             k=swizzled((self.k_stages, self.block, head_dim), dtype),
             # A product's terms are a multiple of what lies in a row of the swizzled layout.
             v=swizzled((self.v_stages, self.block, v_dim), dtype, min(self.block, 64)),
@@ -263,67 +263,72 @@ class Shape(NamedTuple):
         )
 
 
-def serve(schedule: Schedule, keys: Keys, ring: Ring, shape: Shape, registers: int) -> None:
+def serve(schedule: Schedule, keys: Keys, ring: KeyRing, shape: RingShape, registers: int) -> None:
     """All that the memory warpgroup does, with so many registers a thread."""
     plgpu.set_max_registers(registers, action="decrease")
     together = schedule.heads // keys.k.shape[2]
 
-    def work(now):
-        feed(now, keys, ring, shape, lax.div(now.place.head, jnp.int32(together)))
+    def work(visit):
+        feed(visit, keys, ring, shape, lax.div(visit.location.head, jnp.int32(together)))
 
     drain(schedule.go_through(work), ring, shape)
 
 
-def feed(now: Turn, keys: Keys, ring: Ring, shape: Shape, kv_head) -> None:
+def feed(visit: TileVisit, keys: Keys, ring: KeyRing, shape: RingShape, kv_head) -> None:
     """The memory warpgroup's part of a tile: its key blocks into the ring.
 
     Queries are no part of it: it must wait for nothing but free buffers of the ring, else it could
     keep from one compute warpgroup what the other waits for that one to do.
     """
-    moved = is_moved(keys, now.place.row)
+    moved = is_moved(keys, visit.location.row)
 
     def step(i, code):
-        next_code = next_code_of(keys, now, i)
-        k_slot, v_slot = shape.k_slot(now.before + i), shape.v_slot(now.before + i)
+        next_code = next_code_of(keys, visit, i)
+        k_slot, v_slot = shape.k_slot(visit.before + i), shape.v_slot(visit.before + i)
         block = lax.shift_right_logical(code, 1)
         part = pl.ds(pl.multiple_of(block * shape.block, shape.block), shape.block)
 
         # Steps are counted over all tiles of the thread block: slots and barrier phases go on from
         # one tile to the next, and the first round of the ring finds it empty.
-        @pl.when(now.before + i >= shape.k_stages)
+        @pl.when(visit.before + i >= shape.k_stages)
         def _():
             plgpu.barrier_wait(ring.k_free.at[k_slot])
 
-        ready, place = ring.k_ready.at[k_slot], (now.place.row, part, kv_head)
-        copy_block(moved, keys, "k", place, ring.k.at[k_slot], ready)
+        ready, key_block = ring.k_ready.at[k_slot], (visit.location.row, part, kv_head)
+        copy_block(moved, keys, "k", key_block, ring.k.at[k_slot], ready)
         for source, target in (
             (keys.since, ring.since),
             (keys.until, ring.until),
             (keys.positions, ring.positions),
         ):
             if source is not None:
-                plgpu.copy_gmem_to_smem(source.at[now.place.row, part], target.at[k_slot], ready)
+                plgpu.copy_gmem_to_smem(
+                    source.at[visit.location.row, part], target.at[k_slot], ready
+                )
 
-        @pl.when(now.before + i >= shape.v_stages)
+        @pl.when(visit.before + i >= shape.v_stages)
         def _():
             plgpu.barrier_wait(ring.v_free.at[v_slot])
 
         ready, width = ring.v_ready.at[v_slot], ring.v.shape[-1]
         if width < keys.v.shape[-1]:
-            place = (*place, pl.ds(pl.multiple_of(now.place.part * width, width), width))
-        copy_block(moved, keys, "v", place, ring.v.at[v_slot], ready)
+            key_block = (
+                *key_block,
+                pl.ds(pl.multiple_of(visit.location.part * width, width), width),
+            )
+        copy_block(moved, keys, "v", key_block, ring.v.at[v_slot], ready)
         return next_code
 
-    lax.fori_loop(0, now.count, step, now.code)
+    lax.fori_loop(0, visit.count, step, visit.code)
 
 
-def next_code_of(keys: Keys, now: Turn, i):
+def next_code_of(keys: Keys, visit: TileVisit, i):
     """Of the step behind i, read a step early to hide the load; the last step gets its own again,
     for there may be nothing behind it."""
-    return keys.lists.codes[now.tile, lax.min(i + 1, now.count - 1)]
+    return keys.lists.codes[visit.tile, lax.min(i + 1, visit.count - 1)]
 
 
-def drain(steps, ring: Ring, shape: Shape) -> None:
+def drain(steps, ring: KeyRing, shape: RingShape) -> None:
     """Leave no barrier phase of the ring unobserved."""
 
     @pl.loop(lax.max(steps - shape.k_stages, 0), steps)
@@ -335,7 +340,7 @@ def drain(steps, ring: Ring, shape: Shape) -> None:
         plgpu.barrier_wait(ring.v_free.at[shape.v_slot(i)])
 
 
-def seen_in(ring: Ring, slot, first, position, block: int, window: int | None):
+def seen_in(ring: KeyRing, slot, first, position, block: int, window: int | None):
     """bool [ROWS, block]: which keys of a ring's buffer the queries from `first` on see."""
     wgmma = plgpu.Layout.WGMMA
 
@@ -346,8 +351,8 @@ def seen_in(ring: Ring, slot, first, position, block: int, window: int | None):
     q_index = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 0, layout=wgmma) + first
     seen = (q_index >= column(ring.since)) & (q_index < column(ring.until))
     if window is not None:
-        own = lax.broadcast_in_dim(position, (ROWS, block), [0])
-        seen &= own - column(ring.positions) < window
+        query_position = lax.broadcast_in_dim(position, (ROWS, block), [0])
+        seen &= query_position - column(ring.positions) < window
     # TMA overwrites what was just read into registers: order the two. It is another path to memory
     # (the async proxy), which the arrival at a barrier alone does not order behind these reads.
     plgpu.commit_smem()

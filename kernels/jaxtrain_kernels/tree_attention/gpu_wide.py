@@ -69,20 +69,20 @@ class Stream(NamedTuple):
 class Scratch(NamedTuple):
     """Shared memory of a thread block, and its barriers."""
 
-    mine: jax.Ref
+    rows: jax.Ref
     """[ROWS, WIDTH]: the thread block's keys or queries."""
-    mine_pair: jax.Ref | None
+    rows_pair: jax.Ref | None
     """[ROWS, WIDTH]: what belongs to them: of keys their values, of queries their dO."""
     weights: jax.Ref | None
     """[ROWS, BLOCK]: P, then dS."""
-    others: Stream
+    other_rows: Stream
     """Queries or keys of the other side."""
-    others_pair: Stream
+    other_rows_pair: Stream
     """And theirs."""
     numbers: tuple[jax.Ref, ...]
-    """[STAGES, BLOCK] each, which come with `others`: lse, delta or since, until; positions."""
+    """[STAGES, BLOCK] each, which come with `other_rows`: lse, delta or since, until; positions."""
     ready: jax.Ref
-    """Of `mine` and of `mine_pair`."""
+    """Of `rows` and of `rows_pair`."""
     handed: jax.Ref | None
     """P is in `weights`; dS is."""
     met: jax.Ref | None
@@ -107,11 +107,11 @@ def make_scratch(of_keys: bool, of_scores: bool, window: int | None, dtype) -> S
         pairs = stream(STAGES, WIDTH, BLOCK, 1, WARPGROUPS)
     rows = (ROWS, WIDTH)
     return Scratch(
-        mine=swizzled(rows, dtype, BLOCK if of_scores else None),
-        mine_pair=swizzled(rows, dtype) if of_scores else None,
+        rows=swizzled(rows, dtype, BLOCK if of_scores else None),
+        rows_pair=swizzled(rows, dtype) if of_scores else None,
         weights=swizzled((ROWS, BLOCK), dtype, BLOCK) if of_scores else None,
-        others=stream(STAGES, WIDTH, BLOCK if of_scores else None, arrivals, WARPGROUPS),
-        others_pair=pairs,
+        other_rows=stream(STAGES, WIDTH, BLOCK if of_scores else None, arrivals, WARPGROUPS),
+        other_rows_pair=pairs,
         numbers=tuple(plgpu.SMEM((STAGES, BLOCK), kind) for kind in kinds),
         ready=plgpu.Barrier(num_barriers=2),
         handed=plgpu.Barrier(num_barriers=2) if of_scores else None,
@@ -119,7 +119,7 @@ def make_scratch(of_keys: bool, of_scores: bool, window: int | None, dtype) -> S
     )
 
 
-class Own(NamedTuple):
+class RowStats(NamedTuple):
     """Numbers of a thread block's rows, in registers: since and until, or lse and delta."""
 
     first: jax.Array
@@ -127,7 +127,7 @@ class Own(NamedTuple):
     positions: jax.Array | None
 
 
-class Tile(NamedTuple):
+class RowTile(NamedTuple):
     """A thread block's rows, and its way through the other side: all blocks of the tile's list, for
     keys once for each query head."""
 
@@ -144,7 +144,7 @@ class Tile(NamedTuple):
     """Theirs."""
     share: jax.Array
     """Of a key head's query heads, which several thread blocks may share."""
-    others_head: jax.Array
+    other_head: jax.Array
     """The other side's; for keys, the first of their share."""
     count: jax.Array
     """Blocks in the tile's list."""
@@ -159,39 +159,47 @@ class Tile(NamedTuple):
         step = lax.max(lax.min(step, self.steps - 1), 0)
         return self.keys.lists.codes[self.tile, lax.rem(step, lax.max(self.count, 1))]
 
-    def load_own(self, group) -> Own:
+    def load_rows(self, group) -> RowStats:
         """Ask for a compute warpgroup's own rows: keys or queries for the first, values or dO for
         the second if there are any. Returns what the masks and weights need of them."""
-        smem, place = self.smem, (self.row, self.rows, self.head)
+        smem, source = self.smem, (self.row, self.rows, self.head)
         moved = gpu_tiles.is_moved(self.keys, self.row)
         names = ("k", "v") if self.of_keys else ("q", "d_out")
-        for i, target in enumerate((smem.mine, smem.mine_pair)):
+        for i, target in enumerate((smem.rows, smem.rows_pair)):
             if target is not None:
 
                 @pl.when(group == i)
                 def _(i=i, target=target):
-                    self.copy(moved, names[i], place, target, smem.ready.at[i])
+                    self.copy(moved, names[i], source, target, smem.ready.at[i])
 
         def of_rows(ref):
             layout = plgpu.Layout.WGMMA.reduce(1)
             return plgpu.load(ref, layout=layout, optimized=False)
 
         queries, keys = self.queries, self.keys
-        at, positions = (self.row, self.rows), None
+        by_row, positions = (self.row, self.rows), None
         if self.of_keys:
-            first, second, known = keys.since.at[at], keys.until.at[at], keys.positions
+            first, second, positions_ref = (
+                keys.since.at[by_row],
+                keys.until.at[by_row],
+                keys.positions,
+            )
         else:
-            own = (self.row, self.head, self.rows)
-            first, second, known = queries.lse.at[own], queries.delta.at[own], keys.query_positions
+            by_head = (self.row, self.head, self.rows)
+            first, second, positions_ref = (
+                queries.lse.at[by_head],
+                queries.delta.at[by_head],
+                keys.query_positions,
+            )
         if self.settings.window is not None:
-            positions = of_rows(known.at[at])
-        return Own(of_rows(first), of_rows(second), positions)
+            positions = of_rows(positions_ref.at[by_row])
+        return RowStats(of_rows(first), of_rows(second), positions)
 
-    def copy(self, moved, name, place, target, ready):
+    def copy(self, moved, name, source, target, ready):
         if name in ("k", "v"):
-            gpu_tiles.copy_block(moved, self.keys, name, place, target, ready)
+            gpu_tiles.copy_block(moved, self.keys, name, source, target, ready)
         else:
-            plgpu.copy_gmem_to_smem(getattr(self.queries, name).at[place], target, ready)
+            plgpu.copy_gmem_to_smem(getattr(self.queries, name).at[source], target, ready)
 
     def across(self, x):
         """A number of each row for all of its scores."""
@@ -200,13 +208,13 @@ class Tile(NamedTuple):
     def along(self, index, slot):
         """A number of each of the other side's rows."""
         layout = plgpu.Layout.WGMMA.reduce(0)
-        found = plgpu.load(self.smem.numbers[index].at[slot], layout=layout)
-        return lax.broadcast_in_dim(found, (ROWS, BLOCK), [1])
+        value = plgpu.load(self.smem.numbers[index].at[slot], layout=layout)
+        return lax.broadcast_in_dim(value, (ROWS, BLOCK), [1])
 
-    def weights(self, score, code, slot, own: Own):
+    def weights(self, score, code, slot, row_stats: RowStats):
         """Of raw scores: P, and with it what `Settings.slope` makes of it."""
         settings = self.settings
-        lse = self.along(0, slot) if self.of_keys else self.across(own.first)
+        lse = self.along(0, slot) if self.of_keys else self.across(row_stats.first)
         score = settings.capped(score)
         weight = jnp.exp2(score * settings.logit_scale - lse)
 
@@ -216,14 +224,16 @@ class Tile(NamedTuple):
             )
             if self.of_keys:
                 query += lax.shift_right_logical(code, 1) * BLOCK
-                since, until = self.across(own.first), self.across(own.second)
+                since, until = self.across(row_stats.first), self.across(row_stats.second)
             else:
                 query += self.first
                 since, until = self.along(0, slot), self.along(1, slot)
             seen = (query >= since) & (query < until)
             if settings.window is not None:
-                here, there = self.across(own.positions), self.along(2, slot)
-                distance = there - here if self.of_keys else here - there
+                row_position, other_position = self.across(row_stats.positions), self.along(2, slot)
+                distance = (
+                    other_position - row_position if self.of_keys else row_position - other_position
+                )
                 seen &= distance < settings.window
             return jnp.where(seen, weight, 0.0)
 
@@ -239,32 +249,32 @@ class Tile(NamedTuple):
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
         smem, queries, keys = self.smem, self.queries, self.keys
         moved = gpu_tiles.is_moved(keys, self.row)
-        others, pairs = smem.others, smem.others_pair
+        other_rows, pairs = smem.other_rows, smem.other_rows_pair
         names = ("q", "d_out") if self.of_keys else ("k", "v")
 
         def step(i, code):
-            next_code, head = self.code(i + 1), self.others_head
+            next_code, head = self.code(i + 1), self.other_head
             if self.of_keys:
                 head += lax.div(i, lax.max(self.count, 1))
             rows = pl.ds(pl.multiple_of(lax.shift_right_logical(code, 1) * BLOCK, BLOCK), BLOCK)
-            place, at = (self.row, rows, head), (self.row, rows)
-            slot = others.slot(i)
+            source_rows, by_row = (self.row, rows, head), (self.row, rows)
+            slot = other_rows.slot(i)
 
-            @pl.when(i >= others.slots)
+            @pl.when(i >= other_rows.slots)
             def _():
-                plgpu.barrier_wait(others.free.at[slot])
+                plgpu.barrier_wait(other_rows.free.at[slot])
 
-            ready = others.ready.at[slot]
-            self.copy(moved, names[0], place, others.blocks.at[slot], ready)
+            ready = other_rows.ready.at[slot]
+            self.copy(moved, names[0], source_rows, other_rows.blocks.at[slot], ready)
             if self.of_keys:
                 of_query = (self.row, head, rows)
                 numbers = [queries.lse.at[of_query], queries.delta.at[of_query]]
                 positions = keys.query_positions
             else:
-                numbers = [keys.since.at[at], keys.until.at[at]]
+                numbers = [keys.since.at[by_row], keys.until.at[by_row]]
                 positions = keys.positions
             if self.settings.window is not None:
-                numbers.append(positions.at[at])
+                numbers.append(positions.at[by_row])
             for source, target in zip(numbers, smem.numbers, strict=True):
                 plgpu.copy_gmem_to_smem(source, target.at[slot], ready)
 
@@ -276,13 +286,17 @@ class Tile(NamedTuple):
                 def _(slot=slot):
                     plgpu.barrier_wait(pairs.free.at[slot])
 
-                part = place if pairs.chunks == 1 else (*place, pl.ds(chunk * CHUNK, CHUNK))
+                part = (
+                    source_rows
+                    if pairs.chunks == 1
+                    else (*source_rows, pl.ds(chunk * CHUNK, CHUNK))
+                )
                 target, ready = pairs.blocks.at[slot], pairs.ready.at[slot]
                 self.copy(moved, names[1], part, target, ready)
             return next_code
 
         lax.fori_loop(0, self.steps, step, self.code(0))
-        for stream in (others, pairs):  # leave no barrier phase unobserved
+        for stream in (other_rows, pairs):  # leave no barrier phase unobserved
             total = self.steps * stream.chunks
 
             @pl.loop(lax.max(total - stream.slots, 0), total)
@@ -307,7 +321,7 @@ def shares(queries: Queries, keys: Keys) -> int:
 
 def begin(
     queries: Queries, keys: Keys, smem: Scratch, settings: Settings, of_keys: bool, parts: int
-) -> Tile:
+) -> RowTile:
     """The tile of this thread block: those of the same rows follow each other, a head each, or for
     keys one of `parts` shares of a head."""
     (T, N), (S, K) = queries.q.shape[1:3], keys.k.shape[1:3]
@@ -317,20 +331,20 @@ def begin(
     row, index = lax.div(tile, jnp.int32(tiles)), lax.rem(tile, jnp.int32(tiles))
     head, count = lax.rem(program, jnp.int32(own_heads)), keys.lists.counts[tile]
     first = pl.multiple_of(index * ROWS, ROWS)
-    share, others, steps = jnp.int32(0), lax.div(head, jnp.int32(heads)), count
+    share, other_rows, steps = jnp.int32(0), lax.div(head, jnp.int32(heads)), count
     if of_keys:
-        some = heads // parts
-        others, steps = head * some, count * some
+        shared_heads = heads // parts
+        other_rows, steps = head * shared_heads, count * shared_heads
         share, head = lax.rem(head, jnp.int32(parts)), lax.div(head, jnp.int32(parts))
-    place = (tile, row, first, head, share, others, count, steps)
-    return Tile(queries, keys, smem, settings, of_keys, *place)
+    fields = (tile, row, first, head, share, other_rows, count, steps)
+    return RowTile(queries, keys, smem, settings, of_keys, *fields)
 
 
 def run(kernel, name: str, out, scratch: Scratch, queries: Queries, keys: Keys, parts: int = 1):
     """A kernel over 64 rows of what is like `out`; of several parts, their sum."""
     B, length, heads, _ = out.shape
     kind = out if parts == 1 else jax.ShapeDtypeStruct((parts, *out.shape), jnp.float32)
-    found = launch(
+    value = launch(
         kernel,
         name,
         jax.ShapeDtypeStruct(kind.shape, kind.dtype),
@@ -339,7 +353,7 @@ def run(kernel, name: str, out, scratch: Scratch, queries: Queries, keys: Keys, 
         grid={"program": B * length // ROWS * heads * parts},
         warpgroups=WARPGROUPS,
     )
-    return found if parts == 1 else found.sum(0).astype(out.dtype)
+    return value if parts == 1 else value.sum(0).astype(out.dtype)
 
 
 def dv(queries: Queries, keys: Keys, settings: Settings) -> jax.Array:
@@ -350,7 +364,7 @@ def dv(queries: Queries, keys: Keys, settings: Settings) -> jax.Array:
     def kernel(queries: Queries, keys: Keys, dv_ref, smem: Scratch):
         group = lax.axis_index("group")
         tile = begin(queries, keys, smem, settings, True, parts)
-        others, pairs = smem.others, smem.others_pair
+        other_rows, pairs = smem.other_rows, smem.other_rows_pair
         columns = pl.ds(pl.multiple_of(group * COLUMNS, COLUMNS), COLUMNS)
 
         def meet():
@@ -360,17 +374,17 @@ def dv(queries: Queries, keys: Keys, settings: Settings) -> jax.Array:
         @pl.when(group < WARPGROUPS)
         def compute():
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            own = tile.load_own(group)
+            row_stats = tile.load_rows(group)
             plgpu.barrier_wait(smem.ready.at[0])
 
             def accumulate(acc):
                 def step(i, code):
-                    next_code, slot = tile.code(i + 1), others.slot(i)
-                    plgpu.barrier_wait(others.ready.at[slot])
+                    next_code, slot = tile.code(i + 1), other_rows.slot(i)
+                    plgpu.barrier_wait(other_rows.ready.at[slot])
 
                     def scores(ref):
-                        block = others.blocks.at[opaque(slot)]
-                        plgpu.wgmma(ref, smem.mine.at[anew()], block.transpose((1, 0)))
+                        block = other_rows.blocks.at[opaque(slot)]
+                        plgpu.wgmma(ref, smem.rows.at[anew()], block.transpose((1, 0)))
                         return ref[...]  # dV of the step before is done, too
 
                     score = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK), jnp.float32))
@@ -379,9 +393,9 @@ def dv(queries: Queries, keys: Keys, settings: Settings) -> jax.Array:
                     def _():
                         plgpu.barrier_arrive(pairs.free.at[pairs.slot(i - 1)])
 
-                    weight, _ = tile.weights(score, code, slot, own)
+                    weight, _ = tile.weights(score, code, slot, row_stats)
                     plgpu.commit_smem()  # what TMA overwrites has been read
-                    plgpu.barrier_arrive(others.free.at[slot])
+                    plgpu.barrier_arrive(other_rows.free.at[slot])
                     plgpu.barrier_wait(pairs.ready.at[slot])
                     d_out = pairs.blocks.at[opaque(slot), :, columns]
                     plgpu.wgmma(acc, weight.astype(dtype), d_out)
@@ -401,14 +415,14 @@ def dv(queries: Queries, keys: Keys, settings: Settings) -> jax.Array:
                 tile.send_part(result, dv_ref, columns)
                 return
             meet()  # the keys are used up: their buffer takes the result
-            smem.mine[:, columns] = result.astype(dtype)
+            smem.rows[:, columns] = result.astype(dtype)
             plgpu.commit_smem()
             meet()
 
             @pl.when(group == 0)
             def _():
                 target = dv_ref.at[tile.row, tile.rows, tile.head]
-                plgpu.copy_smem_to_gmem(smem.mine, target)
+                plgpu.copy_smem_to_gmem(smem.rows, target)
                 plgpu.wait_smem_to_gmem(0)
 
         pl.when(group == WARPGROUPS)(tile.serve)
@@ -434,7 +448,7 @@ def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_k
     def kernel(queries: Queries, keys: Keys, out_ref, smem: Scratch):
         group = lax.axis_index("group")
         tile = begin(queries, keys, smem, settings, of_keys, parts)
-        others, pairs = smem.others, smem.others_pair
+        other_rows, pairs = smem.other_rows, smem.other_rows_pair
         with_p, with_ds = smem.handed.at[0], smem.handed.at[1]
 
         def give_back(step):
@@ -443,92 +457,92 @@ def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_k
 
             @pl.when(step >= 0)
             def _():
-                plgpu.barrier_arrive(others.free.at[others.slot(step)])
+                plgpu.barrier_arrive(other_rows.free.at[other_rows.slot(step)])
 
-        def weigh(own, acc):
+        def weigh(row_stats, acc):
             """The first warpgroup: P, and half of the columns."""
 
             def step(i, code):
-                next_code, slot = tile.code(i + 1), others.slot(i)
-                plgpu.barrier_wait(others.ready.at[slot])
+                next_code, slot = tile.code(i + 1), other_rows.slot(i)
+                plgpu.barrier_wait(other_rows.ready.at[slot])
 
                 def scores(ref):
-                    block = others.blocks.at[opaque(slot)]
+                    block = other_rows.blocks.at[opaque(slot)]
                     for part in (pl.ds(0, CHUNK), pl.ds(CHUNK, WIDTH - CHUNK)):
                         right = block.at[:, part].transpose((1, 0))
-                        plgpu.wgmma(ref, smem.mine.at[anew(), part], right)
+                        plgpu.wgmma(ref, smem.rows.at[anew(), part], right)
                         if part.start == 0:
                             give_back(i - 1)
                     return ref[...]
 
                 score = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK), jnp.float32))
-                _, slope = tile.weights(score, code, slot, own)
+                _, slope = tile.weights(score, code, slot, row_stats)
                 smem.weights[...] = slope.astype(dtype)
                 plgpu.commit_smem()  # and what TMA overwrites has been read
                 plgpu.barrier_arrive(with_p)
                 plgpu.barrier_wait(with_ds)
                 plgpu.wgmma(
-                    acc, smem.weights.at[anew()], others.blocks.at[opaque(slot), :, :COLUMNS]
+                    acc, smem.weights.at[anew()], other_rows.blocks.at[opaque(slot), :, :COLUMNS]
                 )
                 return next_code
 
             lax.fori_loop(0, tile.steps, step, tile.code(0))
 
-        def differentiate(own, acc):
+        def differentiate(row_stats, acc):
             """The second: dS, and the other half."""
 
             def step(i, _):
-                slot = others.slot(i)
+                slot = other_rows.slot(i)
 
                 def d_weights(ref):
                     for chunk in range(pairs.chunks):
                         number = i * pairs.chunks + chunk
-                        here = pairs.slot(number)
-                        plgpu.barrier_wait(pairs.ready.at[here])
+                        pair_slot = pairs.slot(number)
+                        plgpu.barrier_wait(pairs.ready.at[pair_slot])
                         part = pl.ds(chunk * CHUNK, CHUNK)
-                        block = pairs.blocks.at[opaque(here)]
-                        plgpu.wgmma(ref, smem.mine_pair.at[anew(), part], block.transpose((1, 0)))
+                        block = pairs.blocks.at[opaque(pair_slot)]
+                        plgpu.wgmma(ref, smem.rows_pair.at[anew(), part], block.transpose((1, 0)))
                         if chunk == 0:
                             give_back(i - 1)
                         else:
                             plgpu.wgmma_wait(1)
                             plgpu.barrier_arrive(pairs.free.at[pairs.slot(number - 1)])
-                    found = ref[...]
-                    plgpu.barrier_arrive(pairs.free.at[here])
-                    return found
+                    value = ref[...]
+                    plgpu.barrier_arrive(pairs.free.at[pair_slot])
+                    return value
 
                 d_weight = pl.run_scoped(d_weights, plgpu.ACC((ROWS, BLOCK), jnp.float32))
-                plgpu.barrier_wait(others.ready.at[slot])
-                delta = tile.along(1, slot) if of_keys else tile.across(own.second)
+                plgpu.barrier_wait(other_rows.ready.at[slot])
+                delta = tile.along(1, slot) if of_keys else tile.across(row_stats.second)
                 plgpu.barrier_wait(with_p)
                 slope = plgpu.load(smem.weights, layout=plgpu.Layout.WGMMA)
                 d_score = (slope.astype(jnp.float32) * (d_weight - delta)).astype(dtype)
                 smem.weights[...] = d_score
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(with_ds)
-                plgpu.wgmma(acc, d_score, others.blocks.at[opaque(slot), :, COLUMNS:])
+                plgpu.wgmma(acc, d_score, other_rows.blocks.at[opaque(slot), :, COLUMNS:])
                 return 0
 
             lax.fori_loop(0, tile.steps, step, 0)
 
-        def compute(which, work, buffer):
+        def compute(rows_index, work, buffer):
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            own = tile.load_own(group)
-            plgpu.barrier_wait(smem.ready.at[which])
+            row_stats = tile.load_rows(group)
+            plgpu.barrier_wait(smem.ready.at[rows_index])
 
             def accumulate(acc):
-                work(own, acc)
+                work(row_stats, acc)
                 result = acc[...]
 
                 @pl.when(tile.steps > 0)
                 def _():
-                    plgpu.barrier_arrive(others.free.at[others.slot(tile.steps - 1)])
+                    plgpu.barrier_arrive(other_rows.free.at[other_rows.slot(tile.steps - 1)])
 
                 return result
 
             result = pl.run_scoped(accumulate, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
             result *= settings.scale
-            columns = pl.ds(which * COLUMNS, COLUMNS)
+            columns = pl.ds(rows_index * COLUMNS, COLUMNS)
             if parts > 1:
                 tile.send_part(result, out_ref, columns)
                 return
@@ -539,8 +553,8 @@ def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_k
                 plgpu.copy_smem_to_gmem(buffer.at[pl.ds(i, 8), :COLUMNS], target)
             plgpu.wait_smem_to_gmem(0)
 
-        pl.when(group == 0)(lambda: compute(0, weigh, smem.mine))
-        pl.when(group == 1)(lambda: compute(1, differentiate, smem.mine_pair))
+        pl.when(group == 0)(lambda: compute(0, weigh, smem.rows))
+        pl.when(group == 1)(lambda: compute(1, differentiate, smem.rows_pair))
         pl.when(group == WARPGROUPS)(tile.serve)
 
     scratch = make_scratch(of_keys, True, settings.window, dtype)

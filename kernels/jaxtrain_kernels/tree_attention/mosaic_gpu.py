@@ -56,10 +56,10 @@ def _filled(q, k, v):
     widths = min((w for w in WIDTHS if w[0] >= H and w[1] >= V), default=None)
     if widths is None:
         raise NotImplementedError(f"head dim {max(H, V)} is above {max(max(WIDTHS))}")
-    wanted = widths[0], widths[0], widths[1]
+    padded_widths = widths[0], widths[0], widths[1]
     return [
         jnp.pad(x, ((0, 0),) * 3 + ((0, dim - x.shape[-1]),))
-        for x, dim in zip((q, k, v), wanted, strict=True)
+        for x, dim in zip((q, k, v), padded_widths, strict=True)
     ]
 
 

@@ -21,9 +21,9 @@ LN2 = math.log(2.0)  # log-sum-exps of GPU kernels are to base 2
 def absorb(lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(L, what O' is multiplied with). lse: natural, +inf where a query saw nothing, as kernels
     put it out; sinks: against it, in the same dtype."""
-    found = jnp.where(lse == jnp.inf, -jnp.inf, lse)
-    total = jnp.logaddexp(found, sinks)
-    return total, jnp.exp(found - total)
+    finite_lse = jnp.where(lse == jnp.inf, -jnp.inf, lse)
+    total = jnp.logaddexp(finite_lse, sinks)
+    return total, jnp.exp(finite_lse - total)
 
 
 def gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:

@@ -72,24 +72,24 @@ def run(options, q, k, v, context, sinks=None):
     return out.reshape(N, B, -1, out.shape[-1]).transpose(1, 2, 0, 3)[:, :T, :, :H]
 
 
-def list_pairs(some: jax.Array, every: jax.Array) -> tpu_kernels.Pairs:
+def list_pairs(any_visible: jax.Array, every: jax.Array) -> tpu_kernels.Pairs:
     """Entries of [B, tiles, blocks] (see blocks.meet) by tile; a tile that meets nobody has one."""
-    B, tiles, others = some.shape
-    lonely = ~some.any(-1, keepdims=True)
-    block = jnp.arange(others, dtype=jnp.int32)[None, None]
-    listed = some | (lonely & (block == 0))
+    B, tiles, other_blocks = any_visible.shape
+    lonely = ~any_visible.any(-1, keepdims=True)
+    block = jnp.arange(other_blocks, dtype=jnp.int32)[None, None]
+    listed = any_visible | (lonely & (block == 0))
     before = jnp.cumsum(listed, -1, dtype=jnp.int32)
     first = before == 1
     last = before == listed.sum(-1, dtype=jnp.int32, keepdims=True)
-    flags = FIRST * first + LAST * last + MEETS * some + MASKED * ~every
+    flags = FIRST * first + LAST * last + MEETS * any_visible + MASKED * ~every
     row = jnp.arange(B, dtype=jnp.int32)[:, None, None]
-    codes = ((row * others + block) << FLAG_BITS) + flags.astype(jnp.int32)
+    codes = ((row * other_blocks + block) << FLAG_BITS) + flags.astype(jnp.int32)
     tile = row * tiles + jnp.arange(tiles, dtype=jnp.int32)[None, :, None]
-    (at,) = jnp.nonzero(listed.reshape(-1), size=listed.size, fill_value=0)
+    (pair_index,) = jnp.nonzero(listed.reshape(-1), size=listed.size, fill_value=0)
     return tpu_kernels.Pairs(
         listed.sum(dtype=jnp.int32),
-        jnp.broadcast_to(tile, listed.shape).reshape(-1)[at],
-        codes.reshape(-1)[at],
+        jnp.broadcast_to(tile, listed.shape).reshape(-1)[pair_index],
+        codes.reshape(-1)[pair_index],
     )
 
 
@@ -101,8 +101,8 @@ def _attention(options, q, k, v, context, sinks):
 def _meeting(options, context, length):
     """Which blocks meet, and what the kernels read of the masks, rows end to end."""
     T = length // context.until.shape[0]
-    some, every = blocks.meet(context, T, options.q_block, options.k_block, options.window)
-    settings = tpu_kernels.Settings(
+    any_visible, every = blocks.meet(context, T, options.q_block, options.k_block, options.window)
+    settings = tpu_kernels.BlockSettings(
         options.q_block,
         options.k_block,
         T // options.q_block,
@@ -111,12 +111,12 @@ def _meeting(options, context, length):
         options.window,
     )
     flat = jax.tree.map(lambda x: x.reshape(1, -1), context)
-    return some, every, flat, settings
+    return any_visible, every, flat, settings
 
 
 def _forward(options, q, k, v, context, sinks):
-    some, every, flat, settings = _meeting(options, context, q.shape[1])
-    out, lse = tpu_kernels.forward(q, k, v, flat, list_pairs(some, every), settings)
+    any_visible, every, flat, settings = _meeting(options, context, q.shape[1])
+    out, lse = tpu_kernels.forward(q, k, v, flat, list_pairs(any_visible, every), settings)
     if sinks is not None:
         lse, share = sink_rule.absorb(lse, _by_head(sinks))
         out = (out.astype(jnp.float32) * share[:, 0, :, None]).astype(out.dtype)
@@ -133,15 +133,15 @@ def _attention_fwd(options, q, k, v, context, sinks):
 def _attention_bwd(options, residuals, d_out):
     q, k, v, context, sinks, out, lse = residuals
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
-    some, every, flat, settings = _meeting(options, context, q.shape[1])
+    any_visible, every, flat, settings = _meeting(options, context, q.shape[1])
     arrays = (q, k, v, d_out, lse, delta[:, None], flat)
-    dq = tpu_kernels.dq(*arrays, list_pairs(some, every), settings)
-    pairs = list_pairs(some.swapaxes(1, 2), every.swapaxes(1, 2))
+    dq = tpu_kernels.dq(*arrays, list_pairs(any_visible, every), settings)
+    pairs = list_pairs(any_visible.swapaxes(1, 2), every.swapaxes(1, 2))
     dk, dv = tpu_kernels.dkv(*arrays, pairs, settings)
     d_sinks = None
     if sinks is not None:
-        each = sink_rule.gradient(_by_head(sinks), lse, delta[:, None])
-        d_sinks = each.sum((1, 2)).astype(sinks.dtype)
+        sink_grads = sink_rule.gradient(_by_head(sinks), lse, delta[:, None])
+        d_sinks = sink_grads.sum((1, 2)).astype(sinks.dtype)
     return dq, dk, dv, None, d_sinks
 
 

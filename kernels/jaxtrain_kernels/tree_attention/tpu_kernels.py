@@ -39,7 +39,7 @@ class Pairs(NamedTuple):
     last entry of the tile, whether the two meet at all, whether they need the mask."""
 
 
-class Settings(NamedTuple):
+class BlockSettings(NamedTuple):
     """What the kernels are compiled for, beside shapes."""
 
     q_block: int
@@ -51,7 +51,7 @@ class Settings(NamedTuple):
     window: int | None
 
 
-def forward(q, k, v, context: Context, pairs: Pairs, settings: Settings):
+def forward(q, k, v, context: Context, pairs: Pairs, settings: BlockSettings):
     """Output as q and log-sum-exp float32 [N, 1, B * T]: +inf where a query sees nothing.
 
     `context` has its rows end to end, too; `pairs` lists key blocks for query tiles.
@@ -175,7 +175,7 @@ def dq(q, k, v, d_out, lse, delta, context, pairs, settings):
             dq_ref[...] = acc_ref[...].astype(dq_ref.dtype)
 
     group = N // k.shape[0]
-    (found,) = _call(
+    (d_q,) = _call(
         kernel,
         "tree_attention_dq",
         (N, pairs.count),
@@ -197,7 +197,7 @@ def dq(q, k, v, d_out, lse, delta, context, pairs, settings):
             *([pltpu.VMEM((bq, LANES), jnp.int32)] if windowed else []),
         ],
     )
-    return found
+    return d_q
 
 
 def dkv(q, k, v, d_out, lse, delta, context, pairs, settings):
@@ -289,19 +289,19 @@ def _run(flags, step):
     pl.when((flags & MEETS != 0) & (flags & MASKED == 0))(lambda: step(False))
 
 
-def _scores(left, right, settings):
+def _scores(lhs, right, settings):
     """Scaled, capped scores, and their slope: d score / d (left . right)."""
-    score = _dot(left, right, across=True) * settings.scale
+    score = _dot(lhs, right, across=True) * settings.scale
     if settings.softcap is None:
         return score, settings.scale
     squashed = jnp.tanh(score / settings.softcap)
     return settings.softcap * squashed, settings.scale * (1.0 - squashed * squashed)
 
 
-def _dot(left, right, across: bool):
+def _dot(lhs, right, across: bool):
     """left @ right.T (`across`) or left @ right, accumulated in float32."""
     return lax.dot_general(
-        left,
+        lhs,
         right,
         (((1,), (1 if across else 0,)), ((), ())),
         preferred_element_type=jnp.float32,

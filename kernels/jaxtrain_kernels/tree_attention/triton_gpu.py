@@ -107,8 +107,8 @@ def heuristic(number: int, dim: int, itemsize: int) -> Configs:
 def choose(dim: int, itemsize: int, windowed: bool, tokens: int) -> Configs:
     """The device's tuned configs, else the heuristic's."""
     key, near = key_of(dim, itemsize, windowed), {"tokens": tokens}
-    found = heuristic(capability(), dim, itemsize)._asdict()
-    return Configs(*(tuned(TABLE + op, each, near=near, **key) for op, each in found.items()))
+    configs = heuristic(capability(), dim, itemsize)._asdict()
+    return Configs(*(tuned(TABLE + op, config, near=near, **key) for op, config in configs.items()))
 
 
 def key_of(dim: int, itemsize: int, windowed: bool) -> dict:
@@ -132,8 +132,8 @@ def find_order(options: Options, context: Context, T: int, S: int):
     context = context._replace(until=jnp.minimum(context.until, T))
     context, order = blocks.prepare(context, blocks.ARRANGED, blocks.ARRANGED), None
     if options.arrange:
-        whole = T + -T % blocks.ARRANGED
-        context, arrangement = blocks.arrange(context, whole, options.settings.window)
+        padded_length = T + -T % blocks.ARRANGED
+        context, arrangement = blocks.arrange(context, padded_length, options.settings.window)
         order = arrangement.order[:, :S]
     lengths = Context(S, S, T, S)
     cut = (None if x is None else x[:, :n] for x, n in zip(context, lengths, strict=True))
@@ -156,9 +156,9 @@ def _attention_fwd(options, q, k, v, context, order, sinks):
         jax.ShapeDtypeStruct((B, N, T), jnp.float32),
     )
     config = options.configs.forward
-    found = launch_kernel("forward", config, options, (q, k, v), shapes, context, order)
+    outputs = launch_kernel("forward", config, options, (q, k, v), shapes, context, order)
     # In a loop XLA would run the kernel twice: for its result, and into the stack of all layers'.
-    out, lse = lax.optimization_barrier(found)
+    out, lse = lax.optimization_barrier(outputs)
     if sinks is not None:
         out, lse = sink_rule.absorb_into(out, lse, sinks)
     # A remat policy that saves these names spares the backward a second forward.
@@ -170,10 +170,14 @@ def _attention_bwd(options, residuals, d_out):
     q, k, v, context, order, sinks, out, lse = residuals
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     inputs = (q, k, v, d_out, lse, delta)
-    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    out_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     configs = options.configs
-    (dq,) = launch_kernel("queries_gradient", configs.dq, options, inputs, like[:1], context, order)
-    dk, dv = launch_kernel("keys_gradient", configs.dkv, options, inputs, like[1:], context, order)
+    (dq,) = launch_kernel(
+        "queries_gradient", configs.dq, options, inputs, out_types[:1], context, order
+    )
+    dk, dv = launch_kernel(
+        "keys_gradient", configs.dkv, options, inputs, out_types[1:], context, order
+    )
     d_sinks = None if sinks is None else sink_rule.total_gradient(sinks, lse, delta)
     return dq, dk, dv, None, None, d_sinks
 
@@ -194,16 +198,19 @@ def launch_kernel(
     settings, by_key = options.settings, name == "keys_gradient"
     context = blocks.prepare(context, config.q_block, config.k_block)
     order = context.until if order is None else blocks.padded(order, config.k_block)
-    some, every = blocks.meet(
+    any_visible, every = blocks.meet(
         context, T + -T % config.q_block, config.q_block, config.k_block, settings.window
     )
     if by_key:
-        some, every = some.swapaxes(1, 2), every.swapaxes(1, 2)
-    whole, part = blocks.lists(some & every, every), blocks.lists(some & ~every, every)
-    longest = jnp.argsort(-(whole.counts + part.counts), stable=True).astype(jnp.int32)
+        any_visible, every = any_visible.swapaxes(1, 2), every.swapaxes(1, 2)
+    full_lists, part = (
+        blocks.lists(any_visible & every, every),
+        blocks.lists(any_visible & ~every, every),
+    )
+    longest = jnp.argsort(-(full_lists.counts + part.counts), stable=True).astype(jnp.int32)
     positions = [context.until if x is None else x for x in context[2:4]]
     arrays = (*inputs, context.since, context.until, *positions, order, longest)
-    arrays += (whole.counts, whole.codes, part.counts, part.codes)
+    arrays += (full_lists.counts, full_lists.codes, part.counts, part.codes)
     dim, rest = parts(H)
     constants = {"SCALE": settings.scale} if name != "forward" else {}
     return launch(

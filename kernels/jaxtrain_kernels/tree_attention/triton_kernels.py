@@ -54,10 +54,10 @@ def place_of(order_ptr, key, ORDERED: tl.constexpr):
 @triton.jit
 def product(a, b, rest_a, rest_b, REST: tl.constexpr, PRECISION: tl.constexpr):
     """[m, n] = a b^T, the rest of the dims added."""
-    found = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    out = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     if REST:
-        found = tl.dot(rest_a, tl.trans(rest_b), found, input_precision=PRECISION)
-    return found
+        out = tl.dot(rest_a, tl.trans(rest_b), out, input_precision=PRECISION)
+    return out
 
 
 @triton.jit
@@ -114,12 +114,12 @@ def attend(
     for i in range(0, count):
         key = (tl.load(list_ptr + i) >> 1) * K_BLOCK + tl.arange(0, K_BLOCK)
         used = key < S
-        place = place_of(order_ptr, key, ORDERED)
-        k = read(k_ptr, place, K_STRIDE, DIM, used, CUT)
+        slot = place_of(order_ptr, key, ORDERED)
+        k = read(k_ptr, slot, K_STRIDE, DIM, used, CUT)
         k_rest = k
         if REST:
-            k_rest = read(k_ptr + DIM, place, K_STRIDE, REST, used, CUT)
-        v = read(v_ptr, place, V_STRIDE, VALUE, used, CUT)
+            k_rest = read(k_ptr + DIM, slot, K_STRIDE, REST, used, CUT)
+        v = read(v_ptr, slot, V_STRIDE, VALUE, used, CUT)
         score = capped(product(q, k, q_rest, k_rest, REST, PRECISION), CAP)
         if MASKED:
             since, until = tl.load(since_ptr + key), tl.load(until_ptr + key)
@@ -277,12 +277,12 @@ def attend_back(
     for i in range(0, count):
         key = (tl.load(list_ptr + i) >> 1) * K_BLOCK + tl.arange(0, K_BLOCK)
         used = key < S
-        place = place_of(order_ptr, key, ORDERED)
-        k = read(k_ptr, place, K_STRIDE, DIM, used, CUT)
+        slot = place_of(order_ptr, key, ORDERED)
+        k = read(k_ptr, slot, K_STRIDE, DIM, used, CUT)
         k_rest = k
         if REST:
-            k_rest = read(k_ptr + DIM, place, K_STRIDE, REST, used, CUT)
-        v = read(v_ptr, place, V_STRIDE, VALUE, used, CUT)
+            k_rest = read(k_ptr + DIM, slot, K_STRIDE, REST, used, CUT)
+        v = read(v_ptr, slot, V_STRIDE, VALUE, used, CUT)
         score = capped(product(q, k, q_rest, k_rest, REST, PRECISION), CAP)
         weight = tl.exp2(score * LOGIT - lse[:, None])
         if MASKED:
@@ -461,8 +461,8 @@ def be_attended(
         if MASKED:
             seen = (row[None, :] >= since[:, None]) & (row[None, :] < until[:, None])
             if WINDOW:
-                at = tl.load(position_ptr + row)
-                seen &= at[None, :] - key_position[:, None] < WINDOW
+                position = tl.load(position_ptr + row)
+                seen &= position[None, :] - key_position[:, None] < WINDOW
             weight = tl.where(seen, weight, 0.0)
         dv = tl.dot(weight.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
         d_weight = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
@@ -520,14 +520,14 @@ def keys_gradient(
     batch, number, tile, key_head = tile_of(tiles_ptr, KEY_HEADS, TILES)
     key = number * K_BLOCK + tl.arange(0, K_BLOCK)
     used, at_key = key < S, batch * TILES * K_BLOCK + key
-    place = place_of(order_ptr + batch * TILES * K_BLOCK, key, ORDERED)
+    slot = place_of(order_ptr + batch * TILES * K_BLOCK, key, ORDERED)
     at_k = batch * S * K_STRIDE + key_head * (DIM + REST)
     at_v = batch * S * V_STRIDE + key_head * VALUE
-    k = read(k_ptr + at_k, place, K_STRIDE, DIM, used, CUT)
+    k = read(k_ptr + at_k, slot, K_STRIDE, DIM, used, CUT)
     k_rest = k
     if REST:
-        k_rest = read(k_ptr + at_k + DIM, place, K_STRIDE, REST, used, CUT)
-    v = read(v_ptr + at_v, place, V_STRIDE, VALUE, used, CUT)
+        k_rest = read(k_ptr + at_k + DIM, slot, K_STRIDE, REST, used, CUT)
+    v = read(v_ptr + at_v, slot, V_STRIDE, VALUE, used, CUT)
     since, until = tl.load(since_ptr + at_key), tl.load(until_ptr + at_key)
     key_position = key
     if WINDOW:
@@ -571,7 +571,7 @@ def keys_gradient(
             WINDOW,
             PRECISION,
         )
-    write(dk_ptr + at_k, place, K_STRIDE, DIM, used, CUT, dk * SCALE)
+    write(dk_ptr + at_k, slot, K_STRIDE, DIM, used, CUT, dk * SCALE)
     if REST:
-        write(dk_ptr + at_k + DIM, place, K_STRIDE, REST, used, CUT, dk_rest * SCALE)
-    write(dv_ptr + at_v, place, V_STRIDE, VALUE, used, CUT, dv)
+        write(dk_ptr + at_k + DIM, slot, K_STRIDE, REST, used, CUT, dk_rest * SCALE)
+    write(dv_ptr + at_v, slot, V_STRIDE, VALUE, used, CUT, dv)

@@ -177,8 +177,8 @@ def _attention_bwd(options, residuals, d_out):
     d_sinks = None
     if sinks is not None:
         delta = jnp.concatenate(deltas, 3)
-        each = sink_rule.gradient(_by_head(sinks, q, compute), lse, delta)
-        d_sinks = each.sum((0, 3)).reshape(-1).astype(sinks.dtype)
+        sink_grads = sink_rule.gradient(_by_head(sinks, q, compute), lse, delta)
+        d_sinks = sink_grads.sum((0, 3)).reshape(-1).astype(sinks.dtype)
     return jnp.concatenate(dqs, 3), dk.astype(k.dtype), dv.astype(v.dtype), None, d_sinks
 
 
@@ -199,12 +199,10 @@ def _scores(options, q_BKGIH, k_BKSH, rows, positions, context):
     return score, seen[:, None, None]
 
 
-def _dot(left, right, contract):
+def _dot(lhs, right, contract):
     """Batched over B and K, accumulated in float32 (float64 for float64)."""
-    compute = accumulator(left.dtype)
-    return lax.dot_general(
-        left, right, (contract, ((0, 1), (0, 1))), preferred_element_type=compute
-    )
+    compute = accumulator(lhs.dtype)
+    return lax.dot_general(lhs, right, (contract, ((0, 1), (0, 1))), preferred_element_type=compute)
 
 
 def _keys(stripe, k, v, context):

@@ -24,7 +24,7 @@ SAMPLE = 512  # vocabulary rows that the guess looks at: 0.3% of a matmul with 1
 CHUNK = 2**28  # numbers of [T, V] alive at once (512 MiB in bfloat16), or 7/8 of those of the head
 
 
-class Backend(NamedTuple):
+class KernelBackend(NamedTuple):
     """What the kernels are compiled for, beside shapes."""
 
     softcap: float | None
@@ -39,12 +39,12 @@ class Backend(NamedTuple):
     def values(self, hidden, head, targets, temperature):
         """Without gradients: no logits in memory at all."""
         options = Options(self.softcap, True, 0, self.config, self.kernels)
-        mine, here = local_targets(targets, head.shape[0], self.axis)
-        part = run(options, hidden, head, jnp.where(here, mine, 0), temperature)
-        return part if self.axis is None else join(part, here, self.axis)
+        local, is_local = local_targets(targets, head.shape[0], self.axis)
+        part = run(options, hidden, head, jnp.where(is_local, local, 0), temperature)
+        return part if self.axis is None else join(part, is_local, self.axis)
 
     def values_and_gradients(self, hidden, head, targets, weights, temperature):
-        """See `gradient.Backend`."""
+        """Per-token results of a chunk of rows; see `gradient.Backend`."""
         return _values_and_gradients(self, hidden, head, targets, weights, temperature)
 
 
@@ -80,13 +80,13 @@ def _values_and_gradients(backend, hidden, head, targets, weights, temperature):
     rest = padded % rows or rows
 
     def chunk(carry, first, size=rows):
-        found, best, d_hidden, d_head = carry
+        values, best, d_hidden, d_head = carry
         parts = (lax.dynamic_slice_in_dim(x, first, size) for x in arrays)
         scores, piece, d_head = _chunk(backend, low, d_head, head.dtype, *parts)
-        found = lax.dynamic_update_slice_in_dim(found, jnp.stack(scores[:3]), first, 1)
+        values = lax.dynamic_update_slice_in_dim(values, jnp.stack(scores[:3]), first, 1)
         best = lax.dynamic_update_slice_in_dim(best, scores.top, first, 0)
         d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, piece, first, 0)
-        return (found, best, d_hidden, d_head), None
+        return (values, best, d_hidden, d_head), None
 
     # The first is no iteration: the head's gradient starts from its product, not from zeros. It is
     # the short one: after the scan a sum would need a second gradient beside the first.
@@ -96,19 +96,19 @@ def _values_and_gradients(backend, hidden, head, targets, weights, temperature):
     carry, _ = chunk(carry, jnp.int32(0), rest)
     if padded > rest:
         carry, _ = lax.scan(chunk, carry, jnp.arange(rest, padded, rows, dtype=jnp.int32))
-    found, best, d_hidden, d_head = carry
-    return LogProbs(*found[:, :T], best[:T]), d_hidden[:T], d_head
+    values, best, d_hidden, d_head = carry
+    return LogProbs(*values[:, :T], best[:T]), d_hidden[:T], d_head
 
 
 def _chunk(backend, low, d_head, head_dtype, hidden, targets, weights, factor):
     """(LogProbs, d_hidden, d_head with its part added) of some rows."""
     V, D = low.shape
     kernels = backend.kernels
-    mine, here = local_targets(targets, V, backend.axis)
+    local, is_local = local_targets(targets, V, backend.axis)
     f32 = jnp.float32
 
-    z_target = target_logits(hidden, low, jnp.where(here, mine, 0), backend.softcap)
-    z_target = across(lax.psum, jnp.where(here, z_target, 0.0), backend.axis)
+    z_target = target_logits(hidden, low, jnp.where(is_local, local, 0), backend.softcap)
+    z_target = across(lax.psum, jnp.where(is_local, z_target, 0.0), backend.axis)
     sample = low[:: max(1, V // SAMPLE)][:SAMPLE]  # more than 512 would not be aligned
     highest = jnp.einsum("TD,VD->TV", hidden, sample, preferred_element_type=f32).max(1)
     if backend.softcap is not None:
@@ -126,9 +126,11 @@ def _chunk(backend, low, d_head, head_dtype, hidden, targets, weights, factor):
     top = kernels.statistics(hidden, low, factor, active=again, **options)[0].max(0)
     base = jnp.where(failed, across(lax.pmax, top, backend.axis), base)
     # Into a Ref, in place: a second [T, V] would need memory and a pass that chooses between them.
-    kept = jax.new_ref(w_TV)
-    true = kernels.exponentials(hidden, low, factor, base, active=again, into=kept, **options)
-    w_TV = jax.freeze(kept)
+    weights_ref = jax.new_ref(w_TV)
+    true = kernels.exponentials(
+        hidden, low, factor, base, active=again, into=weights_ref, **options
+    )
+    w_TV = jax.freeze(weights_ref)
     exact = across(lax.psum, true[:2].sum(1), backend.axis)
     total, moment = jnp.where(failed[None], exact, jnp.stack([total, moment]))
 
@@ -152,7 +154,7 @@ def _chunk(backend, low, d_head, head_dtype, hidden, targets, weights, factor):
     if backend.softcap is not None:
         target_w *= 1.0 - jnp.square(z_target / backend.softcap)
     # Where the target is on another device, V: out of range, and dropped.
-    index = jnp.where(here, mine, V)
+    index = jnp.where(is_local, local, V)
     w_TV = w_TV.at[jnp.arange(len(index)), index].set(
         target_w.astype(w_TV.dtype), mode="drop", unique_indices=True
     )

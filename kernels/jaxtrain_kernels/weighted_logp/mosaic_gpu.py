@@ -3,7 +3,7 @@
 from jaxtrain_kernels.logp_gather import gpu
 from jaxtrain_kernels.logp_gather.mosaic_gpu import require_shapes
 from jaxtrain_kernels.mosaic import require_hopper
-from jaxtrain_kernels.weighted_logp.by_kernels import Backend, choose_rows, choose_splits
+from jaxtrain_kernels.weighted_logp.by_kernels import KernelBackend, choose_rows, choose_splits
 from jaxtrain_kernels.weighted_logp.gradient import weighted
 
 
@@ -16,5 +16,5 @@ def weighted_logp(
     config = gpu.Config()
     require_shapes(hidden, V, config)
     rows, splits = choose_rows(T, D, V, gpu.TILE_T), choose_splits(T, D, V)
-    backend = Backend(softcap, freeze_head, axis, rows, splits, config, gpu)
+    backend = KernelBackend(softcap, freeze_head, axis, rows, splits, config, gpu)
     return weighted(backend, hidden, head, targets, weights, temperature)

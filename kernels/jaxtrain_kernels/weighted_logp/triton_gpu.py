@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from jaxtrain_kernels.logp_gather import triton_gpu
 from jaxtrain_kernels.triton_call import require_triton
-from jaxtrain_kernels.weighted_logp.by_kernels import Backend, choose_rows, choose_splits
+from jaxtrain_kernels.weighted_logp.by_kernels import KernelBackend, choose_rows, choose_splits
 from jaxtrain_kernels.weighted_logp.gradient import weighted
 
 
@@ -18,5 +18,5 @@ def weighted_logp(
     triton_gpu.require_shapes(hidden, (jnp.bfloat16,))
     rows, splits = choose_rows(T, D, V, triton_gpu.TILE_T), choose_splits(T, D, V)
     config = triton_gpu.choose(rows, D, V)
-    backend = Backend(softcap, freeze_head, axis, rows, splits, config, triton_gpu)
+    backend = KernelBackend(softcap, freeze_head, axis, rows, splits, config, triton_gpu)
     return weighted(backend, hidden, head, targets, weights, temperature)

@@ -16,7 +16,7 @@ from jaxtrain_kernels.precision import accumulator
 from jaxtrain_kernels.weighted_logp.gradient import weighted
 
 
-class Backend(NamedTuple):
+class XlaBackend(NamedTuple):
     """What the compiled program depends on, beside shapes."""
 
     softcap: float | None
@@ -28,9 +28,9 @@ class Backend(NamedTuple):
 
     def values_and_gradients(self, hidden, head, targets, weights, temperature):
         scores, p_TV, slope_TV = _softmax(self, hidden, head, targets, temperature)
-        mine, here = local_targets(targets, head.shape[0], self.axis)
-        hit_TV = mine[:, None] == jnp.arange(head.shape[0], dtype=jnp.int32)[None]
-        hit_TV &= here[:, None]
+        local, is_local = local_targets(targets, head.shape[0], self.axis)
+        hit_TV = local[:, None] == jnp.arange(head.shape[0], dtype=jnp.int32)[None]
+        hit_TV &= is_local[:, None]
         dz_TV = (jnp.where(hit_TV, 1.0, 0.0) - p_TV) * weights[:, None] * slope_TV
         dz_TV = dz_TV.astype(hidden.dtype)
         low, compute = head.astype(hidden.dtype), p_TV.dtype
@@ -47,18 +47,18 @@ def weighted_logp(
 ):
     """See `jaxtrain_kernels.weighted_logp`."""
     if hidden.shape[0] * head.shape[0] > gather.MAX_LOGITS:
-        mine, here = local_targets(targets, head.shape[0], axis)
+        local, is_local = local_targets(targets, head.shape[0], axis)
         scores = gather.logp_gather(
             hidden,
             head,
-            jnp.where(here, mine, 0),
+            jnp.where(is_local, local, 0),
             temperature=temperature,
             softcap=softcap,
             freeze_head=freeze_head,
         )
-        scores = scores if axis is None else join(scores, here, axis)
+        scores = scores if axis is None else join(scores, is_local, axis)
         return (weights * scores.logp).sum(), scores
-    backend = Backend(softcap, freeze_head, axis)
+    backend = XlaBackend(softcap, freeze_head, axis)
     return weighted(backend, hidden, head, targets, weights, temperature)
 
 
@@ -73,9 +73,9 @@ def _softmax(backend, hidden, head, targets, temperature):
         z_TV, slope = backend.softcap * capped, 1.0 - jnp.square(capped)
     if temperature is not None:
         z_TV, slope = z_TV / temperature[:, None], slope / temperature[:, None]
-    mine, here = local_targets(targets, head.shape[0], backend.axis)
-    z_target = jnp.take_along_axis(z_TV, jnp.where(here, mine, 0)[:, None], axis=1)[:, 0]
-    z_target = across(lax.psum, jnp.where(here, z_target, 0.0), backend.axis)
+    local, is_local = local_targets(targets, head.shape[0], backend.axis)
+    z_target = jnp.take_along_axis(z_TV, jnp.where(is_local, local, 0)[:, None], axis=1)[:, 0]
+    z_target = across(lax.psum, jnp.where(is_local, z_target, 0.0), backend.axis)
     top = across(lax.pmax, z_TV.max(1), backend.axis)
     shifted_TV = z_TV - top[:, None]
     w_TV = jnp.exp(shifted_TV)
