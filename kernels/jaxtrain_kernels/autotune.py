@@ -40,6 +40,7 @@ def tuned(op: str, heuristic: Config, *, near: dict | None = None, **key) -> Con
             for n, reference_size in entry.get("near", {}).items()
         )
 
+    # By ratio, because configs depend on sizes roughly logarithmically.
     return dataclasses.replace(heuristic, **min(entries, key=distance)["config"])
 
 

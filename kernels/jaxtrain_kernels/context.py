@@ -1,4 +1,4 @@
-"""Context: who sees whom in packed rows, as data that goes from the batch to the kernels."""
+"""Context: the attention mask of packed rows, as data that goes from the batch to the kernels."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class Context(NamedTuple):
-    """What a layer must know of T queries and S keys besides their values.
+    """Visibility of S keys to T queries, and their positions.
 
     Key s is visible to query t iff since[s] <= t < until[s]; windows compare positions. Where the
     queries are the keys, as in training, S is T.
@@ -20,7 +20,7 @@ class Context(NamedTuple):
     positions: jax.Array | None = None
     """int32 [B, T] of the queries; needed for windows and rotations."""
     key_positions: jax.Array | None = None
-    """int32 [B, S]; None means those of the queries."""
+    """int32 [B, S]; None means the queries' positions."""
     prev: jax.Array | None = None
     """int32 [B, T] index of the token before on the same branch, -1 at a root: where a recurrent
     layer takes its state from. None means t - 1."""

@@ -1,4 +1,4 @@
-"""cuDNN's fused attention as jax binds it: the only file that imports jax's private names for it.
+"""cuDNN's fused attention as jax binds it: the only module that imports jax's private names for it.
 
 `jax.nn.dot_product_attention` does not take packed documents and keeps one softmax statistic per
 (document, head, row length); the two calls here are what it is made of.
@@ -87,6 +87,7 @@ def _operands(q, k, starts, lengths):
 def _settings(scale, window):
     return {
         "scale": float(scale),
+        # cuDNN requires a seed; without dropout it has no effect.
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),

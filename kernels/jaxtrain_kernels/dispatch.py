@@ -1,4 +1,4 @@
-"""THE dispatcher: every op picks its backend here, by name or by asking them in turn.
+"""Dispatch: every op selects its backend here, by name or by trying them in order.
 
 A backend is a function with the op's own signature. One that cannot take a call (wrong device,
 shape, dtype or option) raises NotImplementedError with the reason before it computes anything.
@@ -14,8 +14,8 @@ def dispatch(op: str, impl: str, backends: Mapping[str, Callable], *args, **kwar
     """Call one backend of `op`.
 
     `impl` names a backend, which then takes the call or raises: a named backend never falls back.
-    "auto" asks them in the order of the mapping and takes the first that does not decline.
-    Raises ValueError for a name that is not there, NotImplementedError with every backend's reason
+    "auto" tries them in the order of the mapping and uses the first that does not decline.
+    Raises ValueError for an unknown name, NotImplementedError with every backend's reason
     when all decline.
     """
     if impl != "auto":
@@ -29,6 +29,8 @@ def dispatch(op: str, impl: str, backends: Mapping[str, Callable], *args, **kwar
     declined = []
     for name, backend in backends.items():
         try:
+            # Backends decline before they compute anything, so a declined attempt costs only its
+            # checks.
             result = backend(*args, **kwargs)
         except NotImplementedError as reason:
             log.debug("%s: %s declines: %s", op, name, reason)

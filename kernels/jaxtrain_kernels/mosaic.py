@@ -33,7 +33,7 @@ def require_hopper() -> None:
 
 
 def on_hopper() -> bool:
-    """Whether the program being traced is for GPUs of that generation."""
+    """True if the program being traced is for Hopper GPUs."""
     return any(target in device_kind() for target in TARGETS)
 
 
@@ -100,6 +100,7 @@ def launch(
     )
     if not onto:
         return run(*arrays)
+    # Refs are read and written in place: the kernel adds to arrays that already hold numbers.
     held = [jax.new_ref(x) for x in onto]
     outputs = run(*arrays, *held)
     return [*map(jax.freeze, held), *outputs]
@@ -111,6 +112,7 @@ def zeros(shape: tuple[int, ...], dtype) -> jax.Array:
     lanes = ZERO_BYTES // jnp.dtype(dtype).itemsize
     assert size % lanes == 0, (shape, dtype)
     pieces = size // lanes
+    # TMA writes are limited by memory; two thread blocks per multiprocessor keep it busy.
     programs = min(pieces, 2 * num_cores())
 
     def kernel(out, piece):
@@ -182,6 +184,7 @@ def polynomial_exp2(x):
     value = jnp.full_like(f, EXP2[-1])
     for factor in (*EXP2[-2::-1], 1.0):
         value = value * f + factor
+    # Adding to the exponent bits multiplies by 2^integer, exactly for normal numbers.
     bits = lax.bitcast_convert_type(value, jnp.int32) + (integer.astype(jnp.int32) << 23)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -225,8 +228,8 @@ def _hexadecimal(number: float) -> str:
 
 
 def opaque(number):
-    """The same int32, but the compiler does not know: what follows from it is computed where it is
-    used, instead of ahead of a loop into registers that then spill."""
+    """Return int32 `number` as a value the compiler cannot see through: results are computed where
+    it is used, instead of ahead of a loop into registers that then spill."""
     return lax.optimization_barrier(number)
 
 
@@ -244,7 +247,7 @@ def swizzle(dtype, columns: int | None = None):
 
 
 def device_kind() -> str:
-    """Of the device that the program being traced is for: the mesh's, else the default one."""
+    """Kind of the device that the program being traced is for: the mesh's, else the default one."""
     mesh = jax.sharding.get_abstract_mesh()
     if getattr(mesh, "abstract_device", None) is not None:
         return mesh.abstract_device.device_kind

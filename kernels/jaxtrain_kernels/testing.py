@@ -1,4 +1,4 @@
-"""What kernel tests and benchmarks share: forests, inputs from a case, the tolerance rule."""
+"""Shared by kernel tests and benchmarks: forests, inputs from a case, the tolerance rule."""
 
 from collections.abc import Callable
 

@@ -14,7 +14,7 @@ import numpy as np
 
 
 def run(kernel, arrays, out_type, grid: int, constants: dict):
-    """See `triton_call.launch`."""
+    """Run a kernel as `triton_call.launch` does."""
     _extend()
     values = [x[...] if isinstance(x, jax.Ref) else x for x in arrays]
     refs = [i for i, x in enumerate(arrays) if isinstance(x, jax.Ref)]
@@ -74,7 +74,7 @@ class _Memory:
         return self.array.strides
 
     def copy_(self, source):
-        """Nothing was copied, so there is nothing to bring back."""
+        """Do nothing: results were written to the array itself."""
 
 
 @functools.cache

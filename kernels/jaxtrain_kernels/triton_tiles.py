@@ -1,4 +1,4 @@
-"""What Triton kernels share; imported by their files alone, where Triton is."""
+"""Functions shared by Triton kernels; imported only by their modules, where Triton is installed."""
 
 import triton
 import triton.language as tl

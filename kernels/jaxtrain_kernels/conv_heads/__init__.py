@@ -1,5 +1,5 @@
-"""What Qwen3-Next's linear attention does to its projection: a causal convolution along branches,
-silu, and queries and keys to unit length, out of the product that they lie in."""
+"""Preprocessing of Qwen3-Next's linear attention on its projection: a causal convolution along
+branches, silu, and queries and keys to unit length, out of the product that they lie in."""
 
 import jax
 import jax.numpy as jnp

@@ -11,7 +11,7 @@ from jaxtrain_kernels.gated_delta.cases import documents_8k, tree_8k
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: H key heads of `dim` columns, and `repeats` value heads of `dim` for each."""
+    """A problem: H key heads of `dim` columns, and `repeats` value heads of `dim` for each."""
 
     name: str
     forest: Callable[[], list[tuple[int, int]]]

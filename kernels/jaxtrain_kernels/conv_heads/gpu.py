@@ -36,7 +36,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class ColumnParts:
-    """How x's columns are cut up: static."""
+    """Static layout of x's columns."""
 
     key_dim: int
     width: int
@@ -57,7 +57,7 @@ class ColumnParts:
 
 
 def conv_heads(x, w, key_dim, value_dim, prev=None, *, tail=None, hops=None, eps):
-    """See `jaxtrain_kernels.conv_heads`; packed rows, one GPU per call."""
+    """Implement `jaxtrain_kernels.conv_heads`; packed rows, one GPU per call."""
     require_nvidia()
     F, T = w.shape[1], x.shape[1]
     if prev is None or T < FEW:
@@ -144,8 +144,11 @@ def _forward_kernel(back_ref, w_ref, x_ref, q_ref, k_ref, v_ref, *, parts: Colum
     block = _Part(back_ref, w_ref, x_ref, parts)
     mixed, share, _ = block.convolve()
     out = mixed * share
+    # Computed for values, too, where it is not used: cheaper than a branch.
     inverse = lax.rsqrt((out * out).sum(1) + parts.eps) * block.lengths()
     out = block.of_keys(out * inverse[:, None], out).astype(q_ref.dtype)
+    # A program has one kind of columns. All three stores are traced, one of them is executed: an
+    # output cannot be selected by a traced index.
     for kind, ref in enumerate((q_ref, k_ref, v_ref)):
         index, mask = block.place(kind)
 
@@ -163,6 +166,8 @@ def _backward_kernel(
     d_out = 0.0
     for kind, ref in enumerate((dq_ref, dk_ref, dv_ref)):  # of which one is read
         index, mask = block.output_index(kind)
+        # Masked loads return 0 for the two gradients of other kinds, so the sum is the one that
+        # applies.
         mask &= jnp.broadcast_to(block.kind == kind, mask.shape)
         part = plt.load(ref.at[block.row, *index], mask=mask, other=0.0)
         d_out += part.astype(jnp.float32)
@@ -173,10 +178,13 @@ def _backward_kernel(
     d_out = block.of_keys(d_unit, d_out)
     d_mixed = d_out * share * (1.0 + mixed * (1.0 - share))
     index, mask = block.tile
+    # Rows past the end must not count in the sums over tokens.
     d_mixed = jnp.where(mask, d_mixed, 0.0)
     plt.store(d_mixed_ref.at[block.row, *index], d_mixed.astype(d_mixed_ref.dtype), mask=mask)
     tile = block.row * pl.num_programs(1) + pl.program_id(1)
     for j, read in enumerate(reads):
+        # Each program writes its own sums, which XLA adds in a fixed order: atomics would not be
+        # deterministic.
         sums_ref[tile, parts.taps - 1 - j, block.columns] = (d_mixed * read).sum(0)
 
 
@@ -207,12 +215,12 @@ class _Part:
         return jnp.where(jnp.broadcast_to(self.kind < 2, unit.shape), unit, plain)
 
     def lengths(self):
-        """[S]: of queries or keys; of values 1, which nobody asks for."""
+        """[S] lengths of queries or keys; 1 for values, which do not use it."""
         query, key = (jnp.full(self.token_S.shape, x, jnp.float32) for x in self.parts.scales)
         return jnp.where(jnp.broadcast_to(self.kind == 0, query.shape), query, key)
 
     def output_index(self, kind: int):
-        """Where it lies in the array of all queries, keys or values, were it of that kind."""
+        """Return (index, mask) of this part in the array of all queries, keys or values."""
         K = self.parts.key_dim
         start = self.head * K
         if kind == 2:

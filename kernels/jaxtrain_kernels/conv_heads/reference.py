@@ -15,7 +15,7 @@ def to_unit(x, length, eps):
 
 
 def conv_heads(x, w, key_dim, value_dim, prev=None, *, tail=None, hops=None, eps, to_unit=to_unit):
-    """See `jaxtrain_kernels.conv_heads`."""
+    """Implement `jaxtrain_kernels.conv_heads`."""
     (B, T, _), (H, F, taps) = x.shape, w.shape
     tail = None if tail is None else tail.reshape(B, -1, H * F)
     mixed = causal_conv(x[..., : H * F], w.reshape(H * F, taps), prev, tail)

@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: rows see slots up to a random number of `filled`, the last `window` of them."""
+    """A problem: rows see slots up to a random number of `filled`, the last `window` of them."""
 
     name: str
     rows: int
@@ -47,7 +47,7 @@ class Case:
         return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
     def read_bytes(self, itemsize: int = 2) -> int:
-        """Of keys and values that the rows see."""
+        """Bytes of the keys and values that the rows see."""
         until, since = self.interval()
         slots = int((until - since).sum())
         if self.group > 1:

@@ -38,7 +38,7 @@ LOG2E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a call is cut up."""
+    """Sizes into which a call is split."""
 
     keys: int = 64
     """Keys of a tile, all heads of the program together."""
@@ -87,7 +87,7 @@ def decode_attention(
     leader=None,
     shared=None,
 ):
-    """See `jaxtrain_kernels.decode_attention`; caches in bfloat16, float32 or 8 bits."""
+    """Implement `jaxtrain_kernels.decode_attention`; caches in bfloat16, float32 or 8 bits."""
     require_nvidia()
     B, _, N, H = q.shape
     S, K = k.shape[2:4]
@@ -228,7 +228,7 @@ def _attend(
     dot = functools.partial(plt.dot, precision=precision)
 
     def owner_of(end):
-        """The row that a tile which ends before slot `end` is read from."""
+        """Return the row from which a tile that ends before slot `end` is read."""
         return batch_row if shared_ref is None else jnp.where(end <= shared, leader, batch_row)
 
     def fetch(ref, owner, slot_J, head_J, inside_J):
@@ -270,16 +270,21 @@ def _attend(
             score_RJ += jnp.log2(value_1J)
         score_RJ = jnp.where(seen_RJ, score_RJ, MASKED)
         # Every query sees the first slot of a tile, but those of padding, which are not written.
+        # Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867): rescale by the new
+        # maximum.
         new_top_R = jnp.maximum(top_R, score_RJ.max(1))
         shrink_R = jnp.exp2(top_R - new_top_R)
         weight_RJ = jnp.exp2(score_RJ - new_top_R[:, None])
         v_JH = fetch(v_ref, *key_index)
+        # Weights carry the values' scales; the softmax's denominator must not, so they are divided
+        # out.
         bare_RJ = weight_RJ if v_scale_ref is None else weight_RJ * (1.0 / value_1J)
         total_R = total_R * shrink_R + bare_RJ.sum(1)
         sum_RH = sum_RH * shrink_R[:, None] + dot(weight_RJ.astype(compute), v_JH)
         return sum_RH, total_R, new_top_R
 
     def attend():
+        # A part may begin past the row's end, where cdiv is negative.
         tiles = jnp.maximum(0, pl.cdiv(stop - start, slots))
         total_R, top_R = jnp.zeros(R, jnp.float32), jnp.full(R, MASKED, jnp.float32)
         if sinks_ref is not None:  # as if it had been seen first
@@ -294,6 +299,7 @@ def _attend(
             plt.store(out_refs[0].at[row, heads], out_RH.astype(out_refs[0].dtype), mask=real_RH)
             return
         plt.store(out_refs[0].at[row, part, heads], out_RH, mask=real_RH)
+        # Parts are normalized on their own; the merge weighs them by their log-sum-exp.
         lse_R = top_R + jnp.log2(total_R)
         plt.store(out_refs[1].at[row, part, heads], lse_R, mask=real_R1[:, 0])
 
@@ -310,7 +316,8 @@ def _attend(
 
 
 def _interval(since_ref, until_ref, row, slots: int):
-    """What the row sees, within the cache: rows that ended may stand behind their last slot."""
+    """Return the slots that the row sees, clipped to the cache: finished rows may be past its
+    end."""
     since = 0 if since_ref is None else jnp.maximum(since_ref[row], 0)
     return since, jnp.minimum(until_ref[row], slots)
 

@@ -8,7 +8,7 @@ from jaxtrain_kernels.precision import accumulator
 def decode_attention(
     q, k, v, layer, until, since, *, scale, softcap, sinks=None, k_scale=None, v_scale=None, **_
 ):
-    """See `jaxtrain_kernels.decode_attention`. Everything in float32, heads repeated. What
+    """Implement `jaxtrain_kernels.decode_attention`. Everything in float32, heads repeated. What
     rows share each reads for itself."""
     compute = accumulator(k.dtype if k_scale is None else q.dtype)
     groups = q.shape[2] // k.shape[3]

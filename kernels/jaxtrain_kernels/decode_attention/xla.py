@@ -13,7 +13,7 @@ from jaxtrain_kernels.precision import accumulator
 def decode_attention(
     q, k, v, layer, until, since, *, scale, softcap, sinks=None, k_scale=None, v_scale=None, **_
 ):
-    """See `jaxtrain_kernels.decode_attention`. Unwritten slots must hold finite numbers. What
+    """Implement `jaxtrain_kernels.decode_attention`. Unwritten slots must hold finite numbers. What
     rows share each reads for itself."""
     B, T, N, H = q.shape
     S, K = k.shape[2:4]
@@ -25,6 +25,7 @@ def decode_attention(
         return layer_cache[:, None, :, :, None].astype(compute)
 
     k_B1SK1H, v_B1SK1H = of_layer(k), of_layer(v)
+    # Queries are rounded to the dtype of the products, as the kernel does; sums are wide.
     q_BT1KGH = q.reshape(B, T, 1, K, N // K, H).astype(product).astype(compute)
     score_BTSKG = (q_BT1KGH * k_B1SK1H).sum(-1) * scale
     if k_scale is not None:

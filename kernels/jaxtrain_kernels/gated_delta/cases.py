@@ -10,7 +10,7 @@ from jaxtrain_kernels import testing
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: queries and keys of length 1 (queries scaled), values standard normal."""
+    """A problem: queries and keys of length 1 (queries scaled), values standard normal."""
 
     name: str
     forest: Callable[[], list[tuple[int, int]]]

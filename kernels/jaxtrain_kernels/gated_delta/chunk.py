@@ -21,7 +21,7 @@ from jaxtrain_kernels.recurrence.decay import below_diagonal, decays, dot
 
 
 class DeltaChunk(NamedTuple):
-    """What a chunk is made of, and what follows from it without any state."""
+    """Inputs of a chunk, and results that need no state."""
 
     q: jax.Array
     """[..., H, C, K], and k the same."""
@@ -104,8 +104,8 @@ def leave(chunk: DeltaChunk, d_out: jax.Array, d_S: jax.Array) -> tuple[jax.Arra
 
 
 def gradients(chunk: DeltaChunk, S, new, d_out, d_x, d_S, behind):
-    """Of q, k, v, g and beta, from the states before and behind the chunk, v', and what `leave`
-    took and gave."""
+    """Gradients of q, k, v, g and beta, from the states before and behind the chunk, v', and what
+    `leave` took and gave."""
     q, k, v, beta, G, _, _ = chunk
     dtype, wide = q.dtype, G.dtype
     eG, rest, D = jnp.exp(G), jnp.exp(G[..., -1:] - G), decays(G)
@@ -126,7 +126,11 @@ def gradients(chunk: DeltaChunk, S, new, d_out, d_x, d_S, behind):
     wide_q, wide_k = (x[..., None, :, :].astype(wide) for x in (q, k))
     pull = (d_x * v).sum(-1)
     d_beta = pull + eG * (d_kt * wide_k).sum(-1) + (d_A * kk).sum(-1)
+    # G enters every product with q and k as e^(G_i - G_j), so its gradient is the inner product of
+    # q and dq minus that of k and dk; no [C, C] gradient of D is formed.
     d_G = (wide_q * d_q).sum(-1) - (wide_k * d_k).sum(-1) + 2 * beta * (d_beta - pull)
+    # e^(G_C) scales the whole state, so the last token also gets <dS, S> of the state behind.
     d_G = d_G.at[..., -1].add((d_S * behind).sum((-2, -1)))
+    # g_t enters all G_i with i >= t: a reversed cumulative sum.
     d_g = jnp.flip(jnp.cumsum(jnp.flip(d_G, -1), -1), -1)
     return d_q.sum(-3), d_k.sum(-3), d_v, d_g, d_beta

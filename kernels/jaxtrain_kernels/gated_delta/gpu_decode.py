@@ -21,7 +21,7 @@ DTYPES = (jnp.bfloat16, jnp.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a call is cut up."""
+    """Sizes into which a call is split."""
 
     columns: int = 64
     """Of V, of a program: 32 KiB of state at 128 dims of K."""
@@ -29,7 +29,7 @@ class Config:
 
 
 def gated_delta(q, k, v, g, beta, until, prev=None, *, state=None, chunks=None):
-    """See `jaxtrain_kernels.gated_delta`; rows of one token that bring a state."""
+    """Implement `jaxtrain_kernels.gated_delta`; rows of one token that bring a state."""
     require_nvidia()
     if q.shape[1] != 1 or prev is not None or state is None:
         raise NotImplementedError("takes one token a row, and a state before it")
@@ -79,6 +79,7 @@ def run(config: Config, q, k, v, g, beta, until, state, *, interpret: bool = Fal
             jax.ShapeDtypeStruct(v.shape, v.dtype),
             jax.ShapeDtypeStruct(state.shape, state.dtype),
         ],
+        # The state is updated in place: a row without a token keeps it without a copy.
         input_output_aliases={6: 1},
         compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=1),
         interpret=interpret,

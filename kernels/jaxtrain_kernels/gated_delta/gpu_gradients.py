@@ -157,7 +157,8 @@ def gradients(
         wgmma = plgpu.Layout.WGMMA
 
         def here(smem: Scratch) -> Scratch:
-            """The same. Opaque, or addresses are computed ahead of all loops and spill."""
+            """Return `smem` with opaque indices: else addresses are computed ahead of all loops and
+            spill."""
             zero = opaque(jnp.int32(0))
             return smem._replace(**{name: getattr(smem, name).at[zero] for name in WIDE})
 
@@ -181,11 +182,11 @@ def gradients(
             return plgpu.load(ref, layout=wgmma.reduce(0))
 
         def along(x, width):
-            """A number for each row."""
+            """Broadcast a number per row."""
             return lax.broadcast_in_dim(x, (C, width), [0])
 
         def across(x):
-            """A number for each column of a square."""
+            """Broadcast a number per column of a square."""
             return lax.broadcast_in_dim(x, square, [1])
 
         def loaded(ref):
@@ -220,18 +221,21 @@ def gradients(
             return i + opaque(jnp.int32(0)), j
 
         def send(buffer, target, item, head):
-            """Of a chunk's window to its tokens."""
+            """Write a chunk's window to its tokens."""
             by_head = target.at[item.row, :, head]
             put_rows(buffer, by_head, links, item.row, item.chunk, not onto)
 
         def own_rows_here(item):
-            """bool [C]. Rows of others have gradients of o, too, from which they get a dq."""
+            """bool [C]: rows of the chunk. The window's other rows also have gradients of o, and so
+            a dq."""
             index = plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=wgmma.reduce(1))
             return own_rows(links, item.row, item.chunk)(index)
 
         def nearness():
             """e^-|G_i - G_j|."""
             apart = along(by_row(smem.G), C) - across(by_column(smem.G))
+            # -|x| as a minimum: exact, and never positive, so that exp does not overflow above the
+            # diagonal.
             return jnp.exp(jnp.minimum(apart, -apart))
 
         def wait(group):
@@ -268,6 +272,8 @@ def gradients(
                     behind = (total * loaded(smem.q)).sum(axis=1)
 
                     wait(D_X)
+                    # Transpose by a product with the identity: exact, for each sum has one nonzero
+                    # term.
                     identity = jnp.where(i == j, 1.0, 0.0).astype(dtype)
                     x = product(V, (identity, turned(smem.d_x)))
                     give_back(D_X)
@@ -282,6 +288,8 @@ def gradients(
                     inner = (loaded(smem.S.at[part]) * loaded(smem.d_S.at[part])).sum(axis=1)
                     give_back(STATE)
                     give_back(D_STATE)
+                    # The buffer of sums is free at first; a wait would deadlock before the first
+                    # arrival.
                     pl.when(done + r > 0)(lambda: plgpu.barrier_wait(smem.sums_free))
                     smem.sums[0] = pull
                     smem.sums[1] = jnp.where(own_rows_here(item), behind - before, 0.0)

@@ -1,4 +1,4 @@
-"""What the walk needs of each chunk and what needs no state, T and P: Hopper, Pallas Mosaic GPU.
+"""T and P of each chunk, which the walk needs and which need no state: Hopper, Pallas Mosaic GPU.
 
 T = (I + A)^-1 grows by joining diagonal blocks of 1, 2, 4 .. 32: with L the part of A between the
 halves of each pair, X - X L X is the inverse of the pairs. Powers of A itself overflow where keys
@@ -115,6 +115,7 @@ def prepare(
 
             i, j = (plgpu.broadcasted_iota(jnp.int32, (C, C), d, layout=wgmma) for d in (0, 1))
             apart = spread(G, 0) - spread(G, 1)
+            # Masked before exp: above the diagonal `apart` is positive and would overflow.
             D = laid(jnp.exp(jnp.where(i >= j, apart, -jnp.inf)))
             by_row = spread(beta, 0)
             plgpu.barrier_wait(smem.ready)
@@ -131,6 +132,8 @@ def prepare(
             plgpu.copy_smem_to_gmem(smem.P, P_out.at[row, c, head])
 
             A = laid(jnp.where(i > j, laid(by_row * kk * D), 0.0))
+            # i ^ j in [size, 2 size) holds for the blocks of A between the halves of each pair of
+            # `size`.
             distance = i ^ j
             X = laid(jnp.where(i == j, 1.0, jnp.where(distance == 1, -A, 0.0)))
             size = 2

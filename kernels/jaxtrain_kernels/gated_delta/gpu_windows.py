@@ -1,4 +1,4 @@
-"""Where the Hopper kernels find the tokens of each chunk: in a window of C tokens of its row.
+"""Windows in which the Hopper kernels find the tokens of each chunk: C tokens of its row.
 
 Arrays with a row for each token stay as they are, and a chunk's tokens are some of its window's:
 
@@ -54,7 +54,7 @@ class Links(NamedTuple):
 
 
 class Chunked(NamedTuple):
-    """What chunks are made of: see `chunk.Chunk`."""
+    """Inputs of all chunks; see `chunk.DeltaChunk`."""
 
     q: jax.Array
     """[B, T, H, K], and k the same."""
@@ -77,7 +77,7 @@ def capacity(tokens: int, chain: bool) -> int:
 
 
 def missing_tokens(tokens: int, chain: bool) -> int:
-    """How many more a row must have: windows end inside of it."""
+    """Return the number of tokens to pad a row with, so that windows end inside of it."""
     size = C if chain else TILE
     return max(C, -(-tokens // size) * size) - tokens
 

@@ -30,7 +30,7 @@ many chunks as 32,768 tokens of a forest have room for."""
 
 
 class Options(NamedTuple):
-    """What the kernels are compiled for, beside shapes."""
+    """Static parameters of the kernels, besides shapes."""
 
     chain: bool
     lanes: int
@@ -40,7 +40,7 @@ class Options(NamedTuple):
 
 
 def gated_delta(q, k, v, g, beta, until, prev=None, *, state=None, chunks=None):
-    """See `jaxtrain_kernels.gated_delta`; bfloat16, 128 dims, one GPU per call."""
+    """Implement `jaxtrain_kernels.gated_delta`; bfloat16, 128 dims, one GPU per call."""
     require_hopper()
     T, (K, V) = q.shape[1], (q.shape[-1], v.shape[-1])
     if q.dtype != jnp.bfloat16:
@@ -54,7 +54,7 @@ def gated_delta(q, k, v, g, beta, until, prev=None, *, state=None, chunks=None):
 
 
 def find_chunks(until, prev):
-    """What `gated_delta` takes as `chunks`; None where this backend declines, and for chains."""
+    """Compute `chunks` for `gated_delta`; None where this backend declines, and for chains."""
     try:
         require_hopper()
     except NotImplementedError:
@@ -63,7 +63,7 @@ def find_chunks(until, prev):
 
 
 def choose_options(q, v, chain: bool) -> Options:
-    """As many lists as give every multiprocessor a thread block."""
+    """Choose the number of lists that gives every multiprocessor a thread block."""
     B, N = q.shape[0], v.shape[2]
     options = Options(chain, 1)
     lanes = 1 if chain else max(1, min(8, num_cores() // (B * N * options.parts)))
@@ -139,7 +139,7 @@ def _backward(options, residuals, cotangents):
 
 
 def _walked_back(options, links, slots, *arrays):
-    """Some heads after the others where the states of all chunks would take too much memory."""
+    """Gradients by groups of heads, if the states of all chunks would take too much memory."""
     q, _, v = arrays[:3]
     count = count_groups(links.window.size, q.shape[2], v.shape[2], q.shape[3] * v.shape[3])
     one_group = functools.partial(_group_back, options, links, slots)

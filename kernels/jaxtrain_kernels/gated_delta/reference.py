@@ -7,7 +7,8 @@ from jaxtrain_kernels.precision import accumulator
 
 
 def gated_delta(q, k, v, g, beta, until, prev=None, *, state=None, chunks=None):
-    """See `jaxtrain_kernels.gated_delta`. Holds [B, T + 1, N, K, V]: for tests and tiny inputs."""
+    """Implement `jaxtrain_kernels.gated_delta`. Holds [B, T + 1, N, K, V]: for tests and tiny
+    inputs."""
     B, T, H, K = q.shape
     N, V = v.shape[2:]
     wide = accumulator(q.dtype)

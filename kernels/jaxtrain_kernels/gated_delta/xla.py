@@ -12,7 +12,7 @@ from jaxtrain_kernels.recurrence.walk import ChunkRule, run
 def gated_delta(
     q, k, v, g, beta, until, prev=None, *, state=None, chunks=None, chunk=64, lanes=None
 ):
-    """See `jaxtrain_kernels.gated_delta`; `chunk` and `lanes` override the schedule."""
+    """Implement `jaxtrain_kernels.gated_delta`; `chunk` and `lanes` override the schedule."""
     B, T, H, K = q.shape
     N, V = v.shape[2:]
     if state is None:

@@ -9,7 +9,7 @@ from jaxtrain_kernels.grouped_matmul.ffn import Activation, Clamped
 
 @dataclass(frozen=True)
 class Case:
-    """One layer; tokens choose `top` different experts at random."""
+    """A layer; tokens choose `top` different experts at random."""
 
     name: str
     tokens: int
@@ -46,7 +46,7 @@ class Case:
         return arrays
 
     def flops(self) -> int:
-        """Of the forward's matmuls; the backward has twice as many."""
+        """FLOPs of the forward's matmuls; the backward has twice as many."""
         matrices = 3 if self.gated else 2
         return 2 * matrices * self.tokens * self.top * self.width * self.hidden
 

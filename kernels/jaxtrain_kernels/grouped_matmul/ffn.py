@@ -60,7 +60,7 @@ NO_ADAPTERS = Adapters()
 
 
 class Biases(NamedTuple):
-    """What is added behind an expert's three matrices: gate and up [E, F], down [E, D]; None:
+    """Biases of an expert's three matrices: gate and up [E, F], down [E, D]; None:
     nothing."""
 
     gate: jax.Array | None = None

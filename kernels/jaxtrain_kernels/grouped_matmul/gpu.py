@@ -73,6 +73,7 @@ class StageRing:
         """`load(tile, step)` and `compute(tile, step)` for every tile of this thread block; step
         is the first of the `steps_of(tile)` that the tile takes."""
         config, core, cores = self.config, lax.axis_index("core"), num_cores()
+        # Tiles are dealt round-robin to thread blocks: those that run at one time share operands.
         count = lax.div(num_tiles - core + (cores - 1), jnp.int32(cores))
 
         def walk(body):
@@ -85,6 +86,7 @@ class StageRing:
 
         @pl.when(lax.axis_index("group") < WARPGROUPS)
         def _():
+            # Registers move from the memory warpgroup, which needs few, to those that accumulate.
             plgpu.set_max_registers(config.compute_registers, action="increase")
             walk(compute)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -150,7 +152,8 @@ def _tile(column, size: int, total: int):
 
 
 def _fresh(start, tile, size: int, total: int):
-    """Whether this tile is the first with what begins at `start`; None: all of it."""
+    """True if no earlier tile has stored the columns from `start` on; None if tiles do not
+    overlap."""
     return start >= tile * size if total % size else None
 
 

@@ -34,7 +34,7 @@ def check(dtype, block: int, D: int, F: int) -> None:
 
 
 def grouped_matmul(x, w, segments, *, freeze_w=False):
-    """See `jaxtrain_kernels.grouped_matmul`; bfloat16 rows, blocks of 128, D and F alike."""
+    """Implement `jaxtrain_kernels.grouped_matmul`; bfloat16 rows, blocks of 128, D and F alike."""
     check(x.dtype, x.shape[0] // segments.group.shape[0], *w.shape[1:])
     return run(freeze_w, x, w, segments)
 
@@ -63,7 +63,7 @@ run.defvjp(_run_fwd, _run_bwd)
 def moe_ffn(
     x, gates, w_gate, w_up, w_down, routing, *, adapters, biases, activation, freeze_experts
 ):
-    """See `jaxtrain_kernels.moe_ffn`, with the routing of its choices."""
+    """Implement `jaxtrain_kernels.moe_ffn`, with the routing of its choices."""
     block = routing.row_token.shape[0] // routing.segments.group.shape[0]
     check(x.dtype, block, *w_up.shape[1:])
     input_biases = [bias for bias in (biases.gate, biases.up) if bias is not None]

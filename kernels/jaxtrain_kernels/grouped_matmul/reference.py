@@ -7,7 +7,7 @@ from jaxtrain_kernels.precision import accumulator
 
 
 def grouped_matmul(x, w, segments, *, freeze_w=False):
-    """See `jaxtrain_kernels.grouped_matmul`. Holds [P, E, F]: for tests and tiny inputs."""
+    """Implement `jaxtrain_kernels.grouped_matmul`. Holds [P, E, F]: for tests and tiny inputs."""
     del freeze_w  # the caller has stopped the gradient already
     row = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
     mine_PE = (segments.starts[None] <= row) & (row < segments.ends[None])
@@ -18,5 +18,5 @@ def grouped_matmul(x, w, segments, *, freeze_w=False):
 
 
 def moe_ffn(x, gates, w_gate, w_up, w_down, routing, **options):
-    """See `jaxtrain_kernels.moe_ffn`, with the routing of its choices."""
+    """Implement `jaxtrain_kernels.moe_ffn`, with the routing of its choices."""
     return compose(grouped_matmul, x, gates, w_gate, w_up, w_down, routing, **options)

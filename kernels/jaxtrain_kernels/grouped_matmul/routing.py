@@ -18,7 +18,7 @@ BLOCK = 128  # rows; what the Hopper kernels want
 
 
 class Segments(NamedTuple):
-    """Where each expert's rows are, in rows of whole blocks."""
+    """Layout of the experts' rows, in whole blocks."""
 
     group: jax.Array
     """int32 [blocks] the expert of each block; of unused blocks, any."""
@@ -31,7 +31,7 @@ class Segments(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """How tokens go to rows and come back."""
+    """Mapping from tokens to rows and back."""
 
     segments: Segments
     row_token: jax.Array

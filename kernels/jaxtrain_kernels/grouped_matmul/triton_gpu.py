@@ -65,7 +65,8 @@ def check(x, w, segments) -> int:
 
 
 def grouped_matmul(x, w, segments, *, freeze_w=False):
-    """See `jaxtrain_kernels.grouped_matmul`; bfloat16 or float16, widths of multiples of 16."""
+    """Implement `jaxtrain_kernels.grouped_matmul`; bfloat16 or float16, widths of multiples of
+    16."""
     check(x, w, segments)
     return run(freeze_w, x, w, segments)
 
@@ -140,8 +141,8 @@ def weight_gradient(x, dy, segments, dtype, *, config: Config | None = None):
 
 
 def moe_ffn(x, gates, w_gate, w_up, w_down, routing, *, adapters, **options):
-    """See `jaxtrain_kernels.moe_ffn`, with the routing of its choices: the products by kernels,
-    what is between them by XLA."""
+    """Implement `jaxtrain_kernels.moe_ffn`, with the routing of its choices: the products by
+    kernels, what is between them by XLA."""
     adapters = Adapters(*(None if factors is None else _widen(*factors) for factors in adapters))
     arrays = (x, gates, w_gate, w_up, w_down, routing)
     return compose(grouped_matmul, *arrays, adapters=adapters, **options)

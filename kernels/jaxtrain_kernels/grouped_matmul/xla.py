@@ -15,7 +15,7 @@ from jaxtrain_kernels.precision import accumulator
 
 
 def grouped_matmul(x, w, segments, *, freeze_w=False):
-    """See `jaxtrain_kernels.grouped_matmul`."""
+    """Implement `jaxtrain_kernels.grouped_matmul`."""
     return _grouped(freeze_w, x, w, segments)
 
 
@@ -68,5 +68,5 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
 def moe_ffn(x, gates, w_gate, w_up, w_down, routing, **options):
-    """See `jaxtrain_kernels.moe_ffn`, with the routing of its choices."""
+    """Implement `jaxtrain_kernels.moe_ffn`, with the routing of its choices."""
     return compose(grouped_matmul, x, gates, w_gate, w_up, w_down, routing, **options)

@@ -21,7 +21,7 @@ CHUNK_LOGITS = 2**27  # gradients of logits alive at once (256 MiB in bfloat16)
 
 
 class Options(NamedTuple):
-    """What the kernels are compiled for, beside shapes."""
+    """Static parameters of the kernels, besides shapes."""
 
     softcap: float | None
     freeze_head: bool

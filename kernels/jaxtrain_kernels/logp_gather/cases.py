@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Case:
-    """One log-probability problem; logits have a standard deviation of about `spread`."""
+    """A log-probability problem; logits have a standard deviation of about `spread`."""
 
     name: str
     tokens: int

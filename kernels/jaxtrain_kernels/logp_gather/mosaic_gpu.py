@@ -8,7 +8,7 @@ from jaxtrain_kernels.mosaic import require_hopper
 
 
 def logp_gather(hidden, head, targets, *, temperature=None, softcap=None, freeze_head=False):
-    """See `jaxtrain_kernels.logp_gather`; bfloat16 states, D and V multiples of 64."""
+    """Implement `jaxtrain_kernels.logp_gather`; bfloat16 states, D and V multiples of 64."""
     require_hopper()
     T, V = hidden.shape[0], head.shape[0]
     config = gpu.Config()

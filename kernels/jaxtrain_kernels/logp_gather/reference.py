@@ -23,7 +23,7 @@ class LogProbs(NamedTuple):
 
 
 def logp_gather(hidden, head, targets, *, temperature=None, softcap=None, freeze_head=False):
-    """See `jaxtrain_kernels.logp_gather`. Holds [T, V] logits: for tests and tiny inputs."""
+    """Implement `jaxtrain_kernels.logp_gather`. Holds [T, V] logits: for tests and tiny inputs."""
     del freeze_head  # the caller has stopped the head's gradient already
     compute = accumulator(hidden.dtype)
     logits_TV = jnp.einsum(

@@ -50,7 +50,7 @@ def choose(T: int, D: int, V: int) -> Config:
 
 
 def logp_gather(hidden, head, targets, *, temperature=None, softcap=None, freeze_head=False):
-    """See `jaxtrain_kernels.logp_gather`; bfloat16 or float16 states, D a multiple of 16."""
+    """Implement `jaxtrain_kernels.logp_gather`; bfloat16 or float16 states, D a multiple of 16."""
     require_triton()
     (T, D), V = hidden.shape, head.shape[0]
     require_shapes(hidden, DTYPES)
@@ -70,7 +70,7 @@ def require_shapes(hidden, dtypes) -> None:
 
 
 def statistics(hidden, head, factor, *, softcap: float | None, config: Config, active=None):
-    """See `gpu.statistics`."""
+    """Compute `gpu.statistics` with Triton."""
     from jaxtrain_kernels.logp_gather import triton_kernels
 
     T, V = hidden.shape[0], head.shape[0]
@@ -87,7 +87,7 @@ def statistics(hidden, head, factor, *, softcap: float | None, config: Config, a
 def exponentials(
     hidden, head, factor, base, *, softcap: float | None, config: Config, active=None, into=None
 ):
-    """See `gpu.exponentials`."""
+    """Compute `gpu.exponentials` with Triton."""
     from jaxtrain_kernels.logp_gather import triton_kernels
 
     T, V = hidden.shape[0], head.shape[0]
@@ -105,7 +105,7 @@ def exponentials(
 def d_logits(
     hidden, head, factor, base, slopes, first, size: int, *, softcap: float | None, config: Config
 ):
-    """See `gpu.d_logits`; in the dtype of the states."""
+    """Compute `gpu.d_logits` with Triton, in the dtype of the states."""
     from jaxtrain_kernels.logp_gather import triton_kernels
 
     T = hidden.shape[0]

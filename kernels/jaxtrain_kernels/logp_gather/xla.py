@@ -23,7 +23,7 @@ MAX_LOGITS = 2**27  # logits alive at once (512 MiB in float32)
 
 
 class Options(NamedTuple):
-    """What the compiled program depends on, beside shapes."""
+    """Static parameters of the program, besides shapes."""
 
     softcap: float | None
     freeze_head: bool
@@ -33,7 +33,8 @@ class Options(NamedTuple):
 def logp_gather(
     hidden, head, targets, *, temperature=None, softcap=None, freeze_head=False, chunk=None
 ):
-    """See `jaxtrain_kernels.logp_gather`; `chunk` overrides the vocabulary rows of a chunk."""
+    """Implement `jaxtrain_kernels.logp_gather`; `chunk` overrides the vocabulary rows of a
+    chunk."""
     if chunk is None:
         chunk = choose_chunk(hidden.shape[0], head.shape[0])
     options = Options(softcap, freeze_head, chunk)

@@ -69,9 +69,10 @@ def cut_rows(prev, until, size: int, lanes: int, pad: int, align: int = 1) -> Ch
 
 
 def _cut_chains(until, size: int, pad: int) -> Chunks:
-    """The same of rows that are one chain each: every `size` tokens."""
+    """Cut rows that are one chain each every `size` tokens."""
     B, T = until.shape
     n = -(-T // size // pad) * pad
+    # Unused tokens of a chain are its last ones, so a count is enough.
     used = (until > jnp.arange(T, dtype=jnp.int32)[None]).sum(1, dtype=jnp.int32)
     index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (B, n))
     length = jnp.clip(used[:, None] - index * size, 0, size)
@@ -95,6 +96,7 @@ def _cut(prev, until, size, align, slots, lanes, n):
 
     # Cuts.
     jumps = used & (prev != index - 1)
+    # A token with a child elsewhere ends its chunk: its state must be complete when it is kept.
     forks = total(jnp.where(jumps & (prev >= 0), prev, nowhere), 1) > 0
     fresh = used & (jumps | (index == 0) | jnp.roll(forks, 1))
     begin = jax.lax.cummax(jnp.where(fresh, index, 0))
@@ -108,10 +110,12 @@ def _cut(prev, until, size, align, slots, lanes, n):
     # The tree of chunks: subtrees are ranges [c, end) of packed order.
     before = prev[start]
     parent = jnp.where(exists & (before >= 0), chunk[before], -1)
+    # The subtree of a chunk ends with that of its last token, from which all children descend.
     end = jnp.where(exists, chunk[until[last] - 1] + 1, index + 1)
     weight, above = end - index, jnp.where(parent >= 0, parent, nowhere)
     largest = biggest(above, weight)
     is_largest = (parent >= 0) & (weight == largest[parent])
+    # Of equally large children the last one in packed order.
     heavy = biggest(jnp.where(is_largest, parent, nowhere), index)
 
     # The walk: packed order with the heavy child behind its siblings.

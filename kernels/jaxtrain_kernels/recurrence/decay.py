@@ -26,6 +26,6 @@ def decays(G: jax.Array) -> jax.Array:
 
 
 def below_diagonal(x: jax.Array, least: int) -> jax.Array:
-    """Where x [..., i, j] has i - j >= least."""
+    """Return bool [..., i, j]: i - j >= least."""
     i, j = (jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - axis) for axis in (2, 1))
     return i - j >= least

@@ -1,4 +1,5 @@
-"""Where a convolution along branches reads, and who reads a token: for kernels, of packed forests.
+"""Reads of a convolution along branches of packed forests, by reader and by token read, for
+kernels.
 
 Most tokens read the ones right before them in the row. A *jump* is a read of any other: of a token
 whose branch goes on elsewhere, by the first tokens of the later branches.
@@ -34,7 +35,7 @@ class Hops(NamedTuple):
 
 
 def find_hops(prev: jax.Array, taps: int) -> Hops:
-    """Of prev int32 [B, T] and a convolution of so many taps (at least 2)."""
+    """Find the hops of prev int32 [B, T] and a convolution of `taps` taps (at least 2)."""
     B, T = prev.shape
     index = jnp.arange(T, dtype=jnp.int32)
     hop = jnp.broadcast_to(index, (B, T))
@@ -46,6 +47,7 @@ def find_hops(prev: jax.Array, taps: int) -> Hops:
     by_token = jnp.stack(back, axis=2)  # [B, T, W - 1]
     near = index[:, None] - jnp.arange(1, taps, dtype=jnp.int32)[None]
     target = jnp.where((by_token >= 0) & (by_token != near[None]), by_token, T).reshape(B, -1)
+    # Stable, so that reads of one token are added in the order of their readers.
     order = jnp.argsort(target, axis=1, stable=True).astype(jnp.int32)
     target = jnp.take_along_axis(target, order, axis=1)
     tiles = -(-T // TILE)

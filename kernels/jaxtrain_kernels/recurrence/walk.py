@@ -1,8 +1,9 @@
 """Linear recurrences in plain XLA: chunks in blocks, a state walked through them, both ways.
 
-Runs everywhere; deterministic. A `ChunkRule` says what happens inside of a chunk. What needs no state is
-computed for a block of chunks at once, the rest chunk by chunk in depth-first order (chunks.py).
-The loops run as often as the rows have chunks, so there is no number that a forest could exceed.
+Runs everywhere; deterministic. A `ChunkRule` says what happens inside of a chunk. What needs no
+state is computed for a block of chunks at once, the rest chunk by chunk in depth-first order
+(chunks.py). The loops run as often as the rows have chunks, so there is no number that a forest
+could exceed.
 
 The backward keeps the inputs alone. It walks once more, keeping the state at a few blocks, then
 goes through the blocks from the last to the first, each entered once more from the state kept
@@ -44,7 +45,7 @@ class ChunkRule(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What the compiled program depends on, beside shapes."""
+    """Static parameters of the program, besides shapes."""
 
     chunk: int
     """Tokens, a power of two."""
@@ -209,6 +210,7 @@ def _take(x, row_B, tokens_BGC):
 def _put(x, row_B, tokens_BGC, values):
     """The inverse of `_take`: x with values at these tokens."""
     values = jnp.moveaxis(values, -2, 2).astype(x.dtype)
+    # Chunks do not overlap, so each token is written once.
     return x.at[row_B[:, None, None], tokens_BGC].set(values, mode="drop", unique_indices=True)
 
 
@@ -258,9 +260,9 @@ def _walk(rule, options, chunks, block, part, state, walk):
 
 
 def _walk_back(rule, options, chunks, block, part, d_out, d_walk, d_state):
-    """The same from the last chunk of a block to the first: what is owed to the state in hand, to
-    those in slots and to the first ones; of the chunks what `leave` made and the gradients of the
-    states behind them."""
+    """Walk from the last chunk of a block to the first: returns the gradients of the current state,
+    of those in slots and to the first ones; of the chunks what `leave` made and the gradients of
+    the states behind them."""
     rows_B = jnp.arange(len(chunks.row), dtype=jnp.int32)
 
     def step(carry, chunk_step):
@@ -268,10 +270,12 @@ def _walk_back(rule, options, chunks, block, part, d_out, d_walk, d_state):
         chunk, d_o, source, keep = chunk_step
         owed = slots.at[rows_B, keep].get(mode="fill", fill_value=0)
         d_S = d_state_now + owed
+        # The slot is reused by an earlier chunk, whose readers begin with a gradient of 0.
         slots = slots.at[rows_B, keep].set(0, mode="drop")
         d_made, before = rule.leave(chunk, d_o, d_S)
         zeros = jnp.zeros_like(before)
         d_state_now = jnp.where(_wide(source == NEIGHBOR, before), before, zeros)
+        # Every root of a row starts from the row's state, so their gradients add up.
         d_state += jnp.where(_wide(source == ROOT, before), before, zeros)
         slot = jnp.where(source >= 0, source, chunks.slots)
         slots = slots.at[rows_B, slot].add(before, mode="drop")

@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: the heads of a product, of which `counts` are rotated and `passed` pass."""
+    """A problem: the heads of a product, of which `counts` are rotated and `passed` pass."""
 
     name: str
     rows: int

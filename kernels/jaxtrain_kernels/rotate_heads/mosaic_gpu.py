@@ -16,7 +16,7 @@ HEAD_DIMS = (64, 128)  # registers hold no more of a token's angles and sums
 
 
 def rotate_heads(x, cos, sin, counts, head_dim, scales=None, *, eps):
-    """See `jaxtrain_kernels.rotate_heads`; bfloat16, B T a multiple of 64, float32 angles."""
+    """Implement `jaxtrain_kernels.rotate_heads`; bfloat16, B T a multiple of 64, float32 angles."""
     require_hopper()
     if x.dtype != jnp.bfloat16 or cos.dtype != jnp.float32:
         raise NotImplementedError(

@@ -21,7 +21,7 @@ def to_unit(x, eps):
 
 
 def rotate_heads(x, cos, sin, counts, head_dim, scales=None, *, eps, normalize=normalize):
-    """See `jaxtrain_kernels.rotate_heads`."""
+    """Implement `jaxtrain_kernels.rotate_heads`."""
     parts = split_heads(x, counts, head_dim)
     for part in range(len(counts)):
         if scales is not None:

@@ -21,7 +21,7 @@ from jaxtrain_kernels.recurrence.decay import decays, dot
 
 
 class SsdChunk(NamedTuple):
-    """What a chunk is made of, and what follows from it without any state."""
+    """Inputs of a chunk, and results that need no state."""
 
     C: jax.Array
     """[..., G, L, S], and B the same."""
@@ -69,7 +69,7 @@ def leave(chunk: SsdChunk, d_y: jax.Array, d_H: jax.Array) -> tuple[None, jax.Ar
 
 
 def gradients(chunk: SsdChunk, H, _made, d_y, _left, d_H, behind):
-    """Of C, B, x, dt and log_decay, from the states before and behind the chunk and the gradients
+    """Gradients of C, B, x, dt and log_decay, from the states before and behind the chunk and those
     of y and of the state behind."""
     C, B, x, dt, a, M, _ = chunk
     dtype, wide = x.dtype, a.dtype

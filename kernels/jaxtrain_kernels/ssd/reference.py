@@ -7,7 +7,7 @@ from jaxtrain_kernels.precision import accumulator
 
 
 def ssd(x, dt, A, B, C, until, prev=None, *, state=None):
-    """See `jaxtrain_kernels.ssd`. Holds [rows, T + 1, N, S, P]: for tests and tiny inputs."""
+    """Implement `jaxtrain_kernels.ssd`. Holds [rows, T + 1, N, S, P]: for tests and tiny inputs."""
     rows, T, N, P = x.shape
     G, S = B.shape[2:]
     wide = accumulator(x.dtype)

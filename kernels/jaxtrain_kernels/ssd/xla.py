@@ -10,7 +10,7 @@ RULE = ChunkRule(prepare, enter, outputs, leave, gradients)
 
 
 def ssd(x, dt, A, B, C, until, prev=None, *, state=None, chunk=64, lanes=None):
-    """See `jaxtrain_kernels.ssd`; `chunk` and `lanes` override the schedule."""
+    """Implement `jaxtrain_kernels.ssd`; `chunk` and `lanes` override the schedule."""
     rows, T, N, P = x.shape
     G, S = B.shape[2:]
     if state is None:

@@ -74,7 +74,7 @@ def attention(
 
 
 def _masks(context: Context, window: int | None) -> Context:
-    """What backends get: nothing but what decides visibility, the keys' positions filled in."""
+    """Keep only the fields that define visibility, and fill in the keys' positions."""
     if window is None:
         return Context(context.until, context.since)
     positions, keys = context.positions, context.key_positions

@@ -54,6 +54,8 @@ def normalize(context: Context) -> Context:
     if since is None:
         since = jnp.broadcast_to(jnp.arange(until.shape[1], dtype=jnp.int32)[None], until.shape)
     empty = since >= until
+    # Else an empty interval would widen its block's range of `since` and `until`, and the block
+    # would be visited for nothing.
     since, until = jnp.where(empty, NEVER, since), jnp.where(empty, 0, until)
     return context._replace(since=since, until=until)
 
@@ -142,5 +144,6 @@ def lists(any_visible, every) -> Lists:
         .at[tile, slot]
         .set(jnp.broadcast_to(code, any_visible.shape), mode="drop", unique_indices=True)
     )
+    # Stable, so that the order, and with it the timing, is the same in every run.
     order = jnp.argsort(-counts, stable=True).astype(jnp.int32)
     return Lists(order, counts, codes)

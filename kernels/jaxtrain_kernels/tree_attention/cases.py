@@ -10,7 +10,7 @@ from jaxtrain_kernels import testing
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem; inputs are standard normal."""
+    """An attention problem; inputs are standard normal."""
 
     name: str
     forest: Callable[[], list[tuple[int, int]]]
@@ -53,7 +53,7 @@ class Case:
         return arrays | {n: np.tile(x, (self.rows, 1)) for n, x in row.items()}
 
     def flops(self) -> float:
-        """Of the forward's matmuls; the backward's are 2.5 times as many."""
+        """FLOPs of the forward's matmuls; the backward has 2.5 times as many."""
         return 2 * self.heads * (self.head_dim + (self.v_dim or self.head_dim)) * self.pairs()
 
     def pairs(self) -> int:
@@ -74,7 +74,7 @@ class DraftBlocks:
     size: int
 
     def anchors(self, row: dict[str, np.ndarray]) -> np.ndarray:
-        """Where blocks begin, ascending: tokens drawn without replacement."""
+        """First tokens of the blocks, ascending, drawn without replacement."""
         real = np.flatnonzero(row["prev"] >= 0)
         return np.sort(np.random.default_rng(1).choice(real, self.count, replace=False))
 

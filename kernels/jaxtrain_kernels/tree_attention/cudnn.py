@@ -4,9 +4,9 @@ By name only: beside our kernels it wins little (the backward of long documents)
 ones, adds up dQ in no fixed order, and needs 8 * N * H * T bytes of workspace per document in the
 backward. Whether rows are documents is data: a key's `until` is the end of its document for all of
 them. The caller says so by naming this backend; on the device the claim is checked in O(T), and
-where it fails the result is NaN, never a wrong number. PackedDocuments of one token, padding among them,
-are their own value and never reach cuDNN. Its statistics come as one row per document; they are
-kept as [B, N, T], like those of the other backends.
+where it fails the result is NaN, never a wrong number. PackedDocuments of one token, padding among
+them, are their own value and never reach cuDNN. Its statistics come as one row per document; they
+are kept as [B, N, T], like those of the other backends.
 """
 
 import functools
@@ -40,7 +40,7 @@ class PackedDocuments(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is compiled in, beside shapes."""
+    """Static parameters, besides shapes."""
 
     window: int | None
     scale: float
@@ -51,7 +51,8 @@ class Options(NamedTuple):
 
 
 def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None, documents=None):
-    """See `jaxtrain_kernels.attention`; bfloat16, `until` alone, at most `documents` in a batch.
+    """Implement `jaxtrain_kernels.attention`; bfloat16, `until` alone, at most `documents` in a
+    batch.
 
     `documents` counts those of two or more tokens; default one per `MEAN` tokens, two in a row.
     """

@@ -22,7 +22,7 @@ SMALLEST = 2.0**-90  # of bounds: a query without gradient gets 0, not 0/0
 
 
 class Scales(NamedTuple):
-    """How dQ is counted."""
+    """Units in which dQ is summed."""
 
     columns: jax.Array
     """Of keys: powers of two, float32 [B, K, H]."""
@@ -33,6 +33,7 @@ class Scales(NamedTuple):
 def find_columns(k: jax.Array) -> jax.Array:
     """`Scales.columns` of k [B, S, K, H]: at or below each one's largest magnitude; 1 for zeros."""
     largest = jnp.max(jnp.abs(k), axis=1).astype(jnp.float32)
+    # The exponent bits alone are the power of two at or below the number.
     exponent = lax.bitcast_convert_type(largest, jnp.int32) & jnp.int32(0x7F800000)
     power = lax.bitcast_convert_type(exponent, jnp.float32)
     return jnp.where(power > 0, power, 1.0)

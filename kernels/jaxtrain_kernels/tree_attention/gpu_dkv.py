@@ -97,7 +97,8 @@ class Scratch(NamedTuple):
 def make_scratch(
     dims: tuple[int, int], dtype, window: int | None, config: Config, extra_numbers: int = 0
 ) -> Scratch:
-    """dims: of keys and of values; extra_numbers: further numbers of each query, which come with Q."""
+    """dims: of keys and of values; extra_numbers: further numbers of each query, which come with
+    Q."""
     stages, block = config.q_stages, config.q_block
     per_query = plgpu.SMEM((stages, block), jnp.float32)
     free = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
@@ -179,7 +180,7 @@ class KeyTile(NamedTuple):
 
     @property
     def tight(self) -> bool:
-        """Whether registers hold P in low precision alone."""
+        """True if registers hold P in low precision only."""
         return self.keys.k.shape[-1] == 192
 
     def slot(self, step):
@@ -189,7 +190,7 @@ class KeyTile(NamedTuple):
         return pl.ds(self.slot(step) * self.config.q_block, self.config.q_block)
 
     def code(self, step):
-        """Of a step; for those past either end, that of the last or first."""
+        """Code of a step; past either end, that of the last or first."""
         step = lax.max(lax.min(step, self.steps - 1), 0)
         return self.keys.lists.codes[self.tile, lax.rem(step, lax.max(self.count, 1))]
 
@@ -207,6 +208,7 @@ class KeyTile(NamedTuple):
 
         @pl.when(group == 0 if shared else True)
         def _():
+            # Each warpgroup waits for its own half of the keys only.
             moved, source = gpu_tiles.is_moved(keys, self.row), (self.row, rows, self.kv_head)
             gpu_tiles.copy_block(moved, keys, "k", source, smem.k.at[held], ready)
             gpu_tiles.copy_block(moved, keys, "v", source, smem.v.at[held], ready)
@@ -239,14 +241,14 @@ class KeyTile(NamedTuple):
         return Step(i, code, slot, part, first, *numbers, k.at[share_rows], v.at[share_rows])
 
     def give_back_queries(self, i):
-        """Of a step whose dK is done; of the one before the first, nothing."""
+        """Release the queries of a step whose dK is done; nothing before the first step."""
 
         @pl.when(i >= 0)
         def _():
             plgpu.barrier_arrive(self.smem.q_free.at[self.slot(i)])
 
     def weights(self, score, step: Step, key_share: KeyShare):
-        """Of raw scores: P in low precision, and dS / (dP - delta)."""
+        """Return P of raw scores in low precision, and dS / (dP - delta)."""
         settings, smem, shape = self.settings, self.smem, (ROWS, step.part.size)
         wgmma = plgpu.Layout.WGMMA
 
@@ -310,7 +312,7 @@ class KeyTile(NamedTuple):
         self.give_back_d_out(step)
 
     def give_back_d_out(self, step: Step):
-        """Of a step whose dK was queued last."""
+        """Release dO of the step whose dK was queued last."""
         plgpu.wgmma_wait(1)  # dV has read dO; also orders reads of lse and delta
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.smem.d_out_free.at[step.slot])
@@ -333,7 +335,7 @@ class KeyTile(NamedTuple):
         plgpu.copy_smem_to_gmem(self.smem.v.at[key_share.held], dv_ref.at[target])
 
     def serve(self, extra_numbers=None):
-        """All that the memory warpgroup does: each step's queries into a slot that is free.
+        """Run the memory warpgroup: load each step's queries into a free slot.
         extra_numbers: float32 [B, N, T], which goes behind delta."""
         plgpu.set_max_registers(self.config.memory_registers, action="decrease")
         smem, queries, stages = self.smem, self.queries, self.config.q_stages

@@ -76,7 +76,7 @@ def takes(head_dim: int, window: int | None) -> bool:
 
 
 class Scratch(NamedTuple):
-    """What the kernel needs beside that of dK and dV."""
+    """Scratch memory of the kernel besides that of dK and dV."""
 
     k: jax.Ref
     """[128 keys, H]: keys divided by their columns' powers of two."""
@@ -101,6 +101,7 @@ def backward(
     """dQ [B, T, N, H], and dK and dV as `gpu_dkv.dkv`."""
     units = fixed_point.find_units(queries.d_out, queries.delta, keys.v)
     scales = Scales(fixed_point.find_columns(keys.k), units)
+    # Thread blocks add to it in any order; int32 sums do not depend on the order.
     total = jax.new_ref(zeros(queries.q.shape, jnp.int32))
     dk, dv = _run(queries, keys, settings, config, scales, total)
     dq = fixed_point.value_of(jax.freeze(total), scales, settings.scale, queries.q.dtype)
@@ -191,7 +192,7 @@ def _run(
                 plgpu.wgmma(ref, ds.transpose((1, 0)), k)
 
             def units_of(step):
-                """Of the share's queries, in the layout of the rows of dQ."""
+                """Load the units of the share's queries, in the layout of the rows of dQ."""
                 units = smem.delta.at[config.q_stages + step.slot]
                 if not by_columns:
                     units = units.at[pl.ds(group * ROWS, ROWS)]
@@ -206,6 +207,8 @@ def _run(
                 target = (tile.row, pl.ds(first, ROWS), tile.head(i), columns)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffer's piece before
                 value *= lax.broadcast_in_dim(pending.units, (ROWS, width), [0])
+                # Rounded once per block of keys: that error is deterministic, and far below the
+                # unit's bound.
                 extra.dq[group] = nearest_int(value, wgmma)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(extra.dq.at[group], dq_ref.at[target], reduction_op="add")
@@ -262,7 +265,7 @@ def _run(
                     def _():
                         plgpu.barrier_wait(smem.q_ready.at[tile.slot(i + 1)])
 
-                    # Past the last step those of that again, which nobody reads.
+                    # Past the last step, that step's scores again; they are not read.
                     queue_scores(s_acc, parts_of(lax.select(has_next, i + 1, i), next_code)[0])
 
                 plgpu.barrier_wait(smem.d_out_ready.at[slot])

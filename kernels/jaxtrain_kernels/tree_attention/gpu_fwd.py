@@ -227,7 +227,8 @@ def forward(
 
                 def ahead(s_acc, acc):
                     def queue_scores(i):
-                        """Of step i; past the last one, of that again, which nobody reads."""
+                        """Queue the scores of step i; past the last step, its scores again, which
+                        are not read."""
 
                         @pl.when(i < count)
                         def _():

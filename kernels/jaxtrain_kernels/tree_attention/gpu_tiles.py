@@ -1,4 +1,5 @@
-"""What the Hopper kernels of tree attention share: going through query tiles, a ring of key blocks.
+"""Shared by the Hopper kernels of tree attention: the schedule of query tiles, a ring of key
+blocks.
 
 A thread block has `WARPGROUPS` compute warpgroups of `ROWS` queries each, and one that only moves
 memory: it walks the tile's list of key blocks, fills a ring of K and V buffers by TMA, and runs
@@ -32,7 +33,7 @@ class Settings(NamedTuple):
 
     @property
     def logit_scale(self) -> float:
-        """What turns `capped` scores into logits of base 2, in which the hardware has exp."""
+        """Factor from `capped` scores to logits of base 2, in which the hardware computes exp."""
         return (self.scale if self.softcap is None else self.softcap) * LOG2E
 
     def capped(self, score):
@@ -50,7 +51,7 @@ def num_programs(programs: int, tiles: int) -> int:
 
 
 class TileLocation(NamedTuple):
-    """Where a tile's queries are."""
+    """Location of a tile's queries."""
 
     row: jax.Array
     first: jax.Array
@@ -60,7 +61,7 @@ class TileLocation(NamedTuple):
 
 
 class TileVisit(NamedTuple):
-    """One tile of a thread block."""
+    """A tile as a thread block visits it."""
 
     turn: jax.Array
     tile: jax.Array
@@ -77,7 +78,7 @@ class TileVisit(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """How one thread block goes through its query tiles: longest first, back and forth over the
+    """Order of a thread block's query tiles: longest first, back and forth over the
     thread blocks, which balances a sorted list to within a short tile."""
 
     program: jax.Array
@@ -95,11 +96,12 @@ class Schedule(NamedTuple):
         return full_rounds + (self._lane(jnp.int32(full_rounds)) < rest).astype(jnp.int32)
 
     def go_through(self, work):
-        """work(TileVisit) for every tile; the number of steps. What follows is read ahead, to hide the
-        latency of the loads."""
+        """work(TileVisit) for every tile; the number of steps. What follows is read ahead, to hide
+        the latency of the loads."""
 
         def body(turn, carry):
             before, tile, count, code, next_tile = carry
+            # Loads of the next tile are issued before this tile's work and are done when it ends.
             following = self.lists.counts[next_tile], self.lists.codes[next_tile, 0]
             after = self._tile(turn + 2)
             location, next_location = self._locate(turn, tile), self._locate(turn + 1, next_tile)
@@ -145,7 +147,7 @@ class Moved(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What the backward reads of each query: arrays, and inside of a kernel references to them."""
+    """Inputs of the backward per query: arrays, and inside of a kernel references to them."""
 
     q: jax.Array
     d_out: jax.Array
@@ -179,7 +181,7 @@ def describe_keys(k, v, context: Context, lists: blocks.Lists, moved: Moved | No
 
 
 def is_moved(keys: Keys, row):
-    """Whether a row of the batch is read from `keys.moved`; None if none is."""
+    """True if a row of the batch is read from `keys.moved`; None if none is."""
     return None if keys.moved is None else keys.moved.rows[row]
 
 
@@ -264,7 +266,7 @@ class RingShape(NamedTuple):
 
 
 def serve(schedule: Schedule, keys: Keys, ring: KeyRing, shape: RingShape, registers: int) -> None:
-    """All that the memory warpgroup does, with so many registers a thread."""
+    """Run the memory warpgroup, with `registers` registers per thread."""
     plgpu.set_max_registers(registers, action="decrease")
     together = schedule.heads // keys.k.shape[2]
 
@@ -323,8 +325,8 @@ def feed(visit: TileVisit, keys: Keys, ring: KeyRing, shape: RingShape, kv_head)
 
 
 def next_code_of(keys: Keys, visit: TileVisit, i):
-    """Of the step behind i, read a step early to hide the load; the last step gets its own again,
-    for there may be nothing behind it."""
+    """Code of the step after i, read a step early to hide the load; the last step gets its own
+    again, for there may be nothing behind it."""
     return keys.lists.codes[visit.tile, lax.min(i + 1, visit.count - 1)]
 
 

@@ -59,7 +59,7 @@ class Stream(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Of a block."""
+        """Chunks of a block."""
         return WIDTH // self.blocks.shape[-1]
 
     def slot(self, number):
@@ -155,7 +155,7 @@ class RowTile(NamedTuple):
         return pl.ds(self.first, ROWS)
 
     def code(self, step):
-        """Of a step; for those past either end, that of the last or first."""
+        """Code of a step; past either end, that of the last or first."""
         step = lax.max(lax.min(step, self.steps - 1), 0)
         return self.keys.lists.codes[self.tile, lax.rem(step, lax.max(self.count, 1))]
 
@@ -212,7 +212,7 @@ class RowTile(NamedTuple):
         return lax.broadcast_in_dim(value, (ROWS, BLOCK), [1])
 
     def weights(self, score, code, slot, row_stats: RowStats):
-        """Of raw scores: P, and with it what `Settings.slope` makes of it."""
+        """Return P of raw scores, and its `Settings.slope`."""
         settings = self.settings
         lse = self.along(0, slot) if self.of_keys else self.across(row_stats.first)
         score = settings.capped(score)
@@ -241,11 +241,11 @@ class RowTile(NamedTuple):
         return weight, settings.slope(weight, score)
 
     def send_part(self, result, ref, columns):
-        """One share's part of a gradient, in float32."""
+        """Write a share's part of a gradient, in float32."""
         ref[self.share, self.row, self.rows, self.head, columns] = result
 
     def serve(self):
-        """All that the memory warpgroup does: each step's blocks into slots that are free."""
+        """Run the memory warpgroup: load each step's blocks into free slots."""
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
         smem, queries, keys = self.smem, self.queries, self.keys
         moved = gpu_tiles.is_moved(keys, self.row)
@@ -305,8 +305,8 @@ class RowTile(NamedTuple):
 
 
 def anew() -> pl.Slice:
-    """All rows of a buffer, as an operand of wgmma whose address is computed where it is used: all
-    ahead of a loop they spill."""
+    """Return all rows of a buffer, as an operand of wgmma whose address is computed where it is
+    used: all ahead of a loop they spill."""
     return pl.ds(pl.multiple_of(opaque(jnp.int32(0)), ROWS), ROWS)
 
 

@@ -26,7 +26,7 @@ WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))  # of keys a
 
 
 class Options(NamedTuple):
-    """What the kernels are compiled for, beside shapes."""
+    """Static parameters of the kernels, besides shapes."""
 
     settings: gpu_tiles.Settings
     forward: gpu_fwd.Config
@@ -40,7 +40,7 @@ class Options(NamedTuple):
 
 
 def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
-    """See `jaxtrain_kernels.attention`; bfloat16, dims up to 512, one GPU per call.
+    """Implement `jaxtrain_kernels.attention`; bfloat16, dims up to 512, one GPU per call.
 
     Heads of other dims than `WIDTHS` are filled with zeros.
     """

@@ -19,7 +19,8 @@ def visible(rows, context, window):
 
 
 def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
-    """See `jaxtrain_kernels.attention`. Holds [B, N, T, S] scores: for tests and tiny inputs."""
+    """Implement `jaxtrain_kernels.attention`. Holds [B, N, T, S] scores: for tests and tiny
+    inputs."""
     B, T, N, H = q.shape
     K = k.shape[2]
     compute = accumulator(q.dtype)

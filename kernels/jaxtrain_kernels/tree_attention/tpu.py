@@ -17,7 +17,7 @@ MAX_ENTRIES = 2**16  # pairs of blocks: two int32 each, in 1 MiB of scalar memor
 
 
 class Options(NamedTuple):
-    """What the kernels are compiled for, beside shapes."""
+    """Static parameters of the kernels, besides shapes."""
 
     window: int | None
     softcap: float | None
@@ -27,7 +27,7 @@ class Options(NamedTuple):
 
 
 def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
-    """See `jaxtrain_kernels.attention`; bfloat16, head dims up to 256, one TPU per call."""
+    """Implement `jaxtrain_kernels.attention`; bfloat16, head dims up to 256, one TPU per call."""
     kind = device_kind()
     if "TPU" not in kind:
         raise NotImplementedError(f"needs a TPU, the device is {kind!r}")

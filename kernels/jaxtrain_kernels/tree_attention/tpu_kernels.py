@@ -40,7 +40,7 @@ class Pairs(NamedTuple):
 
 
 class BlockSettings(NamedTuple):
-    """What the kernels are compiled for, beside shapes."""
+    """Static parameters of the kernels, besides shapes."""
 
     q_block: int
     k_block: int
@@ -284,7 +284,7 @@ def dkv(q, k, v, d_out, lse, delta, context, pairs, settings):
 
 
 def _run(flags, step):
-    """One step of a pair, with the mask only where it is needed."""
+    """Run a step of a pair, with the mask only where it is needed."""
     pl.when((flags & MEETS != 0) & (flags & MASKED != 0))(lambda: step(True))
     pl.when((flags & MEETS != 0) & (flags & MASKED == 0))(lambda: step(False))
 
@@ -346,7 +346,7 @@ def _key_row(size):
 
 
 def _masks(context, of_keys, of_queries):
-    """What decides visibility, with its specs; positions are there with a window alone."""
+    """Return the arrays that define visibility, with their specs; positions only with a window."""
     inputs = [(context.since, of_keys), (context.until, of_keys)]
     inputs += [(context.positions, of_queries), (context.key_positions, of_keys)]
     return [(array, spec) for array, spec in inputs if array is not None]

@@ -39,7 +39,7 @@ class Config:
 
 
 class Configs(NamedTuple):
-    """Of the three kernels."""
+    """Configs of the three kernels."""
 
     forward: Config
     dq: Config
@@ -47,7 +47,7 @@ class Configs(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What the kernels are compiled for, beside shapes."""
+    """Static parameters of the kernels, besides shapes."""
 
     settings: Settings
     configs: Configs
@@ -56,8 +56,8 @@ class Options(NamedTuple):
 
 
 def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
-    """See `jaxtrain_kernels.attention`; bfloat16, float16 or float32, dims up to 256, one GPU per
-    call. Float32 is multiplied in three TF32 products, which keep its precision."""
+    """Implement `jaxtrain_kernels.attention`; bfloat16, float16 or float32, dims up to 256, one GPU
+    per call. Float32 is multiplied in three TF32 products, which keep its precision."""
     require_triton()
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError(
@@ -112,7 +112,7 @@ def choose(dim: int, itemsize: int, windowed: bool, tokens: int) -> Configs:
 
 
 def key_of(dim: int, itemsize: int, windowed: bool) -> dict:
-    """Of a table's entry."""
+    """Key of a table's entry."""
     return {"head_dim": dim, "itemsize": itemsize, "window": windowed}
 
 
@@ -188,8 +188,8 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 def launch_kernel(
     name, config: Config, options: Options, inputs, out_shapes, context: Context, order
 ):
-    """One of the three kernels: its block lists, and what it is compiled for. `context` and `order`
-    as `find_order` has them."""
+    """Launch one of the three kernels: build its block lists and static parameters. `context` and
+    `order` as `find_order` has them."""
     from jaxtrain_kernels.tree_attention import triton_kernels
 
     q, k, v, *_ = inputs

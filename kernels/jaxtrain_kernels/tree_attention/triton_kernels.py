@@ -44,7 +44,7 @@ def write(ptr, row, STRIDE: tl.constexpr, DIMS: tl.constexpr, used, CUT: tl.cons
 
 @triton.jit
 def place_of(order_ptr, key, ORDERED: tl.constexpr):
-    """Where keys are in the row."""
+    """Return the keys' places in the row."""
     if ORDERED:
         return tl.load(order_ptr + key).to(tl.int64)
     else:

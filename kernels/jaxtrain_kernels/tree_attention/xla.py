@@ -34,7 +34,7 @@ class Stripe(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What the compiled program depends on, beside shapes."""
+    """Static parameters of the program, besides shapes."""
 
     window: int | None
     softcap: float | None
@@ -43,7 +43,8 @@ class Options(NamedTuple):
 
 
 def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None, block=None):
-    """See `jaxtrain_kernels.attention`; `block` overrides the number of queries of a block."""
+    """Implement `jaxtrain_kernels.attention`; `block` overrides the number of queries of a
+    block."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     if block is None:

@@ -25,7 +25,7 @@ CHUNK = 2**28  # numbers of [T, V] alive at once (512 MiB in bfloat16), or 7/8 o
 
 
 class KernelBackend(NamedTuple):
-    """What the kernels are compiled for, beside shapes."""
+    """Static parameters of the kernels, besides shapes."""
 
     softcap: float | None
     freeze_head: bool

@@ -10,7 +10,7 @@ from jaxtrain_kernels.weighted_logp.gradient import weighted
 def weighted_logp(
     hidden, head, targets, weights, *, temperature=None, softcap=None, freeze_head=False, axis=None
 ):
-    """See `jaxtrain_kernels.weighted_logp`; bfloat16 states, D and V multiples of 64."""
+    """Implement `jaxtrain_kernels.weighted_logp`; bfloat16 states, D and V multiples of 64."""
     require_hopper()
     (T, D), V = hidden.shape, head.shape[0]
     config = gpu.Config()

@@ -6,7 +6,7 @@ from jaxtrain_kernels.logp_gather import reference
 def weighted_logp(
     hidden, head, targets, weights, *, temperature=None, softcap=None, freeze_head=False, axis=None
 ):
-    """See `jaxtrain_kernels.weighted_logp`."""
+    """Implement `jaxtrain_kernels.weighted_logp`."""
     if axis is not None:
         raise NotImplementedError("takes a whole vocabulary")
     scores = reference.logp_gather(

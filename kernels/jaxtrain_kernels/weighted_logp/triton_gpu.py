@@ -11,7 +11,7 @@ from jaxtrain_kernels.weighted_logp.gradient import weighted
 def weighted_logp(
     hidden, head, targets, weights, *, temperature=None, softcap=None, freeze_head=False, axis=None
 ):
-    """See `jaxtrain_kernels.weighted_logp`; bfloat16 states, D a multiple of 16."""
+    """Implement `jaxtrain_kernels.weighted_logp`; bfloat16 states, D a multiple of 16."""
     require_triton()
     (T, D), V = hidden.shape, head.shape[0]
     # The guess of a row's maximum wants exponents that float16 does not have.

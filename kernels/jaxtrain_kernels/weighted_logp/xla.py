@@ -17,7 +17,7 @@ from jaxtrain_kernels.weighted_logp.gradient import weighted
 
 
 class XlaBackend(NamedTuple):
-    """What the compiled program depends on, beside shapes."""
+    """Static parameters of the program, besides shapes."""
 
     softcap: float | None
     freeze_head: bool
@@ -45,7 +45,7 @@ class XlaBackend(NamedTuple):
 def weighted_logp(
     hidden, head, targets, weights, *, temperature=None, softcap=None, freeze_head=False, axis=None
 ):
-    """See `jaxtrain_kernels.weighted_logp`."""
+    """Implement `jaxtrain_kernels.weighted_logp`."""
     if hidden.shape[0] * head.shape[0] > gather.MAX_LOGITS:
         local, is_local = local_targets(targets, head.shape[0], axis)
         scores = gather.logp_gather(
