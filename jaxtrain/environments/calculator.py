@@ -1,6 +1,6 @@
-"""The calculator agent's world: safe arithmetic, tool results, the user's questions, answers.
+"""Environment of the calculator agent: safe arithmetic, tool results, user questions, answers.
 
-Rows of builtin:calculator hold all of it; other rows with messages are played, too.
+Made for rows of builtin:calculator; other rows with messages can be played too.
 """
 
 import ast
@@ -20,7 +20,7 @@ from jaxtrain.generation.episodes import Episode
 MAX_EXPRESSION = 100
 """Longest expression that is evaluated, in characters."""
 LARGEST = 10**15
-"""Numbers beyond it are an error, not a result."""
+"""Larger numbers are an error, not a result."""
 
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -35,7 +35,8 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def evaluate(expression: str) -> int | float:
-    """Value of an arithmetic expression: numbers, + - * / // %, brackets; nothing is executed.
+    """Evaluate an arithmetic expression of numbers, + - * / // % and brackets, without executing
+    code.
 
     Raises ToolCallError with a short reason for anything else.
     """
@@ -68,14 +69,14 @@ def _value(node: ast.expr) -> int | float:
 
 
 def format_number(value: int | float) -> str:
-    """A number as the tool writes it: whole numbers without a point."""
+    """Format a number as the tool does: integers without a decimal point."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
 def answer_tool_call(text: str) -> dict[str, Any] | None:
-    """The tool message that answers an assistant turn; None if the turn calls no tool."""
+    """Return the tool message that answers an assistant turn; None if it calls no tool."""
     call = next(iter(parse_tool_calls(text)), None)
     if call is None:
         return None
@@ -94,29 +95,29 @@ def answer_tool_call(text: str) -> dict[str, Any] | None:
 
 
 def check_answer(text: str, answer: str) -> bool:
-    """Whether the last number of an assistant turn, its thinking left out, is the answer."""
+    """Return True if the last number of a turn, ignoring its thinking, equals the answer."""
     numbers = NUMBER.findall(strip_thinking(text).replace(",", ""))
     return bool(numbers) and float(numbers[-1]) == float(answer)
 
 
 class CalculatorEnv:
-    """A user who asks one question after the other, and an agent with a calculator.
+    """Environment with a user who asks questions in turn, and an agent with a calculator.
 
-    Its reward `solved` is the share of a row's questions answered rightly before the first wrong
-    answer; the metric `accuracy` counts questions, so its mean over episodes is the share of all
-    questions. A row without `answers` is played to its last question and not judged.
+    The reward `solved` is the share of a row's questions answered correctly before the first wrong
+    answer. The metric `accuracy` is a (sum, weight) over questions, so that its mean is the share
+    of all questions. A row without `answers` is played to its last question and not rewarded.
     """
 
     def __init__(self, tokenizer: Any, max_turns: int = 8, rewritten: bool = True):
-        """rewritten: whether earlier turns are shown as the chat template rewrites them."""
+        """rewritten: True if earlier turns appear as the chat template rewrites them."""
         self.max_turns, self.rewritten = max_turns, rewritten
         self.template = TurnTemplate(tokenizer)
 
     async def run(
         self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
     ) -> Episode:
-        """One conversation. It ends solved, with the first wrong answer (what the user asks next
-        would be about another number), with an unfinished turn, or at max_turns."""
+        """Play a conversation. It ends when all questions are answered, with the first wrong answer
+        (the next question builds on the right one), with an unfinished turn, or at max_turns."""
         prompt, follow_ups = read_questions(row)
         answers, asking = row.get("answers"), iter(follow_ups)
         if answers is not None and len(answers) != 1 + len(follow_ups):
@@ -151,8 +152,8 @@ class CalculatorEnv:
 
 
 def read_questions(row: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """(messages up to the first question, the questions after it); a row without a system message
-    gets the agent's own. What else a conversation holds is the policy's to write."""
+    """Return (messages up to the first question, later questions); a row without a system message
+    gets the default one. The policy writes everything else."""
     messages = row.get("messages") or []
     questions = [message for message in messages if message.get("role") == "user"]
     system = [message for message in messages if message.get("role") == "system"]

@@ -1,5 +1,5 @@
-"""Environments that are one function, `async def run(row, chat, **options)`, and the built-in ones
-of them: a model that answers with tools, and one that goes on with a conversation of the data."""
+"""Environments defined by a function `async def run(row, chat, **options)`, and two built-in ones:
+answers with tools, and continued dialogues of the data."""
 
 import copy
 import inspect
@@ -19,7 +19,7 @@ Play = Callable[..., Awaitable[Any]]
 
 
 class ChatEnv:
-    """`episodes.Env` of a function that plays one episode through a Conversation."""
+    """`episodes.Env` around a function that plays one episode through a Conversation."""
 
     def __init__(
         self,
@@ -33,21 +33,21 @@ class ChatEnv:
         row_tokens: int | None = None,
         remote: bool = False,
     ):
-        """name: what its rewards are called. row_tokens: longest sequence that can be trained.
-        remote: see Guarded.remote."""
+        """name: name of its rewards. row_tokens: longest sequence that can be trained. remote: True
+        if episodes run on other machines."""
         self.template, self.play, self.config = TurnTemplate(tokenizer), play, config
         self.name, self.tools, self.row_tokens = name, tools, row_tokens
         self.options, self.remote = dict(options or {}), remote
 
     def close(self) -> None:
-        """Let go of what the object that plays holds, where it is one with such a method."""
+        """Close the object that plays, if it has a method `close`."""
         if (close := getattr(getattr(self.play, "__self__", None), "close", None)) is not None:
             close()
 
     async def run(
         self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
     ) -> Episode:
-        """One episode; the row is its own. UserError where the function returns something else."""
+        """Play an episode on a copy of the row; UserError if the function returns anything else."""
         config = self.config
         chat = Conversation(
             self.template,
@@ -74,7 +74,7 @@ class ChatEnv:
 async def use_tools(
     row: Mapping[str, Any], chat: Conversation, column: str, system: str | None
 ) -> Episode:
-    """The environment `tools`: the row's prompt, then turns and tool calls up to an answer."""
+    """Play the environment `tools`: the row's prompt, then turns and tool calls up to an answer."""
     ask(row, chat, column, system)
     await chat.answer()
     return chat.finish()
@@ -83,8 +83,8 @@ async def use_tools(
 async def play_dialogue(
     row: Mapping[str, Any], chat: Conversation, column: str, system: str | None
 ) -> Episode:
-    """The environment `dialogue`: the row's prompt, an answer, then its `remaining_turns`, those of
-    the assistant drawn anew and all others as they stand there. The first answer alone trains."""
+    """Play the environment `dialogue`: the row's prompt, an answer, then its `remaining_turns`,
+    with assistant turns sampled again and all others as given. Only the first answer trains."""
     ask(row, chat, column, system)
     chat.schemas = list(row.get("tools") or [])
     await chat.draw()
@@ -104,7 +104,7 @@ async def play_dialogue(
 
 
 def ask(row: Mapping[str, Any], chat: Conversation, column: str, system: str | None) -> None:
-    """Say a row's prompt, behind a system message where it has none."""
+    """Add a row's prompt to the conversation, after `system` unless it has a system message."""
     prompt = find_prompt(row, column)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system is not None and messages[0].get("role") != "system":
@@ -113,7 +113,7 @@ def ask(row: Mapping[str, Any], chat: Conversation, column: str, system: str | N
 
 
 def takes_chat(function: Any) -> bool:
-    """Whether something is called with (row, chat), options aside, rather than with (row, engine,
+    """Return True for a function of (row, chat, **options), False for one of (row, engine,
     sampling, index)."""
     try:
         names = list(inspect.signature(function).parameters)
@@ -124,7 +124,7 @@ def takes_chat(function: Any) -> bool:
 
 
 def check_options(key: str, play: Play, options: Mapping[str, Any]) -> None:
-    """UserError where a function does not take (row, chat, **options)."""
+    """Raise UserError for a function that does not accept (row, chat, **options)."""
     if not inspect.iscoroutinefunction(play):
         raise UserError(f"{key} is no coroutine function: write `async def run(row, chat)`")
     try:

@@ -1,7 +1,7 @@
-"""What an agent asks a chat endpoint for: messages as chat templates take them, tools, limits.
+"""Requests of agents to the chat endpoint: messages in chat-template form, tools, limits.
 
-Agents may not choose how tokens are drawn: that is section sampling, or log-probs and ratios would
-be those of another distribution. They may only cut an answer shorter.
+Agents cannot change the sampling distribution, which section sampling defines, because log-probs
+and importance ratios would belong to another distribution. They can only shorten an answer.
 """
 
 import json
@@ -19,7 +19,7 @@ NEUTRAL: Mapping[str, Any] = {
     "repetition_penalty": 1,
     "min_tokens": 0,
 }
-"""Keys of a request that have to be what they are where they are left out."""
+"""Keys of a request that must have their default values."""
 FORBIDDEN = (
     *("logit_bias", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("structured_outputs", "bad_words", "allowed_token_ids"),
@@ -27,7 +27,7 @@ FORBIDDEN = (
 
 
 class RequestRefused(Exception):
-    """A request that is answered by an error; its text says why."""
+    """A request is answered with an HTTP error, whose text is the message."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -38,16 +38,16 @@ class ChatRequest(NamedTuple):
     """Body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    """As chat templates take them: contents are texts, arguments of tool calls are dicts."""
+    """Messages for chat templates: contents are texts, arguments of tool calls are dicts."""
     given_ids: dict[int, list[int]]
-    """{index of a message: the token ids that its agent says it was drawn as}"""
+    """{index of a message: token ids that the agent sent along with it}"""
     tools: list[dict[str, Any]]
     sampling: Sampling
-    """The episode's, cut to what was asked for."""
+    """Sampling of the episode, restricted by the request."""
 
 
 def read_request(body: Any, sampling: Sampling) -> ChatRequest:
-    """The request of an episode that draws with `sampling`; Refused for what cannot be done."""
+    """Parse a request of an episode with `sampling`; RequestRefused if it cannot be served."""
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise RequestRefused(400, "the body must be an object with a list of messages")
     if not body["messages"]:
@@ -64,7 +64,7 @@ def read_request(body: Any, sampling: Sampling) -> ChatRequest:
 
 
 def limit(body: Mapping[str, Any], sampling: Sampling) -> Sampling:
-    """The episode's sampling, cut to what a request asks for; Refused where it asks for another."""
+    """Restrict the episode's sampling as requested; RequestRefused if another distribution is."""
     for key, expected in (
         *((key, getattr(sampling, key)) for key in ("temperature", "top_p", "min_p")),
         *NEUTRAL.items(),
@@ -110,14 +110,14 @@ def limit(body: Mapping[str, Any], sampling: Sampling) -> Sampling:
 
 
 def same_number(requested: Any, expected: float) -> bool:
-    """Whether a number of a request is ours, as far as a float32 tells."""
+    """Return True if a requested number equals the expected one within float32 precision."""
     return isinstance(requested, int | float) and abs(requested - expected) <= 1e-6 * max(
         1.0, abs(expected)
     )
 
 
 def read_message(message: Any, names: dict[str, str]) -> dict[str, Any]:
-    """A message as chat templates take it. names: of tool calls by their ids, which it adds to."""
+    """Convert a message to chat-template form. names: {tool call id: name}, extended in place."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestRefused(400, "each message must be an object with a role")
     role = "system" if message["role"] == "developer" else message["role"]
@@ -138,7 +138,7 @@ def read_message(message: Any, names: dict[str, str]) -> dict[str, Any]:
 
 
 def read_content(content: Any) -> str:
-    """A message's text, of a string or of parts; Refused for what is no text."""
+    """Return the text of a string or of content parts; RequestRefused for other content."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -159,7 +159,7 @@ def read_content(content: Any) -> str:
 
 
 def read_tool_call(call: Any, names: dict[str, str]) -> dict[str, Any]:
-    """A tool call with its arguments as a dict, or as the text that they are where that is none."""
+    """Convert a tool call, with its arguments as a dict, or as text if they are no JSON object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestRefused(400, f"a tool call needs function.name, found {call!r:.80}")
@@ -180,8 +180,8 @@ def read_tool_call(call: Any, names: dict[str, str]) -> dict[str, Any]:
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]]:
-    """Schemas of tools as chat templates take them; what only steers a server's sampling (strict)
-    is left out."""
+    """Convert tool schemas to chat-template form, without `strict`, which only affects a server's
+    sampling."""
     read = []
     for tool in tools or []:
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -195,7 +195,7 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def message_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two assistant messages have in common that say the same: thinking, text, calls."""
+    """Return a key that is equal for assistant messages with equal thinking, text and calls."""
     thinking, content = message.get("reasoning_content"), message.get("content") or ""
     if thinking is None:
         thinking, content = split_thinking(content)
@@ -210,15 +210,15 @@ def message_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def read_input(given: Any) -> list[dict[str, Any]]:
-    """Items of a Responses request as chat messages: a text is the user's."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, Sequence) or not given:
+def read_input(items: Any) -> list[dict[str, Any]]:
+    """Convert the input items of a Responses request to chat messages; a text is a user message."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, Sequence) or not items:
         raise RequestRefused(400, "input must be a text or a list of items")
     names: dict[str, str] = {}
     messages: list[dict[str, Any]] = []
-    for item in given:
+    for item in items:
         kind = item.get("type", "message") if isinstance(item, dict) else None
         match kind:
             case "message":

@@ -1,4 +1,4 @@
-"""A drawn turn as chat endpoints and token endpoints answer it: the bodies, as vLLM writes them."""
+"""Response bodies of chat and token endpoints for a sampled turn, in vLLM's format."""
 
 import json
 import time
@@ -9,11 +9,11 @@ from jaxtrain.environments.episode_record import ChatAnswer
 from jaxtrain.generation.engine import Completion
 
 MODEL = "policy"
-"""What the policy is called."""
+"""Model name of the policy."""
 
 
 def write_chat(answer: ChatAnswer, number: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn as body of an answer to POST /v1/chat/completions, as vLLM writes it."""
+    """Build the response to POST /v1/chat/completions."""
     drawn = answer.completion
     message = dict(answer.message)
     if calls := message.get("tool_calls"):
@@ -52,7 +52,7 @@ def write_chat(answer: ChatAnswer, number: str, body: Mapping[str, Any]) -> dict
 
 
 def write_tokens(prompt: list[int], drawn: Completion, number: str) -> dict[str, Any]:
-    """A turn as body of an answer to POST /inference/v1/generate, as vLLM writes it."""
+    """Build the response to POST /inference/v1/generate."""
     tokens = [int(token) for token in drawn.tokens]
     content = [
         {"token_id": token, "logprob": value, "rank": None, "top_logprobs": []}
@@ -70,7 +70,7 @@ def write_tokens(prompt: list[int], drawn: Completion, number: str) -> dict[str,
 
 
 def write_usage(prompt: int, completion: int) -> dict[str, int]:
-    """Counts of tokens."""
+    """Build the token counts of a response."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -79,7 +79,7 @@ def write_usage(prompt: int, completion: int) -> dict[str, int]:
 
 
 def split_chat(response: dict[str, Any], body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The same as the chunks of a stream: nothing is sent before all of it was drawn."""
+    """Split a chat response into the chunks of a stream, which is sent only when complete."""
     (choice,) = response["choices"]
     calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls", ()))]
     delta = {"role": "assistant", "content": choice["message"]["content"] or ""}

@@ -1,12 +1,12 @@
-"""What an own environment talks through: `log`, `draw`, `finish`.
+"""Conversation API of custom environments: `say`, `draw`, `finish`.
 
     async def capital(row, chat):
         chat.say(f"What is the capital of {row['country']}?")
         answer = await chat.draw()
         return chat.finish(reward=float(row["capital"] in answer))
 
-What the model wrote stays as it wrote it, token for token, and alone is trained; what the world
-says (questions, tool results) is context. See history.py for what a turn is drawn behind.
+The tokens that the model wrote are kept exactly and are the only ones trained; messages of the
+environment (questions, tool results) are context. token_history.py defines the prompt of a turn.
 """
 
 import math
@@ -29,19 +29,19 @@ Rewards = float | Mapping[str, float | None] | None
 
 
 class AssistantReply(str):
-    """An assistant turn: the text itself, without its thinking and its tool calls."""
+    """Assistant turn: its text without thinking and tool calls."""
 
     raw: str
-    """All that was drawn but the token that ended it, special tokens included."""
+    """Full text with special tokens, except the token that ended the turn."""
     thinking: str
     tool_calls: list[ToolCall]
     finished: bool
-    """Whether the model ended it; False: it was cut off, at sampling.max_new_tokens, at a stop
-    text, or because the row is full."""
+    """True if the model ended the turn; False if it was cut off at sampling.max_new_tokens, at a
+    stop text, or because the row is full."""
 
 
 class Conversation:
-    """An episode while it is played; made anew for each."""
+    """Episode in progress."""
 
     def __init__(
         self,
@@ -59,23 +59,23 @@ class Conversation:
         policy: str = "",
         agent: str = "",
     ):
-        """schemas: of tools that the environment answers itself. name: of rewards that are given
-        without one. rewritten: see History. row_tokens: longest sequence that can be trained."""
+        """schemas: tools that the environment answers itself. name: name of rewards without one.
+        rewritten: see TokenHistory. row_tokens: longest sequence that can be trained."""
         self.engine, self.sampling, self.index = engine, sampling, index
         self.policy, self.agent = policy, agent
-        """As of an Episode."""
+        """Policy and agent of the Episode."""
         self.tools = Toolbox() if tools is None else tools
         self.schemas = list(schemas or [])
         self.max_turns, self.name, self.row_tokens = max_turns, name, row_tokens
         self.messages: list[dict[str, Any]] = []
-        """What was said, by whom: messages as chat templates take them. An environment may edit
-        the list, to sum up what lies far back: the next turn is drawn behind what it says then."""
+        """Messages in chat-template form. An environment may edit the list, for instance to
+        summarize old messages: the prompt of the next turn follows it."""
         self.num_turns = 0
         """Assistant turns so far."""
         self._history = TokenHistory(template, rewritten)
         self._said: list[dict[str, Any]] = []
         self._drawn: list[dict[str, Any]] = []
-        """The message of each turn that was drawn."""
+        """Message of each sampled turn."""
         self._texts: list[str] = []
         self._prompt_end = 0
         self._finish_reason = "stop"
@@ -83,21 +83,23 @@ class Conversation:
         self._turn_rewards: list[dict[str, float]] = []
 
     def use(self, *functions: Callable[..., Any]) -> None:
-        """Offer functions as tools: see tools.py. UserError where one has no schema."""
+        """Offer functions as tools (see tools.py); UserError for one without a schema."""
         for function in functions:
             self.tools.add(make_tool(function))
 
     def say(self, content: Any, role: str = "user", **keys: Any) -> None:
-        """The world says something: a text, a whole message, or a list of messages.
+        """Add a text, a message, or a list of messages of the environment.
 
-        keys: further ones of the message, such as name="search" with role="tool".
+        keys: additional keys of the message, such as name="search" with role="tool".
         """
         for message in list_messages(content, role, keys):
             self._add(message)
 
     def other(self, name: str) -> "PolicyConversation | Conversation":
-        """A conversation with another policy, beside this one: of section policies, by its name.
-        With one that is trained it is an episode of its own, to be finished and returned, too."""
+        """Open a conversation with another policy of section policies.
+
+        With a trained policy it is a separate episode, which must be finished and returned too.
+        """
         policies = getattr(self.engine, "others", {})
         if name not in policies:
             names = ", ".join(policies) or "none"
@@ -109,9 +111,11 @@ class Conversation:
         return self._begin(policies[name], name, "")
 
     def another(self, agent: str) -> "Conversation":
-        """A conversation with the same policy as one of several agents: an episode of its own, to
-        be finished and returned, too. Its rewards are compared with those of the same agent in the
-        other games of the prompt."""
+        """Open a conversation with the same policy in the role of another agent.
+
+        It is a separate episode, which must be finished and returned too. Its rewards are compared
+        with those of the same agent in other games of the prompt.
+        """
         return self._begin(self.engine, self.policy, agent)
 
     def _begin(self, engine: Engine, policy: str, agent: str) -> "Conversation":
@@ -131,13 +135,13 @@ class Conversation:
 
     @property
     def full(self) -> bool:
-        """Whether nothing more fits into the row: the next draw would fail."""
+        """True if the row is full, so that the next draw would fail."""
         return self._full
 
     async def draw(self) -> AssistantReply:
-        """The assistant's next turn. Tool calls in it are not made: see `answer` and `call`.
+        """Sample the assistant's next turn, without executing its tool calls: see `answer`, `call`.
 
-        Raises EpisodeFailed where the row was full before, so that nothing more can be drawn.
+        Raises EpisodeFailed if the row is already full.
         """
         if self._full:
             raise EpisodeFailed("the conversation has no room left in a row of data.sequence_len")
@@ -179,8 +183,8 @@ class Conversation:
         return read_answer(raw, finished=turn.finished, opened=turn.opened)
 
     async def answer(self) -> AssistantReply:
-        """Draw turns and make the tool calls in them, until one calls nothing, is cut off, or is
-        the env.max_turns-th; that one."""
+        """Sample turns and execute their tool calls; return the first turn without calls, the first
+        that is cut off, or the env.max_turns-th."""
         answer = await self.draw()
         while answer.tool_calls and answer.finished and self.num_turns < self.max_turns:
             await self.call(answer)
@@ -188,14 +192,14 @@ class Conversation:
         return answer
 
     async def call(self, answer: AssistantReply) -> list[str]:
-        """Make the tool calls of a turn, one after the other, and say what came of them."""
+        """Execute the tool calls of a turn in order and add their results to the conversation."""
         results = [await self.tools.answer(call) for call in answer.tool_calls]
         self.say(results)
         return [result["content"] for result in results]
 
     def reward(self, value: float, name: str | None = None) -> None:
-        """A reward for the last turn; it adds to the episode's, and is credited to that turn and
-        those before it. Several of one name add up."""
+        """Give a reward for the last turn. It adds to the reward of the episode, and is credited to
+        this turn and earlier ones. Rewards of equal name add up."""
         if not self.num_turns:
             raise UserError("chat.reward comes after chat.draw: no turn was drawn yet")
         self._turn_rewards += [{} for _ in range(self.num_turns - len(self._turn_rewards))]
@@ -203,11 +207,11 @@ class Conversation:
         rewards[name] = rewards.get(name, 0.0) + read_reward(value, f"chat.reward({value!r:.80})")
 
     def finish(self, reward: Rewards = None, **metrics: Any) -> Episode:
-        """The played episode.
+        """Return the finished episode.
 
-        reward: of the whole of it: a number, several by name, or None where section rewards
-        judges. metrics: further numbers to be logged as env/NAME, or pairs (sum, weight).
-        Raises EpisodeFailed where nothing was drawn, UserError for what is no number.
+        reward: reward of the episode: a number, several by name, or None if section rewards defines
+        it. metrics: numbers to log as env/NAME, or pairs (sum, weight). Raises EpisodeFailed if no
+        turn was sampled, UserError for values that are not numbers.
         """
         if not self.num_turns:
             raise EpisodeFailed("its environment drew no answer")
@@ -246,13 +250,13 @@ class Conversation:
 
     def _add(self, message: dict[str, Any]) -> None:
         if isinstance(content := message.get("content"), str):
-            # Half a surrogate pair, of a broken file or a tool: no tokenizer takes it.
+            # A broken file or a tool may give half a surrogate pair, which tokenizers refuse.
             message["content"] = content.encode("utf-8", "replace").decode()
         self.messages.append(message)
         self._said.append(dict(message))
 
     def _find_drawn(self) -> dict[int, int]:
-        """{index of a message: number of the turn that it is}, of those that nobody edited."""
+        """Return {index of a message: number of its turn} for turns that were not edited."""
         numbers = {id(message): number for number, message in enumerate(self._drawn)}
         turn_of = {}
         for index, message in enumerate(self.messages):
@@ -263,7 +267,7 @@ class Conversation:
 
 
 def read_reward(value: Any, source: str) -> float:
-    """A reward as float, NaN where it is that; UserError for what is no number."""
+    """Return a reward as float, which may be NaN; UserError if it is not a finite number or NaN."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -274,7 +278,7 @@ def read_reward(value: Any, source: str) -> float:
 
 
 def read_metric(name: str, value: Any) -> Any:
-    """A metric as float or a pair of them; UserError for anything else."""
+    """Return a metric as float or a pair of floats; UserError for anything else."""
     try:
         if isinstance(value, tuple | list):
             total, weight = value
@@ -287,20 +291,20 @@ def read_metric(name: str, value: Any) -> Any:
 
 
 class PolicyConversation:
-    """A conversation with a frozen policy, `chat.other("judge")`: what it says trains nobody."""
+    """Conversation with a frozen policy, `chat.other("judge")`, whose replies are not trained."""
 
     def __init__(self, speaker: FrozenPolicy, index: int = 0):
         """index: number of the episode."""
         self.speaker, self.index = speaker, index
         self.messages: list[dict[str, Any]] = []
-        """What was said so far; an environment may edit the list."""
+        """Messages so far; an environment may edit the list."""
 
     def say(self, content: Any, role: str = "user", **keys: Any) -> None:
-        """As Conversation.say."""
+        """Add messages of the environment, like `Conversation.say`."""
         self.messages += list_messages(content, role, keys)
 
     async def draw(self) -> AssistantReply:
-        """Its next turn. Raises EpisodeFailed where it gives none."""
+        """Return the policy's next turn; EpisodeFailed if it gives none."""
         reply = await self.speaker.reply(self.messages, self.index)
         answer = read_answer(reply.text, finished=reply.finished)
         self.messages.append({"role": "assistant", "content": reply.text})
@@ -308,7 +312,7 @@ class PolicyConversation:
 
 
 def list_messages(content: Any, role: str, keys: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a `log`: a text, a whole message, or several; UserError for anything else."""
+    """Return the messages of a text, a message, or several; UserError for anything else."""
     if isinstance(content, str):
         return [{"role": role, "content": content, **keys}]
     messages = [content] if isinstance(content, Mapping) else content
@@ -325,7 +329,7 @@ def _is_message(value: Any) -> bool:
 
 
 def make_answer(text: str, tool_calls: Sequence[ToolCall], *, finished: bool) -> AssistantReply:
-    """An answer with nothing but its text and calls."""
+    """Build a reply from its text and calls."""
     answer = AssistantReply(text)
     answer.raw, answer.thinking = text, ""
     answer.tool_calls, answer.finished = list(tool_calls), finished
@@ -333,8 +337,7 @@ def make_answer(text: str, tool_calls: Sequence[ToolCall], *, finished: bool) ->
 
 
 def read_answer(raw: str, *, finished: bool, opened: bool = False) -> AssistantReply:
-    """What an assistant turn says: its thinking and its tool calls apart. opened: as for
-    split_thinking."""
+    """Parse an assistant turn into text, thinking and tool calls. opened: see split_thinking."""
     thinking, rest = split_thinking(raw, opened)
     answer = make_answer(strip_tool_calls(rest).strip(), parse_tool_calls(rest), finished=finished)
     answer.raw, answer.thinking = raw, thinking

@@ -1,14 +1,13 @@
-"""One episode as the policy endpoint sees it: what it was asked, what was drawn, what it comes to.
+"""Record of an episode at the policy endpoint: requests, sampled turns, and the resulting Episode.
 
-What the endpoint recorded is the truth, whatever the agent says afterwards: token ids, log-probs
-and versions of an Episode are those that the engine gave.
+Token ids, log-probs and versions of an Episode are those of the engine, whatever the agent reports.
 
-    chat messages ─> which of them are turns of ours ─> History ─> token ids ─> Engine.generate
+    chat messages ─> which of them are our turns ─> TokenHistory ─> token ids ─> Engine.generate
     token ids ──────────────────────────────────────────────────────┘               │
                                      sequences of the Episode <── turn by turn ──────┘
 
-A turn goes on with the sequence that its prompt begins with, to the token; where an agent edited
-what was said (summed it up, dropped thoughts), another sequence begins.
+A turn extends the sequence that is an exact prefix of its prompt. If an agent edited earlier
+messages (summarized them, dropped thoughts), another sequence starts.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 
 class ChatAnswer(NamedTuple):
-    """A drawn turn as a chat endpoint answers it."""
+    """Response of the chat endpoint with its tokens."""
 
     message: dict[str, Any]
     """role, content, and tool_calls with arguments as dicts."""
@@ -43,15 +42,15 @@ class ChatAnswer(NamedTuple):
 
 
 class RecordedTurn(NamedTuple):
-    """What is known of a drawn turn, to find it again among an agent's messages."""
+    """Identity of a sampled turn, to recognize it among an agent's messages."""
 
     key: tuple[Any, ...]
     before: tuple[int, ...]
-    """Numbers of the turns that its prompt showed."""
+    """Numbers of the turns in its prompt."""
 
 
 class EpisodeRecord:
-    """An episode that is being played. All of it runs in the event loop that began it."""
+    """Episode in progress. All methods run in the event loop that created it."""
 
     def __init__(
         self,
@@ -65,19 +64,20 @@ class EpisodeRecord:
         base_url: str = "",
         within: "EpisodeRecord | None" = None,
     ):
-        """family: of tool calls, tool_calls.FAMILIES. row_tokens: longest sequence. within: one of
-        the same event loop that is given up with this one; without it the running loop is taken."""
+        """family: format of tool calls, a key of tool_calls.FAMILIES. row_tokens: longest sequence.
+        within: record of the same event loop that fails with this one; by default the running loop
+        is used."""
         self.id, self.base_url = episode_id, base_url
-        """base_url: for agents that can be told nothing else: the episode is in its path."""
+        """base_url: URL with the episode in its path, for agents configured with a URL only."""
         self.engine, self.sampling, self.index = engine, sampling, index
         self.family, self.row_tokens = family, row_tokens
         self.within = within
         self.loop = asyncio.get_running_loop() if within is None else within.loop
         self.history = TokenHistory(template)
         self.num_calls = 0
-        """Tool calls that were drawn."""
+        """Number of sampled tool calls."""
         self.refused = ""
-        """Why a request was last refused, where that is nobody's fault but the agent's."""
+        """Reason of the last request refused because of the agent."""
         self._answered: dict[int, RecordedTurn] = {}
         self._prompts: list[int] = []
         self._first: list[dict[str, Any]] = []
@@ -89,7 +89,7 @@ class EpisodeRecord:
         self._asking: set[asyncio.Task] = set()
 
     async def chat(self, body: Any) -> ChatAnswer:
-        """The turn that a chat request asks for; Refused."""
+        """Sample the turn that a chat request asks for; RequestRefused."""
         request, drawn, prompt = self._prepare(body)
         completion = await self._generate(prompt.tokens, request.sampling)
         number = len(self.history.turns)
@@ -116,19 +116,19 @@ class EpisodeRecord:
         return ChatAnswer(message, prompt.tokens, completion)
 
     async def continue_tokens(self, tokens: Sequence[int], sampling: Sampling) -> Completion:
-        """The turn that is drawn behind these very tokens; Refused. sampling: the episode's, maybe
-        cut (chat_request.limit)."""
+        """Sample a turn from a token prompt; RequestRefused. sampling: the episode's, perhaps
+        restricted by chat_request.limit."""
         completion = await self._generate(list(tokens), sampling)
         self._add(Prompt(list(tokens), []), completion)
         return completion
 
     def render(self, body: Any) -> list[int]:
-        """Token ids of the prompt that a chat request would be answered behind; Refused."""
+        """Return the token ids of the prompt of a chat request; RequestRefused."""
         return self._prepare(body)[2].tokens
 
     async def watch(self, work: Awaitable[T]) -> T:
-        """What the work (an agent's run) returns or raises; it is cancelled as soon as the engine
-        gives this episode up, and what the engine raised is raised."""
+        """Await the work (an agent's run). It is cancelled as soon as the engine fails the episode,
+        and the engine's error is raised."""
         task, failed = asyncio.ensure_future(work), asyncio.ensure_future(self._failed.wait())
         try:
             await asyncio.wait({task, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -141,8 +141,7 @@ class EpisodeRecord:
             await asyncio.gather(task, failed, return_exceptions=True)
 
     def drew(self, prompt: Any, tokens: Any) -> bool:
-        """Whether these ids are those of one of the turns, and of what it was drawn behind (None:
-        whatever that was)."""
+        """Return True if `tokens` are a sampled turn with this prompt (None: any prompt)."""
         return any(
             turn.tokens == tokens and (prompt is None or hash(tuple(prompt)) == before)
             for turn, before in zip(self.history.turns, self._prompts, strict=True)
@@ -150,17 +149,17 @@ class EpisodeRecord:
 
     @property
     def is_full(self) -> bool:
-        """Whether a prompt left no room for an answer."""
+        """True if a prompt left no room for an answer."""
         return self._overflow
 
     @property
     def num_turns(self) -> int:
-        """Turns so far."""
+        """Number of turns so far."""
         return len(self.history.turns)
 
     def finish(self) -> Episode:
-        """The episode so far, without rewards; no more turns are drawn for it. Raises EpisodeFailed
-        where nothing was drawn."""
+        """Return the episode so far, without rewards, and refuse further turns; EpisodeFailed if
+        there is no turn."""
         self._closed = True
         if not self.num_turns:
             if self._overflow:
@@ -189,20 +188,20 @@ class EpisodeRecord:
         )
 
     def close(self) -> None:
-        """Draw nothing more; what is being drawn is given up."""
+        """Refuse further turns and cancel running ones."""
         self._closed = True
         for task in self._asking:
             task.cancel()
 
     def fail(self, error: Exception) -> None:
-        """Give the episode up: whoever watches it gets this."""
+        """Fail the episode: `watch` raises this error."""
         self._error = self._error or error
         self._failed.set()
         if self.within is not None:
             self.within.fail(error)
 
     def _prepare(self, body: Any) -> tuple[ChatRequest, dict[int, int], Prompt]:
-        """(a chat request, which of its messages are turns, what its turn is drawn behind)"""
+        """Return (chat request, {index of a message: number of its turn}, prompt)."""
         request = read_request(body, self.sampling)
         drawn = self._find_drawn(request)
         messages = [
@@ -249,9 +248,11 @@ class EpisodeRecord:
         return completion
 
     def _find_drawn(self, request: ChatRequest) -> dict[int, int]:
-        """{index of a message: number of its turn}: those that say what was answered. One that
-        carries the turn's own token ids may have lost some of its thinking on the way: what agents
-        keep messages as may have no place for it."""
+        """Return {index of a message: number of its turn} for messages equal to a turn.
+
+        A message with the token ids of a turn may lack its thinking, because message types of
+        agents may have no field for it.
+        """
         turn_of: dict[int, int] = {}
         for index, message in enumerate(request.messages):
             if message["role"] != "assistant":
@@ -273,6 +274,6 @@ class EpisodeRecord:
 
 
 def make_call_id() -> str:
-    """An id as all families' templates take it: nine letters or digits."""
+    """Draw an id that templates of all families accept: nine letters or digits."""
     alphabet = string.ascii_letters + string.digits
     return "".join(secrets.choice(alphabet) for _ in range(9))

@@ -1,4 +1,4 @@
-"""From section `env` to an environment."""
+"""Opens the environment of section `env`."""
 
 import inspect
 from typing import Any
@@ -29,11 +29,11 @@ def open_env(
     section: str = "env",
     folder: str | None = None,
 ) -> Env:
-    """The environment that the section names; UserError where it cannot be found or made.
+    """Build the environment that the section names; UserError if that fails.
 
-    row_tokens: longest sequence that can be trained; conversations end there. section: its key.
-    folder: the run's, for logs of processes. Nothing is started before the first episode; what then
-    was is ended by the environment's `close()`, where it has one.
+    row_tokens: longest sequence that can be trained; conversations end there. section: its key in
+    the config. folder: folder of the run, for logs of processes. Nothing starts before the first
+    episode; `close()` of the environment, if it has one, stops what was started.
     """
     key = f"{section}.kind" if config.path is None else f"{section}.path"
     name = config.path or config.kind
@@ -82,8 +82,8 @@ def open_env(
 def make_env(
     factory: Any, tokenizer: Any, options: dict[str, Any], problem: str, section: str
 ) -> Any:
-    """What a class or a factory makes; a class that plays a chat gets the tokenizer only if it asks
-    for it."""
+    """Call a class or factory. A class that plays a chat receives the tokenizer only if `tokenizer`
+    is its first parameter."""
     arguments = (tokenizer,)
     if takes_chat(getattr(factory, "run", None)):
         takes_tokenizer = list(inspect.signature(factory).parameters)[:1] == ["tokenizer"]

@@ -1,4 +1,4 @@
-"""What a NeMo Gym that a run starts has to be told: its config, and where its servers run."""
+"""Config of a NeMo Gym that a run starts, and the Python environments of its servers."""
 
 import json
 import socket
@@ -17,14 +17,14 @@ KINDS = (
     "responses_api_models",
     "environment_servers",
 )
-"""Folders in which Gym looks for servers."""
+"""Folders in which Gym searches for servers."""
 POLICY_CONFIG = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
 
 
 def make_config(
     config: GymConfig, policy: PolicyServer, port: int, folder: Path, packages: Path
 ) -> dict[str, Any]:
-    """Gym's config for a run: its own files, the policy's model server, where all is."""
+    """Build Gym's config: config files of its servers, the policy's model server, paths."""
     directory = Path(config.directory).absolute()
     paths = [
         str(directory / path) if (directory / path).exists() else str(packages / path)
@@ -52,7 +52,7 @@ def make_config(
 
 
 def list_own(directory: Path) -> list[str]:
-    """The config files of all servers in a folder of one's own."""
+    """List the config files of all servers in a user's folder."""
     paths = [path for kind in KINDS for path in directory.glob(f"{kind}/*/configs/*.yaml")]
     return [str(path.relative_to(directory)) for path in sorted(paths)]
 
@@ -60,7 +60,7 @@ def list_own(directory: Path) -> list[str]:
 def write_config(
     config: GymConfig, policy: PolicyServer, port: int, folder: Path, packages: Path, key: str
 ) -> Path:
-    """Make it, as a file in `folder`; UserError where it names no server. key: the section's."""
+    """Write the config to `folder`; UserError if it names no server. key: the section's."""
     gym_config = make_config(config, policy, port, folder, packages)
     *server_configs, _ = gym_config["config_paths"]
     if not server_configs:
@@ -70,13 +70,13 @@ def write_config(
         )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"gym_{port}.yaml"
-    path.touch(mode=0o600)  # it holds the key of the policy endpoint
+    path.touch(mode=0o600)  # it contains the key of the policy endpoint
     path.write_text(json.dumps(gym_config, indent=1), encoding="utf-8")
     return path
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts, the second one's values first."""
+    """Merge nested dicts; values of the second take precedence."""
     merged = dict(below)
     for key, value in above.items():
         nested = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -85,7 +85,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def link_environments(folder: Path, python: Path, roots: tuple[Path, ...]) -> None:
-    """For each server a link to the one environment that all of them run in."""
+    """Link the virtual environment of each server to the shared one."""
     for root in roots:
         for kind in KINDS:
             for server in sorted((root / kind).glob("*/")):
@@ -98,7 +98,7 @@ def link_environments(folder: Path, python: Path, roots: tuple[Path, ...]) -> No
 
 
 def find_packages(python: Path, key: str) -> Path:
-    """The folder in which an environment has nemo_gym; UserError where it has none."""
+    """Return the folder that contains nemo_gym in an environment; UserError if there is none."""
     root = python.parent.parent
     for package in sorted(root.glob("lib/python3*/site-packages/nemo_gym")):
         return package.parent
@@ -106,7 +106,7 @@ def find_packages(python: Path, key: str) -> Path:
 
 
 def find_free_port() -> int:
-    """A port of this machine that nobody listens at now."""
+    """Return an unused port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,7 +1,7 @@
-"""A NeMo Gym that a run starts: `gym env start` with the run's policy, again where it ended.
+"""Process of a NeMo Gym that a run starts: `gym env start` with the run's policy, with restarts.
 
 RUN/gym/gym_PORT.yaml   its config
-RUN/gym.log             what it says, of all its starts
+RUN/gym.log             its output, of all starts
 """
 
 import os
@@ -22,23 +22,24 @@ from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.text_safety import escape_control_chars
 
 MAX_RESTARTS, RESTART_WINDOW_SECONDS = 3, 600.0
-"""A Gym that ends more often than that within that time is given up."""
+"""Restarts allowed within the time window; a Gym that ends more often stops the run."""
 STOP_SECONDS = 20.0
 
 
 class GymProcess:
-    """One Gym over all its starts. Used by one thread at a time."""
+    """Gym process with restarts. Used by one thread at a time."""
 
     def __init__(self, config: GymConfig, policy: PolicyServer, folder: Path, key: str):
-        """policy: whom its agents ask; it listens already. folder: the run's. key: the section's,
-        for messages."""
+        """policy: endpoint of its agents, which already listens. folder: folder of the run. key:
+        the section's, for messages."""
         self.config, self.policy, self.folder, self.key = config, policy, folder, key
         self.log = folder / "gym.log"
         self._process: ServerProcess | None = None
         self._restarts: deque[float] = deque()
 
     def start(self) -> str:
-        """Start it; URL of its head server, which answers later. UserError where it cannot be."""
+        """Start Gym and return the URL of its head server, which answers later; UserError if Gym
+        cannot be started."""
         config, folder = self.config, self.folder / "gym"
         python = Path(os.path.abspath(config.python or ""))
         program = python.parent / "gym"
@@ -58,8 +59,8 @@ class GymProcess:
             for name, value in os.environ.items()
             if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
         }
-        # A cluster of its own: else Ray tries for good to reach the last one of this machine, which
-        # may have been killed.
+        # Without this, Ray keeps trying to reach the last cluster of this machine, which may have
+        # been killed.
         env["RAY_ADDRESS"] = "local"
         env["PATH"] = f"{python.parent}{os.pathsep}{env.get('PATH', '')}"
         env["VIRTUAL_ENV"] = str(python.parent.parent)
@@ -70,17 +71,17 @@ class GymProcess:
         return f"http://127.0.0.1:{port}"
 
     def check(self) -> None:
-        """UserError, with the end of its log, where it has ended."""
+        """Raise UserError with the end of the log if Gym has ended."""
         if (code := self.status()) is not None:
             raise UserError(f"{self.key}: Gym ended with status {code}; {self.tail()}")
 
     def status(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Return the exit status; None while Gym runs."""
         assert self._process is not None, "start() comes first"
         return self._process.poll()
 
     def restart(self) -> str:
-        """Start it again after it has ended; as `start`. RunStopped where that was too often."""
+        """Start Gym again, like `start`; RunStopped if it has ended too often."""
         while self._restarts and time.monotonic() - self._restarts[0] > RESTART_WINDOW_SECONDS:
             self._restarts.popleft()
         if len(self._restarts) >= MAX_RESTARTS:
@@ -93,12 +94,12 @@ class GymProcess:
         return self.start()
 
     def stop(self) -> None:
-        """End it and all that it started."""
+        """Stop Gym and all processes that it started."""
         if self._process is not None:
             self._process.stop(STOP_SECONDS)
 
     def tail(self) -> str:
-        """The end of its log, for a message."""
+        """Return the end of the log, for a message."""
         try:
             text = self.log.read_text(encoding="utf-8", errors="replace")
         except OSError:

@@ -1,4 +1,4 @@
-"""What a NeMo Gym says of itself: which servers it has, where each is, what an agent asks.
+"""Servers of a NeMo Gym: names, URLs and kinds, as its head server lists them.
 
 head ── GET /server_instances ──────> URL of each process        {"calc_agent": "http://..."}
      ── GET /global_config_dict_yaml ─> what each process is     {"calc_agent": {...}}
@@ -22,35 +22,35 @@ Mode = Literal["agent", "verify"]
 KINDS = {"agent": "responses_api_agents", "verify": "resources_servers"}
 ROUTES = {"agent": "/run", "verify": "/verify"}
 WHAT = {"agent": "an agent", "verify": "a resources server"}
-"""Whom a mode asks: its kind in Gym's config, the route that it has, and for people."""
+"""Server of each mode: its kind in Gym's config, its route, and its description in messages."""
 
 
 class Roster:
-    """The servers of one Gym as they were listed last, and those given by URL."""
+    """Servers of a Gym as last listed by its head, and those configured by URL."""
 
     def __init__(
         self, key: str, head: str, static_urls: Mapping[str, str], headers: dict[str, str]
     ):
-        """key: the section's, for messages. head: URL, "": there is none. static_urls: URLs of servers
-        by name. headers: of requests."""
+        """key: the section's, for messages. head: URL of the head server, or "". static_urls: URLs
+        of servers by name. headers: headers of requests."""
         self.key, self.head, self.headers = key, head, headers
         self.given = {name: url.rstrip("/") for name, url in static_urls.items()}
         self.listed: Any = None
-        """What the head listed."""
+        """Last list of the head server."""
         self._urls: dict[str, str] = {}
         self._config: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the Gym, for messages."""
         return f"NeMo Gym at {self.head or ', '.join(sorted(set(self.given.values())))}"
 
     def read(self) -> None:
-        """Ask the head; OSError or ValueError where its servers are not all up, UserError where it
-        is no Gym's."""
+        """Query the head server. Raises OSError or ValueError while not all servers are up, and
+        UserError if it is not a head server of Gym."""
         if not self.head:
             return
-        self.ask(f"{self.head}/health", False)  # 503 while they start
+        self.ask(f"{self.head}/health", False)  # HTTP 503 while servers start
         try:
             listed = self.ask(f"{self.head}/server_instances")
             global_config = yaml.safe_load(self.ask(f"{self.head}/global_config_dict_yaml"))
@@ -66,9 +66,9 @@ class Roster:
             ) from None
 
     def find(self, name: str, mode: Mode) -> tuple[str, str]:
-        """(name of the process that plays or judges for an agent, its URL; "": there is none). An
-        agent is reached at its environment server where it has one; who judges may be named by
-        itself, too."""
+        """Return (name, URL) of the process that plays or judges for an agent; the URL is "" if
+        there is none. An agent with an environment server is reached there. In mode "verify",
+        `name` may also be a resources server."""
         if name in self.given:
             return name, self.given[name]
         if mode == "verify":
@@ -81,7 +81,7 @@ class Roster:
         return name, self._urls[name] if name in self.list(mode) else ""
 
     def list(self, mode: Mode) -> list[str]:
-        """Names of all that are of a mode's kind, as far as that is known: given ones are."""
+        """List the names of servers of a mode's kind, including those configured by URL."""
         kind = KINDS[mode]
         names = {
             name for name, block in self._config.items() if kind in block and name in self._urls
@@ -89,7 +89,7 @@ class Roster:
         return sorted(names | set(self.given))
 
     def greet(self, process: str) -> None:
-        """OSError or ValueError where a process does not answer, or is not listed any more."""
+        """Raise OSError or ValueError if a process does not answer or is no longer listed."""
         try:
             self.ask(f"{self.given.get(process) or self._urls.get(process, '')}/livez", False)
         except urllib.error.HTTPError as error:
@@ -97,7 +97,7 @@ class Roster:
                 raise
 
     def check(self, names: Collection[str], mode: Mode, how: str) -> None:
-        """UserError where there is no such agent, or it is none. how: the key that names them."""
+        """Raise UserError for names that are not servers of this mode. how: key that names them."""
         if missing := sorted(name for name in names if not self.find(name, mode)[1]):
             names_found = set(self.list(mode)) | set(self.list("agent"))
             expected = WHAT["agent"] + ("" if mode == "agent" else f" or {WHAT[mode]}")
@@ -125,7 +125,7 @@ class Roster:
             )
 
     def ask(self, url: str, read: bool = True) -> Any:
-        """JSON of a GET, where it is read; OSError or ValueError where there is none."""
+        """Send a GET and return its JSON, or None unless `read`. Raises OSError or ValueError."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         request = urllib.request.Request(url, headers=self.headers)
         with opener.open(request, timeout=ASK_SECONDS) as answer:
@@ -133,8 +133,7 @@ class Roster:
 
 
 def reach(url: str, head: str) -> str:
-    """A server's URL as its head tells it, from here: one that says that it is on its own machine
-    is on the head's."""
+    """Rewrite a server URL listed by a head for this machine: localhost means the head's host."""
     server, head_url = urlsplit(url), urlsplit(head)
     if server.hostname in HERE and head_url.hostname not in HERE:
         host = f"[{head_url.hostname}]" if ":" in str(head_url.hostname) else head_url.hostname
@@ -143,7 +142,7 @@ def reach(url: str, head: str) -> str:
 
 
 def _find_block(block: Any, kind: str) -> dict[str, Any]:
-    """What a process of the config says of its one server of a kind; {} where it is of another."""
+    """Return the config of a process's server of a kind; {} if it is of another kind."""
     inner = block.get(kind) if isinstance(block, dict) else None
     server = next(iter(inner.values()), None) if isinstance(inner, dict) else None
     return server if isinstance(server, dict) else {}

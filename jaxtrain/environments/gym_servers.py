@@ -1,12 +1,12 @@
-"""The servers of a NeMo Gym, found or started, and the endpoint that their agents ask.
+"""Servers of a NeMo Gym, found or started, and the policy endpoint of their agents.
 
-    head server, given URLs ──> Roster: where each agent and each resources server is
+    head server, given URLs ──> Roster: URL of each agent and each resources server
     agents ── policy_base_url ──> PolicyServer, which listens before Gym starts
 
-Environments of one run with the same servers (training and evaluation sets) share them. A Gym that
-runs is inspected before the run; one of the run's own is started by the first episode, and all wait
-for it. Servers that are lost are waited for (their head lists them anew, at other ports) or, where
-they are the run's own and have ended, started again.
+Environments of a run with the same servers (training and evaluation sets) share them. A running Gym
+is inspected before the run. A Gym of the run is started by the first episode, and all episodes wait
+for it. Lost servers are awaited (their head lists them again, at other ports) or, if the run
+started them and they have ended, restarted.
 """
 
 import json
@@ -28,7 +28,7 @@ POLL_SECONDS = 1.0
 
 
 class GymServers:
-    """One Gym and the endpoint for it. All methods but `close` may be called from any thread."""
+    """A Gym and its policy endpoint. All methods except `close` may be called from any thread."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class GymServers:
         key: str = "env.gym",
         folder: str | None = None,
     ):
-        """key: the section's, for messages. folder: the run's, for Gym's config and log;
-        None: a temporary one."""
+        """key: the section's, for messages. folder: folder of the run, for Gym's config and log;
+        None: a temporary folder."""
         self.config, self.key, self.folder = config, key, folder
         secrets = {"api_key": config.api_key, "token": config.token}
         revealed = reveal({name: secret for name, secret in secrets.items() if secret}, key)
@@ -52,30 +52,33 @@ class GymServers:
         )
         token = revealed.get("token")
         self.headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        """Of requests to Gym."""
+        """Headers of requests to Gym."""
         self.roster = Roster(key, (config.head or "").rstrip("/"), config.servers, self.headers)
         self.users = 0
-        """Environments that share it."""
+        """Number of environments that share it."""
         self.logged: set[str] = set()
-        """What was said of it."""
+        """Messages logged about it."""
         self.found = 0
-        """How often its servers were found: once, and again whenever they had gone."""
+        """Number of times its servers were found: once, and again after each loss."""
         self._used: set[str] = set()
-        """Processes that were asked for."""
+        """Names of processes in use."""
         self._process: GymProcess | None = None
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._problem = ""
 
     @property
     def is_ready(self) -> bool:
-        """Whether its servers are known."""
+        """True once its servers are found."""
         return self.found > 0
 
     def ready(
         self, open_endpoint: bool = True, log: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Have all servers up; blocks, for minutes where Gym is started. open_endpoint: whether its agents
-        will ask the endpoint. UserError for what a person must mend, the same for all who wait."""
+        """Wait until all servers are up; takes minutes if Gym is started.
+
+        open_endpoint: True if agents will query the policy endpoint. Raises UserError for problems
+        that the user must fix, the same one for all waiting threads.
+        """
         if open_endpoint or self.config.start:
             self.policy.open()
         with self._lock:
@@ -97,9 +100,11 @@ class GymServers:
             self.found = 1
 
     def revive(self, seen: int) -> bool:
-        """A server that was found as number `seen` does not answer: wait until all are back, and
-        find them anew. Whether they had gone; told to one of all who ask. RunStopped where they
-        stay away."""
+        """Wait until all servers answer again after one was lost, and find them again.
+
+        seen: value of `found` when the server was found. Returns True if servers had gone, to one
+        of the callers only. Raises RunStopped if they do not come back.
+        """
         with self._lock:
             if self.found != seen or self._closing.is_set():
                 return False
@@ -115,7 +120,7 @@ class GymServers:
             return self.found != seen
 
     def find(self, name: str, mode: Mode) -> str:
-        """URL of who plays, or judges, for an agent; UserError."""
+        """Return the URL of the process that plays or judges for an agent; UserError."""
         process, url = self.roster.find(name, mode)
         if not url:
             self.roster.check([name], mode, f"{self.key}.agent")
@@ -123,7 +128,7 @@ class GymServers:
         return url
 
     def close(self) -> None:
-        """One of those who share it needs it no more; the last one ends what was started."""
+        """Release the servers; the last user stops what was started."""
         self.users -= 1
         if self.users <= 0:
             for key in [key for key, servers in _SHARED.items() if servers is self]:
@@ -133,7 +138,7 @@ class GymServers:
                 self._end()
 
     def _wait(self, log: Callable[[str], None]) -> None:
-        """Until the head says that all are up; UserError where that takes too long."""
+        """Wait until the head lists all servers; UserError if that takes too long."""
         end, logged = time.monotonic() + self.config.start_seconds, False
         while not self._closing.is_set():
             if self._process is not None:
@@ -150,7 +155,7 @@ class GymServers:
             self._closing.wait(POLL_SECONDS)
 
     def _wait_again(self) -> bool:
-        """Until all that are in use answer; whether one did not."""
+        """Wait until all processes in use answer; return True if one did not."""
         end, gone = time.monotonic() + self.config.start_seconds, False
         while not self._closing.is_set():
             if self._process is not None and self._process.status() is not None:
@@ -185,14 +190,14 @@ class GymServers:
 
 
 _SHARED: dict[str, GymServers] = {}
-"""Those in use, by everything that makes a difference to them."""
+"""Servers in use, keyed by all settings that affect them."""
 
 
 def share_servers(
     tokenizer: Any, config: GymConfig, max_model_len: int, key: str, folder: str | None
 ) -> GymServers:
-    """The servers that a section names, one for all environments of a run that name the same.
-    Each who asks for them closes them."""
+    """Return the servers of a section, shared by all environments with equal settings. Each caller
+    must close them."""
     per_environment = {"agent", "mode", "rewards", "drop_nulls", "concurrency"}
     identity = json.dumps(
         [

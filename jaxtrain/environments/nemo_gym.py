@@ -1,11 +1,11 @@
-"""NeMo Gym as a world: rows are its JSON lines, its servers play and judge, the policy is ours.
+"""NeMo Gym environments: rows are its JSON lines, and its servers play and judge with our policy.
 
     agent   row ── POST /run ──> Gym's agent ── chat ──> PolicyServer ──> Engine      (turn by turn)
             reward, extras <──        │  tools, /verify: its resources server
     verify  row ── one answer of the engine ── /seed_session, /verify ──> its resources server
 
-What is trained is what the endpoint recorded; of Gym's answer only the verdict counts. Where it
-hands token ids back they have to be the recorded ones.
+The endpoint's record is trained; only the verdict of Gym's answer is used. Token ids that it
+returns must equal the recorded ones.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ T = TypeVar("T")
 PARAMS = "responses_create_params"
 MOST_BYTES = 1 << 27
 REWARD = "gym"
-"""What the reward is called."""
+"""Name of the reward."""
 PLAIN = {"reward", "mask_sample", "failure_kind", "failure_reason", "response", PARAMS}
-"""Keys of an answer that are no numbers of the environment."""
+"""Keys of an answer that are not metrics of the environment."""
 
 
 class NemoGym:
@@ -50,7 +50,7 @@ class NemoGym:
         key: str = "env.gym",
         folder: str | None = None,
     ):
-        """row_tokens: longest sequence. key: the section's. folder: the run's, for Gym's log."""
+        """row_tokens: longest sequence. key: the section's. folder: folder of the run, for logs."""
         self.config, self.key = config, key
         self.servers = share_servers(tokenizer, config, row_tokens or 1 << 20, key, folder)
         self._rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
@@ -62,11 +62,11 @@ class NemoGym:
     def inspect(
         self, rows: Iterable[Mapping[str, Any]], log: Callable[[str], None], wait: bool = True
     ) -> None:
-        """Before a run: what a Gym that runs has is said; UserError where the agents that the
-        config or these rows name are not among that. One that the run starts is not there yet.
+        """Log the servers of a running Gym before a run; UserError if it lacks the agents that the
+        config or the rows name. A Gym that the run starts is not checked.
 
-        wait: open the endpoint, for which that Gym may wait, and wait for it; else what does not
-        answer now is only said.
+        wait: open the endpoint, which Gym may be waiting for, and wait for Gym; else only log that
+        it does not answer.
         """
         servers, key = self.servers, self.key
         if self.config.start:
@@ -90,13 +90,13 @@ class NemoGym:
             log(text)
 
     def counters(self) -> dict[str, float]:
-        """How often its servers had gone so far."""
+        """Return the number of server losses so far."""
         return {name: float(count) for name, count in self._counts.items()}
 
     async def run(
         self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
     ) -> Episode:
-        """One episode: see the module's docstring."""
+        """Play an episode: see the module's docstring."""
         params = self._read(row)
         waiting = getattr(engine, "waiting", nullcontext)
         if not self.servers.is_ready:
@@ -130,18 +130,20 @@ class NemoGym:
             self.servers.policy.end(record.id)
 
     def close(self) -> None:
-        """Leave the servers; the last one who does ends what was started."""
+        """Release the servers; the last user stops what was started."""
         self.servers.close()
 
     async def _revive(self, seen: int) -> None:
-        """Wait until the servers that were found as number `seen` are back, or turn out never to
-        have gone. One thread of a loop waits for all."""
+        """Wait until the servers answer again. One thread per event loop waits for all episodes.
+
+        seen: value of `servers.found` when the servers were found.
+        """
         async with self._waits.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             if self.servers.found == seen:
                 self._counts["gym/restarts"] += await asyncio.to_thread(self.servers.revive, seen)
 
     async def _explain(self, work: Coroutine[Any, Any, T], record: EpisodeRecord) -> T:
-        """What Gym answers; where it fails because the endpoint refused a request, that says so."""
+        """Await Gym's answer; add the endpoint's refusal of a request, if any, to a failure."""
         try:
             return await record.watch(work)
         except EpisodeFailed as failure:
@@ -150,7 +152,7 @@ class NemoGym:
             raise
 
     def _read(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row's responses_create_params; UserError where it is no row of Gym."""
+        """Return the row's responses_create_params; UserError if it is not a row of Gym."""
         if isinstance(row, UnreadableRow):
             raise UserError(f"env: a row cannot be used: {row.reason}")
         params = row.get(PARAMS)
@@ -164,7 +166,7 @@ class NemoGym:
     async def _play(
         self, url: str, row: Mapping[str, Any], params: dict[str, Any], record: EpisodeRecord
     ) -> dict[str, Any]:
-        """Gym's answer to a row that its agent plays with our answers."""
+        """Play a row with Gym's agent and our policy; return Gym's answer."""
         sampling, most = record.sampling, params.get("max_output_tokens")
         request_params = {
             **params,
@@ -179,7 +181,7 @@ class NemoGym:
     async def _verify(
         self, url: str, row: Mapping[str, Any], params: dict[str, Any], record: EpisodeRecord
     ) -> dict[str, Any]:
-        """The resources server's verdict on one answer."""
+        """Sample one answer and return the resources server's verdict on it."""
         try:
             messages = read_input(params["input"])
             if params.get("instructions"):
@@ -200,7 +202,7 @@ class NemoGym:
     def _finish(
         self, row: Mapping[str, Any], answer: Mapping[str, Any], record: EpisodeRecord
     ) -> Episode:
-        """The episode with its verdict; EpisodeFailed where there is none that counts."""
+        """Build the episode with its rewards; EpisodeFailed without a valid verdict."""
         if kind := answer.get("failure_kind"):
             raise EpisodeFailed(
                 f"gym: {kind}"[:80], cause=f"NeMo Gym: {kind}: {answer.get('failure_reason')}"
@@ -226,18 +228,18 @@ class NemoGym:
 
 
 class GymServerLost(EpisodeFailed):
-    """A server of Gym does not answer, or only that one behind it does not."""
+    """A server of Gym, or a server behind it, does not answer."""
 
 
 def open_session(headers: dict[str, str]) -> aiohttp.ClientSession:
-    """Of one episode: Gym's sessions are cookies, also of servers that are IP addresses."""
+    """Open the HTTP session of an episode; Gym's sessions are cookies, also for IP addresses."""
     timeout = aiohttp.ClientTimeout(sock_connect=30)
     jar = aiohttp.CookieJar(unsafe=True)
     return aiohttp.ClientSession(cookie_jar=jar, headers=headers, timeout=timeout)
 
 
 async def post(session: aiohttp.ClientSession, url: str, body: Any) -> dict[str, Any]:
-    """What a server of Gym answers; EpisodeFailed where it answers by an error, or not at all."""
+    """POST to a server of Gym and return its JSON; EpisodeFailed on an error or without answer."""
     try:
         async with session.post(url, json=body) as answer:
             status, raw = answer.status, await answer.content.read(MOST_BYTES)
@@ -265,7 +267,7 @@ async def post(session: aiohttp.ClientSession, url: str, body: Any) -> dict[str,
 
 
 def check_tokens(answer: Mapping[str, Any], record: EpisodeRecord) -> None:
-    """EpisodeFailed where Gym hands back ids of a turn that are not those that were drawn."""
+    """Raise EpisodeFailed if Gym returns token ids that differ from the sampled ones."""
     response = answer.get("response")
     items = response.get("output") if isinstance(response, dict) else None
     for item in items if isinstance(items, list) else []:
@@ -279,7 +281,7 @@ def check_tokens(answer: Mapping[str, Any], record: EpisodeRecord) -> None:
 
 
 def read_numbers(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """(name, value) of the numbers that an environment adds to its verdict."""
+    """Yield (name, value) of the numbers that an environment adds to its verdict."""
     parts = answer.get("reward_components")
     for name, value in [*answer.items(), *(parts.items() if isinstance(parts, dict) else ())]:
         is_input = name in row or name in PLAIN or name.startswith("_ng_")
@@ -288,7 +290,7 @@ def read_numbers(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[
 
 
 def respond(answer: ChatAnswer) -> dict[str, Any]:
-    """A drawn turn as the response object that resources servers judge."""
+    """Build the response object of a sampled turn, which resources servers judge."""
     thinking, content, _ = message_key(answer.message)
     items: list[dict[str, Any]] = []
     if thinking:
@@ -340,7 +342,7 @@ def _agent_of(row: Mapping[str, Any]) -> str | None:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """A copy without the keys of objects that are null."""
+    """Copy a value without keys of objects that are null."""
     if isinstance(value, dict):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value

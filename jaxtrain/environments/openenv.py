@@ -1,12 +1,12 @@
-"""Environments behind OpenEnv servers: one WebSocket an episode, with an object of its own there.
+"""Environments on OpenEnv servers: one WebSocket per episode, with a separate environment object.
 
     jaxtrain                          server (openenv 0.10, create_app)
       reset {seed, ...}       ──>     observation, reward, done
       step  {action fields}   ──>     the same, once a turn (or once a tool call)
       close                   ──>     the session's place is free again
 
-Nothing of the openenv package is needed here. Plain HTTP POST /reset and /step would not do: there
-each call gets an object of its own. See config/openenv.py for what a turn of the model does.
+The openenv package is not needed. Plain HTTP POST /reset and /step would not work, because each
+call creates a new environment object. config/openenv.py documents the actions of a turn.
 """
 
 import asyncio
@@ -31,19 +31,19 @@ from jaxtrain.generation.engine import EpisodeFailed
 from jaxtrain.generation.episodes import Episode
 
 MAX_MESSAGE = 16 * 2**20
-"""Bytes of one message of a server."""
+"""Limit of bytes of a server's message."""
 CONNECT_SECONDS = 10.0
 FULL_PAUSE = 0.2
-"""Seconds before the next try where every server is full; they double up to FULL_PAUSE_MOST."""
+"""Seconds before the next attempt if every server is full; doubles up to FULL_PAUSE_MOST."""
 FULL_PAUSE_MOST = 5.0
 TEXTS = ("prompt", "text", "message", "content")
-"""Fields of an observation that are what a person would read."""
+"""Fields of an observation with readable text."""
 Seen = dict[str, Any]
 """An observation."""
 
 
 class OpenEnvError(Exception):
-    """A server's answer of type error: the session lives on."""
+    """A server answered with an error; the session continues."""
 
     def __init__(self, data: Mapping[str, Any]):
         self.code = str(data.get("code", ""))
@@ -56,10 +56,10 @@ class OpenEnvError(Exception):
 
 
 class OpenEnv:
-    """An environment function, `run(row, chat)`, that plays on one of several servers."""
+    """Environment with a function `run(row, chat)` that plays on one of several servers."""
 
     def __init__(self, config: EnvConfig, section: str = "env"):
-        """section: its key in the config. UserError: a secret is not there."""
+        """section: key in the config. Raises UserError if a secret is missing."""
         self.config, self.options = config, config.openenv
         key = f"{section}.openenv"
         urls = [
@@ -67,27 +67,26 @@ class OpenEnv:
             for number, url in enumerate(self.options.url)
         ]
         self.sessions = dict.fromkeys(urls, 0)
-        """Episodes under way by URL."""
+        """Number of running episodes by URL."""
         token = reveal({"token": self.options.token}, key)["token"]
         self.headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     async def run(self, row: Mapping[str, Any], chat: Conversation) -> Episode:
-        """One episode. UserError for a row that cannot be played, EpisodeFailed for what the
-        server did."""
+        """Play an episode. UserError for an invalid row, EpisodeFailed for server failures."""
         async with self._connect(self._reset_data(row), chat) as (session, observation):
             self._begin(row, chat, observation)
             if self.options.action == "tools":
                 chat.schemas = await session.list_tools()
             while not (session.done or chat.full or chat.num_turns >= self.config.max_turns):
                 answer = await chat.draw()
-                # A text that was cut off is an answer all the same; calls and JSON are not.
+                # A truncated text is still an action; truncated calls and JSON are not.
                 complete = answer.finished or (self.options.action == "text" and answer.raw)
                 if not complete or not await self._act(session, chat, answer):
                     break
             return chat.finish(session.reward(self.options.reward_of), **session.counts)
 
     def _begin(self, row: Mapping[str, Any], chat: Conversation, observation: Seen) -> None:
-        """Say what comes before the first turn: system message, the row's prompt, observation."""
+        """Add the messages before the first turn: system message, row's prompt, observation."""
         column, system = self.config.prompt_column, self.config.system
         messages: list[dict[str, Any]] = []
         if row.get(column, row.get("messages")):
@@ -108,7 +107,7 @@ class OpenEnv:
     async def _act(
         self, session: "OpenEnvSession", chat: Conversation, answer: AssistantReply
     ) -> bool:
-        """Do what a turn says and tell what came of it; whether the episode goes on."""
+        """Execute the actions of a turn and add the results; return True if the episode goes on."""
         if self.options.action == "tools":
             for call in answer.tool_calls:
                 chat.say(await session.call_tool(call), "tool", name=call.name)
@@ -141,8 +140,8 @@ class OpenEnv:
     async def _connect(
         self, reset: Mapping[str, Any], chat: Conversation
     ) -> AsyncIterator[tuple["OpenEnvSession", Seen]]:
-        """A session on the server with the fewest, and its first observation; waits where all are
-        full."""
+        """Open a session on the server with the fewest, with its first observation; waits while all
+        are full."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         pause = FULL_PAUSE
         async with aiohttp.ClientSession(headers=self.headers, timeout=timeout) as client:
@@ -162,7 +161,7 @@ class OpenEnv:
 
 
 class OpenEnvSession:
-    """One connection, and what its environment said so far."""
+    """Connection of an episode, with its rewards and counts so far."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str):
         self.socket, self.url = socket, url
@@ -170,14 +169,14 @@ class OpenEnvSession:
         self.rewards: list[float] = []
         self.counts: dict[str, float] = {}
         self._heard: asyncio.Queue[Any] = asyncio.Queue()
-        # Pings are only answered while somebody receives, and a turn may take longer to draw than
-        # a server waits for that.
+        # Pings are answered only while a task receives, and sampling a turn may take longer than
+        # the server's ping timeout.
         self._reader = asyncio.ensure_future(self._read())
 
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, client: aiohttp.ClientSession, url: str) -> AsyncIterator["OpenEnvSession"]:
-        """Connect; says close at the end, so that the place is free at once."""
+        """Connect; sends close at the end, so that the server frees the session at once."""
         try:
             socket = await client.ws_connect(url, max_msg_size=MAX_MESSAGE)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -192,7 +191,7 @@ class OpenEnvSession:
             await socket.close()
 
     async def reset(self, data: Mapping[str, Any]) -> Seen | None:
-        """The first observation; None: the server has no room for one more session."""
+        """Return the first observation; None if the server has no free session."""
         try:
             return self._take(await self.ask("reset", data))
         except OpenEnvError as error:
@@ -201,8 +200,8 @@ class OpenEnvSession:
             raise fail(self.url, "refuses the reset", error) from None
 
     async def step(self, action: Mapping[str, Any]) -> Seen:
-        """The observation after an action. Raises Refused where it is none of the environment's,
-        EpisodeFailed where that broke."""
+        """Return the observation after an action. Raises OpenEnvError for an invalid action, and
+        EpisodeFailed if the environment failed."""
         try:
             return self._take(await self.ask("step", action))
         except OpenEnvError as error:
@@ -211,7 +210,7 @@ class OpenEnvSession:
             raise
 
     async def list_tools(self) -> list[dict[str, Any]]:
-        """The environment's tools, as chat templates take them."""
+        """Return the schemas of the environment's tools, in chat-template form."""
         try:
             tools = self._take(await self.ask("step", {"type": "list_tools"})).get("tools")
         except OpenEnvError as error:
@@ -232,7 +231,7 @@ class OpenEnvSession:
         ]
 
     async def call_tool(self, call: ToolCall) -> str:
-        """What came of a call, as the model is told it."""
+        """Call a tool and return the text for the model."""
         self.count("tool_calls")
         try:
             if call.error is not None:
@@ -250,15 +249,16 @@ class OpenEnvSession:
             return f"error: {shorten(str(error), MAX_ERROR)}"
 
     def reward(self, of: str) -> float:
-        """The episode's: of an agent that never got so far 0, lest it escape judgment."""
+        """Return the reward of the episode; 0 for an agent that never acted, so that it counts."""
         return sum(self.rewards) if of == "sum" else [0.0, *self.rewards][-1]
 
     def count(self, name: str) -> None:
         self.counts[name] = self.counts.get(name, 0.0) + 1.0
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The data of the answer. Raises Refused, and EpisodeFailed where the connection ends."""
-        with contextlib.suppress(aiohttp.ClientError, OSError):  # then the reader says why
+        """Send a request and return the data of its answer. Raises OpenEnvError, and EpisodeFailed
+        if the connection ends."""
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # the reader reports the cause
             await self.socket.send_json({"type": kind, "data": data})
         heard = await self._heard.get()
         if isinstance(heard, EpisodeFailed):
@@ -288,13 +288,13 @@ class OpenEnvSession:
 
 
 def fail(url: str, problem: str, cause: object) -> EpisodeFailed:
-    """An episode that its server ended."""
+    """Build the failure of an episode that its server ended."""
     text = f"env.openenv: {redact_text(url)} {problem}: {cause or type(cause).__name__}"
     return EpisodeFailed(f"OpenEnv server {problem}", cause=text, pause=True, mistake=True)
 
 
 def make_socket_url(url: str) -> str:
-    """Where a server's WebSocket is, by its base URL."""
+    """Return the WebSocket URL of a server's base URL."""
     parts = urlsplit(url)
     scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
     path = parts.path.rstrip("/").removesuffix("/ws")
@@ -302,13 +302,13 @@ def make_socket_url(url: str) -> str:
 
 
 def seed_of(row: Mapping[str, Any]) -> int:
-    """A seed, 31 bits, that a row has in common with itself alone."""
+    """Return a seed of 31 bits, a hash of the row."""
     text = json.dumps(row, sort_keys=True, default=str)
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:4], "big") >> 1
 
 
 def show(seen: Seen, field: str | None = None) -> str:
-    """An observation as the model reads it; empty where it says nothing."""
+    """Return the text of an observation for the model; "" if it is empty."""
     value: Any = {
         name: field_value
         for name, field_value in seen.items()
@@ -332,7 +332,7 @@ def show(seen: Seen, field: str | None = None) -> str:
 
 
 def read_action(answer: str) -> dict[str, Any]:
-    """The JSON object that an answer is or ends with; ValueError where it is none."""
+    """Parse the JSON object of an answer, or of its last code block; ValueError without one."""
     blocks = FENCE.findall(answer)
     try:
         action = json.loads(blocks[-1] if blocks else answer)
@@ -344,7 +344,7 @@ def read_action(answer: str) -> dict[str, Any]:
 
 
 def read_result(result: Any) -> tuple[str, bool]:
-    """(text, whether it is an error) of an MCP tool's result."""
+    """Return (text, True if it is an error) of an MCP tool's result."""
     wrong = False
     if isinstance(result, Mapping) and "content" in result:
         wrong = bool(result.get("is_error"))

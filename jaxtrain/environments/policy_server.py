@@ -1,4 +1,4 @@
-"""The policy as an OpenAI-shaped server in this process: for environments whose agents speak HTTP.
+"""OpenAI-compatible endpoint of the policy in this process, for environments with HTTP agents.
 
     agent, in another process ── POST /v1/chat/completions ──> a thread with its own event loop
                                                                        │ to the episode's
@@ -6,12 +6,12 @@
               await record.watch(the agent's run)  <── what it drew ── Record ── Engine.generate
               record.finish() -> Episode
 
-So all environments draw from the same engine as everything else, token by token the same, and know
-the version of every token. Which episode a request belongs to, the first of these that is there:
+All environments thus sample from the same engine, with exact tokens and versions. The episode of a
+request is the first of these that is present:
 
-    /e/ID/v1/...                     agents that can be told a base URL only
+    /e/ID/v1/...                     agents configured with a base URL only
     X-Session-ID: ID
-    "metadata": {"episode": "ID"}    NeMo Gym passes it on
+    "metadata": {"episode": "ID"}    forwarded by NeMo Gym
 
 Every request needs `Authorization: Bearer TOKEN`. docs/nemo_gym.md has the routes.
 """
@@ -37,12 +37,12 @@ from jaxtrain.text_safety import escape_control_chars
 
 T = TypeVar("T")
 MOST_BYTES = 1 << 26
-"""Of a request."""
+"""Limit of bytes of a request."""
 START_SECONDS = 10.0
 
 
 class PolicyServer:
-    """See the module's docstring. `open` it before anybody is told its address."""
+    """Policy endpoint (see the module's docstring). Call `open` before passing on its URL."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class PolicyServer:
         port: int = 0,
         token: str | None = None,
     ):
-        """max_model_len: longest sequence, prompt and answer together. port: 0: any free one.
-        token: what requests must carry; None: a random one. UserError for a tokenizer without a
-        chat template."""
+        """max_model_len: longest sequence, prompt and answer together. port: 0 for any free one.
+        token: bearer token of requests; None for a random one. Raises UserError for a tokenizer
+        without a chat template."""
         self.template = TurnTemplate(tokenizer)
         self.family = find_family(str(tokenizer.chat_template))
         self.max_model_len, self.host, self.port = max_model_len, host, port
@@ -67,7 +67,8 @@ class PolicyServer:
         self._thread: threading.Thread | None = None
 
     def open(self) -> str:
-        """Listen, in a thread; the base URL. UserError where the port is taken. Once is enough."""
+        """Listen in a thread and return the base URL; UserError if the port is in use.
+        Idempotent."""
         with self._lock:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
@@ -86,7 +87,7 @@ class PolicyServer:
 
     @property
     def base_url(self) -> str:
-        """What agents are told, "http://127.0.0.1:8311/v1"."""
+        """Base URL for agents, "http://127.0.0.1:8311/v1"."""
         return f"http://{self.host}:{self.port}/v1"
 
     def begin(
@@ -97,9 +98,12 @@ class PolicyServer:
         episode_id: str | None = None,
         within: EpisodeRecord | None = None,
     ) -> EpisodeRecord:
-        """An episode that requests may draw for from now on; called in the event loop in which its
-        engine runs. episode_id: where somebody else names it. within: the game that it is a part
-        of, which is given up with it; called from any thread then."""
+        """Register an episode, so that requests can sample for it.
+
+        Must be called in the event loop of its engine, or with `within` from any thread.
+        episode_id: id chosen by the caller. within: the game that it is part of, which fails with
+        it.
+        """
         with self._lock:
             self._count += 1
             name = episode_id or f"{index}-{self._count}"
@@ -118,7 +122,7 @@ class PolicyServer:
         return record
 
     def end(self, episode_id: str) -> None:
-        """Forget an episode; requests for it are refused from now on."""
+        """Remove an episode; requests for it are refused from now on."""
         with self._lock:
             record = self._records.pop(episode_id, None)
         if record is not None:
@@ -150,9 +154,9 @@ class PolicyServer:
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/tokenize", self._tokenize)
             app.router.add_post(f"{prefix}/inference/v1/generate", self._generate)
-            # As clients write it that were told a base URL with /v1 at its end.
+            # Clients configured with a base URL that ends with /v1 append the path to it.
             app.router.add_post(f"{prefix}/v1/inference/v1/generate", self._generate)
-        # A client that hangs up frees its request.
+        # handler_cancellation: a client that disconnects cancels its request.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
         )
@@ -163,7 +167,7 @@ class PolicyServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Who has no token gets nothing; what is refused is said as OpenAI's servers say it."""
+        """Require the bearer token, and format refusals like OpenAI's servers."""
         token = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         try:
             if not hmac.compare_digest(token.encode(), self.token.encode()):
@@ -218,7 +222,7 @@ class PolicyServer:
         return web.json_response(response)
 
     def _find(self, request: web.Request, body: Mapping[str, Any]) -> EpisodeRecord:
-        """The episode that a request belongs to; Refused."""
+        """Return the episode of a request; RequestRefused if there is none."""
         metadata = body.get("metadata")
         name = (
             request.match_info.get("episode")
@@ -236,10 +240,10 @@ class PolicyServer:
 
     @staticmethod
     async def _ask(record: EpisodeRecord, work: Coroutine[Any, Any, T]) -> T:
-        """Do it in the event loop that plays the episode."""
+        """Run work in the event loop that plays the episode."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, record.loop)
-        except RuntimeError:  # that loop is closed
+        except RuntimeError:  # the loop is closed
             work.close()
             raise RequestRefused(410, f"episode {record.id} has ended") from None
         try:
@@ -249,7 +253,7 @@ class PolicyServer:
             raise
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # the client has left
+            if task is not None and task.cancelling():  # the client has disconnected
                 future.cancel()
                 raise
             raise RequestRefused(410, f"episode {record.id} has ended") from None
@@ -259,7 +263,7 @@ class PolicyServer:
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:
-    """A request's body; Refused where it is no object."""
+    """Parse the body of a request; RequestRefused if it is not a JSON object."""
     try:
         body = await request.json()
     except (ValueError, RecursionError):
@@ -270,7 +274,7 @@ async def read_json(request: web.Request) -> dict[str, Any]:
 
 
 async def stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
-    """Server-sent events."""
+    """Send chunks as server-sent events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to: to try an environment without any model."""
+"""Engine that replays given texts, to try an environment without a model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,15 +7,15 @@ from jaxtrain.generation.engine import Completion, EpisodeFailed, PolicyReply, S
 
 
 class ScriptedEngine:
-    """`engine.Engine` for one episode: its texts are the model's turns, one after the other;
-    then it fails the episode."""
+    """`engine.Engine` for one episode: returns its texts as turns in order, then fails the
+    episode."""
 
     version = 0
 
     def __init__(
         self, tokenizer: Any, texts: Sequence[str], policies: Mapping[str, Any] | None = None
     ):
-        """policies: what `chat.other` finds, by name."""
+        """policies: policies for `chat.other`, by name."""
         self.tokenizer, self.texts, self.others = tokenizer, list(texts), dict(policies or {})
 
     async def generate(
@@ -25,7 +25,7 @@ class ScriptedEngine:
         stop_ids: Sequence[int] = (),
         index: int = 0,
     ) -> Completion:
-        """The next text, with the token that ends a turn."""
+        """Return the next text, with the token that ends a turn."""
         if not self.texts:
             raise EpisodeFailed("the script has ended")
         tokens = self.tokenizer(self.texts.pop(0), add_special_tokens=False)["input_ids"]
@@ -33,21 +33,21 @@ class ScriptedEngine:
         return Completion(tokens, [-1.0] * len(tokens), "stop", [0] * len(tokens))
 
     def counters(self) -> dict[str, float]:
-        """Nothing to count."""
+        """Return no counters."""
         return {}
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is no resource to close."""
 
 
 class ScriptedSpeaker:
-    """`rollout.types.Speaker` that says its texts, one after the other."""
+    """`engine.FrozenPolicy` that replies with its texts in order."""
 
     def __init__(self, texts: Sequence[str]):
         self.texts = list(texts)
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], index: int = 0) -> PolicyReply:
-        """The next text."""
+        """Return the next text."""
         if not self.texts:
             raise EpisodeFailed("the script has ended")
         return PolicyReply(self.texts.pop(0), True)

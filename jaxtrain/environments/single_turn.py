@@ -1,4 +1,4 @@
-"""The simplest world: a prompt, one answer, and reward functions that judge it."""
+"""Single-turn environment: a prompt and one answer, judged by reward functions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +12,8 @@ from jaxtrain.safe_io import UnreadableRow
 
 
 def find_prompt(row: Mapping[str, Any], column: str) -> str | list[dict[str, Any]]:
-    """A row's prompt, a text or messages up to where the assistant speaks; UserError where there is
-    none."""
+    """Return a row's prompt, a text or messages before the last assistant turns; UserError without
+    one."""
     if isinstance(row, UnreadableRow):
         raise UserError(f"env: a row cannot be used: {row.reason}")
     prompt = row.get(column, row.get("messages"))
@@ -30,16 +30,16 @@ def find_prompt(row: Mapping[str, Any], column: str) -> str | list[dict[str, Any
             f"env: a row's {column} is a list, but not of messages with role and content"
         )
     while messages and messages[-1].get("role") == "assistant":
-        messages.pop()  # a conversation of SFT data: its answers are not the policy's
+        messages.pop()  # answers of SFT data are not the policy's
     if not messages:
         raise UserError("env: a row's messages are all the assistant's; nothing to answer")
     return messages
 
 
 class SingleTurn:
-    """Plays rows with a prompt: a text, or messages up to where the assistant speaks.
+    """Environment for rows with a prompt: a text, or messages before an assistant turn.
 
-    With a chat template a text is one user message; `raw` continues texts as they are.
+    With a chat template a text is a user message; `raw` continues texts unchanged.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SingleTurn:
         raw: bool = False,
         special_tokens: SpecialTokens = "text",
     ):
-        """special_tokens: what a control token is that a prompt spells."""
+        """special_tokens: meaning of control tokens that a prompt spells."""
         self.tokenizer = tokenizer
         self.column = column
         self.system = system
@@ -61,7 +61,7 @@ class SingleTurn:
     async def run(
         self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
     ) -> Episode:
-        """One answer; the reward functions get texts for a text and messages for messages."""
+        """Sample one answer. Reward functions receive texts for text prompts, else messages."""
         source, prompt = self.read(row)
         answer = await engine.generate(prompt, sampling, self.stop_ids, index=index)
         text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
@@ -80,7 +80,7 @@ class SingleTurn:
         )
 
     def read(self, row: Mapping[str, Any]) -> tuple[Any, list[int]]:
-        """(the prompt as reward functions get it, its tokens); UserError for an unusable row."""
+        """Return (prompt for reward functions, its tokens); UserError for an invalid row."""
         prompt = find_prompt(row, self.column)
         if isinstance(prompt, str):
             if self.raw:
@@ -94,7 +94,7 @@ class SingleTurn:
         return prompt, self.render(prompt, row)
 
     def render(self, messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list[int]:
-        """Tokens of a conversation with the header of the turn that is to be written."""
+        """Return the tokens of a conversation with the generation prompt."""
         if self.system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         return prompt_tokens(self.tokenizer, messages, row.get("tools"), self.special_tokens)

@@ -1,10 +1,10 @@
-"""Two policies on the calculator: one solves, the other says whether it is right.
+"""Two policies on the calculator: a solver, and a verifier of its answers.
 
-    solver     question ─ tool ─ answer          rewarded where the answer is right
-    verifier   question, answer ─ tool ─ verdict rewarded where the verdict is
+    solver     question ─ tool ─ answer           rewarded if the answer is right
+    verifier   question, answer ─ tool ─ verdict  rewarded if the verdict is right
 
-`trusted` is the share of right answers that were called right, `caught` that of wrong ones called
-wrong: a verifier that always says the same has one of them at 1 and the other at 0.
+`trusted` is the share of right answers that the verifier calls right, `caught` the share of wrong
+answers that it calls wrong. A constant verdict has one of them at 1 and the other at 0.
 
 An example of section policies, over rows of builtin:calculator: env.kind =
 "jaxtrain.environments.solver_verifier:solve_and_verify".
@@ -22,8 +22,8 @@ from jaxtrain.generation.episodes import Episode
 async def solve_and_verify(
     row: Mapping[str, Any], chat: Conversation, verifier: str = "verifier"
 ) -> list[Episode]:
-    """The row's first question; its other ones are not asked. Where the solver gives no number,
-    nothing is verified, and the game is one episode."""
+    """Play the first question of a row. If the solver gives no number, nothing is verified, and the
+    game is one episode."""
     prompt, _ = read_questions(row)
     chat.say(prompt)
     answer = await work(chat)
@@ -47,7 +47,7 @@ async def solve_and_verify(
 
 
 async def work(chat: Conversation) -> AssistantReply:
-    """Turns and calls of the calculator, up to one that calls nothing."""
+    """Sample turns and execute calculator calls, up to a turn without calls."""
     chat.schemas = TOOLS
     while (answer := await chat.draw()).finished and chat.num_turns < chat.max_turns:
         reply = answer_tool_call(answer.raw)
@@ -58,6 +58,6 @@ async def work(chat: Conversation) -> AssistantReply:
 
 
 def read_verdict(answer: AssistantReply) -> bool | None:
-    """True: right, False: wrong, None: neither was said."""
+    """Return True for "right", False for "wrong", None for neither or both."""
     words = [word for word in ("right", "wrong") if word in answer]
     return words == ["right"] if len(words) == 1 else None

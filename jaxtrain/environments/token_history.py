@@ -1,14 +1,14 @@
-"""A conversation as the policy sees it: which tokens each of its turns is drawn behind.
+"""Token sequences of a conversation: the exact prompt of each sampled turn.
 
-What the policy wrote is never tokenized again. The chat template renders the conversation with a
-placeholder for each turn that was drawn; what it writes around them is tokenized, and in their
-place stand the very tokens:
+Tokens that the policy sampled are never tokenized again. The chat template renders the conversation
+with a placeholder for each sampled turn. The text around the placeholders is tokenized, and each
+placeholder is replaced by the sampled tokens:
 
     template   <|im_start|>user..assistant\\n [turn 0] \\n<|im_start|>user..assistant\\n
-    tokens     prompt                         drawn   what was said next
+    tokens     prompt                         sampled  following messages
 
-Where the template shows an earlier turn otherwise than it was drawn, as Qwen3's, which drops the
-thoughts before the last question, the next turn is drawn behind another sequence:
+If the template shows an earlier turn differently, like Qwen3's, which drops thoughts before the
+last question, the next turn has another sequence as its prompt:
 
     sequence 0   question 1 | thought 1, answer 1
     sequence 1   question 1, answer 1, question 2 | thought 2, answer 2
@@ -37,11 +37,11 @@ from jaxtrain.generation.episodes import TokenSequence
 
 OPENING = re.compile(r"<think>\s*$")
 Piece = str | tuple[int, bool]
-"""Text of the template, or (number of a drawn turn, whether its thought is shown)."""
+"""Text of the template, or (number of a sampled turn, True if its thought is shown)."""
 
 
 class TurnTemplate:
-    """A tokenizer's chat template and its end of a turn; UserError where it has none of these."""
+    """Chat template of a tokenizer with its end-of-turn token; UserError if it lacks either."""
 
     def __init__(self, tokenizer: Any) -> None:
         require_chat_template(tokenizer)
@@ -58,7 +58,7 @@ class TurnTemplate:
         self.encoder, self.spelled = encoder_of(tokenizer), make_mark()
 
     def stand_in(self, number: int, turn: "DrawnTurn") -> str:
-        """What the template renders in place of a drawn turn."""
+        """Return the text that the template renders in place of a sampled turn."""
         answer = self._name("answer", number)
         if not turn.thought:
             return answer
@@ -71,15 +71,15 @@ class TurnTemplate:
         turns: Sequence["DrawnTurn"],
         tools: Any,
     ) -> list[Piece]:
-        """What the policy sees when it is to speak after `messages`: texts and turns, alternating;
-        a turn that the template leaves out is left out.
+        """Render the prompt after `messages` as alternating texts and turns, without turns that the
+        template omits.
 
         drawn: {index of a message: number of its turn}, in order.
         """
-        # What the world says is text, whatever control tokens it spells.
+        # Messages of the environment are text, even if they spell control tokens.
         copies = [dict(message) for message in messages]
         filled, tools = self.encoder.protect((copies, tools), self.spelled).value
-        for index, number in drawn.items():  # behind it, since <think> may be a control token
+        for index, number in drawn.items():  # after protecting: <think> may be a control token
             filled[index] = {**filled[index], "content": self.stand_in(number, turns[number])}
         text = render_text(self.tokenizer, filled, tools, generation=True)
         pieces: list[Piece] = []
@@ -105,7 +105,7 @@ class TurnTemplate:
         return [*pieces, text[start:]]
 
     def opens_thought(self, pieces: Sequence[Piece]) -> bool:
-        """Whether the generation prompt begins a thought."""
+        """Return True if the generation prompt opens a thought."""
         last = pieces[-1]
         return isinstance(last, str) and OPENING.search(last[-40:]) is not None
 
@@ -115,49 +115,49 @@ class TurnTemplate:
 
 @dataclass(eq=False)
 class DrawnTurn:
-    """A turn as the policy drew it."""
+    """Turn as sampled by the policy."""
 
     tokens: list[int]
     answer: list[int]
-    """Its tokens behind the thought."""
+    """Tokens after the thought."""
     thought: bool
-    """Whether it has a thought that ended."""
+    """True if it has a closed thought."""
     opened: bool
-    """Whether its prompt began the thought."""
+    """True if its prompt opened the thought."""
     finished: bool
-    """Whether it ends in an end-of-turn token."""
+    """True if it ends with an end-of-turn token."""
 
 
 @dataclass(eq=False)
 class Prompt:
-    """What a turn is drawn behind."""
+    """Prompt of a turn."""
 
     tokens: list[int]
     pieces: list[Piece]
-    """What it shows; empty where only the tokens are known."""
+    """Texts and turns that it consists of; empty if only the tokens are known."""
     opened: bool = False
-    """Whether it begins a thought."""
+    """True if it opens a thought."""
 
 
 class TokenHistory:
-    """The token sequences of one conversation. A turn goes on with the longest of them that its
-    prompt begins with, to the token, or begins another one."""
+    """Token sequences of a conversation. A turn extends the longest sequence that is an exact
+    prefix of its prompt, or starts another one."""
 
     def __init__(self, template: TurnTemplate, rewritten: bool = True):
-        """rewritten: as the template rewrites it. Otherwise every turn continues the very tokens
-        that were there before, and the episode is one sequence."""
+        """rewritten: True if prompts follow the template's rewriting of history. False: every turn
+        continues the previous tokens, and the episode is one sequence."""
         self.template, self.rewritten = template, rewritten
         self.turns: list[DrawnTurn] = []
         self.sequences: list[TokenSequence] = []
         self._pieces: list[Piece] = []
-        """What the last turn's sequence shows, up to that turn."""
+        """Pieces of the last turn's sequence, up to that turn."""
         self._encoded: dict[str, list[int]] = {}
 
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], drawn: Mapping[int, int], tools: Any
     ) -> Prompt:
-        """What the next turn is drawn behind. drawn: {index of a message: number of the turn that
-        it is}, in order."""
+        """Build the prompt of the next turn. drawn: {index of a message: number of its turn}, in
+        order."""
         pieces = self.template.split(messages, drawn, self.turns, tools)
         if self.turns and not self.rewritten:
             last = len(self.turns) - 1
@@ -172,7 +172,7 @@ class TokenHistory:
         return Prompt(tokens, pieces, self.template.opens_thought(pieces))
 
     def add(self, prompt: Prompt, completion: Completion) -> DrawnTurn:
-        """A turn that was drawn behind a prompt."""
+        """Add a turn that was sampled from a prompt."""
         tokens = [int(token) for token in completion.tokens]
         candidates = [
             sequence
@@ -208,8 +208,8 @@ class TokenHistory:
         return self.turns[number].tokens if with_thought else self.turns[number].answer
 
     def _behind_thought(self, tokens: list[int], text: str) -> list[int]:
-        """A turn's own tokens behind its last </think> and the line breaks after it; where a token
-        spans that border, those of the text."""
+        """Return the tokens after the last </think> and its line breaks; if a token spans that
+        boundary, the text after it is tokenized again."""
         decode = self.template.tokenizer.decode
         total = text.count(CLOSED)
         cut = bisect.bisect_left(
@@ -230,7 +230,7 @@ def _extend(
     versions: Sequence[int] = (),
     turn: int = -1,
 ) -> None:
-    """Tokens that the policy drew with these log-probs, or that were told it (None)."""
+    """Append tokens: sampled ones with their log-probs, or context (logprobs None)."""
     count = len(tokens)
     sequence.tokens += tokens
     sequence.sampled += [logprobs is not None] * count

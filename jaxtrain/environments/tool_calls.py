@@ -6,9 +6,9 @@
     mistral  [TOOL_CALLS][{"name": "search", "arguments": {"query": "tides"}}]
              [TOOL_CALLS]search[ARGS]{"query": "tides"}
 
-`parse_tool_calls` reads the hermes and llama3 forms, whatever the model. `split_calls` reads those of
-the chat template's family, for endpoints: a call in no form of the family stays text, because a guess
-could be wrong.
+`parse_tool_calls` reads the hermes and llama3 forms, whatever the model. `split_calls` reads those
+of the chat template's family, for endpoints: a call in no form of the family stays text, because a
+guess could be wrong.
 """
 
 import json
@@ -25,26 +25,29 @@ CLOSED = "</think>"
 
 
 class ToolCallError(Exception):
-    """A tool call that cannot be answered; its text goes back to the model."""
+    """A tool call cannot be answered; the message is returned to the model."""
 
 
 class ToolCall(NamedTuple):
-    """One call as the model wrote it."""
+    """Tool call as the model wrote it."""
 
     name: str
     arguments: dict[str, Any]
     error: str | None = None
-    """Why it cannot be made: it is not in one of the forms."""
+    """Reason why it is invalid: it has none of the forms."""
 
 
 def strip_thinking(text: str) -> str:
-    """An assistant turn without its thinking."""
+    """Remove the thinking from an assistant turn."""
     return THINKING.sub("", text)
 
 
 def split_thinking(text: str, opened: bool = False) -> tuple[str, str]:
-    """(the thinking, the rest) of an assistant turn. opened: its prompt has begun the thinking, as
-    some templates do; then all up to </think> is thinking, or all."""
+    """Split an assistant turn into (thinking, remaining text).
+
+    opened: True if its prompt opened the thinking, as some templates do; then everything up to
+    </think> is thinking, or all of it.
+    """
     if opened and OPENED not in text.partition(CLOSED)[0]:
         text = OPENED + text
     thoughts = [match.group(0) for match in THINKING.finditer(text)]
@@ -54,8 +57,8 @@ def split_thinking(text: str, opened: bool = False) -> tuple[str, str]:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """The tool calls of an assistant turn, in order; those in its thinking do not count. One that
-    is in no known form has an `error`."""
+    """Parse the tool calls of an assistant turn in order, ignoring its thinking. A call in no known
+    form has an `error`."""
     text = strip_thinking(text)
     if (bare := read_bare(text)) is not None:
         return [bare]
@@ -66,14 +69,14 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 
 
 def strip_tool_calls(text: str) -> str:
-    """An assistant turn without its tool calls."""
+    """Remove the tool calls from an assistant turn."""
     if read_bare(text) is not None:
         return ""
     return CALL.sub("", text).partition("<tool_call>")[0]
 
 
 def read_bare(text: str) -> ToolCall | None:
-    """The call that a turn is as a whole, in Llama's form; None where it is none."""
+    """Parse a turn that is a single call in Llama's form; None if it is not."""
     text = text.strip().removeprefix("<|python_tag|>").strip()
     if not (text.startswith("{") and text.endswith("}")):
         return None
@@ -88,7 +91,7 @@ def read_bare(text: str) -> ToolCall | None:
 
 
 def read_call(text: str) -> ToolCall:
-    """The call between a pair of tags, JSON or XML; in neither form it has an `error`."""
+    """Parse the call between a pair of tags, JSON or XML; with an `error` if it is neither."""
     if match := FUNCTION.fullmatch(text):
         values = {name: _read_value(value) for name, value in PARAMETER.findall(match.group(2))}
         return ToolCall(match.group(1), values)
@@ -102,7 +105,7 @@ def read_call(text: str) -> ToolCall:
 
 
 def _read_value(text: str) -> Any:
-    """A parameter's value: JSON where it is such, else the text itself."""
+    """Parse the value of a parameter as JSON, or else return the text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -116,7 +119,7 @@ Parsed = tuple[str, list[ToolCall]]
 
 
 def parse_hermes(text: str) -> Parsed:
-    """Calls between tags, JSON or XML, each for itself."""
+    """Parse calls between tags, JSON or XML."""
     calls: list[ToolCall] = []
 
     def take(match: re.Match) -> str:
@@ -130,7 +133,7 @@ def parse_hermes(text: str) -> Parsed:
 
 
 def parse_llama3(text: str) -> Parsed:
-    """The whole turn, or several calls with a semicolon between them."""
+    """Parse a turn that is a call, or several calls separated by semicolons."""
     if (call := read_bare(text)) is not None:
         return "", [call]
     parts = text.strip().removeprefix("<|python_tag|>").split("; ")
@@ -139,7 +142,7 @@ def parse_llama3(text: str) -> Parsed:
 
 
 def parse_mistral(text: str) -> Parsed:
-    """Behind the control token: a list of calls, or name and arguments."""
+    """Parse calls after the control token: a list of calls, or name and arguments."""
     content, calls, start = "", [], 0
     for match in MISTRAL.finditer(text):
         if match.start() < start:
@@ -168,12 +171,12 @@ def _is_call(value: Any) -> bool:
 
 
 class ToolCallFormat(NamedTuple):
-    """How the models of some chat templates call tools."""
+    """Format of tool calls in a family of chat templates."""
 
     marks: tuple[str, ...]
-    """Texts of which its templates hold one."""
+    """Texts of which its templates contain at least one."""
     parse: Callable[[str], Parsed]
-    """(what is left, calls) of a turn without its thinking."""
+    """Splits a turn without thinking into (remaining text, calls)."""
 
 
 FAMILIES: Mapping[str, ToolCallFormat] = {
@@ -185,7 +188,7 @@ DEFAULT = "hermes"
 
 
 def find_family(chat_template: str) -> str:
-    """The family of a chat template, by what it writes; DEFAULT where it names no tool calls."""
+    """Detect the family of a chat template; DEFAULT if it has no tool calls."""
     for name, family in FAMILIES.items():
         if any(mark in chat_template for mark in family.marks):
             return name
@@ -193,9 +196,10 @@ def find_family(chat_template: str) -> str:
 
 
 def split_calls(text: str, family: str) -> Parsed:
-    """(content, calls) of a turn; thinking stays in the content, and calls in it do not count."""
+    """Split a turn into (content, calls); thinking stays in the content, and calls in it are
+    ignored."""
     thought, closed, rest = text.rpartition(CLOSED)
     if not closed and "<think>" in text:
-        return text, []  # it was cut off within its thinking
+        return text, []  # cut off within its thinking
     content, calls = FAMILIES[family].parse(rest)
     return (thought + closed + content, calls) if calls else (text, [])

@@ -1,4 +1,4 @@
-"""Plain Python functions as tools: schemas from their signatures and docstrings, calls checked.
+"""Python functions as tools: schemas from signatures and docstrings, and checked calls.
 
     def search(query: str, limit: int = 3) -> str:
         \"\"\"Look something up.
@@ -8,7 +8,7 @@
             limit: How many hits to return.
         \"\"\"
 
-Whatever goes wrong in a call goes back to the model as a text that begins with "error:".
+Errors of a call are returned to the model as a text that begins with "error:".
 """
 
 import asyncio
@@ -27,30 +27,30 @@ from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.engine import EpisodeFailed
 
 MAX_RESULT = 10_000
-"""Characters of a tool's answer that the model gets to see."""
+"""Characters of a tool's result that the model sees."""
 MAX_ERROR = 400
-"""The same of what went wrong."""
+"""Characters of an error that the model sees."""
 
 
 class ToolFailed(Exception):
-    """A call that gave no result; its text is what the model is told."""
+    """A call gave no result; the message is returned to the model."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tool:
-    """A function that the model may call."""
+    """Function that the model can call."""
 
     name: str
     schema: dict[str, Any]
-    """As chat templates want it: {"type": "function", "function": {"name", "parameters", ...}}."""
+    """Schema for chat templates: {"type": "function", "function": {"name", "parameters", ...}}."""
     function: Callable[..., Any]
     arguments: type[pydantic.BaseModel]
-    """Checks the arguments of a call, and makes them what the signature says."""
+    """Validates the arguments of a call and converts them to the types of the signature."""
 
     async def __call__(self, arguments: Mapping[str, Any], seconds: float) -> Any:
-        """The function's result; it may be a coroutine function, and else has a thread of its own.
+        """Call the function, in a thread unless it is a coroutine function, and return its result.
 
-        Raises ToolFailed, for the model to read; EpisodeFailed and RunStopped pass.
+        Raises ToolFailed with a message for the model; EpisodeFailed and RunStopped propagate.
         """
         try:
             parsed = self.arguments.model_validate(arguments)
@@ -69,31 +69,31 @@ class Tool:
             raise ToolFailed(f"{self.name} took more than {seconds:g} seconds") from None
         except (EpisodeFailed, RunStopped):
             raise
-        except (Exception, SystemExit) as error:  # the border: whatever foreign code may raise
+        except (Exception, SystemExit) as error:  # user code may raise anything
             raise ToolFailed(f"{type(error).__name__}: {error}") from error
 
 
 class Toolbox:
-    """The tools of a conversation by name, and how often they were called."""
+    """Tools of a conversation by name, with counts of calls and errors."""
 
     def __init__(self, tools: Iterable[Tool] = (), seconds: float = 30.0):
-        """seconds: that a call may take."""
+        """seconds: time limit of a call."""
         self.tools = {tool.name: tool for tool in tools}
         self.seconds = seconds
         self.num_calls = self.num_errors = 0
 
     def add(self, tool: Tool) -> None:
-        """One more; UserError where another one has its name."""
+        """Add a tool; UserError if another one has its name."""
         if self.tools.setdefault(tool.name, tool) is not tool:
             raise UserError(f"two tools are called {tool.name!r}; rename one of the functions")
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """For the chat template."""
+        """Schemas for the chat template."""
         return [tool.schema for tool in self.tools.values()]
 
     async def answer(self, call: ToolCall) -> dict[str, Any]:
-        """The message that answers a call."""
+        """Execute a call and return the tool message that answers it."""
         self.num_calls += 1
         try:
             content = _to_text(await self._run(call))
@@ -113,9 +113,9 @@ class Toolbox:
 
 
 def make_tool(function: Callable[..., Any]) -> Tool:
-    """A function, or a bound method, as a tool. UserError where its signature and docstring do not
-    say what a model has to know."""
-    # Slow to import, and needed by nobody without tools.
+    """Build a tool from a function or bound method; UserError if its signature and docstring do not
+    define a schema."""
+    # Slow to import, and only needed with tools.
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
@@ -139,12 +139,12 @@ def make_tool(function: Callable[..., Any]) -> Tool:
         ValueError,
     ) as error:
         raise UserError(f"tool {name!r} has no schema: {shorten(str(error), 300)}{needs}") from None
-    schema["function"].pop("return", None)  # what no model is told
+    schema["function"].pop("return", None)  # not part of the schema for models
     return Tool(name, schema, function, arguments)
 
 
 def load_tools(names: Sequence[str], key: str = "env.tools") -> list[Tool]:
-    """The functions that a config names, "file.py:function" or "package.module:function"."""
+    """Load the functions that a config names, "file.py:function" or "package.module:function"."""
     toolbox = Toolbox()
     for number, name in enumerate(names):
         toolbox.add(make_tool(plugins.find("tools", name, {}, key=f"{key}.{number}")))
@@ -152,7 +152,7 @@ def load_tools(names: Sequence[str], key: str = "env.tools") -> list[Tool]:
 
 
 def _argument_model(name: str, function: Callable[..., Any]) -> type[pydantic.BaseModel]:
-    """A model of the arguments; fields are numbered, since pydantic reserves some names."""
+    """Build a model of the arguments; fields are numbered, since pydantic reserves some names."""
     hints = get_type_hints(function)
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(inspect.signature(function).parameters.values()):
@@ -166,7 +166,7 @@ def _argument_model(name: str, function: Callable[..., Any]) -> type[pydantic.Ba
 
 
 def _explain(error: pydantic.ValidationError) -> str:
-    """What is wrong with the arguments, in one line."""
+    """Describe invalid arguments in one line."""
     problems = []
     for problem in error.errors(include_url=False, include_context=False)[:5]:
         path = ".".join(str(part)[:50] for part in problem["loc"]) or "arguments"
@@ -181,26 +181,26 @@ def _explain(error: pydantic.ValidationError) -> str:
 
 
 async def _in_thread(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    """What a function returns that may block, and may never return: its thread ends no later than
-    the process."""
+    """Call a function that may block, in a daemon thread, so that one that never returns does not
+    keep the process alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future = loop.create_future()
 
-    def settle(value: Any, error: BaseException | None) -> None:
+    def resolve(value: Any, error: BaseException | None) -> None:
         if future.done():
-            return  # it took too long, and nobody waits any more
+            return  # the call timed out, and its future was canceled
         future.set_result(value) if error is None else future.set_exception(error)
 
     def run() -> None:
         value, error = None, None
         try:
             value = function(**values)
-        except StopIteration as stop:  # no future can carry it
+        except StopIteration as stop:  # a future cannot carry StopIteration
             error = RuntimeError(f"StopIteration: {stop}")
         except BaseException as raised:
             error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
         try:
-            loop.call_soon_threadsafe(settle, value, error)
+            loop.call_soon_threadsafe(resolve, value, error)
         except RuntimeError:
             pass  # the loop is closed: the run has ended
 
@@ -219,5 +219,5 @@ def _to_text(value: Any) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most so many characters of a text, and how many more there were."""
+    """Cut a text to `limit` characters and append the number of characters removed."""
     return text if len(text) <= limit else f"{text[:limit]} ... ({len(text) - limit} more)"

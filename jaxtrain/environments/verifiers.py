@@ -1,12 +1,12 @@
-"""Tasksets of the verifiers package as a world: it plays and judges, the policy is ours.
+"""Tasksets of the verifiers package as environments: it plays and judges with our policy.
 
-    row {"task": 3} ──> task 3 ── Env.run_episode (a thread of its own: verifiers_stage.py)
+    row {"task": 3} ──> task 3 ── Env.run_episode (in a separate thread: verifiers_thread.py)
                                      agents ── chat ──> PolicyServer ──> Engine, turn by turn
     an Episode each   <── traces ────┘
 
-What is trained is what the endpoint recorded: tokens, log-probs and versions are the engine's.
-Each run of a trainable agent is a trace with rewards of its own, and comes out as an Episode of its
-own; those of agents that are not trained are recorded and left.
+The endpoint's record is trained: tokens, log-probs and versions are the engine's. Each run of a
+trainable agent is a trace with its own rewards and becomes an Episode; runs of other agents are
+recorded but not returned.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class Verifiers:
     def __init__(
         self, tokenizer: Any, config: EnvConfig, row_tokens: int | None = None, section: str = "env"
     ):
-        """row_tokens: longest sequence. section: its key in the config."""
+        """row_tokens: longest sequence. section: key in the config."""
         self.policy = PolicyServer(tokenizer, max_model_len=row_tokens or 1 << 20)
         self.stage = VerifiersEnvironment(
             config.verifiers, self.policy, config.max_turns, f"{section}.verifiers"
@@ -48,7 +48,7 @@ class Verifiers:
     async def run(
         self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
     ) -> list[Episode]:
-        """One game: see the module's docstring."""
+        """Play a game: see the module's docstring."""
         number = row.get("task")
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
             raise UserError(
@@ -70,13 +70,13 @@ class Verifiers:
             game.close()
 
     def close(self) -> None:
-        """End what plays."""
+        """Stop the environment and the policy endpoint."""
         self.stage.close()
         self.policy.close()
 
 
 class VerifiersGame:
-    """What is recorded of one episode of the package: a Record for each trace."""
+    """Records of an episode of the package, one per trace."""
 
     def __init__(
         self,
@@ -86,15 +86,15 @@ class VerifiersGame:
         index: int,
         policies: Mapping[str, str],
     ):
-        """Made in the engine's event loop. policies: of section policies, by agent."""
+        """Must be created in the engine's event loop. policies: names in section policies by agent."""
         self.policy, self.engine, self.sampling, self.index = policy, engine, sampling, index
         self.policies = policies
         self.whole = policy.begin(engine, sampling, index)
-        """Given up with any of them."""
+        """Record that fails if any of them fails."""
         self.records: dict[str, EpisodeRecord] = {}
 
     def mint(self, trace: Any) -> None:
-        """A trace was begun; called from any thread before its agent asks."""
+        """Register a new trace; called from any thread before its agent's first request."""
         engine, name = self.engine, self.policies.get(trace.agent.name)
         if name is not None:
             policies = getattr(engine, "others", {})
@@ -107,15 +107,17 @@ class VerifiersGame:
         )
 
     def is_full(self) -> bool:
-        """Whether an agent was refused because its conversation fills a row."""
+        """Return True if an agent was refused because its conversation fills a row."""
         return any(record.is_full for record in self.records.values())
 
     def finish(self, played: Any, several: bool) -> list[Episode]:
-        """The Episodes of the trainable traces in which something was drawn, each with its trace's
-        rewards; one that has none has nothing to say of any. several: whether agents are told
-        apart. Raises EpisodeFailed where it is no result, or nothing was drawn."""
+        """Return the Episodes of trainable traces with turns, each with the rewards of its trace.
+
+        A trace without rewards has None for each name. several: True if Episodes name their agent.
+        Raises EpisodeFailed if the package has no result, or no turn was sampled.
+        """
         check_verdict(played)
-        traces = [one for one in played.traces if one.agent.trainable and one.id in self.records]
+        traces = [t for t in played.traces if t.agent.trainable and t.id in self.records]
         spoke = [trace for trace in traces if self.records[trace.id].num_turns] or traces[:1]
         episodes = [self.records[trace.id].finish() for trace in spoke]
         if not episodes:
@@ -130,7 +132,7 @@ class VerifiersGame:
         return episodes
 
     def close(self) -> None:
-        """Draw nothing more for any of them."""
+        """Refuse further turns of all records."""
         for name in (self.whole.id, *self.records):
             self.policy.end(name)
 
@@ -144,7 +146,7 @@ def _no_policy(name: str, policies: Mapping[str, Any]) -> UserError:
 
 
 def check_verdict(played: Any) -> None:
-    """EpisodeFailed where the package's Episode is no result."""
+    """Raise EpisodeFailed if the package's Episode has no result."""
     if not played.ok:
         traces = [error for trace in played.traces for error in trace.errors]
         error = next(reversed([*traces, *played.errors]), None)
@@ -161,7 +163,7 @@ def check_verdict(played: Any) -> None:
 
 
 def read_verdict(trace: Any) -> tuple[dict[str, float | None], dict[str, float]]:
-    """(rewards, score x weight; metrics) of a trace, by name."""
+    """Return (rewards, as score x weight, and metrics) of a trace by name."""
     rewards = trace.rewards.items()
     return (
         {name: None if reward is None else float(reward.value) for name, reward in rewards},

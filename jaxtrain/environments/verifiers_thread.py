@@ -1,8 +1,8 @@
-"""Where verifiers plays: a thread with an event loop of its own, and what it holds meanwhile.
+"""Environment of the verifiers package in a thread with a separate event loop.
 
-An environment of verifiers keeps servers between episodes (interception, shared tools) that belong
-to one event loop. The producer's stands still between rounds in mode sync, and evaluations have
-others, so these have their own.
+An environment of verifiers keeps servers between episodes (interception, shared tools), which
+belong to one event loop. The producer's loop does not run between rounds in mode sync, and
+evaluations use others, so these servers need a loop that always runs.
 """
 
 import asyncio
@@ -23,32 +23,32 @@ T = TypeVar("T")
 MODULE = "verifiers.v1"
 PIP = 'pip install "jaxtrain[verifiers]"'
 OPEN_SECONDS = 600.0
-"""Servers of shared tools may have to install what they need."""
+"""Time limit of the start; servers of shared tools may install their dependencies."""
 CLOSE_SECONDS = 10.0
 
 
 class VerifiersEnvironment:
-    """One environment of verifiers. `open` it before `play`; both may be called from any thread."""
+    """Environment of verifiers. Call `open` before `play`; both may be called from any thread."""
 
     def __init__(self, config: VerifiersConfig, policy: PolicyServer, max_turns: int, key: str):
-        """policy: whom its agents ask. max_turns: of each agent. key: the section's."""
+        """policy: endpoint of its agents. max_turns: limit of each agent. key: the section's."""
         self.config, self.policy, self.max_turns, self.key = config, policy, max_turns, key
         self.lock = threading.Lock()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.ended: Any = None
         self.tasks: list[Any] = []
         self.roles: list[str] = []
-        """Names of its agents, once it is open."""
+        """Names of its agents, set by `open`."""
 
     def open(self) -> None:
-        """Start it, once. UserError where the package, the taskset or uv is missing."""
+        """Start the environment once; UserError if the package, the taskset or uv is missing."""
         with self.lock:
             if self.loop is not None:
                 return
             self.package = import_verifiers(self.key)
             self.variable = f"JAXTRAIN_POLICY_API_KEY_{self.policy.open().rpartition(':')[2][:-3]}"
-            # The package reads keys from the environment alone; what it starts does not inherit
-            # variables of this kind.
+            # The package reads keys only from environment variables; processes that it starts do
+            # not inherit variables of this kind.
             os.environ[self.variable] = self.policy.token
             self.env = self._make()
             self.coming: Iterator[Any] = iter(self.env.taskset)
@@ -67,19 +67,20 @@ class VerifiersEnvironment:
     async def play(
         self, number: int, minted: Callable[[Any], None], is_full: Callable[[], bool]
     ) -> Any:
-        """The package's Episode of a task. minted: gets each agent's Trace before it asks. is_full:
-        whether the conversation has outgrown a row, so that its agent was refused."""
+        """Play a task and return the package's Episode. minted: called with each agent's Trace
+        before its first request. is_full: returns True if a conversation has outgrown a row, so
+        that its agent was refused."""
         return await asyncio.wrap_future(self._submit(self._play(number, minted, is_full)))
 
     def close(self) -> None:
-        """End what it holds, and its thread."""
+        """Stop its servers and its thread."""
         with self.lock:
             loop, self.loop = self.loop, None
         if loop is not None:
             loop.call_soon_threadsafe(self.leave.set)
             try:
                 self.ended.result(CLOSE_SECONDS)
-            except Exception:  # the border: the run has ended, whatever its servers say to that
+            except Exception:  # errors of its servers do not matter after the run
                 pass
             loop.call_soon_threadsafe(loop.stop)
             os.environ.pop(self.variable, None)
@@ -101,14 +102,15 @@ class VerifiersEnvironment:
         context = package.ModelContext(model=MODEL, client=client)
         episode = await self.env.run_episode(task, context, on_trace=minted)
         if not episode.ok and is_full() and len(episode.traces) == 1:
-            # An agent that talks until its row is full is judged by what it said, lest it escape.
+            # An agent that fills its row is scored all the same, or long answers would escape the
+            # reward.
             (trace,) = episode.traces
             await task.score(trace)
             episode.ok = bool(trace.rewards)
         return episode
 
     def _task(self, number: int) -> Any:
-        """A task by its number; UserError where the taskset has fewer."""
+        """Return a task by its number; UserError if the taskset has fewer."""
         while len(self.tasks) <= number:
             task = next(self.coming, None)
             if task is None:
@@ -120,7 +122,7 @@ class VerifiersEnvironment:
         return self.tasks[number]
 
     def _make(self) -> Any:
-        """The environment of the section; UserError where it cannot be made."""
+        """Build the environment of the section; UserError if that fails."""
         from verifiers.v1.utils import loaders
 
         config = self.config
@@ -149,12 +151,12 @@ class VerifiersEnvironment:
             values = {"id": kind, "taskset": {**config.args, "id": taskset}}
             values |= {role: {**agent, **config.agents.get(role, {})} for role in roles}
             return loaders.load_environment(config_type.model_validate(values))
-        except Exception as error:  # the border: imports and configs of foreign code
+        except Exception as error:  # imports and configs of user code may raise anything
             raise UserError(f"{self.key}: {plugins.describe(error)}") from error
 
 
 def import_verifiers(key: str) -> Any:
-    """The package's module; UserError where it is missing or another version."""
+    """Import the package; UserError if it is missing or of another version."""
     try:
         import verifiers.v1 as found
     except ImportError as error:
@@ -163,7 +165,7 @@ def import_verifiers(key: str) -> Any:
 
 
 def import_part(name: str, key: str) -> str:
-    """The id under which the package finds a module; a file is imported under its own name."""
+    """Return the id under which the package finds a module; a file is imported by its stem."""
     if not name.endswith(".py"):
         return name
     module, stem = plugins.load_module(name, key=key), Path(name).stem

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jaxtrain.distributed.child_processes import ServerProcess
-from jaxtrain.distributed.orphans import end_left
+from jaxtrain.distributed.orphans import end_orphans
 from jaxtrain.errors import UserError
 
 # A server with a child that has daemonised and does not hear SIGTERM.
@@ -108,7 +108,7 @@ def test_a_killed_keeper_takes_the_rest_along(tmp_path):
     one = ServerProcess([sys.executable, "-c", PAIR], None, log, 0, note=note)
     one.start()
     both = wait_for(lambda: pids(log))
-    assert end_left(note) == 0 and note.exists()  # its run is there
+    assert end_orphans(note) == 0 and note.exists()  # its run is there
     os.kill(find_keeper(both[0]), signal.SIGKILL)
     assert wait_for(one.poll) == 128 + signal.SIGKILL
     wait_for(lambda: not any(map(alive, both)))
@@ -126,7 +126,7 @@ def test_what_a_run_killed_with_its_keeper_left_is_ended_by_the_next(tmp_path):
     run.wait()
     left = [pid for pid in both if alive(pid)]
     assert left, "a child of the server has nobody who would end it"
-    assert end_left(note) >= 1
+    assert end_orphans(note) >= 1
     assert not any(map(alive, both)) and not note.exists()
     note.write_text("no note")
-    assert end_left(note) == 0 and not note.exists()
+    assert end_orphans(note) == 0 and not note.exists()

@@ -1,4 +1,4 @@
-"""Rewards: functions that judge completions, run in processes that may hang or crash."""
+"""Rewards: functions that score completions, run in processes that may hang or crash."""
 
 from jaxtrain.environments.rewards.score import Rewards, open_rewards
 

@@ -1,12 +1,12 @@
-"""From a reward's name to its function, and one call of it with what TRL users expect.
+"""Reward functions by name, and their calling convention, which is TRL's.
 
 A reward function takes lists with one entry per completion and returns a list of numbers or None:
 
     def short(completions, **columns):
         return [1.0 if len(text_of(c)) < 100 else 0.0 for c in completions]
 
-`completions` are texts, or message lists where the prompts are conversations. Every column of the
-row comes along as a list, and `prompts`, `completion_ids`; a function without `**columns` gets
+`completions` are texts, or message lists if the prompts are conversations. Every column of the row
+is passed as a list, and `prompts` and `completion_ids`; a function without `**columns` receives
 those that it names. Coroutine functions are awaited.
 """
 
@@ -32,16 +32,16 @@ BUILTIN = {
 
 
 class NonFiniteReward(Exception):
-    """A reward that is no finite number."""
+    """A reward is NaN or infinite."""
 
 
 def find_function(name: str) -> Callable[..., Any]:
-    """The function that `rewards.N.function` names; UserError where there is none."""
+    """Return the function that `rewards.N.function` names; UserError if there is none."""
     return plugins.find("rewards", name, BUILTIN, key="rewards.function")
 
 
 def call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[float | None]:
-    """The function's numbers for one group. UserError for another shape, NotFinite for NaN."""
+    """Call the function for a group; UserError for another shape, NonFiniteReward for NaN."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         taken = dict(arguments)
@@ -61,13 +61,13 @@ def call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) ->
 
 
 async def await_it(awaitable: Any) -> Any:
-    """What any awaitable gives (asyncio.run takes coroutines only)."""
+    """Await any awaitable, because asyncio.run accepts coroutines only."""
     return await awaitable
 
 
 def read_number(value: Any) -> float | None:
-    """A reward as float; None for None. UserError for what is no number, NotFinite for NaN and
-    infinity."""
+    """Return a reward as float, or None for None. Raises UserError for values that are not numbers,
+    NonFiniteReward for NaN and infinity."""
     if value is None:
         return None
     try:

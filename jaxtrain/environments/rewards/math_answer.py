@@ -1,4 +1,4 @@
-"""Built-in reward `math`: is the answer mathematically equal to the column's? By math-verify."""
+"""Built-in reward `math`: mathematical equality with the column's answer, by math-verify."""
 
 import re
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ from jaxtrain.environments.rewards.texts import Completion, column, text_of, wit
 from jaxtrain.errors import UserError
 
 PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}\s+[A-Za-z]{2,}")
-"""Two words in a row: a solution, not an expression."""
+"""Two consecutive words: a worked solution, not an expression."""
 
 
 def math(
     completions: Sequence[Completion], column_name: str = "answer", **columns: Sequence[Any]
 ) -> list[float | None]:
-    """1 where the final answer equals the gold answer, 0 where not; None where gold is unreadable.
+    """Score 1 if the final answer equals the gold answer, else 0; None if gold cannot be parsed.
 
-    Gold may be a bare expression, LaTeX, or a worked solution; GSM8K's "#### 42" is understood.
+    Gold may be a bare expression, LaTeX, or a worked solution, also with GSM8K's "#### 42".
     """
     try:
         from math_verify import parse, verify
@@ -27,7 +27,7 @@ def math(
     answers = column(columns, column_name, "math")
 
     def read(text: str) -> list[Any]:
-        # The caller's hard time-out covers hangs; math-verify's own works in main threads only.
+        # The caller's hard timeout covers hangs; math-verify's own works in main threads only.
         return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
     def read_gold(answer: Any) -> list[Any]:

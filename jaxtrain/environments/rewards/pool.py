@@ -1,4 +1,4 @@
-"""Worker processes with hard time-outs: a call that hangs costs its process, never the run."""
+"""Worker processes with hard timeouts: a call that hangs costs its process, never the run."""
 
 import os
 import queue
@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 START_SECONDS = 60.0
-"""A worker imports what its functions import before it answers for the first time."""
+"""Additional time of a worker's first call, which imports the modules of its functions."""
 
 
 class WorkerReply(NamedTuple):
-    """What became of a call."""
+    """Result of a call."""
 
     kind: str
-    """ok, user (a mistake that a person must fix), not_finite, error, timeout, crash."""
+    """ok, user (a mistake of the user), not_finite, error, timeout, crash."""
     value: Any
     """The numbers, or a text."""
     trace: str = ""
-    """Of an error: the end of its traceback."""
+    """End of the traceback of an error."""
 
 
 class Worker:
-    """One process and the pipe to it."""
+    """Process with a pipe to it."""
 
     def __init__(self) -> None:
         parent_end, worker_end = socket.socketpair()
@@ -62,7 +62,7 @@ class Worker:
             return WorkerReply("crash", f"its process ended (exit code {code})")
 
     def kill(self) -> None:
-        """End the process and whatever it started."""
+        """Kill the process and all that it started."""
         self.pipe.close()
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -72,7 +72,7 @@ class Worker:
 
 
 class WorkerPool:
-    """`size` workers, started when first needed; `call` may be used from many threads."""
+    """Pool of `size` workers, started on demand; `call` may be used from many threads."""
 
     def __init__(self, size: int):
         self.idle: queue.LifoQueue[Worker | None] = queue.LifoQueue()
@@ -100,8 +100,8 @@ class WorkerPool:
             self.idle.put(worker)
 
     def close(self, seconds: float = 5.0) -> None:
-        """End all workers; those that still run a call after `seconds` are left to find out that
-        the pool is gone."""
+        """Kill all workers. Those still busy after `seconds` end by themselves when their parent
+        does."""
         deadline = time.monotonic() + seconds
         for _ in range(self.size):
             try:
@@ -113,7 +113,7 @@ class WorkerPool:
 
 
 def _paths() -> list[str]:
-    """Where a worker finds this package and what the parent could import."""
+    """Return the import path of a worker: this package and the parent's path."""
     package_root = str(Path(__file__).parents[3])
     return list(dict.fromkeys([package_root, *[path for path in sys.path if path]]))
 

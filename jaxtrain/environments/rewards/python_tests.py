@@ -1,8 +1,8 @@
 """Built-in reward `python_tests`: the share of a row's tests that the written program passes.
 
-Program and test run in processes of their own: the test's calls cross to the program as plain
-values and come back as such, so the program sees neither what is expected nor the verdict. Which
-limits hold on which machine, and what this is not: docs/sandbox.md.
+Program and test run in separate processes. Calls of the test reach the program as plain values and
+return as such, so that the program sees neither expected values nor the verdict. docs/sandbox.md
+lists the limits per machine and what the sandbox does not protect against.
 """
 
 import os
@@ -18,7 +18,7 @@ from jaxtrain.environments.sandbox.sandbox import Sandbox
 from jaxtrain.errors import UserError
 
 AT_ONCE = 4
-"""Answers of a group that are judged side by side: loops without end wait together."""
+"""Answers of a group that are judged concurrently, so that endless loops time out together."""
 
 
 def python_tests(
@@ -29,11 +29,11 @@ def python_tests(
     all_or_nothing: bool = True,
     **columns: Sequence[Any],
 ) -> list[float]:
-    """1 where the last fenced code block passes the tests, else 0 (or the share that passes).
+    """Score 1 if the last fenced code block passes the tests, else 0 (or the share that passes).
 
-    The column holds a list of statements such as "assert add(1, 2) == 3", or one text. Each test
-    has processes of its own, the program run anew for it, and `seconds` of processor and as much
-    clock time.
+    The column contains a list of statements such as "assert add(1, 2) == 3", or a text. Each test
+    has fresh processes in which the program runs again, with `seconds` of CPU time and of wall
+    time.
     """
     if not (0 < seconds <= 3600) or not (64 <= memory_mib <= 2**20):
         raise UserError(
@@ -51,7 +51,7 @@ def python_tests(
 
 
 def read_tests(value: Any) -> list[str]:
-    """The tests of a row; UserError where they are no texts."""
+    """Return the tests of a row; UserError if they are not texts."""
     tests = [value] if isinstance(value, str) else value
     if not isinstance(tests, Sequence) or not all(isinstance(test, str) for test in tests):
         raise UserError(
@@ -68,7 +68,7 @@ def share(
     limits: ResourceLimits,
     all_or_nothing: bool,
 ) -> float:
-    """The share of the tests that pass; all or none of it with `all_or_nothing`."""
+    """Return the share of tests that pass; with `all_or_nothing`, 1 or 0."""
     if program is None or not tests:
         return 0.0
     passed = 0
@@ -81,6 +81,6 @@ def share(
 
 
 def find_program(text: str) -> str | None:
-    """The last fenced block of the answer; None where there is none."""
+    """Return the last fenced block of the answer; None if there is none."""
     blocks = FENCE.findall(without_thinking(text))
     return blocks[-1] if blocks else None

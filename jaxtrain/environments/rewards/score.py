@@ -1,4 +1,4 @@
-"""Rewards: every function on a group of completions, side by side, with counts of what failed."""
+"""Rewards of a group of completions: all functions concurrently, with counts of failures."""
 
 import asyncio
 import copy
@@ -16,13 +16,13 @@ from jaxtrain.generation.episodes import Episode
 from jaxtrain.text_safety import escape_control_chars
 
 AGAIN = ("error", "timeout", "crash")
-"""Kinds of replies after which another try, a moment later, may succeed: a judge over HTTP."""
+"""Kinds of replies after which a retry may succeed, for instance of a judge over HTTP."""
 
 Scores = list[dict[str, float | None]]
 
 
 class Rewards:
-    """The reward functions of a run; `counters` says how often which of them failed, and how."""
+    """Reward functions of a run; `counters` counts calls and failures by function and kind."""
 
     def __init__(
         self,
@@ -30,34 +30,34 @@ class Rewards:
         workers: int = 2,
         retries: int = 0,
     ):
-        """retries: further tries of a call that failed in a way that may pass."""
+        """retries: additional attempts of a call after a failure that may be temporary."""
         self.functions = list(functions)
         self.retries = retries
         self.weights = {function.label: function.weight for function in functions}
-        self.keys = {one.label: f"rewards.{index}" for index, one in enumerate(functions)}
+        self.keys = {entry.label: f"rewards.{index}" for index, entry in enumerate(functions)}
         self.counters: Counter[str] = Counter()
         self.pool = WorkerPool(workers)
 
     def only(self, names: Sequence[str] | None) -> "Rewards":
-        """The same with the functions of these names alone (None: all): one pool of workers, one
-        count of failures."""
+        """Return a view with the functions of these names (None: all); it shares the pool of
+        workers and the counters."""
         subset = copy.copy(self)
         if names is not None:
             subset.functions = [function for function in self.functions if function.label in names]
         return subset
 
     def check(self) -> None:
-        """Look up every function in a worker; UserError where one cannot be imported."""
+        """Look up every function in a worker; UserError if one cannot be imported."""
         for function in self.functions:
             reply = self.pool.call(function.function or "", None, function.timeout)
             if reply.kind != "ok":
                 raise UserError(f"rewards, function {function.function!r}: {reply.value}")
 
     async def score(self, episodes: Sequence[Episode], row: Mapping[str, Any]) -> Scores:
-        """{name: number or None} for each episode of one row (a group).
+        """Return {name: number or None} for each episode of a row (a group).
 
-        None: the function had nothing to say. What the environment gave itself is among them.
-        Raises EpisodeFailed where a function failed, so that nothing is trained on half a verdict.
+        None: the function does not apply. Rewards of the environment are included. Raises
+        EpisodeFailed if a function failed, so that nothing trains on partial rewards.
         """
         arguments = {
             **{name: [value] * len(episodes) for name, value in row.items()},
@@ -75,7 +75,7 @@ class Rewards:
         ]
 
     async def call(self, function: RewardConfig, arguments: dict[str, Any]) -> list[float | None]:
-        """One function's numbers, asked for again where that may help; raises EpisodeFailed."""
+        """Call a function, with retries if they may help; raises EpisodeFailed."""
         options = {_parameter(name): value for name, value in function.options.items()}
         for attempt in range(self.retries + 1):
             if attempt:
@@ -90,14 +90,14 @@ class Rewards:
         raise self._explain(function, reply)
 
     def _ask(self, function: RewardConfig, arguments: dict[str, Any]) -> WorkerReply:
-        """One call, which may block; what cannot be sent to another process is an error."""
+        """Call a function once, blocking; arguments that cannot be pickled are an error."""
         try:
             return self.pool.call(function.function or "", arguments, function.timeout)
         except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
             return WorkerReply("error", f"{type(error).__name__}: {error}"[:500])
 
     def _explain(self, function: RewardConfig, reply: WorkerReply) -> EpisodeFailed:
-        """What became of a call, as the failure of the episodes that it should have judged."""
+        """Build the failure of the episodes whose rewards a call could not compute."""
         raised = escape_control_chars(str(reply.value).partition(":")[0][:60])
         reasons = {
             "error": f"raised {raised}",
@@ -116,26 +116,26 @@ class Rewards:
         )
 
     def total(self, scores: Mapping[str, float | None]) -> float | None:
-        """Weighted sum of what is there; None where every function had nothing to say (TRL's
-        nansum, with all-missing kept missing)."""
+        """Return the weighted sum of the scores that are not None; None if all are (TRL's nansum,
+        except that all-missing stays missing)."""
         present = {name: value for name, value in scores.items() if value is not None}
         if not present:
             return None
         return sum(self.weights.get(name, 1.0) * value for name, value in present.items())
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self.pool.close()
 
 
 def _parameter(option: str) -> str:
-    """options.column reaches the built-ins as column_name, so that a data column called `column`
-    stays possible."""
+    """Map options.column to the parameter column_name of built-ins, so that the data may have a
+    column called `column`."""
     return "column_name" if option == "column" else option
 
 
 def open_rewards(functions: Sequence[RewardConfig], workers: int = 2, retries: int = 0) -> Rewards:
-    """Start the workers and look up every function; UserError where one does not exist."""
+    """Start the workers and look up every function; UserError if one does not exist."""
     functions = [
         function.model_copy(
             update={"options": reveal(function.options, f"rewards.{index}.options")}

@@ -1,4 +1,4 @@
-"""Built-in rewards that read the text alone: exact match, format, regex, length, JSON schema."""
+"""Built-in rewards of texts: exact match, format, regex, length, JSON schema."""
 
 import json
 import re
@@ -14,7 +14,7 @@ FENCE = re.compile(r"```(?:[\w+-]*)\n(.*?)```", re.DOTALL)
 
 
 def text_of(completion: Completion) -> str:
-    """The text of a completion; of a conversation, what the assistant said last."""
+    """Return the text of a completion; for a conversation, of the last assistant message."""
     if isinstance(completion, str):
         return completion
     replies = [message for message in completion if message.get("role") == "assistant"]
@@ -22,12 +22,12 @@ def text_of(completion: Completion) -> str:
 
 
 def without_thinking(text: str) -> str:
-    """The text without its <think> blocks; one that was never closed is left out to the end."""
+    """Remove <think> blocks from a text; an unclosed one extends to the end."""
     return THINKING.sub("", text).strip()
 
 
 def column(columns: Mapping[str, Sequence[Any]], name: str, reward: str) -> Sequence[Any]:
-    """A column of the row; UserError where the row has none of that name."""
+    """Return a column of the row; UserError if it is missing."""
     if name not in columns:
         raise UserError(
             f"reward {reward!r} reads the column {name!r}, which the rows do not have (they have"
@@ -42,7 +42,7 @@ def exact_match(
     ignore_case: bool = True,
     **columns: Sequence[Any],
 ) -> list[float]:
-    """1 where the answer, its thinking left out and blanks trimmed, is the column's text."""
+    """Score 1 if the answer equals the column's text, ignoring thinking and white space, else 0."""
 
     def norm(text: Any) -> str:
         plain = " ".join(str(text).split())
@@ -60,19 +60,20 @@ def format(
     pattern: str = r"\s*<think>(?:(?!</?think>).)*</think>\s*(?:(?!</?think>).)+",
     **columns: Any,
 ) -> list[float]:
-    """1 where the whole text matches the pattern; by default one thought and then an answer."""
+    """Score 1 if the full text matches the pattern, else 0; default: one thought, then an
+    answer."""
     compiled = compile_pattern(pattern, "format")
     return [float(bool(compiled.fullmatch(text_of(completion)))) for completion in completions]
 
 
 def regex(completions: Sequence[Completion], pattern: str, **columns: Any) -> list[float]:
-    """1 where the pattern is found anywhere in the text."""
+    """Score 1 if the pattern occurs in the text, else 0."""
     compiled = compile_pattern(pattern, "regex")
     return [float(bool(compiled.search(text_of(completion)))) for completion in completions]
 
 
 def compile_pattern(pattern: str, reward: str) -> re.Pattern[str]:
-    """A regular expression in which a dot matches newlines, too."""
+    """Compile a regular expression in which a dot also matches newlines."""
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -88,9 +89,10 @@ def length(
     cache_tokens: int = 0,
     **columns: Any,
 ) -> list[float]:
-    """0 up to max_tokens - cache_tokens, from there falling to -1 at max_tokens and beyond.
+    """Score 0 up to max_tokens - cache_tokens, falling linearly to -1 at max_tokens and beyond.
 
-    DAPO's soft overlong punishment; with cache_tokens 0 a step. Lengths are in sampled tokens.
+    This is DAPO's soft overlong punishment; with cache_tokens 0 a step. Lengths are in sampled
+    tokens.
     """
     if not 0 <= cache_tokens <= max_tokens:
         raise UserError(
@@ -114,9 +116,10 @@ def json_schema(
     column_name: str = "schema",
     **columns: Sequence[Any],
 ) -> list[float]:
-    """1 where the answer is JSON that satisfies the schema (options.schema, or a column's).
+    """Score 1 if the answer is JSON that satisfies the schema (options.schema, or a column), else
+    0.
 
-    A fenced code block is taken for the answer where there is one.
+    If the answer has a fenced code block, the block is validated.
     """
     try:
         import jsonschema

@@ -1,12 +1,12 @@
-"""Built-in reward `vllm_reward`: the score of a reward model that a vLLM server serves.
+"""Built-in reward `vllm_reward`: the score of a reward model on a vLLM server.
 
     vllm serve RM --runner pooling          [[rewards]]
                                             function = "vllm_reward"
                                             options = {url = "http://host:8000", tokenizer = "RM"}
 
-With `tokenizer` the answers go as token ids, laid out as in training, and are scored at the token
-that ends the turn. Without it conversations go as messages and the server's own chat template
-decides; plain texts go as they are.
+With `tokenizer`, answers are sent as token ids, laid out as in training, and scored at the token
+that ends the turn. Without it, conversations are sent as messages, rendered by the server's chat
+template, and plain texts unchanged.
 """
 
 import http.client
@@ -21,9 +21,9 @@ from typing import Any
 from jaxtrain.errors import UserError
 
 REDUCE = {"min": min, "mean": lambda values: sum(values) / len(values), "last": lambda v: v[-1]}
-"""How the scores of an answer's steps become one."""
+"""Reductions of the scores of an answer's steps."""
 MOST_BYTES = 1 << 28
-"""Of an answer of the server."""
+"""Limit of bytes of a response."""
 NAME = "reward 'vllm_reward'"
 
 
@@ -40,16 +40,16 @@ def vllm_reward(
     seconds: float = 30.0,
     **columns: Any,
 ) -> list[float | None]:
-    """One score a completion; None for one without a token or step, or with over `max_tokens`.
+    """Score completions; None for one without tokens or steps, or with more than `max_tokens`.
 
-    url: a server, or several of which each call takes one. model: the name that it is served
-    under. tokenizer: folder or Hub id of the reward model's tokenizer. separator: the model is a
-    process reward model; each step of the answer, up to this text, is scored by the probability
-    that it is right, and `reduce` ("min", "mean", "last") makes one number of them. seconds: for
-    each request; `timeout` of the [[rewards]] bounds the whole group.
+    url: a server, or several, of which each call uses one. model: served model name. tokenizer:
+    folder or Hub id of the reward model's tokenizer. separator: set for process reward models: each
+    step of the answer, up to this text, is scored by the probability that it is right, and `reduce`
+    ("min", "mean", "last") combines the steps. seconds: limit of each request; `timeout` of the
+    [[rewards]] bounds the whole group.
 
-    Raises OSError for a server that does not answer, which is asked again (rollout.retries), and
-    UserError for one that refuses.
+    Raises OSError for a server that does not answer (retried, see rollout.retries), and UserError
+    for one that refuses.
     """
     if separator is not None and tokenizer is None:
         raise UserError(f"{NAME}: options.separator needs options.tokenizer, to find the steps")
@@ -79,23 +79,23 @@ def vllm_reward(
 
 
 def fits(ids: Sequence[int] | None, max_tokens: int | None) -> bool:
-    """Whether there is something to score that is not too long."""
+    """Return True if there are tokens to score, and not too many."""
     return bool(ids) and (max_tokens is None or len(ids or ()) <= max_tokens)
 
 
 class RewardServer:
-    """One vLLM server with a pooling model."""
+    """Client of a vLLM server with a pooling model."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None, seconds: float):
         self.url, self.api_key, self.seconds = url.rstrip("/"), api_key, seconds
         self.common = {} if model is None else {"model": model}
 
     def classify_ids(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """Scores of token ids."""
+        """Score sequences of token ids."""
         return self._classify({"input": list(map(list, ids))}, len(ids)) if ids else []
 
     def classify_text(self, prompt: Any, completion: Any) -> float | None:
-        """The score of a conversation, or of a text."""
+        """Score a conversation or a text."""
         if isinstance(prompt, str) and isinstance(completion, str):
             return self._classify({"input": [prompt + completion]}, 1)[0] if completion else None
         (prompt, completion) = (
@@ -106,7 +106,7 @@ class RewardServer:
         return self._classify(body, 1)[0]
 
     def score_tokens(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The probability of the last class at each token of each text."""
+        """Return the probability of the last class at each token of each text."""
         if not ids:
             return []
         body = {"input": list(map(list, ids)), "task": "token_classify"}
@@ -126,7 +126,7 @@ class RewardServer:
         return scores
 
     def _classify(self, body: dict[str, Any], number: int) -> list[float]:
-        # The names that old and new servers know: the score itself, not its sigmoid.
+        # Names of old and new servers for the same option: the raw score, not its sigmoid.
         raw = {"use_activation": False, "activation": False}
         return [
             self._number(entry.get("probs"))
@@ -162,7 +162,7 @@ class RewardServer:
 
 
 def post(url: str, route: str, body: Any, api_key: str | None, seconds: float) -> Any:
-    """The JSON that a server answers; OSError where it does not, or says that it cannot now."""
+    """POST to a server and return its JSON; OSError if it does not answer or is unavailable."""
     base = urllib.parse.urlsplit(url)
     if base.scheme not in ("http", "https") or not base.hostname:
         raise UserError(f"{NAME}: options.url {url!r} must be a URL such as http://localhost:8000")
@@ -193,7 +193,7 @@ def post(url: str, route: str, body: Any, api_key: str | None, seconds: float) -
 
 @lru_cache(maxsize=8)
 def open_writer(tokenizer: str) -> Any:
-    """What lays out prompts and answers with a tokenizer, as training does."""
+    """Return the layout of prompts and answers with a tokenizer, the same as in training."""
     from jaxtrain.config.data import DatasetConfig
     from jaxtrain.data.chat.template import load_tokenizer
     from jaxtrain.data.comparisons.answers import Answers
@@ -202,7 +202,7 @@ def open_writer(tokenizer: str) -> Any:
 
 
 def write_answer(tokenizer: str, prompt: Any, completion: Any) -> list[int] | None:
-    """Token ids of a prompt and its answer up to the end of the turn; None for an empty answer."""
+    """Encode a prompt and its answer up to the end of the turn; None for an empty answer."""
     from jaxtrain.data.comparisons.preference_row import PreferenceRow
     from jaxtrain.data.comparisons.ranked import Ranked
 
@@ -222,7 +222,7 @@ def write_answer(tokenizer: str, prompt: Any, completion: Any) -> list[int] | No
 def write_steps(
     tokenizer: str, prompt: Any, completion: Any, separator: str
 ) -> tuple[list[int], list[int]]:
-    """(token ids, place of the last token of each step's separator) of a prompt and an answer."""
+    """Encode a prompt and an answer: (token ids, index of the last token of each separator)."""
     from jaxtrain.config.data import DataConfig, DatasetConfig
     from jaxtrain.data.chat.messages import MalformedRow
     from jaxtrain.data.comparisons.stepwise import StepwiseReader

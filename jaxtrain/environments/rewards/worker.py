@@ -1,8 +1,8 @@
-"""The process that runs reward functions: `python -m jaxtrain.environments.rewards.worker FD`.
+"""Process that runs reward functions: `python -m jaxtrain.environments.rewards.worker FD`.
 
-It answers (name, arguments) with ("ok", numbers), ("user", message) for a mistake that a person
-must mend, ("not_finite", message), or ("error", text, traceback). It ends when its parent does,
-also while a function hangs.
+It answers (name, arguments) with ("ok", numbers), ("user", message) for a mistake of the user,
+("not_finite", message), or ("error", text, traceback). It ends with its parent, even while a
+function hangs.
 """
 
 import os
@@ -17,7 +17,7 @@ from jaxtrain.errors import UserError
 
 
 def serve(connection: Connection) -> None:
-    """Answer calls until the other end is closed."""
+    """Answer calls until the pipe is closed."""
     while True:
         try:
             name, arguments = connection.recv()
@@ -27,7 +27,7 @@ def serve(connection: Connection) -> None:
 
 
 def answer(name: str, arguments: dict | None) -> tuple:
-    """The reply to one call; without arguments the function is only looked up."""
+    """Return the reply to a call; without arguments the function is only looked up."""
     try:
         function = find_function(name)
         return "ok", None if arguments is None else call_function(function, arguments)
@@ -40,7 +40,7 @@ def answer(name: str, arguments: dict | None) -> tuple:
 
 
 def follow(parent: int) -> None:
-    """End this process when its parent has."""
+    """Exit as soon as the parent process has ended."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

@@ -1,7 +1,7 @@
-"""The sandbox: foreign Python in processes of its own, judged by values that it cannot forge.
+"""Sandbox: untrusted Python in separate processes, judged by values that it cannot forge.
 
-    box.py (caller) -> keeper.py -> a cell that runs the program   <-- calls by value -->
-                                    a cell that runs the test, which alone tells the verdict
+    sandbox.py (caller) -> supervisor.py -> cell of the program    <-- calls by value -->
+                                            cell of the test, which alone sends the verdict
 
-What runs inside imports nothing but the standard library and this package.
+Code inside imports only the standard library and this package.
 """

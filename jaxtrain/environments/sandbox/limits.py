@@ -1,7 +1,7 @@
-"""What the kernel is asked to keep a process from: limits, namespaces, files, system calls.
+"""Confinement of a process by the kernel: rlimits, namespaces, files, system calls.
 
-Everything goes through ctypes, in a single-threaded process that was forked to be confined. Where
-the kernel or the container refuses a layer the others still hold; docs/sandbox.md has the table.
+All calls go through ctypes in a single-threaded process that was forked to be confined. If the
+kernel or the container refuses a layer, the others still apply; docs/sandbox.md has the table.
 """
 
 import ctypes
@@ -24,29 +24,29 @@ DAC_READ_SEARCH = 2
 LANDLOCK = 444
 """create_ruleset; add_rule and restrict_self follow. The same number on every architecture."""
 FIRST_ID = 0x70000000
-"""Where the numeric users of confined processes begin; nobody has them."""
+"""First numeric user of confined processes; such ids are unused."""
 NOBODY = 65534
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ResourceLimits(NamedTuple):
-    """What one cell may use."""
+    """Resources of a cell."""
 
     seconds: float
-    """Processor time of each process."""
+    """CPU time of each process."""
     memory_mib: int
     """Address space of each process."""
     processes: int = 32
     file_mib: int = 16
     """Size of a file."""
     disk_mib: int = 64
-    """Size of its folder, where it may be a memory file system of its own."""
+    """Size of its folder, if that can be a separate memory file system."""
     namespaces: bool = True
-    """False: as where the kernel allows none."""
+    """False: behave as if the kernel allowed no namespaces."""
     together_mib: int | None = None
-    """Memory of all processes of a case together, looked at 20 times a second; None: twice
-    memory_mib, and 512."""
+    """Memory of all processes of a case together, checked 20 times a second; None: twice memory_mib
+    plus 512."""
 
     def to_json(self) -> bytes:
         return json.dumps(self).encode()
@@ -57,7 +57,7 @@ class ResourceLimits(NamedTuple):
 
 
 def call(name: str, *arguments) -> None:
-    """A function of libc; OSError where it fails."""
+    """Call a function of libc; OSError if it fails."""
     if getattr(libc, name)(*arguments) < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
@@ -68,7 +68,8 @@ def prctl(option: int, value: int = 1) -> None:
 
 
 def enter_namespaces(folder: bool) -> None:
-    """Own processes, network, IPC (and mounts) for the next child; OSError where not allowed."""
+    """Give the next child its own process, network, IPC (and mount) namespaces; OSError if that is
+    not allowed."""
     flags = NEWPID | NEWNET | NEWIPC | (NEWNS if folder else 0)
     user, group = os.geteuid(), os.getegid()
     call("unshare", flags if user == 0 else flags | NEWUSER)
@@ -81,18 +82,18 @@ def enter_namespaces(folder: bool) -> None:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     if folder:
-        private = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE: nothing mounted here is seen outside
+        private = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE: mounts here are invisible outside
         call("mount", b"none", b"/", None, ctypes.c_ulong(private), None)
 
 
 def mount_folder(path: str, size_mib: int) -> None:
-    """A memory file system of bounded size on `path`, nosuid and nodev."""
+    """Mount a memory file system of bounded size on `path`, nosuid and nodev."""
     options = f"size={size_mib}m,mode=777".encode()
     call("mount", b"none", path.encode(), b"tmpfs", ctypes.c_ulong(6), options)
 
 
 def limit(limits: ResourceLimits, processes: int) -> None:
-    """rlimits; what is left of `processes` is for the user's processes together."""
+    """Set rlimits; `processes` bounds all processes of the user together."""
     for kind, most in [
         (resource.RLIMIT_CPU, max(1, round(limits.seconds))),
         (resource.RLIMIT_AS, limits.memory_mib * 2**20),
@@ -110,10 +111,10 @@ def limit(limits: ResourceLimits, processes: int) -> None:
 
 
 def drop_user(number: int) -> bool:
-    """As root: become a user that nobody else is, with no capability; whether it did.
+    """Switch from root to an unused user without capabilities; return True on success.
 
-    Where root alone may read the standard library, so may this user still read everything, as far
-    as Landlock lets it; it never writes what is root's.
+    If only root may read the standard library, this user keeps the capability to read all files, as
+    far as Landlock permits, but cannot write files of root.
     """
     if os.geteuid() != 0:
         return False
@@ -132,14 +133,14 @@ def drop_user(number: int) -> bool:
 
 
 def set_capabilities(mask: int) -> None:
-    """The capabilities of this process; all others are gone for good."""
+    """Set the capabilities of this process; all others are dropped permanently."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     data = (ctypes.c_uint32 * 6)(mask, mask, 0, 0, 0, 0)
     call("capset", header, data)
 
 
 def is_public(path: str) -> bool:
-    """Whether everybody may read what lies below a folder."""
+    """Return True if all users can reach the contents of a folder."""
     while True:
         if not os.stat(path).st_mode & stat.S_IXOTH:
             return False
@@ -150,7 +151,7 @@ def is_public(path: str) -> bool:
 
 @functools.cache
 def readable_folders() -> list[str]:
-    """What a program needs of the machine: the interpreter and its library, and the system's."""
+    """Return the folders of the interpreter's library that a program needs."""
     names = ["stdlib", "platstdlib"]
     paths = [os.path.realpath(sysconfig.get_path(name)) for name in names]
     paths += [os.path.realpath(os.path.join(sys.base_prefix, "lib"))]
@@ -159,7 +160,7 @@ def readable_folders() -> list[str]:
 
 @functools.cache
 def interpreter() -> str:
-    """The Python that a program may start."""
+    """Return the Python interpreter that a program may start."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
@@ -176,13 +177,16 @@ READABLE = (
 
 
 def landlock_version() -> int:
-    """The kernel's version of Landlock; 0 without."""
+    """Return the kernel's Landlock version; 0 without Landlock."""
     return max(0, libc.syscall(LANDLOCK, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
-def hold_files(folder: str | None) -> int:
-    """Landlock: read the interpreter and the system's libraries, write `folder`, nothing else; no
-    signals nor ptrace out of here. The kernel's version; 0: not held."""
+def restrict_files(folder: str | None) -> int:
+    """Restrict this process by Landlock: it can read the interpreter and system libraries and write
+    `folder`, nothing else, and cannot signal or trace other processes.
+
+    Returns the kernel's Landlock version; 0 if the restriction failed.
+    """
     version = landlock_version()
     if version == 0:
         return 0
@@ -228,14 +232,16 @@ CALLS = {
     "setpriority": (141, 140), "ioprio_set": (251, 30), "migrate_pages": (256, 238),
     "move_pages": (279, 239), "tkill": (200, 130),
 }  # fmt: skip
-"""Calls that no program needs to answer a question: network, other processes, the kernel."""
+"""Denied calls, which no program needs: network, other processes, the kernel."""
 CLONE, CLONE3, PRLIMIT, KILL, TGKILL = (56, 220), (435, 435), (302, 261), (62, 129), (234, 131)
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
 
-def hold_calls(signals: bool) -> bool:
-    """Seccomp: the calls above fail with EPERM; whether it holds. signals: others may be signaled
-    (they are out of reach by other means)."""
+def restrict_calls(signals: bool) -> bool:
+    """Restrict this process by seccomp: the calls above fail with EPERM; return True on success.
+
+    signals: True allows signals to other processes, which must be unreachable by other means.
+    """
     if machine() not in ARCHITECTURES or sys.maxsize < 2**32:
         return False
     token, column = ARCHITECTURES[machine()]
@@ -280,7 +286,7 @@ def hold_calls(signals: bool) -> bool:
 
 
 def processes_of_user() -> int:
-    """Threads that this user runs, for limits that count all of them."""
+    """Count the threads of this user, for limits that count all of them."""
     user, count = os.geteuid(), 0
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -1,9 +1,9 @@
-"""Calls by value between two processes: plain values cross, everything else stays as a handle.
+"""Calls by value between two processes: plain values are copied, other objects become handles.
 
-A message is a line of JSON. A value is null, a bool, a text, a number, or [kind, ...]: exact types
-of the standard library only, made anew on the other side, so nothing of a foreign class, no method
-and no `__eq__`, ever reaches the one who compares. What is not plain is ["mine", number, ...] to
-its owner's `SandboxPeer`, where it stays, and a `Remote` to the other.
+A message is a line of JSON. A value is null, a bool, a text, a number, or [kind, ...], with exact
+types of the standard library only, which the other side constructs again. So no method or `__eq__`
+of an untrusted class ever reaches the process that compares. Other objects stay with their owner,
+whose `SandboxPeer` sends ["mine", number, ...], and become a `RemoteHandle` on the other side.
 """
 
 import builtins
@@ -20,7 +20,7 @@ from fractions import Fraction
 from typing import Any
 
 LONGEST = 16 * 2**20
-"""Bytes of a message; a longer one ends the conversation."""
+"""Limit of bytes of a message; a longer one closes the connection."""
 MANY = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 DICTS = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter, "defaultdict": dict}
 BYTES = {"bytes": bytes, "bytearray": bytearray}
@@ -36,14 +36,15 @@ NOTHING = object()
 
 
 class ConnectionClosed(BaseException):
-    """The other side is gone, or does not speak this language: nothing that a test's `except
-    Exception` may take for an answer."""
+    """The other side has ended or violates the protocol. A BaseException, so that a test's `except
+    Exception` cannot catch it."""
 
 
 class SandboxPeer:
-    """One end of the conversation: `ask` the other, which may ask back before it replies.
+    """End of a connection: `ask` sends a request, and the other side may send requests before it
+    replies.
 
-    answer(request) -> the value of a request from the other side.
+    answer(verb, arguments) -> value of a request from the other side.
     """
 
     def __init__(self, connection: socket.socket, answer, remote):
@@ -53,17 +54,17 @@ class SandboxPeer:
         self.rest = bytearray()
         self.lock = threading.RLock()
         self.ended = False
-        """Whether a conversation broke off, whoever may have caught that."""
+        """True if the connection broke, even if the exception was caught."""
         self.given: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.known: dict[int, Any] = {}
 
     def use(self, verb: str, *arguments) -> Any:
-        """What a `Remote` asks for."""
+        """Send a request of a `RemoteHandle`."""
         return self.ask(verb, *arguments)
 
     def ask(self, verb: str, *arguments) -> Any:
-        """The reply to a request; raises what the other side raised."""
+        """Send a request and return the reply; raises what the other side raised."""
         with self.lock:
             try:
                 self.send([verb, *map(self.pack, arguments)])
@@ -73,14 +74,14 @@ class SandboxPeer:
                 raise
 
     def serve(self) -> None:
-        """Answer requests until the other side is gone."""
+        """Answer requests until the other side has ended."""
         try:
             self.listen(reply=False)
         except ConnectionClosed:
             return
 
     def listen(self, reply: bool) -> Any:
-        """Answer what is asked; with `reply` until a reply comes, which is returned or raised."""
+        """Answer requests; with `reply`, until a reply arrives, which is returned or raised."""
         while True:
             message = self.receive()
             if not isinstance(message, list) or not message:
@@ -91,11 +92,11 @@ class SandboxPeer:
                     raise ConnectionClosed("a reply that nobody asked for")
                 return self.read_reply(kind, rest)
             try:
-                found = self.answer(kind, [self.unpack(value) for value in rest])
-                self.send(["value", self.pack(found)])
+                answer = self.answer(kind, [self.unpack(value) for value in rest])
+                self.send(["value", self.pack(answer)])
             except ConnectionClosed:
                 raise
-            except BaseException as error:  # whatever it is, it is the asker's
+            except BaseException as error:  # any exception is passed on to the requester
                 self.send(["error", self.pack_error(error)])
 
     def read_reply(self, kind: str, rest: list):
@@ -130,7 +131,7 @@ class SandboxPeer:
     # -- values ----------------------------------------------------------------------------------
 
     def pack(self, value):
-        """A value as JSON; what refers to itself or is very deep goes as a handle."""
+        """Encode a value as JSON; cyclic and very deep ones become handles."""
         try:
             return self.pack_plain(value)
         except RecursionError:
@@ -171,7 +172,8 @@ class SandboxPeer:
         return self.give(value)
 
     def give(self, value):
-        """A handle, and the plain value of a subclass of a plain type, by that type's own means."""
+        """Encode a handle, with the plain content of a subclass of a plain type, read by that
+        type's own methods."""
         number = self.numbers.get(id(value))
         if number is None:
             number = len(self.given)
@@ -190,7 +192,7 @@ class SandboxPeer:
         return handle
 
     def unpack(self, value) -> Any:
-        """The value that JSON stands for; Closed where it stands for none."""
+        """Decode a value from JSON; ConnectionClosed if it is invalid."""
         try:
             return self.unpack_plain(value)
         except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
@@ -235,13 +237,13 @@ class SandboxPeer:
         raise ValueError(f"kind {kind!r}")
 
     def unpack_import(self, rest: list):
-        """Something of the standard library, by its handle; a program's cell takes its own."""
+        """Decode an object of the standard library as a handle; a program's cell uses its own."""
         handle = self.take(rest[3:])
         handle._remote_place = (str(rest[0]), str(rest[1]))
         return handle
 
     def take(self, rest: list):
-        """A Remote for something of the other side; the same one each time."""
+        """Return the RemoteHandle of an object of the other side, always the same one."""
         number, kind, *base = rest
         if number not in self.known:
             plain = self.unpack_plain(base[0][0]) if base else NOTHING
@@ -253,7 +255,7 @@ class SandboxPeer:
     # -- exceptions ------------------------------------------------------------------------------
 
     def pack_error(self, error: BaseException):
-        """[classes from its own to the builtin one, arguments, text, handle]."""
+        """Encode an exception: [classes down to the builtin one, arguments, text, handle]."""
         classes = self.classes_of(type(error))
         try:
             return [classes, self.pack(tuple(error.args)), str(error)[:10000], self.give(error)]
@@ -261,7 +263,8 @@ class SandboxPeer:
             return [["Exception"], ["tuple", []], "", self.give(error)]
 
     def classes_of(self, kind: type) -> list:
-        """[(name, number) of its own classes ..., name of the builtin one] of an exception."""
+        """Return [(name, number) of custom classes ..., name of the builtin one] of an
+        exception."""
         classes = []
         for base in kind.__mro__:
             if base is getattr(builtins, base.__name__, None):
@@ -270,7 +273,7 @@ class SandboxPeer:
         return ["Exception"]
 
     def unpack_error(self, packed) -> BaseException:
-        """The exception to raise on this side, of a class that it can be caught by."""
+        """Decode an exception, of a class by which it can be caught on this side."""
         try:
             classes, arguments, text, handle = packed
             kind = self.error_class(classes)
@@ -310,7 +313,7 @@ def error_attribute(error, name: str):
 
 
 def to_base(value, base: type):
-    """The plain value inside an instance of a subclass, whatever that overrides."""
+    """Return the plain value inside an instance of a subclass, bypassing its overrides."""
     if base is dict:
         return dict(dict.items(value))
     if base in (list, tuple, set, frozenset):
@@ -321,7 +324,7 @@ def to_base(value, base: type):
 
 
 def stdlib_place(value) -> list[str] | None:
-    """[module, name] under which a function or class of the standard library is found."""
+    """Return [module, name] of a function or class of the standard library; None for others."""
     if not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return None
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
@@ -337,7 +340,7 @@ def stdlib_place(value) -> list[str] | None:
 
 
 def find_stdlib(module: str, name: str) -> Any:
-    """What the standard library has under that name."""
+    """Return an attribute of a standard library module by its dotted name."""
     attribute = importlib.import_module(module)
     for part in name.split("."):
         attribute = getattr(attribute, part)

@@ -1,4 +1,4 @@
-"""For environments and tools: run a program that the model wrote, beside the event loop.
+"""Runs programs of the model for environments and tools, without blocking the event loop.
 
 ran = await run_python(answer_code)
 chat.say(ran.output or "(it printed nothing)")
@@ -16,7 +16,7 @@ from jaxtrain.errors import UserError
 
 
 class SandboxPool:
-    """One Box for the whole process, made when it is first needed, and threads to wait for it."""
+    """Sandbox shared by the whole process, opened on demand, with threads that wait for it."""
 
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(os.cpu_count() or 1, "sandbox")
@@ -24,7 +24,7 @@ class SandboxPool:
         self.box: Sandbox | None = None
 
     def run(self, program: str, limits: ResourceLimits, longest: int) -> SandboxResult:
-        """See Box.run. A box that failed is replaced with the next call."""
+        """Run a program (see Sandbox.run). A failed sandbox is replaced with the next call."""
         with self.lock:
             box = self.box = self.box or Sandbox()
         try:
@@ -36,18 +36,18 @@ class SandboxPool:
             raise
 
 
-BOXES = SandboxPool()
+POOL = SandboxPool()
 
 
 async def run_python(
     program: str, *, seconds: float = 4.0, memory_mib: int = 512, longest: int = 10_000
 ) -> SandboxResult:
-    """What a Python program prints: standard library, no network, no files but its own folder; see
-    docs/sandbox.md.
+    """Run a Python program and return its output: standard library only, no network, no files but
+    its own folder; see docs/sandbox.md.
 
-    seconds: of processor, and as much clock time and 1. memory_mib: of each of its processes.
-    longest: bytes that it may print. As many run side by side as there are cores; others wait.
-    Raises SandboxFailed where nothing can be run, UserError elsewhere than on Linux.
+    seconds: limit of CPU time, and of wall time plus 1. memory_mib: limit of each of its processes.
+    longest: limit of output bytes. As many programs run concurrently as there are cores. Raises
+    SandboxFailed if nothing can be run, UserError on other systems than Linux.
     """
     if sys.platform != "linux":
         raise UserError("run_python works on Linux alone: its sandbox is made of Linux")
@@ -58,4 +58,4 @@ async def run_python(
         )
     limits = ResourceLimits(seconds, memory_mib)
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(BOXES.threads, BOXES.run, program, limits, longest)
+    return await loop.run_in_executor(POOL.threads, POOL.run, program, limits, longest)

@@ -1,6 +1,6 @@
-"""The cell of the program: it runs it, then does what the test's cell asks for.
+"""Cell of the program: runs it, then serves requests of the test's cell.
 
-It knows the program and the arguments of the calls, never what is expected of them.
+It receives the program and the arguments of calls, but never the expected values.
 """
 
 import asyncio
@@ -15,18 +15,18 @@ from jaxtrain.environments.sandbox.peer import SandboxPeer, find_stdlib
 from jaxtrain.environments.sandbox.remote_handle import OPERATIONS, RemoteHandle
 
 PRINTED = 2**20
-"""Characters of output that are handed on for one call."""
+"""Limit of characters of output returned per call."""
 
 
 class ProgramPeer(SandboxPeer):
-    """What comes of the standard library is the program's own copy of it."""
+    """Peer that resolves objects of the standard library to the program's own copies."""
 
     def unpack_import(self, rest: list):
         return find_stdlib(*rest[:2])
 
 
 class Program:
-    """The program's module, and the requests about it."""
+    """Module of the program, and handlers of requests about it."""
 
     def __init__(self, source: str):
         self.source = source
@@ -34,7 +34,7 @@ class Program:
         self.output = io.StringIO()
 
     def serve(self, connection) -> None:
-        """Answer until the test's cell is gone."""
+        """Answer requests until the test's cell has ended."""
         sys.modules["__main__"] = self.module
         sys.argv = ["program.py"]
         sys.stdout = self.output
@@ -42,7 +42,7 @@ class Program:
         self.peer.serve()
 
     def answer(self, verb: str, arguments: list):
-        """(value, what was printed, [(number of an argument, its new content)])."""
+        """Handle a request: (value, output, [(index of an argument, its new content)])."""
         self.output.seek(0)
         self.output.truncate()
         value, changes = getattr(self, f"do_{verb}")(*arguments)
@@ -86,7 +86,7 @@ class Program:
         return OPERATIONS[name](thing, *operands), []
 
     def do_classes(self, thing):
-        """The classes of an exception class as `SandboxPeer.error_class` wants them; None for others."""
+        """Return the bases of an exception class for `SandboxPeer.error_class`; None for others."""
         if not (isinstance(thing, type) and issubclass(thing, BaseException)):
             return None, []
         return self.peer.classes_of(thing), []
@@ -96,7 +96,7 @@ class Program:
 
 
 def show(source: str) -> None:
-    """Run a program with its output, and the traceback of what it raises, on descriptor 1."""
+    """Run a program, with its output and the traceback of its exception on descriptor 1."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"], sys.argv = module, ["program.py"]
     sys.stdout = sys.stderr = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
@@ -113,5 +113,5 @@ def show(source: str) -> None:
 
 
 def is_mutable(value) -> bool:
-    """Whether a call may have changed an argument."""
+    """Return True for a type whose values a call may change."""
     return type(value) in (list, dict, set, bytearray, deque)

@@ -1,10 +1,10 @@
-"""Remote: what the other side keeps, used from here by asking.
+"""Handles of objects in the other process, used by sending requests.
 
-Equality and order are the crux. A handle never equals a plain value, whatever its class says of
-itself: the object at the other end is foreign, and would agree to anything. Two handles are
-compared by the class they share, which is what a test of that class asks for. Arithmetic between a
-handle and a plain value would tell the other side what is expected; its result stays foreign
-(`mixed`) and may not become a number again.
+Equality and order are the critical operations. A handle never equals a plain value, whatever its
+class claims: the object at the other end is untrusted and could claim equality with anything. Two
+handles are compared by their common class, as a test of that class expects. Arithmetic between a
+handle and a plain value would reveal expected values to the other side; its result stays a handle
+(`mixed`) and cannot become a number again.
 """
 
 import operator
@@ -16,7 +16,7 @@ SLOTS += ("_remote_mixed", "_remote_place")
 
 
 class RemoteHandle:
-    """A handle; `_remote_plain` is the content of what extends a plain type (named tuples)."""
+    """Handle; `_remote_plain` is the plain content of a subclass of a plain type (named tuples)."""
 
     __slots__ = SLOTS
 
@@ -108,12 +108,12 @@ class RemoteHandle:
 
 
 def ask(remote: RemoteHandle, verb: str, *arguments):
-    """Let the other side do something with the thing."""
+    """Send a request about the handle to the other side."""
     return remote._remote_peer.use(verb, remote, *arguments)
 
 
 def alone(remote: RemoteHandle, name: str, *arguments):
-    """A plain value made of the thing alone."""
+    """Return a plain value computed from the object alone."""
     if remote._remote_mixed:
         raise TypeError("the program's object has been combined with a value of the test")
     if remote._remote_plain is not NOTHING:
@@ -122,7 +122,7 @@ def alone(remote: RemoteHandle, name: str, *arguments):
 
 
 def same(handle: RemoteHandle, operand) -> bool:
-    """Equality, as the module's docstring says."""
+    """Compare for equality as the module's docstring describes."""
     plain = handle._remote_plain
     operand_plain = operand._remote_plain if isinstance(operand, RemoteHandle) else operand
     if plain is not NOTHING:
@@ -133,7 +133,7 @@ def same(handle: RemoteHandle, operand) -> bool:
 
 
 def by_order(name: str):
-    """<, <=, >, >=: of plain contents, or by the class that two handles share."""
+    """Build <, <=, > or >=, which compare plain contents, or handles by their common class."""
 
     def compare(self, operand):
         operand_plain = operand._remote_plain if isinstance(operand, RemoteHandle) else operand
@@ -147,7 +147,7 @@ def by_order(name: str):
 
 
 def by_arithmetic(name: str, turned: bool):
-    """A binary operation."""
+    """Build a binary operation."""
 
     def combine(self, operand):
         function = OPERATIONS[name]

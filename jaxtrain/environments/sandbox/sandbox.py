@@ -1,4 +1,4 @@
-"""Box: a keeper process and the cases that it runs for this one."""
+"""Sandbox: a supervisor process, and the cases that it runs for this process."""
 
 import os
 import socket
@@ -15,28 +15,29 @@ from jaxtrain.environments.sandbox.limits import ResourceLimits
 from jaxtrain.environments.sandbox.tester import ENDED, PASSED, READY
 
 START_SECONDS = 30.0
-"""A cell that has not started after so long never will; an honest one takes some milliseconds."""
+"""Time limit for the start of a cell, which normally takes a few milliseconds."""
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 ROOT = str(Path(__file__).parents[3])
-START = "import sys; sys.path.insert(0, sys.argv[1]); from jaxtrain.environments.sandbox.supervisor import main; "
+START = "import sys; sys.path.insert(0, sys.argv[1]); "
+START += "from jaxtrain.environments.sandbox.supervisor import main; "
 START += "main(int(sys.argv[2]), sys.argv[3])"
 
 
 class SandboxResult(NamedTuple):
-    """What became of a program."""
+    """Result of a program."""
 
     output: str
-    """What it printed, and the traceback of what it raised."""
+    """Output, with the traceback of an exception."""
     finished: bool
-    """Whether it came to its end; False: out of time or memory, killed, or too much was printed."""
+    """True if it ended by itself; False: out of time or memory, killed, or too much output."""
 
 
 class SandboxFailed(RuntimeError):
-    """The sandbox itself did not work: no verdict about any program."""
+    """The sandbox itself failed, which says nothing about the program."""
 
 
 class Sandbox:
-    """A context manager; each call has fresh processes. Threads may call side by side."""
+    """Context manager whose calls each have fresh processes. Thread-safe."""
 
     def __init__(self) -> None:
         self.control, supervisor_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -57,10 +58,10 @@ class Sandbox:
                 start_new_session=True,
             )
         self.control.settimeout(START_SECONDS)
-        self.namespaces = self.hear() == b"namespaces"
-        """Whether cells have namespaces of their own here."""
+        self.namespaces = self._receive() == b"namespaces"
+        """True if cells have their own namespaces on this machine."""
 
-    def hear(self) -> bytes:
+    def _receive(self) -> bytes:
         try:
             return self.control.recv(64)
         except OSError as error:
@@ -68,9 +69,9 @@ class Sandbox:
             raise SandboxFailed(f"its first process does not start: {error}") from None
 
     def passes(self, program: str, test: str, limits: ResourceLimits) -> bool:
-        """Whether the test runs to its end without an exception.
+        """Return True if the test runs to its end without an exception.
 
-        Raises SandboxFailed where no cell could be started, never for what a program does.
+        Raises SandboxFailed if no cell could be started, never for actions of a program.
         """
         life, their_life = socket.socketpair()
         verdict, their_verdict = socket.socketpair()
@@ -83,9 +84,9 @@ class Sandbox:
                 self.end(life)
 
     def run(self, program: str, limits: ResourceLimits, longest: int = 10_000) -> SandboxResult:
-        """What a program prints, up to `longest` bytes; it may read nothing.
+        """Run a program without input and return its output, up to `longest` bytes.
 
-        Raises SandboxFailed where no cell could be started, never for what a program does.
+        Raises SandboxFailed if no cell could be started, never for actions of a program.
         """
         life, their_life = socket.socketpair()
         output, their_output = socket.socketpair()
@@ -102,7 +103,7 @@ class Sandbox:
         return SandboxResult(text.decode("utf-8", "replace"), ended == ENDED)
 
     def begin(self, limits: ResourceLimits, *case_ends: socket.socket) -> None:
-        """Have the keeper start a case, with these connections."""
+        """Start a case in the supervisor, with these connections."""
         try:
             socket.send_fds(
                 self.control, [limits.to_json()], [connection.fileno() for connection in case_ends]
@@ -114,7 +115,7 @@ class Sandbox:
                 connection.close()
 
     def send(self, texts: Iterable[tuple[socket.socket, str]]) -> None:
-        """What cells read before they do anything."""
+        """Send the texts that cells read first."""
         for connection, text in texts:
             connection.settimeout(START_SECONDS)
             try:
@@ -124,7 +125,7 @@ class Sandbox:
                 raise SandboxFailed(f"a cell does not start: {error}") from None
 
     def wait_until_ready(self, connection: socket.socket, limits: ResourceLimits) -> float:
-        """When a cell has begun: the time by which it has to end."""
+        """Wait until a cell has started; return its deadline."""
         try:
             first = connection.recv(1)
         except OSError as error:
@@ -145,7 +146,7 @@ class Sandbox:
             return False
 
     def read_output(self, output, limits: ResourceLimits, longest: int) -> tuple[bytes, bool]:
-        """(what comes, whether all of it came)."""
+        """Return (output, True if it is complete)."""
         deadline, received = self.wait_until_ready(output, limits), b""
         try:
             while len(received) <= longest:
@@ -159,7 +160,8 @@ class Sandbox:
         return received[:longest], False
 
     def end(self, life: socket.socket) -> bytes:
-        """Have everything of a case killed, and wait until it is; what its guard said."""
+        """Kill all processes of a case and wait until they have ended; return its guard's
+        message."""
         life.settimeout(START_SECONDS)
         message = b""
         try:
@@ -167,13 +169,13 @@ class Sandbox:
             while part := life.recv(64):
                 message += part
             return message
-        except ConnectionError:  # the guard had ended all of it before
+        except ConnectionError:  # the guard had already ended the case
             return message
         except OSError as error:
             raise SandboxFailed(f"a case does not end: {error}") from None
 
     def close(self) -> None:
-        """End the keeper, and with it whatever still runs."""
+        """End the supervisor, and with it all running cases."""
         self.control.close()
         try:
             self.process.wait(START_SECONDS)

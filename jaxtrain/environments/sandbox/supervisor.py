@@ -1,14 +1,14 @@
-"""The process between a caller and the cells: it starts them, and sees that nothing outlives them.
+"""Process between a caller and the cells: starts cells and makes sure that nothing outlives them.
 
-    caller --control--> keeper              one for many cases; knows neither programs nor tests
-                          '- guard          one a case; adopts what the cells leave behind
+    caller --control--> supervisor          one for many cases; sees neither programs nor tests
+                          '- guard          one per case; adopts orphans of the cells
                                |- cell of the program    own user, limits, namespaces, no files
-                               '- cell of the test       the same, and the verdict's connection
+                               '- cell of the test       the same, with the verdict's connection
 
-A case without a test (`run_alone`) has the program's cell alone, whose output the caller reads.
-The guard ends everything when the caller closes the case's `life`, and closes its own end only when
-all processes are gone. A cell in a process namespace dies as a whole with its first process; where
-there is none, the guard adopts orphans and kills until there are none left.
+A case without a test (`run_alone`) has only the program's cell, whose output the caller reads.
+The guard ends all processes when the caller closes the case's `life`, and closes its own end only
+when all of them are gone. A cell in a process namespace ends as a whole with its first process;
+without namespaces, the guard adopts orphans and kills until none are left.
 """
 
 import gc
@@ -30,19 +30,19 @@ from jaxtrain.environments.sandbox.tester import ENDED, READY, judge
 
 FAILED_TO_CONFINE = 97
 LOOK_SECONDS = 0.05
-"""Between two looks at what the processes of a case use together."""
+"""Interval between checks of the memory that the processes of a case use together."""
 
 
 def main(descriptor: int, folders: str) -> None:
-    """Serve one caller: a message is the case's limits, with the three descriptors of `guard`.
+    """Serve a caller: each message has the limits of a case and the descriptors of `guard`.
 
-    folders: where the folders of cells are made.
+    folders: parent of the folders of cells.
     """
     control = socket.socket(fileno=descriptor)
     tempfile.tempdir = folders
-    sys.path.pop(0)  # nothing of the caller is importable in a cell
-    for remembered in (confine.readable_folders, confine.machine, confine.interpreter):
-        remembered()  # once for all cells
+    sys.path.pop(0)  # modules of the caller must not be importable in a cell
+    for cached in (confine.readable_folders, confine.machine, confine.interpreter):
+        cached()  # computed once for all cells
     gc.freeze()  # collections in a cell leave these pages shared
     with_namespaces = try_namespaces()
     control.send(b"namespaces" if with_namespaces else b"")
@@ -60,7 +60,7 @@ def main(descriptor: int, folders: str) -> None:
 
 
 def try_namespaces() -> bool:
-    """Whether a cell can have namespaces of its own here."""
+    """Return True if cells can have their own namespaces on this machine."""
     child = os.fork()
     if child == 0:
         try:
@@ -75,7 +75,7 @@ def try_namespaces() -> bool:
 
 
 def reap(block: bool) -> bool:
-    """Take ended children off the books; whether there may be more."""
+    """Reap ended children; return True if there may be more."""
     while True:
         try:
             pid, _ = os.waitpid(-1, 0 if block else os.WNOHANG)
@@ -86,8 +86,11 @@ def reap(block: bool) -> bool:
 
 
 def guard(limits: ResourceLimits, namespaces: bool, life: int, *descriptors: int) -> None:
-    """Run one case until `life` is closed by the caller, or its processes use too much memory
-    together; never returns. given: descriptors of test and program, or of a program alone."""
+    """Run a case until the caller closes `life`, or its processes use too much memory; never
+    returns.
+
+    descriptors: connections of test and program, or of a program alone.
+    """
     folder = None
     try:
         os.setsid()
@@ -116,7 +119,7 @@ def guard(limits: ResourceLimits, namespaces: bool, life: int, *descriptors: int
 def start_cells(
     limits: ResourceLimits, namespaces: bool, folder: str, first: int, program: int | None = None
 ) -> int:
-    """The cells of test and program, or that of a program alone; the pid of the program's."""
+    """Start the cells of test and program, or of a program alone; return the program's pid."""
     if program is None:
         return start_cell(limits, namespaces, folder, [first], lambda: run_alone(first))
     of_test, of_program = socket.socketpair()
@@ -134,7 +137,7 @@ def start_cells(
 
 
 def run_alone(descriptor: int) -> None:
-    """What the cell of a program without a test does: run it; its output goes to the caller."""
+    """Run a program without a test in its cell, with its output sent to the caller."""
     text = read_text(descriptor)
     os.write(descriptor, READY)
     os.dup2(descriptor, 1)
@@ -145,7 +148,7 @@ def run_alone(descriptor: int) -> None:
 
 
 def run_test(test: int, program: socket.socket) -> None:
-    """What the cell of the test does."""
+    """Run the test in its cell."""
     verdict = socket.socket(fileno=test)
     text = read_text(test)
     verdict.sendall(READY)
@@ -153,7 +156,7 @@ def run_test(test: int, program: socket.socket) -> None:
 
 
 def read_text(descriptor: int) -> str:
-    """All that comes before its end."""
+    """Read a text until the end of the connection."""
     parts = []
     while part := os.read(descriptor, 1 << 20):
         parts.append(part)
@@ -163,7 +166,7 @@ def read_text(descriptor: int) -> str:
 def start_cell(
     limits: ResourceLimits, namespaces: bool, folder, descriptors: list[int], work
 ) -> int:
-    """Fork a process that does `work` confined, with these descriptors alone; its pid."""
+    """Fork a confined process that runs `work` with only these descriptors; return its pid."""
     if child := os.fork():
         return child
     try:
@@ -172,7 +175,7 @@ def start_cell(
         keep_only(descriptors)
         if namespaces:
             confine.enter_namespaces(folder is not None)
-            wait_for_child()  # the child is the namespace's first process: all ends with it
+            wait_for_child()  # the child is the namespace's first process, which ends all others
             confine.prctl(confine.PDEATHSIG, signal.SIGKILL)
             if folder:
                 confine.mount_folder(folder, limits.disk_mib)
@@ -188,7 +191,7 @@ def start_cell(
 
 
 def wait_for_child() -> None:
-    """Return in a forked child; the parent ends with it, and as it: 0, or not."""
+    """Return in a forked child. The parent exits with it: 0 if the child's status is 0, else 1."""
     child = os.fork()
     if child:
         confine.prctl(confine.DUMPABLE, 0)
@@ -197,7 +200,7 @@ def wait_for_child() -> None:
 
 
 def wait_for_end(pid: int) -> bool:
-    """Whether a child ends by itself within a second, with code 0."""
+    """Return True if a child ends by itself within a second, with code 0."""
     for _ in range(1000):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -207,7 +210,7 @@ def wait_for_end(pid: int) -> bool:
 
 
 def confine_here(limits: ResourceLimits, namespaces: bool, folder, number: int) -> None:
-    """Limits, user, files and calls of this process, from now on."""
+    """Confine this process: limits, user, files and system calls."""
     processes = limits.processes
     if os.geteuid() and not namespaces:
         processes += confine.processes_of_user()
@@ -220,14 +223,14 @@ def confine_here(limits: ResourceLimits, namespaces: bool, folder, number: int) 
     os.umask(0o077)
     reset_signals()
     confine.limit(limits, processes)
-    signals_held = namespaces or confine.landlock_version() >= 6
+    signals_confined = namespaces or confine.landlock_version() >= 6
     if not confine.drop_user(number):
         confine.set_capabilities(0)
     confine.prctl(confine.NO_NEW_PRIVS)
-    confine.hold_files(folder)
-    confine.hold_calls(signals_held)
+    confine.restrict_files(folder)
+    confine.restrict_calls(signals_confined)
     if not folder:
-        confine.prctl(confine.DUMPABLE, 0)  # no process of the same user looks into a test
+        confine.prctl(confine.DUMPABLE, 0)  # processes of the same user cannot read a test's memory
     os.environ.clear()
     if folder:
         os.environ.update(HOME=folder, TMPDIR=folder, PATH="/usr/bin:/bin")
@@ -241,7 +244,7 @@ def reset_signals() -> None:
 
 
 def keep_only(descriptors: list[int]) -> None:
-    """Close all others; the standard ones lead nowhere."""
+    """Close all other descriptors, and redirect the standard ones to /dev/null."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
@@ -253,7 +256,7 @@ def keep_only(descriptors: list[int]) -> None:
 
 
 def kill_all() -> None:
-    """Kill this process's children, and theirs as they are adopted, until there are none."""
+    """Kill this process's children, and their children once adopted, until none are left."""
     while True:
         for pid in children():
             try:
@@ -266,8 +269,7 @@ def kill_all() -> None:
 
 
 def used_mib() -> float:
-    """Memory of its own that everything below this process holds; what processes share since a
-    fork counts for each."""
+    """Return the private memory of all descendants; pages shared since a fork count for each."""
     pages, below = 0, children()
     for pid in below:
         try:
@@ -277,13 +279,13 @@ def used_mib() -> float:
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
                     below += map(int, file.read().split())
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def children() -> list[int]:
-    """Processes whose parent is this one (which has one thread)."""
+    """Return the children of this single-threaded process."""
     parent = os.getpid()
     try:
         with open(f"/proc/self/task/{parent}/children", "rb") as file:
@@ -297,7 +299,7 @@ def children() -> list[int]:
 
 
 def parent_of(pid: int) -> int:
-    """Its parent; 0 where it has ended."""
+    """Return the parent of a process; 0 if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[1])
@@ -306,7 +308,7 @@ def parent_of(pid: int) -> int:
 
 
 def remove(folder: str) -> None:
-    """The folder with all that is in it, whatever its modes."""
+    """Remove a folder with all contents, whatever their modes."""
 
     def open_up(function, path, _):
         os.chmod(os.path.dirname(path), stat.S_IRWXU)
@@ -320,4 +322,4 @@ def remove(folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-assert threading.active_count() == 1, "namespaces and forks want a process of one thread"
+assert threading.active_count() == 1, "namespaces and forks need a single-threaded process"

@@ -1,6 +1,6 @@
-"""The cell of the test: plain Python in which the program's names ask the program's cell.
+"""Cell of the test: plain Python whose undefined names resolve to objects in the program's cell.
 
-It alone tells the verdict, over a connection that the program's cell does not hold.
+It alone sends the verdict, over a connection that the program's cell does not have.
 """
 
 import ast
@@ -16,12 +16,12 @@ from jaxtrain.environments.sandbox.remote_handle import OPERATIONS, RemoteHandle
 
 READY, PASSED = b"R", b"P"
 ENDED = b"E"
-"""To a case's guard: all that its program printed was read. From it: it ended by itself."""
+"""Sent to a case's guard: the output was read. Sent by it: the program ended by itself."""
 OWN_WORDS = {
     *("isinstance", "issubclass", "type", "callable", "hasattr", "getattr", "bool", "object"),
     *("id", "repr", "super", "exec", "eval", "compile"),
 }
-"""Builtins that no program may stand for, even where a test knows no other name."""
+"""Builtins that a program can never replace, even if a test uses no other names."""
 PLAIN_MODULES = {
     *("math", "cmath", "typing", "collections", "itertools", "functools", "operator", "string"),
     *("re", "datetime", "decimal", "fractions", "random", "statistics", "copy", "heapq", "bisect"),
@@ -36,11 +36,11 @@ PLAIN_MODULES = {
         "_collections",
     ),
 }
-"""Modules whose functions a test may have from the program's imports, under their own names."""
+"""Modules whose functions a test may take from the program's imports, under their own names."""
 
 
 class TestPeer(SandboxPeer):
-    """Calls of the program: what it prints is printed, arguments that it changed are changed."""
+    """Peer for calls of the program: replays its output and its changes of arguments."""
 
     __test__ = False
 
@@ -50,7 +50,7 @@ class TestPeer(SandboxPeer):
         except StopIteration as error:
             if verb == "apply" and arguments[1] == "next":
                 raise
-            # As from a generator (PEP 479): `all(map(f, xs))` would take it for its end.
+            # Like in a generator (PEP 479): `all(map(f, xs))` would take it for its own end.
             raise RuntimeError("the program raised StopIteration") from error
         value, printed, changes = read_reply(reply)
         sys.stdout.write(printed)
@@ -67,14 +67,14 @@ class TestPeer(SandboxPeer):
 
 
 def read_reply(reply) -> tuple[Any, str, list]:
-    """(value, what was printed, changed arguments)."""
+    """Validate a reply: (value, output, changed arguments)."""
     if not (isinstance(reply, tuple) and len(reply) == 3 and isinstance(reply[1], str)):
         raise ConnectionClosed("not a reply")
     return reply
 
 
 def change(old, new) -> None:
-    """Give a mutable value the content of another of its type."""
+    """Assign the content of a mutable value to another of the same type."""
     if type(old) is not type(new):
         return
     if type(old) in (list, bytearray):
@@ -85,8 +85,8 @@ def change(old, new) -> None:
 
 
 def answer(verb: str, arguments: list):
-    """What a program may do with what the test hands to it: call it, and use the operators and
-    public attributes of instances of the test's own classes."""
+    """Handle a program's request about an object that the test passed to it: calls, and operators
+    and public attributes of instances of the test's own classes."""
     thing, *rest = arguments
     if verb == "call" and callable(thing):
         positional, named = rest
@@ -103,7 +103,7 @@ def answer(verb: str, arguments: list):
 
 
 class TestScope(dict):
-    """The globals of a test; names that it does not make itself are the program's."""
+    """Globals of a test; names that it does not define are the program's."""
 
     def __init__(self, tree: ast.Module, peer: TestPeer):
         super().__init__(__name__="test", __builtins__=builtins)
@@ -138,13 +138,14 @@ class TestScope(dict):
         return value
 
     def as_error(self, value: RemoteHandle):
-        """A class of exceptions as one that `except` takes; anything else as it is."""
+        """Convert a handle of an exception class to a class for `except`; return others
+        unchanged."""
         classes = self.peer.use("classes", value)
         return self.peer.error_class(list(classes)) if isinstance(classes, list) else value
 
 
 def judge(test: str, program, verdict) -> None:
-    """Run the test against the program's cell; PASSED is sent when its last line was reached."""
+    """Run the test against the program's cell; sends PASSED if it reaches its end."""
     sys.stdout = io.StringIO()
     sys.argv = ["test.py"]
     peer = TestPeer(program, answer, RemoteHandle)
