@@ -11,7 +11,7 @@ from jaxtrain.data.packing.tree import TreeGroup
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.sources.row_views import GroupedRows, SyntheticTurns
 from jaxtrain.errors import UserError
-from jaxtrain.methods.trees.builders import LengthLimits, TreeBuilder, build_units
+from jaxtrain.methods.trees.modes import LengthLimits, TreeBuilder, build_units
 from jaxtrain.methods.trees.turns import AssistantTurn, TrainedParts, build_caterpillar, make_turns
 
 WIDE = LengthLimits(1000, 1000)

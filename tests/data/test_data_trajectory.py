@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.chat.template import Renderer, load_tokenizer
-from jaxtrain.methods.trees.trajectory import (
+from jaxtrain.methods.trees.rendering import (
     read_row,
     render_chatml,
     render_template,

@@ -1,11 +1,11 @@
-"""Documents for models that see both sides: none shows an answer what was said after it.
+"""Documents for bidirectional models: no document shows an answer the messages after it.
 
     conversation   user A1 user A2          two trained stretches
     documents      user A1 end end          each ends with its own, and some more of its end token
                    user A1 user A2 end
 
-A model that sees what follows would read A1 off the user's next words, which are not there yet when
-it has to write A1.
+A bidirectional model could infer A1 from the user's next message, which does not exist yet at
+inference when the model writes A1.
 """
 
 import dataclasses
@@ -24,19 +24,19 @@ from jaxtrain.data.sequences import Sequences
 from jaxtrain.data.sources.readers import MixturePart
 
 BOTH_SIDES = Fields(since=True)
-"""Batches say which tokens see later ones."""
+"""Fields of batches in which tokens see later ones."""
 
 
 class SingleAnswers(Sequences):
-    """`pipeline.Recipe` of chat, completion and text data, a document for each trained stretch."""
+    """`pipeline.Recipe` of chat, completion and text data with a document per trained span."""
 
     fields: Fields = BOTH_SIDES
 
     def __init__(
         self, data: DataConfig, tokenizer: Any, ends: Collection[int], padding: int, split: bool
     ):
-        """ends: tokens that end an answer; behind one at most `padding` more of it are put. split:
-        False leaves documents with several trained stretches whole."""
+        """ends: tokens that end an answer; up to `padding` copies are appended to one. split: False
+        keeps documents with several trained spans whole."""
         super().__init__(data, tokenizer, trees=False)
         self.ends, self.padding, self.split = frozenset(ends), padding, split
 
@@ -67,7 +67,7 @@ class SingleAnswers(Sequences):
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedAnswers:
-    """(row, origin) -> what another row_tokenizer makes, samples cut and padded."""
+    """Callable (row, origin) -> output of another row tokenizer, with samples cut and padded."""
 
     tokenize: Any
     ends: frozenset[int]
@@ -80,7 +80,7 @@ class TruncatedAnswers:
         return [document for item in self.tokenize(row, origin) for document in self.split_up(item)]
 
     def split_up(self, item: Any) -> list[Any]:
-        """A sample as documents; anything else as it is."""
+        """Split a sample into documents; return other items unchanged."""
         if not isinstance(item, Sample):
             return [item]
         trained = np.flatnonzero(item.weights)
@@ -99,7 +99,8 @@ class TruncatedAnswers:
         return documents
 
     def pad(self, sample: Sample) -> Sample:
-        """With more end tokens behind one; how many, the document says."""
+        """Append copies of the end token; their number is a hash of the document, so that it is
+        equal in every epoch and process."""
         tokens, weights = sample.tokens, sample.weights
         room = min(self.padding, self.sequence_len - len(tokens))
         if room <= 0 or int(tokens[-1]) not in self.ends or not weights[-1]:

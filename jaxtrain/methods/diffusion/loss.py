@@ -1,7 +1,7 @@
 """Masked diffusion (LLaDA, arXiv:2502.09992): weighted negative log-likelihood of masked tokens.
 
-Which tokens are masked, and what each counts, is in the batch (methods/diffusion/masks.py), so that this is the
-likelihood of chosen tokens under attention in both directions, which is in the batch as well.
+The batch defines the masked tokens, their weights (methods/diffusion/masks.py) and the
+bidirectional attention, so that this is the likelihood of given tokens.
 """
 
 import jax.numpy as jnp
@@ -11,16 +11,17 @@ from jaxtrain.core.losses.logp import predictions
 from jaxtrain.core.losses.vocabulary import sum_logp
 
 COMPONENT = "masked"
-"""The loss's one component."""
+"""Component of the loss."""
 
 
 def diffusion_loss(model, batch: Batch, shift: bool = True, impl: str = "auto"):
     """Weighted sum of -log p over the masked tokens of rows [B, T]: ({"masked": sum}, metrics).
 
-    shift: row `prev[t]` of the hidden states guesses token t, as in a causal model; else row t.
-    batch: `tokens` with masks, streams "target" (the true ids) and "mask_ratio" (p, 0 where nothing
-    is masked). Metrics as (sum, weight): accuracy and ce_loss over masked tokens; bound, nats a
-    token, each guess by 1 / p whatever the loss weighs; avg_p_mask, p of the masked tokens.
+    shift: row `prev[t]` of the hidden states predicts token t, as in a causal model; else row t.
+    batch: `tokens` with masks, streams "target" (the true ids) and "mask_ratio" (p, 0 on unmasked
+    tokens). Metrics as (sum, weight): accuracy and ce_loss over masked tokens; bound, in nats per
+    token, each prediction weighted by 1 / p whatever the loss weights; avg_p_mask, p of the masked
+    tokens.
     """
     if shift:
         hidden_BTD, target_BT = predictions(model, batch)

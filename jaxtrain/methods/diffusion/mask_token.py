@@ -1,4 +1,4 @@
-"""The token in the place of what a model has to guess: never one that texts hold."""
+"""Mask token, which replaces the tokens to predict; never a token that occurs in texts."""
 
 from typing import Any, NamedTuple
 
@@ -9,28 +9,27 @@ from jaxtrain.data.chat.template import end_of_turn_ids
 from jaxtrain.errors import UserError
 
 NEW = "<|diffusion_mask|>"
-"""What a new one is called."""
+"""Name of a new mask token."""
 
 
 class MaskToken(NamedTuple):
-    """The token, and what the embedding needs for it."""
+    """Mask token and the embedding rows that it needs."""
 
     id: int
     rows: int
-    """Rows that the embedding must have."""
+    """Required rows of the embedding."""
     note: str
-    """What people should know."""
+    """Description for the log."""
 
 
 def choose_mask_token(
     tokenizer: Any, rows: int, mask_id: int | None = None, name: str | None = None
 ) -> MaskToken:
-    """The mask of a tokenizer whose model's embedding has `rows`; a new token is added to the
-    tokenizer, which then knows it as its mask token.
+    """Choose the mask token of a tokenizer whose model has an embedding of `rows`.
 
-    mask_id: its id, in the whole vocabulary, added tokens and unused rows included. name: a special
-    token. Neither: the tokenizer's own mask token, else a new one. UserError for one that texts
-    hold, or that ends them.
+    mask_id: its id in the full vocabulary, which includes added tokens and unused rows. name: a
+    special token. By default the tokenizer's own mask token, else a new one, which is added to the
+    tokenizer. Raises UserError for a token that occurs in texts or ends them.
     """
     if mask_id is not None:
         return MaskToken(check_id(tokenizer, rows, mask_id), rows, f"mask token {mask_id}")
@@ -51,7 +50,7 @@ def choose_mask_token(
 
 
 def check_id(tokenizer: Any, rows: int, mask_id: int, key: str = "task.mask_token_id") -> int:
-    """The id, if it can stand for what is masked; UserError."""
+    """Return the id if it can be a mask token; UserError otherwise."""
     words = {index: word for word, index in tokenizer.get_vocab().items()}
     if not 0 <= mask_id < rows:
         raise UserError(

@@ -1,10 +1,10 @@
-"""Which tokens of packed documents are masked, and what each guess counts; drawn on the host.
+"""Masked tokens of packed documents and the weights of their predictions, drawn on the host.
 
     document       p p A B C D E     p: context, A to E: trained
     t = 0.6        p p A _ C _ _     each trained token masked with probability p(t), its weight 1/p
 
-Every document has its own t. Of held-out documents the number of masked tokens is drawn instead,
-l of n, and weighs n / l: the same bound (Ou et al. 2024, arXiv:2406.03736) with less variance.
+Every document has its own t. For held-out documents the number of masked tokens is drawn instead, l
+of n, with weight n / l: the same bound (Ou et al. 2024, arXiv:2406.03736) with less variance.
 
 Shapes: A microsteps, B rows, T packed tokens, N trained tokens of all rows, M documents.
 """
@@ -19,9 +19,9 @@ from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
 
 WEIGHTS = "nll"
-"""Weights of the trained tokens; those of the masked ones once they are drawn."""
+"""Weights of the trained tokens; after masking, of the masked tokens."""
 TARGET = "target"
-"""Stream int32: the tokens as they were before any was masked."""
+"""Stream int32: the tokens before masking."""
 RATIO = "mask_ratio"
 """Stream float32: on masked tokens the probability p of their document, elsewhere 0."""
 Schedule = Literal["linear", "cosine", "quadratic"]
@@ -29,7 +29,7 @@ Schedule = Literal["linear", "cosine", "quadratic"]
 
 @dataclass(frozen=True)
 class Noise:
-    """How documents are masked; methods/diffusion/config.py says what the numbers mean."""
+    """Masking options; methods/diffusion/config.py documents them."""
 
     mask_id: int
     schedule: Schedule = "linear"
@@ -39,13 +39,13 @@ class Noise:
     """Largest p."""
     stratified: bool = True
     weighted: bool = True
-    """Whether a guess counts 1 / p."""
+    """True: the weight of a prediction is 1 / p."""
     normalize: Literal["document", "token"] = "document"
     component: str = "masked"
-    """Of the loss; its denominator is that of the whole step."""
+    """Component of the loss; its denominator is that of the whole step."""
 
     def ratio(self, t: np.ndarray) -> np.ndarray:
-        """p of documents at times t in [0, 1]."""
+        """Return p of documents at times t in [0, 1]."""
         match self.schedule:
             case "linear":
                 share = t
@@ -57,12 +57,12 @@ class Noise:
 
 
 class TrainedDocuments(NamedTuple):
-    """The trained tokens of a batch, by document."""
+    """Trained tokens of a batch, by document."""
 
     positions: np.ndarray
     """int64 [N] index of each trained token in the flat batch."""
     owner: np.ndarray
-    """int64 [N] its document, from 0 in the order of the rows."""
+    """int64 [N] document of each trained token, from 0 in the order of rows."""
     weight: np.ndarray
     """float64 [N]."""
     length: np.ndarray
@@ -70,18 +70,18 @@ class TrainedDocuments(NamedTuple):
 
 
 class MaskedBatch(NamedTuple):
-    """A masked batch, and numbers about it."""
+    """Masked batch with metrics."""
 
     batch: Batch
     metrics: dict[str, float]
 
 
 def find_documents(batch: Batch) -> TrainedDocuments:
-    """The trained tokens of a host batch of lone documents."""
+    """Return the trained tokens of a host batch whose documents share no prefixes."""
     T = batch.tokens.shape[-1]
     index = np.arange(T)
     alone = (batch.prev < 0) | (batch.prev == index - 1)
-    assert alone.all(), "documents that share a prefix have no direction to see both sides in"
+    assert alone.all(), "documents with a shared prefix cannot have bidirectional attention"
     weight = np.asarray(batch.weights[WEIGHTS], np.float64).ravel()
     trained = np.flatnonzero(weight)
     root = (np.arange(weight.size) - batch.positions.ravel())[trained]
@@ -90,8 +90,8 @@ def find_documents(batch: Batch) -> TrainedDocuments:
 
 
 def mask(batch: Batch, noise: Noise, seed: list[int]) -> MaskedBatch:
-    """A batch [A, B, T] to train on. The draw depends on the seed and the batch's documents in
-    their order alone: not on how they are split over microsteps."""
+    """Mask a batch [A, B, T] for training. The draw depends only on the seed and the order of the
+    documents, not on their split into microsteps."""
     documents = find_documents(batch)
     rng = np.random.default_rng(seed)
     count = len(documents.length)
@@ -105,8 +105,8 @@ def mask(batch: Batch, noise: Noise, seed: list[int]) -> MaskedBatch:
 
 
 def mask_held_out(batch: Batch, noise: Noise, seed: int, draws: int) -> list[Batch]:
-    """A held-out batch masked `draws` times, by the seed and its own tokens: always alike. The
-    numbers of masked tokens of each document lie evenly between one and all."""
+    """Mask a held-out batch `draws` times, seeded by its tokens, so that evaluations are equal. The
+    numbers of masked tokens of a document are spread evenly between one and all."""
     documents, noise = find_documents(batch), replace(noise, weighted=True)
     rng = np.random.default_rng([seed, zlib.crc32(batch.tokens.tobytes())])
     first = rng.random(len(documents.length))
@@ -136,8 +136,7 @@ def fill_in(
     factor: np.ndarray,
     noise: Noise,
 ) -> MaskedBatch:
-    """The batch with the mask token in the place of the chosen of its trained tokens [N], with
-    their ratios p and the factors of their weights."""
+    """Replace the chosen trained tokens [N] by the mask token, and set their ratios p and weights."""
     shape, dtype = batch.tokens.shape, batch.weights[WEIGHTS].dtype
     real = (batch.prev >= 0) | (batch.until > np.arange(shape[-1]) + 1)
     if (batch.tokens[real] == noise.mask_id).any():

@@ -1,12 +1,12 @@
-"""Masked diffusion (LLaDA, arXiv:2502.09992): tokens are masked, and guessed from both sides.
+"""Masked diffusion (LLaDA, arXiv:2502.09992): masked tokens are predicted from both sides.
 
-    rows ─> a document for each answer                    methods/diffusion/data.py
-         ─> prepare: which tokens are masked, `since`      methods/diffusion/masks.py, by seed and step
-    step: the model, seeing both sides ──> loss            methods/diffusion/loss.py
-    answers: masks, unmasked pass by pass                  generation/local/diffusion_sampler.py
+    rows ─> a document for each answer                   data.py
+         ─> prepare: masked tokens, `since`              masks.py, by seed and step
+    step: bidirectional model ──> loss                   loss.py
+    answers: masks, unmasked pass by pass                generation/local/diffusion_sampler.py
 
-`since` of the batch lets every token see its whole document, and no other. A document is a branch:
-branches that share a prefix would need a prefix each, for it sees what follows, so none share one.
+`since` of the batch lets every token see its whole document, and no other. Documents share no
+prefixes, because the states of a prefix depend on the tokens after it.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ Section = DiffusionTask
 
 
 def open_data(config: Config, tokenizer: Any) -> OfflineData:
-    """Documents, conversations, prompts with answers; a document for each answer."""
+    """Open documents, conversations, and prompts with answers, with a document per answer."""
     task = config.task
     assert isinstance(task, DiffusionTask)
     ends = end_of_turn_ids(tokenizer)
@@ -47,14 +47,14 @@ def open_data(config: Config, tokenizer: Any) -> OfflineData:
 
 
 def make(config: Config) -> Task:
-    """The model that guesses what is masked."""
+    """Build the task of masked diffusion."""
     task = config.task
     assert isinstance(task, DiffusionTask)
-    parts = build_model_bundle(config)
+    bundle = build_model_bundle(config)
     require_both_sides(
-        parts.architecture, f'task.kind "{task.kind}" fills in what is masked from both sides'
+        bundle.architecture, f'task.kind "{task.kind}" fills in what is masked from both sides'
     )
-    parts, mask_token = with_mask(config, task, parts)
+    bundle, mask_token = with_mask(config, task, bundle)
     noise = Noise(
         mask_id=mask_token.id,
         schedule=task.noise_schedule,
@@ -74,10 +74,10 @@ def make(config: Config) -> Task:
         task.threshold,
         task.cache,
     )
-    data = open_data(config, parts.tokenizer)
+    data = open_data(config, bundle.tokenizer)
     data.note = mask_token.note
     return Task(
-        roles={POLICY: Role(parts)},
+        roles={POLICY: Role(bundle)},
         loss=of_policy(partial(diffusion_loss, shift=task.shift, impl=config.model.logp)),
         coef={COMPONENT: 1.0},
         data=data,
@@ -88,8 +88,8 @@ def make(config: Config) -> Task:
 
 
 def mask_round(round: Round, scorer: Scorer, *, noise: Noise, seed: int, draws: int) -> Round:
-    """The round masked, by run.seed and the step. A held-out batch comes several times, always
-    masked alike."""
+    """Mask a round, seeded by run.seed and the step. A held-out batch is repeated with several
+    masks, the same in every evaluation."""
     if round.held_out:
         masked = [batch for b in round.batches for batch in mask_held_out(b, noise, seed, draws)]
         return round._replace(batches=masked)
@@ -100,20 +100,20 @@ def mask_round(round: Round, scorer: Scorer, *, noise: Noise, seed: int, draws: 
 
 
 def with_mask(
-    config: Config, task: DiffusionTask, parts: ModelBundle
+    config: Config, task: DiffusionTask, bundle: ModelBundle
 ) -> tuple[ModelBundle, MaskToken]:
-    """The parts with a mask token in tokenizer, embedding and exports, and that token."""
-    rows = parts.architecture.vocab_size
-    mask_token = choose_mask_token(parts.tokenizer, rows, task.mask_token_id, task.mask_token)
-    architecture = parts.architecture
+    """Add a mask token to tokenizer, embedding and exports; return the bundle and the token."""
+    rows = bundle.architecture.vocab_size
+    mask_token = choose_mask_token(bundle.tokenizer, rows, task.mask_token_id, task.mask_token)
+    architecture = bundle.architecture
     if grown := mask_token.rows - rows:
-        if parts.adapter is not None:
+        if bundle.adapter is not None:
             raise UserError(
                 f"{mask_token.note}, which an adapter's base does not have; name a token that is there"
                 " as task.mask_token_id, or train without adapter"
             )
         architecture = dataclasses.replace(architecture, vocab_size=mask_token.rows, grown=grown)
-    elif parts.adapter is not None and not config.adapter.train_embeddings and is_main_process():
+    elif bundle.adapter is not None and not config.adapter.train_embeddings and is_main_process():
         print(
             f"note: the embedding of the mask token ({mask_token.id}) stays as it is; with"
             " adapter.train_embeddings it is trained",
@@ -123,4 +123,4 @@ def with_mask(
     changed = task.model_dump(exclude_defaults=True)
     description |= {key: changed[key] for key in WRITING if key in changed}
     architecture = keep_task(architecture, description, mask_token_id=mask_token.id)
-    return dataclasses.replace(parts, architecture=architecture), mask_token
+    return dataclasses.replace(bundle, architecture=architecture), mask_token

@@ -1,9 +1,9 @@
-"""What a comparison needs of the others in its optimizer step: sums, ranks, mismatched answers.
+"""Statistics over all comparisons of an optimizer step: sums, ranks, mismatched answers.
 
     KTO   prompt 1, answer 1     its baseline is the mean log-ratio of   prompt 1, answer 3
-          prompt 2, answer 2     answers behind prompts that are not     prompt 2, answer 1
-          prompt 3, answer 3     theirs, each prompt with the answers    prompt 3, answer 2
-                                 of the one before it in the step
+          prompt 2, answer 2     mismatched answers: each prompt with    prompt 2, answer 1
+          prompt 3, answer 3     the answers of the prompt before it     prompt 3, answer 2
+                                 in the step
     AOT   pairs are compared with the pair of the same rank in the step
 
 Batches are those of data/comparisons/pairs.py, [A, B, T] host arrays of the whole step.
@@ -27,23 +27,24 @@ FIELDS = Fields((SCORE,), dtype=np.float64)
 
 
 class SlotSums(NamedTuple):
-    """Sums over the answers' tokens, for each of the n slots of a batch in its order."""
+    """Sums over the tokens of answers, for the n slots of a batch in order."""
 
     places: tuple[np.ndarray, ...]
     """Index arrays of the slots in [A, B, T]."""
     chosen: np.ndarray
-    """float64 [n]; nan where the slot has no such side."""
+    """float64 [n]; nan if the slot lacks this side."""
     rejected: np.ndarray
 
     def spread(self, values: np.ndarray, template: np.ndarray) -> np.ndarray:
-        """values [n] on their slots, 0 elsewhere, in the shape and dtype of `template`."""
+        """Scatter values [n] to their slots, with the shape and dtype of `template`, 0
+        elsewhere."""
         spread = np.zeros(template.shape, template.dtype)
         spread[self.places] = values
         return spread
 
 
 def sum_sides(batch: Batch, values: np.ndarray) -> SlotSums:
-    """Sums of values [A, B, T] (log-probs) over the answers that the slots point to."""
+    """Sum values [A, B, T] (log-probs) over the answers that the slots point to."""
     length = values.shape[-1]
     mask = (batch.weights[SCORE] != 0).reshape(-1, length)
     share = batch.streams.get(SHARE)
@@ -64,18 +65,20 @@ def sum_sides(batch: Batch, values: np.ndarray) -> SlotSums:
 
 
 def at_same_rank(values: np.ndarray, matched: np.ndarray) -> np.ndarray:
-    """[n]: for each of `values` the one of `matched` that has its rank; equal ones in their order."""
+    """Return [n]: for each of `values` the one of `matched` with its rank; ties keep their
+    order."""
     same_rank = np.empty(len(values))
     same_rank[np.argsort(values, kind="stable")] = np.sort(matched)
     return same_rank
 
 
 def mismatch(batch: Batch, shape: StepShape) -> Batch | None:
-    """The answers behind other prompts, with weights SCORE; None where all have the same prompt.
+    """Build a batch of answers after mismatched prompts, with weights SCORE; None if all answers
+    have the same prompt.
 
-    Each prompt gets the answers of the prompt before it, the first one those of the last, so that
-    in TRL's order of one answer a prompt it is TRL's rotation. A prompt is what stands before an
-    answer's first trained token. An answer that does not fit behind its new prompt is cut.
+    Each prompt gets the answers of the prompt before it, the first one those of the last, which is
+    TRL's rotation if each prompt has one answer. A prompt is everything before the first trained
+    token of an answer. An answer that does not fit after its new prompt is cut.
     """
     groups = list_groups(batch)
     if len(groups) < 2:
@@ -98,8 +101,8 @@ Answer = tuple[np.ndarray, np.ndarray]
 
 
 def list_groups(batch: Batch) -> list[tuple[np.ndarray, list[Answer]]]:
-    """[(prompt, its answers)] of a batch in its order; answers side by side with equal prompts are
-    those of one prompt, whether they share a tree or not."""
+    """List [(prompt, its answers)] of a batch in order; consecutive answers with equal prompts
+    belong to one prompt, whether they share a tree or not."""
     bare = batch._replace(weights={SCORE: batch.weights[SCORE]}, streams={})
     groups: list[tuple[np.ndarray, list[Answer]]] = []
     for branch in list_branches(bare):

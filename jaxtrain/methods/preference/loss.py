@@ -1,8 +1,8 @@
-"""Preference losses: one core, the scores of a tree's branches, and presets of what is compared.
+"""Preference losses: scores of answers by branch, and presets of measures and links.
 
-A branch's score is the sum of its tokens' log-probs, pi, beside the reference's, ref; |y| is how
-many there are. A preset names a *measure* u of a branch and a *link*, the loss of u+ (of the chosen
-answer) and u- (of the rejected one); beta, epsilon (label smoothing), gamma, alpha are numbers.
+pi is the sum of log-probs of an answer's tokens, ref the same of the reference, |y| the number of
+tokens. A preset names a *measure* u of an answer and a *link*, the loss of u+ (of the chosen
+answer) and u- (of the rejected one). beta, epsilon (label smoothing), gamma and alpha are numbers.
 
     measure  ratio  r = pi - ref          score       s = f(r), f by the f-divergence
              sum    pi                    mean_score  s / |y|
@@ -12,13 +12,13 @@ answer) and u- (of the rejected one); beta, epsilon (label smoothing), gamma, al
              hinge     max(0, 1 - beta d)          with d = u+ - u-; the others: see LINKS
              square    (d - 1 / (2 beta))^2
 
-Two of them compare with more than the own pair: KTO with the mean log-ratio of answers behind
-prompts that are not theirs, AOT with the pair of the same rank in the whole step. What they need of
-others comes as constants, in streams of the slots, computed before the update: so accumulation is
-exact, and the gradient is that of the whole step (a sort's derivative is its permutation).
+Two losses depend on other pairs: KTO on the mean log-ratio of answers after mismatched prompts, AOT
+on the pair of the same rank in the whole step. These values are constants in streams of the slots,
+computed before the update. Accumulation is therefore exact, and the gradient is that of the whole
+step (the derivative of a sort is its permutation).
 
-Several rejected answers to a prompt are as many pairs, which share its chosen answer; where a loss
-has a term of each side alone, the chosen one's counts once in each pair.
+Several rejected answers to a prompt are as many pairs, which share its chosen answer. If a loss has
+a term of each side alone, the term of the chosen answer counts once in each pair.
 
 Sources: DPO (2305.18290), its label smoothing (cDPO) and robust (2403.00409), hinge (SLiC,
 2305.10425), IPO (2310.12036), EXO (2402.00856), NCA (2402.05369), BCO (2404.04656), SPPO
@@ -26,7 +26,7 @@ Sources: DPO (2305.18290), its label smoothing (cDPO) and robust (2403.00409), h
 (2309.16240), WPO (2406.11827), LD-DPO (2409.06411), KTO (2402.01306), ORPO (2403.07691), CPO
 (2401.08417), SimPO (2405.14734), AlphaPO (2501.03884); forms and names as in TRL.
 
-Shapes: B rows, T packed tokens; numbers of a comparison stand on its slot (data/comparisons/pairs.py).
+Shapes: B rows, T packed tokens; values of a comparison are on its slot (data/comparisons/pairs.py).
 """
 
 import functools
@@ -44,13 +44,13 @@ from jaxtrain.core.losses.segments import segment_sum
 from jaxtrain.core.losses.vocabulary import gather_logp
 
 EXP_LIMIT = 80.0
-"""exp() of more would overflow float32."""
-LEAST_ODDS = 1e-7
-"""How far below 0 a mean log-prob stays, so that its odds are finite."""
+"""exp() of larger values would overflow float32."""
+MIN_ODDS = 1e-7
+"""Upper bound -MIN_ODDS of a mean log-prob, so that its odds are finite."""
 
 
 class Preset(NamedTuple):
-    """What a loss compares, and how."""
+    """Measure and link of a loss."""
 
     measure: Literal["ratio", "score", "mean_score", "sum", "mean", "odds", "none"]
     link: str
@@ -82,14 +82,14 @@ PRESETS = {
     "simpo": Preset("mean", "logistic"),
     "alphapo": Preset("mean", "logistic"),
 }
-"""The losses by name."""
+"""Losses by name."""
 OF_LABELS = ("kto", "apo_zero_unpaired")
-"""Those that judge single answers; all others compare two."""
+"""Losses of labeled answers; all others compare two answers."""
 
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """The numbers of a loss, or of a sum of several; see the module's docstring for the letters."""
+    """Options of a loss, or of a sum of several; the module's docstring defines the letters."""
 
     losses: tuple[tuple[str, float], ...] = (("sigmoid", 1.0),)
     """(name in PRESETS, its weight)."""
@@ -99,19 +99,19 @@ class PreferenceObjective:
     divergence_alpha: float = 0.5
     gamma: float = 0.0
     alpha: float = 0.0
-    """AlphaPO's; 0 leaves the measure as it is."""
+    """AlphaPO's alpha; 0 leaves the measure unchanged."""
     discopop_tau: float = 0.05
     desirable: float = 1.0
-    """Weight of desirable single answers."""
+    """Weight of desirable labeled answers."""
     undesirable: float = 1.0
     reference: bool = True
-    """Whether the batch has reference log-probs; without them they count as 0."""
+    """True if the batch has reference log-probs; otherwise they are 0."""
     weighted: bool = False
-    """Weigh pairs by how likely the policy is to write them (WPO)."""
+    """Weight pairs by their likelihood under the policy (WPO)."""
 
     @property
     def measure(self) -> str:
-        """What rewards in the metrics are beta times of: that of the first loss, with raw
+        """Measure of the rewards in the metrics (times beta): that of the first loss, as raw
         log-ratios whatever the divergence."""
         measures = [PRESETS[name].measure for name, _ in self.losses]
         first = next((measure for measure in measures if measure != "none"), "ratio")
@@ -119,20 +119,22 @@ class PreferenceObjective:
 
 
 class Side(NamedTuple):
-    """One side of every comparison, on its slot [B, T]; harmless numbers where there is none."""
+    """Chosen or rejected side of every comparison, on its slot [B, T]; elsewhere placeholders that
+    keep all losses finite."""
 
-    pi: jax.Array
-    ref: jax.Array
+    logp: jax.Array
+    ref_logp: jax.Array
     length: jax.Array
     present: jax.Array
-    """bool: whether the slot has this side."""
+    """bool: True if the slot has this side."""
 
 
 def preference_loss(model, batch: Batch, objective: PreferenceObjective, impl: str = "auto"):
-    """Sums over the slots of rows [B, T]: {"preference": ..., "nll": ...}, and metrics.
+    """Sum losses over the slots of rows [B, T]: {"preference": ..., "nll": ...}, and metrics.
 
-    batch: data/pairs.PairTrees' weights and streams, `owner`; stream `ref_logp` with a reference,
-    the streams of `constants` where a loss compares with others. "nll" where `weights` has it.
+    batch: weights and streams of comparisons.pairs.PairTrees, `owner`; stream `ref_logp` with a
+    reference; streams of method.CONSTANTS if a loss needs them. "nll" is present if `weights` has
+    it.
     """
     hidden_BTD, target_BT = predictions(model, batch)
     head_VD = model.head()
@@ -141,27 +143,29 @@ def preference_loss(model, batch: Batch, objective: PreferenceObjective, impl: s
     fixed_BTD = jax.lax.stop_gradient(hidden_BTD)
     peak_BT = None
     if objective.weighted:
-        # log sum_v p_v^2 = lse(2 x) - 2 lse(x): the same op at temperature 1/2.
+        # log sum_v p_v^2 = lse(2 x) - 2 lse(x), by the same op at temperature 1/2.
         head = jax.lax.stop_gradient(head_VD)
         doubled = gather(fixed_BTD, head, target_BT, temperature=0.5)
         peak_BT = jax.lax.stop_gradient(doubled.lse - 2 * scores.lse)
     sums, metrics = preference_terms(scores.logp, batch, objective, peak_BT)
-    # The mean over the vocabulary of a token's logits, before a softcap, is one product with the
-    # mean of the head.
+    # The mean logit over the vocabulary (before a softcap) is a product with the mean of the head,
+    # which avoids logits [B, T, V].
     head_D = jnp.mean(jax.lax.stop_gradient(head_VD).astype(scores.logp.dtype), axis=0)
     logit_BT = jnp.einsum("BTD,D->BT", fixed_BTD.astype(head_D.dtype), head_D)
     return sums, {**metrics, **describe_tokens(logit_BT, scores.entropy, batch)}
 
 
 def preference_terms(logp_BT, batch: Batch, objective: PreferenceObjective, peak_BT=None):
-    """The same from the policy's log-probs [B, T]; peak_BT: log of the sum of squared
-    probabilities of each token's distribution, for WPO."""
+    """Compute the terms of preference_loss from the policy's log-probs [B, T].
+
+    peak_BT: log of the sum of squared probabilities of each token's distribution, for WPO.
+    """
     dtype = logp_BT.dtype
     weight_BT = batch.weights["preference"].astype(dtype)
     slot_BT = weight_BT != 0
-    better, worse = read_sides(logp_BT, batch, objective)
-    chosen, rejected = (as_side(side, objective) for side in (better, worse))
-    both_BT = slot_BT & better.present & worse.present
+    chosen, rejected = read_sides(logp_BT, batch, objective)
+    measure_chosen, measure_rejected = (measures_of(side, objective) for side in (chosen, rejected))
+    both_BT = slot_BT & chosen.present & rejected.present
     streams = {name: value.astype(dtype) for name, value in batch.streams.items()}
 
     loss_BT, metrics = jnp.zeros_like(weight_BT), {}
@@ -170,11 +174,13 @@ def preference_terms(logp_BT, batch: Batch, objective: PreferenceObjective, peak
         if preset.link == "none":
             continue
         if name in OF_LABELS:
-            terms = LABEL_LINKS[preset.link](better, worse, objective, streams)
+            terms = LABEL_LINKS[preset.link](chosen, rejected, objective, streams)
             good_BT, bad_BT = objective.desirable * terms[0], objective.undesirable * terms[1]
-            part_BT = jnp.where(better.present, good_BT, jnp.where(worse.present, bad_BT, 0.0))
+            part_BT = jnp.where(chosen.present, good_BT, jnp.where(rejected.present, bad_BT, 0.0))
         else:
-            measured = SideMeasures(chosen(preset.measure), rejected(preset.measure), better, worse)
+            measured = SideMeasures(
+                measure_chosen(preset.measure), measure_rejected(preset.measure), chosen, rejected
+            )
             part_BT = jnp.where(both_BT, LINKS[preset.link](measured, objective, streams), 0.0)
         loss_BT += factor * part_BT
         if len(objective.losses) > 1:
@@ -189,14 +195,17 @@ def preference_terms(logp_BT, batch: Batch, objective: PreferenceObjective, peak
         nll_BT = batch.weights["nll"].astype(dtype)
         sums["nll"] = -jnp.sum(jnp.where(nll_BT != 0, nll_BT * logp_BT, 0.0))
         metrics["nll_loss"] = (jax.lax.stop_gradient(sums["nll"]), jnp.sum(nll_BT))
-    pair_metrics = describe_pairs(better, worse, chosen, rejected, slot_BT, objective)
+    pair_metrics = describe_pairs(
+        chosen, rejected, measure_chosen, measure_rejected, slot_BT, objective
+    )
     if any(name == "kto" for name, _ in objective.losses):
         pair_metrics["kl"] = _mean(streams["kto"], slot_BT)
     return sums, {**pair_metrics, **metrics}
 
 
 def read_sides(logp_BT, batch: Batch, objective: PreferenceObjective) -> tuple[Side, Side]:
-    """(chosen, rejected) of every slot: sums by branch, fetched from where the slot points to."""
+    """Return (chosen, rejected) of every slot: sums by branch, fetched from where the slot
+    points."""
     dtype = logp_BT.dtype
     mask_BT = batch.weights["score"] != 0
     share_BT = batch.streams["share"].astype(dtype) if "share" in batch.streams else 1.0
@@ -218,27 +227,28 @@ def read_sides(logp_BT, batch: Batch, objective: PreferenceObjective) -> tuple[S
 
 
 def point(distance_BT, slot_BT) -> tuple[Callable, jax.Array]:
-    """(what fetches values [B, T] from where the slots point to; whether they point anywhere)."""
+    """Return (function that fetches values [B, T] from where the slots point, bool: slot
+    points)."""
     index_BT = jnp.arange(distance_BT.shape[1], dtype=distance_BT.dtype) + distance_BT
     here_BT = slot_BT & (index_BT >= 0)
     inside_BT = jnp.where(here_BT, index_BT, 0)
     return lambda values_BT: jnp.take_along_axis(values_BT, inside_BT, axis=1), here_BT
 
 
-def as_side(side: Side, objective: PreferenceObjective) -> Callable[[str], jax.Array]:
-    """A side's measures by name."""
+def measures_of(side: Side, objective: PreferenceObjective) -> Callable[[str], jax.Array]:
+    """Return a function that computes a side's measures by name."""
 
     def measure(name: str) -> jax.Array:
-        mean_BT = side.pi / side.length
+        mean_BT = side.logp / side.length
         match name:
             case "ratio":
-                return side.pi - side.ref
+                return side.logp - side.ref_logp
             case "score":
-                return f_score(side.pi - side.ref, objective)
+                return f_score(side.logp - side.ref_logp, objective)
             case "mean_score":
-                return f_score(side.pi - side.ref, objective) / side.length
+                return f_score(side.logp - side.ref_logp, objective) / side.length
             case "sum":
-                return alpha_reward(side.pi, objective.alpha)
+                return alpha_reward(side.logp, objective.alpha)
             case "mean":
                 return alpha_reward(mean_BT, objective.alpha)
             case "odds":
@@ -249,7 +259,7 @@ def as_side(side: Side, objective: PreferenceObjective) -> Callable[[str], jax.A
 
 
 def f_score(ratio, objective: PreferenceObjective):
-    """A log-ratio as the derivative of an f-divergence sees it, less that of no difference."""
+    """Apply the derivative of the f-divergence to a log-ratio, minus its value at ratio 0."""
     match objective.divergence:
         case "reverse_kl":
             return ratio
@@ -264,88 +274,95 @@ def f_score(ratio, objective: PreferenceObjective):
 
 
 def alpha_reward(value, alpha: float):
-    """AlphaPO's reward (1 - p^-alpha) / alpha of a log-prob; its limit at 0 is the log-prob."""
+    """Return AlphaPO's reward (1 - p^-alpha) / alpha of a log-prob; its limit at 0 is the
+    log-prob."""
     if alpha == 0:
         return value
     return -jnp.expm1(jnp.minimum(-alpha * value, EXP_LIMIT)) / alpha
 
 
 def log_odds(mean_logp):
-    """log(p / (1 - p)) of a mean log-prob, by whichever form of log(1 - p) keeps its digits."""
-    safe = jnp.minimum(mean_logp, -LEAST_ODDS)
+    """Return log(p / (1 - p)) of a mean log-prob.
+
+    log(1 - p) is computed as log1p(-p) for small p and log(-expm1(log p)) else, because each form
+    cancels where the other is accurate.
+    """
+    safe = jnp.minimum(mean_logp, -MIN_ODDS)
     small = safe < -math.log(2.0)
+    # Both branches get safe inputs: `where` alone would let NaN gradients of the unused one
+    # through.
     below = jnp.log1p(-jnp.exp(jnp.where(small, safe, -1.0)))
     above = jnp.log(-jnp.expm1(jnp.where(small, -0.1, safe)))
     return safe - jnp.where(small, below, above)
 
 
 class SideMeasures(NamedTuple):
-    """What a link gets: the measures of both sides [B, T], and the sides."""
+    """Inputs of a link: the measures of both sides [B, T], and the sides."""
 
     chosen: jax.Array
     rejected: jax.Array
-    better: Side
-    worse: Side
+    chosen_side: Side
+    rejected_side: Side
 
     @property
     def gap(self) -> jax.Array:
-        """d = u+ - u-."""
+        """Difference d = u+ - u-."""
         return self.chosen - self.rejected
 
 
 def logistic(gap, objective: PreferenceObjective):
-    """The two-sided logistic loss of a difference."""
+    """Return the two-sided logistic loss of a difference."""
     z = objective.beta * gap - objective.gamma
     yes, no = jax.nn.log_sigmoid(z), jax.nn.log_sigmoid(-z)
     return -(1.0 - objective.epsilon) * yes - objective.epsilon * no
 
 
 def robust(pair: SideMeasures, o: PreferenceObjective, streams):
-    """Unbiased where a share epsilon of the pairs is the wrong way round."""
+    """Return the robust DPO loss, unbiased if a share epsilon of the pairs is swapped."""
     z = o.beta * pair.gap
     yes, no = jax.nn.log_sigmoid(z), jax.nn.log_sigmoid(-z)
     return (-(1.0 - o.epsilon) * yes + o.epsilon * no) / (1.0 - 2.0 * o.epsilon)
 
 
 def exo(pair: SideMeasures, o: PreferenceObjective, streams):
-    """KL from the policy's choice to the smoothed label."""
+    """Return the KL from the policy's choice to the smoothed label."""
     z = o.beta * pair.gap
     yes, no = jax.nn.log_sigmoid(z), jax.nn.log_sigmoid(-z)
     return jnp.exp(yes) * (yes - math.log1p(-o.epsilon)) + jnp.exp(no) * (no - math.log(o.epsilon))
 
 
 def nca(pair: SideMeasures, o: PreferenceObjective, streams):
-    """Each side against 0, so that the chosen answer's likelihood does not fall."""
+    """Compare each side with 0, so that the chosen answer's likelihood does not fall."""
     up, down = o.beta * pair.chosen, o.beta * pair.rejected
     both_down = jax.nn.log_sigmoid(-up) + jax.nn.log_sigmoid(-down)
     return -jax.nn.log_sigmoid(up) - 0.5 * both_down
 
 
 def bco(pair: SideMeasures, o: PreferenceObjective, streams):
-    """A classifier of good and bad answers."""
+    """Return the loss of a classifier of good and bad answers."""
     return -jax.nn.log_sigmoid(o.beta * pair.chosen) - jax.nn.log_sigmoid(-o.beta * pair.rejected)
 
 
 def sppo(pair: SideMeasures, o: PreferenceObjective, streams):
-    """Both sides towards their win rates of 1 and 0."""
+    """Move both sides towards their win rates of 1 and 0."""
     return (pair.chosen - 0.5 / o.beta) ** 2 + (pair.rejected + 0.5 / o.beta) ** 2
 
 
 def aot(pair: SideMeasures, o: PreferenceObjective, streams):
-    """The policy's margin against the reference's margin of the same rank in the step.
+    """Compare the policy's margin with the reference's margin of the same rank in the step.
 
-    stream "aot": that margin, of the pair whose rank among the reference's margins is this pair's
-    among the policy's.
+    stream "aot": margin of the pair whose rank among the reference's margins equals this pair's
+    rank among the policy's.
     """
-    return logistic(pair.better.pi - pair.worse.pi - streams["aot"], o)
+    return logistic(pair.chosen_side.logp - pair.rejected_side.logp - streams["aot"], o)
 
 
 def aot_unpaired(pair: SideMeasures, o: PreferenceObjective, streams):
-    """The chosen log-ratio against the rejected one of the same rank in the step.
+    """Compare the chosen log-ratio with the rejected one of the same rank in the step.
 
-    streams "aot_chosen", "aot_rejected": the log-ratio on the other side of the pair's chosen and
-    rejected answer. Each difference is met twice, once from either side: its value counts once,
-    and each side gets its own gradient.
+    streams "aot_chosen", "aot_rejected": log-ratios matched to the pair's chosen and rejected
+    answer. Each difference occurs twice, once from either side: its value counts once, and each
+    side gets its own gradient.
     """
     up = logistic(pair.chosen - streams["aot_chosen"], o)
     down = logistic(streams["aot_rejected"] - pair.rejected, o)
@@ -353,13 +370,13 @@ def aot_unpaired(pair: SideMeasures, o: PreferenceObjective, streams):
 
 
 def apo_down(pair: SideMeasures, o: PreferenceObjective, streams):
-    """The chosen answer's likelihood falls, the rejected one's more."""
-    ratio = pair.better.pi - pair.better.ref
+    """Lower the chosen answer's likelihood, and the rejected one's more."""
+    ratio = pair.chosen_side.logp - pair.chosen_side.ref_logp
     return jax.nn.sigmoid(o.beta * ratio) + 1.0 - jax.nn.sigmoid(o.beta * pair.gap)
 
 
 def discopop(pair: SideMeasures, o: PreferenceObjective, streams):
-    """Logistic and exponential loss, mixed by a gate."""
+    """Mix the logistic and exponential loss by a gate."""
     z = o.beta * pair.gap
     gate = jax.nn.sigmoid(z / o.discopop_tau)
     steep = jnp.exp(jnp.minimum(-z, EXP_LIMIT))
@@ -384,21 +401,24 @@ LINKS: dict[str, Callable[[SideMeasures, PreferenceObjective, dict[str, jax.Arra
     "apo_down": apo_down,
     "discopop": discopop,
 }
-"""Losses of a pair, by link."""
+"""Losses of a pair by link."""
 
 
-def kto(better: Side, worse: Side, o: PreferenceObjective, streams):
-    """How far an answer is above, or below, the baseline; stream "kto": that baseline, a mean over
-    the whole step that is at least 0."""
+def kto(chosen: Side, rejected: Side, o: PreferenceObjective, streams):
+    """Compare answers with KTO's baseline; stream "kto": the baseline, a mean over the whole step
+    that is at least 0."""
     base = streams["kto"]
-    up = o.beta * (better.pi - better.ref - base)
-    down = o.beta * (base - (worse.pi - worse.ref))
+    up = o.beta * (chosen.logp - chosen.ref_logp - base)
+    down = o.beta * (base - (rejected.logp - rejected.ref_logp))
     return 1.0 - jax.nn.sigmoid(up), 1.0 - jax.nn.sigmoid(down)
 
 
-def apo_zero_unpaired(better: Side, worse: Side, o: PreferenceObjective, streams):
-    """KTO against 0."""
-    up, down = o.beta * (better.pi - better.ref), o.beta * (worse.pi - worse.ref)
+def apo_zero_unpaired(chosen: Side, rejected: Side, o: PreferenceObjective, streams):
+    """Compare answers with 0 instead of KTO's baseline."""
+    up, down = (
+        o.beta * (chosen.logp - chosen.ref_logp),
+        o.beta * (rejected.logp - rejected.ref_logp),
+    )
     return 1.0 - jax.nn.sigmoid(up), jax.nn.sigmoid(down)
 
 
@@ -406,12 +426,12 @@ LABEL_LINKS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "kto": kto,
     "apo_zero": apo_zero_unpaired,
 }
-"""Losses of a desirable and of an undesirable answer, by link."""
+"""Losses of a desirable and an undesirable answer by link."""
 
 
 def wpo_weight(logp_BT, peak_BT, batch: Batch):
-    """WPO's weight of each slot: the product of its sides' exp(mean_t (logp_t - log sum_v p_v^2)),
-    without gradient."""
+    """Return WPO's weight of each slot, the product of exp(mean_t (logp_t - log sum_v p_v^2)) of
+    its sides, without gradient."""
     mask_BT = batch.weights["score"] != 0
     sharp_BT = segment_sum(jax.lax.stop_gradient(logp_BT) - peak_BT, mask_BT, batch.owner)
     count_BT = segment_sum(jnp.ones_like(sharp_BT), mask_BT, batch.owner)
@@ -425,31 +445,39 @@ def wpo_weight(logp_BT, peak_BT, batch: Batch):
 
 
 def describe_pairs(
-    better: Side, worse: Side, chosen, rejected, slot_BT, objective: PreferenceObjective
+    chosen: Side,
+    rejected: Side,
+    measure_chosen,
+    measure_rejected,
+    slot_BT,
+    objective: PreferenceObjective,
 ) -> dict[str, Any]:
-    """TRL's metrics of comparisons as (sum, weight); rewards are beta times the measure, without
-    any divergence's shape."""
-    both_BT = better.present & worse.present
-    up, down = (objective.beta * side(objective.measure) for side in (chosen, rejected))
+    """Return TRL's metrics of comparisons as (sum, weight); rewards are beta times the measure,
+    ignoring the divergence."""
+    both_BT = chosen.present & rejected.present
+    up, down = (
+        objective.beta * measure(objective.measure)
+        for measure in (measure_chosen, measure_rejected)
+    )
     means = objective.measure == "mean"
-    logps = [side.pi / side.length if means else side.pi for side in (better, worse)]
+    logps = [side.logp / side.length if means else side.logp for side in (chosen, rejected)]
     metrics = {
-        "rewards/chosen": _mean(up, better.present),
-        "rewards/rejected": _mean(down, worse.present),
+        "rewards/chosen": _mean(up, chosen.present),
+        "rewards/rejected": _mean(down, rejected.present),
         "rewards/accuracies": _mean(up > down, both_BT),
         "rewards/margins": _mean(up - down, both_BT),
-        "logps/chosen": _mean(logps[0], better.present),
-        "logps/rejected": _mean(logps[1], worse.present),
+        "logps/chosen": _mean(logps[0], chosen.present),
+        "logps/rejected": _mean(logps[1], rejected.present),
     }
     if any(name == "orpo" for name, _ in objective.losses):
-        gap_BT = chosen("odds") - rejected("odds")
+        gap_BT = measure_chosen("odds") - measure_rejected("odds")
         metrics["log_odds_chosen"] = _mean(gap_BT, both_BT)
         metrics["log_odds_ratio"] = _mean(jax.nn.log_sigmoid(gap_BT), both_BT)
     return metrics
 
 
 def describe_tokens(logit_BT, entropy_BT, batch: Batch) -> dict[str, Any]:
-    """Means over answers' tokens: logits by side, entropy."""
+    """Return means over tokens of answers: logits by side, entropy."""
     mask_BT = batch.weights["score"] != 0
     slot_BT = batch.weights["preference"] != 0
     sums_BT = segment_sum(jax.lax.stop_gradient(logit_BT), mask_BT, batch.owner)

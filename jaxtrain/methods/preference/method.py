@@ -1,8 +1,7 @@
-"""Preferences: answers of which one is better, or each of which is good or bad
-(docs/preferences.md).
+"""Preference methods: compared answers, or answers labeled good or bad (docs/preferences.md).
 
-A prompt with its answers is a tree; here is what the method makes of it: the loss, the reference,
-and what a step's comparisons need of each other before its update.
+A prompt with its answers is a tree. This module builds the loss, the reference, and the values that
+comparisons of a step need from each other before the update.
 """
 
 from collections.abc import Callable
@@ -43,11 +42,11 @@ CONSTANTS = {
     "aot": ("aot",),
     "aot_unpaired": ("aot_chosen", "aot_rejected"),
 }
-"""Streams with what a loss needs of the others in a step."""
+"""Streams of values that a loss needs from other comparisons of a step."""
 
 
 def open_data(config: Config, tokenizer: Any) -> OfflineData:
-    """Prompts with answers that are compared, or judged one by one."""
+    """Open prompts with compared or labeled answers."""
     task = config.task
     assert isinstance(task, PreferenceTask)
     build = PairTrees(
@@ -69,22 +68,22 @@ def open_data(config: Config, tokenizer: Any) -> OfflineData:
 
 
 def make(config: Config) -> Task:
-    """The policy, its reference where one is needed, and what stands around a step."""
+    """Build the task: policy, reference if needed, loss, and preparation of steps."""
     task = config.task
     assert isinstance(task, PreferenceTask)
-    parts = build_model_bundle(config)
+    bundle = build_model_bundle(config)
     reason = "task.kind preference puts the answers to a prompt into one row"
-    require_trees(parts.architecture, reason, 'train good answers with task.kind "sft"')
-    roles = {POLICY: Role(parts)}
+    require_trees(bundle.architecture, reason, 'train good answers with task.kind "sft"')
+    roles = {POLICY: Role(bundle)}
     kind = reads_reference(task)
     weights = None
     if kind not in ("none", "precomputed"):
-        weights = find_reference(kind, parts.adapter)
-        roles[REFERENCE] = Role(parts, weights, in_loss=False)
-    data = open_data(config, parts.tokenizer)
+        weights = find_reference(kind, bundle.adapter)
+        roles[REFERENCE] = Role(bundle, weights, in_loss=False)
+    data = open_data(config, bundle.tokenizer)
     reference: Reference = ask_reference
     if kind == "precomputed":
-        reference = Precomputed(config, parts, data)
+        reference = Precomputed(config, bundle, data)
     loss = partial(preference_loss, objective=read_objective(task), impl=config.model.logp)
     return Task(
         roles=roles,
@@ -97,17 +96,17 @@ def make(config: Config) -> Task:
 
 
 def reads_reference(task: PreferenceTask) -> str:
-    """task.reference, "none" where no loss asks for one."""
+    """Return task.reference, or "none" if no loss needs a reference."""
     return task.reference if task.needs_reference else "none"
 
 
 def preference_coef(task: PreferenceTask) -> dict[str, float]:
-    """Factor of each component of the loss; the weights of several losses are in the objective."""
+    """Return the factor of each component; weights of several losses are in the objective."""
     return {"preference": 1.0, **({"nll": task.nll_weight} if task.nll_weight else {})}
 
 
 def read_fields(task: PreferenceTask, compute_dtype: str) -> Fields:
-    """What every batch holds."""
+    """Return the weights and streams of every batch."""
     dtype = np.float64 if compute_dtype == "float64" else np.float32
     streams: dict[str, Any] = {CHOSEN: np.int32, REJECTED: np.int32}
     if task.ld_alpha is not None:
@@ -121,12 +120,12 @@ def read_fields(task: PreferenceTask, compute_dtype: str) -> Fields:
 
 
 def constants(task: PreferenceTask) -> list[str]:
-    """Streams of what the losses need of the others in a step."""
+    """List the streams of values that the losses need from other comparisons of a step."""
     return [stream for name in task.names for stream in CONSTANTS.get(name, ())]
 
 
 def read_objective(task: PreferenceTask) -> PreferenceObjective:
-    """The numbers of the loss."""
+    """Build the objective from the config."""
     return PreferenceObjective(
         losses=tuple(task.losses),
         beta=task.resolved("beta"),
@@ -148,13 +147,16 @@ Reference = Callable[[Batch, Scorer], np.ndarray]
 
 
 def ask_reference(batch: Batch, scorer: Scorer) -> np.ndarray:
-    """From the reference's weights of now."""
+    """Score a batch with the current reference weights."""
     return scorer.logp(batch, REFERENCE)
 
 
 class PreferencePreparation:
-    """What a step's comparisons need before its update: reference log-probs, and constants of the
-    whole step. On every process alike, from numbers that all of them get."""
+    """Preparation of a step before its update: reference log-probs, and constants of the whole
+    step.
+
+    All processes compute it equally, from values that all of them receive.
+    """
 
     def __init__(
         self,
@@ -168,14 +170,14 @@ class PreferencePreparation:
         self.buckets = tuple(config.data.length_buckets)
 
     def __call__(self, round: Round, scorer: Scorer) -> Round:
-        """The round with its streams filled in."""
+        """Fill the streams of a round."""
         batches = [self.fill(batch, scorer) for batch in round.batches]
         slots = sum(int(np.count_nonzero(batch.weights[PREFERENCE])) for batch in batches)
         metrics = {**round.metrics, "num_pairs": float(slots)}
         return round._replace(batches=batches, metrics=metrics)
 
     def fill(self, batch: Batch, scorer: Scorer) -> Batch:
-        """One optimizer step's batch."""
+        """Fill the streams of an optimizer step's batch."""
         streams = dict(batch.streams)
         if self.kind != "none":
             streams["ref_logp"] = self.reference(batch, scorer)
@@ -191,8 +193,8 @@ class PreferencePreparation:
         return batch._replace(streams=streams)
 
     def baseline(self, batch: Batch, scorer: Scorer) -> float:
-        """KTO's z0: the mean log-ratio of answers behind prompts that are not theirs, over the
-        whole step, at least 0; 0 where a step has a single prompt."""
+        """Return KTO's z0: the mean log-ratio of answers after mismatched prompts over the whole
+        step, at least 0; 0 if the step has a single prompt."""
         # units: the answers fill as many microsteps as they need.
         rows = batch.tokens.shape[1]
         mismatched = mismatch(
@@ -207,7 +209,7 @@ class PreferencePreparation:
         return max(total / max(int(slots), 1), 0.0)
 
     def ranks(self, batch: Batch, scorer: Scorer) -> dict[str, np.ndarray]:
-        """AOT's constants: with whom the policy's log-probs of now rank each pair."""
+        """Return AOT's constants, which match each pair by rank under the current policy."""
         policy = sum_sides(batch, scorer.logp(batch, POLICY))
         ref_logp = batch.streams.get("ref_logp")
         reference = sum_sides(batch, np.zeros(batch.tokens.shape) if ref_logp is None else ref_logp)

@@ -1,13 +1,12 @@
-"""A reference that is asked once: the starting weights' log-probs of all data, kept on disk.
+"""Precomputed reference: log-probs of all data under the starting weights, stored on disk.
 
-    first step   the trained weights are still those that the run starts from: they score every row
-    later        a table in data.cache_dir, found by a key of the weights and all that shapes their
-                 numbers; no second copy of the weights, no second forward pass
+    first step   the trained weights are still the starting weights, and score every row
+    later        a table in data.cache_dir, keyed by the weights and all that shapes their values;
+                 no second copy of the weights, no second forward pass
 
-An answer is found by its own tokens and those of its prompt, so other data, another tokenizer or
-template never get numbers that are not theirs. A run that goes on from a checkpoint has its
-starting weights no more: without its table, or for answers that are not in it, it stops with a
-message that says what differs.
+Answers are keyed by the tokens of prompt and answer, so that other data, tokenizers or templates
+never use wrong values. A run resumed from a checkpoint no longer has its starting weights: without
+its table, or for answers missing in it, it stops with a message that names the difference.
 """
 
 import hashlib
@@ -41,20 +40,20 @@ from jaxtrain.methods.preference.logp_table import (
 from jaxtrain.runs.manifest import hash_file
 
 COVERED = "datasets"
-"""Key of a table's description: digests of the datasets that it holds all answers of."""
+"""Key of a table's description: digests of the datasets that it covers."""
 
 
 class Precomputed:
-    """Reference log-probs out of the table; made or read when the first batch asks."""
+    """Reference log-probs from the table, which is computed or read for the first batch."""
 
-    def __init__(self, config: Config, parts: ModelBundle, data: OfflineData):
-        self.config, self.parts, self.data = config, parts, data
+    def __init__(self, config: Config, bundle: ModelBundle, data: OfflineData):
+        self.config, self.bundle, self.data = config, bundle, data
         cache = config.data.cache_dir
         self.folder = (Path(cache) if cache else default_folder()) / "reference"
         self.table: LogpTable | None = None
 
     def __call__(self, batch: Batch, scorer: Scorer) -> np.ndarray:
-        """The log-probs [A, B, T] of a batch's answers; on all processes."""
+        """Return the log-probs [A, B, T] of a batch's answers; called on all processes."""
         if self.table is None:
             self.table = self.open(scorer)
         try:
@@ -67,7 +66,8 @@ class Precomputed:
             ) from None
 
     def open(self, scorer: Scorer) -> LogpTable:
-        """The table: process 0 reads it and tells all, or all compute and process 0 keeps it."""
+        """Open the table: process 0 reads and broadcasts it, or all compute and process 0
+        writes."""
         about = broadcast_or_raise("the reference's key", self.describe)
         folder = self.folder / hashlib.sha256(json.dumps(about).encode()).hexdigest()
         arrays: Arrays | None = broadcast_or_raise(
@@ -96,18 +96,18 @@ class Precomputed:
         return table
 
     def compute(self, table: LogpTable, scorer: Scorer, datasets: list[int]) -> None:
-        """Add the answers of datasets under the weights of now, which are the starting ones."""
+        """Add the answers of datasets under the current weights, which are the starting weights."""
         for number in datasets:
             dataset = self._datasets()[number]
             self.data.log(f"{dataset.path}: the reference's log-probs are computed, once")
-            for batch in self.data.eval_batches(dataset, self.parts):
+            for batch in self.data.eval_batches(dataset, self.bundle):
                 try:
                     table.fill(batch)
                 except UnknownAnswer:
                     table.add(batch, scorer.logp(batch, POLICY))
 
     def keep(self, table: LogpTable, folder: Path, about: dict[str, Any]) -> None:
-        """Write the table; a disk that refuses costs the next run a pass, not this one its work."""
+        """Write the table; a disk error costs the next run a pass, but does not stop this one."""
         try:
             clear_folder(folder.parent)
             write_table(table, folder, about)
@@ -115,11 +115,11 @@ class Precomputed:
             self.data.log(f"reference log-probs are not kept: {error.strerror or error}")
 
     def describe(self) -> dict[str, Any]:
-        """All that an answer's numbers depend on besides its tokens, as digests by name."""
+        """Return digests by name of all that the values depend on besides the tokens."""
         config = self.config
         digests: dict[str, Any] = {"weights": self._weights()}
         digests["model"] = _digest(
-            [self.parts.architecture.to_hf(), config.model.param_dtype, config.model.compute_dtype]
+            [self.bundle.architecture.to_hf(), config.model.param_dtype, config.model.compute_dtype]
         )
         adapter = config.adapter
         if adapter.kind != "none":
@@ -129,7 +129,7 @@ class Precomputed:
         return digests
 
     def keys(self) -> dict[int, str]:
-        """Digest of the rows of each dataset and of all that shapes what becomes of them."""
+        """Return a digest of the rows of each dataset and of all that shapes their samples."""
         keys = {}
         for number, dataset in enumerate(self._datasets()):
             part = self.data.recipe.open(dataset)
@@ -137,13 +137,13 @@ class Precomputed:
             if is_stream(part.rows):
                 continue  # eval_datasets; config refuses streams that train
             try:
-                keys[number] = find_key(part, settings, self.parts.tokenizer, self.data.log)
-            except (TypeError, ValueError):  # rows that are no JSON: looked at in every new run
+                keys[number] = find_key(part, settings, self.bundle.tokenizer, self.data.log)
+            except (TypeError, ValueError):  # rows that are not JSON are scored in every new run
                 keys[number] = _digest([settings, secrets.token_hex()])
         return keys
 
     def differences(self, about: dict[str, Any]) -> str:
-        """What the newest table was made of otherwise."""
+        """Describe how the newest table differs."""
         for table in list_tables(self.folder):
             names = [name for name in about if table.get(name) != about[name]]
             if names:
@@ -151,16 +151,16 @@ class Precomputed:
         return "there is none of this model"
 
     def _weights(self) -> str:
-        if self.parts.folder is None:
+        if self.bundle.folder is None:
             return _digest(["random", self.config.run.seed])
-        return _hash_folder(self.parts.folder)
+        return _hash_folder(self.bundle.folder)
 
     def _datasets(self) -> list[Any]:
         return [*self.config.data.datasets, *self.config.data.eval_datasets]
 
 
 def read_covered(folder: Path) -> list[str]:
-    """Digests of the datasets that a table holds all answers of."""
+    """Read the digests of the datasets that a table covers."""
     return read_about(folder).get(COVERED, [])
 
 

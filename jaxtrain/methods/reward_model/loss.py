@@ -1,8 +1,8 @@
-"""Losses of models that score: which of two answers is better, and which steps are right.
+"""Losses of reward models: comparisons of two answers, and correctness of steps.
 
-A score stands on the token whose hidden state it is read from: nothing is shifted. A comparison
-sits on its slot and says where the last tokens of its answers are (data/comparisons/pairs.py), so answers may
-share their prompt. Shapes: B rows, T packed tokens, C classes.
+A score belongs to the token whose hidden state it is computed from: nothing is shifted. The slot of
+a comparison points to the last tokens of its answers (data/comparisons/pairs.py), so that answers
+can share their prompt. Shapes: B rows, T packed tokens, C classes.
 """
 
 import jax
@@ -14,11 +14,11 @@ from jaxtrain.batch import Batch
 def pair_loss(model, batch: Batch, center: float = 0.0):
     """Bradley-Terry: -log sigma(R_c - R_r - margin) + center (R_c + R_r)^2, summed over pairs.
 
-    The second term keeps scores around 0, which comparisons alone do not fix (Eisenstein et al.
-    2023, arXiv:2312.09244). batch: weights["preference"] is the pair's on its slot; streams
-    "chosen" and "rejected" the distances from there to the answers' last tokens, "margin".
-    Returns ({"preference": sum}, metrics as {name: (sum, weight)}); the caller divides the sum by
-    the weights of the whole step.
+    The second term centers scores at 0, which comparisons alone leave undetermined (Eisenstein et
+    al. 2023, arXiv:2312.09244). batch: weights["preference"] is the weight of a pair on its slot;
+    streams "chosen" and "rejected" are distances from the slot to the answers' last tokens; stream
+    "margin". Returns ({"preference": sum}, metrics as {name: (sum, weight)}); the caller divides
+    the sum by the weights of the whole step.
     """
     score_BT = model.scores(model.hidden(batch).hidden)[..., 0]
     weight_BT = batch.weights["preference"].astype(score_BT.dtype)
@@ -49,7 +49,7 @@ def pair_loss(model, batch: Batch, center: float = 0.0):
 
 
 def fetch(values_BT: jax.Array, distance_BT: jax.Array, slot_BT: jax.Array) -> jax.Array:
-    """For each slot [B, T] the value that lies so far behind it; 0 where there is no slot."""
+    """Fetch the value at a distance from each slot [B, T]; 0 on other tokens."""
     index_BT = jnp.arange(values_BT.shape[1], dtype=distance_BT.dtype) + distance_BT
     found_BT = jnp.take_along_axis(values_BT, jnp.where(slot_BT, index_BT, 0), axis=1)
     return jnp.where(slot_BT, found_BT, 0.0)
@@ -59,7 +59,7 @@ def step_loss(model, batch: Batch):
     """Cross-entropy of the classes of labeled tokens, such as "this step is right".
 
     (Lightman et al. 2023, arXiv:2305.20050.) batch: weights["step"] is 1 on labeled tokens,
-    streams["label"] int32 their class. Returns as `pair_loss`, with the component "step".
+    streams["label"] int32 their class. Returns like `pair_loss`, with the component "step".
     """
     score_BTC = model.scores(model.hidden(batch).hidden)
     label_BT = batch.streams["label"]

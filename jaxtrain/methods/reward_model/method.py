@@ -1,7 +1,7 @@
-"""Reward models: a head that scores, trained on pairs of answers or on steps right or wrong.
+"""Reward models: a score head, trained on pairs of answers or on labeled steps.
 
-The model starts from a language model, whose head is replaced by a drawn one, or from a reward
-model; what is exported is transformers' *ForSequenceClassification or *ForTokenClassification.
+The model starts from a language model, whose head is replaced by a random one, or from a reward
+model. Exports are transformers' *ForSequenceClassification or *ForTokenClassification.
 """
 
 from functools import partial
@@ -29,11 +29,11 @@ HEADS = {
     "pairs": ScoreHead("sequence", ("reward",)),
     "steps": ScoreHead("token", ("wrong", "right")),
 }
-"""What scores, by task.labels."""
+"""Score heads by task.labels."""
 
 
 def open_data(config: Config, tokenizer: Any) -> OfflineData:
-    """Pairs of answers, or answers in steps."""
+    """Open pairs of answers, or answers with labeled steps."""
     return _open(config, tokenizer)
 
 
@@ -59,28 +59,28 @@ def _open(config: Config, tokenizer: Any, note: str = "") -> OfflineData:
 
 
 def make(config: Config) -> Task:
-    """Bradley-Terry on pairs, or cross-entropy on steps."""
+    """Build the task: Bradley-Terry on pairs, or cross-entropy on steps."""
     task = config.task
     assert isinstance(task, RewardModelTask)
-    parts = build_model_bundle(config, score=HEADS[task.labels])
+    bundle = build_model_bundle(config, score=HEADS[task.labels])
     if task.labels == "pairs":
         reason = 'task.labels "pairs" compares answers that lie in one row'
-        require_trees(parts.architecture, reason, "choose a model of attention layers")
+        require_trees(bundle.architecture, reason, "choose a model of attention layers")
         loss = partial(pair_loss, center=task.center_rewards_coefficient)
     else:
-        check_packing(config, parts.architecture)
+        check_packing(config, bundle.architecture)
         loss = step_loss
     return Task(
-        roles={POLICY: Role(parts)},
+        roles={POLICY: Role(bundle)},
         loss=of_policy(loss),
         coef={PREFERENCE if task.labels == "pairs" else STEP: 1.0},
-        data=_open(config, parts.tokenizer, describe_start(parts)),
+        data=_open(config, bundle.tokenizer, describe_start(bundle)),
         prepare=count_labels,
     )
 
 
 def count_labels(round: Round, scorer: Scorer) -> Round:
-    """The round as it is, with the number of its pairs or labeled steps."""
+    """Add the number of pairs or labeled steps to the metrics of a round."""
     counts = {
         name: float(sum(np.count_nonzero(b.weights[component]) for b in round.batches))
         for name, component in (("num_pairs", PREFERENCE), ("num_steps", STEP))
@@ -89,15 +89,14 @@ def count_labels(round: Round, scorer: Scorer) -> Round:
     return round._replace(metrics={**round.metrics, **counts})
 
 
-def describe_start(parts: ModelBundle) -> str:
-    """What people should know about the head, and where transformers will look for the last token
-    of a text."""
-    head, notes = parts.architecture.score, []
+def describe_start(bundle: ModelBundle) -> str:
+    """Describe the head, and problems with the last token of a text in transformers."""
+    head, notes = bundle.architecture.score, []
     if head.drawn:
         notes.append(
             "the model is a language model: its head is replaced by a drawn one that scores"
         )
-    pad, eos = parts.tokenizer.pad_token_id, parts.tokenizer.eos_token_id
+    pad, eos = bundle.tokenizer.pad_token_id, bundle.tokenizer.eos_token_id
     if head.per == "sequence" and pad is None:
         notes.append("the tokenizer has no pad token: transformers will score one text at a time")
     elif head.per == "sequence" and pad == eos:
@@ -109,7 +108,7 @@ def describe_start(parts: ModelBundle) -> str:
 
 
 def find_section(architecture: str) -> dict[str, str]:
-    """Section task of whoever opens a model folder of that architecture; {}: a language model."""
+    """Return section task for opening a model folder of an architecture; {} for language models."""
     _, per = split_architecture(architecture)
     kind = RewardModelTask.model_fields["kind"].default
     return next(({"kind": kind, "labels": k} for k, head in HEADS.items() if head.per == per), {})

@@ -1,4 +1,4 @@
-"""Rows of data as prefix trees: branching trajectories, thoughts as side leaves, grouped trials."""
+"""Recipe of prefix trees: branching trajectories, thoughts as side leaves, grouped trials."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.data.sources.row_views import GroupedRows, SyntheticTurns
 from jaxtrain.errors import UserError
-from jaxtrain.methods.trees.builders import LengthLimits, TreeBuilder
 from jaxtrain.methods.trees.config import TreeTask
+from jaxtrain.methods.trees.modes import LengthLimits, TreeBuilder
 from jaxtrain.methods.trees.selection import select_rows
 from jaxtrain.methods.trees.turns import TrainedParts
 from jaxtrain.safe_io import parse_json, read_text
@@ -25,13 +25,13 @@ from jaxtrain.text_safety import escape_control_chars, show
 
 CATERPILLAR = "builtin:caterpillar"
 MOST_TOOL_BYTES = 2**20
-"""Of a file with tool schemas."""
+"""Limit of bytes of a file with tool schemas."""
 
 
 class Trees(Recipe):
     """`pipeline.Recipe` of a TreeTask.
 
-    Held-out data are always whole trees with weights g/K, so that the modes compare.
+    Held-out data are always trees with weights g/K, so that losses of the modes are comparable.
     """
 
     fields: Fields = NLL
@@ -88,7 +88,7 @@ def _open_trees(
         rows = select_rows(
             rows,
             metric=task.selection,
-            # Groups are counted below, after they were made.
+            # max_examples counts groups, which are selected below.
             max_examples=None if task.group_by else task.max_examples,
             max_estimate=data.sequence_len if task.filter_by_token_estimate else None,
             workers=task.selection_workers,

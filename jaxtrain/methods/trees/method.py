@@ -1,6 +1,7 @@
-"""Tree training: every token of a branching trajectory once, with the loss of its branches.
+"""Tree training: computes every token of a branching trajectory once, with the loss of its
+branches.
 
-The loss is SFT's; what differs is what rows of data become, and the weights of shared tokens.
+The loss is that of SFT; the method differs in the trees of rows and the weights of shared tokens.
 """
 
 from functools import partial
@@ -20,27 +21,27 @@ Section = TreeTask
 
 
 def open_data(config: Config, tokenizer: Any) -> OfflineData:
-    """Branching trajectories, thoughts as side leaves, grouped trials."""
+    """Open branching trajectories, thoughts as side leaves, and grouped trials."""
     assert isinstance(config.task, TreeTask)
     return OfflineData(config, Trees(config.task, config.data, tokenizer))
 
 
 def make(config: Config) -> Task:
-    """Negative log-likelihood over trees, or over their branches as task.mode says."""
-    parts = build_model_bundle(config)
-    check_trees(config, parts.architecture)
+    """Build the task: negative log-likelihood over trees, or over branches, by task.mode."""
+    bundle = build_model_bundle(config)
+    check_trees(config, bundle.architecture)
     return Task(
-        roles={POLICY: Role(parts)},
+        roles={POLICY: Role(bundle)},
         loss=of_policy(partial(nll_loss, impl=config.model.logp)),
         coef={"nll": 1.0},
-        data=open_data(config, parts.tokenizer),
+        data=open_data(config, bundle.tokenizer),
     )
 
 
 def check_trees(config: Config, architecture: Any) -> None:
-    """Refuse a model whose layers do not follow the branches of a tree, where any is packed.
+    """Raise UserError if trees are packed and the layers of the model do not support branches.
 
-    Held-out data are whole trees in every mode.
+    Held-out data are trees in every mode.
     """
     assert isinstance(config.task, TreeTask)
     if config.task.mode == "tree":

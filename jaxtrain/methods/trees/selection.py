@@ -1,4 +1,4 @@
-"""Which rows of a large set of trajectories are worth a tree: scored once, when data are opened."""
+"""Selection of rows for trees from a large set of trajectories, when data are opened."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,33 +12,33 @@ from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.formats import read_number
 from jaxtrain.data.sources.row_views import SelectedRows
 from jaxtrain.errors import UserError
-from jaxtrain.methods.trees.trajectory import read_row, reasoning_of
+from jaxtrain.methods.trees.rendering import read_row, reasoning_of
 
 CHUNK = 2000
-"""Rows that a scoring process gets at a time."""
+"""Rows per job of a scoring process."""
 
 
 @dataclass(frozen=True)
 class RowScore:
-    """What selection knows of a row without tokenizing it."""
+    """Properties of a row that need no tokenization."""
 
     estimate: float
-    """Tokens of the final context by the row's own usage columns; inf without them."""
+    """Tokens of the final context by the row's usage columns; inf without them."""
     assistant_turns: int
     reasoning_turns: int
     num_turns: int
     """The column of that name, or 0."""
     usable: bool
-    """Whether its messages can be read."""
+    """True if its messages can be read."""
 
     @property
     def branching_score(self) -> int:
-        """(turns with reasoning + 1) x turns: an estimate of the tokens that branches repeat."""
+        """(turns with reasoning + 1) x turns, an estimate of the tokens that branches repeat."""
         return (self.reasoning_turns + 1) * max(self.num_turns, self.assistant_turns)
 
 
 def score_row(row: Mapping[str, Any], fields: Mapping, roles: Mapping) -> RowScore:
-    """Score one row; unreadable ones are marked, not raised."""
+    """Score a row; an unreadable one is marked instead of raising an error."""
     num_turns = int(read_number(row.get("num_turns")) or 0)
     try:
         messages, _ = read_row(row, fields, roles)
@@ -73,11 +73,11 @@ def select_rows(
     roles: Mapping[str, str] | None = None,
     name: str = "the dataset",
 ) -> Any:
-    """The chosen rows, best first, with what was left out and why. branching_score keeps rows with
-    reasoning only.
+    """Return the selected rows, best first, with counts of rows left out by reason.
 
-    Ties of branching_score stay in the order of the rows; those of num_turns go by example_id or
-    row number, largest first. UserError if nothing is left.
+    branching_score selects only rows with reasoning; its ties keep the order of rows. Ties of
+    num_turns are ordered by example_id or row number, descending. Raises UserError if no row
+    remains.
     """
     left_out: Counter[str] = Counter()
     if metric == "none" and max_estimate is None:
@@ -104,7 +104,7 @@ def _order(
     max_estimate: int | None,
     left_out: Counter[str],
 ) -> list[int]:
-    """Rows in the order of the metric; `left_out` counts the others by reason."""
+    """Order rows by the metric; counts the others by reason in `left_out`."""
     selected = []
     for index, score in enumerate(scores):
         if max_estimate is not None and not score.estimate <= max_estimate:

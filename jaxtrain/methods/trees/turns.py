@@ -1,12 +1,12 @@
-"""Turns of an agent: what an assistant saw, thought and said, whatever the row looked like.
+"""Turns of an agent (prompt, thought, response), and trees and samples built from them.
 
-A thought hangs beside the conversation, because later turns do not see it:
+A thought is a side leaf of the conversation, because later turns do not see it:
 
-    prompt ─┬─ reasoning              prompt 2 = prompt + response + what came back
+    prompt ─┬─ reasoning              prompt 2 = prompt + response + next messages
             └─ response ── ... ─┬─ reasoning 2
                                 └─ response 2
 
-Every way of training on a trajectory (tree, per branch, flat samples) is made from these turns.
+All modes of training on a trajectory (tree, per branch, flat samples) use these turns.
 """
 
 from collections.abc import Sequence
@@ -20,19 +20,19 @@ from jaxtrain.data.packing.tree import Tree, build_tree, chain
 
 @dataclass(frozen=True, eq=False)
 class AssistantTurn:
-    """One assistant turn; all int32 token ids."""
+    """Assistant turn, as int32 token ids."""
 
     prompt: np.ndarray
-    """Everything visible before it, generation header included."""
+    """All visible tokens before it, including the generation prompt."""
     reasoning: np.ndarray
-    """Its hidden thought; may be empty."""
+    """Hidden thought; may be empty."""
     response: np.ndarray
-    """What stays visible."""
+    """Visible response."""
 
 
 @dataclass(frozen=True)
 class TrainedParts:
-    """Which parts train."""
+    """Parts of a turn that train."""
 
     response: bool = True
     reasoning: bool = True
@@ -41,7 +41,7 @@ class TrainedParts:
 def make_turns(
     parts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]],
 ) -> list[AssistantTurn]:
-    """Turns from (context since the last response, reasoning, response)."""
+    """Build turns from (context since the last response, reasoning, response)."""
     turns, visible = [], np.zeros(0, np.int32)
     for context, reasoning, response in parts:
         prompt = np.concatenate([visible, np.asarray(context, np.int32)])
@@ -54,18 +54,18 @@ def make_turns(
 
 
 def starts_with(tokens: np.ndarray, prefix: np.ndarray) -> bool:
-    """Whether `tokens` begin with `prefix`."""
+    """Return True if `tokens` begin with `prefix`."""
     return len(tokens) >= len(prefix) and bool((tokens[: len(prefix)] == prefix).all())
 
 
 def build_caterpillar(
     turns: Sequence[AssistantTurn], trained: TrainedParts, origin: str = ""
 ) -> Tree:
-    """The tree of a trajectory: K = turns with reasoning, plus one.
+    """Build the tree of a trajectory, with K = number of turns with reasoning, plus one.
 
-    Nodes per turn: context, thought (side leaf), response (trunk). A chat template that rewrites
-    earlier turns gives no such trunk; its tree then comes from merging the prefixes of what the
-    model saw. Raises ValueError for no turns, or a turn with nothing new before it.
+    Nodes per turn: context, thought (side leaf), response (trunk). If a chat template rewrites
+    earlier turns, there is no such trunk, and the tree is built by merging prefixes of the visible
+    sequences. Raises ValueError without turns, or for a turn without new context.
     """
     if not turns:
         raise ValueError("a trajectory needs at least one turn")
@@ -90,7 +90,7 @@ def build_caterpillar(
 
 
 def _merge_rewritten(turns: Sequence[AssistantTurn], trained: TrainedParts, origin: str) -> Tree:
-    """Tree of the visible sequences and, off each, the thoughts."""
+    """Merge the visible sequences and their thoughts into a tree."""
     visible: list[tuple[np.ndarray, np.ndarray]] = []
     thoughts: list[FlatSequence] = []
     for turn in turns:
@@ -113,10 +113,10 @@ def _merge_rewritten(turns: Sequence[AssistantTurn], trained: TrainedParts, orig
 def build_current_rl(
     turns: Sequence[AssistantTurn], trained: TrainedParts, origin: str = ""
 ) -> list[Tree]:
-    """Flat samples as RL trainers make them: a turn extends the first sample that is its prefix.
+    """Build flat samples like RL trainers: a turn extends the first sample that is its prefix.
 
-    A response is conditioned on its own thought; a turn with a thought cannot be extended, because
-    the next prompt does not show it. Each turn trains once.
+    A response is conditioned on its thought. A turn with a thought cannot be extended, because the
+    next prompt does not show it. Each turn trains once.
     """
     samples: list[tuple[np.ndarray, np.ndarray]] = []
     for turn in turns:
@@ -141,7 +141,7 @@ def build_current_rl(
 
 
 def build_flat(turns: Sequence[AssistantTurn], trained: TrainedParts, origin: str = "") -> Tree:
-    """One sequence with every thought left in place: ordinary SFT on the whole transcript."""
+    """Build a sequence with every thought in place: ordinary SFT on the full transcript."""
     tokens, weights = [], []
     visible = np.zeros(0, np.int32)
     for turn in turns:

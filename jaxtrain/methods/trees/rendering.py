@@ -1,10 +1,10 @@
 """Rows of agent data to turns, rendered by the chat template or in a fixed ChatML form.
 
-- "template" (default): the tokenizer's own chat template, tools included. The visible trunk is the
-  conversation without its thoughts; a thought is what the template shows between the generation
-  prompt and the end of the thinking block.
-- "chatml": ChatML with Qwen's XML tool calls, each message tokenized apart, no tool definitions;
-  the form of the published tree-training data, for comparisons.
+- "template" (default): the tokenizer's chat template, with tools. The visible trunk is the
+  conversation without thoughts; a thought is the text that the template shows between the
+  generation prompt and the end of the thinking block.
+- "chatml": ChatML with Qwen's XML tool calls, each message tokenized separately, without tool
+  definitions; the form of the published tree-training data, for comparisons.
 """
 
 import json
@@ -27,7 +27,7 @@ def read_row(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """(messages, tools) of a row with `messages`, or with `prompt` and `completion` lists.
 
-    Contents are stripped of outer white space. Raises Malformed.
+    Contents are stripped of outer white space. Raises MalformedRow.
     """
     check_readable(row)
     row = {
@@ -66,16 +66,16 @@ def _with_roles(messages: Any, role: str) -> list[Any]:
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """The thought of an assistant message, stripped; "" without one."""
+    """Return the thought of an assistant message, stripped; "" if there is none."""
     return (message.get("reasoning_content") or "").strip()
 
 
 def render_chatml(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, special_tokens: SpecialTokens = "text"
 ) -> list[AssistantTurn]:
-    """Turns in the fixed form. What follows the last assistant message is left out.
+    """Render turns in the fixed form, up to the last assistant message.
 
-    Raises Malformed for roles that the form does not know and a start with an assistant.
+    Raises MalformedRow for unsupported roles and for a conversation that starts with an assistant.
     """
     encoder = encoder_of(tokenizer, special_tokens)
     messages, mark, _ = encoder.protect(messages)
@@ -127,9 +127,9 @@ def _call_text(call: Mapping[str, Any]) -> str:
 def render_template(
     messages: Sequence[Mapping[str, Any]], tools: Any, renderer: Renderer
 ) -> list[AssistantTurn]:
-    """Turns as the chat template shows them; raises TemplateFailed or Retokenized.
+    """Render turns with the chat template; raises TemplateFailed or RetokenizationError.
 
-    A response ends with its end-of-turn token; white space behind it belongs to the next prompt.
+    A response ends with its end-of-turn token; white space after it belongs to the next prompt.
     """
     (messages, tools), mark, _ = renderer.encoder.protect((messages, tools))
     keys = ("reasoning_content", "train")
@@ -162,7 +162,7 @@ def _thought_text(
     tools: Any,
     tokenizer: Any,
 ) -> str:
-    """What the template shows of a thought, from the generation prompt to the closing tag."""
+    """Return a thought as the template shows it, from the generation prompt to the closing tag."""
     thought = reasoning_of(message)
     if not thought:
         return ""
@@ -171,7 +171,7 @@ def _thought_text(
     shown = render_text(tokenizer, [*visible[:index], spoken], tools)
     tail = shown[len(prompt) :] if shown.startswith(prompt) else ""
     stop = tail.find(thought)
-    if stop < 0:  # a template that knows no reasoning
+    if stop < 0:  # the template does not support reasoning
         return f"{THINK}\n{thought}\n{THINK_END}"
     stop += len(thought)
     close = tail.find(THINK_END, stop)
@@ -189,11 +189,12 @@ def split_thinking(
     tokenizer: Any,
     special_tokens: SpecialTokens = "text",
 ) -> list[AssistantTurn]:
-    """The one turn of an answer with a thought: before, thought, after.
+    """Split the last answer with a thought into one turn: before, thought, after.
 
-    The answer is the last assistant message whose text holds <think>...</think> or that has
-    reasoning_content; what follows it is left out. The three parts are encoded apart, so no
-    tokenizer can hide a tag in a merge. Raises Malformed when a tag or a part is missing.
+    The answer is the last assistant message that contains <think>...</think> or has
+    reasoning_content; later messages are left out. The three parts are encoded separately, so that
+    no tokenizer can merge a tag with its neighbors. Raises MalformedRow if a tag or part is
+    missing.
     """
     index = next((i for i in range(len(messages) - 1, -1, -1) if _thinks(messages[i])), 0)
     if index == 0:

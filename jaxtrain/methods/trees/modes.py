@@ -1,4 +1,4 @@
-"""Rows to training units by mode: the tree, or one of the baselines on the same data.
+"""Training units of rows by mode: the tree, or one of the baselines on the same data.
 
 | mode       | unit of a row                                          | a shared token is computed |
 |------------|--------------------------------------------------------|----------------------------|
@@ -26,7 +26,7 @@ from jaxtrain.data.packing.prefixes import FlatSequence, merge_prefixes
 from jaxtrain.data.packing.tree import Tree, TreeGroup, chain, split_branches
 from jaxtrain.data.sample import Dropped
 from jaxtrain.errors import UserError
-from jaxtrain.methods.trees.trajectory import (
+from jaxtrain.methods.trees.rendering import (
     read_row,
     render_chatml,
     render_template,
@@ -47,15 +47,15 @@ Split = Literal["trajectory", "think", "turns"]
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """What fits."""
+    """Limits of tree sizes."""
 
     path_tokens: int
-    """Longest root-to-leaf path, and flat sample."""
+    """Longest root-to-leaf path or flat sample."""
     packed_tokens: int
     """Largest packed tree; at least path_tokens."""
 
     def allow(self, tree: Tree) -> bool:
-        """Whether a tree fits both."""
+        """Return True if a tree fits both limits."""
         longest = max(tree.branch_lengths())
         return tree.num_tokens <= self.packed_tokens and longest <= self.path_tokens
 
@@ -67,7 +67,7 @@ def build_units(
     limits: LengthLimits,
     origin: str = "",
 ) -> list[Tree | TreeGroup | Dropped]:
-    """Units of several trajectories that begin alike: one tree of all their branches."""
+    """Build the units of trajectories that begin alike: one tree of all their branches."""
     if mode in ("current_rl", "flat"):
         samples = []
         for turns in group:
@@ -91,7 +91,7 @@ def build_units(
 
 
 def merge_trees(trees: Iterable[Tree], origin: str = "") -> list[Tree]:
-    """One tree of the branches of all (several, where they do not begin alike)."""
+    """Merge the branches of trees into one tree, or several if they do not begin alike."""
     branches = [
         FlatSequence(tokens, weights) for tree in trees for tokens, weights in split_branches(tree)
     ]
@@ -125,12 +125,12 @@ def _units_of_tree(
 
 @dataclass(frozen=True)
 class TreeBuilder:
-    """RowTokenizer of tree training: (row, origin) -> units and drops. Picklable."""
+    """Callable (row, origin) -> units and drops of tree training. Picklable."""
 
     tokenizer: Any
     split: Split
     """trajectory: messages with reasoning_content; think: an answer with <think>...</think>;
-    turns: token ids, as the synthetic generator makes them."""
+    turns: token ids of the synthetic generator."""
     mode: Mode
     rendering: Literal["template", "chatml"]
     trained: TrainedParts
@@ -138,10 +138,10 @@ class TreeBuilder:
     fields: Mapping[str, str]
     roles: Mapping[str, str]
     tools: Sequence[Mapping[str, Any]] | None = None
-    """Schemas for rows that bring none."""
+    """Schemas for rows without tools."""
     too_long: Literal["drop", "error"] = "drop"
     special_tokens: SpecialTokens = "text"
-    """What a control token is that a text spells."""
+    """Meaning of control tokens that a text spells."""
 
     def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | TreeGroup | Dropped]:
         rows = row["group"] if set(row) == {"group"} else [row]
@@ -165,7 +165,7 @@ class TreeBuilder:
         return units
 
     def read_turns(self, row: Mapping[str, Any]) -> list[AssistantTurn]:
-        """Turns of one row; raises Malformed, TemplateFailed or Retokenized."""
+        """Read the turns of a row; raises MalformedRow, TemplateFailed or RetokenizationError."""
         if self.split == "turns":
             return make_turns(row["turns"])
         completion = row.get("completion")
