@@ -23,9 +23,9 @@ from jaxtrain.data.pipeline import open_source
 from jaxtrain.data.sources.row_views import SyntheticTurns
 from jaxtrain.distributed.feed import feed
 from jaxtrain.distributed.mesh import make_mesh
-from jaxtrain.methods.trees.modes import LengthLimits, build_units
 from jaxtrain.methods.trees.config import TreeTask
 from jaxtrain.methods.trees.data import Trees
+from jaxtrain.methods.trees.modes import LengthLimits, build_units
 from jaxtrain.methods.trees.turns import TrainedParts, make_turns
 from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
