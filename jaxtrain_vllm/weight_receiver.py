@@ -68,6 +68,8 @@ class WeightReceiver:
         Returns [version, checksum] if the served version came from the same trainer. None
         otherwise: nothing here is a base for another trainer's deltas.
         """
+        # A fetch of the previous link holds no lock, and would write into memory that is reused
+        # below.
         self._close_listener()
         if self._fetch is not None:
             self._fetch.stop()
@@ -97,8 +99,10 @@ class WeightReceiver:
             if staged is None or staged.version != version:
                 raise ValueError(f"version {version} is not staged here")
             self._check_memory(staged)
-            self.version, self.checksum = -1, 0  # what it serves while this fails is not known
+            # If loading fails, the model may hold a mixture of both versions.
+            self.version, self.checksum = -1, 0
             load(staged.tensors)
+            # The owner may have begun to overwrite its memory while it was being loaded.
             self._check_memory(staged)
             self.tensors, self.staged = staged.tensors, None
             self.version, self.checksum = staged.version, staged.checksum
@@ -132,7 +136,8 @@ class WeightReceiver:
         finally:
             with self._lock:
                 ended = self._link is link
-                if ended:  # who lends may be gone
+                # The trainer may be gone, and its GPU memory with it. A newer link keeps its own.
+                if ended:
                     self._close_ipc_memory()
                     self._offers.clear()
             if ended:
@@ -198,7 +203,7 @@ class WeightReceiver:
                     "weights for others", listeners, token, self._offers.admit
                 )
         except OSError:
-            return {}  # then the trainer sends it to them
+            return {}  # the trainer then serves the others itself
         return {"place": [host, self._listener.port]}
 
     def _close_listener(self) -> None:
@@ -211,6 +216,8 @@ class WeightReceiver:
         if header.get("command") != "stage" or header.get("kind") != "full" or not size:
             return None
         with self._lock:
+            # From here on the worker has no base: the old tensors are overwritten as bytes arrive.
+            # The model itself holds copies and keeps serving.
             self._roll_back()
             self._offers.clear()
             self._close_ipc_memory()
@@ -234,7 +241,7 @@ class WeightReceiver:
         self._offers.clear()
         version, checksum = header["version"], header["checksum"]
         if header["kind"] == "shared":
-            # Not copied, so that there is nothing to check but that it is the right memory.
+            # Not copied: whoever wrote the segment checked it, so only its state is compared.
             segment = self._attach(header["segment"], SharedMemorySegment.attach)
             tensors = wire.unpack_full(header["tensors"], segment.room.data, copy=False)
             self.staged = StagedVersion(version, checksum, tensors, {}, segment)
@@ -259,6 +266,8 @@ class WeightReceiver:
             if not all(_is_own(tensor.bits) for tensor in self.tensors.values()):
                 raise wire.WireError("a delta on tensors that lie in another process's memory")
             changes = wire.unpack_delta(header["tensors"], payload, self.tensors)
+            # Other workers of this host may be reading these bits; the segment is sealed again once
+            # the checksum of the result is right.
             if self._own is not None:
                 self._own.begin()
             self.staged = StagedVersion(version, checksum, self.tensors, {})
@@ -280,7 +289,7 @@ class WeightReceiver:
         """Open another process's memory, once."""
         key = repr(described)
         if key not in self._attached:
-            memory = attach(described)
+            memory = attach(described)  # before closing: the old one stays if this fails
             self._close_attached()
             self._attached = {key: memory}
         return self._attached[key]

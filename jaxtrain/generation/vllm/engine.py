@@ -12,6 +12,7 @@ tokens and continues behind them.
 """
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -59,6 +60,19 @@ class LoopConnection(NamedTuple):
     room: asyncio.Semaphore
     gate: asyncio.Lock
     """Held by the one request that waits for a server; the others queue behind it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerPart:
+    """A request for an answer, or for its continuation after an interruption."""
+
+    prompt: list[int]
+    """The prompt and the tokens drawn so far."""
+    sampling: Sampling
+    stop_ids: Sequence[int]
+    max_tokens: int
+    seed: int
+    session: int
 
 
 class KeptServers:
@@ -195,18 +209,17 @@ class VllmEngine:
                 epoch = server.epoch
                 note_version(min(versions, default=server.version))
                 try:
-                    seed = derive_seed(sampling.seed, index, len(prompt) + len(tokens))
-                    max_tokens = sampling.max_new_tokens - len(tokens)
-                    answer, drawn = await self._request(
-                        connection,
-                        server,
+                    # The seed depends on the position, so that a repeated request draws the same
+                    # and a continued one draws anew.
+                    part = AnswerPart(
                         [*prompt, *tokens],
                         sampling,
                         stop_ids,
-                        max_tokens,
-                        seed,
-                        session,
+                        max_tokens=sampling.max_new_tokens - len(tokens),
+                        seed=derive_seed(sampling.seed, index, len(prompt) + len(tokens)),
+                        session=session,
                     )
+                    answer, drawn = await self._request(connection, server, part)
                 except AnswerLost as lost:
                     self.servers.count("retries")
                     if server is self.servers.front:
@@ -214,7 +227,7 @@ class VllmEngine:
                         direct = True
                         continue
                     self.servers.suspect(server)
-                    # A server that died is no fault of the request.
+                    # Only failures on a server that is still up count against the request.
                     failures += server.epoch == epoch
                     if failures > self.servers.config.retries:
                         self._log_failure(lost)
@@ -264,52 +277,51 @@ class VllmEngine:
                     server = servers.acquire(session if self.group_size else None)
                 if server is not None:
                     return server
-                # While all take new weights, sleep or are full, no server is missing.
+                # Servers that update their weights, sleep or are full are not missing: the time
+                # limit is for a pool without usable servers.
                 if servers.asleep or servers.publishing or servers.ready():
                     deadline = servers.clock() + servers.config.wait_seconds
                 servers.check(servers.clock() > deadline)
                 await asyncio.sleep(0.05)
 
     async def _request(
-        self,
-        connection: LoopConnection,
-        server: VllmServer,
-        prompt: list[int],
-        sampling: Sampling,
-        stop_ids: Sequence[int],
-        max_tokens: int,
-        seed: int,
-        session: int,
+        self, connection: LoopConnection, server: VllmServer, part: AnswerPart
     ) -> tuple[ServerAnswer, list[int]]:
         """Return (answer, version of each token) of one request to one server."""
-        if 0 < server.max_model_len <= len(prompt):
+        if 0 < server.max_model_len <= len(part.prompt):
             raise EpisodeFailed("vllm: the prompt fills the server's max_model_len")
-        self.servers.check_length(server, len(prompt), max_tokens)
+        self.servers.check_length(server, len(part.prompt), part.max_tokens)
         began = server.version
         model = self.servers.label(began, self.policy) if self.adapters else server.model
         route = server.route
         body = build_request(
-            route, prompt, sampling, stop_ids, max_tokens=max_tokens, seed=seed, model=model
+            route,
+            part.prompt,
+            part.sampling,
+            part.stop_ids,
+            max_tokens=part.max_tokens,
+            seed=part.seed,
+            model=model,
         )
         self.servers.count("requests")
-        status, raw = await self._post(connection, server, body, session)
+        status, raw = await self._post(connection, server, body, part.session)
         self.servers.note_progress(server)
         if status >= 500 or status in (408, 425, 429):
             raise AnswerLost(
                 f"HTTP {status}", f"HTTP {status} from {server.url}: {explain(raw, 120)}"
             )
         if status == 404 and self.adapters:
-            # It was restarted, or someone took our adapter away: bring it again.
+            # It was restarted, or the adapter was unloaded: its watcher loads it again.
             if server is not self.servers.front:
                 self.servers.drop(server, f"does not serve {model} any more")
             raise AnswerLost("adapter gone", f"{server.url} does not serve {model}")
         if status != 200:
             raise UserError(
-                f"{server.url} refuses a prompt of {len(prompt)} tokens with max_new_tokens"
-                f" {max_tokens}: HTTP {status}, {explain(raw)}"
+                f"{server.url} refuses a prompt of {len(part.prompt)} tokens with max_new_tokens"
+                f" {part.max_tokens}: HTTP {status}, {explain(raw)}"
             )
         try:
-            answer = parse_answer(route, raw, max_tokens, len(prompt), self.routes)
+            answer = parse_answer(route, raw, part.max_tokens, len(part.prompt), self.routes)
         except GarbageAnswer as error:
             raise RunStopped(
                 f"{server.url}{route} answers garbage: {error}; is it a vLLM server, and is"

@@ -90,35 +90,7 @@ def open_vllm(
     engine = publisher = None
     if is_main_process():
         with ExitStack() as stack:
-            sources, launcher = open_sources(vllm), None
-            if vllm.launch == "local":
-                home = Path(config.run.output_dir) / FOLDER
-                launcher = open_launcher(config, home, log, bundle.architecture.longest)
-                stack.callback(launcher.close)
-                launcher.start()
-                sources.append(launcher)
-            if vllm.launch == "ray":
-                sources.append(open_source(config, bundle.architecture.longest, log))
-                cluster = join(config.rollout.ray)
-                stack.callback(cluster.close)
-                if "listen" not in vllm.model_fields_set:
-                    vllm = vllm.model_copy(update={"listen": cluster.address})
-            servers = Servers(
-                vllm,
-                config.sampling,
-                log,
-                lambda text: bundle.tokenizer.encode(text, add_special_tokens=False),
-                sources,
-            )
-            stack.callback(servers.close)
-            listing = Path(config.run.output_dir) / "servers.json"
-            servers.closing.enter_context(Listing(listing, lambda: servers.all))
-            servers.open()
-            if vllm.launch == "ray":
-                servers.closing.callback(join(config.rollout.ray).close)
-            if launcher is not None:
-                servers.closing.callback(launcher.close)
-                launcher.watch(servers.report_ended, servers.fail)
+            servers = open_servers(config, bundle, log, stack)
             replay = config.rollout.router_replay
             routes = route_shape(bundle.architecture) if replay else None
             size = config.rollout.group_size
@@ -145,6 +117,44 @@ def open_vllm(
 
         return engine, SharedPublisher(publisher, gather_all)
     return engine, SharedPublisher(publisher, gather_one)
+
+
+def open_servers(
+    config: Config, bundle: ModelBundle, log: Callable[[str], None], stack: ExitStack
+) -> Servers:
+    """Return the servers of section rollout.vllm, started where the run launches them, inspected
+    and watched. stack: closes everything if a later step of opening fails."""
+    vllm = config.rollout.vllm
+    sources, launcher = open_sources(vllm), None
+    if vllm.launch == "local":
+        home = Path(config.run.output_dir) / FOLDER
+        launcher = open_launcher(config, home, log, bundle.architecture.longest)
+        stack.callback(launcher.close)
+        launcher.start()
+        sources.append(launcher)
+    if vllm.launch == "ray":
+        sources.append(open_source(config, bundle.architecture.longest, log))
+        cluster = join(config.rollout.ray)
+        stack.callback(cluster.close)
+        if "listen" not in vllm.model_fields_set:
+            vllm = vllm.model_copy(update={"listen": cluster.address})
+    servers = Servers(
+        vllm,
+        config.sampling,
+        log,
+        lambda text: bundle.tokenizer.encode(text, add_special_tokens=False),
+        sources,
+    )
+    stack.callback(servers.close)
+    listing = Path(config.run.output_dir) / "servers.json"
+    servers.closing.enter_context(Listing(listing, lambda: servers.all))
+    servers.open()
+    if vllm.launch == "ray":
+        servers.closing.callback(join(config.rollout.ray).close)
+    if launcher is not None:
+        servers.closing.callback(launcher.close)
+        launcher.watch(servers.report_ended, servers.fail)
+    return servers
 
 
 def open_gather(

@@ -194,7 +194,7 @@ class Pool:
     def _stay(self, server: VllmServer) -> None:
         server.listed = True
         if server.state == "draining":
-            # With older weights it is given the newest as one that has come back.
+            # With older weights it counts as down, so that its watcher sends it the newest.
             state = "up" if server.version == self.version else "down"
             self._set(server, state, "listed again")
 
@@ -394,7 +394,7 @@ class Pool:
             else:
                 urls = {url.rstrip("/") for url in selection}
                 chosen = [candidate for candidate in free if candidate.url in urls]
-            chosen = chosen[: max(0, len(free) - 1)]
+            chosen = chosen[: max(0, len(free) - 1)]  # at least one goes on with training
             for server in chosen:
                 server.kept_version = self.version
         return chosen
@@ -426,6 +426,7 @@ class Pool:
         epoch: at the start of the sync; raises ServerGone if it was dropped or has left since.
         """
         with self._lock:
+            # A drop during the sync wins: its cause may not have been seen by the sync.
             if epoch not in (None, server.epoch) or server.state == "gone":
                 raise ServerGone("it was given up before it held the weights")
             returned = server.state == "down"
@@ -454,7 +455,7 @@ class Pool:
             num_up = len(self.up())
             self.counters["servers_lost"] += 1
             summary = f"{num_up} left" if num_up else f"none left: {self.describe_wait()}"
-            # Said before anybody can see the consequences.
+            # Logged before another thread can log a consequence.
             self.log(f"vllm {server.url} dropped ({why}); its requests are asked again; {summary}")
         self.changed()
 

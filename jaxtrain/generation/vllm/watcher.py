@@ -60,6 +60,7 @@ class Watcher:
                 continue
             if server.state == "up" and (server.in_flight or self.pool.front is not None):
                 self._read(server)
+            # /metrics is read more often than /health: routing needs fresh queue lengths.
             if nudged or self.pool.clock() - looked >= pause:
                 self._check_health(server)
                 looked = self.pool.clock()
@@ -96,6 +97,8 @@ class Watcher:
         return self.pool.version >= 0 and (server.state == "down" or late)
 
     def _note_failure(self, server: VllmServer, error: ServerGone | ServerRefused) -> None:
+        # A time-out may be a busy event loop; only several in a row count. A refused or broken
+        # connection is final.
         server.strikes += 1
         late = isinstance(error, ServerGone) and "not answered" in str(error)
         if isinstance(error, ServerRefused) and says_draining(error):

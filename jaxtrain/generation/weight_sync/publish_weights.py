@@ -109,13 +109,18 @@ class WeightPublisher:
         whose errors are raised here.
         """
         started = time.perf_counter()
+        # One delivery at a time: the image and the delta base are those of the last one until it
+        # ends.
         before = self.delivery.wait()
         first = self.newest is None
+        # Before the caller's next step, which donates `params`.
         with self._writing():
             weights = self._copy(version, params)
         copied = time.perf_counter() - started
 
         def deliver() -> dict[str, float]:
+            # The checksum is taken here, outside the time for which training is blocked. Only now
+            # is the version visible to watchers: an unsealed image must not be staged.
             start = time.perf_counter()
             last, self.newest = self.newest, self._seal(weights)
             self.staging.history.add(last, self.newest)
@@ -129,7 +134,7 @@ class WeightPublisher:
                 [link for url in kept_urls for link in self.links.known(url)]
             )
             push_to_all(self.servers, self.push_weights, version)
-            for image in retired:  # by now all that are up read something else
+            for image in retired:  # every server that is up reads another image now
                 image.free()
             self.servers.asleep = False
             return {**self._describe(weights), **self._sent}
@@ -168,11 +173,14 @@ class WeightPublisher:
             except ServerGone:
                 if server.state != "up" or not deadline.left():
                     raise
-                # The link broke while nothing was sent; once more, over a new one.
+                # An idle link may break unnoticed (a restarted worker, a firewall): try a new one
+                # once.
                 self.links.forget(server.url)
                 links = self._find_links(server, deadline)
                 weights = self._stage(links, weights, deadline)
             self._note_longest("sync/stage_seconds", time.perf_counter() - start)
+            # In this order: the server gets requests for the version only after every worker has
+            # confirmed its checksum, and only if it was not dropped since `epoch` was read.
             self._commit(server, weights, deadline)
             self._verify(server, links, weights, deadline)
             self.servers.mark_up(server, weights.version, epoch)
@@ -187,7 +195,8 @@ class WeightPublisher:
     def _writing(self) -> Iterator[None]:
         """Wait until nobody reads the image, and block new readers."""
         with self._readers_changed:
-            # Who is later than that fails by what the image says of itself, or by a checksum.
+            # A reader that exceeds the limit fails safely: the segment's state, or the checksum,
+            # shows that the image was overwritten.
             limit = self.servers.config.sync_seconds
             self._readers_changed.wait_for(lambda: not self._readers, limit)
             self.links.offers.clear()
@@ -220,11 +229,13 @@ class WeightPublisher:
                 self._leave_device(str(error))
         old, image = self.newest, self._image
         self._since_full += 1
+        # A delta needs the last version's bits in this image; now and then everything is sent
+        # anyway, so that no error could last.
         compare = self.delta and old is not None and old.device is None
         compare = compare and self._since_full < self.servers.config.full_every
         few = image.segment.room.nbytes <= FEW_BYTES
         if self.find is None and not few and self.links.all_share():
-            compare = False  # nobody is sent what is found, and it takes longer than the copy
+            compare = False  # no server needs the changes, and comparing takes longer than copying
         write = self.find if compare and self.find is not None else self.write
         changes = image.take(write(params), compare=compare)
         if changes is not None:
@@ -277,7 +288,7 @@ class WeightPublisher:
                 if wire.combine_sums(image.tensors, sums) != weights.checksum:
                     raise ServerGone("the device's memory does not hold what was written there")
                 checksum = wire.checksum(image.tensors)
-                # Who is too late may have been overtaken by the next version.
+                # The next version may have overwritten the device image meanwhile.
                 if state.state() == (weights.version, weights.checksum) and deadline.left():
                     image.segment.seal(weights.version, checksum)
                     self.newest = WeightVersion(weights.version, image.tensors, checksum, None)
@@ -400,9 +411,10 @@ class WeightPublisher:
     def _commit(self, server: VllmServer, weights: WeightVersion, deadline: Deadline) -> None:
         """Replace the weights that the server samples from; requests in flight survive."""
         url, seconds_left = server.url, deadline.left
-        # Only the newer route says which weights drew a token; on the other one, cut and go on.
+        # Only the newer route reports which weights drew each token. On the other one, requests in
+        # flight are aborted and continued by the engine, so that every answer has one version.
         mode = "keep" if server.route == GENERATE else "abort"
-        if self.servers.asleep:
+        if self.servers.asleep:  # memory for the weights first, for the cache only after the update
             wake(server, deadline, "weights")
         server.updating = True
         started = time.perf_counter()
@@ -416,9 +428,12 @@ class WeightPublisher:
                     url, "POST", "/update_weights", {"update_info": commit}, timeout=seconds_left()
                 )
                 call(url, "POST", "/finish_weight_update", label, timeout=seconds_left())
+                # Without labels an answer is dated by the server's version; it must change before
+                # the first request after /resume.
                 if mode == "abort":
                     server.version = weights.version
             finally:
+                # Even past the deadline: a paused server would never answer again.
                 call(
                     url,
                     "POST",

@@ -81,12 +81,14 @@ class Relays:
         with self._changed:
             while True:
                 available, source = self._find(version, name, link)
+                # If nobody has it and nobody is getting it, waiting is pointless.
                 if source is not None or not available or not patience.left():
                     break
                 self._changed.wait(patience.left(1.0))
             seconds = deadline.left()
             if source is not None:
                 source.busy = True
+                # Early enough that the trainer can still send the version itself.
                 longest = SLOWER * self._longest + MORE_SECONDS
                 seconds = min(longest, seconds * PATIENCE)
             elif version == self._version:
@@ -94,7 +96,7 @@ class Relays:
             self._coming.update(names)
             return Transfer(version, names, source, seconds, time.monotonic())
 
-    def done(self, turn: Transfer, link: WorkerLink, answer: dict[str, Any] | None) -> bool:
+    def done(self, transfer: Transfer, link: WorkerLink, answer: dict[str, Any] | None) -> bool:
         """Record the end of a transfer; return True if the version arrived.
 
         answer: the worker's, or None if it is gone.
@@ -102,21 +104,22 @@ class Relays:
         arrived = answer is not None and "error" not in answer
         address = read_address(answer.get("place")) if answer is not None and arrived else None
         with self._changed:
-            if turn.version != self._version:
+            if transfer.version != self._version:  # a newer version has reset the counts
                 return arrived
-            self._coming.subtract(turn.names)
-            if turn.source is not None:
-                turn.source.busy = False
+            self._coming.subtract(transfer.names)
+            if transfer.source is not None:
+                transfer.source.busy = False
+                # Without an answer the receiver is gone, which is no fault of the source.
                 if answer is not None:
                     link.failures = 0 if arrived else link.failures + 1
-                    if not arrived and turn.source in self._sources:
-                        self._sources.remove(turn.source)
+                    if not arrived and transfer.source in self._sources:
+                        self._sources.remove(transfer.source)
             elif arrived:
-                self._longest = max(self._longest, time.monotonic() - turn.started)
+                self._longest = max(self._longest, time.monotonic() - transfer.started)
             else:
                 self._direct -= 1
             if address is not None and self.wants(link):
-                self._sources.append(RelaySource(link, address, turn.names))
+                self._sources.append(RelaySource(link, address, transfer.names))
             self._changed.notify_all()
         return arrived
 

@@ -120,6 +120,8 @@ class StagingHost:
         """
         patience = Deadline(OWNER_SECONDS if patient else 0.0)
         with self.changed:
+            # The last owner goes first, as it can be sent a delta. It then shares the result with
+            # the others, which only read its memory and so have no base of their own.
             while self.version != version:
                 owner = self.owner
                 waits = owner is not None and owner is not link and not owner.closed
@@ -127,6 +129,7 @@ class StagingHost:
                 if self.busy is None and not waits:
                     self.busy = link
                     return None
+                # Another link is being sent the version, or the last owner has not come yet.
                 if not deadline.left():
                     raise ServerGone("the weights did not reach its host in time")
                 most = patience.left() if self.busy is None else 1.0
@@ -218,6 +221,7 @@ class Staging:
         trainer_segment: SharedMemorySegment,
         deadline: Deadline,
     ) -> None:
+        # On the trainer's host nothing needs to be sent.
         if (
             link.host == link.local_host
             and link.can_share
@@ -244,7 +248,7 @@ class Staging:
                 return
             if host.owner is not None and host.owner.closed:
                 host.lost(segment)
-                link.can_share = True  # that it could not read it says nothing of the next
+                link.can_share = True  # the owner had ended: this says nothing about other memory
         self._transfer(link, weights, deadline)
 
     def _host(self, address: str) -> StagingHost:
@@ -285,7 +289,8 @@ class Staging:
             answer = self._deliver(link, weights, header, payload, deadline)
             if "error" not in answer:
                 return self._check(answer, weights)
-        link.served, link.is_base = None, True  # what it holds makes room
+        # Whole tensors overwrite what the worker holds; if that fails, it is no base for a delta.
+        link.served, link.is_base = None, True
         described, full_payload = wire.pack_full(weights.tensors)
         header = {"kind": "full", "tensors": described}
         return self._check(self._deliver(link, weights, header, full_payload, deadline), weights)
@@ -317,6 +322,8 @@ class Staging:
             for base in (header.get("base"), None)
         )
         size = sum(part.nbytes for part in payload)
+        # Each failed source is removed or counted against the link, so that this ends with the
+        # trainer.
         while True:
             transfer = self.relays.take(weights.version, name, {name, full}, link, deadline)
             answer: dict[str, Any] | None = None
@@ -351,6 +358,7 @@ class Staging:
         """Send over several connections if the payload is large, else over the link alone."""
         size = sum(part.nbytes for part in payload)
         if self.offers is not None and link.can_fetch and self._count_streams(size) > 1:
+            # Idempotent: several hosts fetch the same memory, which nobody writes before `clear`.
             self.offers.put(name, payload)
             fetch_fields = self._describe_fetch(link, size, deadline.left())
             answer = self.send(link, weights, {**header, **fetch_fields}, (), deadline)
