@@ -272,7 +272,7 @@ def measure(started, options, model, params):
     from jaxtrain.config.vllm import VllmConfig
     from jaxtrain.generation.vllm.servers import Servers
     from jaxtrain.generation.weight_sync.device_layout import PublishedCopy, list_pieces
-    from jaxtrain.generation.weight_sync.publish_weights import WeightPublisher
+    from jaxtrain.generation.weight_sync.publish_weights import TensorSet, WeightPublisher
 
     entries, _, named = model
     count = len(started)
@@ -290,7 +290,7 @@ def measure(started, options, model, params):
         return list_pieces(params, entries, "bfloat16", kept, compare=True)
 
     publisher = WeightPublisher(
-        servers, write, named, delta=True, ahead=True, find=find if kept else None,
+        servers, write, TensorSet(named), delta=True, ahead=True, find=find if kept else None,
         device=open_device(named, entries) if options.transport == "device" else None,
     )  # fmt: skip
     rows, version = [], -1

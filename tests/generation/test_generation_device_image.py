@@ -22,7 +22,7 @@ from jaxtrain.errors import RunStopped
 from jaxtrain.generation.vllm.factory import open_device_image
 from jaxtrain.generation.weight_sync.device_image import DeviceImage, list_devices, spread
 from jaxtrain.generation.weight_sync.device_layout import list_pieces, list_rows
-from jaxtrain.generation.weight_sync.publish_weights import WeightPublisher
+from jaxtrain.generation.weight_sync.publish_weights import TensorSet, WeightPublisher
 from jaxtrain.huggingface.ops import ParameterEntry, SplitRows, TensorRef, Transpose
 from jaxtrain_vllm import cuda_ipc, wire
 from jaxtrain_vllm.cuda_driver import HANDLE_BYTES, Cuda, CudaError
@@ -141,7 +141,7 @@ class Setting:
             publisher = WeightPublisher(
                 servers,
                 lambda params: list_pieces(params, NAMED, "bfloat16"),
-                SHAPES,
+                TensorSet(SHAPES),
                 delta=delta,
                 device=self.image,
             )

@@ -17,7 +17,7 @@ from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.generation.vllm.servers import Servers
-from jaxtrain.generation.weight_sync.publish_weights import WeightPublisher, collect
+from jaxtrain.generation.weight_sync.publish_weights import TensorSet, WeightPublisher, collect
 from jaxtrain.huggingface.ops import SplitPiece, full_index
 from jaxtrain_vllm import handshake, wire
 from jaxtrain_vllm.weight_receiver import WeightReceiver, connect
@@ -55,7 +55,7 @@ def open_servers(fakes, adapters=False, **settings):
 @contextlib.contextmanager
 def open_weights(fakes, delta=False, shapes=None, **settings):
     with open_servers(fakes, **settings) as (engine, servers, said):
-        publisher = WeightPublisher(servers, pieces, shapes or SHAPES, delta=delta)
+        publisher = WeightPublisher(servers, pieces, TensorSet(shapes or SHAPES), delta=delta)
         yield engine, publisher, said
         publisher.close()
 

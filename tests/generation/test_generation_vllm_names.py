@@ -5,7 +5,7 @@ import pytest
 from fake_vllm import FakeVllm
 from test_generation_publish import HELD, SHAPES, draw_params, open_servers, pieces
 
-from jaxtrain.generation.weight_sync.publish_weights import WeightPublisher
+from jaxtrain.generation.weight_sync.publish_weights import TensorSet, WeightPublisher
 from jaxtrain.huggingface.safetensors import write_folder
 from jaxtrain_vllm.tensor_names import ServedNames, describe, read_shapes
 
@@ -97,9 +97,7 @@ def test_a_served_hybrid_has_the_names_of_its_folder(multimodal):
         wide = {f"{long}{linear}A_log"}
         carried = ("model.visual.", "mtp.")
         sent = {name: np.full((2, 2), 0.1, np.float32) for name in trained}
-        publisher = WeightPublisher(
-            servers, pieces, shapes, delta=False, wide=wide, carried=carried
-        )
+        publisher = WeightPublisher(servers, pieces, TensorSet(shapes, wide, carried), delta=False)
         publisher.publish(0, sent)
         held = fake.shelves[0].tensors
         assert {name for name, tensor in held.items() if tensor.dtype == "float32"} == wide

@@ -52,11 +52,11 @@ class UnmaskingSampler(Requests):
     """
 
     def __init__(
-        self, model: Any, eos_ids: Any, pad_id: int = 0, *, how: Unmasking, most_rows: int = 64,
+        self, model: Any, eos_ids: Any, *, how: Unmasking, most_rows: int = 64,
         max_batch: int = 64, **options: Any,
     ):  # fmt: skip
         """how: passes, blocks and selection. most_rows: limit for answers at once."""
-        super().__init__(model, eos_ids, pad_id, max_batch=min(max_batch, most_rows), **options)
+        super().__init__(model, eos_ids, max_batch=min(max_batch, most_rows), **options)
         self.how = how
         self._running: list[AnswerCanvas] = []
         self._unstacked: tuple[Any, Any] = (None, None)

@@ -64,7 +64,6 @@ class Requests(ABC):
         self,
         model: Any,
         eos_ids: Iterable[int],
-        pad_id: int = 0,
         *,
         max_len: int,
         max_batch: int = 64,
@@ -73,7 +72,6 @@ class Requests(ABC):
     ):
         """mesh: that of the weights; by default the one that is set where `step` is called."""
         self.eos_ids = frozenset(eos_ids)
-        self.pad_id = pad_id
         self.max_len = max_len
         self.max_batch = max_batch
         self.to_text = to_text

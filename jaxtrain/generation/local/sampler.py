@@ -53,7 +53,6 @@ class LocalSampler(Requests):
         self,
         model: Any,
         eos_ids: Iterable[int],
-        pad_id: int = 0,
         *,
         max_len: int,
         max_batch: int = 64,
@@ -66,7 +65,7 @@ class LocalSampler(Requests):
         draft_rows: a draft guesses only while at most so many rows are busy; 0: always. routes:
         record each token's experts; for a model without a draft."""
         super().__init__(
-            model, eos_ids, pad_id, max_len=max_len, max_batch=max_batch, to_text=to_text, mesh=mesh
+            model, eos_ids, max_len=max_len, max_batch=max_batch, to_text=to_text, mesh=mesh
         )
         self.draft_rows, self.routes = draft_rows, routes
         self._running: list[Request | None] = []
@@ -144,7 +143,7 @@ class LocalSampler(Requests):
         # Powers of four for the number of prompts: padding rows cost less than programs.
         U, P = bucket(len(prompts), 1, 4), bucket(max(map(len, prompts)), 32)
         R = bucket(len(new), 1, 4)
-        tokens_UP, lengths_U = np.full((U, P), self.pad_id, np.int32), np.ones(U, np.int32)
+        tokens_UP, lengths_U = np.zeros((U, P), np.int32), np.ones(U, np.int32)
         for index, prompt in enumerate(prompts):
             tokens_UP[index, : len(prompt)] = prompt
             lengths_U[index] = len(prompt)

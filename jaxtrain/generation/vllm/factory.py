@@ -36,7 +36,7 @@ from jaxtrain.generation.vllm.sources import open_sources
 from jaxtrain.generation.weight_sync.device_image import DeviceImage
 from jaxtrain.generation.weight_sync.device_layout import PublishedCopy, list_pieces, list_rows
 from jaxtrain.generation.weight_sync.publish_lora import LoraPublisher
-from jaxtrain.generation.weight_sync.publish_weights import WeightPublisher
+from jaxtrain.generation.weight_sync.publish_weights import TensorSet, WeightPublisher
 from jaxtrain.generation.weight_sync.shared_publisher import SharedPublisher
 from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models.capabilities import route_shape
@@ -226,13 +226,11 @@ def open_weights(
     return WeightPublisher(
         servers,
         write,
-        shapes,
+        TensorSet(shapes, wide, bundle.architecture.carries),
         delta=delta,
         ahead=ahead,
         find=published and partial(write, compare=True),
         device=device,
-        wide=wide,
-        carried=bundle.architecture.carries,
     )
 
 

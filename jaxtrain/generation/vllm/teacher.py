@@ -120,7 +120,8 @@ class TeacherServer:
                     raise UserError(
                         f"task.teacher.url {self.url} refuses {path}:"
                         f" {escape_control_chars(reason)}; a server for task.top_k"
-                        f" {self.k} is started with --max-logprobs {self.k} or more, and with --max-model-len for the longest row"
+                        f" {self.k} is started with --max-logprobs {self.k} or more, and with"
+                        " --max-model-len for the longest row"
                     ) from None
         raise RunStopped(
             f"task.teacher.url {self.url}: {path} failed {TRIES} times, the last time:"

@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtrain.errors import UserError
 from jaxtrain.generation.vllm.control import Deadline, ServerGone, ServerRefused, call
@@ -53,35 +53,41 @@ FEW_BYTES = 2**28
 """For weights up to this size changes are always determined, even if no server needs them."""
 
 
+class TensorSet(NamedTuple):
+    """The Hugging Face tensors that a run publishes."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    wide: Collection[str] = ()
+    """Names of those that are sent in float32 rather than in rollout.vllm.weight_dtype."""
+    carried: tuple[str, ...] = ()
+    """Prefixes of the names of tensors that servers have and no run trains."""
+
+
 class WeightPublisher:
     """`publisher.Publisher` by TCP.
 
-    write(params): the pieces of all Hugging Face tensors, of any float dtype. shapes: their names
-    and shapes. wide: names of those that are sent in float32 rather than in
-    rollout.vllm.weight_dtype. carried: name prefixes of tensors that servers have and no run
-    trains. delta: send only changes if that is less.
+    write(params): yields the pieces of all tensors, of any float dtype. delta: send only changes if
+    that is less.
     """
 
     def __init__(
         self,
         servers: Servers,
         write: Callable[[Any], Iterable[SplitPiece]],
-        shapes: Mapping[str, tuple[int, ...]],
+        tensors: TensorSet,
         *,
         delta: bool,
         ahead: bool = False,
         find: Callable[[Any], Iterable[SplitPiece]] | None = None,
         device: DeviceImage | None = None,
-        wide: Collection[str] = (),
-        carried: tuple[str, ...] = (),
     ):
         """find: like `write`, but yields what changed since the last call of either
         (`host_image.DeviceChange`). ahead: `publish` returns once the weights are copied, and
         servers receive them meanwhile. device: image to use as long as all servers can read it."""
         config = servers.config
-        self.servers, self.write, self.shapes = servers, write, dict(shapes)
+        self.servers, self.write, self.shapes = servers, write, dict(tensors.shapes)
         self.find, self.device = find, device
-        self.wide, self.carried = frozenset(wide), carried
+        self.wide, self.carried = frozenset(tensors.wide), tensors.carried
         self._left: list[DeviceImage] = []
         """Retired device images, which servers may still have open."""
         self.dtype, self.delta, self.ahead = config.weight_dtype, delta, ahead
