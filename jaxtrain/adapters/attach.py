@@ -1,4 +1,4 @@
-"""Adapters put into a model's slots, drawn, split from what is frozen, and taken off again."""
+"""Attach adapters to a model, draw their parameters, split these from the frozen ones, detach."""
 
 import math
 import zlib
@@ -18,9 +18,9 @@ from jaxtrain.models.parameters import Params, Shapes
 
 
 def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
-    """The abstract `model` (shapes for parameters) with its slots filled, in place.
+    """Fill the slots of the abstract `model` (shapes for parameters), in place.
 
-    Raises UserError where a kernel has no such storage.
+    Raises UserError if a kernel cannot be stored as requested.
     """
     remaining = dict(adapter.slots)
     for path, node in list(nnx.iter_graph(model)):
@@ -42,7 +42,7 @@ def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
 def make_adapter(
     linear: Linear, slot: LoRASpec, dtype: str, dropout: float = 0.0, salt: int = 0
 ) -> LoRA:
-    """Shapes of an adapter for a Linear, which may be a stack of layers (and of experts)."""
+    """Build the shapes of an adapter for a Linear, which may be a stack of layers (and of experts)."""
     *lead, num_in, num_out = linear.kernel.get_value().shape
     if slot.dora and isinstance(linear, ExpertLinear):
         raise UserError(
@@ -66,9 +66,9 @@ def make_adapter(
 
 
 def without_adapters(model: nnx.Module) -> nnx.Module:
-    """`model` as it was before adapters: the reference policy of preference and RL methods.
+    """Return `model` without adapters: the reference policy of preference and RL methods.
 
-    In place, so use it on a model that was just rebuilt. Parameters trained in full stay trained.
+    In place, so only for a model that was just rebuilt. Parameters trained in full stay trained.
     """
     for _, node in list(nnx.iter_graph(model)):
         if isinstance(node, Linear | Embed):
@@ -77,11 +77,11 @@ def without_adapters(model: nnx.Module) -> nnx.Module:
 
 
 def draw_trained(shapes: Shapes, base: Params, adapter: Adapter, seed: int) -> Params:
-    """The trained parameters at the start: the model computes what its base computes.
+    """Return the initial trained parameters; the model computes what its base computes.
 
-    shapes: of all that is trained, with shardings; base: the base's parameters.
-    A is uniform in +-1/sqrt(in) as in PEFT, B zero, the magnitude the norm of W's columns; rows of
-    tables are the table's. The numbers depend on seed and path, not on the mesh.
+    shapes: of all trained parameters, with shardings; base: the base's parameters. A is uniform in
+    +-1/sqrt(in) as in PEFT, B zero, the magnitude the norm of W's columns; rows of tables are the
+    table's. The numbers depend on seed and path, not on the mesh.
     """
     needed = {path: base[path] for path in adapter.full}
     for path, slot in adapter.slots.items():

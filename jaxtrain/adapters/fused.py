@@ -39,8 +39,8 @@ RECENT = 4  # tensors whose magnitudes are kept: a folder has those of a layer a
 
 
 def find_tensors(config: DecoderConfig) -> dict[str, TensorPart]:
-    """{path of a Linear that is not all of its tensor: its part}; UserError where blocks are not
-    those of single outputs."""
+    """Return {path of a Linear that is only a part of its tensor: that part}. Raises UserError if
+    blocks span several outputs."""
     linears = find_linears(config)
     wrapped = find_wrapped(config, linears)
     ops = {entry.param: entry.op for entry in family(config).names(config)}
@@ -50,7 +50,7 @@ def find_tensors(config: DecoderConfig) -> dict[str, TensorPart]:
         leaf = innermost(op)
         if path in wrapped:
             experts = wrapped[path]
-            if not _is_turned(op) or experts.step != 1:
+            if not _is_transposed(op) or experts.step != 1:
                 raise UserError(
                     f"{_refused(config, path)}: {experts.parameters[0]} has its inputs before its"
                     ' outputs, so that a block of 64 is of many outputs; set it to "nf4", or to'
@@ -63,7 +63,7 @@ def find_tensors(config: DecoderConfig) -> dict[str, TensorPart]:
         elif path.split(".")[-2] == "experts":
             raise UserError(f'{_refused(config, path)}; set it to "nf4"')
         elif not isinstance(leaf, TensorRef):
-            part = _find_rows(leaf, outputs) if _is_turned(op) else None
+            part = _find_rows(leaf, outputs) if _is_transposed(op) else None
             if part is None:
                 raise UserError(f'{_refused(config, path)}; set it to "nf4"')
             parts_by_path[path] = part
@@ -74,13 +74,13 @@ def _refused(config: DecoderConfig, path: str) -> str:
     return f'adapter.quantize "{NAME}" has no form for {path} of {config.architecture}'
 
 
-def _is_turned(op: TensorOp) -> bool:
-    """Whether tensors have the outputs of a kernel before its inputs."""
-    return _is_turned(op.ops[0]) if isinstance(op, StackedOps) else isinstance(op, Transpose)
+def _is_transposed(op: TensorOp) -> bool:
+    """Return True if tensors have the outputs of a kernel before its inputs."""
+    return _is_transposed(op.ops[0]) if isinstance(op, StackedOps) else isinstance(op, Transpose)
 
 
 def _find_rows(leaf: TensorOp, outputs: int) -> TensorPart | None:
-    """The outputs of a matrix among the rows of its tensor."""
+    """Locate the outputs of a matrix among the rows of its tensor."""
     if isinstance(leaf, SplitRows) and leaf.axis == 0:
         return TensorPart(leaf.name, ((leaf.start, outputs),), leaf.total)
     if not isinstance(leaf, PermutedRows) or leaf.axis != 0:
@@ -94,8 +94,8 @@ def _find_rows(leaf: TensorOp, outputs: int) -> TensorPart | None:
 
 
 class TensorScales:
-    """What the blocks of a folder's matrices are multiplied with, float32 [out, blocks]: first all
-    magnitudes of a tensor are found, a matrix at a time."""
+    """Scales of the blocks of a folder's matrices, float32 [out, blocks], computed from the
+    magnitudes of a whole tensor, read one matrix at a time."""
 
     def __init__(self, config: DecoderConfig, tensors: Mapping[str, TensorPart], fetch: Fetch):
         self.tensors = tensors
@@ -116,10 +116,10 @@ class TensorScales:
             absmax = None
             for path, part in members.items():
                 for expert in range(part.num):
-                    kernel = read(path, ops[f"{path}.kernel"].ops[layer], expert)
+                    block_absmax = read(path, ops[f"{path}.kernel"].ops[layer], expert)
                     if absmax is None:
-                        absmax = np.zeros((part.num, part.total, kernel.shape[1]), np.float32)
-                    absmax[expert, part.rows] = kernel
+                        absmax = np.zeros((part.num, part.total, block_absmax.shape[1]), np.float32)
+                    absmax[expert, part.rows] = block_absmax
             return np.asarray(restore_absmax(jnp.asarray(absmax)))
 
         self._restored: Callable[[str, int], np.ndarray] = restored

@@ -25,7 +25,7 @@ class Int8(nnx.Module):
 
     @property
     def axes(self) -> tuple[str | None, ...]:
-        """Logical, of the kernel's dims."""
+        """Logical axes of the kernel's dims."""
         return self.codes.get_metadata()["axes"]
 
     def concatenate(self, *kernels: "Int8") -> "Int8":
@@ -73,7 +73,7 @@ class PackedInt8:
 
 
 def int8_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a kernel [..., in, out] is stored as."""
+    """Return the shapes of the parts that store a kernel [..., in, out]."""
     return {
         "codes": jax.ShapeDtypeStruct(shape, jnp.int8),
         "scales": jax.ShapeDtypeStruct((*shape[:-2], shape[-1]), jnp.float32),
@@ -81,7 +81,7 @@ def int8_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def quantize_int8(kernel: jax.Array) -> dict[str, jax.Array]:
-    """One kernel [in, out] in parts; the largest magnitude of a column becomes 127."""
+    """Quantize a kernel [in, out] to its parts; the largest magnitude of a column becomes 127."""
     wide = kernel.astype(jnp.float32)
     scales = jnp.abs(wide).max(0) / 127
     codes = jnp.round(wide / jnp.where(scales > 0, scales, 1.0))
@@ -89,5 +89,5 @@ def quantize_int8(kernel: jax.Array) -> dict[str, jax.Array]:
 
 
 def dequantize_int8(parts: dict[str, jax.Array], dtype: jnp.dtype) -> jax.Array:
-    """The kernel [..., in, out] of its parts, cast to `dtype`."""
+    """Return the kernel [..., in, out] of its parts, cast to `dtype`."""
     return (parts["codes"].astype(jnp.float32) * parts["scales"][..., None, :]).astype(dtype)

@@ -39,7 +39,7 @@ class LoRA(Noisy):
 
     @property
     def drops(self) -> bool:
-        """Whether this pass drops anything."""
+        """True if this pass applies dropout."""
         return self.dropout > 0 and self.rng_bits is not None
 
     def __call__(self, x: jax.Array, y: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
-"""Adapters folded into the weights of a Hugging Face folder, a tensor at a time.
+"""Merge adapters into the weights of a Hugging Face folder, one tensor at a time.
 
-Works on the folders alone, so the host never holds more than one matrix, whatever the size of the
-model: by tensor names, and by the family's where several matrices are one tensor.
+Works on folders alone, by tensor names, and by the family's names if several matrices share a
+tensor. So the host never holds more than one matrix, whatever the size of the model.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ TOKENIZER = (
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """What an adapter does to one tensor of the base."""
+    """The change that an adapter makes to one tensor of the base."""
 
     peft: PeftFolder
     tensor: str
@@ -52,7 +52,7 @@ class Correction:
     """None: the adapter holds the whole tensor."""
 
     def apply(self, base: np.ndarray, index: int | None) -> np.ndarray:
-        """The merged tensor [out, in] in float32 of the base's."""
+        """Return the merged tensor [out, in] in float32."""
         if self.slot is None:
             return fetch(self.peft, self.tensor)
         module = self.tensor.removesuffix(".weight")
@@ -69,7 +69,7 @@ class Correction:
 
 @dataclasses.dataclass(frozen=True)
 class RowCorrection:
-    """What an adapter that holds rows of a table does to it; the table gets those that it lacks."""
+    """The change to a table by an adapter with rows of it, which may extend the table."""
 
     peft: PeftFolder
     tensor: str
@@ -79,7 +79,7 @@ class RowCorrection:
     """The adapter's tensor with the rows that the base lacks; None: they are its mean."""
 
     def apply(self, base: np.ndarray, index: int | None) -> np.ndarray:
-        """The table [total, D] in float32 of the base's."""
+        """Return the merged table [total, D] in float32."""
         wide = base.astype(np.float32)
         merged = np.empty((self.total, base.shape[1]), np.float32)
         merged[: len(wide)] = wide
@@ -93,7 +93,7 @@ class RowCorrection:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertCorrection:
-    """What a pair for all experts of a layer does to a matrix of one of them."""
+    """The change to a matrix of one expert by a pair for all experts of a layer."""
 
     peft: PeftFolder
     module: str
@@ -107,8 +107,8 @@ class ExpertCorrection:
     """Whether the tensor is [in, out]."""
 
     def apply(self, base: np.ndarray, index: int | None) -> np.ndarray:
-        """The merged matrix in float32 of the base's, that of expert `index` where all are one
-        tensor."""
+        """Return the merged matrix in float32, that of expert `index` if the tensor holds all
+        experts."""
         expert = index if self.expert is None else self.expert
         assert expert is not None, "a tensor of all experts comes an expert at a time"
         rank = self.slot.rank
@@ -121,13 +121,13 @@ class ExpertCorrection:
 
 
 def fetch(peft: PeftFolder, name: str, index: Any = ()) -> np.ndarray:
-    """A tensor of the adapter, or a part of it."""
+    """Return a tensor of the adapter, or a part of it."""
     name = PREFIX + name
     return peft.files.fetch(name, index or full_index(peft.files.tensors[name].shape))
 
 
 class MatrixLocation(NamedTuple):
-    """A matrix of a parameter, in a tensor of a folder."""
+    """The location of a parameter's matrix in a tensor of a folder."""
 
     path: str
     """Of the Linear."""
@@ -139,8 +139,8 @@ class MatrixLocation(NamedTuple):
 
 
 class RoundTrip:
-    """Tensors of a folder as a quantized run had them: each of its kernels by itself, also where
-    several are one tensor, or with the others of its tensor in memory (nf4_fused)."""
+    """Tensors of a folder as a quantized run saw them: each kernel quantized separately, also if
+    several share a tensor, or together with the others of its tensor in memory (nf4_fused)."""
 
     def __init__(self, config: DecoderConfig, kind: str, files: SafetensorsFolder):
         self.kind = kind
@@ -159,7 +159,7 @@ class RoundTrip:
                     self.matrices.setdefault(name, []).append(location)
 
     def __call__(self, name: str, array: np.ndarray, index: int | None) -> np.ndarray:
-        """A tensor, or expert `index` of one of all experts, in its own dtype."""
+        """Return a tensor, or expert `index` of one with all experts, in its own dtype."""
         if name not in self.matrices:
             return array
         out = np.array(array if index is None else array[None])
@@ -183,7 +183,7 @@ class RoundTrip:
 def _matrices(
     op: TensorOp, shape: tuple[int, ...], indices: tuple[int, ...] = ()
 ) -> Iterator[tuple[tuple[int, ...], TensorOp, tuple[int, ...]]]:
-    """(indices, op, shape) of what a parameter stacks."""
+    """Yield (indices, op, shape) of the matrices that a parameter stacks."""
     if not isinstance(op, StackedOps):
         yield indices, op, shape
         return
@@ -201,14 +201,13 @@ def merge_adapter(
     family: str | None = None,
     keys: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Write to `output` the model of `base` with the PEFT folder `adapter` merged in, and with the
-    tokenizer that lies there, if one does.
+    """Write the model of `base` with the PEFT folder `adapter` merged in to `output`, with the
+    adapter's tokenizer if it has one.
 
-    Tensors keep their dtypes but where `dtype` is given. quantize: the adapter was trained beside
-    weights in that storage; what was stored so is put through it first. family: as model.family.
-    keys: of config.json, which the adapter's tokens change.
-    Returns the number of tensors that the adapter changed; raises one UserError for all that cannot
-    be merged, before writing.
+    Tensors keep their dtypes unless `dtype` is set. quantize: storage of the weights during
+    training; tensors stored so are quantized and dequantized before the merge. family: as
+    model.family. keys: values of config.json that the adapter's tokens change. Returns the number
+    of changed tensors; raises one UserError for all that cannot be merged, before writing.
     """
     base, output = Path(base), Path(output)
     files = open_folder(base)
@@ -242,7 +241,7 @@ def merge_adapter(
 
 
 def add_eos(file: Path, eos: int) -> None:
-    """Let servers that read a generation_config.json end answers at a token, too."""
+    """Add an end-of-answer token to a generation_config.json."""
     if file.is_file():
         settings = read_object(file)
         stated = settings.get("eos_token_id")
@@ -254,8 +253,8 @@ def add_eos(file: Path, eos: int) -> None:
 def find_grown(
     files: SafetensorsFolder, peft: PeftFolder, corrections: Mapping[str, Any]
 ) -> dict[str, tuple[int, int]]:
-    """{table of the base: its shape with the adapter's tokens}; UserError where another table keeps
-    fewer rows."""
+    """Return {table of the base: its shape with the adapter's tokens}. Raises UserError if another
+    table has fewer rows."""
     shapes = {}
     for name, correction in corrections.items():
         if isinstance(correction, RowCorrection):
@@ -275,8 +274,8 @@ def find_grown(
 
 
 def copy_tokenizer(adapter: Path, output: Path) -> None:
-    """The tokenizer beside an adapter in the place of the base's: it may have more tokens, and has
-    the chat template that was trained with."""
+    """Replace the base's tokenizer by the adapter's, which may have more tokens and has the chat
+    template of the training."""
     if not (adapter / "tokenizer_config.json").is_file():
         return
     for name in TOKENIZER:
@@ -289,8 +288,8 @@ def copy_tokenizer(adapter: Path, output: Path) -> None:
 def find_corrections(
     files: SafetensorsFolder, peft: PeftFolder, config: DecoderConfig | None = None
 ) -> dict[str, Correction | RowCorrection | ExpertCorrection]:
-    """{tensor of the base: what the adapter does to it}; UserError where they do not fit. config:
-    the base's, needed where the adapter has pairs for all experts of a layer."""
+    """Return {tensor of the base: the adapter's change}. Raises UserError if they do not fit.
+    config: the base's, needed if the adapter has pairs for all experts of a layer."""
     corrections: dict[str, Any] = {}
     problems: list[str] = []
     for module, slot in peft.modules().items():
@@ -351,8 +350,8 @@ def find_corrections(
 def find_expert_corrections(
     files: SafetensorsFolder, peft: PeftFolder, config: DecoderConfig, problems: list[str]
 ) -> dict[str, ExpertCorrection]:
-    """What pairs for all experts of a layer do to the tensors that hold these; what does not fit
-    goes to `problems`."""
+    """Return the changes by pairs for all experts of a layer; mismatches are appended to
+    `problems`."""
     linears = find_linears(config)
     wrapped, targets, unmatched = find_pairs(peft, config, linears)
     problems += [f"the base has no experts for {spell(module)}" for module in sorted(unmatched)]
@@ -390,7 +389,8 @@ def find_expert_corrections(
 def check_base_tensor(
     files: SafetensorsFolder, name: str, shape: tuple[int, ...], problems: list[str], reason: str
 ) -> bool:
-    """Whether the base has such a tensor of floats; else a sentence goes to `problems`."""
+    """Return whether the base has such a tensor of floats; otherwise append a sentence to
+    `problems`."""
     stored = files.tensors.get(name)
     if stored is None:
         problems.append(f"the base has no {name}")
@@ -404,7 +404,7 @@ def check_base_tensor(
 
 
 def grows(name: str, shape: tuple[int, ...], adapter_shape: tuple[int, ...]) -> bool:
-    """Whether an adapter's table has more tokens than the base's, and is its like else."""
+    """Return whether an adapter's table has more tokens than the base's and the same width."""
     return (
         f".{name}".endswith(ENDS) and adapter_shape[1:] == shape[1:] and adapter_shape[0] > shape[0]
     )

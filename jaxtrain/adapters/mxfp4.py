@@ -72,7 +72,8 @@ class PackedMXFP4:
 
 
 def mxfp4_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a kernel [..., in, out] is stored as; `in` must be a multiple of 32."""
+    """Return the shapes of the parts that store a kernel [..., in, out]; `in` must be a multiple of
+    32."""
     *lead, num_in, num_out = shape
     return {
         "blocks": jax.ShapeDtypeStruct((*lead, num_in // 2, num_out), jnp.uint8),
@@ -83,8 +84,8 @@ def mxfp4_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
 def read_mxfp4(
     files: SafetensorsFolder, op: TensorOp, shapes: Shapes
 ) -> dict[str, jax.Array] | None:
-    """The parts of stacked kernels as a folder holds them, with the shapes and shardings of
-    `shapes`; None where it holds them in another way."""
+    """Read the parts of stacked kernels from a folder that stores them in MXFP4, with the shapes
+    and shardings of `shapes`; None if it stores them otherwise."""
     if not isinstance(op, StackedOps) or not isinstance(files, PackedFolder):
         return None
     layers = []
@@ -119,8 +120,8 @@ def read_mxfp4(
 
 
 def quantize_mxfp4(kernel: jax.Array) -> dict[str, jax.Array]:
-    """One kernel [in, out] in parts. A block's power of two is that of its largest magnitude, which
-    then lies from 4 to 8, and counts as 6 above that."""
+    """Quantize a kernel [in, out] to its parts. A block's power of two is that of its largest
+    magnitude, which then lies from 4 to 8, and counts as 6 above that."""
     num_in, num_out = kernel.shape
     blocks = kernel.astype(jnp.float32).reshape(num_in // BLOCK, BLOCK, num_out)
     largest = jax.lax.bitcast_convert_type(jnp.abs(blocks).max(1), jnp.int32) >> MANTISSA
@@ -139,7 +140,7 @@ def quantize_mxfp4(kernel: jax.Array) -> dict[str, jax.Array]:
 
 
 def dequantize_mxfp4(parts: dict[str, jax.Array], dtype: jnp.dtype) -> jax.Array:
-    """The kernel [..., in, out] of its parts in `dtype`, exact in bfloat16 and wider."""
+    """Return the kernel [..., in, out] of its parts in `dtype`, exact in bfloat16 and wider."""
     blocks, scales = parts["blocks"], parts["scales"]
     *lead, half, num_out = blocks.shape
     # Without a concatenation, whose fusion an H200 takes longer for than for the arithmetic.

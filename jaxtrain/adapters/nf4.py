@@ -66,8 +66,8 @@ MIDDLES = (DYNAMIC[:-1] + DYNAMIC[1:]) / 2
 
 @dataclasses.dataclass(frozen=True)
 class TensorPart:
-    """Where the matrices of a layer's kernel, `num` of [in, out], lie in a tensor that is quantized
-    as one: [num, total, in], whose rows are outputs."""
+    """The location of a layer's kernel, `num` matrices [in, out], in a tensor that is quantized as
+    one: [num, total, in], with outputs as rows."""
 
     tensor: str
     """That of the first layer."""
@@ -78,7 +78,7 @@ class TensorPart:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the tensor, in its order."""
+        """True if it is the whole tensor, in its order."""
         return self.num == 1 and self.runs == ((0, self.total),)
 
     @property
@@ -87,21 +87,23 @@ class TensorPart:
         return np.concatenate([np.arange(start, start + size) for start, size in self.runs])
 
     def firsts(self, blocks: int) -> np.ndarray:
-        """int [num]: the first block of each matrix in the tensor; blocks: of a row."""
+        """Return int [num]: the first block of each matrix in the tensor; blocks: of a row."""
         return (np.arange(self.num) * self.total + self.rows.min()) * blocks
 
     def is_even(self, blocks: int) -> bool:
-        """Whether the scales of each matrix begin with it, as if it were quantized by itself."""
+        """Return True if the scales of each matrix begin with it, as if it were quantized
+        separately."""
         return len(self.runs) == 1 and not (self.firsts(blocks) % OUTER).any()
 
     def num_scales(self, blocks: int) -> int:
-        """Scales that a matrix needs at most."""
+        """Return the number of scales that a matrix needs at most."""
         first, rows = self.firsts(blocks), self.rows
         last = first + (rows.max() - rows.min() + 1) * blocks - 1
         return int((last // OUTER - first // OUTER).max()) + 1
 
     def groups(self, blocks: int) -> jax.Array:
-        """int32 [num, out, blocks]: which of a matrix's scales each of its blocks has."""
+        """Return int32 [num, out, blocks]: the index of each block's scale among those of its
+        matrix."""
         first = jnp.asarray(self.firsts(blocks) % OUTER, jnp.int32)
         least = min(start for start, _ in self.runs)
         rows = [jnp.arange(a - least, a - least + n, dtype=jnp.int32) for a, n in self.runs]
@@ -121,8 +123,8 @@ class NF4(nnx.Module):
         self.offset = nnx.Param(parts["offset"], axes=tuple(lead))
 
     def multiply(self, x: jax.Array) -> jax.Array:
-        """x [..., in] @ kernel in x's dtype. Backward unpacks the kernel again, so that it is never
-        kept."""
+        """Compute x [..., in] @ kernel in x's dtype. The backward pass unpacks the kernel again
+        instead of storing it."""
 
         group = self._groups()
         group = None if group is None else group[0]
@@ -143,7 +145,7 @@ class NF4(nnx.Module):
         return PackedNF4(**parts, group=group)
 
     def _groups(self) -> jax.Array | None:
-        """As `TensorPart.groups`; None where the scales begin with each matrix."""
+        """Return `TensorPart.groups`; None if the scales begin with each matrix."""
         part, blocks = self.part, self.absmax.shape[-1]
         return None if part is None or part.is_even(blocks) else part.groups(blocks)
 
@@ -201,7 +203,8 @@ PARTS = ("nibbles", "absmax", "scales", "offset")
 def nf4_shapes(
     shape: tuple[int, ...], part: TensorPart | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a kernel [..., in, out] is stored as; `in` must be a multiple of 64."""
+    """Return the shapes of the parts that store a kernel [..., in, out]; `in` must be a multiple of
+    64."""
     *lead, num_in, num_out = shape
     blocks = num_in // BLOCK
     scales = -(-num_out * blocks // OUTER) if part is None else part.num_scales(blocks)
@@ -214,7 +217,7 @@ def nf4_shapes(
 
 
 def quantize_nf4(kernel: jax.Array) -> dict[str, jax.Array]:
-    """One kernel [in, out] in parts. A value on a threshold goes down; a block of zeros stays."""
+    """Quantize a kernel [in, out] to its parts. Values on a threshold round down; zero blocks stay."""
     nibbles, absmax = _quantize_blocks(kernel)
     codes, scales, offset = quantize_absmax(absmax.reshape(-1))
     return {
@@ -228,8 +231,8 @@ def quantize_nf4(kernel: jax.Array) -> dict[str, jax.Array]:
 def quantize_together(
     kernels: Sequence[jax.Array], parts: Sequence[TensorPart]
 ) -> list[dict[str, jax.Array]]:
-    """What each of the kernels [num, in, out], or [in, out], is stored as that together are one
-    tensor: their blocks have scales and an offset in common, of which each kernel has a copy."""
+    """Quantize kernels [num, in, out], or [in, out], that together form one tensor: their blocks
+    share scales and an offset, of which each kernel gets a copy."""
     num, total = parts[0].num, parts[0].total
     quantized = []
     for kernel in kernels:
@@ -254,7 +257,8 @@ def quantize_together(
 
 
 def _quantize_blocks(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(nibbles, largest magnitude of each block, float32 [out, blocks]) of a kernel [in, out]."""
+    """Return (nibbles, largest magnitude of each block, float32 [out, blocks]) of a kernel [in,
+    out]."""
     num_in, num_out = kernel.shape
     blocks = kernel.T.astype(jnp.float32).reshape(num_out, num_in // BLOCK, BLOCK)
     absmax = jnp.abs(blocks).max(-1)
@@ -266,8 +270,8 @@ def _quantize_blocks(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def quantize_absmax(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(codes uint8, scales float32, offset) of the magnitudes of blocks, OUTER after each other
-    with one scale."""
+    """Return (codes uint8, scales float32, offset) of block magnitudes; OUTER consecutive ones
+    share a scale."""
     offset = absmax.mean()
     centered = absmax - offset
     outer = jnp.pad(centered, (0, -centered.size % OUTER)).reshape(-1, OUTER)
@@ -279,7 +283,7 @@ def quantize_absmax(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]
 
 @jax.jit
 def restore_absmax(absmax: jax.Array) -> jax.Array:
-    """The magnitudes of all blocks of a tensor, in their order, as its storage gives them back."""
+    """Return the magnitudes of all blocks of a tensor after a round trip through their storage."""
     codes, scales, offset = quantize_absmax(absmax.reshape(-1))
     restored = jnp.asarray(DYNAMIC)[codes] * jnp.repeat(scales, OUTER)[: codes.size] + offset
     return restored.reshape(absmax.shape)
@@ -288,10 +292,10 @@ def restore_absmax(absmax: jax.Array) -> jax.Array:
 def dequantize_nf4(
     parts: dict[str, jax.Array], dtype: jnp.dtype, group: jax.Array | None = None
 ) -> jax.Array:
-    """The kernel [..., in, out] of its parts, summed in float32, cast to `dtype`.
+    """Return the kernel [..., in, out] of its parts, summed in float32, cast to `dtype`.
 
-    group: int32 [out, blocks] or [E, out, blocks], which of the scales belongs to each of absmax;
-    None: OUTER of them after each other have one.
+    group: int32 [out, blocks] or [E, out, blocks], the scale of each of absmax; None: OUTER
+    consecutive ones share a scale.
     """
     codes = parts["absmax"]
     if group is None:
@@ -307,7 +311,7 @@ def dequantize_nf4(
 
 
 def _unpack(nibbles: jax.Array, absmax: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The kernel [..., in, out] of its codes and what their blocks are multiplied with."""
+    """Return the kernel [..., in, out] of its codes and block factors."""
     *lead, num_out, half = nibbles.shape
     index = jnp.stack([nibbles >> 4, nibbles & 15], axis=-1)
     levels = jnp.asarray(LEVELS)[index].reshape(*lead, num_out, -1, BLOCK)
@@ -317,12 +321,12 @@ def _unpack(nibbles: jax.Array, absmax: jax.Array, dtype: jnp.dtype) -> jax.Arra
 
 @jax.jit
 def find_absmax(kernel: jax.Array) -> jax.Array:
-    """float32 [out, blocks]: the largest magnitude of each block of a kernel [in, out]."""
+    """Return float32 [out, blocks]: the largest magnitude of each block of a kernel [in, out]."""
     return _quantize_blocks(kernel)[1]
 
 
 @jax.jit
 def round_trip_with_absmax(kernel: jax.Array, absmax: jax.Array) -> jax.Array:
-    """float32 [in, out] as storage gives a kernel back whose blocks are multiplied with `absmax`
-    [out, blocks]: those of the tensor that it is a part of."""
+    """Return float32 [in, out]: a kernel after storage with the block factors `absmax` [out,
+    blocks] of the tensor that it is a part of."""
     return _unpack(_quantize_blocks(kernel)[0], absmax, jnp.float32)

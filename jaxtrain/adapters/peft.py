@@ -66,7 +66,7 @@ from jaxtrain.models.saving import to_host
 
 
 class PairSelection(NamedTuple):
-    """Which of the pairs that are one there."""
+    """The position of a pair among those that PEFT stores as one."""
 
     index: int
     count: int
@@ -76,8 +76,8 @@ class PairSelection(NamedTuple):
 def adapter_entries(
     config: DecoderConfig, adapter: Adapter, *, reading: PeftFolder | None = None
 ) -> list[ParameterEntry]:
-    """Every trained parameter and the tensors of a PEFT folder that it is made of. reading: that
-    folder, which has the ranks of `adapter`; None: one that is to be written."""
+    """List every trained parameter with its tensors of a PEFT folder. reading: the folder to read,
+    which has the ranks of `adapter`; None: a folder to be written."""
     base = {entry.param: entry.op for entry in family(config).names(config)}
     entries, selections = [], find_joint(config, adapter) if reading is None else {}
     wrapped = wrapped_slots(config, adapter)
@@ -112,8 +112,8 @@ def adapter_entries(
 
 
 def find_joint(config: DecoderConfig, adapter: Adapter) -> dict[str, PairSelection]:
-    """Of the adapted Linears that are but rows of a tensor: their places in the tensor's one pair.
-    UserError where there is no such pair."""
+    """Return the adapted Linears that are rows of a larger tensor, with their positions in its one
+    pair. Raises UserError if there can be no such pair."""
     groups: dict[str, list[str]] = collections.defaultdict(list)
     rows = {}
     for path, experts in wrapped_slots(config, adapter).items():
@@ -143,7 +143,7 @@ def find_joint(config: DecoderConfig, adapter: Adapter) -> dict[str, PairSelecti
 
 
 def wrapped_slots(config: DecoderConfig, adapter: Adapter) -> dict[str, WrappedExperts]:
-    """The adapted matrices of experts by path."""
+    """Return the adapted matrices of experts by path."""
     if not any(".experts." in path for path in adapter.slots):
         return {}
     wrapped = find_wrapped(config, find_linears(config))
@@ -151,15 +151,16 @@ def wrapped_slots(config: DecoderConfig, adapter: Adapter) -> dict[str, WrappedE
 
 
 def targets_of(wrapped: Mapping[str, WrappedExperts]) -> set[str]:
-    """target_parameters of a folder to be written: where the base has a tensor for each expert,
-    each expert has a pair of its own instead."""
+    """Return the target_parameters of a folder to be written: if the base has a tensor for each
+    expert, each expert has a pair of its own instead."""
     return {experts.target for experts in wrapped.values() if not experts.alone}
 
 
 def pair_op(
     experts: WrappedExperts, part: str, targets: set[str], start: int, ranks: int
 ) -> TensorOp:
-    """One factor of a matrix of experts in the pairs of its layers; see `PairSelection`."""
+    """Return the op of one factor of a matrix of experts in the pairs of its layers; see
+    `PairSelection`."""
     count, ops = experts.num_experts, []
     for layer in range(len(experts.parameters)):
         name = f"{PREFIX}{experts.module(layer, targets)}.{SUFFIX[part]}"
@@ -204,7 +205,7 @@ def write_gathered(
     base_name: str | None,
     dtype: str | None = None,
 ) -> None:
-    """As write_peft, by one process; the parameters may be numpy arrays."""
+    """Write the folder of `write_peft` from one process; the parameters may be numpy arrays."""
     entries = adapter_entries(config, adapter)
     plan = {}
     for entry in entries:
@@ -227,8 +228,8 @@ def write_gathered(
 
 
 def table_modules(config: DecoderConfig) -> dict[str, str]:
-    """{"embed": "model.embed_tokens", ...}: the Hugging Face modules of the tables with a row a
-    token."""
+    """Return the Hugging Face modules of the tables with a row per token: {"embed":
+    "model.embed_tokens", ...}."""
     base = {entry.param: entry.op for entry in family(config).names(config)}
     tables = {path: base.get(f"{path}.embedding") for path in ("embed", "lm_head")}
     return {
@@ -239,7 +240,7 @@ def table_modules(config: DecoderConfig) -> dict[str, str]:
 
 
 def join_slots(config: DecoderConfig, adapter: Adapter) -> Adapter:
-    """The adapter with the ranks and alphas of PEFT's pairs; scales stay."""
+    """Return the adapter with the ranks and alphas of PEFT's pairs; scales stay."""
     slots = dict(adapter.slots)
     for path, selection in find_joint(config, adapter).items():
         slot = slots[path]
@@ -256,7 +257,7 @@ def describe_adapter(
     base_name: str | None,
     parameters: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The content of adapter_config.json; parameters: those of target_parameters by path."""
+    """Return the content of adapter_config.json; parameters: those of target_parameters by path."""
     slots = list(adapter.slots.values())
     plain = [path for path in adapter.slots if path not in parameters]
     # PEFT 0.21 warns of patterns that name no module, though it follows those of parameters. So
@@ -309,7 +310,8 @@ def describe_adapter(
 def _write_patterns(
     values: Mapping[str, float], parameters: Collection[str]
 ) -> dict[str, float | int]:
-    """A pattern for each name; one for all names of a parameter's value, see `describe_adapter`."""
+    """Return a pattern for each name, or one for all names of a parameter's value, see
+    `describe_adapter`."""
     patterns: dict[str, float | int] = {}
     for value in dict.fromkeys(values.values()):
         named = [name for name in values if values[name] == value]
@@ -347,7 +349,7 @@ def _tail(linears: Linears, path: str, parts: int) -> str:
 
 
 def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -> Adapter:
-    """What an existing adapter trains of a model; UserError where it does not fit."""
+    """Describe an existing adapter of a model. Raises UserError if it does not fit."""
     linears = find_linears(config)
     peft = open_peft(folder).called_as(module_names(linears))
     modules, slots = peft.modules(), {}
@@ -411,15 +413,16 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
 
 
 def module_names(linears: Linears) -> list[str]:
-    """Of all Linears, the Hugging Face modules."""
+    """List the Hugging Face modules of all Linears."""
     return [name for linear in linears.values() for name in linear.modules]
 
 
 def find_pairs(
     peft: PeftFolder, config: DecoderConfig, linears: Linears
 ) -> tuple[dict[str, WrappedExperts], set[str], set[str]]:
-    """(the matrices of experts that target_parameters names, by path; their targets; modules with
-    pairs that belong to none of them). UserError for a name that is no parameter of experts."""
+    """Return (matrices of experts that target_parameters names, by path; their targets; modules
+    with pairs that belong to none of them). Raises UserError for a name that is no parameter of
+    experts."""
     if not peft.targets:
         return {}, set(), set()
     every = find_wrapped(config, linears)

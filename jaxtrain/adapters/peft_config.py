@@ -1,4 +1,4 @@
-"""adapter_config.json of somebody else: each key of its type, each pattern within a time limit."""
+"""Read an untrusted adapter_config.json: each key of its type, each pattern within a time limit."""
 
 import json
 import math
@@ -42,7 +42,7 @@ print(json.dumps(found))
 
 
 def read_peft_config(file: Path) -> dict[str, Any]:
-    """The content of an adapter_config.json; UserError names the key that is not of its type."""
+    """Return the content of an adapter_config.json. Raises UserError for a key of the wrong type."""
     raw = read_object(file)
     kind = raw.get("peft_type")
     if kind != "LORA":

@@ -43,7 +43,7 @@ ONE_OF_MANY = re.compile(r"(.*\.experts)\.\d+\.[^.]+\.weight")
 
 
 class WrappedExperts(NamedTuple):
-    """One of our matrices of experts, [E, in, out], as a part of a parameter there."""
+    """A matrix of experts [E, in, out] as a part of a parameter in PEFT."""
 
     parameters: tuple[str, ...]
     """The parameter of each layer."""
@@ -58,11 +58,11 @@ class WrappedExperts(NamedTuple):
 
     @property
     def target(self) -> str:
-        """What target_parameters calls it, in all layers."""
+        """Name in target_parameters, for all layers."""
         return generic(self.parameters[0])
 
     def module(self, layer: int, targets: Collection[str]) -> str:
-        """The module with the pair, where all of `targets` are wrapped."""
+        """Return the module that has the pair if all of `targets` are wrapped."""
         module, _, _ = self.parameters[layer].rpartition(".")
         owner, _, name = self.target.rpartition(".")
         same = [target for target in targets if target.rpartition(".")[0] == owner]
@@ -72,12 +72,12 @@ class WrappedExperts(NamedTuple):
 
 
 def generic(parameter: str) -> str:
-    """A parameter's name without its layer."""
+    """Return a parameter's name without its layer."""
     return re.sub(r"^.*?\blayers\.\d+\.", "", parameter)
 
 
 def find_wrapped(config: DecoderConfig, linears: Linears) -> dict[str, WrappedExperts]:
-    """By path, all matrices of experts of an architecture."""
+    """Return all matrices of experts of an architecture by path."""
     entries = {entry.param: entry.op for entry in family(config).names(config)}
     wrapped = {}
     for path, linear in linears.items():
@@ -108,7 +108,7 @@ def find_wrapped(config: DecoderConfig, linears: Linears) -> dict[str, WrappedEx
 
 
 def innermost(op: TensorOp) -> Any:
-    """The op on the tensor itself; of several layers or experts, of the first."""
+    """Return the op on the tensor itself; for several layers or experts, that of the first."""
     match op:
         case StackedOps():
             return innermost(op.ops[0])
@@ -125,7 +125,8 @@ def _runtime(name: str) -> str:
 
 
 def find_targets(names: Iterable[str], wrapped: Mapping[str, WrappedExperts]) -> set[str]:
-    """The `WrappedExperts.target`s that PEFT's target_parameters name: by their ends, as it does."""
+    """Return the `WrappedExperts.target`s that PEFT's target_parameters name, matched by suffix as
+    in PEFT."""
     return {
         experts.target
         for experts in wrapped.values()

@@ -44,7 +44,7 @@ NEUTRAL_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "lora_ga")
 
 @dataclasses.dataclass(frozen=True)
 class PeftFolder:
-    """An adapter on disk; raises UserError for one that says more than we compute."""
+    """An adapter on disk. Raises UserError for features that are not supported."""
 
     path: Path
     config: Mapping[str, Any]
@@ -56,12 +56,12 @@ class PeftFolder:
 
     @property
     def targets(self) -> list[str]:
-        """Of its target_parameters."""
+        """Names in target_parameters."""
         targets = self.config.get("target_parameters") or []
         return [targets] if isinstance(targets, str) else list(targets)
 
     def called_as(self, names: Collection[str]) -> "PeftFolder":
-        """The adapter with the beginnings that the base's `names` have; see RENAMED."""
+        """Return the adapter with the name prefixes of the base's `names`; see RENAMED."""
         tensors = dict(self.files.tensors)
         for old, new in (*RENAMED, *((new, old) for old, new in RENAMED)):
             if not any(name.startswith(old) for name in names):
@@ -77,12 +77,12 @@ class PeftFolder:
         return dataclasses.replace(self, files=files)
 
     def modules(self) -> dict[str, LoRASpec]:
-        """The slot of each adapted Hugging Face module, by its name in the base model."""
+        """Return the slot of each adapted Hugging Face module, by its name in the base model."""
         pairs = self.pairs()
         return self._slots({m: rank for m, rank in self._ranks().items() if m not in pairs})
 
     def pairs(self) -> set[str]:
-        """The modules whose pair belongs to one of target_parameters."""
+        """Return the modules whose pair belongs to one of target_parameters."""
         owners = {target.rpartition(".")[0] or "experts" for target in self.targets}
         return {
             module
@@ -91,7 +91,7 @@ class PeftFolder:
         }
 
     def pair_slots(self, experts: WrappedExperts, targets: set[str]) -> list[LoRASpec | None]:
-        """The slot of a matrix of experts in each layer."""
+        """Return the slot of a matrix of experts in each layer."""
         ranks, expert_ranks = self._ranks(), {}
         for layer, parameter in enumerate(experts.parameters):
             module = experts.module(layer, targets)
@@ -134,14 +134,15 @@ class PeftFolder:
         }
 
     def _is_copy(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether rows are those of the embedding again, as PEFT may write them of a tied head."""
+        """Return whether rows repeat those of the embedding, as PEFT may write them for a tied
+        head."""
         tables = [n for n in self.files.tensors if n.endswith(f"embed_tokens.{ROWS}") and n != name]
         rows = self.files.fetch(name, full_index(shape))
         same = (n for n in tables if self.files.tensors[n].shape == shape)
         return any(np.array_equal(rows, self.files.fetch(n, full_index(shape))) for n in same)
 
     def rows(self) -> dict[str, tuple[int, ...]]:
-        """Ids of the tokens of which it replaces the rows, by the module of the table."""
+        """Return the ids of the tokens whose rows it replaces, by the module of the table."""
         stated = self.config.get("trainable_token_indices") or {}
         stated = stated if isinstance(stated, dict) else {"embed_tokens": stated}
         rows_of = {}
@@ -162,7 +163,7 @@ class PeftFolder:
 
 
 def open_peft(folder: str | os.PathLike) -> PeftFolder:
-    """The adapter of a PEFT folder, checked."""
+    """Open and check the adapter of a PEFT folder."""
     folder = Path(folder)
     file = folder / CONFIG
     if not file.is_file():
@@ -200,7 +201,7 @@ def open_peft(folder: str | os.PathLike) -> PeftFolder:
 
 
 def check_shapes(peft: PeftFolder) -> None:
-    """UserError where a part of an adapter has not the number of dimensions of its kind."""
+    """Raise UserError if a part of an adapter has the wrong number of dimensions."""
     for name, stored in peft.files.tensors.items():
         kind = next((kind for kind, end in SUFFIX.items() if name.endswith(f".{end}")), None)
         dims = 1 if kind == "magnitude" else 2
@@ -213,7 +214,7 @@ def check_shapes(peft: PeftFolder) -> None:
 
 
 def check_ranks(peft: PeftFolder) -> None:
-    """UserError where the tensors of an adapter do not fit each other."""
+    """Raise UserError if the tensors of an adapter do not fit each other."""
     tensors, ends = peft.files.tensors, {kind: f".{end}" for kind, end in SUFFIX.items()}
     for name, down in tensors.items():
         if not name.endswith(ends["a"]):

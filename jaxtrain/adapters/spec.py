@@ -1,4 +1,5 @@
-"""Which Linears get an adapter of which rank, and what else is trained: chosen by path patterns."""
+"""Specification of an adapter: the slots of Linears, chosen by path patterns, and what else is
+trained."""
 
 import dataclasses
 import math
@@ -51,7 +52,7 @@ class LoRASpec:
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """What is trained of a model; everything else is frozen."""
+    """The trained parameters of a model; everything else is frozen."""
 
     slots: Mapping[str, LoRASpec]
     """By the path of the Linear."""
@@ -71,12 +72,12 @@ class Adapter:
     """Token ids whose rows alone are trained, by the path of the table ("embed", "lm_head")."""
 
     def trains(self, path: str) -> bool:
-        """Whether the parameter of that path is trained."""
+        """Return whether the parameter of that path is trained."""
         return ".adapter." in path or path in self.full
 
 
 def find_linears(config: DecoderConfig) -> Linears:
-    """All Linears of an architecture."""
+    """Return the Linears of an architecture by path."""
     entries = {entry.param: entry for entry in families.family(config).names(config)}
     nodes = dict(nnx.iter_graph(build.abstract(config)))
     linears = {}
@@ -99,8 +100,8 @@ def choose_slots(
     rank_pattern: Mapping[str, int],
     alpha_pattern: Mapping[str, float],
 ) -> dict[str, LoRASpec]:
-    """A slot for each Linear that a pattern of `target` names; of several rank or alpha patterns
-    that match, the last counts. UserError for a pattern that names nothing."""
+    """Return a slot for each Linear that a pattern of `target` names; the last of several matching
+    rank or alpha patterns wins. Raises UserError for a pattern that names nothing."""
     chosen = {path: default for path in linears if match_any(linears, "target", target)[path]}
     for key, pattern in [("rank", rank_pattern), ("alpha", alpha_pattern)]:
         for name, value in pattern.items():

@@ -1,4 +1,4 @@
-"""How frozen kernels are stored: in fewer bits, quantized as they are loaded."""
+"""Storage of frozen kernels in fewer bits, quantized as they are loaded."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from jaxtrain.models.parameters import Params, Shapes
 
 
 class Storage(NamedTuple):
-    """A kind of storage; its parts lie at `<path of the kernel>.<part>`."""
+    """A kind of storage; its parts have the paths `<path of the kernel>.<part>`."""
 
     module: Callable[..., nnx.Module]
     """(parts, axes of the kernel) -> what sits in Linear.kernel."""
@@ -76,8 +76,8 @@ STORAGES = {
 
 
 def store_kernels(model: nnx.Module, kind: str, tensors: Tensors = NO_TENSORS) -> nnx.Module:
-    """The abstract `model` with the kernels of all Linears in that storage, in place. tensors: of
-    "nf4_fused"."""
+    """Replace the kernels of all Linears of the abstract `model` by their storage, in place.
+    tensors: for "nf4_fused"."""
     storage, count = STORAGES[kind], 0
     for path, node in list(nnx.iter_graph(model)):
         if not isinstance(node, Linear) or isinstance(node, PreciseLinear):
@@ -103,7 +103,7 @@ def store_kernels(model: nnx.Module, kind: str, tensors: Tensors = NO_TENSORS) -
 
 
 def find_stored(shapes: Shapes, kind: str) -> set[str]:
-    """The paths of the kernels that are in that storage, by the shapes of all parameters."""
+    """Return the paths of the kernels in that storage, given the shapes of all parameters."""
     end = f".{STORAGES[kind].codes}"
     return {path.removesuffix(end) for path in shapes if path.endswith(f".kernel{end}")}
 
@@ -115,12 +115,13 @@ def quantize_params(
     source: tuple[SafetensorsFolder, Mapping[str, ParameterEntry]] | None = None,
     tensors: Tensors = NO_TENSORS,
 ) -> Params:
-    """Parameters by path in the storage that `shapes` (with shardings) name, one after the other.
+    """Return parameters by path in the storage of `shapes` (with shardings), converted one at a
+    time.
 
-    What comes as an iterator over its layers is in memory a layer at a time; of the others each may
-    be freed once the next is asked for. source: where the parameters are read from, and what each
-    is made of: what lies there in this storage is taken as it is. tensors: of "nf4_fused";
-    each is in memory a layer at a time.
+    A value that is an iterator over its layers is in memory one layer at a time; any other may be
+    freed once the next is requested. source: the folder that the parameters come from, with their
+    entries: parts stored there in the same format are read as they are. tensors: for "nf4_fused";
+    each is in memory one layer at a time.
     """
     stored, kernel_paths = {}, find_stored(shapes, kind)
     waiting: dict[str, dict[str, Any]] = {}
@@ -156,7 +157,7 @@ def quantize_params(
 
 
 def _find_members(kernel_paths: Iterable[str], tensors: Tensors) -> dict[str, set[str]]:
-    """{tensor: paths of the kernels that are parts of it}."""
+    """Return {tensor: paths of the kernels that are parts of it}."""
     members: dict[str, set[str]] = {}
     for path in kernel_paths:
         if part := tensors.get(path.removesuffix(".kernel")):
@@ -165,8 +166,8 @@ def _find_members(kernel_paths: Iterable[str], tensors: Tensors) -> dict[str, se
 
 
 def _quantize_tensor(kernels: Mapping[str, Any], shapes: Shapes, tensors: Tensors) -> Params:
-    """What is stored of stacked kernels, arrays or iterators over layers, that are one tensor in
-    each layer."""
+    """Quantize stacked kernels, arrays or iterators over layers, that form one tensor in each
+    layer."""
     part_shapes = {
         f"{path}.{name}": shapes[f"{path}.{name}"]
         for path in kernels
@@ -189,7 +190,7 @@ def _quantize_tensor(kernels: Mapping[str, Any], shapes: Shapes, tensors: Tensor
 def _write_layers(
     layers: Iterable[Mapping[str, jax.Array]], shapes: Shapes, places: dict
 ) -> dict[str, jax.Array]:
-    """Stacked arrays, each layer of them written to its place as it comes."""
+    """Return stacked arrays, writing each layer as it comes."""
 
     def empty() -> dict[str, jax.Array]:
         return {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
@@ -210,7 +211,7 @@ def _write_layers(
 # Compiled once for all kernels of a shape.
 @functools.partial(jax.jit, static_argnames="kind")
 def quantize_stacked(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
-    """The parts of a kernel [in, out] or, one matrix at a time, of [..., in, out]."""
+    """Quantize a kernel [in, out], or [..., in, out] one matrix at a time."""
     quantize = STORAGES[kind].quantize
     if kernel.ndim == 2:
         return quantize(kernel)
@@ -218,7 +219,7 @@ def quantize_stacked(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
 
 
 def count_weights(path: str, value) -> int:
-    """Weights that a stored array stands for: two a byte of NF4, none for its scales."""
+    """Count the weights of a stored array: two a byte of NF4, none for its scales."""
     *_, owner, name = ["", *path.split(".")]
     if owner != "kernel":
         return value.size
@@ -227,6 +228,6 @@ def count_weights(path: str, value) -> int:
 
 @functools.partial(jax.jit, static_argnames="kind")
 def round_trip(kernel: jax.Array, kind: str) -> jax.Array:
-    """float32 [in, out] as its storage gives it back: what an adapter was trained beside."""
+    """Return float32 [in, out] of a kernel after storage, as the adapter saw it in training."""
     storage = STORAGES[kind]
     return storage.dequantize(storage.quantize(kernel), jnp.float32)

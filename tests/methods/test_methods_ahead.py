@@ -176,7 +176,7 @@ def test_people_see_who_waited(slow):
         assert metrics["target/busy"] > 0.6 and metrics["target/starved"] > 0.5
     else:
         assert metrics["target/busy"] < 0.3 and metrics["target/starved"] < 0.2
-        assert rounds.times.held > 0.3
+        assert rounds.times.blocked > 0.3
     rounds.close()
 
 

@@ -13,7 +13,7 @@ from jaxtrain.core.weights import abstract_params, open_params
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.huggingface.fingerprint import fingerprint
 from jaxtrain.methods.drafts.capture import FrozenTarget, pad_rows
-from jaxtrain.methods.drafts.draft_model import ends_of
+from jaxtrain.methods.drafts.draft_model import borrowed_parts
 from jaxtrain.methods.drafts.target_states import LAST, STATES
 from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
@@ -114,8 +114,8 @@ def test_a_target_with_an_adapter_is_the_merged_model(tmp_path):
         # float32: W x + s B (A x) against (W + s B A) x.
         np.testing.assert_allclose(found[name], value, atol=2e-5, err_msg=name)
     assert np.abs(wanted[STATES] - states_of(parts_of(config, tmp_path / "base"))[STATES]).max() > 1
-    ends = open_params(ends_of(attached), 0)
-    theirs = open_params(ends_of(merged), 0)
+    ends = open_params(borrowed_parts(attached), 0)
+    theirs = open_params(borrowed_parts(merged), 0)
     assert ends.keys() == theirs.keys() == {"embed.embedding", "norm.scale", "lm_head.embedding"}
     for path, value in theirs.items():
         np.testing.assert_allclose(ends[path], value, atol=1e-6, err_msg=path)
@@ -135,11 +135,11 @@ def test_the_ends_are_those_of_the_whole_model(tmp_path, tied):
     config = write_base(tmp_path / "base", tie_word_embeddings=tied)
     for folder in (tmp_path / "base", None):
         parts = parts_of(config, folder)
-        whole, ends = open_params(parts, 3), open_params(ends_of(parts), 3)
+        whole, ends = open_params(parts, 3), open_params(borrowed_parts(parts), 3)
         assert len(ends) == 2 + (not tied)
         for path, value in ends.items():
             np.testing.assert_array_equal(value, whole[path], err_msg=path)
-        model = abstract_params(ends_of(parts))[1](ends)
+        model = abstract_params(borrowed_parts(parts))[1](ends)
         full = abstract_params(parts)[1](whole)
         x = np.random.default_rng(0).standard_normal((2, 3, 32)).astype(np.float32)
         np.testing.assert_array_equal(model.logits(model.norm(x)), full.logits(full.norm(x)))

@@ -49,7 +49,7 @@ def move_target(config: Config, target: ModelBundle) -> ModelBundle:
     return dataclasses.replace(target, mesh=mesh)
 
 
-def ends_of(target: ModelBundle) -> ModelBundle:
+def borrowed_parts(target: ModelBundle) -> ModelBundle:
     """What a draft borrows of a target whose layers are elsewhere: embedding, final norm, head."""
     adapter = target.adapter
     if adapter is not None:  # tables that it trained, whole or in rows

@@ -23,7 +23,7 @@ from jaxtrain.core.task import DRAFT, Round, Task
 from jaxtrain.errors import UserError
 from jaxtrain.methods.drafts.config import DraftTask
 from jaxtrain.methods.drafts.data import DraftSequences
-from jaxtrain.methods.drafts.draft_model import ends_of
+from jaxtrain.methods.drafts.draft_model import borrowed_parts
 from jaxtrain.methods.drafts.prefetch import CaptureStage, PrefetchedRounds
 from jaxtrain.methods.drafts.stored_states import StoredStates
 from jaxtrain.methods.drafts.target_stages import open_stage
@@ -146,5 +146,5 @@ def draft_roles(config: Config, target: ModelBundle, draft: ModelBundle) -> dict
     check_packing(config, target.architecture)
     assert isinstance(config.task, DraftTask)
     if config.task.target.source != "step":
-        target = ends_of(target)
+        target = borrowed_parts(target)
     return {DRAFT: Role(draft), TARGET: Role(target, "own")}

@@ -77,7 +77,7 @@ class WaitingBatch:
         """Whether its states are there."""
         return all(value.is_ready() for value in self.streams)
 
-    def settle(self) -> None:
+    def block_until_ready(self) -> None:
         """Wait for its states."""
         jax.block_until_ready(self.streams)
 
@@ -92,7 +92,7 @@ class WaitTimes:
     busy: float = 0.0
     """The stage worked, in the thread's count of what it finished."""
     finished: int = 0
-    held: float = 0.0
+    blocked: float = 0.0
     """The stage waited for room in the queue."""
     starved: float = 0.0
     """The training devices had nothing to do, because no states were there."""
@@ -149,7 +149,7 @@ class PrefetchedRounds(OfflineRounds):
         step = (times.total - times.starved) / max(times.batches - WARM, 1)
         text = (
             f"{self.stage.name}: busy {times.share(times.busy):.0%} of the time, waited"
-            f" {times.held:.1f} s for training; training waited {times.starved:.1f} s of"
+            f" {times.blocked:.1f} s for training; training waited {times.starved:.1f} s of"
             f" {times.total:.1f} s for states"
         )
         advice = self.stage.advise(work, step)
@@ -172,7 +172,7 @@ class PrefetchedRounds(OfflineRounds):
             if isinstance(item, BaseException):
                 self._items.put(item)  # whoever asks again hears the same
                 raise item
-            item.settle()
+            item.block_until_ready()
         if starved:
             self.times.starved += time.monotonic() - started
         return item
@@ -191,7 +191,7 @@ class PrefetchedRounds(OfflineRounds):
         def finish_pending() -> None:
             nonlocal pending, done
             if pending is not None:
-                pending.settle()
+                pending.block_until_ready()
                 finished = time.monotonic()
                 self.times.busy += finished - max(done, pending.started, self.times.began)
                 self.times.finished += 1
@@ -205,7 +205,7 @@ class PrefetchedRounds(OfflineRounds):
                     while not self._room.acquire(timeout=PATIENCE):
                         if self._stopped.is_set():
                             return
-                    self.times.held += time.monotonic() - max(started, self.times.began)
+                    self.times.blocked += time.monotonic() - max(started, self.times.began)
                 batches = next(self.source)
                 cursor, counters = self.source.state(), self.source.counters()
                 started = time.monotonic()

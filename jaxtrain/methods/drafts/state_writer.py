@@ -119,14 +119,14 @@ class StateWriter:
         unwritten = self.tokens - self._number * self.layout.shard_tokens
         if unwritten > 0:
             self._flush(unwritten)
-        self._settle()
+        self._finish_shard()
         self.about["datasets"] = {**self.about["datasets"], **datasets}
         self._write_manifest()
 
     def close(self) -> None:
         """Wait for what is being written; what is in the buffer is captured again next time."""
         try:
-            self._settle()
+            self._finish_shard()
         finally:
             self._lock.close()
 
@@ -149,7 +149,7 @@ class StateWriter:
 
     def _flush(self, count: int) -> None:
         """Hand the first `count` tokens of the buffer to the disk."""
-        self._settle()
+        self._finish_shard()
         begin = self._number * self.layout.shard_tokens
         keys, starts, counts = zip(*self._entries, strict=True) if self._entries else ((), (), ())
         segment = IndexSegment(
@@ -168,7 +168,7 @@ class StateWriter:
             self._number, self._entries = self._number + 1, []
             self._buffer = self._new_buffer()
 
-    def _settle(self) -> None:
+    def _finish_shard(self) -> None:
         """Wait for the shard that is being written, then write its part of the index."""
         if self._writing is None:
             return

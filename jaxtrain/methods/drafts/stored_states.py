@@ -66,7 +66,7 @@ class StoredStates:
     def fill(self, batch: Batch) -> Batch:
         """See Stage."""
         try:
-            states = self.open().read(batch, tuple(self.widths), own_rows(batch, self.mesh))
+            states = self.open().read(batch, tuple(self.widths), local_rows(batch, self.mesh))
         except UnknownSample:
             raise UserError(
                 f"a sample of the data is not among the target states in {self.folder}; its rows or"
@@ -79,7 +79,7 @@ class StoredStates:
     def describe(self, row_tokens: int) -> str:
         """See Stage."""
         row = row_tokens * sum(dtype.itemsize for dtype in self.streams.values())
-        return f"target states from {self.folder}: {tell_size(row)} a row of {row_tokens} tokens"
+        return f"target states from {self.folder}: {format_size(row)} a row of {row_tokens} tokens"
 
     def advise(self, busy: float, waiting: float) -> str:
         """See Stage."""
@@ -209,12 +209,12 @@ class StoredStates:
         need = sum(tokens) * layout.token_bytes
         log(
             f"capturing {len(tokens):,} samples ({num_captured:,} are there already): {sum(tokens):,}"
-            f" tokens x {layout.token_bytes:,} bytes = {tell_size(need)} in {self.folder}"
+            f" tokens x {layout.token_bytes:,} bytes = {format_size(need)} in {self.folder}"
         )
         free = broadcast_or_raise("free space", lambda: shutil.disk_usage(self.folder).free)
         if need > free:
             raise UserError(
-                f"{self.folder} has {tell_size(free)} left, {tell_size(need)} are needed"
+                f"{self.folder} has {format_size(free)} left, {format_size(need)} are needed"
                 f" ({layout.token_bytes:,} bytes a token); make room, name a folder on another disk"
                 ' (task.target.path), or train with task.target.source "step" or "ahead"'
             )
@@ -256,14 +256,14 @@ class StoredStates:
             write()
 
 
-def own_rows(batch: Batch, mesh: Mesh) -> set[int]:
+def local_rows(batch: Batch, mesh: Mesh) -> set[int]:
     """Rows of the microsteps of a batch [A, B, T] that devices of this process hold."""
     shape = batch.tokens.shape
     indices = place_of(shape, mesh).addressable_devices_indices_map(shape).values()
     return {row for index in indices if index for row in range(*index[1].indices(shape[1]))}
 
 
-def tell_size(size: int) -> str:
+def format_size(size: int) -> str:
     """Bytes as people read them."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
 
