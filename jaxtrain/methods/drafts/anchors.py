@@ -1,12 +1,13 @@
-"""Where the blocks of a draft begin in packed rows, and which tokens they guess; drawn on the host.
+"""Blocks of a draft in packed rows: where they begin and which tokens they guess, drawn on the
+host.
 
     tokens    p p p A B C D E . .       p: context, A to E: trained, one document, blocks of 3
     anchor    . . . 1 . 1 . . . .       blocks  A [B C]  and  C [D E]
     next      1 2 3 4 5 6 7 -1          what follows; at a fork of a tree one child, drawn
 
-A tree stands for its branches. Where a block crosses a fork it goes on along one child, drawn by
-the number of branches through each, and counts for all branches through its anchor: the weighted
-sum over a tree's tokens is, in expectation, that over its branches apart.
+A tree stands for its branches. A block that crosses a fork continues along one child, drawn by the
+number of branches through each, and counts for all branches through its anchor: the expectation of
+the weighted sum over a tree's tokens is the sum over its separate branches.
 
 Shapes: A microsteps, B rows, T packed tokens, N blocks.
 """
@@ -21,7 +22,8 @@ each token: times those through the anchor, a token's weight in a block."""
 
 
 def count_branches(batch: Batch) -> np.ndarray:
-    """int64 [..., T]: branches of its tree through each token, as many as leaves lie under it."""
+    """Return int64 [..., T]: the branches of its tree through each token, that is the leaves under
+    it."""
     length = batch.prev.shape[-1]
     prev = batch.prev.reshape(-1, length)
     rows, children = np.nonzero(prev >= 0)
@@ -34,7 +36,7 @@ def count_branches(batch: Batch) -> np.ndarray:
 
 
 def draw_next(batch: Batch, branches: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The stream NEXT, int32 [..., T]; of several children one, by its branches."""
+    """Draw the stream NEXT, int32 [..., T]; one of several children, by its branches."""
     length = batch.prev.shape[-1]
     prev, num_branches = batch.prev.reshape(-1, length), branches.reshape(-1, length)
     index = np.arange(length)
@@ -59,7 +61,7 @@ def draw_next(batch: Batch, branches: np.ndarray, rng: np.random.Generator) -> n
 
 
 def follow(batch: Batch, rng: np.random.Generator) -> tuple[Batch, np.ndarray]:
-    """(the batch with the stream NEXT and weights by branch, `count_branches`)."""
+    """Return (the batch with the stream NEXT and weights by branch, `count_branches`)."""
     branches = count_branches(batch)
     weights = batch.weights[WEIGHTS]
     return batch._replace(
@@ -71,8 +73,8 @@ def follow(batch: Batch, rng: np.random.Generator) -> tuple[Batch, np.ndarray]:
 def draw_anchors(
     batch: Batch, branches: np.ndarray, num_anchors: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """The stream ANCHOR of a batch that `follow` made: in each row `num_anchors` of the trained
-    tokens whose next one trains, too, or all of them where there are fewer; without replacement."""
+    """Draw the stream ANCHOR of a batch from `follow`: in each row `num_anchors` of the trained
+    tokens whose next one trains, too, or all of them if there are fewer; without replacement."""
     length = batch.prev.shape[-1]
     weights = batch.weights[WEIGHTS].reshape(-1, length)
     after = batch.streams[NEXT].reshape(-1, length)
@@ -89,8 +91,8 @@ def draw_anchors(
 
 
 def block_weights(batch: Batch, block_size: int) -> np.ndarray:
-    """float64 [N, block_size]: weight of each token of each block, without decay; the anchor's own
-    in the first place."""
+    """Return float64 [N, block_size]: the weight of each token of each block, without decay; that
+    of the anchor in the first place."""
     length = batch.prev.shape[-1]
     anchor, after = (batch.streams[name].reshape(-1, length) for name in (ANCHOR, NEXT))
     weights = batch.weights[WEIGHTS].reshape(-1, length)
@@ -106,7 +108,8 @@ def block_weights(batch: Batch, block_size: int) -> np.ndarray:
 
 
 def decay_of(block_size: int, decay: float | None) -> np.ndarray:
-    """float64 [block_size]: factor of each slot's weight; 0 of the anchor's, which is known."""
+    """Return float64 [block_size]: the factor of each slot's weight; 0 for the anchor, which is
+    known."""
     slot = np.arange(block_size)
     factor = np.ones(block_size) if decay is None else np.exp(-np.maximum(slot - 1, 0) / decay)
     return np.where(slot > 0, factor, 0.0)
@@ -122,9 +125,9 @@ def lay_blocks(
     component: str,
     by_block: bool = False,
 ) -> Batch:
-    """A batch [A, B, T] with streams ANCHOR and NEXT, weights by branch, and the denominator of
-    the loss's `component`: the sum of the weights of all guesses of the step, or with `by_block` of
-    all blocks (of their anchors' weights)."""
+    """Return a batch [A, B, T] with streams ANCHOR and NEXT, weights by branch, and the denominator
+    of the loss's `component`: the sum of the weights of all guesses of the step, or with `by_block`
+    of all blocks (of their anchors' weights)."""
     batch, branches = follow(batch, rng)
     anchors = draw_anchors(batch, branches, num_anchors, rng)
     batch = batch._replace(streams={**batch.streams, ANCHOR: anchors})

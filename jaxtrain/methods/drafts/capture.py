@@ -1,4 +1,4 @@
-"""A target run for its states alone, on a mesh of its own or on that of the training."""
+"""Run a target for its states alone, on a mesh of its own or on that of the training."""
 
 import functools
 import threading
@@ -21,11 +21,11 @@ States = dict[str, jax.Array]
 
 
 class FrozenTarget:
-    """A frozen target on the mesh of its bundle; its weights are read when it is first asked."""
+    """A frozen target on the mesh of its bundle; its weights are read on the first call."""
 
     def __init__(self, bundle: ModelBundle, layers: Sequence[int], *, last: bool, seed: int):
-        """layers: whose outputs are captured, in this order. last: whether the final-normed states
-        are wanted, too. seed: of weights that are drawn."""
+        """layers: layers to capture, in this order. last: whether to return the final-normed
+        states, too. seed: for weights that are drawn."""
         self.bundle, self.layers, self.last = bundle, tuple(layers), last
         self._seed = seed
         self._params: Params | None = None
@@ -48,9 +48,9 @@ class FrozenTarget:
             self._run = make_capture(rebuild, self.layers, self.last)
 
     def __call__(self, batch: Batch) -> States:
-        """The states of a host batch's tokens, on the target's mesh; its devices may still be at
-        work. There are more rows where the batch's do not divide among the devices: the last ones
-        mean nothing. From any thread."""
+        """Return the states of a host batch's tokens, on the target's mesh, possibly still being
+        computed. Rows are padded to a multiple of the devices; the added ones are meaningless.
+        Thread-safe."""
         mesh = self.bundle.mesh
         bare = batch._replace(weights={}, streams={}, denoms={})
         # Programs of several devices must reach all of them in one order.
@@ -64,7 +64,7 @@ class FrozenTarget:
 def make_capture(
     rebuild: Rebuild, layers: tuple[int, ...], last: bool
 ) -> Callable[[Params, Batch], States]:
-    """Compiled once `(params, batch [A, B, T]) -> States`."""
+    """Compile `(params, batch [A, B, T]) -> States`, once."""
 
     def capture(params: Params, batch: Batch) -> States:
         model = rebuild(params)
@@ -76,7 +76,7 @@ def make_capture(
 
 
 def pad_rows(batch: Batch, multiple: int) -> Batch:
-    """A host batch [A, B, T] with empty rows up to a multiple."""
+    """Pad a host batch [A, B, T] with empty rows up to a multiple."""
     missing = -batch.tokens.shape[1] % multiple
     if not missing:
         return batch

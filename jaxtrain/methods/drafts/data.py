@@ -1,9 +1,10 @@
-"""Rows for drafts: SFT's sequences, without those that have nothing for a draft to guess."""
+"""Rows for drafts: SFT's sequences, without those that leave a draft nothing to guess."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.packing.tree import Tree
@@ -13,16 +14,16 @@ from jaxtrain.data.sources.readers import MixturePart
 
 
 class DraftSequences(Sequences):
-    """`pipeline.Recipe` of chat, completion and text data; what has too few trained tokens, or no
-    two of them in a row, is left out and counted."""
+    """A `pipeline.Recipe` of chat, completion and text data that drops and counts samples with too
+    few trained tokens, or with no two of them in a row."""
 
     def __init__(self, data: DataConfig, tokenizer: Any, least: int, trees: bool = False):
         """least: trained tokens that a sample must have."""
         super().__init__(data, tokenizer, trees)
         self.least = least
 
+    @override
     def open(self, dataset: DatasetConfig) -> MixturePart:
-        """See pipeline.Recipe."""
         part = super().open(dataset)
         return MixturePart(
             part.name, part.rows, MinLengthTokenizer(part.tokenize, self.least), part.weight
@@ -30,24 +31,24 @@ class DraftSequences(Sequences):
 
     open_held_out = open
 
+    @override
     def settings(self, dataset: DatasetConfig) -> str | None:
-        """See pipeline.Recipe."""
         shaping = Sequences(self.data, self.tokenizer, self.trees).settings(dataset)
         return None if shaping is None else repr((shaping, "draft", self.least))
 
 
 class MinLengthTokenizer:
-    """(row, origin) -> what another row_tokenizer makes, short samples as reasons."""
+    """A row tokenizer that replaces short samples by the reason for dropping them."""
 
     def __init__(self, tokenize: Any, least: int):
         self.tokenize, self.least = tokenize, least
 
     def __call__(self, row: Any, origin: str) -> Sequence[Any]:
-        """See readers.Tokenize."""
+        """Tokenize a row."""
         return [self.judge(item) for item in self.tokenize(row, origin)]
 
     def judge(self, item: Any) -> Any:
-        """The item, or why it is left out."""
+        """Return the item, or the reason to drop it."""
         if isinstance(item, Sample):
             runs = [item.weights[1:]]  # nothing predicts the first
         elif isinstance(item, Tree):

@@ -1,7 +1,7 @@
-"""DFlash: a draft that guesses a block of tokens in one pass, trained beside its frozen target.
+"""DFlash: a draft that guesses a block of tokens in one pass, trained with a frozen target.
 
-step: target ── states of the captured layers ──> draft: blocks at anchors ──> loss (losses/)
-anchors: trained tokens, drawn anew in every step by run.seed (methods/drafts/anchors.py)
+step: target ── states of the captured layers ──> draft: blocks at anchors ──> loss
+anchors: trained tokens, drawn anew in every step by run.seed (anchors.py)
 """
 
 from functools import partial
@@ -37,20 +37,20 @@ BLOCK_SIZE = 16
 
 
 def open_data(config: Config, tokenizer: Any) -> DraftData:
-    """Documents, conversations, prompts with answers, of which enough trains."""
+    """Open documents, conversations and prompts with answers that have enough trained tokens."""
     task = config.task
     assert isinstance(task, DFlashTask)
     return open_draft_data(config, tokenizer, make_label(task, task.block_size or BLOCK_SIZE))
 
 
 def make(config: Config) -> Task:
-    """The draft, its target, and the loss of the draft's guesses."""
+    """Build the task: the draft, its target, and the loss of the draft's guesses."""
     target = assemble_target(config)
     return make_draft_task(config, target, teach(config, target))
 
 
 def teach(config: Config, target: ModelBundle) -> DraftObjective:
-    """How a draft of this target learns, by section task."""
+    """Build the objective of a draft of this target from section task."""
     task = config.task
     assert isinstance(task, DFlashTask)
     draft = open_draft(config, task, target)
@@ -67,12 +67,12 @@ def teach(config: Config, target: ModelBundle) -> DraftObjective:
 
 
 def guess(models: Models, batch: Batch, numbers: DFlashLossOptions, impl: str):
-    """The loss of the draft beside its target."""
+    """Compute the loss of the draft given its target."""
     return dflash_loss(models[DRAFT], models[TARGET], batch, numbers, impl)
 
 
 def make_label(task: DFlashTask, block_size: int) -> Label:
-    """What draws the blocks of a batch."""
+    """Return the function that draws the blocks of a batch."""
     by_block = task.weighting != "decay"
     return partial(
         lay_blocks,
@@ -85,7 +85,7 @@ def make_label(task: DFlashTask, block_size: int) -> Label:
 
 
 def open_draft(config: Config, task: DFlashTask, target: ModelBundle) -> ModelBundle:
-    """Build the bundle of the draft; UserError where it does not fit the target or the section."""
+    """Build the bundle of the draft. Raises UserError if it does not fit the target or the section."""
     section = task.draft
 
     def new(sizes: dict[str, Any]) -> dflash.Config:

@@ -1,4 +1,4 @@
-"""A draft model beside its target: the bundles of both, checked against each other."""
+"""The bundles of a draft and its target, checked against each other."""
 
 import dataclasses
 import sys
@@ -24,8 +24,9 @@ from jaxtrain.models.draft import (
 
 
 def assemble_target(config: Config) -> ModelBundle:
-    """The model of section `model`, frozen, with the adapter of adapter.path if there is one, on
-    the mesh of what trains; see `build_model_bundle`. For `Role(bundle, "own")`, or for `move_target`."""
+    """Build the bundle of section `model`, frozen, with the adapter of adapter.path if there is
+    one, on the training mesh; see `build_model_bundle`. For `Role(bundle, "own")` or `move_target`.
+    """
     assert isinstance(config.task, DraftTask)
     section = config.task.target
     reserved = section.devices if section.source == "ahead" else 0
@@ -39,7 +40,7 @@ def assemble_target(config: Config) -> ModelBundle:
 
 
 def move_target(config: Config, target: ModelBundle) -> ModelBundle:
-    """The target on the devices that task.target sets aside for it, where it does."""
+    """Return the target on the devices that task.target reserves for it, if any."""
     assert isinstance(config.task, DraftTask)
     section = config.task.target
     if section.source != "ahead":
@@ -50,7 +51,8 @@ def move_target(config: Config, target: ModelBundle) -> ModelBundle:
 
 
 def borrowed_parts(target: ModelBundle) -> ModelBundle:
-    """What a draft borrows of a target whose layers are elsewhere: embedding, final norm, head."""
+    """Return the parts that a draft borrows from a target whose layers are elsewhere: embedding,
+    final norm, head."""
     adapter = target.adapter
     if adapter is not None:  # tables that it trained, whole or in rows
         trains = adapter.full or adapter.rows
@@ -67,11 +69,11 @@ def assemble_draft(
     compute_dtype: str,
     attention_impl: str = "auto",
 ) -> ModelBundle:
-    """The draft of section task.draft on the mesh of its target: of the folder that it names, or
+    """Build the bundle of section task.draft on the mesh of its target, from the named folder or
     new. For `Role(bundle, "trained")`.
 
-    family: the Config that a folder must be of. make: the family's config from `draft_sizes`.
-    compute_dtype: where the section names none. UserError where draft and target do not fit.
+    family: the Config required of a folder. make: builds the family's config from `draft_sizes`.
+    compute_dtype: default for the section. Raises UserError if draft and target do not fit.
     """
     if section.path is None:
         architecture, folder = make(draft_sizes(section, target.architecture)), None
@@ -109,8 +111,8 @@ def assemble_draft(
 
 
 def draft_sizes(section: DraftSection, target: DecoderConfig) -> dict[str, Any]:
-    """Keyword arguments of DecoderConfig for a new draft: the section's sizes, else the target's.
-    The number of layers is missing where the section leaves it out."""
+    """Return keyword arguments of DecoderConfig for a new draft: the section's sizes, else the
+    target's. The number of layers is missing if the section leaves it out."""
     heads = section.num_attention_heads or target.num_attention_heads
     kv_heads = section.num_key_value_heads or target.num_key_value_heads
     if heads % kv_heads:
@@ -147,7 +149,7 @@ def draft_sizes(section: DraftSection, target: DecoderConfig) -> dict[str, Any]:
 
 
 def find_mask_token(section: DraftSection, tokenizer: Any, vocab_size: int) -> int:
-    """The token in the place of what is guessed; UserError where none is to be had."""
+    """Choose the token that replaces guessed ones. Raises UserError if there is no candidate."""
     if section.mask_token_id is not None:
         return section.mask_token_id
     mask_token = getattr(tokenizer, "mask_token_id", None)

@@ -1,10 +1,12 @@
-"""What the methods that train a draft model share: roles, data, what is drawn for each batch.
+"""Shared parts of the methods that train a draft: roles, data, per-batch draws.
 
-    rows ─> sequences, as SFT reads them, with enough to guess          methods/drafts/data.py
-         ─> prepare: what is drawn on the host, by seed and step         methods/drafts/anchors.py
-    step: target ── states of the captured layers ──> draft ──> loss     methods/drafts/target_states.py
+    rows ─> sequences, as SFT reads them, with enough to guess     data.py
+         ─> prepare: draws on the host, by seed and step           anchors.py
+    step: target ── states of the captured layers ──> draft ──> loss      target_states.py
 
-The target is never trained. What is written at the end is the draft alone.
+The states come from the step itself, or from a stage that runs ahead of it (target_stages.py,
+prefetch.py: the stage waits while its queue is full, training while it is empty). The target is
+never trained; only the draft is written at the end.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from typing_extensions import override
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
@@ -40,8 +43,8 @@ generator."""
 
 @dataclass(frozen=True, kw_only=True)
 class DraftObjective:
-    """How a draft learns from batches of whatever origin: what its method gives as `teach(config,
-    target)`, for runs that train a draft and for those that refresh one."""
+    """A draft with its loss and labels, independent of where batches come from: the result of a
+    method's `teach(config, target)`, for runs that train a draft and for those that refresh one."""
 
     bundle: ModelBundle
     """The draft."""
@@ -57,7 +60,7 @@ class DraftObjective:
 
 
 class DraftData(OfflineData):
-    """`core.task.Data` of rows, each batch with what the method draws for it."""
+    """A `core.task.Data` of rows, with the method's draws in each batch."""
 
     def __init__(
         self,
@@ -75,22 +78,22 @@ class DraftData(OfflineData):
         """Dtypes of the streams that the stage adds."""
         return {} if self.stage is None else self.stage.streams
 
+    @override
     def check(self) -> Iterator[str]:
-        """See task.Data."""
         yield from super().check()
         if isinstance(self.stage, StoredStates):
             yield self.stage.check(self)
 
+    @override
     def open(self, bundle: ModelBundle, log: Callable[[str], None]) -> OfflineRounds:
-        """See task.Data."""
         rounds = super().open(bundle, log)
         if self.stage is None:
             return rounds
         assert isinstance(self.config.task, DraftTask)
         return PrefetchedRounds(rounds, self.stage, self.config.task.target.queue, log)
 
+    @override
     def describe(self, console: Console) -> None:
-        """See task.Data."""
         super().describe(console)
         if isinstance(self.stage, StoredStates):
             try:
@@ -101,8 +104,8 @@ class DraftData(OfflineData):
             console.print(self.stage.describe(self.row_tokens), markup=False)
 
     def prepare(self, round: Round, scorer: Scorer) -> Round:
-        """See Task.prepare. The draw is a function of run.seed and the step; of held-out batches it
-        is always the same."""
+        """Label the batches of a round (Task.prepare). The draw is a function of run.seed and the
+        step, and the same every time for held-out batches."""
         seed = self.config.run.seed
         rng = np.random.default_rng([seed, 0] if round.held_out else [seed, 1, round.version])
         batches = [self.label(batch, rng) for batch in round.batches]
@@ -118,8 +121,8 @@ def open_draft_data(
     target: Any = None,
     stage: CaptureStage | None = None,
 ) -> DraftData:
-    """The data of a task that trains a draft; target: its architecture, where it is known; stage:
-    of target_stages.open_stage."""
+    """Open the data of a task that trains a draft; target: its architecture, if known; stage: from
+    target_stages.open_stage."""
     task = config.task
     assert isinstance(task, DraftTask)
     trees = config.data.share_prefixes and (target is None or follows_trees(target))
@@ -128,7 +131,7 @@ def open_draft_data(
 
 
 def make_draft_task(config: Config, target: ModelBundle, objective: DraftObjective) -> Task:
-    """The task of a run that trains a draft on section data."""
+    """Build the task of a run that trains a draft on section data."""
     stage = open_stage(config, target, objective.bundle, last=objective.reads_last)
     data = open_draft_data(config, target.tokenizer, objective.label, target.architecture, stage)
     return Task(
@@ -142,7 +145,8 @@ def make_draft_task(config: Config, target: ModelBundle, objective: DraftObjecti
 
 
 def draft_roles(config: Config, target: ModelBundle, draft: ModelBundle) -> dict[str, Role]:
-    """The roles of a task that trains a draft. UserError for rows that the target cannot read."""
+    """Return the roles of a task that trains a draft. Raises UserError for rows that the target
+    cannot read."""
     check_packing(config, target.architecture)
     assert isinstance(config.task, DraftTask)
     if config.task.target.source != "step":

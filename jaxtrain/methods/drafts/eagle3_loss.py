@@ -64,8 +64,8 @@ def eagle3_loss(draft: Model, target: Any, batch: Batch, numbers: Unroll):
 
 
 def align(rows: list[jax.Array], batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """(states [L, B, T, D], weights [L, B, T]) of the guesses of what follows each token, from the
-    unroll's rows; a weight is 0 where no row of that step guesses it."""
+    """Return (states [L, B, T, D], weights [L, B, T]) of the guesses of what follows each token,
+    from the unroll's rows; a weight is 0 if no row of that step guesses it."""
     next_BT, branches_BT = batch.streams[NEXT], batch.streams[BRANCHES]
     guess_BT = batch.streams[GUESS]
     place_BT = jnp.broadcast_to(jnp.arange(next_BT.shape[1], dtype=jnp.int32), next_BT.shape)
@@ -109,5 +109,5 @@ def describe(guesses: GuessMetrics, weight_LBT: jax.Array, next_BT: jax.Array) -
 
 
 def pick(values_BT: jax.Array, index_BT: jax.Array) -> jax.Array:
-    """The values at places of the same row; below 0: anything."""
+    """Gather values at positions of the same row; below 0: arbitrary values."""
     return jnp.take_along_axis(values_BT, jnp.maximum(index_BT, 0), axis=1)

@@ -1,4 +1,4 @@
-"""Eagle3: a draft of one layer, trained on the states that it will feed itself while decoding."""
+"""Eagle3: a draft of one layer, trained on the states that it feeds itself while decoding."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -44,12 +44,12 @@ LENGTH = 7
 
 
 def open_data(config: Config, tokenizer: Any) -> DraftData:
-    """Sequences as SFT reads them."""
+    """Open sequences as SFT reads them."""
     return open_draft_data(config, tokenizer, label_guesses)
 
 
 def make(config: Config) -> Task:
-    """The unrolled draft against its target's distributions."""
+    """Build the task: the unrolled draft against its target's distributions."""
     target = assemble_target(config)
     objective = teach(config, target)
     task, draft = make_draft_task(config, target, objective), objective.bundle
@@ -61,7 +61,7 @@ def make(config: Config) -> Task:
 
 
 def teach(config: Config, target: ModelBundle) -> DraftObjective:
-    """How a draft of this target learns, by section task."""
+    """Build the objective of a draft of this target from section task."""
     task = config.task
     assert isinstance(task, Eagle3Task)
     draft = assemble_draft(
@@ -86,12 +86,12 @@ def teach(config: Config, target: ModelBundle) -> DraftObjective:
 
 
 def loss_of(numbers: Unroll, models: Models, batch: Batch):
-    """The loss of both roles."""
+    """Compute the loss of the draft given its target."""
     return eagle3_loss(models[DRAFT], models[TARGET], batch, numbers)
 
 
 def describe_draft(task: Eagle3Task, target: ModelBundle, sizes: dict[str, Any]) -> Architecture:
-    """The config of a new draft; UserError for what the target cannot have."""
+    """Return the config of a new draft. Raises UserError for settings that the target rules out."""
     layers, vocab_size = target.architecture.num_hidden_layers, target.architecture.vocab_size
     if "capture" not in sizes:
         sizes["capture"] = (1, layers // 2 - 1, layers - 4)
@@ -117,7 +117,7 @@ def describe_draft(task: Eagle3Task, target: ModelBundle, sizes: dict[str, Any])
 def draft_vocabulary(
     config: Config, draft: ModelBundle, data: DraftData
 ) -> Callable[[], Mapping[str, np.ndarray]]:
-    """What gives the table of the ids that the draft can say, counted in the data."""
+    """Return a function that computes the table of the draft's ids, counted in the data."""
     task, vocab_size = config.task, draft.architecture.vocab_size
     assert isinstance(task, Eagle3Task)
     size = draft.architecture.draft_vocab_size
@@ -145,7 +145,7 @@ def draft_vocabulary(
 
 
 def label_guesses(batch: Batch, rng: np.random.Generator) -> Batch:
-    """A batch [A, B, T] with the streams NEXT, BRANCHES and GUESS, and the loss's denominator."""
+    """Add the streams NEXT, BRANCHES and GUESS, and the loss's denominator, to a batch [A, B, T]."""
     branches = count_branches(batch)
     weights, length = batch.weights[WEIGHTS], batch.prev.shape[-1]
     prev = batch.prev.reshape(-1, length)

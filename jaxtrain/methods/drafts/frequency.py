@@ -40,7 +40,7 @@ def count_trained(
 def read_items(
     part: MixturePart, row_tokens: int, seed: int, most: int, num_workers: int
 ) -> Iterator[Items]:
-    """What up to `most` rows became, each row once."""
+    """Yield the tokenized items of up to `most` rows, each row once."""
     if is_stream(part.rows):
         reader = StreamReader([part], row_tokens=row_tokens, shuffle=False, once=True)
     else:

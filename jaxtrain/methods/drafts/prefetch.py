@@ -1,11 +1,11 @@
-"""Target states made before they are trained on: a stage that runs ahead, a bounded queue.
+"""Prefetch target states: a stage that runs ahead of training, behind a bounded queue.
 
     source ─> stage.fill (thread "target")  ──queue──>  next(live) ─> prepare ─> step
               target on its own devices,      at most `queue` batches, their states already
               or the disk                     on the devices that train
 
-The stage waits where the queue is full, the loop where it is empty. A cursor is that of the batch
-that came out last: what waits in the queue is made again after a resume.
+The stage waits while the queue is full, the loop while it is empty. The cursor is that of the last
+batch taken from the queue: batches in the queue are computed again after a resume.
 """
 
 import queue
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
+from typing_extensions import override
 
 from jaxtrain.batch import Batch
 from jaxtrain.core.task import TrainingContext
@@ -30,28 +31,28 @@ WARM = 2
 
 
 class CaptureStage(Protocol):
-    """Who adds the target's states to batches."""
+    """Adds the target's states to batches."""
 
     name: str
     """"the target" or "the disk", for people."""
 
     @property
     def streams(self) -> Mapping[str, Any]:
-        """Dtypes of the streams that it adds, as in pack.Fields."""
+        """Dtypes of the added streams, as in pack.Fields."""
         ...
 
     def fill(self, batch: Batch) -> Batch:
-        """The host batch with states as streams, which may still be on their way to the devices
-        that train; from any thread."""
+        """Return the host batch with states as streams, which may still be in transfer to the
+        training devices. Thread-safe."""
         ...
 
     def describe(self, row_tokens: int) -> str:
-        """A line for the dry run; row_tokens: of the longest row."""
+        """Return a line for the dry run; row_tokens: of the longest row."""
         ...
 
     def advise(self, busy: float, waiting: float) -> str:
-        """What people should change, by the stage's seconds of work a batch and those of training;
-        empty where nothing would help."""
+        """Return advice from the seconds of work per batch of the stage and of training; "" if
+        there is none."""
         ...
 
 
@@ -68,13 +69,13 @@ class WaitingBatch:
 
     @property
     def streams(self) -> list[Any]:
-        """What is made on devices."""
+        """Streams that are computed on devices."""
         arrays = (value for batch in self.batches for value in batch.streams.values())
         return [value for value in arrays if isinstance(value, jax.Array)]
 
     @property
     def ready(self) -> bool:
-        """Whether its states are there."""
+        """True once its states are computed."""
         return all(value.is_ready() for value in self.streams)
 
     def block_until_ready(self) -> None:
@@ -84,7 +85,7 @@ class WaitingBatch:
 
 @dataclass
 class WaitTimes:
-    """Who waited for whom, in seconds."""
+    """Times that the stage and training spent working or waiting for each other, in seconds."""
 
     began: float = field(default_factory=time.monotonic)
     batches: int = 0
@@ -99,21 +100,21 @@ class WaitTimes:
 
     @property
     def total(self) -> float:
-        """Since the first batch was asked for."""
+        """Seconds since the first batch was requested."""
         return max(time.monotonic() - self.began, 1e-9)
 
     def share(self, seconds: float) -> float:
-        """Of that time."""
+        """Return `seconds` as a share of the total."""
         return min(seconds / self.total, 1.0)
 
 
 class PrefetchedRounds(OfflineRounds):
-    """`core.task.Rounds` whose batches come with states, made ahead of their step."""
+    """A `core.task.Rounds` whose batches come with states, computed ahead of their step."""
 
     def __init__(
         self, rounds: OfflineRounds, stage: CaptureStage, depth: int, log: Callable[[str], None]
     ):
-        """rounds: those without states; nothing of them was asked yet. depth: of the queue."""
+        """rounds: unused ones without states. depth: of the queue."""
         super().__init__(rounds.source, rounds.total_steps, rounds.tell)
         self.stage, self.log = stage, log
         self.times = WaitTimes()
@@ -124,7 +125,7 @@ class PrefetchedRounds(OfflineRounds):
         self._last: WaitingBatch | None = None
 
     def draw(self, live: TrainingContext) -> list[Batch]:
-        """The next batch with its states; StopIteration where epochs end."""
+        """Return the next batch with its states. Raises StopIteration when the epochs end."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="target", daemon=True)
             self._thread.start()
@@ -137,13 +138,13 @@ class PrefetchedRounds(OfflineRounds):
         return item.batches
 
     def finish(self, live: TrainingContext, *, interrupted: bool) -> dict[str, float]:
-        """At the end of the run: who waited for whom."""
+        """Log the wait times at the end of the run."""
         if live.step >= self.total_steps and self.times.batches > WARM + 1:
             self.log(self.summary())
         return {}
 
     def summary(self) -> str:
-        """How busy the stage was, how long training waited, and what would be better."""
+        """Summarize how busy the stage was and how long training waited, with advice."""
         times = self.times
         work = times.busy / max(times.finished, 1)
         step = (times.total - times.starved) / max(times.batches - WARM, 1)
@@ -156,7 +157,7 @@ class PrefetchedRounds(OfflineRounds):
         return f"{text}. {advice}" if advice else text
 
     def _take(self, live: TrainingContext) -> WaitingBatch:
-        """The next item, with the time that the training devices stood still for it."""
+        """Return the next item, adding the time that the training devices idled for it."""
         item = self._peek()
         starved = not isinstance(item, WaitingBatch) or not item.ready
         with live.phase("waiting for target states"):
@@ -184,7 +185,7 @@ class PrefetchedRounds(OfflineRounds):
             return None
 
     def _work(self) -> None:
-        """The thread: draws, fills, hands over; ends with what was raised."""
+        """Draw, fill and enqueue batches in the thread; an exception is enqueued, too, and ends it."""
         pending: WaitingBatch | None = None
         done = 0.0
 
@@ -218,16 +219,16 @@ class PrefetchedRounds(OfflineRounds):
             self._items.put(error)
 
     def state(self) -> dict[str, Any]:
-        """Cursor of the batch that came out last."""
+        """Return the cursor of the batch that was returned last."""
         return self.source.state() if self._last is None else self._last.cursor
 
+    @override
     def restore(self, state: dict[str, Any]) -> None:
-        """See task.Rounds."""
         assert self._thread is None, "a run is restored before its first batch"
         self.source.restore(state)
 
     def counters(self) -> dict[str, Any]:
-        """Those of the source with the batch that came out last, and who waits."""
+        """Return the source's counters as of the batch returned last, and the wait shares."""
         if self._last is None:
             return self.source.counters()
         times, counters = self.times, self._last.counters

@@ -1,12 +1,12 @@
-"""A draft that is trained further between the rounds of its policy, so that it follows it.
+"""Train a draft further between the rounds of its policy, so that it follows the policy.
 
     prepare(round) ── keeps the round's batches ──> the method's own
     after_round    ── drawn tokens of these batches, labeled as the draft's method does it
                    ─> live.auxiliary["draft"].train: the policy's new weights are the target
     publish        ── both go to the sampler
 
-Whatever is random is a function of run.seed, the round and the step within it; nothing is kept from
-one round to the next but what lies in the draft's state.
+All randomness is a function of run.seed, the round and the step within it; the draft's state is all
+that persists between rounds.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ from jaxtrain.methods.rl.batch_builder import DRAWN
 
 
 def with_refresh(task: Task, config: Config, method: Any) -> Task:
-    """The task of a policy with rollout.draft, which learns between rounds as section
-    rollout.draft_refresh says. method: the module of the draft's kind."""
+    """Return the task of a policy with rollout.draft, which is trained between rounds by section
+    rollout.draft_refresh. method: the module of the draft's kind."""
     section = config.rollout.draft_refresh
     assert section is not None and config.rollout.draft is not None
     if DRAWN not in task.data.fields.streams:
@@ -72,7 +72,7 @@ def with_refresh(task: Task, config: Config, method: Any) -> Task:
 
 
 class Refresh:
-    """Remembers a round until its end, and trains the draft on it."""
+    """Keeps the batches of a round until its end, and trains the draft on them."""
 
     def __init__(self, section: DraftRefresh, label: Label, seed: int):
         self.section, self.label, self.seed = section, label, seed
@@ -80,14 +80,14 @@ class Refresh:
         self.version = 0
 
     def prepare(self, task: Task, round: Round, scorer: Scorer) -> Round:
-        """See Task.prepare: the method's own, of a round whose batches are kept."""
+        """Keep the round's batches, then run the method's own prepare."""
         if not round.held_out:
             earlier = self.batches if round.part else []
             self.batches, self.version = [*earlier, *round.batches], round.version
         return task.prepare(round, scorer)
 
     def after_round(self, task: Task, live: TrainingContext, before: int) -> dict[str, float]:
-        """See Task.after_round: the method's own, then the draft's steps."""
+        """Run the method's own after_round, then the draft's steps."""
         metrics = dict(task.after_round(live, before) or {})
         batches, self.batches = self.batches, []
         if not batches or (self.version + 1) % self.section.every:
@@ -96,7 +96,7 @@ class Refresh:
             return metrics | self.train(live, batches)
 
     def train(self, live: TrainingContext, batches: Sequence[Batch]) -> dict[str, float]:
-        """So many passes over the round; means over their steps: {"draft/loss": ...}."""
+        """Train several passes over the round; return means over their steps: {"draft/loss": ...}."""
         start, target, outputs = time.monotonic(), live.snapshot(), []
         for number in range(self.section.passes):
             for index, batch in enumerate(batches):
@@ -116,7 +116,7 @@ class Refresh:
 
 
 def only_drawn(batch: Batch) -> Batch:
-    """The trees of a round with nothing but the weights of a draft's data: 1 on the tokens that the
-    policy drew (no branches share these)."""
+    """Reduce the trees of a round to the weights of a draft's data: 1 on the tokens that the policy
+    drew (which no branches share)."""
     weights = (batch.streams[DRAWN] > 0).astype(next(iter(batch.weights.values())).dtype)
     return batch._replace(weights={WEIGHTS: weights}, streams={}, denoms={})

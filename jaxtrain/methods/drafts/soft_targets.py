@@ -1,13 +1,14 @@
-"""Several guesses of one distribution: an unrolled draft against its teacher, over kept tokens.
+"""Loss of several guesses of one distribution: an unrolled draft against its teacher, on the
+draft's vocabulary.
 
     chunk of C positions:   teacher [C, E] ── full logits [C, V] ── likeliest token, is it kept?
                                            └─ logits of the kept [C, P] ── p, renormalized
                             draft [L, C, D] ── logits [L, C, P] ── q of each of the L guesses
                             loss(p, q) and its gradient ── d hidden [L, C, D], d head += [P, D]
 
-A loop over the chunks that hold a weight. The teacher's logits are made once for all L guesses, and
-gradients in the forward pass, as in distillation.py, so that neither pass holds more than a chunk
-of logits. On a mesh each device does this for its tokens and its slice of both vocabularies.
+Loops over the chunks that hold a weight. The teacher's logits are computed once for all L guesses,
+and gradients in the forward pass, as in distillation.py, so that neither pass holds more than a
+chunk of logits. On a mesh each device does this for its tokens and its slice of both vocabularies.
 
 Shapes: L guesses, B rows, T positions, D the draft's features, E the teacher's, V ids, P kept ids,
 C positions of a chunk.
@@ -51,7 +52,7 @@ class SoftTargets:
 
 
 class Teacher(NamedTuple):
-    """Whose distributions are guessed; no gradient flows there."""
+    """The distributions to be guessed; no gradient flows into them."""
 
     states: Any
     """[B, T, E] final-normed hidden states: row t says what follows token t."""
@@ -81,7 +82,7 @@ def sum_soft(
     weight_LBT: jax.Array,
     numbers: SoftTargets,
 ) -> tuple[jax.Array, GuessMetrics]:
-    """(sum of weight x loss over the positions whose likeliest token is kept, Guessed).
+    """Return (sum of weight x loss over the positions whose likeliest token is kept, GuessMetrics).
 
     Gradients flow to hidden and head. The arrays may be sharded in any way.
     """
@@ -143,7 +144,7 @@ def sum_soft(
 
 
 class SoftTargetSpec(NamedTuple):
-    """What the compiled program depends on, beside shapes."""
+    """Static arguments of the compiled program, besides shapes."""
 
     numbers: SoftTargets
     draft_axis: Axis
@@ -154,8 +155,8 @@ class SoftTargetSpec(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def soft_sum(spec: SoftTargetSpec, hidden_LTD, head_PD, teacher_arrays, weight_LT):
-    """(sum, Guessed) of flat local positions. teacher_arrays: (states [T, E], head [V, E], kept [P], rows
-    [P, E] of the head unless all are kept)."""
+    """Return (sum, GuessMetrics) of flat local positions. teacher_arrays: (states [T, E], head [V,
+    E], kept ids [P], rows [P, E] of the head unless all are kept)."""
     total, metrics, _ = walk(spec, hidden_LTD, head_PD, teacher_arrays, weight_LT, None)
     return total, metrics
 
@@ -186,9 +187,10 @@ soft_sum.defvjp(_fwd, _bwd, symbolic_zeros=True)
 
 
 def walk(spec: SoftTargetSpec, hidden_LTD, head_PD, teacher_arrays, weight_LT, needs_grad: Any):
-    """(sum, Guessed, (d hidden, d head)) chunk by chunk over the positions that weigh.
+    """Return (sum, GuessMetrics, (d hidden, d head)), computed by chunks of the positions that
+    weigh.
 
-    needs_grad: whether the gradients by hidden and by head are, or None for neither.
+    needs_grad: for hidden and for head, or None for neither.
     """
     states_TE, head_VE, kept_P, *rows = teacher_arrays
     (L, T, _), P, V = hidden_LTD.shape, len(head_PD), len(head_VE)
@@ -256,21 +258,21 @@ def walk(spec: SoftTargetSpec, hidden_LTD, head_PD, teacher_arrays, weight_LT, n
 
 
 def holds(kept_P: jax.Array, ids_C: jax.Array) -> jax.Array:
-    """bool [C]: whether ascending ids hold each of others."""
+    """Return bool [C]: whether ascending ids contain each of others."""
     place_C = jnp.minimum(jnp.searchsorted(kept_P, ids_C), len(kept_P) - 1)
     return kept_P[place_C] == ids_C
 
 
 class GuessDivergence(NamedTuple):
-    """Of each guess, [L, C]."""
+    """Numbers of each guess, [L, C]."""
 
     loss: Any
     accepted: Any
 
 
 def measure(z_LCP, v_CP, spec: SoftTargetSpec) -> tuple[GuessDivergence, jax.Array]:
-    """(numbers of each guess, gradient [L, C, P] of its loss by the draft's logits z). v: the
-    teacher's logits of the same tokens."""
+    """Return (numbers of each guess, gradient [L, C, P] of its loss by the draft's logits z). v:
+    the teacher's logits of the same tokens."""
     numbers, axis = spec.numbers, spec.draft_axis
     lp_CP, lq_LCP = log_softmax(v_CP, axis), log_softmax(z_LCP, axis)
     p_CP, q_LCP = jnp.exp(lp_CP), jnp.exp(lq_LCP)

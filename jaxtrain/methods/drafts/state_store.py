@@ -55,7 +55,7 @@ class StoredSample(NamedTuple):
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How the states of a token lie on disk."""
+    """Layout of the states of a token on disk."""
 
     widths: Mapping[str, int]
     """Numbers a token by array: {"captured": C * D, "last": D}."""
@@ -97,7 +97,7 @@ def list_samples(batch: Batch) -> Iterator[StoredSample]:
 
 
 class SampleOffsets:
-    """Where the states of each sample begin: {key: (start, count)} in little memory."""
+    """Compact index of the states of samples: {key: (start, count)}."""
 
     def __init__(self, segments: list["IndexSegment"]):
         keys = np.concatenate([np.zeros((0, KEY_BYTES), np.uint8), *(s.keys for s in segments)])
@@ -112,15 +112,15 @@ class SampleOffsets:
 
     @property
     def tokens(self) -> int:
-        """Of all samples."""
+        """Number of tokens of all samples."""
         return int(self._counts.sum())
 
     def keys(self) -> set[bytes]:
-        """Of all samples."""
+        """Return the keys of all samples."""
         return {key.tobytes() for key in self._keys}
 
     def find(self, key: bytes) -> tuple[int, int] | None:
-        """(start, count) of a sample's tokens; None where it is not there."""
+        """Return (start, count) of a sample's tokens, or None."""
         key_parts = np.frombuffer(key, np.uint64)
         index = int(np.searchsorted(self._sorted, key_parts[0]))
         while index < len(self._sorted) and self._sorted[index] == key_parts[0]:
@@ -148,7 +148,7 @@ class StateStore:
     """Reads the states of samples."""
 
     def __init__(self, folder: Path):
-        """UserError where nothing whole is there."""
+        """Open a complete store. Raises UserError if there is none."""
         self.folder = folder
         self.about = read_manifest(folder)
         if not self.about["datasets"]:
@@ -163,8 +163,8 @@ class StateStore:
     def read(
         self, batch: Batch, names: tuple[str, ...], rows: Collection[int] | None = None
     ) -> dict[str, np.ndarray]:
-        """{name: [..., T, width]} of a host batch's tokens, 0 in padding; raises Unknown. rows: of
-        these alone along the axis before the last; None: of all."""
+        """Return {name: [..., T, width]} for a host batch's tokens, 0 in padding. Raises
+        UnknownSample. rows: read only these along the axis before the last; None: all."""
         shape = batch.tokens.shape
         dtype = DTYPES[self.layout.dtype]
         states = {name: np.zeros((*shape, self.layout.widths[name]), dtype) for name in names}
@@ -192,7 +192,7 @@ class StateStore:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest; UserError where there is none, or none that this version reads."""
+    """Read the manifest. Raises UserError if it is missing, damaged or of another version."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -210,12 +210,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_layout(about: Mapping[str, Any]) -> StateLayout:
-    """The layout that a manifest tells of."""
+    """Return the layout in a manifest."""
     return StateLayout(**about["layout"])
 
 
 def read_segments(folder: Path) -> list[IndexSegment]:
-    """The index, a part a shard; it ends before the first part that is not there."""
+    """Read the index, one segment per shard, up to the first missing one."""
     segments: list[IndexSegment] = []
     while (path := segment_path(folder, len(segments))).is_file():
         try:
@@ -230,19 +230,19 @@ def read_segments(folder: Path) -> list[IndexSegment]:
 
 
 def segment_path(folder: Path, number: int) -> Path:
-    """Where the index of a shard lies."""
+    """Return the path of the index of a shard."""
     return folder / INDEX / f"{number:06}.npz"
 
 
 def array_spec(path: Path) -> dict[str, Any]:
-    """What tensorstore needs to open one of the arrays."""
+    """Return the tensorstore spec of one of the arrays."""
     kvstore = {"driver": "file", "path": str(path.absolute())}
     # What is missing is an error, no zeros.
     return {"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False}
 
 
 def open_array(path: Path) -> Any:
-    """One of a store's arrays, to read; UserError where it is not there."""
+    """Open one of a store's arrays for reading. Raises UserError if it is missing."""
     try:
         return ts.open(array_spec(path), open=True, read=True).result()
     except ValueError as error:

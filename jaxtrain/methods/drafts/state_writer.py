@@ -1,10 +1,10 @@
-"""Writes a state store (state_store.py), and goes on with one that was interrupted.
+"""Write a state store (state_store.py), and resume one that was interrupted.
 
     add(sample) ─> buffer of one shard ─full─> written by tensorstore, meanwhile the next is filled
                                           └─> then, when the next is full: its part of the index
 
-What was written is where it would be without the interruption, byte for byte, as long as the same
-samples come in the same order.
+The bytes written are the same with and without the interruption, as long as the same samples come
+in the same order.
 """
 
 import dataclasses
@@ -36,11 +36,11 @@ from jaxtrain.methods.drafts.state_store import (
 
 
 class StateWriter:
-    """Appends samples; a context that closes what was begun, whole or not."""
+    """Appends samples; a context manager that closes the store, complete or not."""
 
     def __init__(self, folder: Path, layout: StateLayout, about: Mapping[str, Any]):
-        """about: all that the states depend on besides tokens, as JSON. A folder with other states
-        is refused with a UserError that names what differs."""
+        """about: everything that the states depend on besides tokens, as JSON. A folder with other
+        states is refused with a UserError that names the differences."""
         self.folder, self.layout = folder, layout
         self.about: dict[str, Any] = {"format": FORMAT, **about, "datasets": {}}
         manifest = self._open()
@@ -65,7 +65,7 @@ class StateWriter:
         self._recall(segments, written)
 
     def _open(self) -> dict[str, Any] | None:
-        """Lock the folder; what its manifest says, None for a new one."""
+        """Lock the folder and return its manifest; None for a new one."""
         try:
             (self.folder / INDEX).mkdir(parents=True, exist_ok=True)
             self._lock = (self.folder / ".lock").open("w")
@@ -94,7 +94,7 @@ class StateWriter:
         return manifest
 
     def add(self, key: bytes, states: Mapping[str, np.ndarray]) -> bool:
-        """Append a sample's states {array: [n, width]}; False where it is there already."""
+        """Append a sample's states {array: [n, width]}; return False if it is there already."""
         if key in self.keys:
             return False
         count, size = len(next(iter(states.values()))), self.layout.shard_tokens
@@ -114,8 +114,8 @@ class StateWriter:
         return True
 
     def finish(self, datasets: Mapping[str, str]) -> None:
-        """Write what is left and say that all samples of these datasets ({digest: name}) are there,
-        besides those that were before."""
+        """Write the remaining tokens and record that all samples of these datasets ({digest: name})
+        are there."""
         unwritten = self.tokens - self._number * self.layout.shard_tokens
         if unwritten > 0:
             self._flush(unwritten)
@@ -124,7 +124,7 @@ class StateWriter:
         self._write_manifest()
 
     def close(self) -> None:
-        """Wait for what is being written; what is in the buffer is captured again next time."""
+        """Wait for pending writes; samples in the buffer are captured again next time."""
         try:
             self._finish_shard()
         finally:
@@ -137,7 +137,7 @@ class StateWriter:
         self.close()
 
     def _recall(self, segments: list[IndexSegment], written: int) -> None:
-        """Go on behind a last shard that is not full: it is written once more, with more in it."""
+        """Continue a last shard that is not full: it is written once more, with more in it."""
         begin = self._number * self.layout.shard_tokens
         if written == begin:
             return
@@ -148,7 +148,7 @@ class StateWriter:
             self._entries.append((key.tobytes(), int(start), int(count)))
 
     def _flush(self, count: int) -> None:
-        """Hand the first `count` tokens of the buffer to the disk."""
+        """Start writing the first `count` tokens of the buffer."""
         self._finish_shard()
         begin = self._number * self.layout.shard_tokens
         keys, starts, counts = zip(*self._entries, strict=True) if self._entries else ((), (), ())
@@ -235,7 +235,7 @@ class StateWriter:
 
 
 def find_differences(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """What of `expected`, a table of what states depend on, a manifest says otherwise, in words."""
+    """Describe the entries of `expected`, the dependencies of states, that differ from a manifest."""
     listed = []
     for name, value in expected.items():
         stored = manifest.get(name)

@@ -1,10 +1,10 @@
-"""A target's states on disk: written by the verb `capture`, read a few batches ahead of training.
+"""Target states on disk: written by the verb `capture`, prefetched in training.
 
-    capture   rows ─> batches, as held-out data are read ─> target ─> methods/drafts/state_writer.py
-    train     batch ─> its samples, by their tokens ─> methods/drafts/state_store.py ─> streams on the mesh
+    capture   rows ─> batches, as held-out data are read ─> target ─> state_writer.py
+    train     batch ─> its samples, by their tokens ─> state_store.py ─> streams on the mesh
 
-The folder tells what it was made of: target, layers, datasets. Whatever differs is refused by name,
-and a sample that is not in it ends the run: no state is ever taken for that of other tokens.
+The folder records its target, layers and datasets. Differences are refused by name, and a sample
+that is missing ends the run: states are never used for other tokens.
 """
 
 import hashlib
@@ -48,12 +48,12 @@ GIB = 2.0**30
 
 
 class StoredStates:
-    """`ahead.Stage` of states on disk, and what writes them."""
+    """A `prefetch.CaptureStage` that reads states from disk, and the capture that writes them."""
 
     name = "the disk"
 
     def __init__(self, config: Config, target: FrozenTarget):
-        """target: whose states they are; it is run by `capture` alone."""
+        """target: the model of the states; only `capture` runs it."""
         assert isinstance(config.task, DraftTask) and config.task.target.path is not None
         self.config, self.target = config, target
         self.folder = Path(config.task.target.path)
@@ -64,7 +64,7 @@ class StoredStates:
         self.store: StateStore | None = None
 
     def fill(self, batch: Batch) -> Batch:
-        """See Stage."""
+        """Read the states of a batch."""
         try:
             states = self.open().read(batch, tuple(self.widths), local_rows(batch, self.mesh))
         except UnknownSample:
@@ -77,24 +77,25 @@ class StoredStates:
         return batch._replace(streams={**batch.streams, **streams})
 
     def describe(self, row_tokens: int) -> str:
-        """See Stage."""
+        """Describe the folder and the size of a row."""
         row = row_tokens * sum(dtype.itemsize for dtype in self.streams.values())
         return f"target states from {self.folder}: {format_size(row)} a row of {row_tokens} tokens"
 
     def advise(self, busy: float, waiting: float) -> str:
-        """See Stage."""
+        """Advise a faster disk if reading is slower than training."""
         if busy <= waiting:
             return ""
         return "Reading is slower than training: lay task.target.path on a faster disk"
 
     def open(self) -> StateStore:
-        """The store, checked against the target once."""
+        """Return the store, opened once."""
         if self.store is None:
             self.store = StateStore(self.folder)
         return self.store
 
     def check(self, data: OfflineData) -> str:
-        """A line about the store; UserError where it is not that of this target and these data."""
+        """Return a line about the store. Raises UserError if it is not that of this target and
+        data."""
         store = self.open()
         expected = {k: value for k, value in self.identify().items() if k != "widths"}
         if differences := find_differences(store.about, expected):
@@ -118,7 +119,7 @@ class StoredStates:
         return f"target states of {len(store.places):,} samples, read from {self.folder}"
 
     def identify(self) -> dict[str, Any]:
-        """All that states depend on besides tokens."""
+        """Return everything that states depend on besides tokens."""
         bundle, config = self.target.bundle, self.config
         weights = ["random", config.run.seed]
         description: dict[str, Any] = {
@@ -140,7 +141,7 @@ class StoredStates:
         return {"quantize": "none", "adapter": "none", **description}
 
     def digests(self, data: OfflineData) -> dict[str, DatasetConfig]:
-        """{digest of what is in it: dataset} of all datasets that train or are held out."""
+        """Return {digest of its content: dataset} of all datasets that train or are held out."""
         datasets = {}
         config = self.config.data
         for dataset in [*config.datasets, *config.eval_datasets]:
@@ -162,8 +163,8 @@ class StoredStates:
         return datasets
 
     def capture(self, data: OfflineData, log: Callable[[str], None]) -> None:
-        """Write the states of all samples of the run's data that are not there yet; on every
-        process. What an interrupted capture wrote stays."""
+        """Write the missing states of all samples of the run's data, on every process. States from
+        an interrupted capture are reused."""
         about = broadcast_or_raise("the target's description", self.identify)
         datasets = self.digests(data)
         layout = StateLayout.choose(self.widths, self.target.bundle.options["dtype"])
@@ -193,7 +194,7 @@ class StoredStates:
     def count(
         self, data: OfflineData, datasets: dict[str, DatasetConfig], captured: set[bytes]
     ) -> list[int]:
-        """Tokens of each sample that is to be captured."""
+        """Return the number of tokens of each sample to be captured."""
         counts: dict[bytes, int] = {}
         for dataset in datasets.values():
             for batch in data.eval_batches(dataset, self.target.bundle):
@@ -205,7 +206,7 @@ class StoredStates:
     def announce(
         self, tokens: list[int], num_captured: int, layout: StateLayout, log: Callable[[str], None]
     ) -> None:
-        """Say what comes; UserError where the disk has no room for it."""
+        """Log the work ahead. Raises UserError if the disk has no room for it."""
         need = sum(tokens) * layout.token_bytes
         log(
             f"capturing {len(tokens):,} samples ({num_captured:,} are there already): {sum(tokens):,}"
@@ -227,7 +228,8 @@ class StoredStates:
         writer: StateWriter | None,
         progress: Progress,
     ) -> None:
-        """Capture what is not in `captured`, which grows; the next batch runs while one is written."""
+        """Capture samples that are not in `captured`, which grows; the next batch runs while one is
+        written."""
         waiting: list[tuple[Batch, dict[str, Any]]] = []
 
         def write() -> None:
@@ -257,14 +259,14 @@ class StoredStates:
 
 
 def local_rows(batch: Batch, mesh: Mesh) -> set[int]:
-    """Rows of the microsteps of a batch [A, B, T] that devices of this process hold."""
+    """Return the rows of the microsteps of a batch [A, B, T] that devices of this process hold."""
     shape = batch.tokens.shape
     indices = place_of(shape, mesh).addressable_devices_indices_map(shape).values()
     return {row for index in indices if index for row in range(*index[1].indices(shape[1]))}
 
 
 def format_size(size: int) -> str:
-    """Bytes as people read them."""
+    """Format bytes for people."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
 
 

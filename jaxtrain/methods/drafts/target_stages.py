@@ -1,4 +1,4 @@
-"""Where a draft's target states come from, other than from the training step: see methods/drafts/config.py.
+"""Sources of a draft's target states other than the training step (see config.py).
 
 ahead   its own devices ── move, device to device ──┐
                                                     ├─> streams on the devices that train
@@ -31,7 +31,7 @@ WORTH = 1.05
 
 @dataclasses.dataclass
 class OtherDevices:
-    """`ahead.CaptureStage` of a target on devices of its own."""
+    """A `prefetch.CaptureStage` that runs the target on devices of its own."""
 
     target: FrozenTarget
     mesh: Mesh
@@ -40,11 +40,11 @@ class OtherDevices:
 
     @property
     def streams(self) -> Mapping[str, Any]:
-        """See Stage."""
+        """Dtypes of the target's states."""
         return self.target.streams
 
     def fill(self, batch: Batch) -> Batch:
-        """See Stage."""
+        """Run the target and move its states to the training devices."""
         moved = {}
         for name, states in self.target(batch).items():
             shape = (*batch.tokens.shape, states.shape[-1])
@@ -52,7 +52,7 @@ class OtherDevices:
         return batch._replace(streams={**batch.streams, **moved})
 
     def describe(self, row_tokens: int) -> str:
-        """See Stage."""
+        """Describe the memory of weights and states."""
         shapes = abstract_params(self.target.bundle)[0].values()
         weight_bytes = sum(
             math.prod(shape.sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
@@ -65,7 +65,7 @@ class OtherDevices:
         )
 
     def advise(self, busy: float, waiting: float) -> str:
-        """See Stage: the split by which neither side would wait, if both scale."""
+        """Return the split of devices at which neither side would wait, if both scale."""
         num_target, num_training = self.target.bundle.mesh.size, self.mesh.size
         best, gain = find_split(num_target, num_training, busy, waiting)
         if gain < WORTH:
@@ -77,9 +77,9 @@ class OtherDevices:
 
 
 def find_split(num_target: int, num_training: int, busy: float, step: float) -> tuple[int, float]:
-    """(devices for the target, times as fast as now) of the best split, for a target that takes
-    `busy` seconds a batch on `num_target` devices and training that takes `step` on `num_training`; both are
-    taken to scale with devices."""
+    """Return (devices for the target, speedup) of the best split, for a target that takes `busy`
+    seconds a batch on `num_target` devices and training that takes `step` on `num_training`; both
+    are assumed to scale with devices."""
     total = num_target + num_training
 
     def pace(devices: int) -> float:
@@ -94,8 +94,8 @@ def find_split(num_target: int, num_training: int, busy: float, step: float) -> 
 def open_stage(
     config: Config, target: ModelBundle, draft: ModelBundle, *, last: bool
 ) -> CaptureStage | None:
-    """Who makes the states that the draft reads; None: the step itself does. last: whether the
-    final-normed states are needed, too."""
+    """Return the stage that computes the states that the draft reads; None: the step itself does.
+    last: whether the final-normed states are needed, too."""
     task, architecture = config.task, draft.architecture
     assert isinstance(task, DraftTask) and isinstance(architecture, BaseDraftConfig)
     if task.target.source == "step":

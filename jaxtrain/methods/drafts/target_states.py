@@ -1,4 +1,4 @@
-"""What a target's layers say of the tokens of a batch: from the batch, or by running the target.
+"""States of a target's layers for the tokens of a batch: from the batch, or by running the target.
 
 Shapes: B rows, T packed tokens, D the target's features, C captured layers.
 """
@@ -18,7 +18,7 @@ LAST = "target_last"
 
 
 class TargetStates(NamedTuple):
-    """What drafts read of the target, without gradients."""
+    """The target's states that drafts read, without gradients."""
 
     captured: jax.Array
     """[B, T, C * D], in the order of the layers that were asked for."""
@@ -29,8 +29,8 @@ class TargetStates(NamedTuple):
 def read_target(
     target: Any, batch: Batch, layers: Sequence[int], *, last: bool = False
 ) -> TargetStates:
-    """States of the tokens of rows [B, T]: the batch's streams where it has them, else those of
-    `target`, a Decoder. last: whether what comes out of the last layer is wanted, too."""
+    """Return the states of the tokens of rows [B, T]: the batch's streams if it has them, else
+    those of `target`, a Decoder. last: whether to return the output of the last layer, too."""
     if STATES in batch.streams:
         assert not last or LAST in batch.streams, f"the batch has no stream {LAST}"
         captured = batch.streams[STATES]
@@ -39,7 +39,7 @@ def read_target(
 
 
 def run_target(target: Any, batch: Batch, layers: Sequence[int], *, last: bool) -> TargetStates:
-    """States of the tokens of rows [B, T] by running `target`, as far as need be."""
+    """Compute states of the tokens of rows [B, T] by running `target`, no deeper than needed."""
     if not last:
         return TargetStates(target.captured(batch, layers), None)
     output = target.hidden(batch, tuple(layers))
