@@ -42,7 +42,8 @@ def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
 def make_adapter(
     linear: Linear, slot: LoRASpec, dtype: str, dropout: float = 0.0, salt: int = 0
 ) -> LoRA:
-    """Build the shapes of an adapter for a Linear, which may be a stack of layers (and of experts)."""
+    """Build the shapes of an adapter for a Linear, which may be a stack of layers (and of
+    experts)."""
     *lead, num_in, num_out = linear.kernel.get_value().shape
     if slot.dora and isinstance(linear, ExpertLinear):
         raise UserError(

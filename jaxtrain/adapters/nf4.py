@@ -217,7 +217,8 @@ def nf4_shapes(
 
 
 def quantize_nf4(kernel: jax.Array) -> dict[str, jax.Array]:
-    """Quantize a kernel [in, out] to its parts. Values on a threshold round down; zero blocks stay."""
+    """Quantize a kernel [in, out] to its parts. Values on a threshold round down; zero blocks
+    stay."""
     nibbles, absmax = _quantize_blocks(kernel)
     codes, scales, offset = quantize_absmax(absmax.reshape(-1))
     return {

@@ -42,7 +42,8 @@ print(json.dumps(found))
 
 
 def read_peft_config(file: Path) -> dict[str, Any]:
-    """Return the content of an adapter_config.json. Raises UserError for a key of the wrong type."""
+    """Return the content of an adapter_config.json. Raises UserError for a key of the wrong
+    type."""
     raw = read_object(file)
     kind = raw.get("peft_type")
     if kind != "LORA":

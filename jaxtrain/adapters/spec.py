@@ -23,11 +23,11 @@ class AdaptableLinear(NamedTuple):
     """A Linear that may get an adapter."""
 
     preset: str | None
-    """What the layer that it belongs to calls its group: attention, mlp, ..."""
+    """Name of its group in the layer: attention, mlp, ..."""
     modules: tuple[str, ...]
-    """The Hugging Face modules that it is made of."""
+    """Hugging Face modules that hold its weights."""
     shape: tuple[int, ...]
-    """Of its kernel."""
+    """Shape of its kernel."""
 
 
 Linears = Mapping[str, AdaptableLinear]
@@ -59,11 +59,11 @@ class Adapter:
     full: tuple[str, ...] = ()
     """Paths of parameters that are trained in full."""
     dtype: str = "float32"
-    """Of all that is trained."""
+    """Dtype of trained parameters."""
     source: Path | None = None
     """PEFT folder with the starting values; None starts as the identity."""
     dropout: float = 0.0
-    """Share of what each A reads that is dropped in training."""
+    """Dropout rate of the input of each A."""
     quantize: str = "none"
     """How the kernels of all Linears are stored: "none" (as they are), or one of STORAGES."""
     tensors: Mapping[str, TensorPart] = dataclasses.field(default_factory=dict)

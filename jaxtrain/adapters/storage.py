@@ -31,7 +31,7 @@ class Storage(NamedTuple):
     """A kind of storage; its parts have the paths `<path of the kernel>.<part>`."""
 
     module: Callable[..., nnx.Module]
-    """(parts, axes of the kernel) -> what sits in Linear.kernel."""
+    """(parts, axes of the kernel) -> module in place of Linear.kernel."""
     shapes: Callable[..., dict]
     """Shape of a kernel [..., in, out] -> shapes of its parts. This and `module` take a TensorPart,
     too, of a kernel that is quantized with others."""
@@ -44,9 +44,9 @@ class Storage(NamedTuple):
     per_byte: int
     """Weights in each byte of it."""
     multiple: int
-    """What the number of inputs must be a multiple of."""
+    """The number of inputs must be a multiple of this."""
     experts_only: bool = False
-    """Whether other matrices than those of experts stay as they are."""
+    """True if only the matrices of experts are stored so."""
     read: Callable[..., dict | None] = lambda files, op, shapes: None
     """(folder, op of a kernel, {part: shape}) -> the parts of a stacked kernel that a folder holds
     in this very storage, or None."""
@@ -147,7 +147,7 @@ def quantize_params(
             arrays = as_is
         elif isinstance(value, jax.Array):
             arrays = jax.device_put(quantize_stacked(value, kind), places)
-            jax.block_until_ready(arrays)  # else the host runs ahead and memory holds several
+            jax.block_until_ready(arrays)  # else the host runs ahead, and several whole kernels are in memory at once
         else:
             quantized = (quantize_stacked(kernel, kind) for kernel in value)
             arrays = _write_layers(quantized, part_shapes, places)
@@ -208,7 +208,7 @@ def _write_layers(
     return parts
 
 
-# Compiled once for all kernels of a shape.
+# Jitted at the top level, so that it compiles once for all kernels of a shape.
 @functools.partial(jax.jit, static_argnames="kind")
 def quantize_stacked(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
     """Quantize a kernel [in, out], or [..., in, out] one matrix at a time."""

@@ -171,7 +171,8 @@ def _config_class(model_type: str) -> Any:
 
 
 def thaw_rope(rope: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """Return rope_parameters as in a config.json: for all layers, or {kind of layer: parameters}."""
+    """Return rope_parameters as in a config.json: for all layers, or {kind of layer:
+    parameters}."""
     return {
         key: thaw_rope(value)
         if value and isinstance(value, tuple) and type(value[0]) is tuple

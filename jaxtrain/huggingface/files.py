@@ -16,7 +16,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.text_safety import name_type
 
 MAX_BYTES = 32 * 2**20
-"""Limit of a JSON file; parsed it takes some twenty times that. The index of 90,000 tensors has 9 MB."""
+"""Limit of a JSON file; parsed it takes some twenty times that. The index of 90,000 tensors has 9
+MB."""
 HUB_BLOB = re.compile(r".*/(models|datasets)--[^/]+/blobs/[0-9a-f]{40,64}")
 
 

@@ -47,7 +47,8 @@ def describe_ignored(folder: Path) -> str | None:
         if not setting.startswith("rep")
     ]
     return (
-        f"{folder / NAME} says {', '.join(ignored)}, which is not read: answers are drawn as section"
+        f"{folder / NAME} says {', '.join(ignored)}, which is not read: answers are drawn as"
+        " section"
         f" sampling says{' (' if options else ''}{' '.join(options)}{')' if options else ''}"
     )
 

@@ -3,8 +3,9 @@
 A `ParameterEntry` describes the tensors of a parameter as a small tree of ops. Each op knows both
 directions and the shapes, so load, save, adapter export and weight publishing share one list:
 
-    ParameterEntry("stack.block.mlp.up.kernel",
-        StackedOps([Transpose(TensorRef(f"model.layers.{i}.mlp.up_proj.weight")) for i in range(L)]))
+    tensors = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(L)]
+    op = StackedOps([Transpose(TensorRef(name)) for name in tensors])
+    ParameterEntry("stack.block.mlp.up.kernel", op)
 
 Reading is by index: a device that holds a slice of the parameter reads only those bytes.
 """
@@ -18,7 +19,7 @@ import numpy as np
 from jaxtrain.errors import UserError
 
 Index = tuple[slice, ...]
-"""One slice(start, stop) per dim, no open ends; of what is stored also with a step."""
+"""One slice(start, stop) per dim, without open ends; for stored tensors also with a step."""
 Fetch = Callable[[str, Index], np.ndarray]
 """(tensor name, index) -> that part of it."""
 TIED_COPY = "lm_head.weight"
@@ -30,9 +31,9 @@ class SplitPiece(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     index: Index
-    """Where the part lies in it."""
+    """Position of the part."""
     array: np.ndarray
 
 
@@ -227,7 +228,8 @@ class MatrixBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Transpose:
-    """Swap of the last two dims: Hugging Face stores kernels as [out, in], jaxtrain as [in, out]."""
+    """Swap of the last two dims: Hugging Face stores kernels as [out, in], jaxtrain as [in,
+    out]."""
 
     op: TensorOp
 
@@ -289,7 +291,7 @@ class GrownRows:
         return np.concatenate(parts)
 
     def write(self, array, host):
-        raise NotImplementedError("what was grown is written whole")
+        raise NotImplementedError("grown rows are written as a part of the whole table")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +302,7 @@ class DraftVocabulary:
     total: int
 
     dtypes: ClassVar[Mapping[str, Any]] = {"d2t": np.dtype(np.int64), "t2d": np.dtype(bool)}
-    """What the tensors are stored as, whatever the weights are."""
+    """Dtypes of the tensors, whatever the dtype of the weights."""
 
     def shapes(self, shape):
         return {"d2t": shape, "t2d": (self.total,)}

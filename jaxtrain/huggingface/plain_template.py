@@ -29,7 +29,7 @@ MARK, NOTHING = "jaxtrain_mark", "jaxtrain_nothing"
 OF_LOOP = frozenset("first last index index0 previtem nextitem depth depth0".split())
 STATEMENTS = (nodes.Output, nodes.If, nodes.For, nodes.Assign, nodes.AssignBlock)
 KEEPING = frozenset({"joiner", "cycler", "lipsum", MARK, NOTHING})
-"""Names of what changes by being used, and our own."""
+"""Names of stateful helpers, and those of the marked program."""
 WAYS = 4
 """Texts of each message."""
 
@@ -39,11 +39,11 @@ class Prefixes:
     """The renderings of the first k messages, for every k from 1 on."""
 
     bodies: tuple[str, ...]
-    """What is before all, then what each message writes with others behind it."""
+    """The text before all messages, then that of each message before others."""
     lasts: tuple[str, ...]
-    """What each message writes as the last one, and what is behind."""
+    """The text of each message as the last one, with what is behind."""
     prompts: tuple[str, ...]
-    """The same with the generation prompt."""
+    """Like `lasts`, with the generation prompt."""
 
     @functools.cached_property
     def starts(self) -> list[int]:
@@ -152,7 +152,8 @@ def _is_plain(tree: nodes.Template, loop: nodes.For, behind: list[nodes.Node]) -
 
 
 def _outside_loops(node: nodes.Node) -> Iterator[nodes.Node]:
-    """Yield a node and its descendants, except bodies of loops, which have a `loop` of their own."""
+    """Yield a node and its descendants, except bodies of loops, which have a `loop` of their
+    own."""
     yield node
     children = [node.iter] if isinstance(node, nodes.For) else node.iter_child_nodes()
     for child in children:

@@ -129,7 +129,8 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, TensorLocation]:
-    """Return the tensors of one file. Raises UserError naming the file and the inconsistent tensor."""
+    """Return the tensors of one file. Raises UserError naming the file and the inconsistent
+    tensor."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -202,7 +202,8 @@ def find_differences(tokenizer: Any) -> str | None:
                 parts = ", ".join(_compare(loaded, stored)) or "no part by name"
                 return (
                     f"transformers ({type(tokenizer).__name__}) does not tokenize as {file} says:"
-                    f" {shorten(text)} becomes {_cut(loaded_ids)}, by the file {_cut(stored_ids)}; they"
+                    f" {shorten(text)} becomes {_cut(loaded_ids)}, by the file"
+                    f" {_cut(stored_ids)}; they"
                     f" differ in {parts}. This run goes on"
                     " with the first; if the model was trained with the second, set tokenizer_class"
                     ' to "PreTrainedTokenizerFast" in tokenizer_config.json'
@@ -264,6 +265,7 @@ def compare_vocabularies(tokenizer: Any, reference: Any) -> str | None:
         for table in (token_of, reference_token_of)
     )
     return (
-        f"{len(differs):,} of {max(len(token_of), len(reference_token_of)):,} ids differ, the first of them {first}:"
+        f"{len(differs):,} of {max(len(token_of), len(reference_token_of)):,} ids differ, the"
+        f" first of them {first}:"
         f" {escape_control_chars(first_token)} here, {escape_control_chars(reference_token)} there"
     )

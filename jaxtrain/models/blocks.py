@@ -1,4 +1,5 @@
-"""The block that the decoders share, built from a config and the few options in which they differ."""
+"""The block that the decoders share, built from a config and the few options in which they
+differ."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping

@@ -34,7 +34,7 @@ class DecoderOptions:
 
     param_dtype: str = "float32"
     dtype: str = "float32"
-    """Of activations and matmuls."""
+    """Dtype of activations and matmuls."""
     remat: str = "none"
     """none | full | dots | save_attention: see layers.stack.REMAT."""
     scan_layers: bool = True
@@ -43,7 +43,7 @@ class DecoderOptions:
     transport: Transport = Transport()
     """How tokens reach experts of other devices."""
     only_layer: Any = None
-    """See `only` of layers.stack.Stack."""
+    """Index of the one layer to build; `only` of layers.stack.Stack."""
 
     def layer_options(self, config: DecoderConfig, rngs: nnx.Rngs) -> dict[str, Any]:
         """The keyword arguments that every layer with weights takes."""
@@ -59,7 +59,7 @@ class DecoderCache(NamedTuple):
     """Per-layer state of the tokens read so far."""
 
     states: tuple[State, ...]
-    """One pytree a layer, made and read by that layer alone; its arrays are [B, ...]."""
+    """One pytree per layer, opaque to all others; its arrays are [B, ...]."""
     length: jax.Array
     """int32 [B]: tokens seen so far, and so the position of the next one."""
 
@@ -68,7 +68,7 @@ class TrialTokens(NamedTuple):
     """Tokens that were read speculatively, some of which may be taken back by `Decoder.commit`."""
 
     states: tuple[State, ...]
-    """As the layers left them; see `Mixer.trials`."""
+    """States returned by the layers, in a form of their own; see `Mixer.trials`."""
     tokens: jax.Array
     """int32 [B, T]."""
     start: jax.Array
@@ -103,10 +103,11 @@ class EmbeddingAndHead(nnx.Module):
     lm_head: Embed | None
     score: Score | None
     logit_softcap: float | None = None
-    """See DecoderConfig."""
+    """The attribute of DecoderConfig."""
 
     def head(self) -> jax.Array:
-        """Return the output projection [V, D] in the param dtype; the embedding itself when tied."""
+        """Return the output projection [V, D] in the param dtype; the embedding itself when
+        tied."""
         table = self.head_table
         assert table is not None, "a model that scores predicts no tokens"
         return table.table()
@@ -132,7 +133,7 @@ class CachedStack(nnx.Module):
 
     stack: Stack
     carries: tuple[str, ...] = ()
-    """See DecoderConfig."""
+    """The attribute of DecoderConfig."""
     carried_from: str | None = None
     """The folder that holds such tensors."""
 
@@ -141,7 +142,8 @@ class CachedStack(nnx.Module):
     def compute_dtype(self) -> Any: ...
 
     def unstack(self) -> Self:
-        """Return this model with every layer stored separately, for decoding: see `Stack.unstack`."""
+        """Return this model with every layer stored separately, for decoding: see
+        `Stack.unstack`."""
         self.stack.unstack()
         return self
 
@@ -156,6 +158,7 @@ class CachedStack(nnx.Module):
 
     def grow_cache(self, cache: DecoderCache, rows: int, slots: int) -> DecoderCache:
         """Return `cache` with room for more rows or tokens."""
+        # Mixers pad at the end: slots are addressed by position, and existing rows keep their index.
         states = self.stack.map_states(
             lambda mixer, spec, state: mixer.grow_state(spec, state, rows, slots), cache.states
         )
@@ -171,6 +174,8 @@ class CachedStack(nnx.Module):
             cache.states,
             filled.states,
         )
+        # Padding rows of a prefill have an index out of range, which "drop" must ignore: the default
+        # mode would clip it and overwrite the last row.
         return DecoderCache(
             states, cache.length.at[rows_R].set(filled.length[source_R], mode="drop")
         )
@@ -332,6 +337,9 @@ class Decoder(EmbeddingAndHead, CachedStack):
     def commit(self, trial: TrialTokens, counts_B: jax.Array) -> DecoderCache:
         """Return the cache after the first `counts_B` of a trial's T tokens, as if no more had been
         read; int32 [B], 0 to T."""
+        # Attention simply forgets slots behind the end, but recurrent layers cannot step back: they
+        # read the accepted tokens once more, from the state before the trial. So the inputs are those
+        # of all T tokens, embedded again rather than stored, with an `until` that cuts the rest off.
         end_B = trial.start + counts_B
         context, decoding = place_new(trial.start, end_B, trial.tokens.shape[1])
         _, inputs = self._embed(trial.tokens, context)
@@ -387,7 +395,9 @@ def scaled(x: jax.Array, factor: float) -> jax.Array:
 
 
 def place_new(start_B: jax.Array, end_B: jax.Array, T: int) -> tuple[Context, Decoding]:
-    """Return the context and slots of T new tokens of each row, of which those up to `end` count."""
+    """Return the context and slots of T new tokens of each row, of which those up to `end`
+    count."""
     positions_BT = start_B[:, None] + jnp.arange(T, dtype=jnp.int32)
+    # An `until` of 0 hides a token from all others, itself included: padding leaves no trace.
     until_BT = jnp.where(positions_BT < end_B[:, None], T, 0).astype(jnp.int32)
     return Context(until_BT, None, positions_BT, positions_BT), Decoding(start_B, end_B)

@@ -24,23 +24,23 @@ class DecoderConfig:
     also: ClassVar[tuple[str, ...]] = ()
     """Further architectures whose folders the family reads."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """What a config.json calls fields that have another name here."""
+    """{field: attribute of config.json} for fields with another name."""
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Attributes of folders that change nothing here or must be as it is here, with the values that
-    they may have; none: any. They are carried along in `said`."""
+    """Attributes of folders that have no effect or only one supported value, with the allowed values;
+    empty: any. They are carried along in `fixed_attributes`."""
     rope_keys: ClassVar[tuple[str, ...]] = ()
-    """What the family reads of rope_parameters beside the keys of their type."""
+    """Keys of rope_parameters that the family reads besides those of their type."""
     rope_by_kind: ClassVar[bool] = False
-    """Whether rope_parameters are {kind of layer_types: its own}."""
+    """True if rope_parameters are {kind of layer_types: parameters}."""
     norm: ClassVar[type[RMSNorm]] = RMSNorm
-    """Before attention and MLP, and behind the last layer."""
+    """Norm before attention and MLP, and behind the last layer."""
     guesses: ClassVar[bool] = False
-    """Whether the family guesses for another model, its target, and writes nothing alone."""
+    """True for drafts, which guess for a target model and generate nothing alone."""
     carries: ClassVar[tuple[str, ...]] = ()
-    """What tensors are called that no layer here has, and that every export takes along as they
-    are: a vision tower."""
+    """Name prefixes of tensors that no layer has and that every export copies, such as a vision
+    tower."""
     goes_stale: ClassVar[tuple[str, ...]] = ()
-    """Those of `carries` that go by hidden states which training changes."""
+    """Prefixes in `carries` of tensors that depend on hidden states, which training changes."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -57,16 +57,16 @@ class DecoderConfig:
     rope: tuple[tuple[str, Any], ...]
     """Hugging Face's rope_parameters as sorted items; none where nothing is rotated."""
     carried_attributes: tuple[tuple[str, str], ...] = ()
-    """Attributes that are only carried along (token ids, ...), as (key, JSON)."""
+    """Attributes that exports carry along unchanged (token ids, ...), as (key, JSON)."""
     fixed_attributes: tuple[tuple[str, str], ...] = ()
-    """Attributes of `fixed` that were there, as (key, JSON)."""
+    """Attributes of `fixed` that the folder has, as (key, JSON)."""
     row_tokens: int = 0
     """See `for_rows`; 0: as many as max_position_embeddings says."""
     grown: int = 0
-    """Rows of the vocabulary, the last ones, that the folder to read does not have: each begins as
-    the mean of those that it has."""
+    """Number of rows at the end of the vocabulary that the folder lacks; each is initialized to the
+    mean of the others."""
     score: ScoreHead | None = None
-    """The head that scores in the place of the one that predicts tokens; None: a language model."""
+    """Score head in place of the language model head; None: a language model."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -32,13 +32,13 @@ class BaseDraftConfig(DecoderConfig):
     guesses: ClassVar[bool] = True
 
     capture: tuple[int, ...]
-    """Layers of the target whose output the draft reads, in this order; they count from 0."""
+    """Layers of the target whose output the draft reads, in this order, counted from 0."""
     target_hidden_size: int
     """D."""
     num_target_layers: int | None = None
-    """Layers of the target; None where the export of the family does not say."""
+    """Number of layers of the target; None if exports of the family do not store it."""
     mask_token_id: int | None = None
-    """Token in the place of what is guessed, in families that read one."""
+    """Token that replaces guessed ones, in families that read one."""
 
     @property
     def num_captured(self) -> int:
@@ -47,7 +47,7 @@ class BaseDraftConfig(DecoderConfig):
 
 
 DRAFT_FIELDS = ("capture", "target_hidden_size", "num_target_layers", "mask_token_id")
-"""Fields of DraftConfig that are no attributes of a decoder's config.json."""
+"""Fields of BaseDraftConfig that are not attributes of a decoder's config.json."""
 
 
 class TargetEmbeddingAndHead(EmbeddingAndHead):
@@ -55,7 +55,7 @@ class TargetEmbeddingAndHead(EmbeddingAndHead):
     paths that they have in the whole model."""
 
     carries: tuple[str, ...] = ()
-    """Nothing: ends are never exported."""
+    """Empty: it is never exported."""
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs):
         common = options.layer_options(config, rngs)
@@ -82,7 +82,7 @@ class Draft(CachedStack):
     num_drafted: int
     """K, the tokens that `propose` guesses."""
     head_table: Embed | None = None
-    """Where an output projection of its own is stored; None: it uses the target's."""
+    """Table of an output projection of its own; None: it uses the target's."""
     experts_per_token: tuple[int, int] | None = None
     """As in DecoderConfig: no draft has experts."""
 

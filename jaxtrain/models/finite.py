@@ -17,7 +17,7 @@ from jaxtrain.huggingface.ops import ParameterEntry, full_index
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 
 SMALL = 2**22
-"""Bytes up to which numpy looks."""
+"""Arrays up to this many bytes are checked by numpy."""
 
 
 class FiniteCheck:

@@ -106,7 +106,8 @@ def count_carried(folder: str | os.PathLike, config: DecoderConfig) -> int:
 
 
 def count_stale(model: Decoder, config: DecoderConfig) -> int:
-    """Count the tensors that an export copies although they belong to the weights before training."""
+    """Count the tensors that an export copies although they belong to the weights before
+    training."""
     files = open_carried(model)
     return 0 if files is None else len(carried_tensors(files, config.goes_stale))
 

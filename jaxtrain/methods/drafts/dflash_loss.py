@@ -20,7 +20,8 @@ from jaxtrain.methods.drafts.target_states import read_target
 COMPONENT = "draft"
 """The loss's one component."""
 WEIGHTS = "nll"
-"""Weights of the tokens to guess, divided by the branches through each (methods/drafts/anchors.py)."""
+"""Weights of the tokens to guess, divided by the branches through each
+(methods/drafts/anchors.py)."""
 Weighting = Literal["decay", "dpace", "cumulative-confidence-only", "continuation-value-only"]
 
 

@@ -31,9 +31,9 @@ from jaxtrain.models import dflash
 
 Section = DFlashTask
 NUM_LAYERS = 5
-"""Layers of a draft that is not told otherwise."""
+"""Default number of layers of a draft."""
 BLOCK_SIZE = 16
-"""Tokens of its blocks."""
+"""Default number of tokens of a block."""
 
 
 def open_data(config: Config, tokenizer: Any) -> DraftData:
@@ -85,7 +85,8 @@ def make_label(task: DFlashTask, block_size: int) -> Label:
 
 
 def open_draft(config: Config, task: DFlashTask, target: ModelBundle) -> ModelBundle:
-    """Build the bundle of the draft. Raises UserError if it does not fit the target or the section."""
+    """Build the bundle of the draft. Raises UserError if it does not fit the target or the
+    section."""
     section = task.draft
 
     def new(sizes: dict[str, Any]) -> dflash.Config:

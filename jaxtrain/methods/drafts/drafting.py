@@ -34,11 +34,11 @@ from jaxtrain.methods.offline import OfflineData, OfflineRounds, check_packing
 from jaxtrain.models.capabilities import follows_trees
 
 TARGET = "target"
-"""The role beside DRAFT."""
+"""Role of the target; the other role is DRAFT."""
 
 Label = Callable[[Batch, np.random.Generator], Batch]
-"""What a method adds to a batch [A, B, T] before its step; all that is random comes from the
-generator."""
+"""Adds a method's streams to a batch [A, B, T] before its step; the generator is its only source of
+randomness."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +49,14 @@ class DraftObjective:
     bundle: ModelBundle
     """The draft."""
     loss: Callable[[Models, Batch], tuple[dict[str, Any], dict[str, Any]]]
-    """As Task.loss, of DRAFT and TARGET."""
+    """Loss as in Task.loss, of DRAFT and TARGET."""
     component: str
     """The loss's one component."""
     label: Label
     streams: Mapping[str, Any]
     """Dtypes of the streams that `label` adds."""
     reads_last: bool = False
-    """Whether the loss reads the target's final-normed states, too."""
+    """True if the loss reads the target's final-normed states, too."""
 
 
 class DraftData(OfflineData):

@@ -38,9 +38,9 @@ from jaxtrain.models.eagle3 import Config as Architecture
 
 Section = Eagle3Task
 LARGEST = 32_000
-"""Tokens that a draft can say unless the config asks for another number."""
+"""Default size of a draft's vocabulary."""
 LENGTH = 7
-"""Steps of the unroll, likewise."""
+"""Default number of steps of the unroll."""
 
 
 def open_data(config: Config, tokenizer: Any) -> DraftData:
@@ -106,7 +106,8 @@ def describe_draft(task: Eagle3Task, target: ModelBundle, sizes: dict[str, Any])
     draft_size = task.draft_vocab_size
     if draft_size is not None and draft_size > vocab_size:
         raise UserError(
-            f"task.draft_vocab_size {draft_size} is more than the {vocab_size} tokens of the target;"
+            f"task.draft_vocab_size {draft_size} is more than the {vocab_size} tokens of the"
+            " target;"
             " lower it, or leave it out"
         )
     sizes["num_hidden_layers"] = 1
@@ -145,7 +146,8 @@ def draft_vocabulary(
 
 
 def label_guesses(batch: Batch, rng: np.random.Generator) -> Batch:
-    """Add the streams NEXT, BRANCHES and GUESS, and the loss's denominator, to a batch [A, B, T]."""
+    """Add the streams NEXT, BRANCHES and GUESS, and the loss's denominator, to a batch [A, B,
+    T]."""
     branches = count_branches(batch)
     weights, length = batch.weights[WEIGHTS], batch.prev.shape[-1]
     prev = batch.prev.reshape(-1, length)

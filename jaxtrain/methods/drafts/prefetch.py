@@ -24,10 +24,10 @@ from jaxtrain.errors import Interrupted
 from jaxtrain.methods.offline import OfflineRounds
 
 PATIENCE = 0.2
-"""Seconds between two looks at whether the run is to stop."""
+"""Seconds between two checks for a stop request."""
 
 WARM = 2
-"""Batches after which times are counted."""
+"""Batches before times are counted: they compile and read weights."""
 
 
 class CaptureStage(Protocol):
@@ -62,10 +62,10 @@ class WaitingBatch:
 
     batches: list[Batch]
     cursor: dict[str, Any]
-    """Of the source behind it."""
+    """Cursor of the source behind it."""
     counters: dict[str, Any]
     started: float
-    """When the stage began with it."""
+    """Time at which the stage began to fill it."""
 
     @property
     def streams(self) -> list[Any]:
@@ -89,14 +89,14 @@ class WaitTimes:
 
     began: float = field(default_factory=time.monotonic)
     batches: int = 0
-    """That came out."""
+    """Number of batches taken from the queue."""
     busy: float = 0.0
-    """The stage worked, in the thread's count of what it finished."""
+    """Working time of the stage, for the `finished` batches."""
     finished: int = 0
     blocked: float = 0.0
-    """The stage waited for room in the queue."""
+    """Time that the stage waited for room in the queue."""
     starved: float = 0.0
-    """The training devices had nothing to do, because no states were there."""
+    """Time that the training devices idled for lack of states."""
 
     @property
     def total(self) -> float:
@@ -162,16 +162,16 @@ class PrefetchedRounds(OfflineRounds):
         starved = not isinstance(item, WaitingBatch) or not item.ready
         with live.phase("waiting for target states"):
             if starved:
-                # Until here they had work: the step that was dispatched last.
+                # The devices are busy with the step dispatched last; only the wait after it counts.
                 jax.block_until_ready(next(iter(live.snapshot().params().values())))
             started = time.monotonic()
             while item is None:
                 item = self._peek(PATIENCE)
-                # Several processes stop together, between steps.
+                # With several processes, only the loop may stop: all of them, between two steps.
                 if item is None and jax.process_count() == 1 and live.stop_requested():
                     raise Interrupted
             if isinstance(item, BaseException):
-                self._items.put(item)  # whoever asks again hears the same
+                self._items.put(item)  # a later call raises it again
                 raise item
             item.block_until_ready()
         if starved:
@@ -185,7 +185,8 @@ class PrefetchedRounds(OfflineRounds):
             return None
 
     def _work(self) -> None:
-        """Draw, fill and enqueue batches in the thread; an exception is enqueued, too, and ends it."""
+        """Draw, fill and enqueue batches in the thread; an exception is enqueued, too, and ends
+        it."""
         pending: WaitingBatch | None = None
         done = 0.0
 
@@ -213,7 +214,7 @@ class PrefetchedRounds(OfflineRounds):
                 filled = [self.stage.fill(batch) for batch in batches]
                 item = WaitingBatch(filled, cursor, counters, started)
                 self._items.put(item)
-                finish_pending()  # of the one before: while this one is made
+                finish_pending()  # waits for the batch before, while the devices compute this one
                 pending = item
         except BaseException as error:  # the loop's thread raises it
             self._items.put(error)

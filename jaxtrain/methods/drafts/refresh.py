@@ -96,7 +96,8 @@ class Refresh:
             return metrics | self.train(live, batches)
 
     def train(self, live: TrainingContext, batches: Sequence[Batch]) -> dict[str, float]:
-        """Train several passes over the round; return means over their steps: {"draft/loss": ...}."""
+        """Train several passes over the round; return means over their steps: {"draft/loss":
+        ...}."""
         start, target, outputs = time.monotonic(), live.snapshot(), []
         for number in range(self.section.passes):
             for index, batch in enumerate(batches):

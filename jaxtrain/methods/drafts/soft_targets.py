@@ -55,11 +55,11 @@ class Teacher(NamedTuple):
     """The distributions to be guessed; no gradient flows into them."""
 
     states: Any
-    """[B, T, E] final-normed hidden states: row t says what follows token t."""
+    """[B, T, E] final-normed hidden states: row t predicts the token after t."""
     head: Any
     """[V, E]."""
     draft_ids: Any
-    """int32 [P] ids that the draft can say, ascending; all V of them: nothing is left out."""
+    """int32 [P]: ids of the draft's vocabulary, ascending; all V ids if it is not reduced."""
 
 
 class GuessMetrics(NamedTuple):
@@ -148,9 +148,9 @@ class SoftTargetSpec(NamedTuple):
 
     numbers: SoftTargets
     draft_axis: Axis
-    """What the kept tokens are split over."""
+    """Mesh axis of the draft's vocabulary."""
     vocab_axis: Axis
-    """What the whole vocabulary is split over."""
+    """Mesh axis of the whole vocabulary."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

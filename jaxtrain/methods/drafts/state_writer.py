@@ -82,7 +82,8 @@ class StateWriter:
             )
             if foreign_files:
                 raise UserError(
-                    f"{self.folder} holds {foreign_files[0]} and no target states; name an empty folder"
+                    f"{self.folder} holds {foreign_files[0]} and no target states; name an empty"
+                    " folder"
                 )
             return None
         manifest = read_manifest(self.folder)
@@ -235,7 +236,8 @@ class StateWriter:
 
 
 def find_differences(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Describe the entries of `expected`, the dependencies of states, that differ from a manifest."""
+    """Describe the entries of `expected`, the dependencies of states, that differ from a
+    manifest."""
     listed = []
     for name, value in expected.items():
         stored = manifest.get(name)

@@ -43,7 +43,7 @@ from jaxtrain.models.saving import to_host
 NAMES = {"captured": STATES, "last": LAST}
 """Array of the store: stream."""
 LOOKED_AT = 256
-"""Rows of a dataset that tell it from others, spread evenly."""
+"""Number of evenly spread rows in the digest of a dataset."""
 GIB = 2.0**30
 
 
@@ -209,7 +209,8 @@ class StoredStates:
         """Log the work ahead. Raises UserError if the disk has no room for it."""
         need = sum(tokens) * layout.token_bytes
         log(
-            f"capturing {len(tokens):,} samples ({num_captured:,} are there already): {sum(tokens):,}"
+            f"capturing {len(tokens):,} samples ({num_captured:,} are there already):"
+            f" {sum(tokens):,}"
             f" tokens x {layout.token_bytes:,} bytes = {format_size(need)} in {self.folder}"
         )
         free = broadcast_or_raise("free space", lambda: shutil.disk_usage(self.folder).free)

@@ -26,7 +26,7 @@ from jaxtrain.methods.drafts.stored_states import StoredStates
 from jaxtrain.models.draft import BaseDraftConfig
 
 WORTH = 1.05
-"""Gain from which another split is worth telling."""
+"""Smallest speedup for which another split is suggested."""
 
 
 @dataclasses.dataclass
@@ -60,7 +60,8 @@ class OtherDevices:
         )
         row = row_tokens * sum(dtype.itemsize for dtype in self.streams.values())
         return (
-            f"target on {self.target.bundle.mesh.size} devices of its own: {weight_bytes / 2**30:.3f} GiB of"
+            f"target on {self.target.bundle.mesh.size} devices of its own:"
+            f" {weight_bytes / 2**30:.3f} GiB of"
             f" weights on each; states of a row of {row_tokens} tokens: {row / 2**20:,.1f} MiB"
         )
 
@@ -69,9 +70,11 @@ class OtherDevices:
         num_target, num_training = self.target.bundle.mesh.size, self.mesh.size
         best, gain = find_split(num_target, num_training, busy, waiting)
         if gain < WORTH:
-            return f"task.target.devices {num_target} is the best split of these {num_target + num_training}"
+            total = num_target + num_training
+            return f"task.target.devices {num_target} is the best split of these {total}"
         return (
-            f"By these times task.target.devices {best} of {num_target + num_training} would be about"
+            f"By these times task.target.devices {best} of {num_target + num_training} would be"
+            " about"
             f" {gain:.1f}x as fast"
         )
 

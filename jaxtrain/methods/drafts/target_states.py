@@ -14,7 +14,7 @@ from jaxtrain.batch import Batch
 STATES = "target_states"
 """Stream [B, T, C * D]: outputs of the captured layers, one behind the other."""
 LAST = "target_last"
-"""Stream [B, T, D]: what comes out of the last layer, final-normed."""
+"""Stream [B, T, D]: output of the last layer, final-normed."""
 
 
 class TargetStates(NamedTuple):
@@ -23,7 +23,7 @@ class TargetStates(NamedTuple):
     captured: jax.Array
     """[B, T, C * D], in the order of the layers that were asked for."""
     last: jax.Array | None
-    """[B, T, D]; None where nobody asked for it."""
+    """[B, T, D]; None if not requested."""
 
 
 def read_target(
