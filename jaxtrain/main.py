@@ -53,9 +53,9 @@ def tell_version() -> int:
     import importlib.metadata
     import platform
 
-    found = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax")]
-    own = f"jaxtrain {jaxtrain.__version__}, python {platform.python_version()}"
-    print(", ".join([own, *found]))
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax")]
+    jaxtrain_version = f"jaxtrain {jaxtrain.__version__}, python {platform.python_version()}"
+    print(", ".join([jaxtrain_version, *versions]))
     return 0
 
 

@@ -80,13 +80,13 @@ def find_places(name: str) -> list[str]:
     """Return the modules that have the content of an old one; none for a name that never was."""
     old = name.removeprefix("jaxtrain.")
     if old in MODULES:
-        return [f"jaxtrain.{place}" for place in MODULES[old].split()]
+        return [f"jaxtrain.{module}" for module in MODULES[old].split()]
     package, _, rest = old.partition(".")
     if package not in PACKAGES:
         return []
-    place = f"jaxtrain.{PACKAGES[package]}" + (f".{rest}" if rest else "")
+    module = f"jaxtrain.{PACKAGES[package]}" + (f".{rest}" if rest else "")
     try:
-        return [place] if importlib.util.find_spec(place) else []
+        return [module] if importlib.util.find_spec(module) else []
     except ModuleNotFoundError:  # not even its package is there
         return []
 
@@ -103,10 +103,10 @@ class MovedModule(ModuleType):
         if old in MODULES:
             return importlib.import_module(f"jaxtrain.{old}")
         current = NAMES.get(old, name)
-        for place in self.places:
-            module = importlib.import_module(place)
+        for path in self.places:
+            module = importlib.import_module(path)
             if hasattr(module, current):
-                text = f"jaxtrain.{old} is now {place}.{current}"
+                text = f"jaxtrain.{old} is now {path}.{current}"
                 warnings.warn(text, DeprecationWarning, stacklevel=2)
                 return getattr(module, current)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")

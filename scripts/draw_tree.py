@@ -74,9 +74,9 @@ def draw_nodes(axes, tree: Tree, packed: PackedTree) -> None:
             axes.plot(
                 [left + width / 2, column - width / 2], [-top, -row], color="0.4", lw=1.4, zorder=0
             )
-    for end, place in zip(tree.ends, ("branch 1", "branch 2", "branch 3"), strict=True):
+    for end, label in zip(tree.ends, ("branch 1", "branch 2", "branch 3"), strict=True):
         column, row = NODES[end][4]
-        axes.text(column + width / 2 + 0.06, -row, place, va="center", fontsize=8.5, color="0.25")
+        axes.text(column + width / 2 + 0.06, -row, label, va="center", fontsize=8.5, color="0.25")
     axes.set_xlim(-0.5, 4.0)
     axes.set_ylim(-1.72, 1.05)
     axes.set_aspect("equal")
@@ -115,8 +115,8 @@ def draw_mask(axes, tree: Tree, packed: PackedTree) -> None:
         axes.text(t + 0.5, n + 0.5, packed.positions[t], ha="center", va="center", fontsize=7.5)
         axes.text(t + 0.5, n + 1.3, packed.prev[t], ha="center", va="center", fontsize=7.5)
         axes.text(t + 0.5, n + 2.1, packed.until[t], ha="center", va="center", fontsize=7.5)
-    for place, name in ((0.5, "positions"), (1.3, "prev"), (2.1, "until")):
-        axes.text(-0.3, n + place, name, ha="right", va="center", fontsize=8.5)
+    for y, name in ((0.5, "positions"), (1.3, "prev"), (2.1, "until")):
+        axes.text(-0.3, n + y, name, ha="right", va="center", fontsize=8.5)
     axes.set_xlim(0, n)
     axes.set_ylim(n + 2.6, 0)
     axes.spines[:].set_visible(False)

@@ -41,13 +41,13 @@ def tiny_configs() -> dict[str, tuple[str, dict]]:
     """{name: (its file of tests, tiny config.json)}."""
     from tiny_models import SIZES
 
-    found = {}
+    configs = {}
     for path in sorted((ROOT / "tests" / "models").glob("families_*.py")):
         module = importlib.import_module(path.stem)
         for name, raw in module.FAMILIES.items():
-            kept = {k: v for k, v in {**SIZES, **raw}.items() if v is not None}
-            found[name] = (path.stem, kept)
-    return found
+            sizes = {k: v for k, v in {**SIZES, **raw}.items() if v is not None}
+            configs[name] = (path.stem, sizes)
+    return configs
 
 
 def meshes_of(name: str, file: str) -> set[str]:
@@ -79,8 +79,8 @@ def make_rows() -> list[str]:
     adapted = json.loads(ADAPTED.read_text())["all-linear"]
     for module, row in sorted(rows.items()):
         path = f"jaxtrain.models.{module}"
-        names = [a for a, own in ARCHITECTURES.items() if own == path]
-        names += [a for (a, _), own in TEXTS.items() if own == path]
+        names = [a for a, family_path in ARCHITECTURES.items() if family_path == path]
+        names += [a for (a, _), family_path in TEXTS.items() if family_path == path]
         in_vllm = [a for a in names if a not in NOT_IN_VLLM]
         adapters = "all Linears, experts too" if row["experts"] else "all Linears"
         order = ("fsdp", "tensor", "context", "expert")
@@ -99,29 +99,29 @@ def make_rows() -> list[str]:
     return lines
 
 
-def describe_served(found: list[dict]) -> str:
+def describe_served(entries: list[dict]) -> str:
     """What came of a family's tiny exports in vLLM: the largest difference of log-probs, rounded
     up, of those that agree and of those that do not, and vLLM's words where it did not run one."""
-    asked = [one for one in found if "difference" in one]
-    close = [one for one in asked if is_close(one)]
+    compared = [entry for entry in entries if "difference" in entry]
+    close = [entry for entry in compared if is_close(entry)]
     words = []
-    for kind in (close, [one for one in asked if one not in close]):
+    for kind in (close, [entry for entry in compared if entry not in close]):
         if kind:
-            words.append(describe_difference(max(kind, key=lambda one: one["difference"])))
-    words += [f"not run: {one['error']}" for one in found if "error" in one][:1]
+            words.append(describe_difference(max(kind, key=lambda entry: entry["difference"])))
+    words += [f"not run: {entry['error']}" for entry in entries if "error" in entry][:1]
     return "; another variant: ".join(words) or "-"
 
 
-def is_close(one: dict) -> bool:
-    return one["difference"] <= CLOSE[one["dtype"]]  # False for what is not a number
+def is_close(entry: dict) -> bool:
+    return entry["difference"] <= CLOSE[entry["dtype"]]  # False for what is not a number
 
 
 def describe_difference(worst: dict) -> str:
     if not is_close(worst):
         return f"differ by {worst['difference']:.1g}"
     unit = 10.0 ** math.floor(math.log10(worst["difference"]))
-    said = f"within {math.ceil(worst['difference'] / unit) * unit:.0e}".replace("e-0", "e-")
-    return said if worst["dtype"] == "float32" else f"{said} ({worst['dtype']})"
+    bound = f"within {math.ceil(worst['difference'] / unit) * unit:.0e}".replace("e-0", "e-")
+    return bound if worst["dtype"] == "float32" else f"{bound} ({worst['dtype']})"
 
 
 def make_table() -> str:

@@ -30,13 +30,13 @@ def main() -> int:
     check = parser.parse_args().check
     old = False
     for page in sorted(FOLDER.glob("*.md")):
-        text, place = render(page), page.with_suffix(".ipynb")
-        if place.exists() and place.read_text() == text:
+        text, target = render(page), page.with_suffix(".ipynb")
+        if target.exists() and target.read_text() == text:
             continue
         old = True
-        print(f"{place.name} is old" if check else place.name)
+        print(f"{target.name} is old" if check else target.name)
         if not check:
-            place.write_text(text)
+            target.write_text(text)
     return int(check and old)
 
 

@@ -77,8 +77,8 @@ def describe(
 def measured() -> Iterator[tuple[dict, Estimate]]:
     """(a row of the benchmarks' results, what the model says of it)."""
     for name in RESULTS:
-        found = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
-        for run in found if isinstance(found, list) else [found]:
+        measurement = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+        for run in measurement if isinstance(measurement, list) else [measurement]:
             for row in run["rows"]:
                 # The model is of a loop over layers.
                 if row.get("note") or "failed" in row or not row.get("scan", True):
@@ -101,20 +101,20 @@ def compare() -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     times, memories = [], []
-    for row, found in measured():
-        times.append(found.seconds / row["step_s"] - 1)
-        memories.append(found.memory / row["plan_gib"] - 1)
+    for row, measurement in measured():
+        times.append(measurement.seconds / row["step_s"] - 1)
+        memories.append(measurement.memory / row["plan_gib"] - 1)
         adapter = row["adapter"] or {}
         how = ", NF4 + LoRA" if "quantize" in adapter else ", LoRA" if adapter else ""
         cut = f", {row['layers']} layers" if row.get("layers") else ""
         time, memory = f"{times[-1]:+.0%}", f"{memories[-1]:+.0%}"
         lines.append(
             f"| {row['model']}{cut}, {row['rows']} x {row['tokens']}{how}, {row['remat']} |"
-            f" {name_mesh(row['mesh'])} | {row['step_s']:.3f} | {found.seconds:.3f} |"
-            f" {time} | {row['plan_gib']:.1f} | {found.memory:.1f} | {memory} |"
+            f" {name_mesh(row['mesh'])} | {row['step_s']:.3f} | {measurement.seconds:.3f} |"
+            f" {time} | {row['plan_gib']:.1f} | {measurement.memory:.1f} | {memory} |"
         )
     for name, errors in [("time", times), ("memory", memories)]:
-        sizes = [abs(one) for one in errors]
+        sizes = [abs(error) for error in errors]
         lines += [
             "",
             f"{name}: median error {statistics.median(sizes):.1%}, largest {max(sizes):.1%}",
@@ -137,31 +137,39 @@ def compare_unfitted() -> list[str]:
         name = row["model"], row["layers"], json.dumps(adapter), "bfloat16", row["remat"]
         work = describe(*name, 8.0 if adapter else 4.0)
         rows = StepRows(row["tokens"] // row["rows"], row["rows"])
-        found = estimate(work, Sizes(dict.fromkeys(AXES, 1)), rows, DEVICES["h200"])
-        time, memory = found.seconds / row["step_s"] - 1, found.memory / row["peak_gib"] - 1
+        step_estimate = estimate(work, Sizes(dict.fromkeys(AXES, 1)), rows, DEVICES["h200"])
+        time, memory = (
+            step_estimate.seconds / row["step_s"] - 1,
+            step_estimate.memory / row["peak_gib"] - 1,
+        )
         lines.append(
             f"| {row['model']}, {row['how']}, {row['rows']} x {rows.tokens} |"
-            f" {row['step_s']:.3f} | {found.seconds:.3f} | {time:+.0%} |"
-            f" {row['peak_gib']:.1f} | {found.memory:.1f} | {memory:+.0%} |"
+            f" {row['step_s']:.3f} | {step_estimate.seconds:.3f} | {time:+.0%} |"
+            f" {row['peak_gib']:.1f} | {step_estimate.memory:.1f} | {memory:+.0%} |"
         )
     return lines
 
 
 def plan(device: str) -> list[str]:
     lines = [
-        f"| {DEVICES[device].name}s | " + " | ".join(f"{one[0]}, {one[1]}" for one in PLANS) + " |",
+        f"| {DEVICES[device].name}s | "
+        + " | ".join(f"{shape[0]}, {shape[1]}" for shape in PLANS)
+        + " |",
         "|---|" + "---|" * len(PLANS),
     ]
     for count in COUNTS:
         cells = []
         for model, tokens, rows in PLANS:
             work = describe(model, 0, "{}", "float32", "save_attention")
-            found = find_meshes(work, SearchTarget(tokens, rows, None), DEVICES[device], count)
-            if not found:
+            choices = find_meshes(work, SearchTarget(tokens, rows, None), DEVICES[device], count)
+            if not choices:
                 cells.append("does not fit")
                 continue
-            mesh, one = found[0]
-            rate, gib = f"{one.tokens_per_second:,.0f} ({one.mfu:.0%})", f"{one.memory:.0f} GiB"
+            mesh, shape = choices[0]
+            rate, gib = (
+                f"{shape.tokens_per_second:,.0f} ({shape.mfu:.0%})",
+                f"{shape.memory:.0f} GiB",
+            )
             cells.append(f"{rate}, {name_mesh(mesh)}, {gib}")
         lines.append(f"| {count} | " + " | ".join(cells) + " |")
     return lines

@@ -93,14 +93,14 @@ def render_migration() -> dict[str, str]:
     from jaxtrain.convert import SYSTEMS
 
     pages = {}
-    for system, (name, file, language, theirs) in EXAMPLES.items():
+    for system, (name, file, language, example) in EXAMPLES.items():
         with tempfile.TemporaryDirectory() as folder:
-            place, said = Path(folder) / file, io.StringIO()
-            place.write_text(theirs + "\n")
-            with contextlib.redirect_stdout(said):
-                assert convert(place, system, None) == 0, said.getvalue()
-        ours = said.getvalue().strip()
-        head = HEAD.format(name=name, file=file, language=language, theirs=theirs, ours=ours)
+            path, output = Path(folder) / file, io.StringIO()
+            path.write_text(example + "\n")
+            with contextlib.redirect_stdout(output):
+                assert convert(path, system, None) == 0, output.getvalue()
+        converted = output.getvalue().strip()
+        head = HEAD.format(name=name, file=file, language=language, theirs=example, ours=converted)
         body = "\n".join(write_tables(SYSTEMS[system].RULES))
         pages[f"from_{system.replace('-', '_')}.md"] = f"{head}\n{body}\n"
     return pages
@@ -108,19 +108,19 @@ def render_migration() -> dict[str, str]:
 
 def write_tables(rules: Mapping) -> Iterator[str]:
     """Lines of three tables: keys that are something here, those not needed, those with nothing."""
-    found = dict(walk(rules))
+    rules_by_key = dict(walk(rules))
     groups: dict[str, list[tuple[str, str]]] = {"here": [], "not needed": [], "nothing": []}
-    for key, rule in found.items():
+    for key, rule in rules_by_key.items():
         kind = next((kind for kind in groups if rule.hint.startswith(f"{kind}: ")), "here")
-        told = rule.hint.removeprefix(f"{kind}: ")
-        if rule.key and told.startswith(rule.key):
-            told = f"`{rule.key}`{told.removeprefix(rule.key)}"
-        groups[kind].append((f"`{key}`", told.replace("|", r"\|").replace("<", "&lt;")))
+        counterpart = rule.hint.removeprefix(f"{kind}: ")
+        if rule.key and counterpart.startswith(rule.key):
+            counterpart = f"`{rule.key}`{counterpart.removeprefix(rule.key)}"
+        groups[kind].append((f"`{key}`", counterpart.replace("|", r"\|").replace("<", "&lt;")))
     titles = ("Keys and what they are here", "Keys that are not needed", "Keys without counterpart")
     heads = (("there", "here"), ("there", "because"), ("there", "instead"))
     for title, (left, right), rows in zip(titles, heads, groups.values(), strict=True):
         yield from ("", f"## {title}", "", f"| {left} | {right} |", "|---|---|")
-        yield from (f"| {key} | {told} |" for key, told in rows)
+        yield from (f"| {key} | {counterpart} |" for key, counterpart in rows)
 
 
 def walk(rules: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -143,5 +143,5 @@ def write_usage() -> str:
     """What `jaxtrain` answers where nothing is asked of it: a line for every verb."""
     lines = [(arguments, purpose) for arguments, purpose in TRAINING.items()]
     lines += [(f"{name} {verb.arguments}".rstrip(), verb.purpose) for name, verb in VERBS.items()]
-    shown = [f"  jaxtrain {asked:<42} {purpose}" for asked, purpose in lines]
+    shown = [f"  jaxtrain {form:<42} {purpose}" for form, purpose in lines]
     return "\n".join(["usage:", *shown, NOTES])

@@ -43,14 +43,14 @@ def convert(path: Path, system: str | None, output: Path | None) -> int:
     from jaxtrain.convert import SYSTEMS
     from jaxtrain.runs.manifest import write_atomically
 
-    theirs = read(path)
-    system = system or tell(theirs, path)
-    made = SYSTEMS[system].convert(theirs)
-    problem = check(made)
+    source = read(path)
+    system = system or tell(source, path)
+    conversion = SYSTEMS[system].convert(source)
+    problem = check(conversion)
     head = f"{path.name} of {system}, put into jaxtrain's keys by `jaxtrain convert`."
     if problem:
         head += f"\nNot ready yet:\n{problem}"
-    text = made.write(head)
+    text = conversion.write(head)
     if output is None:
         print(text, end="")
         return 1 if problem else 0
@@ -60,10 +60,10 @@ def convert(path: Path, system: str | None, output: Path | None) -> int:
         write_atomically(output, text)
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror or error}") from None
-    print(f"{output}: {count(made.table)} keys from {system}")
-    for key, value, why in made.missed:
+    print(f"{output}: {count(conversion.table)} keys from {system}")
+    for key, value, why in conversion.missed:
         print(escape_control_chars(f"  no counterpart: {key} = {show(value)[:80]}: {why}"))
-    for key, note in made.said:
+    for key, note in conversion.notes:
         print(escape_control_chars(f"  {key}: {note}"))
     print(problem or f"next: jaxtrain --config {output} --dry-run")
     return 1 if problem else 0
@@ -83,12 +83,12 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read as a command line: {reason}") from None
 
 
-def tell(theirs: dict[str, Any], path: Path) -> str:
+def tell(source: dict[str, Any], path: Path) -> str:
     """Whose keys these are."""
     from jaxtrain.convert import SYSTEMS
 
     for name, system in SYSTEMS.items():
-        if system.detect(theirs):
+        if system.detect(source):
             return name
     raise UserError(
         f"{path}: this looks like no config of {', '.join(SYSTEMS)}; if it is one, say which with"
@@ -96,12 +96,12 @@ def tell(theirs: dict[str, Any], path: Path) -> str:
     )
 
 
-def check(made: Conversion) -> str | None:
+def check(conversion: Conversion) -> str | None:
     """What the result still lacks, for people; None: nothing."""
     from jaxtrain.config.load import validate_config
 
     try:
-        validate_config(made.table, "it")
+        validate_config(conversion.table, "it")
     except UserError as error:
         return str(error)
     return None

@@ -63,18 +63,20 @@ class DecodingPair:
         with jax.set_mesh(model.mesh):
             self.target = unstack(model.snapshot.model())
 
-    def encode(self, asked: EvalPrompt) -> list[list[int]]:
+    def encode(self, prompt_set: EvalPrompt) -> list[list[int]]:
         """Tokens of each prompt; UserError for one that cannot be written or leaves no room."""
-        tokenizer, found = self.model.tokenizer, []
-        for prompt, tools, origin in zip(asked.prompts, asked.tools, asked.origins, strict=True):
+        tokenizer, token_lists = self.model.tokenizer, []
+        for prompt, tools, origin in zip(
+            prompt_set.prompts, prompt_set.tools, prompt_set.origins, strict=True
+        ):
             try:
                 if self.raw:
-                    found.append(list(encode(tokenizer, prompt)))
+                    token_lists.append(list(encode(tokenizer, prompt)))
                 else:
-                    found.append(prompt_tokens(tokenizer, prompt, tools))
+                    token_lists.append(prompt_tokens(tokenizer, prompt, tools))
             except TemplateFailed as error:
-                raise UserError(f"{asked.name}: {origin} cannot be written: {error}") from None
-        return found
+                raise UserError(f"{prompt_set.name}: {origin} cannot be written: {error}") from None
+        return token_lists
 
     def samplers(self, rows: int) -> tuple[LocalSampler, LocalSampler]:
         """(plain, with the draft), of so many rows."""
@@ -98,11 +100,15 @@ class DecodingPair:
         answers are compared."""
         timing, samplers = Timing(rows), self.samplers(rows)
         (_, plain), (_, drafted) = (self.answer(sampler, prompts) for sampler in samplers)
-        timing.tokens = sum(len(one.tokens) for one in plain)
-        for one, other in zip(plain, drafted, strict=True):
-            timing.different += one.tokens != other.tokens
+        timing.tokens = sum(len(plain_request.tokens) for plain_request in plain)
+        for plain_request, drafted_request in zip(plain, drafted, strict=True):
+            timing.different += plain_request.tokens != drafted_request.tokens
             for token, guess, a, b in zip(
-                one.tokens, other.tokens, one.logprobs, other.logprobs, strict=False
+                plain_request.tokens,
+                drafted_request.tokens,
+                plain_request.logprobs,
+                drafted_request.logprobs,
+                strict=False,
             ):
                 if token != guess:
                     break
@@ -131,9 +137,9 @@ class DecodingPair:
 def describe(requests: Sequence[Request], num_drafted: int) -> dict[str, Any]:
     """Acceptance lengths: tau is the mean over answers of the mean over their cycles."""
     pooled = Acceptance(num_drafted)
-    for one in requests:
-        pooled.add(one.lengths)
-    means = [statistics.fmean(one.lengths) for one in requests if one.lengths]
+    for request in requests:
+        pooled.add(request.lengths)
+    means = [statistics.fmean(request.lengths) for request in requests if request.lengths]
     return {
         "tau": statistics.fmean(means) if means else 0.0,
         "tau_pooled": pooled.mean,

@@ -41,10 +41,12 @@ def dry_run(config: Config, on: str | None = None) -> None:
     if on is not None:
         read_devices(on)
     task = make_task(config if on is None else on_one_device(config))
-    for index, one in enumerate(config.eval.sets):
-        count = len(read_problems(index, one))
-        console.print(f"{one.path}: {count:,} problems, {one.k} answers each", markup=False)
-    roles = [*task.roles.values(), *(one.role for one in task.auxiliary.values())]
+    for index, eval_set in enumerate(config.eval.sets):
+        count = len(read_problems(index, eval_set))
+        console.print(
+            f"{eval_set.path}: {count:,} problems, {eval_set.k} answers each", markup=False
+        )
+    roles = [*task.roles.values(), *(eval_set.role for eval_set in task.auxiliary.values())]
     for parts in {id(role.bundle): role.bundle for role in roles}.values():
         if parts.folder is not None:
             loading.check_folder(parts.folder, parts.architecture)
@@ -85,11 +87,11 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
     grads = bytes_per_device(trained)
     mesh = {name: size for name, size in parts.mesh.shape.items() if size > 1} or "one device"
     total = sum(count_weights(path, value) for path, value in params.items())
-    learners = [AuxiliaryModel(one, parts).state for one in task.auxiliary.values()]
-    others = bytes_per_device(beside) + bytes_per_device(learners)
+    learners = [AuxiliaryModel(auxiliary, parts).state for auxiliary in task.auxiliary.values()]
+    auxiliary_bytes = bytes_per_device(beside) + bytes_per_device(learners)
     frozen_ones = bytes_per_device(list(frozen_shapes(config, parts).values()))
     elsewhere = " that samples" if config.rollout.devices else ""
-    here = 0 if elsewhere else frozen_ones
+    frozen_bytes = 0 if elsewhere else frozen_ones
     low = {path: value for path, value in trained.items() if ".experts." in path}
     low = low if parts.adapter is not None else {}
     # Gradients and the optimizer's state of a weight are about alike for all that is trained.
@@ -110,12 +112,15 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
             "optimizer state, GiB of host memory per device",
             f"{away / GIB:.3f}" if away else "",
         ),
-        ("other models, GiB per device", f"{others / GIB:.3f}" if others else ""),
+        ("other models, GiB per device", f"{auxiliary_bytes / GIB:.3f}" if auxiliary_bytes else ""),
         (
             f"frozen policies, GiB per device{elsewhere}",
             f"{frozen_ones / GIB:.3f}" if frozen_ones else "",
         ),
-        ("sum, before activations", f"{(weights + grads + slots + others + here) / GIB:.3f}"),
+        (
+            "sum, before activations",
+            f"{(weights + grads + slots + auxiliary_bytes + frozen_bytes) / GIB:.3f}",
+        ),
         ("adapters of experts in that sum", f"{share / GIB:.3f}" if low else ""),
         ("experts of a layer unpacked, beside it", unpacked(parts, frozen)),
     ]:

@@ -70,7 +70,7 @@ def show_estimate(
         dtype=parts.options["dtype"],
         slots=slots,
     )
-    wanted = SearchTarget(
+    target = SearchTarget(
         tokens,
         config.data.micro_batch_size,
         config.data.global_batch_size,
@@ -78,24 +78,24 @@ def show_estimate(
         config.parallel.expert_buffer,
     )
     mesh = Sizes(resolve_sizes(config.parallel.axes(), count))
-    show_one(work, wanted, mesh, device, console)
-    show_meshes(find_meshes(work, wanted, device, count), console)
+    show_one(work, target, mesh, device, console)
+    show_meshes(find_meshes(work, target, device, count), console)
 
 
 def show_one(
-    work: StepWork, wanted: SearchTarget, mesh: Sizes, device: Device, console: SafeConsole
+    work: StepWork, target: SearchTarget, mesh: Sizes, device: Device, console: SafeConsole
 ) -> None:
     """The config's own mesh."""
-    rows = wanted.rows(mesh)
+    rows = target.rows(mesh)
     named = name_mesh(mesh.shape)
     if rows is None:
         console.print(
-            f"{named} does not divide the batch: data.global_batch_size {wanted.global_batch},"
-            f" data.micro_batch_size {wanted.micro_batch}, rows of {wanted.tokens} tokens",
+            f"{named} does not divide the batch: data.global_batch_size {target.global_batch},"
+            f" data.micro_batch_size {target.micro_batch}, rows of {target.tokens} tokens",
             markup=False,
         )
         return
-    found = estimate(work, mesh, rows, device, buffer=wanted.buffer)
+    step_estimate = estimate(work, mesh, rows, device, buffer=target.buffer)
     table = Table(
         show_header=False,
         title=f"estimate for {mesh.devices} x {device.name} (docs/scale.md)",
@@ -103,16 +103,16 @@ def show_one(
     )
     table.add_column()
     table.add_column(justify="right")
-    fits = found.memory <= ROOM * device.memory_gib
+    fits = step_estimate.memory <= ROOM * device.memory_gib
     for name, value in [
         ("mesh", named),
-        ("optimizer step, s", f"{found.seconds:.3g}"),
-        ("tokens/s per device", f"{found.tokens_per_second:,.0f}"),
-        ("MFU", f"{found.mfu:.0%}"),
-        ("of the time", describe_parts(found)),
-        ("memory, GiB per device", f"{found.memory:.1f} of {device.memory_gib:g}"),
+        ("optimizer step, s", f"{step_estimate.seconds:.3g}"),
+        ("tokens/s per device", f"{step_estimate.tokens_per_second:,.0f}"),
+        ("MFU", f"{step_estimate.mfu:.0%}"),
+        ("of the time", describe_parts(step_estimate)),
+        ("memory, GiB per device", f"{step_estimate.memory:.1f} of {device.memory_gib:g}"),
         ("", "" if fits else "this does not fit"),
-        ("", "so short a step waits for launches" if found.seconds < SHORT else ""),
+        ("", "so short a step waits for launches" if step_estimate.seconds < SHORT else ""),
     ]:
         if value:
             table.add_row(name, value)
@@ -120,16 +120,16 @@ def show_one(
     console.print("counted is the trained model's step: no rollouts, no other models")
 
 
-def describe_parts(found: Estimate) -> str:
+def describe_parts(step_estimate: Estimate) -> str:
     """What takes at least a twentieth of the time."""
-    parts = sorted(found.parts.items(), key=lambda one: -one[1])
-    shares = [(name, seconds / found.seconds) for name, seconds in parts]
+    parts = sorted(step_estimate.parts.items(), key=lambda entry: -entry[1])
+    shares = [(name, seconds / step_estimate.seconds) for name, seconds in parts]
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.05)
 
 
-def show_meshes(found: list[MeshChoice], console: SafeConsole) -> None:
+def show_meshes(choices: list[MeshChoice], console: SafeConsole) -> None:
     """The fastest of all meshes."""
-    if not found:
+    if not choices:
         console.print(
             "no mesh of so many devices divides the batch and fits into their memory: another"
             " number of them, model.remat = 'full', shorter rows or an adapter may"
@@ -137,11 +137,11 @@ def show_meshes(found: list[MeshChoice], console: SafeConsole) -> None:
         )
         return
     console.print("fastest meshes by this estimate:")
-    for choice in found[:SHOWN]:
-        one = choice.estimate
+    for choice in choices[:SHOWN]:
+        step_estimate = choice.estimate
         console.print(
-            f"  {name_mesh(choice.mesh):<32} {one.tokens_per_second:>9,.0f} tokens/s per device,"
-            f" {one.memory:.1f} GiB",
+            f"  {name_mesh(choice.mesh):<32} {step_estimate.tokens_per_second:>9,.0f} tokens/s per device,"
+            f" {step_estimate.memory:.1f} GiB",
             markup=False,
             highlight=False,
         )

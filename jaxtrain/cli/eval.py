@@ -38,9 +38,9 @@ def run_eval(argv: list[str]) -> int:
             saved = f"{runs[0]}/config.json"
             settle_before_jax(validate_config(apply_overrides(read_saved(saved), overrides), saved))
         # Not as the run's own config says: that is how its first process was started.
-        own = [word for word in overrides if word.startswith("parallel.")]
+        parallel_overrides = [word for word in overrides if word.startswith("parallel.")]
         try:
-            return ParallelConfig(**apply_overrides({}, own).get("parallel", {}))
+            return ParallelConfig(**apply_overrides({}, parallel_overrides).get("parallel", {}))
         except ValueError:  # told where all of the config is read
             return None
 
@@ -69,27 +69,27 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
     log = print if is_main_process() else silent
     if run is not None:
         opened = open_trained(str(run), overrides, all_roles=True, all_policies=True)
-        config, task, held, policies = opened
-        log(f"{run}, step {held.step}")
+        config, task, snapshot, policies = opened
+        log(f"{run}, step {snapshot.step}")
     else:
         assert config_path is not None, "the command line gives one of the two"
         config = alone(load_config(config_path, overrides))
         task = make_task(config)
         roles = Roles(task.roles)
         trained, frozen, copies = roles.open(config.run.seed)
-        held, policies = ModelSnapshot(roles, {**frozen, **copies, **trained}, 0), {}
+        snapshot, policies = ModelSnapshot(roles, {**frozen, **copies, **trained}, 0), {}
     datasets, sets = config.data.eval_datasets, config.eval.sets
-    evaluation = HeldOutEvaluation(config, task, held.roles)
-    scorer = Scorer(lambda: held, impl=config.model.logp)
+    evaluation = HeldOutEvaluation(config, task, snapshot.roles)
+    scorer = Scorer(lambda: snapshot, impl=config.model.logp)
     with jax.set_mesh(task.mesh):
         for dataset in datasets:
-            means = evaluation.measure(held, dataset, scorer)
+            means = evaluation.measure(snapshot, dataset, scorer)
             shown = "  ".join(f"{name} {value:.6g}" for name, value in means.items())
             log(f"{dataset.path} ({dataset.split}): {shown or 'no trained token'}")
-        own = task.evaluate(held, scorer)
-        for name, value in own.items():
+        method_metrics = task.evaluate(snapshot, scorer)
+        for name, value in method_metrics.items():
             log(f"{name:<32} {value:.6g}")
-        if not (datasets or sets or own):
+        if not (datasets or sets or method_metrics):
             raise UserError(
                 "eval: there is nothing to evaluate, data.eval_datasets is empty; add"
                 " data.eval_datasets.0.path=... or eval.sets.0.path=..."
@@ -98,7 +98,7 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
             folder = Path(config.run.output_dir)
             if run is not None and (run / "checkpoints").is_dir():
                 folder = run
-            generate_into(folder / "eval", config, task, held, policies, log)
+            generate_into(folder / "eval", config, task, snapshot, policies, log)
 
 
 def silent(text: str) -> None:
@@ -109,7 +109,7 @@ def generate_into(
     folder: Path,
     config: Config,
     task: Task,
-    held: ModelSnapshot,
+    snapshot: ModelSnapshot,
     policies: Mapping[str, ModelSnapshot],
     log: Callable[[str], None],
 ) -> None:
@@ -124,7 +124,7 @@ def generate_into(
     from jaxtrain.runs.samples import SAMPLES, append_samples
     from jaxtrain.runs.sinks import JsonLines
 
-    parts, samples = held.roles.bundle, folder / SAMPLES
+    parts, samples = snapshot.roles.bundle, folder / SAMPLES
     with ExitStack() as stack:
         sets = open_problem_sets(config, parts, log)
         if sets is not None:
@@ -139,13 +139,15 @@ def generate_into(
         engine, kind = None, find_engine(config)
         if kind.serves:
             # Adapters go to this folder, beside those of a run that may be under way.
-            place = config.run.model_copy(update={"output_dir": str(folder)})
+            eval_run = config.run.model_copy(update={"output_dir": str(folder)})
             engine, publisher = kind.open(
-                with_secrets(config.model_copy(update={"run": place})), parts, log
+                with_secrets(config.model_copy(update={"run": eval_run})), parts, log
             )
             stack.callback(publisher.close)
-            params = {name: one.params() for name, one in policies.items()} or held.params()
-            publisher.publish(0, params, held.roles.rebuild(held.roles.trained))
+            params = {
+                name: policy_snapshot.params() for name, policy_snapshot in policies.items()
+            } or snapshot.params()
+            publisher.publish(0, params, snapshot.roles.rebuild(snapshot.roles.trained))
         answers = SetAnswers(
             config,
             task,
@@ -154,12 +156,12 @@ def generate_into(
             ServingEngine(kind.serves, engine),
             log,
         )
-        found = answers.measure(held, policies)
+        metrics = answers.measure(snapshot, policies)
         if is_main_process():
             file = JsonLines(folder / "metrics.jsonl")
-            file.start(held.step, held.step)
+            file.start(snapshot.step, snapshot.step)
             stack.callback(file.close, None)
-            file.write(held.step, found)
-    for name, value in found.items():
+            file.write(snapshot.step, metrics)
+    for name, value in metrics.items():
         log(f"{name:<32} {value:.6g}")
     log(f"answers: {samples}")

@@ -76,29 +76,31 @@ def export_run(
     from jaxtrain.methods.reopen import open_trained
     from jaxtrain.runs.run_files import require_replaceable
 
-    config, task, held, policies = open_trained(str(run), [], step, frozen=False, all_policies=True)
+    config, task, snapshot, policies = open_trained(
+        str(run), [], step, frozen=False, all_policies=True
+    )
     if policies:
         export_policies(task.export, policies, config, output, dtype)
-        print(f"the adapters of step {held.step} of {run} are now in {output}")
+        print(f"the adapters of step {snapshot.step} of {run} are now in {output}")
         return
-    adapter = held.roles.bundle.adapter is not None
+    adapter = snapshot.roles.bundle.adapter is not None
     if max_shard_size is None or adapter:
-        task.export(held, config, output, dtype)
+        task.export(snapshot, config, output, dtype)
     else:
         require_replaceable(output)
         with tempfile.TemporaryDirectory() as temporary:
-            whole = Path(temporary) / "model"
-            task.export(held, config, whole, dtype)
+            exported = Path(temporary) / "model"
+            task.export(snapshot, config, exported, dtype)
             with replace_folder(output) as unfinished:
-                copy_folder(whole, unfinished, None, limit)
-    print(f"{'the adapter of ' if adapter else ''}step {held.step} of {run} is now in {output}")
+                copy_folder(exported, unfinished, None, limit)
+    print(f"{'the adapter of ' if adapter else ''}step {snapshot.step} of {run} is now in {output}")
 
 
 def read_size(text: str) -> int:
     """Bytes of "5GB", "500 MiB" or "1000000"; UserError for anything else."""
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]{0,3})", text.strip())
-    unit = UNITS.get(found.group(2).upper()) if found else None
-    size = int(float(found.group(1)) * unit) if found and unit else 0
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]{0,3})", text.strip())
+    unit = UNITS.get(match.group(2).upper()) if match else None
+    size = int(float(match.group(1)) * unit) if match and unit else 0
     if size < 1:
         raise UserError(f"--max-shard-size {text!r} is no size; write 5GB, 500MB, 2GiB or bytes")
     return size

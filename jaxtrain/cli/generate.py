@@ -89,8 +89,8 @@ def generate_command(args: argparse.Namespace) -> None:
         played = [env_row(row) for row, _ in rows]
         write_records(args, played, list(map(describe_episode, writer.play(played))))
     elif args.ids:
-        found = continue_ids(writer, requests)
-        write_records(args, [request["row"] for request in requests], found)
+        records = continue_ids(writer, requests)
+        write_records(args, [request["row"] for request in requests], records)
     else:
         answer_requests(args, writer, requests)
     if (counted := writer.sampler.acceptance) is not None:
@@ -107,11 +107,11 @@ def answer_requests(
     """Answers to texts or conversations, written."""
     prompts = [request["prompt"] for request in requests]
     answers = writer.answer(prompts, [request.get("tools") for request in requests])
-    found = [
+    records = [
         ({"completion": answer}, f">>> {request['shown']}\n{answer}\n")
         for request, answer in zip(requests, answers, strict=True)
     ]
-    write_records(args, [request["row"] for request in requests], found)
+    write_records(args, [request["row"] for request in requests], records)
 
 
 def continue_ids(
@@ -122,15 +122,15 @@ def continue_ids(
 
     size = writer.model.vocab_size
     prompts = [read_ids(one["prompt"], size, one["shown"]).tolist() for one in requests]
-    found = []
+    records = []
     for request, answer in zip(requests, writer.complete(prompts), strict=True):
         keys = {
             "completion_ids": answer.tokens,
             "logprobs": answer.logprobs,
             "finish_reason": answer.finish_reason,
         }
-        found.append((keys, json.dumps({**request["row"], **keys})))
-    return found
+        records.append((keys, json.dumps({**request["row"], **keys})))
+    return records
 
 
 def write_records(
@@ -140,10 +140,10 @@ def write_records(
     from jaxtrain.runs.run_files import write_output
 
     if args.output:
-        records = [{**row, **keys} for row, (keys, _) in zip(rows, found, strict=True)]
-        lines = "".join(json.dumps(record) + "\n" for record in records)
+        merged_rows = [{**row, **keys} for row, (keys, _) in zip(rows, found, strict=True)]
+        lines = "".join(json.dumps(record) + "\n" for record in merged_rows)
         write_output(args.output, lines.encode())
-        print(f"{len(records)} answers in {args.output}")
+        print(f"{len(merged_rows)} answers in {args.output}")
         return
     for _, text in found:
         print(escape_control_chars(text))
@@ -162,17 +162,19 @@ def describe_episode(episode: Episode) -> tuple[dict[str, Any], str]:
     several policies or agents: of each of its episodes, behind who speaks."""
     from jaxtrain.generation.evaluation.eval_sets import list_turns
 
-    lines, kept = [], []
-    for one in (episode, *episode.others):
-        speaker = one.policy or one.agent
+    lines, summaries = [], []
+    for member in (episode, *episode.others):
+        speaker = member.policy or member.agent
         lines += [f"[{speaker}]"] * bool(speaker)
-        lines += [f"{role:>10}: {text}" for role, text in list_turns(one)]
-        lines += [f"{'reward':>10}: {name} {value}" for name, value in one.all_rewards.items()]
-        names = {"policy": one.policy, "agent": one.agent}
-        given = {key: name for key, name in names.items() if name}
-        kept.append({**given, "completion": one.completion, "rewards": one.all_rewards})
-    more = {"others": kept[1:]} if episode.others else {}
-    return {**kept[0], **more}, "\n".join(lines) + "\n"
+        lines += [f"{role:>10}: {text}" for role, text in list_turns(member)]
+        lines += [f"{'reward':>10}: {name} {value}" for name, value in member.all_rewards.items()]
+        names = {"policy": member.policy, "agent": member.agent}
+        speaker_keys = {key: name for key, name in names.items() if name}
+        summaries.append(
+            {**speaker_keys, "completion": member.completion, "rewards": member.all_rewards}
+        )
+    other_members = {"others": summaries[1:]} if episode.others else {}
+    return {**summaries[0], **other_members}, "\n".join(lines) + "\n"
 
 
 def list_rows(args: argparse.Namespace) -> list[tuple[dict[str, Any], str]]:
@@ -229,29 +231,29 @@ def read_request(row: dict[str, Any], origin: str, args: argparse.Namespace) -> 
         if not isinstance(row.get("prompt_ids"), list):
             raise UserError(f"{origin}: --ids needs a list of token ids in the key prompt_ids")
         return {"row": row, "prompt": row["prompt_ids"], "shown": f"{origin}: prompt_ids"}
-    given = row.get("messages", row.get("prompt"))
+    prompt = row.get("messages", row.get("prompt"))
     if args.raw:
-        if not isinstance(given, str):
+        if not isinstance(prompt, str):
             raise UserError(f"{origin}: --raw needs a text in the key prompt")
-        return {"row": row, "prompt": given, "shown": given}
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not all(isinstance(m, dict) for m in given) or not given:
+        return {"row": row, "prompt": prompt, "shown": prompt}
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not all(isinstance(m, dict) for m in prompt) or not prompt:
         raise UserError(
             f"{origin}: needs messages (a list of role and content) or prompt (a text); found keys"
             f" {', '.join(row) or 'none'}"
         )
     try:
-        given, tools = read_messages(given, {}, {}), read_tools(row.get("tools"))
+        prompt, tools = read_messages(prompt, {}, {}), read_tools(row.get("tools"))
     except MalformedRow as error:
         raise UserError(f"{origin}: {error.place} {error}".replace(":  ", ": ")) from None
-    if args.system and given[0].get("role") != "system":
-        given = [{"role": "system", "content": args.system}, *given]
+    if args.system and prompt[0].get("role") != "system":
+        prompt = [{"role": "system", "content": args.system}, *prompt]
     return {
         "row": row,
-        "prompt": given,
+        "prompt": prompt,
         "tools": tools,
-        "shown": given[-1].get("content"),
+        "shown": prompt[-1].get("content"),
     }
 
 

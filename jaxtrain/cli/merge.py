@@ -85,8 +85,8 @@ def merge_source(
         quantize, model = parts.adapter.quantize, trained.config.model
         carried = dict(parts.architecture.carried_attributes)
         keys = {f"{role}_id": int(carried[f"{role}_id"]) for role in model.special_tokens.roles()}
-        found = merge(base, Path(temporary), output, dtype, quantize, model.family, keys)
-        return found, base
+        num_changed = merge(base, Path(temporary), output, dtype, quantize, model.family, keys)
+        return num_changed, base
 
 
 def merge(
@@ -122,5 +122,9 @@ def read_architectures(folder: Path) -> list[str]:
     """Names of config.json; of any family, also one that nothing here trains."""
     from jaxtrain.huggingface.files import read_object
 
-    found = read_object(folder / "config.json").get("architectures")
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    architectures = read_object(folder / "config.json").get("architectures")
+    return (
+        [name for name in architectures if isinstance(name, str)]
+        if isinstance(architectures, list)
+        else []
+    )

@@ -45,17 +45,17 @@ def read_sections(config: Config, overrides: list[str], origin: str) -> Config:
     """The config with what `overrides` say of its sections env and policies; UserError."""
     table = {
         "env": config.env.model_dump(),
-        "policies": {name: one.model_dump() for name, one in config.policies.items()},
+        "policies": {name: policy.model_dump() for name, policy in config.policies.items()},
     }
-    found = validate(PlayConfig, apply_overrides(table, overrides), origin)
-    update = {"env": found.env, "policies": found.policies, "rollout": RolloutConfig()}
+    sections = validate(PlayConfig, apply_overrides(table, overrides), origin)
+    update = {"env": sections.env, "policies": sections.policies, "rollout": RolloutConfig()}
     changed = config.model_copy(update=update)
     if problems := list(find_section_problems(changed)):
-        raise UserError(f"{origin}:\n" + "\n".join(f"  {one}" for one in problems))
-    if (now := list_trained(changed)) != (then := list_trained(config)):
+        raise UserError(f"{origin}:\n" + "\n".join(f"  {policy}" for policy in problems))
+    if (changed_names := list_trained(changed)) != (trained_names := list_trained(config)):
         raise UserError(
-            f"generate: {origin} has trained {', '.join(then) or 'one policy, without a name'}, and"
-            f" policies.NAME.trained names {', '.join(now) or 'none'}; remove that override"
+            f"generate: {origin} has trained {', '.join(trained_names) or 'one policy, without a name'}, and"
+            f" policies.NAME.trained names {', '.join(changed_names) or 'none'}; remove that override"
         )
     return changed
 
@@ -72,8 +72,8 @@ class PlaySession:
 
     def name_first(self, game: Episode) -> Episode:
         """What has no name is the first policy's."""
-        for one in (game, *game.others):
-            one.policy = one.policy or next(iter(self.samplers))
+        for member in (game, *game.others):
+            member.policy = member.policy or next(iter(self.samplers))
         return game
 
     def play(self, rows: list[dict[str, Any]], sampling: SamplingConfig) -> list[Episode]:
@@ -82,9 +82,11 @@ class PlaySession:
         env = open_env(self.config.env, self.parts.tokenizer, room)
 
         async def run(thread: ThreadPoolExecutor) -> list[Episode]:
-            engines = {name: LocalEngine(one, thread) for name, one in self.samplers.items()}
+            engines = {
+                name: LocalEngine(sampler, thread) for name, sampler in self.samplers.items()
+            }
             engine = combine_engines(engines) if "" not in engines else engines[""]
-            speakers = {name: one.speak(thread) for name, one in self.folders.items()}
+            speakers = {name: sampler.speak(thread) for name, sampler in self.folders.items()}
             engine = with_policies(engine, {**speakers, **self.frozen})
             try:
                 games = await asyncio.gather(
@@ -117,11 +119,11 @@ class AnswerWriter:
     ):
         """raw: texts or ids are continued as they stand. draft: folder of a draft model. acts: in
         section env's environment, with all policies."""
-        own = [word for word in overrides if word.startswith(ENV_KEYS)]
-        rest = [word for word in overrides if word not in own]
-        self.model = Model(name, rest, several=acts)
+        env_overrides = [word for word in overrides if word.startswith(ENV_KEYS)]
+        model_overrides = [word for word in overrides if word not in env_overrides]
+        self.model = Model(name, model_overrides, several=acts)
         config = self.model.config
-        sections = read_sections(config, own, name)
+        sections = read_sections(config, env_overrides, name)
         self.tokenizer = self.model.tokenizer
         self.raw = raw
         if not raw and not self.tokenizer.chat_template:
@@ -134,7 +136,7 @@ class AnswerWriter:
         if len(policies) > 1 and draft is not None:
             raise UserError(f"{name} has trained several policies, for which no draft guesses")
         self.sampler = self.model.sampler(raw, draft)
-        samplers = {one: self.model.sampler(raw, policy=one) for one in policies}
+        samplers = {policy: self.model.sampler(raw, policy=policy) for policy in policies}
         parts = self.model.snapshot.roles.bundle
         self.stage = PlaySession(sections, parts, samplers or {"": self.sampler}) if acts else None
         folder = self.model.snapshot.roles.bundle.folder

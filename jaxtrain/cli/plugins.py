@@ -27,9 +27,9 @@ def run_plugins(argv: list[str]) -> int:
     parser.add_argument("--load", action="store_true", help="import what is installed as well")
     parser.add_argument("--json", action="store_true", help="one object instead of text")
     args = parser.parse_args(argv)
-    found = list_plugins(load=args.load)
-    print(json.dumps(found, indent=1) if args.json else render(found))
-    return 2 if found["problems"] else 0
+    listing = list_plugins(load=args.load)
+    print(json.dumps(listing, indent=1) if args.json else render(listing))
+    return 2 if listing["problems"] else 0
 
 
 def list_plugins(*, load: bool) -> dict[str, Any]:
@@ -74,24 +74,24 @@ def read_builtin(group: str) -> list[str]:
     """A group's built-in names."""
     from importlib.metadata import EntryPoint
 
-    place = BUILTIN.get(group)
-    return [] if place is None else list(EntryPoint(group, place, "builtin").load())
+    path = BUILTIN.get(group)
+    return [] if path is None else list(EntryPoint(group, path, "builtin").load())
 
 
-def render(found: dict[str, Any]) -> str:
+def render(listing: dict[str, Any]) -> str:
     """The same for people."""
     from jaxtrain.text_safety import escape_control_chars
 
     lines = []
-    for group, facts in found["groups"].items():
+    for group, facts in listing["groups"].items():
         lines.append(f"{group:<12}{facts['key']}")
         if facts["builtin"]:
             lines += wrap(", ".join(facts["builtin"]))
-        for one in facts["installed"]:
-            owner = f"{one['distribution']} {one['version']}".strip() or "an unnamed package"
-            lines.append(f"  + {one['name']}   {owner}   {one['object']}")
-    lines += ["", *(f"problem: {line}" for line in found["problems"])]
-    if not found["problems"]:
+        for plugin in facts["installed"]:
+            owner = f"{plugin['distribution']} {plugin['version']}".strip() or "an unnamed package"
+            lines.append(f"  + {plugin['name']}   {owner}   {plugin['object']}")
+    lines += ["", *(f"problem: {line}" for line in listing["problems"])]
+    if not listing["problems"]:
         lines.append('no problems; "module:name" and "file.py:name" will do for any name')
     return escape_control_chars("\n".join(lines))
 

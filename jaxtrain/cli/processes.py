@@ -30,9 +30,9 @@ def settle_before_jax(config):
 def run_together(read: Callable, join: Callable, work: Callable) -> int:
     """work(read()) on all processes that join(read()), a section `parallel` and the run's folder,
     and the environment tell of; what ends one of them is told once."""
-    wanted = mistake = None
+    plan = mistake = None
     try:
-        wanted = read()  # before jax, which takes all devices that it sees
+        plan = read()  # before jax, which takes all devices that it sees
     except UserError as error:
         mistake = error
     from jaxtrain.distributed.processes import join_by_config, report, shutdown
@@ -41,8 +41,8 @@ def run_together(read: Callable, join: Callable, work: Callable) -> int:
         if mistake is not None:
             join_by_config(None)  # so that this, too, is told once
             raise mistake
-        join_by_config(*join(wanted))
-        code = work(wanted)
+        join_by_config(*join(plan))
+        code = work(plan)
         shutdown()
         return code
     except (UserError, RunStopped, KeyboardInterrupt) as error:

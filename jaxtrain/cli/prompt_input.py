@@ -44,20 +44,22 @@ def open_asked(
         )
     if data is None and not sets:
         raise UserError("speculate: give --set NAME[=PATH], --input DATA, or both")
-    found = []
-    for given in sets:
-        asked = open_prompt_set(given, most)
-        messages = [[{"role": "user", "content": turns[0]}] for turns in asked.turns]
-        found.append(EvalPrompt(asked.name, messages, [None] * len(messages), asked.origins))
+    prompt_sets = []
+    for source in sets:
+        benchmark = open_prompt_set(source, most)
+        messages = [[{"role": "user", "content": turns[0]}] for turns in benchmark.turns]
+        prompt_sets.append(
+            EvalPrompt(benchmark.name, messages, [None] * len(messages), benchmark.origins)
+        )
     if data is not None:
-        found.append(open_data(data, overrides, MOST if most is None else most, raw))
-    return found
+        prompt_sets.append(open_data(data, overrides, MOST if most is None else most, raw))
+    return prompt_sets
 
 
 def open_data(path: str, overrides: list[str], most: int, raw: bool) -> EvalPrompt:
     """The first prompts of a dataset."""
-    own = [f"data.datasets.0.{word.removeprefix('dataset.')}" for word in overrides]
-    table = apply_overrides({"data": {"datasets": [{"path": path}]}}, own)
+    dataset_overrides = [f"data.datasets.0.{word.removeprefix('dataset.')}" for word in overrides]
+    table = apply_overrides({"data": {"datasets": [{"path": path}]}}, dataset_overrides)
     dataset = validate(DatasetConfig, table["data"]["datasets"][0], path)
     rows = open_rows(dataset)
     if dataset.streaming:
@@ -72,10 +74,10 @@ def open_data(path: str, overrides: list[str], most: int, raw: bool) -> EvalProm
                 text = f"{named(index)}: {error.place} {error}".replace(":  ", ": ")
                 raise UserError(text) from None
 
-    found = list(islice(read_all(), most))
-    if not found:
+    entries = list(islice(read_all(), most))
+    if not entries:
         raise UserError(f"{path}: no row has a turn of an assistant to ask for")
-    prompts, tools, origins = map(list, zip(*found, strict=True))
+    prompts, tools, origins = map(list, zip(*entries, strict=True))
     return EvalPrompt(path.rpartition("/")[2], prompts, tools, origins)
 
 
@@ -86,22 +88,22 @@ def read_prompts(
     before one, the row itself."""
     check_readable(row)
     row = rename(row, {w: f for w, f in dataset.fields.items() if "." not in w})
-    given = row.get("messages", row.get("prompt"))
+    prompt = row.get("messages", row.get("prompt"))
     if raw:
-        if not isinstance(given, str) or not given:
+        if not isinstance(prompt, str) or not prompt:
             raise UserError(f"{origin}: --raw needs a text in the column prompt")
-        yield given, None, origin
+        yield prompt, None, origin
         return
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if given is None:
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if prompt is None:
         raise UserError(
             f"{origin}: needs the column messages or prompt; it has {', '.join(row) or 'none'}; see"
             " dataset.fields"
         )
-    messages = read_messages(given, dataset.fields, dataset.roles)
+    messages = read_messages(prompt, dataset.fields, dataset.roles)
     tools = read_tools(row.get("tools"))
-    ends = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
+    ends = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if messages[-1]["role"] != "assistant":
         ends.append(len(messages))
     for end in ends:

@@ -85,13 +85,13 @@ def quantize_command(args: argparse.Namespace) -> None:
         open_trained(str(source), [], args.step, all_roles=not args.no_eval) if is_run else None
     )
     with plain_folder(args, trained, output.parent) as plain:
-        place = None if trained is None else trained.config.model.family
-        names = choose_matrices(plain, place)
+        family = None if trained is None else trained.config.model.family
+        names = choose_matrices(plain, family)
         with replace_folder(output) as unfinished:
-            done = quantize_folder(plain, unfinished, args.scheme, args.group, names)
+            summary = quantize_folder(plain, unfinished, args.scheme, args.group, names)
         print(
-            f"{done.matrices} matrices of {source} in {args.scheme}, {done.before / 1e6:.1f} ->"
-            f" {done.after / 1e6:.1f} MB: {output}"
+            f"{summary.matrices} matrices of {source} in {args.scheme}, {summary.before / 1e6:.1f} ->"
+            f" {summary.after / 1e6:.1f} MB: {output}"
         )
         for note in list_notes(args.scheme, args.group, names):
             print(note)
@@ -105,8 +105,14 @@ def quantize_command(args: argparse.Namespace) -> None:
     if args.scheme in PRESETS:
         adapter = trained is not None and trained.snapshot.roles.bundle.adapter is not None
         model = source / ("merged" if adapter else "model") if is_run else source
-        made = f"  jaxtrain {'merge' if adapter else 'export'} {source}\n" if is_run else ""
-        print(CALIBRATED.format(model=model, scheme=PRESETS[args.scheme], output=output, made=made))
+        export_command = (
+            f"  jaxtrain {'merge' if adapter else 'export'} {source}\n" if is_run else ""
+        )
+        print(
+            CALIBRATED.format(
+                model=model, scheme=PRESETS[args.scheme], output=output, made=export_command
+            )
+        )
 
 
 @contextmanager
@@ -132,16 +138,16 @@ def plain_folder(args: argparse.Namespace, trained: Trained | None, beside: Path
             require_plain(read_object(file), Path(base))
     beside.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".quantize-", dir=beside) as temporary:
-        whole = Path(temporary) / "model"
+        exported = Path(temporary) / "model"
         if trained is None or trained.snapshot.roles.bundle.adapter is not None:
-            merge_source(source, args.base, whole, args.step, None)
+            merge_source(source, args.base, exported, args.step, None)
         else:
-            trained.task.export(trained.snapshot, trained.config, whole, None)
-        yield whole
+            trained.task.export(trained.snapshot, trained.config, exported, None)
+        yield exported
 
 
-def choose_matrices(folder: Path, place: str | None = None) -> set[str]:
-    """The tensors of a folder that are quantized: matrices of attention, MLPs and experts. place:
+def choose_matrices(folder: Path, family: str | None = None) -> set[str]:
+    """The tensors of a folder that are quantized: matrices of attention, MLPs and experts. family:
     as model.family. UserError for a family that vLLM could not load so."""
     from jaxtrain.adapters.spec import find_linears
     from jaxtrain.huggingface.files import read_object
@@ -150,16 +156,16 @@ def choose_matrices(folder: Path, place: str | None = None) -> set[str]:
 
     raw = read_object(folder / "config.json")
     require_plain(raw, folder)
-    config = families.read_config(folder, place)
+    config = families.read_config(folder, family)
     if config.architecture in DRAFTS:
         raise UserError(
             f"quantize: {config.architecture} is a draft, small beside its target; quantize that"
         )
     names = {
         f"{module}.weight" if not module.endswith(".weight") else module
-        for one in find_linears(config).values()
-        if one.preset is not None
-        for module in one.modules
+        for linear in find_linears(config).values()
+        if linear.preset is not None
+        for module in linear.modules
         if not any(fnmatchcase(module, pattern) for pattern in KEPT)
     }
     check_experts(config)
@@ -185,8 +191,8 @@ def check_experts(config: DecoderConfig) -> None:
     from jaxtrain.models import families
 
     entries = {entry.param: entry.op for entry in families.family(config).names(config)}
-    for path, one in find_linears(config).items():
-        shapes = entries[f"{path}.kernel"].shapes(one.shape)
+    for path, linear in find_linears(config).items():
+        shapes = entries[f"{path}.kernel"].shapes(linear.shape)
         fused = next((name for name, shape in shapes.items() if len(shape) > 2), None)
         if fused is not None:
             raise UserError(
@@ -200,22 +206,22 @@ def tell_loss(trained: Trained, plain: Path, output: Path) -> None:
     """Held-out loss of what was exported, and of what the new folder stands for."""
     import jax
 
-    config, task, held, _ = trained
+    config, task, snapshot, _ = trained
     if not config.data.eval_datasets:
         print(
             "held-out loss: the run has no eval data; jaxtrain eval --config FILE"
             f" data.eval_datasets.0.path=DATA model.path={output}, and the same with {plain.name}"
         )
         return
-    adapter = held.roles.bundle.adapter
-    if adapter is not None and len(held.roles.roles) > 1:
+    adapter = snapshot.roles.bundle.adapter
+    if adapter is not None and len(snapshot.roles.roles) > 1:
         print(
             "held-out loss: not measured, its reference is the base under the adapter; jaxtrain"
             f" eval --config FILE model.path={output} adapter=none takes another one"
         )
         return
     with jax.set_mesh(task.mesh):
-        losses = [measure(trained, held), measure(trained, open_again(trained, output))]
+        losses = [measure(trained, snapshot), measure(trained, open_again(trained, output))]
     for dataset, before, after in zip(config.data.eval_datasets, *losses, strict=True):
         print(
             f"held-out loss of {dataset.path} ({dataset.split}): {before:.6g} -> {after:.6g}"
@@ -223,16 +229,18 @@ def tell_loss(trained: Trained, plain: Path, output: Path) -> None:
         )
 
 
-def measure(trained: Trained, held: ModelSnapshot) -> list[float]:
+def measure(trained: Trained, snapshot: ModelSnapshot) -> list[float]:
     """Held-out loss of each dataset of data.eval_datasets; NaN without trained tokens."""
     from jaxtrain.core.evaluation import HeldOutEvaluation
     from jaxtrain.core.scorer import Scorer
 
     config, task, *_ = trained
-    evaluation = HeldOutEvaluation(config, task, held.roles)
-    scorer = Scorer(lambda: held, impl=config.model.logp)
-    found = (evaluation.measure(held, one, scorer) for one in config.data.eval_datasets)
-    return [means.get("loss", math.nan) for means in found]
+    evaluation = HeldOutEvaluation(config, task, snapshot.roles)
+    scorer = Scorer(lambda: snapshot, impl=config.model.logp)
+    losses = (
+        evaluation.measure(snapshot, dataset, scorer) for dataset in config.data.eval_datasets
+    )
+    return [means.get("loss", math.nan) for means in losses]
 
 
 def open_again(trained: Trained, folder: Path) -> ModelSnapshot:
@@ -240,16 +248,16 @@ def open_again(trained: Trained, folder: Path) -> ModelSnapshot:
     from jaxtrain.core.roles import ModelSnapshot, Roles
     from jaxtrain.models import families, loading
 
-    config, _, held, _ = trained
-    roles, parts = held.roles, held.roles.bundle
+    config, _, snapshot, _ = trained
+    roles, parts = snapshot.roles, snapshot.roles.bundle
     architecture = families.read_config(folder, config.model.family).for_rows(parts.row_tokens)
     if parts.adapter is not None:
         parts = dataclasses.replace(parts, adapter=None, folder=folder, architecture=architecture)
         role = dataclasses.replace(roles.roles[roles.trained], bundle=parts)
         roles = Roles({roles.trained: role})
-    found = loading.read_params(folder, parts.mesh, architecture, **parts.options)
-    weights = {path: value.astype(roles.trained_shapes[path].dtype) for path, value in found}
-    own = {path: value for path, value in held.weights.items() if path not in weights}
+    tensors = loading.read_params(folder, parts.mesh, architecture, **parts.options)
+    weights = {path: value.astype(roles.trained_shapes[path].dtype) for path, value in tensors}
+    base_weights = {path: value for path, value in snapshot.weights.items() if path not in weights}
     if trained.snapshot.roles.bundle.adapter is not None:
-        own = {}
-    return ModelSnapshot(roles, {**own, **weights}, held.step)
+        base_weights = {}
+    return ModelSnapshot(roles, {**base_weights, **weights}, snapshot.step)

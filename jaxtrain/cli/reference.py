@@ -23,15 +23,15 @@ This page is generated: `make docs`.
 def find_parser(function: str) -> Parser:
     """The parser by which "package.module:function" reads its command line: the one that is asked
     for help. Without a verb, to train, it stands behind a config."""
-    found: list[Parser] = []
+    parsers: list[Parser] = []
 
     def keep(self: Parser, file: object = None) -> None:
-        found.append(self)
+        parsers.append(self)
 
-    asked = ["--config", "c.toml", "-h"] if function == TRAIN else ["-h"]
+    arguments = ["--config", "c.toml", "-h"] if function == TRAIN else ["-h"]
     with patch.object(Parser, "print_help", keep), suppress(SystemExit):
-        EntryPoint("verb", function, "verbs").load()(asked)
-    return found[0]
+        EntryPoint("verb", function, "verbs").load()(arguments)
+    return parsers[0]
 
 
 def render_commands() -> str:
@@ -51,12 +51,12 @@ def _describe(function: str, program: str, forms: list[str]) -> list[str]:
     lines = ["```sh", *(f"{program} {form}".rstrip() for form in forms), "```", ""]
     if parser.description:
         lines += [_sentence(parser.description), ""]
-    given = [  # required, and not in any form: the verb says it itself
+    hidden = [  # required, and not in any form: the verb says it itself
         action
         for action in parser._actions
         if action.required and action.option_strings and action.option_strings[0] not in str(forms)
     ]
-    rows = list(_rows(parser, skip=given))
+    rows = list(_rows(parser, skip=hidden))
     if rows:
         lines += ["| | takes | |", "|---|---|---|"]
         lines += ["| " + " | ".join(row) + " |" for row in rows] + [""]
@@ -83,7 +83,7 @@ def _rows(
 
 def _values(action: argparse.Action) -> str:
     if action.choices is not None:
-        return " \\| ".join(f"`{one}`" for one in action.choices)
+        return " \\| ".join(f"`{choice}`" for choice in action.choices)
     words = action.metavar or (
         action.dest.upper().replace("-", "_") if action.option_strings else ""
     )

@@ -64,9 +64,11 @@ def score_command(args: argparse.Namespace) -> None:
     from jaxtrain.data.sources.dataset import open_rows
 
     check_output(args.output, args.data, args.overwrite)
-    given = [word for word in args.overrides if word.startswith("dataset.")]
-    own = [f"data.datasets.0.{word.removeprefix('dataset.')}" for word in given]
-    table = apply_overrides({"data": {"datasets": [{"path": args.data}]}}, own)
+    dataset_words = [word for word in args.overrides if word.startswith("dataset.")]
+    dataset_overrides = [
+        f"data.datasets.0.{word.removeprefix('dataset.')}" for word in dataset_words
+    ]
+    table = apply_overrides({"data": {"datasets": [{"path": args.data}]}}, dataset_overrides)
     dataset = validate(DatasetConfig, table["data"]["datasets"][0], args.data)
     rows = open_rows(dataset)
     if args.batch_size < 1:
@@ -82,15 +84,17 @@ def score_command(args: argparse.Namespace) -> None:
                 add_items(counts, [item if isinstance(item, Dropped) else item.tree])
                 if not isinstance(item, Dropped):
                     items.append(item)
-            found = score_items(model, items, scoring.compute, args.batch_size) if items else []
-            for item, numbers in zip(items, found, strict=True):
+            item_numbers = (
+                score_items(model, items, scoring.compute, args.batch_size) if items else []
+            )
+            for item, numbers in zip(items, item_numbers, strict=True):
                 file.write(make_line(scoring, item, numbers, args.prefix) + "\n")
             written += len(items)
         if not written:
             raise UserError(f"{args.data}: no row could be scored: {describe_drops(counts)}")
-    left = counts["draws"] - written
-    told = f"; {left:,} left out: {describe_drops(counts)}" if left else ""
-    print(f"{written:,} rows in {args.output}{told}")
+    num_dropped = counts["draws"] - written
+    drops = f"; {num_dropped:,} left out: {describe_drops(counts)}" if num_dropped else ""
+    print(f"{written:,} rows in {args.output}{drops}")
 
 
 def make_line(scoring: Scoring, item: ScoringRow, numbers: Numbers, prefix: str) -> str:

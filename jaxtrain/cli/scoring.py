@@ -68,7 +68,7 @@ class Scoring(Protocol):
         """A row as a tree, or why it has no score."""
         ...
 
-    def describe(self, item: ScoringRow, found: Numbers) -> dict[str, Any]:
+    def describe(self, item: ScoringRow, numbers: Numbers) -> dict[str, Any]:
         """Keys to add to the row, of what was computed at its places; JSON-able."""
         ...
 
@@ -102,17 +102,17 @@ class AnswerScores:
             return Dropped(f"malformed row: {error}", origin)
         ranked, *dropped = self.tokenize(judged, origin)
         if isinstance(ranked, Dropped) or dropped:
-            return next(one for one in (ranked, *dropped) if isinstance(one, Dropped))
+            return next(entry for entry in (ranked, *dropped) if isinstance(entry, Dropped))
         tree = branch(ranked)
         node = lay_out(tree).node
         ends = [np.flatnonzero(node == end)[-1] for end in range(1, len(tree.nodes))]
         return ScoringRow(row, tree, np.array(ends), keys)
 
-    def describe(self, item: ScoringRow, found: Numbers) -> dict[str, Any]:
+    def describe(self, item: ScoringRow, numbers: Numbers) -> dict[str, Any]:
         """See Scoring."""
-        scores = found["scores"][:, 0].tolist()
+        scores = numbers["scores"][:, 0].tolist()
         return {
-            key: [scores[place] for place in places] if isinstance(places, list) else scores[places]
+            key: [scores[index] for index in places] if isinstance(places, list) else scores[places]
             for key, places in item.note.items()
         }
 
@@ -122,16 +122,18 @@ def read_answers(
 ) -> tuple[PreferenceRow, dict[str, int | list[int]]]:
     """(all answers of a row; {key to add: number of its answer, or a list of these}); Malformed
     where it has none. Judgments that the row holds are not needed."""
-    known = rename(row, dataset.fields)
-    known = {name: value for name, value in known.items() if name not in (*LABELS, *SCORES, *RANKS)}
-    several = next((known[name] for name in MANY if name in known), None)
-    if detect_kind(known) != "pairs":
+    renamed_row = rename(row, dataset.fields)
+    renamed_row = {
+        name: value for name, value in renamed_row.items() if name not in (*LABELS, *SCORES, *RANKS)
+    }
+    several = next((renamed_row[name] for name in MANY if name in renamed_row), None)
+    if detect_kind(renamed_row) != "pairs":
         if isinstance(several, list):
-            known["scores"] = [0.0] * len(several)
+            renamed_row["scores"] = [0.0] * len(several)
         else:
-            known["label"] = True
+            renamed_row["label"] = True
     plain = dataset.model_copy(update={"fields": {}, "margin": "column"})
-    judged = read_judged(known, plain)
+    judged = read_judged(renamed_row, plain)
     number = len(judged.answers)
     keys: dict[str, int | list[int]]
     if judged.pairs and several is None:
@@ -178,9 +180,9 @@ class StepScores:
         ends = len(prompt) + np.cumsum([len(step) for step in steps]) - 1
         return ScoringRow(row, chain(np.array(tokens, np.int32), {}), ends)
 
-    def describe(self, item: ScoringRow, found: Numbers) -> dict[str, Any]:
+    def describe(self, item: ScoringRow, numbers: Numbers) -> dict[str, Any]:
         """See Scoring."""
-        gap = (found["scores"][:, 1] - found["scores"][:, 0]).astype(np.float64)
+        gap = (numbers["scores"][:, 1] - numbers["scores"][:, 0]).astype(np.float64)
         return {"step_scores": (1 / (1 + np.exp(-gap))).tolist()}
 
 
@@ -206,12 +208,12 @@ class TeacherScores:
         places = np.arange(first, len(sample.tokens))
         return ScoringRow(row, chain(sample.tokens, {}), places, sample.tokens)
 
-    def describe(self, item: ScoringRow, found: Numbers) -> dict[str, Any]:
+    def describe(self, item: ScoringRow, numbers: Numbers) -> dict[str, Any]:
         """See Scoring."""
         return {
             "input_ids": item.note.tolist(),
-            "target_token_ids": found["ids"].tolist(),
-            "target_logprobs": [[round(x, 5) for x in row] for row in found["logp"].tolist()],
+            "target_token_ids": numbers["ids"].tolist(),
+            "target_logprobs": [[round(x, 5) for x in row] for row in numbers["logp"].tolist()],
         }
 
 
@@ -225,15 +227,15 @@ def score_items(
 ) -> list[Numbers]:
     """What `compute` finds at the places of each item; batch_size: rows of a pass, on a device."""
     packed = [lay_out(item.tree) for item in items]
-    lengths = [len(one.tokens) for one in packed]
+    lengths = [len(tree.tokens) for tree in packed]
     rows_at_once = batch_size * row_shards(model.mesh)
     shares = model.snapshot.model().follows_trees
-    wanted = max(max(lengths), min(ROW, -(-sum(lengths) // rows_at_once)) if shares else 0)
+    width = max(max(lengths), min(ROW, -(-sum(lengths) // rows_at_once)) if shares else 0)
     tokens = LEAST_ROW
-    while tokens < wanted:
+    while tokens < width:
         tokens *= 2
     rows = fit_rows(lengths, tokens) if shares else [[i] for i in np.argsort(lengths)[::-1]]
-    found: list[Any] = [None] * len(items)
+    item_numbers: list[Any] = [None] * len(items)
     params = model.snapshot.params()
     with jax.set_mesh(model.mesh):
         for first in range(0, len(rows), rows_at_once):
@@ -242,10 +244,12 @@ def score_items(
             trees += [[]] * (rows_at_once - len(trees))
             batch = stack_batches([build_batch(trees, tokens, Fields(components=()))])
             numbers = compute(params, feed(batch, model.mesh))
-            here = {name: np.asarray(to_host(value))[0] for name, value in numbers.items()}
+            host_numbers = {name: np.asarray(to_host(value))[0] for name, value in numbers.items()}
             for b, row in enumerate(chosen):
                 starts = np.cumsum([0, *(lengths[index] for index in row)])
                 for index, start in zip(row, starts, strict=False):
                     places = start + items[index].places
-                    found[index] = {name: value[b, places] for name, value in here.items()}
-    return found
+                    item_numbers[index] = {
+                        name: value[b, places] for name, value in host_numbers.items()
+                    }
+    return item_numbers

@@ -83,9 +83,9 @@ def speculate_command(args: argparse.Namespace) -> None:
         require_writable(args.output, args.overwrite)
     if min(args.rows) < 1 or args.repeats < 1 or (args.most is not None and args.most < 1):
         raise UserError("speculate: --rows, --repeats and --most must be at least 1")
-    own = [word for word in args.overrides if word.startswith("dataset.")]
-    sets = open_asked(args.set, args.input, own, args.most, args.raw)
-    model = Model(args.model, [word for word in args.overrides if word not in own])
+    dataset_overrides = [word for word in args.overrides if word.startswith("dataset.")]
+    sets = open_asked(args.set, args.input, dataset_overrides, args.most, args.raw)
+    model = Model(args.model, [word for word in args.overrides if word not in dataset_overrides])
     pair = DecodingPair(model, args.draft, model.config.sampling, args.raw)
     device = jax.devices()[0].device_kind
     print(f"{args.model} with {args.draft}, {pair.draft.num_drafted} guesses a cycle, on {device}")
@@ -97,33 +97,33 @@ def speculate_command(args: argparse.Namespace) -> None:
         "sampling": pair.sampling.model_dump(),
         "sets": [],
     }
-    for asked in sets:
-        prompts = pair.encode(asked)
-        print(f"\n{asked.name}: {len(prompts)} prompts")
-        found = {"name": asked.name, "prompts": len(prompts), "timings": []}
+    for prompt_set in sets:
+        prompts = pair.encode(prompt_set)
+        print(f"\n{prompt_set.name}: {len(prompts)} prompts")
+        set_report = {"name": prompt_set.name, "prompts": len(prompts), "timings": []}
         for rows in args.rows:
             timing, requests = pair.measure(prompts, rows, args.repeats)
-            if not found["timings"]:
-                found |= describe(requests, pair.draft.num_drafted)
-                show_lengths(found)
-            found["timings"].append(timing.table())
-            show_timing(found["timings"][-1], len(prompts))
-        report["sets"].append(found)
+            if not set_report["timings"]:
+                set_report |= describe(requests, pair.draft.num_drafted)
+                show_lengths(set_report)
+            set_report["timings"].append(timing.table())
+            show_timing(set_report["timings"][-1], len(prompts))
+        report["sets"].append(set_report)
     if args.output:
         write_output(args.output, (json.dumps(report, indent=1) + "\n").encode())
         print(f"\n{args.output}")
 
 
-def show_lengths(found: dict[str, Any]) -> None:
+def show_lengths(set_report: dict[str, Any]) -> None:
     """A set's acceptance, for people."""
-    if not found["cycles"]:
+    if not set_report["cycles"]:
         print("  every answer ended with its first token: there was nothing to guess")
         return
-    shares = " ".join(f"{100 * n / found['cycles']:.0f}" for n in found["histogram"])
-    positions = " ".join(f"{100 * share:.0f}" for share in found["accepted_by_position"])
+    shares = " ".join(f"{100 * n / set_report['cycles']:.0f}" for n in set_report["histogram"])
+    positions = " ".join(f"{100 * share:.0f}" for share in set_report["accepted_by_position"])
     print(
-        f"  tau {found['tau']:.2f} (mean of answers), {found['tau_pooled']:.2f} of all"
-        f" {found['cycles']:,} cycles\n"
+        f"  tau {set_report['tau']:.2f} (mean of answers), {set_report['tau_pooled']:.2f} of all"
+        f" {set_report['cycles']:,} cycles\n"
         f"  cycles of 1, 2, ... tokens: {shares} %\n"
         f"  guess 1, 2, ... accepted: {positions} %\n"
         f"  {'rows':>6} {'plain tok/s':>12} {'drafted tok/s':>14} {'speed-up':>9}  answers"
@@ -133,9 +133,9 @@ def show_lengths(found: dict[str, Any]) -> None:
 def show_timing(timing: dict[str, Any], count: int) -> None:
     """A line for each number of rows."""
     different = timing["different_answers"]
-    told = f"{different} of {count} differ" if different else f"all {count} equal"
+    agreement = f"{different} of {count} differ" if different else f"all {count} equal"
     print(
         f"  {timing['rows']:>6} {timing['plain_tokens_per_second']:>12,.1f}"
-        f" {timing['drafted_tokens_per_second']:>14,.1f} {timing['speedup']:>8.2f}x  {told}",
+        f" {timing['drafted_tokens_per_second']:>14,.1f} {timing['speedup']:>8.2f}x  {agreement}",
         flush=True,
     )

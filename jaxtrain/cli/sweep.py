@@ -26,6 +26,6 @@ def run_sweep(argv: list[str]) -> int:
     table = read_table(args.file)
     if is_axolotl(table):
         table = convert_sweep(table)
-    given = {"config": args.config, "output_dir": args.output, "jobs": args.jobs}
-    file = check_sweep(table, str(args.file), **given)
+    options = {"config": args.config, "output_dir": args.output, "jobs": args.jobs}
+    file = check_sweep(table, str(args.file), **options)
     return sweep_command(file, show_only=args.print, retry=args.retry)

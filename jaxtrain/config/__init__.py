@@ -70,6 +70,6 @@ def __getattr__(name: str) -> Any:
     """Import a method's section by its old place, with a warning."""
     if name not in MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place = f"jaxtrain.methods.{MOVED[name]}.config"
-    warnings.warn(f"import {name} from {place}, not from {__name__}", DeprecationWarning, 2)
-    return getattr(importlib.import_module(place), name)
+    module = f"jaxtrain.methods.{MOVED[name]}.config"
+    warnings.warn(f"import {name} from {module}, not from {__name__}", DeprecationWarning, 2)
+    return getattr(importlib.import_module(module), name)

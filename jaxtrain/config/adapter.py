@@ -57,10 +57,10 @@ class AdapterConfig(Section):
 def find_adapter_conflicts(adapter: AdapterConfig) -> Iterator[str]:
     """One sentence for each impossible combination within the section."""
     if adapter.kind == "none":
-        given = adapter.model_dump(exclude_defaults=True)
-        if given:
+        changed = adapter.model_dump(exclude_defaults=True)
+        if changed:
             yield (
-                f"adapter.{next(iter(given))} has no effect while adapter.kind is none; set"
+                f"adapter.{next(iter(changed))} has no effect while adapter.kind is none; set"
                 ' adapter.kind to "lora" or "dora", or remove it'
             )
         return

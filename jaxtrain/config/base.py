@@ -91,7 +91,7 @@ class Section(BaseModel):
         """Refuse numbers beyond LARGEST where the field has no bound of its own."""
         if (name := info.field_name) in cls.model_fields:
             field = cls.model_fields[name]
-            bounded = any(isinstance(one, Le | Lt) for one in field.metadata)
+            bounded = any(isinstance(constraint, Le | Lt) for constraint in field.metadata)
             if not bounded and field.annotation is not None:
                 for number in find_numbers(value, field.annotation):
                     if abs(number) > LARGEST:
@@ -134,8 +134,10 @@ class KnownIn:
     def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> Any:
         """Editors offer the built-in names, and take any other text."""
         examples = ["package.module:name", "file.py:name"]
-        other = {**handler(schema), "examples": examples}
-        return {"anyOf": [{"enum": [*self.builtin]}, other]} if self.builtin else other
+        plugin_schema = {**handler(schema), "examples": examples}
+        return (
+            {"anyOf": [{"enum": [*self.builtin]}, plugin_schema]} if self.builtin else plugin_schema
+        )
 
 
 def known_in(group: str, builtin: Collection[str]) -> KnownIn:
@@ -143,11 +145,11 @@ def known_in(group: str, builtin: Collection[str]) -> KnownIn:
     return KnownIn(group, tuple(builtin))
 
 
-def expand_home(place: str) -> str:
+def expand_home(path: str) -> str:
     """A path without its leading ~; ValueError where there is nothing."""
-    if not place.strip():
+    if not path.strip():
         raise ValueError("must not be empty; leave the key out where nothing is meant")
-    return os.path.expanduser(place)
+    return os.path.expanduser(path)
 
 
 EXPANDED = AfterValidator(expand_home)
@@ -160,12 +162,12 @@ def list_places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """(key, value) of every Place that is set in a section and all below it."""
     if isinstance(value, BaseModel):
         for name, field in type(value).model_fields.items():
-            found, at = getattr(value, name), f"{key}.{name}" if key else name
-            if isinstance(found, str):
+            nested, nested_key = getattr(value, name), f"{key}.{name}" if key else name
+            if isinstance(nested, str):
                 if EXPANDED in field.metadata or _is_place(field.annotation):
-                    yield at, found
+                    yield nested_key, nested
             else:
-                yield from list_places(found, at)
+                yield from list_places(nested, nested_key)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from list_places(item, f"{key}.{index}")

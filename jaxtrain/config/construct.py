@@ -12,25 +12,25 @@ from jaxtrain.errors import UserError
 
 
 def make(
-    made: Callable[..., Any],
-    *given: Any,
+    constructor: Callable[..., Any],
+    *arguments: Any,
     options: Mapping[str, Any],
     key: str,
     options_key: str,
-    what: str = "",
+    argument_names: str = "",
 ) -> Any:
     """made(*given, section) where it has a Section of its own for the options, else
     made(*given, **options).
 
-    key: what messages call the thing; options_key: the config key of its options. what: the names
+    key: what messages call the thing; options_key: the config key of its options. argument_names: the names
     of `given`, for people. UserError for options that it does not take, and for what it raises.
     """
-    section = getattr(made, "Section", None)
+    section = getattr(constructor, "Section", None)
     try:
         if isinstance(section, type) and issubclass(section, Section):
-            return made(*given, validate(section, dict(options), key, f"{options_key}."))
-        check_call(made, given, options, key, options_key, what)
-        return made(*given, **options)
+            return constructor(*arguments, validate(section, dict(options), key, f"{options_key}."))
+        check_call(constructor, arguments, options, key, options_key, argument_names)
+        return constructor(*arguments, **options)
     except UserError:
         raise
     except Exception as error:  # the border: whatever foreign code may raise
@@ -38,25 +38,27 @@ def make(
 
 
 def check_call(
-    made: Callable[..., Any],
+    constructor: Callable[..., Any],
     given: tuple[Any, ...],
     options: Mapping[str, Any],
     key: str,
     options_key: str,
-    what: str = "",
+    argument_names: str = "",
 ) -> None:
     """UserError where a call's arguments do not fit its signature; nothing is called."""
     try:
-        signature = inspect.signature(made)
+        signature = inspect.signature(constructor)
     except (TypeError, ValueError):  # written in C
         return
     try:
         signature.bind(*given, **options)
     except TypeError as error:
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        named = [one.name for one in signature.parameters.values() if one.kind in kinds]
-        known = ", ".join(named[len(given) :]) or "none"
-        arguments = f"({what + ', ' if what else ''}**{options_key})"
+        named = [
+            parameter.name for parameter in signature.parameters.values() if parameter.kind in kinds
+        ]
+        option_names = ", ".join(named[len(given) :]) or "none"
+        call_form = f"({argument_names + ', ' if argument_names else ''}**{options_key})"
         raise UserError(
-            f"{key} cannot be made with {arguments}: {error}; its options are {known}"
+            f"{key} cannot be made with {call_form}: {error}; its options are {option_names}"
         ) from None

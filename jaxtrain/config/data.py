@@ -80,11 +80,11 @@ class DatasetConfig(Section):
     """task.kind rl: which of the [[rewards]] judge this dataset's rows, by name. Unset: all; []:
     none, because the environment judges."""
 
-    def label(self, others: Sequence["DatasetConfig"] = ()) -> str:
+    def label(self, datasets: Sequence["DatasetConfig"] = ()) -> str:
         """Name in metrics: the file's, with a number where one of the others has it, too."""
         stem = PurePath(self.path.rpartition(":")[2]).stem or self.path
         label = f"{stem}-{self.name}" if self.name else stem
-        number = sum(other.label() == label for other in others)
+        number = sum(dataset.label() == label for dataset in datasets)
         return f"{label}-{number + 1}" if number else label
 
 
@@ -138,50 +138,50 @@ class DataConfig(Section):
     def hold_out(self) -> "DataConfig":
         """Divide every dataset as its held_out says, or validation_split."""
         share = self.validation_split
-        own = [one for one in self.eval_datasets if one.part != "held_out"]
-        divided = len(own) < len(self.eval_datasets)  # by hand, or in a run's own config
-        if (share and own) or (divided and not share):
+        separate = [dataset for dataset in self.eval_datasets if dataset.part != "held_out"]
+        divided = len(separate) < len(self.eval_datasets)  # by hand, or in a run's own config
+        if (share and separate) or (divided and not share):
             return self
         trained = [
-            one if one.held_out else one.model_copy(update={"held_out": share})
-            for one in self.datasets
+            dataset if dataset.held_out else dataset.model_copy(update={"held_out": share})
+            for dataset in self.datasets
         ]
         held = [
-            one.model_copy(update={"part": "held_out", "weight": None})
-            for one in trained
-            if one.held_out and one.part == "train"
+            dataset.model_copy(update={"part": "held_out", "weight": None})
+            for dataset in trained
+            if dataset.held_out and dataset.part == "train"
         ]
         if held:
             # The one place where a section changes, before anybody has seen it.
             object.__setattr__(self, "datasets", trained)
-            object.__setattr__(self, "eval_datasets", own + held)
+            object.__setattr__(self, "eval_datasets", separate + held)
         return self
 
     def find_split_conflicts(self) -> Iterator[str]:
         """One sentence for each reason why rows cannot be held out."""
         share = self.validation_split
-        if share and any(one.part != "held_out" for one in self.eval_datasets):
+        if share and any(dataset.part != "held_out" for dataset in self.eval_datasets):
             yield (
                 "data.validation_split and data.eval_datasets are both set; keep the one that says"
                 " what is held out"
             )
         shares = {"data.validation_split": share}
-        for index, one in enumerate(self.datasets):
-            if one.held_out != share:
-                shares[f"data.datasets.{index}.held_out"] = one.held_out
+        for index, dataset in enumerate(self.datasets):
+            if dataset.held_out != share:
+                shares[f"data.datasets.{index}.held_out"] = dataset.held_out
         for key, value in shares.items():
             if value >= 1 and value != int(value):
                 yield f"{key} {value:g} is neither a share below 1 nor a whole number of rows"
-        for one in [*self.datasets, *self.eval_datasets]:
-            if one.held_out and one.streaming:
+        for dataset in [*self.datasets, *self.eval_datasets]:
+            if dataset.held_out and dataset.streaming:
                 yield (
-                    f"data.validation_split needs the number of rows, which the stream {one.path!r}"
+                    f"data.validation_split needs the number of rows, which the stream {dataset.path!r}"
                     " does not have; set its streaming to false, or name data.eval_datasets"
                 )
                 return
-            if one.held_out and one.path.startswith("builtin:"):
+            if dataset.held_out and dataset.path.startswith("builtin:"):
                 yield (
-                    f"data.validation_split: {one.path!r} makes its rows; name data.eval_datasets"
+                    f"data.validation_split: {dataset.path!r} makes its rows; name data.eval_datasets"
                     " with another options.seed"
                 )
                 return

@@ -40,18 +40,18 @@ def render_help() -> str:
 
 def list_sections() -> list[tuple[str, type[BaseModel]]]:
     """(title, section) for the root's sections and the tables nested in them."""
-    found = []
+    titled = []
     for name, field in Config.model_fields.items():
-        sections = [one for one in members(field.annotation) if one is not TaskSection]
+        sections = [member for member in members(field.annotation) if member is not TaskSection]
         for section in sections:
             kind = kind_of(section) if len(sections) > 1 else None
             title = f"{name}.NAME" if get_origin(field.annotation) is dict else name
-            found.append((f'{name} (kind = "{kind}")' if kind else title, section))
+            titled.append((f'{name} (kind = "{kind}")' if kind else title, section))
             for key, inner in section.model_fields.items():
                 nested = section_type(inner.annotation)
-                if nested and not any(section is nested for _, section in found):
-                    found.append((f"[{name}.{key}]", nested))
-    return found
+                if nested and not any(section is nested for _, section in titled):
+                    titled.append((f"[{name}.{key}]", nested))
+    return titled
 
 
 def list_keys(section: type[BaseModel]) -> list[tuple[str, str, str, str]]:
@@ -61,9 +61,9 @@ def list_keys(section: type[BaseModel]) -> list[tuple[str, str, str, str]]:
         default = "required" if field.is_required() else describe_default(field.default)
         meaning = " ".join((field.description or "").split())
         annotation: Any = field.annotation
-        for known in field.metadata:
-            if isinstance(known, KnownIn):
-                annotation = Annotated[annotation, known]
+        for constraint in field.metadata:
+            if isinstance(constraint, KnownIn):
+                annotation = Annotated[annotation, constraint]
         rows.append((key, describe_type(annotation), default, meaning))
     return rows
 
@@ -86,7 +86,12 @@ def describe_type(annotation: Any) -> str:
         return getattr(annotation, "__name__", str(annotation))
     origin = get_origin(annotation)
     if origin is Annotated:
-        names = [name for one in args[1:] if isinstance(one, KnownIn) for name in one.builtin]
+        names = [
+            name
+            for constraint in args[1:]
+            if isinstance(constraint, KnownIn)
+            for name in constraint.builtin
+        ]
         return " | ".join([*(f'"{name}"' for name in names), describe_type(args[0])])
     if str(origin) == "typing.Literal":
         return " | ".join(f'"{value}"' for value in args)

@@ -85,24 +85,31 @@ def find_env_conflicts(env: EnvConfig) -> Iterator[str]:
         )
     if env.options and env.kind in BUILTIN:
         yield f"env.options has no effect while env.kind is {env.kind}; remove it"
-    given = env.model_dump(exclude_defaults=True)
+    changed = env.model_dump(exclude_defaults=True)
     for key in ("system", "prompt_column", "raw", "special_tokens"):
         readers = ("single_turn",)
         if key not in ("raw", "special_tokens"):
             readers = ("single_turn", "tools", "dialogue", "openenv")
-        if key in given and env.kind not in readers:
+        if key in changed and env.kind not in readers:
             yield f"env.{key} has no effect while env.kind is {env.kind}; remove it"
     for key in ("tools", "tool_seconds", "history"):
-        others = ("single_turn",)
+        non_readers = ("single_turn",)
         if key != "history":
-            others = ("single_turn", "calculator", "dialogue", "nemo_gym", "openenv", "verifiers")
-        if key in given and env.kind in others:
+            non_readers = (
+                "single_turn",
+                "calculator",
+                "dialogue",
+                "nemo_gym",
+                "openenv",
+                "verifiers",
+            )
+        if key in changed and env.kind in non_readers:
             yield f"env.{key} has no effect while env.kind is {env.kind}; remove it"
-    if env.kind == "verifiers" and "history" in given:
+    if env.kind == "verifiers" and "history" in changed:
         yield "env.history has no effect while env.kind is verifiers, whose agents decide it"
     if env.kind == "nemo_gym":
         for key in ("max_turns", "history"):
-            if key in given:
+            if key in changed:
                 yield f"env.{key} has no effect while env.kind is nemo_gym, whose agents decide it"
     yield from find_gym_conflicts(env.gym, env.kind)
     yield from find_openenv_conflicts(env.openenv, env.kind)

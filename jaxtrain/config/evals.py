@@ -72,20 +72,20 @@ class EvalSetConfig(Section):
 def find_eval_set_conflicts(config: Any) -> Iterator[str]:
     """One sentence for each impossible combination around the sections."""
     sets, sampling = config.eval.sets, config.sampling
-    for index, one in enumerate(sets):
-        unread = ("split", "options") if one.benchmark else ()
-        for key in (key for key in unread if key in one.model_fields_set):
+    for index, eval_set in enumerate(sets):
+        unread = ("split", "options") if eval_set.benchmark else ()
+        for key in (key for key in unread if key in eval_set.model_fields_set):
             yield (
                 f"eval.sets.{index}.{key} has no effect while eval.sets.{index}.benchmark is"
-                f" {one.benchmark!r}; leave one of them out"
+                f" {eval_set.benchmark!r}; leave one of them out"
             )
-    labels = [one.label for one in sets]
-    for index, one in enumerate(sets):
-        if one.label in labels[:index]:
-            yield f"eval.sets: two are called {one.label!r}; set eval.sets.{index}.name"
-        temperature = sampling.temperature if one.temperature is None else one.temperature
-        if one.k > 1 and temperature == 0:
+    labels = [eval_set.label for eval_set in sets]
+    for index, eval_set in enumerate(sets):
+        if eval_set.label in labels[:index]:
+            yield f"eval.sets: two are called {eval_set.label!r}; set eval.sets.{index}.name"
+        temperature = sampling.temperature if eval_set.temperature is None else eval_set.temperature
+        if eval_set.k > 1 and temperature == 0:
             yield (
-                f"eval.sets.{index}.k is {one.k} but its temperature is 0, so all answers would be"
+                f"eval.sets.{index}.k is {eval_set.k} but its temperature is 0, so all answers would be"
                 f" the same; set eval.sets.{index}.temperature above 0, or k to 1"
             )

@@ -71,7 +71,7 @@ def find_gym_conflicts(gym: GymConfig, kind: str) -> Iterator[str]:
         if gym != GymConfig():
             yield f"env.gym has no effect while env.kind is {kind}; remove it"
         return
-    given = gym.model_dump(exclude_defaults=True)
+    changed = gym.model_dump(exclude_defaults=True)
     if gym.start == bool(gym.head or gym.servers):
         yield (
             "env.kind nemo_gym needs either env.gym.head (the URL of a Gym that runs), or"
@@ -85,13 +85,13 @@ def find_gym_conflicts(gym: GymConfig, kind: str) -> Iterator[str]:
     if gym.start:
         if not gym.python:
             yield "env.gym.start needs env.gym.python"
-        if not gym.configs and "directory" not in given:
+        if not gym.configs and "directory" not in changed:
             yield "env.gym.start needs env.gym.configs, or env.gym.directory with servers of yours"
         if gym.token is not None:
             yield "env.gym.token goes with env.gym.head or servers, not with start; remove it"
         return
     for key in ("python", "configs", "directory", "overrides", "own_environments"):
-        if key in given:
+        if key in changed:
             yield f"env.gym.{key} goes with env.gym.start, not with a Gym that runs; remove it"
     if gym.mode == "agent" and not (gym.port and gym.api_key):
         yield (

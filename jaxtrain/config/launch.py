@@ -43,7 +43,7 @@ def find_launch_conflicts(config: Any) -> Iterator[str]:
             f"rollout.vllm.gpus {vllm.gpus} cannot be split evenly over rollout.vllm.replicas"
             f" {vllm.replicas}; make it a multiple"
         )
-    for one in vllm.args:
-        name = one.partition("=")[0].replace("_", "-")
+    for argument in vllm.args:
+        name = argument.partition("=")[0].replace("_", "-")
         if name in OWN_ARGS:
-            yield f"rollout.vllm.args {one!r} is set by {OWN_ARGS[name]}; remove it"
+            yield f"rollout.vllm.args {argument!r} is set by {OWN_ARGS[name]}; remove it"

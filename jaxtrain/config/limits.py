@@ -35,12 +35,12 @@ def find_misfits(value: Any, annotation: Any) -> Iterator[str]:
         return
     if isinstance(value, bool):
         if {int, float, str} & set(kinds) and bool not in kinds:
-            wanted = "a number" if {int, float} & set(kinds) else "a text, in quotes"
-            yield f"must be {wanted}, found {show(value)}"
+            expected = "a number" if {int, float} & set(kinds) else "a text, in quotes"
+            yield f"must be {expected}, found {show(value)}"
     elif isinstance(value, int | float | str) and bool in kinds:
         words = ("true", "false", "yes", "no", "on", "off")
-        known = isinstance(value, str) and value.lower() in words
-        if not known and not {int, float, str} & set(kinds):
+        is_word = isinstance(value, str) and value.lower() in words
+        if not is_word and not {int, float, str} & set(kinds):
             yield f"must be true or false, found {show(value)}"
     elif isinstance(value, list | tuple):
         inner = [get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)]
@@ -75,6 +75,6 @@ def _kinds(annotation: Any) -> Iterator[Any]:
         for member in get_args(annotation):
             yield from _kinds(member)
     elif origin is Literal:
-        yield from {type(one) for one in get_args(annotation)}
+        yield from {type(literal) for literal in get_args(annotation)}
     elif annotation is not NoneType:
         yield annotation

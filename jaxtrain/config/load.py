@@ -126,12 +126,12 @@ def validate_config(table: dict[str, Any], origin: str) -> Config:
         if not (isinstance(section, type) and issubclass(section, TaskSection)):
             raise UserError(f"{key} {show(task['kind'])} has no class Section, a TaskSection")
         try:
-            made = validate(section, task, origin, "task.")
+            task_section = validate(section, task, origin, "task.")
         except UserError:
             raise
         except Exception as error:  # the border: validators of foreign code
             raise UserError(f"{key} {show(task['kind'])}: {plugins.describe(error)}") from error
-        table = {**table, "task": made}
+        table = {**table, "task": task_section}
     return validate(Config, table, origin)
 
 
@@ -141,7 +141,9 @@ def validate(section: type[S], table: dict[str, Any], origin: str, prefix: str =
         return section.model_validate(table)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        lines = [prefix + line for one in details[:99] for line in describe_error(one, section)]
+        lines = [
+            prefix + line for detail in details[:99] for line in describe_error(detail, section)
+        ]
         count = max(len(details), len(lines))
         shown = lines[:MOST_PROBLEMS]
         if count > len(shown):
@@ -164,19 +166,19 @@ def describe_error(detail: Any, root: type[BaseModel] = Config) -> list[str]:
         prefix = f"{key}: " if key else ""
         return [prefix + line for line in getattr(error, "lines", [str(error)])]
     message = detail["msg"][0].lower() + detail["msg"][1:]
-    found = "a value that is not shown" if hides(location) else show(detail["input"])
-    return [f"{key}: {message}, found {found}"]
+    input_text = "a value that is not shown" if hides(location) else show(detail["input"])
+    return [f"{key}: {message}, found {input_text}"]
 
 
 def suggest(key: str, allowed: list[str]) -> str:
     """Name the nearest allowed key, the section that has this one, or all that are allowed."""
     # Looking for what is near takes the product of the lengths.
     near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6) if len(key) < 64 else []
-    known = KNOWN_ELSEWHERE.get(key) or find_hint(key)
+    counterpart = KNOWN_ELSEWHERE.get(key) or find_hint(key)
     # What has the same name in another section is less likely meant than what is near in this one.
-    if near and (known is None or known.endswith(f".{key}")):
+    if near and (counterpart is None or counterpart.endswith(f".{key}")):
         return f"unknown key {show(key)}; did you mean {near[0]!r}?"
-    elsewhere = known or next(
+    elsewhere = counterpart or next(
         (
             f"{name}.{key}"
             for name, field in Config.model_fields.items()

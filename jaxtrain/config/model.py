@@ -28,8 +28,8 @@ class SpecialTokens(Section):
 
     def roles(self) -> dict[str, str]:
         """Those that are set, by their names."""
-        found = self.model_dump(exclude={"additional_special_tokens"}, exclude_none=True)
-        return dict(found)
+        tokens = self.model_dump(exclude={"additional_special_tokens"}, exclude_none=True)
+        return dict(tokens)
 
 
 class ModelConfig(Section):
@@ -100,8 +100,8 @@ class ModelConfig(Section):
     def find_balancing(self) -> str | None:
         """The first key that asks for something of a router, with its value; None: none does."""
         names = ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef", "bias_update_rate")
-        found = ((f"router_{name}", getattr(self, f"router_{name}")) for name in names)
-        return next((f"model.{key} {value}" for key, value in found if value), None)
+        settings = ((f"router_{name}", getattr(self, f"router_{name}")) for name in names)
+        return next((f"model.{key} {value}" for key, value in settings if value), None)
 
 
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")

@@ -46,8 +46,8 @@ def find_openenv_conflicts(config: OpenEnvConfig, kind: str) -> Iterator[str]:
     for url in config.url:
         if not url.startswith(SCHEMES):
             yield f"env.openenv.url {url!r} is no URL; write http://HOST:PORT"
-    given = config.model_dump(exclude_defaults=True)
-    if "text_field" in given and config.action != "text":
+    changed = config.model_dump(exclude_defaults=True)
+    if "text_field" in changed and config.action != "text":
         yield (
             f"env.openenv.text_field has no effect while env.openenv.action is {config.action};"
             " remove it"

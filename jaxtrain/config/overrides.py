@@ -54,11 +54,11 @@ def parse_value(text: str) -> Any:
         return None
     try:
         # Inside a list a comment, a second value or another key is an error, or shows.
-        found = tomllib.loads(f"value = [{text}]")
+        parsed = tomllib.loads(f"value = [{text}]")
     except (ValueError, RecursionError):
         return text
-    values = found["value"]
-    if set(found) != {"value"} or len(values) != 1 or text.rstrip().endswith(","):
+    values = parsed["value"]
+    if set(parsed) != {"value"} or len(values) != 1 or text.rstrip().endswith(","):
         return text
     plain = isinstance(values[0], bool | int | float | str | list | dict)
     return values[0] if plain else text
@@ -112,7 +112,7 @@ def list_presets() -> dict[str, list[str]]:
             for entry in folder.iterdir()
             if entry.name.endswith(".toml")
         )
-        for folder in sorted(PRESETS.iterdir(), key=lambda one: one.name)
+        for folder in sorted(PRESETS.iterdir(), key=lambda path: path.name)
         if folder.is_dir()
     }
 

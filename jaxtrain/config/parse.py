@@ -56,8 +56,8 @@ def read_table(path: str | Path) -> dict[str, Any]:
 
 def parse_toml(text: str) -> Any:
     """TOML; ValueError with a reason of one line."""
-    if found := _LONG_KEY.search(text):
-        line = text.count("\n", 0, found.start()) + 1
+    if long_key := _LONG_KEY.search(text):
+        line = text.count("\n", 0, long_key.start()) + 1
         raise ValueError(f"a key of more than 64 parts in line {line}")
     try:
         return tomllib.loads(text)
@@ -158,10 +158,10 @@ def check_plain(table: Any, origin: str) -> None:
 
 
 def _find_foreign(table: Any) -> Iterator[str]:
-    left: list[tuple[str, Any, int]] = [("", table, 0)]
+    pending: list[tuple[str, Any, int]] = [("", table, 0)]
     count = 0
-    while left:
-        key, value, depth = left.pop()
+    while pending:
+        key, value, depth = pending.pop()
         count += 1
         if count > MOST_VALUES or depth > DEPTH:
             much = f"more than {MOST_VALUES:,} values" if depth <= DEPTH else "tables too deep"
@@ -173,11 +173,11 @@ def _find_foreign(table: Any) -> Iterator[str]:
                 if not isinstance(part, str):
                     yield f"{name or 'it'}: the key {show(part)} is {name_type(part)}, not a text"
                 else:
-                    left.append((f"{key}.{part}" if key else part, inner, depth + 1))
+                    pending.append((f"{key}.{part}" if key else part, inner, depth + 1))
                     if (why := _unusable(part)) is not None:
                         yield f"{name or 'it'}: the key {show(part)} {why}"
         elif isinstance(value, list):
-            left += [(f"{key}.{i}", inner, depth + 1) for i, inner in enumerate(value)]
+            pending += [(f"{key}.{i}", inner, depth + 1) for i, inner in enumerate(value)]
         elif isinstance(value, str):
             if (why := _unusable(value)) is not None:
                 yield f"{name}: {show(value)} {why}"

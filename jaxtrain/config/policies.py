@@ -57,10 +57,10 @@ def find_policy_problems(config: Any) -> Iterator[str]:
     for key, env in list_sections(config):
         for agent, name in env.verifiers.policies.items():
             if name not in list_trained(config):
-                known = ", ".join(list_trained(config)) or "none"
+                trained_names = ", ".join(list_trained(config)) or "none"
                 yield (
                     f"{key}.verifiers.policies.{agent}: {name!r} is no trained policy of section"
-                    f" policies, which has {known}; a frozen one is a client of the agent's own,"
+                    f" policies, which has {trained_names}; a frozen one is a client of the agent's own,"
                     f" {key}.verifiers.agents.{agent}.client"
                 )
     if list_trained(config):
@@ -82,9 +82,9 @@ def find_section_problems(config: Any) -> Iterator[str]:
                 f" {', '.join(TAKEN)}"
             )
         if policy.trained:
-            for other in policy.model_dump(exclude_defaults=True):
-                if other not in ("trained", "path"):
-                    yield f"{key}.{other} is for a frozen policy; remove it, or {key}.trained"
+            for key_name in policy.model_dump(exclude_defaults=True):
+                if key_name not in ("trained", "path"):
+                    yield f"{key}.{key_name} is for a frozen policy; remove it, or {key}.trained"
         elif policy.path is not None:
             yield from find_folder_problems(config, key, policy)
         elif not policy.servers:
@@ -96,25 +96,25 @@ def find_section_problems(config: Any) -> Iterator[str]:
         for url in policy.servers:
             if not url.startswith(("http://", "https://")):
                 yield f"{key}.servers: {url!r} is no URL; write http://host:port"
-        for own in ("messages", "model", "max_tokens", "temperature", "n", "stream"):
-            if own in policy.options:
-                yield f"{key}.options.{own} is not to be set there; use the section's own keys"
+        for reserved in ("messages", "model", "max_tokens", "temperature", "n", "stream"):
+            if reserved in policy.options:
+                yield f"{key}.options.{reserved} is not to be set there; use the section's own keys"
 
 
 def list_sections(config: Any) -> Iterator[tuple[str, Any]]:
     """(key, section) of all environments of a config."""
     yield "env", config.env
     for key, many in (("data.datasets", config.data.datasets), ("eval.sets", config.eval.sets)):
-        for index, one in enumerate(many):
-            if one.env is not None:
-                yield f"{key}.{index}.env", one.env
+        for index, entry in enumerate(many):
+            if entry.env is not None:
+                yield f"{key}.{index}.env", entry.env
 
 
 def find_folder_problems(config: Any, key: str, policy: PolicyConfig) -> Iterator[str]:
     """One sentence for each thing that a frozen folder does not go with."""
-    for other in ("servers", "model", "api_key", "options", "seconds", "retries"):
-        if other in policy.model_dump(exclude_defaults=True):
-            yield f"{key}.{other} is for a policy behind servers; remove it, or {key}.path"
+    for key_name in ("servers", "model", "api_key", "options", "seconds", "retries"):
+        if key_name in policy.model_dump(exclude_defaults=True):
+            yield f"{key}.{key_name} is for a policy behind servers; remove it, or {key}.path"
     if config.rollout.engine != "local":
         yield (
             f'{key}.path is drawn by the local engine; set rollout.engine to "local", or serve it'
@@ -137,7 +137,7 @@ def list_judges(config: Any) -> dict[str, list[str]]:
     """Of each trained policy the labels of the reward functions that judge it, in the config's
     order."""
     return {
-        name: [one.label for one in config.rewards if one.policy in (None, name)]
+        name: [reward.label for reward in config.rewards if reward.policy in (None, name)]
         for name in list_trained(config)
     }
 
@@ -173,6 +173,6 @@ def find_trained_problems(config: Any) -> Iterator[str]:
         "rollout.vllm.eval_servers": bool(rollout.vllm.eval_servers),
         "rewards.model": any(reward.model is not None for reward in config.rewards),
     }
-    for other, given in off.items():
-        if given:
-            yield f"{other} goes with one trained policy; remove it, or {key}"
+    for conflicting_key, is_set in off.items():
+        if is_set:
+            yield f"{conflicting_key} goes with one trained policy; remove it, or {key}"

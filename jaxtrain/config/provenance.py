@@ -51,11 +51,11 @@ one."""
 def list_outside(config: Config) -> list[dict[str, str]]:
     """{"group", "name"} of whatever the config names and jaxtrain does not bring, in its order, and
     "distribution" and "version" of who does; of a file its "sha256", the first 16 digits."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    origins: dict[tuple[str, str], dict[str, str]] = {}
     for group, name in list_names(config):
-        if (group, name) not in found and (origin := find_origin(group, name)) is not None:
-            found[group, name] = {"group": group, "name": name, **origin}
-    return list(found.values())
+        if (group, name) not in origins and (origin := find_origin(group, name)) is not None:
+            origins[group, name] = {"group": group, "name": name, **origin}
+    return list(origins.values())
 
 
 def list_names(value: Any) -> Iterator[tuple[str, str]]:
@@ -94,15 +94,15 @@ def find_origin(group: str, name: str) -> dict[str, str] | None:
     for entry in plugins.list_entry_points(group):
         if entry.name == name:
             return describe(entry.dist)
-    place, _ = plugins.split_path(name, group in MODULES)
-    if not place or place.startswith("jaxtrain."):
+    module, _ = plugins.split_path(name, group in MODULES)
+    if not module or module.startswith("jaxtrain."):
         return None
-    if place.endswith(".py"):
+    if module.endswith(".py"):
         try:
-            return {"sha256": hashlib.sha256(Path(place).read_bytes()).hexdigest()[:16]}
+            return {"sha256": hashlib.sha256(Path(module).read_bytes()).hexdigest()[:16]}
         except OSError:
             return {}
-    owners = packages_distributions().get(place.split(".")[0], [])
+    owners = packages_distributions().get(module.split(".")[0], [])
     try:
         return describe(distribution(owners[0])) if owners else {}
     except PackageNotFoundError:

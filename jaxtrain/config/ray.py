@@ -59,9 +59,9 @@ def find_ray_conflicts(rollout: Any) -> Iterator[str]:
             f"rollout.service {service} plays episodes in other processes, which cannot use the"
             ' local engine: set rollout.engine to "vllm" or rollout.service to "process"'
         )
-    given = rollout.ray.model_dump(exclude_defaults=True)
-    if service == "process" and rollout.vllm.launch != "ray" and given:
+    changed = rollout.ray.model_dump(exclude_defaults=True)
+    if service == "process" and rollout.vllm.launch != "ray" and changed:
         yield (
-            f"rollout.ray.{next(iter(given))} has no effect without rollout.service ray or"
+            f"rollout.ray.{next(iter(changed))} has no effect without rollout.service ray or"
             " rollout.vllm.launch ray; remove it or set one of them"
         )

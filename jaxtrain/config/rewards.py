@@ -53,7 +53,7 @@ def find_reward_conflicts(config: Any) -> Iterator[str]:
             yield f"rewards.{index}: two rewards are called {label!r}; set rewards.{index}.name"
     draws = "rewards" in config.task.reads
     yield from find_model_conflicts(config, draws)
-    judged = [(f"eval.sets.{index}", one) for index, one in enumerate(config.eval.sets)]
+    judged = [(f"eval.sets.{index}", entry) for index, entry in enumerate(config.eval.sets)]
     for index, dataset in enumerate(config.data.datasets):
         key = f"data.datasets.{index}"
         if draws:
@@ -62,22 +62,22 @@ def find_reward_conflicts(config: Any) -> Iterator[str]:
     for index, dataset in enumerate(config.data.eval_datasets):
         yield from find_unread(f"data.eval_datasets.{index}", dataset, "; use [[eval.sets]]")
     functions = [reward.label for reward in config.rewards if reward.model is None]
-    for key, one in judged:
+    for key, entry in judged:
         named = functions if key.startswith("eval") else labels
-        given = named if one.rewards is None else one.rewards
-        for name in given:
+        judges = named if entry.rewards is None else entry.rewards
+        for name in judges:
             if name not in named:
                 known = ", ".join(named) or "none"
                 yield f"{key}.rewards: there is no reward {name!r}; the [[rewards]] are: {known}"
         needed = key.startswith("eval") or not config.task.rewards_itself
-        if needed and (one.env or config.env).kind in SILENT and not given:
+        if needed and (entry.env or config.env).kind in SILENT and not judges:
             yield (
                 f"{key}: nothing judges the answers; add a [[rewards]] table with a function, or"
                 f" set {key}.env.kind (env.kind for all) to an environment that gives rewards:"
                 ' "calculator", or an own one'
             )
     for index, label in enumerate(labels if judged else []):
-        if all(one.rewards is not None and label not in one.rewards for _, one in judged):
+        if all(entry.rewards is not None and label not in entry.rewards for _, entry in judged):
             yield f"rewards.{index} ({label}) judges nothing; no dataset and no set names it"
 
 
@@ -86,8 +86,8 @@ def find_model_conflicts(config: Any, draws: bool) -> Iterator[str]:
     for index, reward in enumerate(config.rewards):
         key = f"rewards.{index}"
         if (reward.function is None) == (reward.model is None):
-            found = "neither is" if reward.model is None else "both are"
-            yield f"{key}: set either function or model; {found} set"
+            set_keys = "neither is" if reward.model is None else "both are"
+            yield f"{key}: set either function or model; {set_keys} set"
         trained = [name for name, policy in config.policies.items() if policy.trained]
         if reward.policy is not None and reward.policy not in trained:
             yield (
@@ -110,10 +110,10 @@ def find_model_conflicts(config: Any, draws: bool) -> Iterator[str]:
                 f"rollout.replay_size keeps answers by rewards that are known when they are drawn;"
                 f" set it to 0 with {key}.model"
             )
-        for place, dataset in enumerate(config.data.datasets):
+        for number, dataset in enumerate(config.data.datasets):
             if dataset.rewards is not None:
                 yield (
-                    f"data.datasets.{place}.rewards chooses functions, but {key}.model judges all"
+                    f"data.datasets.{number}.rewards chooses functions, but {key}.model judges all"
                     " answers; remove one of the two"
                 )
 

@@ -154,10 +154,10 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
             " rollout.draft"
         )
     if rollout.engine != "local" and rollout.draft is not None:
-        own = "; vLLM takes a draft when it starts (vllm serve --speculative-config)"
+        vllm_hint = "; vLLM takes a draft when it starts (vllm serve --speculative-config)"
         yield (
             "rollout.draft is for the local engine: remove it, or set rollout.engine to"
-            f' "local"{own if rollout.engine == "vllm" else ""}'
+            f' "local"{vllm_hint if rollout.engine == "vllm" else ""}'
         )
     yield from find_refresh_conflicts(config)
     yield from find_ray_conflicts(rollout)
@@ -167,10 +167,10 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
             yield "rollout.vllm.eval_servers has no effect without [[eval.sets]]; remove it"
         yield from find_launch_conflicts(config)
     if rollout.engine != "local" and rollout.local.model_dump(exclude_defaults=True):
-        own = "; vLLM takes --quantization and --kv-cache-dtype when it starts"
+        vllm_hint = "; vLLM takes --quantization and --kv-cache-dtype when it starts"
         yield (
             f'section rollout.local has no effect while rollout.engine is "{rollout.engine}"'
-            f"{own if rollout.engine == 'vllm' else ''}"
+            f"{vllm_hint if rollout.engine == 'vllm' else ''}"
         )
     if rollout.local.weights != "default" and config.adapter.quantize != "none":
         yield (

@@ -155,13 +155,13 @@ def find_conflicts(config: Config):
     if config.eval.patience and not config.checkpoint.best_metric:
         yield 'eval.patience needs checkpoint.best_metric, such as "eval/loss"'
     never = config.eval.every == "never"
-    for key, wanted in (
+    for key, is_set in (
         ("eval.per_epoch", config.eval.per_epoch),
         ("eval.at_start", config.eval.at_start),
         ("eval.patience", config.eval.patience),
         ("checkpoint.best_metric", config.checkpoint.best_metric),
     ):
-        if never and wanted:
+        if never and is_set:
             yield f'{key} needs evaluations, and eval.every is "never"; remove one of the two'
     if config.eval.patience and not (config.eval.every or config.eval.per_epoch):
         yield "eval.patience needs evaluations on the way; set eval.every or eval.per_epoch"
@@ -229,13 +229,13 @@ def find_unused_sections(config: Config):
     """Yield a sentence for each section that is set, but that neither this task nor eval.sets read
     (rewards: all of them; env: those that have none of their own)."""
     sets = config.eval.sets
-    used = {"env": any(one.env is None for one in sets), "rewards": bool(sets)}
+    used = {"env": any(eval_set.env is None for eval_set in sets), "rewards": bool(sets)}
     for name in ("rollout", "env", "rewards"):
         section = getattr(config, name)
-        given = section if name == "rewards" else section.model_dump(exclude_defaults=True)
-        if not given or name in config.task.reads or used.get(name):
+        changed = section if name == "rewards" else section.model_dump(exclude_defaults=True)
+        if not changed or name in config.task.reads or used.get(name):
             continue
-        key = "rewards" if name == "rewards" else f"{name}.{next(iter(given))}"
+        key = "rewards" if name == "rewards" else f"{name}.{next(iter(changed))}"
         readers = " or ".join(f'"{kind}"' for kind, task in TASKS.items() if name in task.reads)
-        other = "" if name == "rollout" else " or [[eval.sets]]"
-        yield f"{key} has no effect without task.kind {readers}{other}; remove it"
+        alternative = "" if name == "rollout" else " or [[eval.sets]]"
+        yield f"{key} has no effect without task.kind {readers}{alternative}; remove it"

@@ -102,8 +102,8 @@ def find_parallel_conflicts(parallel: ParallelConfig):
     explicit = {name: getattr(parallel, name) for name in ("coordinator", *_WITH_COORDINATOR)}
     missing = [name for name, value in explicit.items() if value is None]
     if missing and len(missing) < len(explicit):
-        given = next(name for name, value in explicit.items() if value is not None)
-        yield f"parallel.{given} is set but parallel.{missing[0]} is not; set all of {[*explicit]}"
+        set_key = next(name for name, value in explicit.items() if value is not None)
+        yield f"parallel.{set_key} is set but parallel.{missing[0]} is not; set all of {[*explicit]}"
     elif not missing:
         assert parallel.process_id is not None and parallel.num_processes is not None
         assert parallel.coordinator is not None

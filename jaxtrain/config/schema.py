@@ -17,18 +17,18 @@ IDENTITY = "urn:jaxtrain:config"
 def make_schema() -> dict[str, Any]:
     """The schema as a JSON object: pydantic's own, with presets in the place of sections and the
     kinds of section task told apart by `kind`."""
-    made = Config.model_json_schema()
-    parts = made["$defs"]
+    schema = Config.model_json_schema()
+    parts = schema["$defs"]
     for part in parts.values():
         tidy(part)
-    tidy(made)
+    tidy(schema)
     for kind, section in TASKS.items():
         part = parts[section.__name__]
         part["properties"]["kind"] = {**part["properties"]["kind"], "const": kind}
         if kind != "sft":  # what a section without kind is
             part["required"] = sorted({*part.get("required", []), "kind"})
     parts["TaskSection"] = describe_outside()
-    sections = made["properties"]
+    sections = schema["properties"]
     sections["task"]["discriminator"] = {
         "propertyName": "kind",
         "mapping": {kind: f"#/$defs/{section.__name__}" for kind, section in TASKS.items()},
@@ -41,7 +41,7 @@ def make_schema() -> dict[str, Any]:
         "$id": IDENTITY,
         "title": "jaxtrain config",
     }
-    return {**head, **{key: value for key, value in made.items() if key not in head}}
+    return {**head, **{key: value for key, value in schema.items() if key not in head}}
 
 
 def render_schema() -> str:

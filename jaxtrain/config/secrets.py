@@ -77,11 +77,11 @@ def redact(value: Any, secret: bool = False, *, references: bool = False) -> Any
     with `references` go as well, so that two configs can be compared."""
     if isinstance(value, Mapping):
         return {
-            key: redact(one, secret or is_secret(str(key)), references=references)
-            for key, one in value.items()
+            key: redact(entry, secret or is_secret(str(key)), references=references)
+            for key, entry in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redact(one, secret, references=references) for one in value]
+        return [redact(entry, secret, references=references) for entry in value]
     if not isinstance(value, str) or (_REFERENCE.match(value) and not references):
         return value
     return HIDDEN if secret and value else redact_text(value)
@@ -89,8 +89,8 @@ def redact(value: Any, secret: bool = False, *, references: bool = False) -> Any
 
 def redact_text(text: str) -> str:
     """A text with HIDDEN for the users, passwords and keys of URLs in it."""
-    text = _URL.sub(lambda found: f"{found[1]}{_kept(found[2])}@", text)
-    return _QUERY.sub(lambda found: f"{found[1]}{_kept(found[2])}", text)
+    text = _URL.sub(lambda match: f"{match[1]}{_kept(match[2])}@", text)
+    return _QUERY.sub(lambda match: f"{match[1]}{_kept(match[2])}", text)
 
 
 def redact_command(words: Sequence[str]) -> list[str]:
@@ -99,32 +99,34 @@ def redact_command(words: Sequence[str]) -> list[str]:
     for word in words:
         key, equals, value = word.partition("=")
         parts = key.split(".")
-        kept = equals and hides(parts) and not _REFERENCE.match(value)
+        hidden = equals and hides(parts) and not _REFERENCE.match(value)
         # An inline table as the value: nobody tells its texts apart here.
-        whole = equals and parts[-1] == "options"
-        shown.append(f"{key}={HIDDEN}" if kept or whole else redact_text(word))
+        hide_table = equals and parts[-1] == "options"
+        shown.append(f"{key}={HIDDEN}" if hidden or hide_table else redact_text(word))
     return shown
 
 
 def reveal(options: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Options as they are used: "$NAME" and "env:NAME" under a secret's name are the environment
     variable. UserError where that is not set, or where a saved config no longer has the secret."""
-    return {name: _reveal(one, is_secret(name), f"{key}.{name}") for name, one in options.items()}
+    return {
+        name: _reveal(option, is_secret(name), f"{key}.{name}") for name, option in options.items()
+    }
 
 
 def reveal_url(url: str, key: str) -> str:
     """A URL as it is used: "$NAME" before the @ is the environment variable. UserError: reveal."""
-    return _URL.sub(lambda found: f"{found[1]}{_look_up(found[2], key)}@", url)
+    return _URL.sub(lambda match: f"{match[1]}{_look_up(match[2], key)}@", url)
 
 
 def _reveal(value: Any, secret: bool, key: str) -> Any:
     if isinstance(value, Mapping):
         return {
-            name: _reveal(one, secret or is_secret(name), f"{key}.{name}")
-            for name, one in value.items()
+            name: _reveal(entry, secret or is_secret(name), f"{key}.{name}")
+            for name, entry in value.items()
         }
     if isinstance(value, list):
-        return [_reveal(one, secret, f"{key}.{place}") for place, one in enumerate(value)]
+        return [_reveal(entry, secret, f"{key}.{index}") for index, entry in enumerate(value)]
     return _look_up(value, key) if isinstance(value, str) and (secret or HIDDEN in value) else value
 
 
@@ -134,10 +136,10 @@ def _look_up(value: str, key: str) -> str:
             f"{key} is a secret, which runs do not save; give it again with {key}=..., or write"
             f' "$NAME" in the config and set that environment variable'
         )
-    found = _REFERENCE.match(value)
-    if found is None:
+    match = _REFERENCE.match(value)
+    if match is None:
         return value
-    name = next(filter(None, found.groups()))
+    name = next(filter(None, match.groups()))
     if name not in os.environ:
         raise UserError(f"{key} is {value!r}, but the environment variable {name} is not set")
     return os.environ[name]

@@ -148,8 +148,8 @@ def find_vllm_conflicts(vllm: VllmConfig, adapter_kind: str, mode: str) -> Itera
             f"rollout.vllm.sync {vllm.sync} sends whole weights, but adapter.kind {adapter_kind}"
             ' trains an adapter; set rollout.vllm.sync to "lora" or adapter.kind to "none"'
         )
-    known = [*vllm.servers, *([vllm.discover] if not vllm.discover.startswith("file") else [])]
-    remote = [url for url in filter(None, known) if urlsplit(url).hostname not in LOCAL]
+    addresses = [*vllm.servers, *([vllm.discover] if not vllm.discover.startswith("file") else [])]
+    remote = [url for url in filter(None, addresses) if urlsplit(url).hostname not in LOCAL]
     if vllm.sync != "lora" and vllm.listen in EVERYWHERE:
         yield (
             f"rollout.vllm.listen {vllm.listen!r} is where to listen, not where servers can connect"
@@ -170,19 +170,19 @@ def find_vllm_conflicts(vllm: VllmConfig, adapter_kind: str, mode: str) -> Itera
 
 def find_eval_server_conflicts(vllm: VllmConfig) -> Iterator[str]:
     """Yield one sentence for each reason why no server can be spared for evaluations."""
-    asked, key = vllm.eval_servers, "rollout.vllm.eval_servers"
-    if not asked:
+    requested, key = vllm.eval_servers, "rollout.vllm.eval_servers"
+    if not requested:
         return
     fixed = not vllm.discover and vllm.launch == "none"
-    known = {url.rstrip("/") for url in vllm.servers}
-    if isinstance(asked, list):
-        unknown = [url for url in asked if url.rstrip("/") not in known]
+    urls = {url.rstrip("/") for url in vllm.servers}
+    if isinstance(requested, list):
+        unknown = [url for url in requested if url.rstrip("/") not in urls]
         if fixed and unknown:
             yield f"{key} names {unknown[0]!r}, which is not one of rollout.vllm.servers"
-    count = len(asked) if isinstance(asked, list) else asked
+    count = len(requested) if isinstance(requested, list) else requested
     most = len(vllm.servers) + (vllm.replicas if vllm.launch != "none" else 0)
     if not vllm.discover and count >= most:
-        yield f"{key} {asked} leaves none of {most} servers to training; name fewer"
+        yield f"{key} {requested} leaves none of {most} servers to training; name fewer"
     if vllm.sleep:
         yield f"{key}: with rollout.vllm.sleep all servers rest while training; remove one of them"
     if vllm.routed:

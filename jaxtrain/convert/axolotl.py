@@ -33,19 +33,21 @@ DATASET = {
     "name": to("name"),
     "split": to("split"),
     "streaming": to("streaming"),
-    "roles_to_train": by("train_on")(lambda made, value: _roles_to_train(made, value)),
+    "roles_to_train": by("train_on")(lambda conversion, value: _roles_to_train(conversion, value)),
     "train_on_eos": always("an assistant's turn trains its end-of-turn token"),
     "chat_template": by("model.chat_template")(
-        lambda made, value: _template(made, value, "the template is the model's, not a dataset's")
+        lambda conversion, value: _template(
+            conversion, value, "the template is the model's, not a dataset's"
+        )
     ),
     "ds_type": always("the file's ending says it"),
     "trust_remote_code": always("datasets with code of their own are not run"),
     "shards": missing("split and max_rows take a part"),
     "message_field_training": by('train_on = "per_message"')(
-        lambda made, value: made.set("train_on", "per_message")
+        lambda conversion, value: conversion.set("train_on", "per_message")
     ),
     "message_field_training_detail": missing(),
-    "type": by("format")(lambda made, value: _format(made, value)),
+    "type": by("format")(lambda conversion, value: _format(conversion, value)),
 }
 FIELDS = {
     "field": "text",
@@ -74,83 +76,90 @@ def detect(table: Mapping[str, Any]) -> bool:
 
 def convert(table: Mapping[str, Any]) -> Conversion:
     """Their config in ours."""
-    made = Conversion(table)
-    made.run(RULES, {**DEFAULTS, **table})
-    settle(made)
-    settle_gym(made)
+    conversion = Conversion(table)
+    conversion.run(RULES, {**DEFAULTS, **table})
+    settle(conversion)
+    settle_gym(conversion)
     if table.get("train_on_inputs"):
-        for dataset in made.get("data.datasets") or []:
+        for dataset in conversion.get("data.datasets") or []:
             dataset.setdefault("train_on", "all")
-    return made
+    return conversion
 
 
-def _hold_out(made: Conversion, value: Any) -> None:
+def _hold_out(conversion: Conversion, value: Any) -> None:
     """Their number of rows is of all datasets together."""
-    if made.theirs.get("test_datasets") or not value:
+    if conversion.source.get("test_datasets") or not value:
         return
-    made.set("data.validation_split", value)
-    if value >= 1 and len(made.theirs.get("datasets") or []) > 1:
-        made.log(
+    conversion.set("data.validation_split", value)
+    if value >= 1 and len(conversion.source.get("datasets") or []) > 1:
+        conversion.log(
             "here it is so many rows of each dataset; give each its own number with held_out, or a"
             " share below 1, which is of all of them"
         )
 
 
 def _read_datasets(key: str) -> ConversionRule:
-    def apply(made: Conversion, value: Any) -> None:
-        made.set(key, [_read_dataset(made, d) for d in value or [] if isinstance(d, Mapping)])
+    def apply(conversion: Conversion, value: Any) -> None:
+        conversion.set(
+            key, [_read_dataset(conversion, d) for d in value or [] if isinstance(d, Mapping)]
+        )
 
     return ConversionRule(key, apply, inner=DATASET)
 
 
-def _read_dataset(made: Conversion, theirs: Mapping[str, Any]) -> dict[str, Any]:
+def _read_dataset(conversion: Conversion, source: Mapping[str, Any]) -> dict[str, Any]:
     """One entry; what has no counterpart is noted with the others."""
-    path, files = theirs.get("path"), theirs.get("data_files")
+    path, files = source.get("path"), source.get("data_files")
     if files and path in ("json", "csv", "parquet", "arrow", "text", None):
         path = files if isinstance(files, str) else files[0]
         if not isinstance(files, str) and len(files) > 1:
-            made.said.append(("datasets.data_files", "a dataset here is one file or one folder"))
-    one = Conversion(theirs, {"path": path})
-    kind = theirs.get("type")
-    named = {**theirs, **(kind if isinstance(kind, Mapping) else {})}
+            conversion.notes.append(
+                ("datasets.data_files", "a dataset here is one file or one folder")
+            )
+    dataset = Conversion(source, {"path": path})
+    kind = source.get("type")
+    named = {**source, **(kind if isinstance(kind, Mapping) else {})}
     flat: dict[str, Any] = {}
-    for name, ours in FIELDS.items():
+    for name, field_name in FIELDS.items():
         found = named.get(name)
         if isinstance(found, Mapping):
-            flat |= {f"{ours}.{key}": column for key, column in found.items()}
-        elif found not in (None, ours):
-            flat[ours] = found
-    rest = {k: v for k, v in theirs.items() if k not in ("path", "data_files", "roles", *FIELDS)}
-    one.run(DATASET, rest, prefix="datasets.")
+            flat |= {f"{field_name}.{key}": column for key, column in found.items()}
+        elif found not in (None, field_name):
+            flat[field_name] = found
+    rest = {k: v for k, v in source.items() if k not in ("path", "data_files", "roles", *FIELDS)}
+    dataset.run(DATASET, rest, prefix="datasets.")
     if flat:
-        one.set("fields", flat)
-    if roles := theirs.get("roles"):
-        one.set("roles", {name: ours for ours, names in roles.items() for name in _list(names)})
-    made.missed += one.missed
-    made.said += one.said
-    return one.table
+        dataset.set("fields", flat)
+    if roles := source.get("roles"):
+        dataset.set(
+            "roles",
+            {name: field_name for field_name, names in roles.items() for name in _list(names)},
+        )
+    conversion.missed += dataset.missed
+    conversion.notes += dataset.notes
+    return dataset.table
 
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _format(made: Conversion, value: Any) -> None:
+def _format(conversion: Conversion, value: Any) -> None:
     if isinstance(value, Mapping):
-        made.set("format", "alpaca")
+        conversion.set("format", "alpaca")
         return
     name = str(value).split(".")[0].split(":")[0]
     if name in FORMATS:
         # A preference pair has its columns; which they are is seen in the data.
         if "." not in str(value):
-            made.set("format", FORMATS[name])
+            conversion.set("format", FORMATS[name])
     else:
-        made.miss('format "auto" tells from the columns, or name a function of your own')
+        conversion.miss('format "auto" tells from the columns, or name a function of your own')
 
 
-def _roles_to_train(made: Conversion, value: Any) -> None:
+def _roles_to_train(conversion: Conversion, value: Any) -> None:
     if set(_list(value)) - {"assistant", "gpt", "model"}:
-        made.miss('train_on knows "assistant", "all", "last" and "per_message"')
+        conversion.miss('train_on knows "assistant", "all", "last" and "per_message"')
 
 
 TEMPLATES = {
@@ -169,77 +178,81 @@ TEMPLATE_NOTES = {
 """What differs for some data."""
 
 
-def _template(made: Conversion, value: Any, note: str = "") -> None:
+def _template(conversion: Conversion, value: Any, note: str = "") -> None:
     if value in (None, "tokenizer_default") or value == "jinja":
         return
     if isinstance(value, str) and value.startswith("tokenizer_default"):
-        made.log("the tokenizer's own template is used; without one there is an error")
+        conversion.log("the tokenizer's own template is used; without one there is an error")
         return
     if not note and value in TEMPLATES:
-        made.set("model.chat_template", TEMPLATES[value])
+        conversion.set("model.chat_template", TEMPLATES[value])
         if value in TEMPLATE_NOTES:
-            made.log(TEMPLATE_NOTES[value])
+            conversion.log(TEMPLATE_NOTES[value])
         return
-    made.miss(note or "model.chat_template is a name or a file with a Jinja template; save it")
+    conversion.miss(
+        note or "model.chat_template is a name or a file with a Jinja template; save it"
+    )
 
 
-def _special(made: Conversion, value: Any) -> None:
+def _special(conversion: Conversion, value: Any) -> None:
     names = ("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens")
     for name, token in (value or {}).items():
         if name in names:
-            made.set(f"model.special_tokens.{name}", token)
+            conversion.set(f"model.special_tokens.{name}", token)
         else:
-            made.miss(f"model.special_tokens has {', '.join(names)}")
+            conversion.miss(f"model.special_tokens has {', '.join(names)}")
 
 
-def _quantize_experts(made: Conversion, value: Any) -> None:
-    if value and (made.theirs.get("load_in_4bit") or made.theirs.get("adapter") == "qlora"):
-        made.set("adapter.quantize", "nf4_fused")
+def _quantize_experts(conversion: Conversion, value: Any) -> None:
+    if value and (
+        conversion.source.get("load_in_4bit") or conversion.source.get("adapter") == "qlora"
+    ):
+        conversion.set("adapter.quantize", "nf4_fused")
 
 
 @by("adapter.kind")
-def _adapter(made: Conversion, value: Any) -> None:
-    if value in ("lora", "qlora") and made.get("adapter.kind") is None:
-        made.set("adapter.kind", "lora")
+def _adapter(conversion: Conversion, value: Any) -> None:
+    if value in ("lora", "qlora") and conversion.get("adapter.kind") is None:
+        conversion.set("adapter.kind", "lora")
     if value == "qlora":
-        load_4bit.apply(made, True)
+        load_4bit.apply(conversion, True)
     if value not in ("lora", "qlora", None):
-        made.miss("adapter.kind is lora or dora")
+        conversion.miss("adapter.kind is lora or dora")
 
 
 @by("task.kind and task.loss or task.objective")
-def _rl(made: Conversion, value: Any) -> None:
+def _rl(conversion: Conversion, value: Any) -> None:
     if value in ("grpo", "gdpo"):
-        made.set("task.kind", "rl")
-        made.set("task.objective", value)
-        if made.get("sampling.temperature") is None:
-            made.set("sampling.temperature", 1.0)
+        conversion.set("task.kind", "rl")
+        conversion.set("task.objective", value)
+        if conversion.get("sampling.temperature") is None:
+            conversion.set("sampling.temperature", 1.0)
     elif value in ("dpo", "ipo", "kto", "orpo", "simpo", "cpo"):
-        made.set("task.kind", "preference")
-        made.set("task.loss", {"dpo": "sigmoid"}.get(value, value))
+        conversion.set("task.kind", "preference")
+        conversion.set("task.loss", {"dpo": "sigmoid"}.get(value, value))
     elif value:
-        made.miss("see docs/config.md for the tasks")
+        conversion.miss("see docs/config.md for the tasks")
 
 
 @by('task.kind = "reward_model"')
-def _reward_model(made: Conversion, value: Any) -> None:
+def _reward_model(conversion: Conversion, value: Any) -> None:
     if value:
-        made.set("task.kind", "reward_model")
+        conversion.set("task.kind", "reward_model")
 
 
 @by('task.kind = "reward_model" with task.labels = "steps"')
-def _process_reward_model(made: Conversion, value: Any) -> None:
+def _process_reward_model(conversion: Conversion, value: Any) -> None:
     if value:
-        made.set("task.kind", "reward_model")
-        made.set("task.labels", "steps")
+        conversion.set("task.kind", "reward_model")
+        conversion.set("task.labels", "steps")
 
 
 @by("sections task, rollout and sampling")
-def _trl(made: Conversion, value: Any) -> None:
-    made.run(GRPO | TRL_ONLY, value or {}, prefix="trl.")
+def _trl(conversion: Conversion, value: Any) -> None:
+    conversion.run(GRPO | TRL_ONLY, value or {}, prefix="trl.")
     if value and value.get("use_vllm") and value.get("vllm_server_port"):
         host = value.get("vllm_server_host") or "127.0.0.1"
-        made.set("rollout.vllm.servers", [f"http://{host}:{value['vllm_server_port']}"])
+        conversion.set("rollout.vllm.servers", [f"http://{host}:{value['vllm_server_port']}"])
 
 
 UNREAD = "used here: Axolotl's training does not read it"
@@ -263,9 +276,9 @@ DIFFUSION: dict[str, ConversionRule] = {
 }
 
 
-def _diffusion(made: Conversion, value: Any) -> None:
-    made.set("task.kind", "diffusion")
-    made.run(DIFFUSION, value or {}, prefix="diffusion.")
+def _diffusion(conversion: Conversion, value: Any) -> None:
+    conversion.set("task.kind", "diffusion")
+    conversion.run(DIFFUSION, value or {}, prefix="diffusion.")
 
 
 TRL_ONLY = {"use_data_producer": always('rollout.mode = "prefetch" or "async"')}
@@ -295,14 +308,20 @@ RULES: dict[str, ConversionRule] = {
     "datasets": _read_datasets("data.datasets"),
     "pretraining_dataset": _read_datasets("data.datasets"),
     "test_datasets": _read_datasets("data.eval_datasets"),
-    "val_set_size": by("data.validation_split")(lambda made, value: _hold_out(made, value)),
-    "train_on_inputs": by('train_on = "all" of a dataset')(lambda made, value: None),
+    "val_set_size": by("data.validation_split")(
+        lambda conversion, value: _hold_out(conversion, value)
+    ),
+    "train_on_inputs": by('train_on = "all" of a dataset')(lambda conversion, value: None),
     "group_by_length": always("packing leaves nothing to group"),
     "chat_template": by("model.chat_template")(_template),
     "chat_template_jinja": by("model.chat_template, a file")(
-        lambda made, value: made.miss("save it as a file and name it in model.chat_template")
+        lambda conversion, value: conversion.miss(
+            "save it as a file and name it in model.chat_template"
+        )
     ),
-    "special_tokens": by("model.special_tokens")(lambda made, value: _special(made, value)),
+    "special_tokens": by("model.special_tokens")(
+        lambda conversion, value: _special(conversion, value)
+    ),
     "tokens": to("model.added_tokens"),
     "peft_trainable_token_indices": always("rows of added tokens train beside an adapter"),
     "added_tokens_overrides": missing("model.added_tokens adds new ones"),
@@ -328,7 +347,7 @@ RULES: dict[str, ConversionRule] = {
     "liger_glu_activation": KERNELS,
     "liger_fused_linear_cross_entropy": KERNELS,
     "plugins": by("nothing: kernels are built in, other plugins are entry points")(
-        lambda made, value: _plugins(made, value)
+        lambda conversion, value: _plugins(conversion, value)
     ),
     "fsdp": always("parallel.fsdp takes all devices unless it is told otherwise"),
     "fsdp_config": always("parallel.fsdp takes all devices unless it is told otherwise"),
@@ -380,7 +399,7 @@ RULES: dict[str, ConversionRule] = {
     "kto_desirable_weight": to("task.desirable_weight"),
     "kto_undesirable_weight": to("task.undesirable_weight"),
     "precompute_ref_log_probs": by('task.reference = "precomputed"')(
-        lambda made, value: made.set("task.reference", "precomputed") if value else None
+        lambda conversion, value: conversion.set("task.reference", "precomputed") if value else None
     ),
     "reward_model": _reward_model,
     "process_reward_model": _process_reward_model,
@@ -395,9 +414,9 @@ BUILT_IN = ("liger", "cut_cross_entropy", "diffusion", PLUGIN)
 """Parts of the names of plugins that are built in here."""
 
 
-def _plugins(made: Conversion, value: Any) -> None:
+def _plugins(conversion: Conversion, value: Any) -> None:
     for name in _list(value or []):
         if not any(part in str(name) for part in BUILT_IN):
-            made.miss(
+            conversion.miss(
                 f"{name}: see docs/config.md for what is built in, docs/extending.md for more"
             )

@@ -22,9 +22,9 @@ def read_numbers(value: Any) -> Any:
         number = float(value) if _NUMBER.fullmatch(value) else math.inf
         return value if math.isinf(number) else number
     if isinstance(value, list):
-        return [read_numbers(one) for one in value]
+        return [read_numbers(entry) for entry in value]
     if isinstance(value, dict):
-        return {key: read_numbers(one) for key, one in value.items()}
+        return {key: read_numbers(entry) for key, entry in value.items()}
     return value
 
 
@@ -44,33 +44,33 @@ class ConversionRule:
 def to(key: str, values: Mapping[Any, Any] | None = None, note: str = "") -> ConversionRule:
     """The same under another name; `values`: theirs and ours, others have no counterpart."""
 
-    def apply(made: "Conversion", value: Any) -> None:
+    def apply(conversion: "Conversion", value: Any) -> None:
         if value is None:
             return
         if values is None:
-            made.set(key, value)
+            conversion.set(key, value)
         elif isinstance(value, str | bool | int | float) and value in values:
-            made.set(key, values[value])
+            conversion.set(key, values[value])
         else:
             allowed = ", ".join(dict.fromkeys(map(str, values)))
-            made.miss(f"{key} here, which has nothing for it (converted are {allowed})")
+            conversion.miss(f"{key} here, which has nothing for it (converted are {allowed})")
         if note:
-            made.log(note)
+            conversion.log(note)
 
     return ConversionRule(f"{key} ({note})" if note else key, apply, key)
 
 
 def always(reason: str) -> ConversionRule:
     """Nothing has to be set for it here."""
-    return ConversionRule(f"not needed: {reason}", lambda made, value: None)
+    return ConversionRule(f"not needed: {reason}", lambda conversion, value: None)
 
 
 def missing(reason: str = "there is no such thing here yet") -> ConversionRule:
     """It changes what is trained, and has no counterpart."""
 
-    def apply(made: "Conversion", value: Any) -> None:
+    def apply(conversion: "Conversion", value: Any) -> None:
         if value not in (None, False, 0, [], {}, ""):
-            made.miss(reason)
+            conversion.miss(reason)
 
     return ConversionRule(f"nothing: {reason}", apply)
 
@@ -84,20 +84,20 @@ def by(hint: str) -> Callable[[Apply], ConversionRule]:
 class Conversion:
     """A config of ours on its way, from a table of theirs."""
 
-    theirs: Mapping[str, Any]
+    source: Mapping[str, Any]
     table: dict[str, Any] = field(default_factory=dict)
     """Ours, nested."""
     missed: list[tuple[str, Any, str]] = field(default_factory=list)
     """(key, value, why) of what has no counterpart."""
-    said: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[tuple[str, str]] = field(default_factory=list)
     """(key, what to know about it)."""
     _at: tuple[str, Any] = ("", None)
 
     def run(
-        self, rules: Mapping[str, ConversionRule], theirs: Mapping[str, Any], prefix: str = ""
+        self, rules: Mapping[str, ConversionRule], source: Mapping[str, Any], prefix: str = ""
     ) -> None:
         """Apply the rules to every key of a table of theirs, in its order."""
-        for key, value in theirs.items():
+        for key, value in source.items():
             before, self._at = self._at, (prefix + str(key), value)
             self._apply(rules.get(key), value)
             self._at = before
@@ -135,12 +135,12 @@ class Conversion:
 
     def log(self, text: str) -> None:
         """Something to know about the key at hand."""
-        self.said.append((self._at[0], text))
+        self.notes.append((self._at[0], text))
 
     def write(self, head: str) -> str:
         """The config as TOML, below what has no counterpart, each in a comment."""
         lines = [f"# {line}" for line in head.splitlines()]
-        lines += [f"# {key}: {text}" for key, text in self.said]
+        lines += [f"# {key}: {text}" for key, text in self.notes]
         if self.missed:
             lines += ["#", "# No counterpart:"]
             lines += [f"#   {key} = {_one_line(value)}: {why}" for key, value, why in self.missed]
@@ -179,8 +179,8 @@ def _key(key: str) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
-        given = {k: v for k, v in value.items() if v is not None}
-        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in given.items()) + " }"
+        entries = {k: v for k, v in value.items() if v is not None}
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in entries.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_value(entry) for entry in value if entry is not None) + "]"
     if isinstance(value, float) and (math.isinf(value) or math.isnan(value)):

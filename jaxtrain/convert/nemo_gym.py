@@ -14,7 +14,7 @@ PLUGIN = "nemo_gym"
 
 def _later(hint: str) -> ConversionRule:
     """Read by settle_gym, together with others."""
-    return by(hint)(lambda made, value: None)
+    return by(hint)(lambda conversion, value: None)
 
 
 RULES: dict[str, ConversionRule] = {
@@ -34,57 +34,61 @@ RULES: dict[str, ConversionRule] = {
 }
 
 
-def settle_gym(made: Conversion) -> None:
+def settle_gym(conversion: Conversion) -> None:
     """Put together what all keys but these have made, and these."""
-    theirs = made.theirs
-    if not theirs.get("nemo_gym_enabled"):
+    source = conversion.source
+    if not source.get("nemo_gym_enabled"):
         return
-    made.set("env.kind", "nemo_gym")
-    made.set("env.timeout", theirs.get("nemo_gym_run_timeout"))
-    agent = bool(theirs.get("nemo_gym_multi_turn"))
-    made.set("env.gym.mode", "agent" if agent else "verify")
-    made.set("env.gym.start_seconds", theirs.get("nemo_gym_server_timeout") or START_SECONDS)
-    if theirs.get("nemo_gym_auto_start", True):
-        made.set("env.gym.start", True)
-        made.set("env.gym.directory", theirs.get("nemo_gym_dir"))
-        made.set("env.gym.configs", theirs.get("nemo_gym_config_paths"))
+    conversion.set("env.kind", "nemo_gym")
+    conversion.set("env.timeout", source.get("nemo_gym_run_timeout"))
+    agent = bool(source.get("nemo_gym_multi_turn"))
+    conversion.set("env.gym.mode", "agent" if agent else "verify")
+    conversion.set("env.gym.start_seconds", source.get("nemo_gym_server_timeout") or START_SECONDS)
+    if source.get("nemo_gym_auto_start", True):
+        conversion.set("env.gym.start", True)
+        conversion.set("env.gym.directory", source.get("nemo_gym_dir"))
+        conversion.set("env.gym.configs", source.get("nemo_gym_config_paths"))
         needed = "env.gym.python, the Python of the environment with nemo-gym 0.7, is to be added"
-        made.missed.append(("nemo_gym_auto_start", True, needed))
+        conversion.missed.append(("nemo_gym_auto_start", True, needed))
     else:
-        port = theirs.get("nemo_gym_head_port") or HEAD_PORT
-        made.set("env.gym.head", f"http://127.0.0.1:{port}")
+        port = source.get("nemo_gym_head_port") or HEAD_PORT
+        conversion.set("env.gym.head", f"http://127.0.0.1:{port}")
         if agent:
             needed = "env.gym.port and api_key, as that Gym's policy_base_url has them, are missing"
-            made.missed.append(("nemo_gym_auto_start", False, needed))
-    if theirs.get("nemo_gym_max_turns") and agent:
+            conversion.missed.append(("nemo_gym_auto_start", False, needed))
+    if source.get("nemo_gym_max_turns") and agent:
         text = "set max_steps of the agent in env.gym.overrides, or in its own config"
-        made.said.append(("nemo_gym_max_turns", text))
-    _settle_datasets(made, theirs.get("nemo_gym_datasets") or [], agent)
-    rewards = made.table.pop("rewards", None) or []
-    own = [one for one in rewards if PLUGIN not in str(one.get("function"))]
-    made.set("rewards", own or None)
-    if rewards and not own:
-        made.said = [one for one in made.said if one[0] != "trl.reward_funcs"]
+        conversion.notes.append(("nemo_gym_max_turns", text))
+    _settle_datasets(conversion, source.get("nemo_gym_datasets") or [], agent)
+    rewards = conversion.table.pop("rewards", None) or []
+    converted_rewards = [reward for reward in rewards if PLUGIN not in str(reward.get("function"))]
+    conversion.set("rewards", converted_rewards or None)
+    if rewards and not converted_rewards:
+        conversion.notes = [
+            reward for reward in conversion.notes if reward[0] != "trl.reward_funcs"
+        ]
 
 
-def _settle_datasets(made: Conversion, datasets: list[Any], agent: bool) -> None:
-    datasets = [one for one in datasets if isinstance(one, Mapping)]
-    names = list(dict.fromkeys(one.get("server_name") for one in datasets))
-    made.set(
+def _settle_datasets(conversion: Conversion, datasets: list[Any], agent: bool) -> None:
+    datasets = [dataset for dataset in datasets if isinstance(dataset, Mapping)]
+    names = list(dict.fromkeys(dataset.get("server_name") for dataset in datasets))
+    conversion.set(
         "data.datasets",
         [
             {
-                "path": one.get("path"),
-                **({"max_rows": one["max_samples"]} if one.get("max_samples") else {}),
+                "path": dataset.get("path"),
+                **({"max_rows": dataset["max_samples"]} if dataset.get("max_samples") else {}),
             }
-            for one in datasets
+            for dataset in datasets
         ],
     )
     if agent:
         text = "rows name their agent (agent_ref.name), or env.gym.agent does: an agent's name"
-        made.said.append(("nemo_gym_datasets", text))
+        conversion.notes.append(("nemo_gym_datasets", text))
     elif len(names) == 1:
-        made.set("env.gym.agent", names[0])
+        conversion.set("env.gym.agent", names[0])
     else:
         text = f"several servers ({', '.join(map(str, names))}): each dataset needs an env with its"
-        made.said.append(("nemo_gym_datasets", f"{text} own env.gym.agent, or rows an agent_ref"))
+        conversion.notes.append(
+            ("nemo_gym_datasets", f"{text} own env.gym.agent, or rows an agent_ref")
+        )

@@ -12,37 +12,37 @@ SECTIONS = ("orchestrator", "trainer", "inference", "deployment")
 def detect(table: Mapping[str, Any]) -> bool:
     """Whether a table looks like this system's."""
     model = table.get("model")
-    own = isinstance(model, Mapping) and "name" in model
-    return any(name in table for name in SECTIONS) or (own and "data" in table)
+    is_prime_rl = isinstance(model, Mapping) and "name" in model
+    return any(name in table for name in SECTIONS) or (is_prime_rl and "data" in table)
 
 
 def convert(table: Mapping[str, Any]) -> Conversion:
     """Their config in ours."""
-    made = Conversion(table)
+    conversion = Conversion(table)
     if "orchestrator" in table:
-        made.set("task.kind", "rl")
-        made.set("sampling.temperature", 1.0)
-    made.run(RULES, table)
-    if made.get("adapter"):
-        made.table["adapter"].setdefault("kind", "lora")
-    batch = made.table.pop("batch_size", None)
-    size = made.get("rollout.group_size") or 1
+        conversion.set("task.kind", "rl")
+        conversion.set("sampling.temperature", 1.0)
+    conversion.run(RULES, table)
+    if conversion.get("adapter"):
+        conversion.table["adapter"].setdefault("kind", "lora")
+    batch = conversion.table.pop("batch_size", None)
+    size = conversion.get("rollout.group_size") or 1
     if not (type(batch) is type(size) is int and size > 0):
-        return made
+        return conversion
     if batch and "orchestrator" in table:
-        made.set("rollout.group_size", size)
-        made.set("rollout.prompts_per_step", max(1, batch // size))
+        conversion.set("rollout.group_size", size)
+        conversion.set("rollout.prompts_per_step", max(1, batch // size))
     elif batch:
-        made.set("data.global_batch_size", batch)
-    return made
+        conversion.set("data.global_batch_size", batch)
+    return conversion
 
 
 def section(name: str, rules: Mapping[str, ConversionRule]) -> ConversionRule:
     """A table of theirs by rules of its own."""
 
-    def apply(made: Conversion, value: Any) -> None:
+    def apply(conversion: Conversion, value: Any) -> None:
         if isinstance(value, Mapping):
-            made.run(rules, value, prefix=f"{name}.")
+            conversion.run(rules, value, prefix=f"{name}.")
 
     return ConversionRule(
         "spread over several sections; `jaxtrain convert` knows where", apply, inner=rules
@@ -50,8 +50,8 @@ def section(name: str, rules: Mapping[str, ConversionRule]) -> ConversionRule:
 
 
 @by("optim.name")
-def _optimizer(made: Conversion, value: Any) -> None:
-    to("optim.name", {"adamw": "adamw", "muon": "muon", "sgd": "sgd"}).apply(made, value)
+def _optimizer(conversion: Conversion, value: Any) -> None:
+    to("optim.name", {"adamw": "adamw", "muon": "muon", "sgd": "sgd"}).apply(conversion, value)
 
 
 OPTIM: dict[str, ConversionRule] = {
@@ -101,7 +101,7 @@ MODEL: dict[str, ConversionRule] = {
     "attn": KERNELS,
     "impl": always("there is one implementation"),
     "compile": always("every step is compiled"),
-    "ac": by("model.remat")(lambda made, value: made.set("model.remat", "full")),
+    "ac": by("model.remat")(lambda conversion, value: conversion.set("model.remat", "full")),
     "ac_offloading": missing(),
     "fsdp_cpu_offload": missing(),
     "optim_cpu_offload": to("optim.offload"),
@@ -153,23 +153,29 @@ SAMPLING: dict[str, ConversionRule] = {
 
 
 @by('env.kind = "verifiers" with env.verifiers.taskset and args')
-def _environments(made: Conversion, value: Any) -> None:
+def _environments(conversion: Conversion, value: Any) -> None:
     entries = value if isinstance(value, list) else [value]
-    found = [one for one in entries if isinstance(one, Mapping) and one.get("id")]
-    if len(found) != 1 or len(found) != len(entries):
-        made.miss("each dataset has one environment: data.datasets.N.env, see docs/environments.md")
+    environments = [entry for entry in entries if isinstance(entry, Mapping) and entry.get("id")]
+    if len(environments) != 1 or len(environments) != len(entries):
+        conversion.miss(
+            "each dataset has one environment: data.datasets.N.env, see docs/environments.md"
+        )
         return
-    (one,) = found
-    made.set("env.kind", "verifiers")
-    made.set("env.verifiers.taskset", str(one["id"]).partition("@")[0])
-    if isinstance(args := one.get("args"), Mapping) and args:
-        made.set("env.verifiers.args", dict(args))
-    made.log('a taskset of verifiers 0.4; data.datasets are rows {"task": 0}, {"task": 1}, ...')
+    (entry,) = environments
+    conversion.set("env.kind", "verifiers")
+    conversion.set("env.verifiers.taskset", str(entry["id"]).partition("@")[0])
+    if isinstance(args := entry.get("args"), Mapping) and args:
+        conversion.set("env.verifiers.args", dict(args))
+    conversion.log(
+        'a taskset of verifiers 0.4; data.datasets are rows {"task": 0}, {"task": 1}, ...'
+    )
 
 
 BUFFER: dict[str, ConversionRule] = {
     "online_difficulty_filtering": by('rollout.zero_advantage = "refill"')(
-        lambda made, value: made.set("rollout.zero_advantage", "refill") if value else None
+        lambda conversion, value: (
+            conversion.set("rollout.zero_advantage", "refill") if value else None
+        )
     ),
     "seed": always("run.seed orders the data"),
 }
@@ -180,7 +186,7 @@ TRAIN: dict[str, ConversionRule] = {
 }
 ORCHESTRATOR: dict[str, ConversionRule] = {
     "batch_size": by("rollout.prompts_per_step x rollout.group_size")(
-        lambda made, value: made.set("batch_size", value)
+        lambda conversion, value: conversion.set("batch_size", value)
     ),
     "group_size": to("rollout.group_size"),
     "rollouts_per_example": to("rollout.group_size"),
@@ -190,7 +196,7 @@ ORCHESTRATOR: dict[str, ConversionRule] = {
     "max_inflight_rollouts": to("rollout.vllm.concurrency"),
     "max_concurrent": to("rollout.vllm.concurrency"),
     "oversampling_factor": by("rollout.zero_advantage and rollout.max_refill")(
-        lambda made, value: made.miss("more prompts are drawn as they are needed")
+        lambda conversion, value: conversion.miss("more prompts are drawn as they are needed")
     ),
     "sampling": section("orchestrator.sampling", SAMPLING),
     "train": section("orchestrator.train", TRAIN),
@@ -202,7 +208,7 @@ ORCHESTRATOR: dict[str, ConversionRule] = {
     "use_renderer": missing("model.chat_template"),
     "use_token_client": always("tokens are kept exactly"),
     "trajectory_strategy": always("episodes whose history is rewritten are trees"),
-    "client": by("rollout.vllm.servers")(lambda made, value: _client(made, value)),
+    "client": by("rollout.vllm.servers")(lambda conversion, value: _client(conversion, value)),
     "filters": missing(),
     "log": always("section log"),
     "wandb": section("orchestrator.wandb", WANDB),
@@ -212,10 +218,12 @@ ORCHESTRATOR: dict[str, ConversionRule] = {
     "ckpt": section("orchestrator.ckpt", CHECKPOINTS),
 }
 DATA: dict[str, ConversionRule] = {
-    "name": by("data.datasets")(lambda made, value: _dataset(made, value)),
-    "source": by("data.datasets")(lambda made, value: _sources(made, value)),
+    "name": by("data.datasets")(lambda conversion, value: _dataset(conversion, value)),
+    "source": by("data.datasets")(lambda conversion, value: _sources(conversion, value)),
     "seq_len": to("data.sequence_len"),
-    "batch_size": by("data.global_batch_size")(lambda made, value: made.set("batch_size", value)),
+    "batch_size": by("data.global_batch_size")(
+        lambda conversion, value: conversion.set("batch_size", value)
+    ),
     "micro_batch_size": to("data.micro_batch_size"),
     "pack_function": always("data.packing"),
     "shuffle": to("data.shuffle"),
@@ -238,7 +246,7 @@ RULES: dict[str, ConversionRule] = {
     "trainer": section("trainer", TRAINER),
     "orchestrator": section("orchestrator", ORCHESTRATOR),
     "inference": by("rollout.engine")(
-        lambda made, value: made.log(
+        lambda conversion, value: conversion.log(
             'start vLLM yourself and name it in rollout.vllm.servers with rollout.engine = "vllm";'
             " without, the sampler in the process is used"
         )
@@ -254,23 +262,23 @@ RULES: dict[str, ConversionRule] = {
 }
 
 
-def _dataset(made: Conversion, path: Any) -> None:
-    made.table.setdefault("data", {}).setdefault("datasets", []).append({"path": path})
+def _dataset(conversion: Conversion, path: Any) -> None:
+    conversion.table.setdefault("data", {}).setdefault("datasets", []).append({"path": path})
 
 
-def _sources(made: Conversion, value: Any) -> None:
+def _sources(conversion: Conversion, value: Any) -> None:
     for source in value if isinstance(value, list) else [value]:
         if isinstance(source, Mapping) and source.get("dataset"):
-            _dataset(made, source["dataset"])
+            _dataset(conversion, source["dataset"])
         else:
-            made.miss("a dataset is a file, a folder or a Hub id")
+            conversion.miss("a dataset is a file, a folder or a Hub id")
 
 
-def _client(made: Conversion, value: Any) -> None:
+def _client(conversion: Conversion, value: Any) -> None:
     urls = value.get("base_url") if isinstance(value, Mapping) else None
     if urls:
-        made.set("rollout.engine", "vllm")
-        made.set(
+        conversion.set("rollout.engine", "vllm")
+        conversion.set(
             "rollout.vllm.servers",
             [url.removesuffix("/v1") for url in (urls if isinstance(urls, list) else [urls])],
         )

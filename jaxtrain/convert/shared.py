@@ -48,62 +48,64 @@ def dot(section: str, *names: str) -> dict[str, ConversionRule]:
 
 
 @by("optim.name, optim.moments, optim.offload")
-def optimizer(made: Conversion, value: Any) -> None:
-    to("optim.name", OPTIMIZERS).apply(made, value)
+def optimizer(conversion: Conversion, value: Any) -> None:
+    to("optim.name", OPTIMIZERS).apply(conversion, value)
     if isinstance(value, str) and "8bit" in value:
-        made.set("optim.moments", "int8")
+        conversion.set("optim.moments", "int8")
     if isinstance(value, str) and value.startswith("paged_"):
-        made.set("optim.offload", True)
+        conversion.set("optim.offload", True)
 
 
 @by("model.compute_dtype")
-def bf16(made: Conversion, value: Any) -> None:
+def bf16(conversion: Conversion, value: Any) -> None:
     if value in (True, "auto", "full", "true"):
-        made.set("model.compute_dtype", "bfloat16")
-    elif value is False and not made.theirs.get("fp16"):
-        made.set("model.compute_dtype", "float32")
+        conversion.set("model.compute_dtype", "bfloat16")
+    elif value is False and not conversion.source.get("fp16"):
+        conversion.set("model.compute_dtype", "float32")
 
 
 @by("model.compute_dtype (bfloat16 or float32)")
-def fp16(made: Conversion, value: Any) -> None:
+def fp16(conversion: Conversion, value: Any) -> None:
     if value is True:
-        made.set("model.compute_dtype", "bfloat16")
-        made.log("there is no float16 here; bfloat16 needs no loss scaling")
+        conversion.set("model.compute_dtype", "bfloat16")
+        conversion.log("there is no float16 here; bfloat16 needs no loss scaling")
 
 
 @by("model.remat")
-def checkpointing(made: Conversion, value: Any) -> None:
+def checkpointing(conversion: Conversion, value: Any) -> None:
     if value:
-        made.set("model.remat", "full")
-        made.log('model.remat = "save_attention" or "dots" recompute less, where memory allows')
+        conversion.set("model.remat", "full")
+        conversion.log(
+            'model.remat = "save_attention" or "dots" recompute less, where memory allows'
+        )
 
 
 @by("log.tensorboard or log.wandb_project")
-def report_to(made: Conversion, value: Any) -> None:
-    wanted = value if isinstance(value, list) else [value]
-    if "tensorboard" in wanted or "all" in wanted:
-        made.set("log.tensorboard", True)
-    if ("wandb" in wanted or "all" in wanted) and made.get("log.wandb_project") is None:
-        made.set("log.wandb_project", made.theirs.get("wandb_project") or "huggingface")
-    if rest := [name for name in wanted if name not in ("tensorboard", "wandb", "all", "none")]:
-        made.miss(f"log.sinks can name a class of your own for {', '.join(map(str, rest))}")
+def report_to(conversion: Conversion, value: Any) -> None:
+    trackers = value if isinstance(value, list) else [value]
+    if "tensorboard" in trackers or "all" in trackers:
+        conversion.set("log.tensorboard", True)
+    if ("wandb" in trackers or "all" in trackers) and conversion.get("log.wandb_project") is None:
+        conversion.set("log.wandb_project", conversion.source.get("wandb_project") or "huggingface")
+    if rest := [name for name in trackers if name not in ("tensorboard", "wandb", "all", "none")]:
+        conversion.miss(f"log.sinks can name a class of your own for {', '.join(map(str, rest))}")
 
 
 @by("run.resume")
-def resume(made: Conversion, value: Any) -> None:
+def resume(conversion: Conversion, value: Any) -> None:
     if value:
-        made.set("run.resume", "auto")
-        made.log("a run goes on from the newest checkpoint in its own run.output_dir")
+        conversion.set("run.resume", "auto")
+        conversion.log("a run goes on from the newest checkpoint in its own run.output_dir")
 
 
 def steps(key: str) -> ConversionRule:
     """A number of steps; a share of the run has no counterpart."""
 
-    def apply(made: Conversion, value: Any) -> None:
+    def apply(conversion: Conversion, value: Any) -> None:
         if isinstance(value, float) and value < 1:
-            made.miss(f"{key} counts steps")
+            conversion.miss(f"{key} counts steps")
         elif value:
-            made.set(key, int(value))
+            conversion.set(key, int(value))
 
     return ConversionRule(key, apply, key)
 
@@ -111,75 +113,77 @@ def steps(key: str) -> ConversionRule:
 def strategy(key: str) -> ConversionRule:
     """When: by steps, which other keys tell, or once an epoch."""
 
-    def apply(made: Conversion, value: Any) -> None:
+    def apply(conversion: Conversion, value: Any) -> None:
         if value == "epoch":
-            made.set(key, 1)
+            conversion.set(key, 1)
         elif value in (False, "no") and key.startswith("eval."):
-            made.set("eval.every", "never")
+            conversion.set("eval.every", "never")
 
     never = '; "no" is eval.every = "never"' if key.startswith("eval.") else ""
     return ConversionRule(f"{key}, or by steps{never}", apply, key)
 
 
 @by("adapter.target")
-def lora_targets(made: Conversion, value: Any) -> None:
-    made.set("adapter.target", "all-linear" if value in (True, "all-linear") else value)
+def lora_targets(conversion: Conversion, value: Any) -> None:
+    conversion.set("adapter.target", "all-linear" if value in (True, "all-linear") else value)
 
 
 @by("adapter.train_embeddings and adapter.train_head")
-def train_whole(made: Conversion, value: Any) -> None:
+def train_whole(conversion: Conversion, value: Any) -> None:
     names = {"embed_tokens": "adapter.train_embeddings", "lm_head": "adapter.train_head"}
     for name in value or []:
         if name in names:
-            made.set(names[name], True)
+            conversion.set(names[name], True)
         else:
-            made.miss(f"{name!r}: only embed_tokens and lm_head can be trained in full")
+            conversion.miss(f"{name!r}: only embed_tokens and lm_head can be trained in full")
 
 
 @by('adapter.quantize = "nf4"')
-def load_4bit(made: Conversion, value: Any) -> None:
+def load_4bit(conversion: Conversion, value: Any) -> None:
     if value:
-        fused = made.theirs.get("quantize_moe_experts")
-        made.set("adapter.quantize", "nf4_fused" if fused else "nf4")
+        fused = conversion.source.get("quantize_moe_experts")
+        conversion.set("adapter.quantize", "nf4_fused" if fused else "nf4")
 
 
 @by("adapter.target, by names of experts' matrices")
-def lora_parameters(made: Conversion, value: Any) -> None:
+def lora_parameters(conversion: Conversion, value: Any) -> None:
     for name in value or []:
         if not _experts_of(name):
-            made.miss(f"{name!r}: of parameters, only the matrices of experts have adapters here")
+            conversion.miss(
+                f"{name!r}: of parameters, only the matrices of experts have adapters here"
+            )
 
 
 def _experts_of(name: Any) -> list[str]:
     """What adapter.target calls a parameter of experts."""
     *_, owner, part = ["", "", *str(name).split(".")]
     parts = {"gate_up": ["gate", "up"], "gate": ["gate"], "up": ["up"], "down": ["down"]}
-    found = parts.get(part.removesuffix("_proj"), []) if owner in ("experts", "") else []
-    return [f"experts.{one}" for one in found]
+    matrices = parts.get(part.removesuffix("_proj"), []) if owner in ("experts", "") else []
+    return [f"experts.{matrix}" for matrix in matrices]
 
 
 @by('adapter.quantize = "int8"')
-def load_8bit(made: Conversion, value: Any) -> None:
+def load_8bit(conversion: Conversion, value: Any) -> None:
     if value:
-        made.set("adapter.quantize", "int8")
+        conversion.set("adapter.quantize", "int8")
 
 
 @by('adapter.kind = "dora"')
-def dora(made: Conversion, value: Any) -> None:
+def dora(conversion: Conversion, value: Any) -> None:
     if value:
-        made.set("adapter.kind", "dora")
+        conversion.set("adapter.kind", "dora")
 
 
 def hub_key(name: str) -> ConversionRule:
     """An option of the observer that `push` writes."""
-    return by(f'observers: kind = "hub" with options.{name}')(lambda made, value: None)
+    return by(f'observers: kind = "hub" with options.{name}')(lambda conversion, value: None)
 
 
 TRAINER: dict[str, ConversionRule] = {
     **dot("optim", "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"),
     **dot("optim", "warmup_ratio", "gradient_accumulation_steps"),
     **dot("run", "output_dir", "seed"),
-    "max_steps": by("run.max_steps")(lambda made, value: _max_steps(made, value)),
+    "max_steps": by("run.max_steps")(lambda conversion, value: _max_steps(conversion, value)),
     "optim": optimizer,
     "optimizer": optimizer,
     "lr_scheduler": to("optim.lr_scheduler", SCHEDULES),
@@ -214,13 +218,13 @@ TRAINER: dict[str, ConversionRule] = {
     "loraplus_lr_embedding": to(
         "optim.embedding_lr", note="of tables that are trained in full; none has an adapter here"
     ),
-    "push_to_hub": by('observers: kind = "hub"')(lambda made, value: push(made, value)),
+    "push_to_hub": by('observers: kind = "hub"')(lambda conversion, value: push(conversion, value)),
     "hub_model_id": hub_key("repo"),
     "hub_strategy": hub_key("strategy"),
     "hub_private_repo": hub_key("private"),
     "hub_revision": hub_key("branch"),
     "hub_token": always("the token is HF_TOKEN's, or that of `hf auth login`"),
-    "hub_always_push": always("every push is made, the newest first"),
+    "hub_always_push": always("every push is conversion, the newest first"),
     "lora_r": to("adapter.rank"),
     "lora_alpha": to("adapter.alpha"),
     "lora_target_modules": lora_targets,
@@ -234,47 +238,47 @@ TRAINER: dict[str, ConversionRule] = {
 HUB_STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 
 
-def push(made: Conversion, wanted: Any) -> None:
+def push(conversion: Conversion, wanted: Any) -> None:
     """The observer that pushes, of all their keys about it."""
     if not wanted:
         return
-    theirs = made.theirs
-    repo = theirs.get("hub_model_id")
+    source = conversion.source
+    repo = source.get("hub_model_id")
     if repo is None:
-        repo = str(theirs.get("output_dir") or "model").rstrip("/").rpartition("/")[2]
-        made.log(f"the repository is called {repo!r}, by output_dir")
-    strategy = theirs.get("hub_strategy") or "every_save"
+        repo = str(source.get("output_dir") or "model").rstrip("/").rpartition("/")[2]
+        conversion.log(f"the repository is called {repo!r}, by output_dir")
+    strategy = source.get("hub_strategy") or "every_save"
     options = {"repo": repo, "strategy": strategy if strategy in HUB_STRATEGIES else "end"}
-    if theirs.get("hub_private_repo") is False:
+    if source.get("hub_private_repo") is False:
         options["private"] = False
-    if theirs.get("hub_revision"):
-        options["branch"] = theirs["hub_revision"]
-    made.set("observers", [{"kind": "hub", "options": options}])
+    if source.get("hub_revision"):
+        options["branch"] = source["hub_revision"]
+    conversion.set("observers", [{"kind": "hub", "options": options}])
 
 
-def _max_steps(made: Conversion, value: Any) -> None:
+def _max_steps(conversion: Conversion, value: Any) -> None:
     """It outweighs a number of epochs, which theirs allow beside it."""
     if isinstance(value, int) and value > 0:
-        made.set("run.max_steps", value)
-        made.table["run"].pop("num_epochs", None)
+        conversion.set("run.max_steps", value)
+        conversion.table["run"].pop("num_epochs", None)
 
 
 @by("run.num_epochs")
-def epochs(made: Conversion, value: Any) -> None:
-    if value and not made.get("run.max_steps"):
-        made.set("run.num_epochs", value)
+def epochs(conversion: Conversion, value: Any) -> None:
+    if value and not conversion.get("run.max_steps"):
+        conversion.set("run.num_epochs", value)
 
 
-def settle(made: Conversion) -> None:
+def settle(conversion: Conversion) -> None:
     """What follows from several keys together: quantized weights carry an adapter, and a server
     takes an adapter as such."""
-    if made.get("adapter.quantize") and not made.get("adapter.kind"):
-        made.set("adapter.kind", "lora")
-    if parameters := made.theirs.get("lora_target_parameters"):
-        known = made.get("adapter.target") or []
-        names = [known] if isinstance(known, str) else list(known)
+    if conversion.get("adapter.quantize") and not conversion.get("adapter.kind"):
+        conversion.set("adapter.kind", "lora")
+    if parameters := conversion.source.get("lora_target_parameters"):
+        targets = conversion.get("adapter.target") or []
+        names = [targets] if isinstance(targets, str) else list(targets)
         for parameter in parameters if isinstance(parameters, list) else ():
             names += [name for name in _experts_of(parameter) if name not in names]
-        made.set("adapter.target", names or None)
-    if made.get("rollout.engine") == "vllm" and made.get("adapter.kind") == "lora":
-        made.set("rollout.vllm.sync", "lora")
+        conversion.set("adapter.target", names or None)
+    if conversion.get("rollout.engine") == "vllm" and conversion.get("adapter.kind") == "lora":
+        conversion.set("rollout.vllm.sync", "lora")

@@ -23,46 +23,48 @@ METHODS = ("sft", "dpo", "kto", "grpo", "rloo", "reward", "cpo", "orpo", "gkd", 
 
 
 @by("rollout.engine")
-def _use_vllm(made: Conversion, value: Any) -> None:
+def _use_vllm(conversion: Conversion, value: Any) -> None:
     if value:
-        made.set("rollout.engine", "vllm")
+        conversion.set("rollout.engine", "vllm")
 
 
 @by("rollout.vllm.servers")
-def _server(made: Conversion, value: Any) -> None:
-    port = made.theirs.get("vllm_server_port", 8000)
-    host = made.theirs.get("vllm_server_host", "127.0.0.1")
-    url = made.theirs.get("vllm_server_base_url") or f"http://{host}:{port}"
-    made.set("rollout.vllm.servers", [url])
+def _server(conversion: Conversion, value: Any) -> None:
+    port = conversion.source.get("vllm_server_port", 8000)
+    host = conversion.source.get("vllm_server_host", "127.0.0.1")
+    url = conversion.source.get("vllm_server_base_url") or f"http://{host}:{port}"
+    conversion.set("rollout.vllm.servers", [url])
 
 
 @by("[[rewards]]")
-def _rewards(made: Conversion, value: Any) -> None:
+def _rewards(conversion: Conversion, value: Any) -> None:
     names = value if isinstance(value, list) else [value]
-    weights = made.theirs.get("reward_weights") or (made.theirs.get("trl") or {}).get(
+    weights = conversion.source.get("reward_weights") or (conversion.source.get("trl") or {}).get(
         "reward_weights"
     )
-    made.set("rewards", [{"function": str(name)} for name in names])
-    for reward, weight in zip(made.table["rewards"], weights or [], strict=False):
+    conversion.set("rewards", [{"function": str(name)} for name in names])
+    for reward, weight in zip(conversion.table["rewards"], weights or [], strict=False):
         reward["weight"] = float(weight)
-    made.log('a function of your own is "file.py:name" or "package.module:name"; see docs/rl.md')
+    conversion.log(
+        'a function of your own is "file.py:name" or "package.module:name"; see docs/rl.md'
+    )
 
 
 @by("rollout.group_size")
-def _generations(made: Conversion, value: Any) -> None:
-    made.set("rollout.group_size", value)
+def _generations(conversion: Conversion, value: Any) -> None:
+    conversion.set("rollout.group_size", value)
 
 
 @by("task.reference")
-def _sync_reference(made: Conversion, value: Any) -> None:
+def _sync_reference(conversion: Conversion, value: Any) -> None:
     if value:
-        made.set("task.reference", "mixed")
+        conversion.set("task.reference", "mixed")
 
 
 @by("task.scale_rewards")
-def _scale(made: Conversion, value: Any) -> None:
+def _scale(conversion: Conversion, value: Any) -> None:
     names = {True: "group", "true": "group", False: "none", "false": "none"}
-    made.set("task.scale_rewards", names.get(value, value))
+    conversion.set("task.scale_rewards", names.get(value, value))
 
 
 GRPO: dict[str, ConversionRule] = {
@@ -73,7 +75,7 @@ GRPO: dict[str, ConversionRule] = {
     "temperature": to("sampling.temperature"),
     "top_p": to("sampling.top_p"),
     "top_k": by("sampling.top_k")(
-        lambda made, value: made.set("sampling.top_k", max(0, value)) if value else None
+        lambda conversion, value: conversion.set("sampling.top_k", max(0, value)) if value else None
     ),
     "min_p": to("sampling.min_p"),
     "num_iterations": to("task.num_iterations"),
@@ -91,11 +93,11 @@ GRPO: dict[str, ConversionRule] = {
     "ref_model_mixup_alpha": to("task.reference_alpha"),
     "ref_model_sync_steps": to("task.reference_every"),
     "reward_funcs": _rewards,
-    "reward_weights": by("weight of each of the [[rewards]]")(lambda made, value: None),
+    "reward_weights": by("weight of each of the [[rewards]]")(lambda conversion, value: None),
     "use_vllm": _use_vllm,
     "vllm_mode": by("rollout.engine")(
-        lambda made, value: (
-            made.miss('in one process there is rollout.engine = "local"')
+        lambda conversion, value: (
+            conversion.miss('in one process there is rollout.engine = "local"')
             if value == "colocate"
             else None
         )
@@ -107,7 +109,7 @@ GRPO: dict[str, ConversionRule] = {
     "vllm_gpu_memory_utilization": always("it is said where the server is started"),
     "vllm_max_model_len": always("it is said where the server is started"),
     "vllm_importance_sampling_correction": by("task.importance_correction")(
-        lambda made, value: made.set(
+        lambda conversion, value: conversion.set(
             "task.importance_correction", "token_truncate" if value else "none"
         )
     ),
@@ -119,7 +121,7 @@ GRPO: dict[str, ConversionRule] = {
     "shuffle_dataset": to("data.shuffle"),
     "cast_lm_head_to_fp32": always("log-probs are computed in float32"),
     "async_prefetch": by('rollout.mode = "async"')(
-        lambda made, value: made.set("rollout.mode", "async") if value else None
+        lambda conversion, value: conversion.set("rollout.mode", "async") if value else None
     ),
     "use_transformers_paged": always("the local sampler decodes all answers of a round together"),
 }
@@ -134,17 +136,23 @@ RULES: dict[str, ConversionRule] = {
         "model.compute_dtype", {"auto": "bfloat16", "bfloat16": "bfloat16", "float32": "float32"}
     ),
     "torch_dtype": to("model.compute_dtype", {"auto": "bfloat16", "bfloat16": "bfloat16"}),
-    "dataset_name": by("data.datasets")(lambda made, value: _dataset(made, {"path": value})),
-    "dataset_config": by("name of a dataset")(lambda made, value: _dataset(made, {"name": value})),
-    "dataset_train_split": by("split of a dataset")(
-        lambda made, value: _dataset(made, {"split": value})
+    "dataset_name": by("data.datasets")(
+        lambda conversion, value: _dataset(conversion, {"path": value})
     ),
-    "dataset_test_split": by("data.eval_datasets")(lambda made, value: None),
+    "dataset_config": by("name of a dataset")(
+        lambda conversion, value: _dataset(conversion, {"name": value})
+    ),
+    "dataset_train_split": by("split of a dataset")(
+        lambda conversion, value: _dataset(conversion, {"split": value})
+    ),
+    "dataset_test_split": by("data.eval_datasets")(lambda conversion, value: None),
     "dataset_streaming": by("streaming of a dataset")(
-        lambda made, value: _dataset(made, {"streaming": value})
+        lambda conversion, value: _dataset(conversion, {"streaming": value})
     ),
     "dataset_text_field": by('fields = { text = "..." } of a dataset')(
-        lambda made, value: _dataset(made, {"fields": {"text": value}}) if value != "text" else None
+        lambda conversion, value: (
+            _dataset(conversion, {"fields": {"text": value}}) if value != "text" else None
+        )
     ),
     "dataset_num_proc": to("data.num_workers"),
     "num_train_epochs": epochs,
@@ -159,18 +167,24 @@ RULES: dict[str, ConversionRule] = {
     "eval_packing": always("held-out data are packed as training data are"),
     "padding_free": always("rows are packed, documents stay apart"),
     "assistant_only_loss": by("train_on of a dataset")(
-        lambda made, value: _dataset(made, {"train_on": "assistant" if value else "all"})
+        lambda conversion, value: _dataset(
+            conversion, {"train_on": "assistant" if value else "all"}
+        )
     ),
     "completion_only_loss": by("train_on of a dataset")(
-        lambda made, value: _dataset(made, {"train_on": "assistant" if value else "all"})
+        lambda conversion, value: _dataset(
+            conversion, {"train_on": "assistant" if value else "all"}
+        )
     ),
     "eval_strategy": strategy("eval.per_epoch"),
     "save_strategy": strategy("checkpoint.per_epoch"),
     "logging_strategy": always("log.every says when"),
     "run_name": to("log.wandb_name"),
     "use_peft": by('adapter.kind = "lora"')(
-        lambda made, value: (
-            made.set("adapter.kind", made.get("adapter.kind") or "lora") if value else None
+        lambda conversion, value: (
+            conversion.set("adapter.kind", conversion.get("adapter.kind") or "lora")
+            if value
+            else None
         )
     ),
     "lora_target_modules": lora_targets,
@@ -191,7 +205,7 @@ RULES: dict[str, ConversionRule] = {
     "desirable_weight": to("task.desirable_weight"),
     "undesirable_weight": to("task.undesirable_weight"),
     "precompute_ref_log_probs": by('task.reference = "precomputed"')(
-        lambda made, value: made.set("task.reference", "precomputed") if value else None
+        lambda conversion, value: conversion.set("task.reference", "precomputed") if value else None
     ),
     "center_rewards_coefficient": to("task.center_rewards_coefficient"),
     "disable_dropout": always("no layer drops anything"),
@@ -274,50 +288,52 @@ def _value(word: str) -> Any:
     return word
 
 
-def _dataset(made: Conversion, keys: Mapping[str, Any]) -> None:
-    datasets = made.table.setdefault("data", {}).setdefault("datasets", [{}])
+def _dataset(conversion: Conversion, keys: Mapping[str, Any]) -> None:
+    datasets = conversion.table.setdefault("data", {}).setdefault("datasets", [{}])
     datasets[0].update(keys)
 
 
 def convert(table: Mapping[str, Any]) -> Conversion:
     """Their config in ours; `command` says which trainer, else the keys do."""
     method = str(table.get("command") or ("grpo" if "reward_funcs" in table else "sft"))
-    whole = COMMON_DEFAULTS | DEFAULTS.get(method, {})
+    settings = COMMON_DEFAULTS | DEFAULTS.get(method, {})
     if method in ("grpo", "rloo"):
-        whole |= SAMPLING_DEFAULTS
-    whole |= table
-    made = Conversion(whole)
-    _set_task(made, method, whole.get("loss_type"))
-    made.run(RULES, {k: v for k, v in whole.items() if k not in ("command", "loss_type")})
-    if whole.get("eval_strategy", "no") != "no":
-        held = dict((made.get("data.datasets") or [{}])[0])
-        split = whole.get("dataset_test_split", "test")
-        made.set("data.eval_datasets", [{**held, "split": split}])
-    settle(made)
-    if made.get("adapter") and not made.get("adapter.kind"):
-        del made.table["adapter"]  # of a line without --use_peft
-    return made
+        settings |= SAMPLING_DEFAULTS
+    settings |= table
+    conversion = Conversion(settings)
+    _set_task(conversion, method, settings.get("loss_type"))
+    conversion.run(RULES, {k: v for k, v in settings.items() if k not in ("command", "loss_type")})
+    if settings.get("eval_strategy", "no") != "no":
+        held = dict((conversion.get("data.datasets") or [{}])[0])
+        split = settings.get("dataset_test_split", "test")
+        conversion.set("data.eval_datasets", [{**held, "split": split}])
+    settle(conversion)
+    if conversion.get("adapter") and not conversion.get("adapter.kind"):
+        del conversion.table["adapter"]  # of a line without --use_peft
+    return conversion
 
 
-def _set_task(made: Conversion, method: str, loss: Any) -> None:
+def _set_task(conversion: Conversion, method: str, loss: Any) -> None:
     """Section task of a trainer."""
     if method in ("grpo", "rloo"):
-        made.set("task.kind", "rl")
-        made.set("task.objective", "rloo" if method == "rloo" else "grpo")
+        conversion.set("task.kind", "rl")
+        conversion.set("task.objective", "rloo" if method == "rloo" else "grpo")
         if loss and method == "grpo":
-            made.run({"loss_type": GRPO["loss_type"]}, {"loss_type": loss})
+            conversion.run({"loss_type": GRPO["loss_type"]}, {"loss_type": loss})
     elif method in ("dpo", "kto", "orpo", "cpo"):
-        made.set("task.kind", "preference")
-        made.set("task.loss", loss or {"dpo": "sigmoid"}.get(method, method))
+        conversion.set("task.kind", "preference")
+        conversion.set("task.loss", loss or {"dpo": "sigmoid"}.get(method, method))
     elif method in ("reward", "prm"):
-        made.set("task.kind", "reward_model")
+        conversion.set("task.kind", "reward_model")
         if method == "prm":
-            made.set("task.labels", "steps")
+            conversion.set("task.labels", "steps")
     elif method == "gkd":
-        made.set("task.kind", "distillation")
-        made.said.append(("command", "see docs/distillation.md for the keys of task.teacher"))
+        conversion.set("task.kind", "distillation")
+        conversion.notes.append(
+            ("command", "see docs/distillation.md for the keys of task.teacher")
+        )
     elif method == "sft":
         if loss not in (None, "nll"):
-            made.run({"loss_type": missing()}, {"loss_type": loss})
+            conversion.run({"loss_type": missing()}, {"loss_type": loss})
     else:
-        made.run({"command": missing()}, {"command": method})
+        conversion.run({"command": missing()}, {"command": method})

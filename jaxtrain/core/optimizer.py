@@ -188,7 +188,7 @@ def make_outside(
         options={**taken, **getattr(optim, options)},
         key=f"{key} {getattr(optim, name)!r}",
         options_key=f"optim.{options}",
-        what="learning_rate" if given else "",
+        argument_names="learning_rate" if given else "",
     )
 
 

@@ -25,34 +25,36 @@ def list_gpus(environ: MutableMapping[str, str]) -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     visible = environ.get(VISIBLE)
     if visible is not None:
-        found = [name.strip() for name in visible.split(",")]
+        names = [name.strip() for name in visible.split(",")]
         # CUDA stops at the first that is none.
-        bad = [place for place, name in enumerate(found) if not name or name.startswith("-")]
-        return found[: bad[0]] if bad else found
+        bad = [
+            bad_index for bad_index, name in enumerate(names) if not name or name.startswith("-")
+        ]
+        return names[: bad[0]] if bad else names
     command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS)
     except (OSError, subprocess.TimeoutExpired):  # some containers lack it
-        return [str(place) for place, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+        return [str(bad_index) for bad_index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     lines = [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
     return [line for line in lines if line.isdigit()]
 
 
 def split_gpus(vllm: VllmConfig, gpus: list[str]) -> tuple[list[str], list[str]]:
     """(the trainer's, the servers') of these GPUs; UserError where there are too few."""
-    wanted = vllm.gpus
-    if wanted is None:
-        wanted = vllm.replicas if gpus else 0
-    if wanted > len(gpus):
+    num_gpus = vllm.gpus
+    if num_gpus is None:
+        num_gpus = vllm.replicas if gpus else 0
+    if num_gpus > len(gpus):
         raise UserError(
-            f"rollout.vllm.gpus: the servers are to have {wanted} GPUs and there are {len(gpus)}"
+            f"rollout.vllm.gpus: the servers are to have {num_gpus} GPUs and there are {len(gpus)}"
             f" ({VISIBLE} and nvidia-smi); lower rollout.vllm.gpus (or replicas); 0: on the CPU"
         )
-    if not wanted:
+    if not num_gpus:
         return gpus, []
     if vllm.sleep:
-        return gpus, gpus[-wanted:]
-    return gpus[:-wanted], gpus[-wanted:]
+        return gpus, gpus[-num_gpus:]
+    return gpus[:-num_gpus], gpus[-num_gpus:]
 
 
 def leave_gpus(config: Config) -> None:
@@ -66,17 +68,17 @@ def set_aside(vllm: VllmConfig, environ: MutableMapping[str, str] = os.environ) 
     shared, jax takes half of their memory, unless the environment says otherwise. UserError."""
     global _for_servers
     gpus = list_gpus(environ)
-    own, theirs = split_gpus(vllm, gpus)
-    if theirs and vllm.sleep:
+    trainer_gpus, server_gpus = split_gpus(vllm, gpus)
+    if server_gpus and vllm.sleep:
         environ.setdefault(MEMORY, SHARED_FRACTION)
-    elif theirs:
-        if not own and environ.get("JAX_PLATFORMS") != "cpu":
+    elif server_gpus:
+        if not trainer_gpus and environ.get("JAX_PLATFORMS") != "cpu":
             raise UserError(
                 f"rollout.vllm.gpus: all of the {len(gpus)} GPUs would be the servers' and none the"
                 " trainer's; lower it, or share them: rollout.vllm.sleep = true"
             )
-        environ[VISIBLE] = ",".join(own)
-    _for_servers = theirs
+        environ[VISIBLE] = ",".join(trainer_gpus)
+    _for_servers = server_gpus
 
 
 def find_theirs(vllm: VllmConfig, environ: MutableMapping[str, str] = os.environ) -> list[str]:
@@ -87,12 +89,15 @@ def find_theirs(vllm: VllmConfig, environ: MutableMapping[str, str] = os.environ
 def assign(vllm: VllmConfig, environ: MutableMapping[str, str] = os.environ) -> list[list[str]]:
     """The GPUs of each server; none where it computes on the CPU. UserError where there are some
     and nothing was set aside before jax took them all."""
-    theirs = find_theirs(vllm, environ)
-    if _for_servers is None and theirs and not vllm.sleep:
+    server_gpus = find_theirs(vllm, environ)
+    if _for_servers is None and server_gpus and not vllm.sleep:
         raise UserError(
             "rollout.vllm.launch local: jax has all GPUs already. The command line leaves some to"
             " the servers; a program calls jaxtrain.distributed.gpus.set_aside("
             "config.rollout.vllm) before anything that uses jax"
         )
-    each = len(theirs) // vllm.replicas
-    return [theirs[place * each : (place + 1) * each] for place in range(vllm.replicas)]
+    per_server = len(server_gpus) // vllm.replicas
+    return [
+        server_gpus[server * per_server : (server + 1) * per_server]
+        for server in range(vllm.replicas)
+    ]

@@ -185,7 +185,7 @@ def open_curator(name: str, options: dict[str, Any], seed: int) -> Curator | Non
         options=options,
         key=f"{KEY} {name!r}",
         options_key=f"{KEY}_options",
-        what="seed",
+        argument_names="seed",
     )
     for method in ("choose", "learn", "state", "restore"):
         if not callable(getattr(curator, method, None)):

@@ -89,9 +89,9 @@ def main(argv: list[str]) -> int:
     share = {"CPU": args.cpus, **({"GPU": args.gpus} if args.gpus else {})}
     group = placement_group([share] * args.machines, strategy="STRICT_SPREAD")
     ray.get(group.ready())
-    made = ray.remote(Host)
+    host_class = ray.remote(Host)
     hosts = [
-        made.options(
+        host_class.options(
             num_cpus=args.cpus,
             num_gpus=args.gpus,
             max_concurrency=2,
@@ -100,9 +100,9 @@ def main(argv: list[str]) -> int:
         for index in range(args.machines)
     ]
     address, token = ray.get(hosts[0].find_address.remote()), secrets.token_hex(32)
-    asked = []
+    addresses = []
     # Any of them stops all after the same step.
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(hosts[0].stop.remote()))
+    signal.signal(signal.SIGTERM, lambda *_: addresses.append(hosts[0].stop.remote()))
     running = [
         host.run.remote(write_words(words, address, args.machines, index), token)
         for index, host in enumerate(hosts)

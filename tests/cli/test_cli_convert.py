@@ -164,17 +164,17 @@ def test_a_push_to_the_hub_becomes_an_observer(rules, theirs, options):
 def test_no_evaluation_is_never_and_not_at_the_end():
     for value in (False, "no"):  # YAML 1.1 reads `no` as false
         made = Conversion({"eval_strategy": value})
-        made.run(axolotl.RULES, made.theirs)
+        made.run(axolotl.RULES, made.source)
         assert made.table == {"eval": {"every": "never"}}
 
 
 def test_a_template_that_writes_more_there_is_said():
     for name, told in (("phi_4", "system message"), ("alpaca", "sentence")):
         made = Conversion({"chat_template": name})
-        made.run(axolotl.RULES, made.theirs)
-        assert made.get("model.chat_template") == name.replace("_", "") and told in str(made.said)
+        made.run(axolotl.RULES, made.source)
+        assert made.get("model.chat_template") == name.replace("_", "") and told in str(made.notes)
     made = Conversion({"chat_template": "exaone"})
-    made.run(axolotl.RULES, made.theirs)
+    made.run(axolotl.RULES, made.source)
     assert made.missed
 
 

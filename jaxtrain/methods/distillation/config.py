@@ -130,10 +130,10 @@ def find_distillation_conflicts(config: Any) -> Iterator[str]:
         yield from find_drawing_conflicts(config)
         if config.rollout.streaming:
             yield "rollout.streaming splits the minibatches of task.kind rl; set it to false"
-    elif given := config.rollout.model_dump(exclude_defaults=True):
+    elif changed := config.rollout.model_dump(exclude_defaults=True):
         if not config.eval.sets:
             yield (
-                f"rollout.{next(iter(given))} has no effect while task.on_policy_share is 0; raise"
+                f"rollout.{next(iter(changed))} has no effect while task.on_policy_share is 0; raise"
                 " it, or remove the key"
             )
 
@@ -142,10 +142,10 @@ def find_teacher_conflicts(teacher: TeacherConfig, adapter: Any) -> Iterator[str
     """One sentence for each key of the teacher that is missing or has no effect."""
     names_model = bool(teacher.path) or bool(teacher.architecture)
     if teacher.kind == "model" and bool(teacher.path) == bool(teacher.architecture):
-        both = "both are" if teacher.path else "neither is"
+        set_keys = "both are" if teacher.path else "neither is"
         yield (
             "task.teacher needs either path (a Hugging Face folder or Hub id) or architecture (a"
-            f' config.json inline); {both} set. kind "self", "start", "data" and "server" need none'
+            f' config.json inline); {set_keys} set. kind "self", "start", "data" and "server" need none'
         )
     if teacher.kind == "model" and teacher.architecture and not teacher.tokenizer:
         yield "task.teacher.architecture has no tokenizer of its own; set task.teacher.tokenizer"

@@ -154,10 +154,10 @@ class DFlashTask(DraftTask):
 
     def find_own_conflicts(self) -> Iterator[str]:
         """See DraftTask."""
-        given = self.model_dump(exclude_defaults=True)
-        if self.weighting == "decay" and "alpha" in given:
+        changed = self.model_dump(exclude_defaults=True)
+        if self.weighting == "decay" and "alpha" in changed:
             yield 'task.alpha has no effect with task.weighting "decay"; remove it'
-        if self.weighting != "decay" and "decay" in given:
+        if self.weighting != "decay" and "decay" in changed:
             yield f"task.decay has no effect with task.weighting {self.weighting!r}; remove it"
 
 
@@ -194,20 +194,20 @@ class Eagle3Task(DraftTask):
         for key in ("attention_bias", "mask_token_id", "layer_types", "sliding_window"):
             if getattr(draft, key):
                 yield f"task.draft.{key} has no meaning for an Eagle3 draft; remove it"
-        given = self.model_dump(exclude_defaults=True)
-        if draft.path is not None and "draft_vocab_size" in given:
+        changed = self.model_dump(exclude_defaults=True)
+        if draft.path is not None and "draft_vocab_size" in changed:
             yield (f"task.draft_vocab_size is fixed by task.draft.path {draft.path!r}; remove it")
         if self.loss != "lambda":
             for key in ("kl_scale", "kl_decay"):
-                if key in given:
+                if key in changed:
                     yield f'task.{key} is for task.loss "lambda", not {self.loss!r}; remove it'
 
 
 def find_draft_conflicts(config: Any) -> Iterator[str]:
     """Yield one sentence for each impossible combination around a task that trains a draft."""
     draft, model, adapter = config.task.draft, config.model, config.adapter
-    given = draft.model_dump(exclude_defaults=True)
-    if draft.path is not None and (fixed := [key for key in SIZES if key in given]):
+    changed = draft.model_dump(exclude_defaults=True)
+    if draft.path is not None and (fixed := [key for key in SIZES if key in changed]):
         yield f"task.draft.{fixed[0]} is fixed by task.draft.path {draft.path!r}; remove it"
     if draft.sliding_window and "sliding_attention" not in (draft.layer_types or []):
         yield (
@@ -252,10 +252,10 @@ def find_target_conflicts(target: TargetConfig, adapter: Any) -> Iterator[str]:
     }
     for key in target.model_dump(exclude_defaults=True):
         if target.source not in readers.get(key, (target.source,)):
-            wanted = " or ".join(f'"{source}"' for source in readers[key])
+            sources = " or ".join(f'"{source}"' for source in readers[key])
             yield (
                 f'task.target.{key} has no effect with task.target.source "{target.source}"; set'
-                f" source to {wanted}, or remove it"
+                f" source to {sources}, or remove it"
             )
     if target.source == "disk" and target.path is None:
         yield 'task.target.source "disk" needs task.target.path, the folder of the states'

@@ -38,7 +38,7 @@ class FeatureConfig(Section):
     def find_layers(self, num_layers: int) -> tuple[int, ...]:
         """The layers of a network of `num_layers`, counted from 0 and each once; ValueError for one
         that it has not."""
-        found = []
+        indices = []
         for layer in self.layers:
             number = layer if isinstance(layer, int) else max(int(layer * num_layers), 1)
             if not 1 <= number <= num_layers:
@@ -46,8 +46,8 @@ class FeatureConfig(Section):
                     f"task.features.layers has {layer}, but the feature network has {num_layers}"
                     " layers; name them by whole numbers from 1, or by fractions up to 1.0"
                 )
-            found.append(number - 1)
-        return tuple(dict.fromkeys(found))
+            indices.append(number - 1)
+        return tuple(dict.fromkeys(indices))
 
     def find_conflicts(self, adapter: Any) -> Iterator[str]:
         """Yield one sentence for each impossible combination with section adapter."""
@@ -129,9 +129,9 @@ class EBFTTask(PolicyTask):
                 'rollout.zero_advantage "refill" needs rewards that are known when answers are'
                 " drawn; remove it with task.kind ebft"
             )
-        given = self.model_dump(exclude_defaults=True)
+        changed = self.model_dump(exclude_defaults=True)
         for key in ("gt_length_multiplier", "adaptive_min_tokens"):
-            if key in given and not self.adaptive_max_tokens:
+            if key in changed and not self.adaptive_max_tokens:
                 yield f"task.{key} has no effect while task.adaptive_max_tokens is false; remove it"
 
 

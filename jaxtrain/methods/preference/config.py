@@ -171,18 +171,18 @@ class PreferenceTask(TaskSection):
     @property
     def nll_weight(self) -> float:
         """Factor of the chosen answers' likelihood in the loss."""
-        own = sum(
+        nll_losses = sum(
             weight * PAPERS.get(name, {}).get("cpo_alpha", 0.0)
             for name, weight in self.losses
             if name == "sft" or self.cpo_alpha is None
         )
-        return own + (self.cpo_alpha or 0.0)
+        return nll_losses + (self.cpo_alpha or 0.0)
 
     def resolved(self, name: str) -> Any:
         """A key's value, the loss's own where the config leaves it unset."""
-        given = getattr(self, name)
-        if given is not None:
-            return given
+        setting = getattr(self, name)
+        if setting is not None:
+            return setting
         named = [loss for loss in self.names if loss != "sft"] or self.names
         return PAPERS.get(named[0], {}).get(name, COMMON[name])
 
@@ -233,10 +233,12 @@ def find_mixture_conflicts(task: PreferenceTask) -> Iterator[str]:
             " task.nll_on and task.cpo_alpha"
         )
     for key in ("beta", "label_smoothing", "simpo_gamma", "alphapo_alpha"):
-        own = {PAPERS.get(loss, {}).get(key, COMMON[key]) for loss in task.names if loss != "sft"}
-        if getattr(task, key) is None and len(own) > 1:
+        defaults = {
+            PAPERS.get(loss, {}).get(key, COMMON[key]) for loss in task.names if loss != "sft"
+        }
+        if getattr(task, key) is None and len(defaults) > 1:
             yield (
-                f"task.{key} is {' or '.join(map(str, sorted(own)))} by the losses'"
+                f"task.{key} is {' or '.join(map(str, sorted(defaults)))} by the losses'"
                 f" papers, and all losses of a run share it; set task.{key}"
             )
     if task.average == "prompts" and names & RANKED:

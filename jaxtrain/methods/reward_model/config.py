@@ -37,10 +37,10 @@ class RewardModelTask(TaskSection):
             "pairs": ("center_rewards_coefficient", "share_prompts"),
             "steps": ("step_separator", "train_on_last_step_only", "max_completion_length"),
         }
-        given = self.model_dump(exclude_defaults=True)
+        changed = self.model_dump(exclude_defaults=True)
         for labels, keys in of.items():
             for key in keys if labels != self.labels else ():
-                if key in given:
+                if key in changed:
                     yield (
                         f"task.{key} has no effect with task.labels {self.labels!r}; remove it, or"
                         f" set task.labels to {labels!r}"

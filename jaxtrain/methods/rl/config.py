@@ -192,8 +192,8 @@ class PolicyTask(TaskSection):
 
     def resolved(self, name: str) -> Any:
         """A key's value, the objective's own where the config leaves it unset."""
-        given = getattr(self, name)
-        return OBJECTIVES[self.objective][name] if given is None else given
+        setting = getattr(self, name)
+        return OBJECTIVES[self.objective][name] if setting is None else setting
 
 
 class RLTask(PolicyTask):
@@ -271,7 +271,7 @@ def find_policy_conflicts(config: Any) -> Iterator[str]:
 
 def find_streaming_conflicts(task: PolicyTask, rollout: Any) -> Iterator[str]:
     """Yield one sentence for whatever must see a whole round before its first update."""
-    whole = "needs the whole round, of which rollout.streaming has a part"
+    reason = "needs the whole round, of which rollout.streaming has a part"
     if task.num_minibatches == 1:
         yield (
             "rollout.streaming trains the minibatches of a round one after the other, and"
@@ -288,18 +288,18 @@ def find_streaming_conflicts(task: PolicyTask, rollout: Any) -> Iterator[str]:
             and task.resolved("combine_rewards") == "sum_then_normalize"
         ):
             yield (
-                f'task.{key} "batch" {whole}; set task.{key} to "group" or "none", or streaming to'
+                f'task.{key} "batch" {reason}; set task.{key} to "group" or "none", or streaming to'
                 " false"
             )
     if task.resolved("combine_rewards") == "normalize_then_sum":
         yield (
-            f'task.combine_rewards "normalize_then_sum" {whole}; set it to "sum_then_normalize", or'
+            f'task.combine_rewards "normalize_then_sum" {reason}; set it to "sum_then_normalize", or'
             " streaming to false"
         )
     if task.resolved("normalize_advantages"):
-        yield f"task.normalize_advantages {whole}; set one of them to false"
+        yield f"task.normalize_advantages {reason}; set one of them to false"
     if task.objective == "m2po_mask":
-        yield f'objective m2po_mask {whole}; take "m2po_clip", or set streaming to false'
+        yield f'objective m2po_mask {reason}; take "m2po_clip", or set streaming to false'
     if rollout.engine == "vllm" and rollout.vllm.sleep:
         yield (
             "rollout.vllm.sleep stops the servers while training, but with rollout.streaming they"
