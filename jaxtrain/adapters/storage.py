@@ -147,9 +147,8 @@ def quantize_params(
             arrays = as_is
         elif isinstance(value, jax.Array):
             arrays = jax.device_put(quantize_stacked(value, kind), places)
-            jax.block_until_ready(
-                arrays
-            )  # else the host runs ahead, and several whole kernels are in memory at once
+            # Else the host runs ahead, and several whole kernels are in memory at once.
+            jax.block_until_ready(arrays)
         else:
             quantized = (quantize_stacked(kernel, kind) for kernel in value)
             arrays = _write_layers(quantized, part_shapes, places)

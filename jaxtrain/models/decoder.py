@@ -158,7 +158,7 @@ class CachedStack(nnx.Module):
 
     def grow_cache(self, cache: DecoderCache, rows: int, slots: int) -> DecoderCache:
         """Return `cache` with room for more rows or tokens."""
-        # Mixers pad at the end: slots are addressed by position, and existing rows keep their index.
+        # Rows and slots keep their indices: callers address both, so mixers pad at the end.
         states = self.stack.map_states(
             lambda mixer, spec, state: mixer.grow_state(spec, state, rows, slots), cache.states
         )
@@ -174,8 +174,7 @@ class CachedStack(nnx.Module):
             cache.states,
             filled.states,
         )
-        # Padding rows of a prefill have an index out of range, which "drop" must ignore: the default
-        # mode would clip it and overwrite the last row.
+        # Rows that only pad a prefill have an index out of range: they must overwrite nothing.
         return DecoderCache(
             states, cache.length.at[rows_R].set(filled.length[source_R], mode="drop")
         )
@@ -337,9 +336,9 @@ class Decoder(EmbeddingAndHead, CachedStack):
     def commit(self, trial: TrialTokens, counts_B: jax.Array) -> DecoderCache:
         """Return the cache after the first `counts_B` of a trial's T tokens, as if no more had been
         read; int32 [B], 0 to T."""
-        # Attention simply forgets slots behind the end, but recurrent layers cannot step back: they
-        # read the accepted tokens once more, from the state before the trial. So the inputs are those
-        # of all T tokens, embedded again rather than stored, with an `until` that cuts the rest off.
+        # Recurrent states cannot step back: such layers read the accepted tokens once more, from
+        # the state before the trial. The context has all T tokens, so that shapes stay static;
+        # `until` hides the rejected ones.
         end_B = trial.start + counts_B
         context, decoding = place_new(trial.start, end_B, trial.tokens.shape[1])
         _, inputs = self._embed(trial.tokens, context)

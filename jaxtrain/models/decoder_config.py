@@ -26,8 +26,8 @@ class DecoderConfig:
     renamed: ClassVar[Mapping[str, str]] = {}
     """{field: attribute of config.json} for fields with another name."""
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Attributes of folders that have no effect or only one supported value, with the allowed values;
-    empty: any. They are carried along in `fixed_attributes`."""
+    """Attributes of folders that have no effect or only one supported value, with the allowed
+    values; empty: any. They are carried along in `fixed_attributes`."""
     rope_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of rope_parameters that the family reads besides those of their type."""
     rope_by_kind: ClassVar[bool] = False
