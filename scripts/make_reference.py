@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/: config.md, command_line.md, from_*.md, schema.json.
+"""Write the generated pages of docs/: reference/config.md, command_line.md, from_*.md, schema.json.
 
 python scripts/make_reference.py          # writes them
 python scripts/make_reference.py --check  # names those that are old; 1 where there are any
@@ -21,7 +21,7 @@ def render_pages() -> dict[str, str]:
     from jaxtrain.config.schema import render_schema
 
     return {
-        "config.md": render_markdown(),
+        "reference/config.md": render_markdown(),
         "command_line.md": render_commands(),
         "schema.json": render_schema(),
         **render_migration(),

@@ -1,4 +1,4 @@
-"""Write docs/tree.md, a phrase per file, from the first lines of the modules' docstrings.
+"""Write docs/reference/tree.md, a phrase per file, from the first lines of the modules' docstrings.
 
 python scripts/make_tree.py
 """
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PLACE = ROOT / "docs/tree.md"
+PLACE = ROOT / "docs/reference/tree.md"
 HEAD = (
     "# The tree\n\nA phrase for each file. This page is generated: `python scripts/make_tree.py`.\n"
 )

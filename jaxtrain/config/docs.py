@@ -11,12 +11,12 @@ from jaxtrain.config.task import TaskSection
 
 
 def render_markdown() -> str:
-    """docs/config.md: a table per section with key, type, default and meaning."""
+    """docs/reference/config.md: a table per section with key, type, default and meaning."""
     lines = [
         "# Config reference",
         "",
         "Every key with its type and default. This page is generated:"
-        " `python -m jaxtrain.main docs > docs/config.md`.",
+        " `python -m jaxtrain.main docs > docs/reference/config.md`.",
     ]
     for title, section in list_sections():
         lines += ["", f"## {title}", "", section.__doc__ or "", ""]

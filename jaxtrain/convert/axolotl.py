@@ -231,7 +231,7 @@ def _rl(conversion: Conversion, value: Any) -> None:
         conversion.set("task.kind", "preference")
         conversion.set("task.loss", {"dpo": "sigmoid"}.get(value, value))
     elif value:
-        conversion.miss("see docs/config.md for the tasks")
+        conversion.miss("see docs/reference/config.md for the tasks")
 
 
 @by('task.kind = "reward_model"')
@@ -418,5 +418,5 @@ def _plugins(conversion: Conversion, value: Any) -> None:
     for name in _list(value or []):
         if not any(part in str(name) for part in BUILT_IN):
             conversion.miss(
-                f"{name}: see docs/config.md for what is built in, docs/extending.md for more"
+                f"{name}: see docs/reference/config.md for what is built in, docs/extending.md for more"
             )

@@ -129,7 +129,7 @@ def test_every_key_is_documented():
 
 
 def test_docs_page_is_up_to_date():
-    page = Path(__file__).parents[2] / "docs" / "config.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "config.md"
     assert page.read_text() == render_markdown(), "run `make docs`"
 
 

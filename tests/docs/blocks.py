@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-GENERATED = {"docs/tree.md", "docs/config.md", "docs/command_line.md"}
+GENERATED = {"docs/reference/tree.md", "docs/reference/config.md", "docs/command_line.md"}
 SHELL = ("", "sh", "bash", "{code-cell}")
 
 
