@@ -14,8 +14,8 @@ from jaxtrain.layers.linear import Dtype
 class Embed(nnx.Module):
     """embedding [V, D]; `table()` is the output projection, too; rows are tokens.
 
-    A slot, for jaxtrain.adapters: `adapter` is None, or a module that puts rows of its own in the
-    place of some, `look_up(x, tokens)` in vectors and `place(table)` in the table.
+    A slot, for jaxtrain.adapters: `adapter` is None, or a module that replaces some rows by its
+    own, by `look_up(x, tokens)` in vectors and by `place(table)` in the table.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Embed(nnx.Module):
 
 
 def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
-    """c tanh(logits / c), which no logit leaves [-c, c] by; None: as they are."""
+    """Return c tanh(logits / c), which lies in [-c, c]; None: the logits unchanged."""
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
@@ -75,8 +75,8 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.
         if words:
             first = jax.lax.axis_index(words) * table_VD.shape[0]
             tokens_BT = tokens_BT - first
-            mine_BT = (tokens_BT >= 0) & (tokens_BT < table_VD.shape[0])
-            x_BTD = jnp.where(mine_BT[:, :, None], table_VD[jnp.where(mine_BT, tokens_BT, 0)], 0)
+            local_BT = (tokens_BT >= 0) & (tokens_BT < table_VD.shape[0])
+            x_BTD = jnp.where(local_BT[:, :, None], table_VD[jnp.where(local_BT, tokens_BT, 0)], 0)
         else:
             x_BTD = table_VD[tokens_BT]
         x_BTD = x_BTD.astype(dtype)

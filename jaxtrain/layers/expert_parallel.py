@@ -1,4 +1,4 @@
-"""The shard_map around the experts' kernels: who computes what of a mixture of experts.
+"""The shard_map around the experts' kernels: division of a mixture of experts among devices.
 
 A device computes what its experts (mesh axis of "experts") and its columns of them ("mlp") add to
 tokens, and the shares are summed. Where experts are cut, tokens travel to them and back
@@ -39,7 +39,7 @@ def through_experts(
     impl: str,
     transport: Transport,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(sum over k of gate_k * expert_k(x), what there is to note of the transport).
+    """Return (sum over k of gate_k * expert_k(x), notes of the transport).
 
     x [B, T, D]; experts: a module whose matrices are called as in AXES, each an ExpertLinear. Where
     experts are cut, a row's padding but for its first token goes to none of them and gets 0 (that
@@ -50,14 +50,14 @@ def through_experts(
     op = functools.partial(moe_ffn, activation=activation, freeze_experts=frozen, impl=impl)
 
     def compute(x, ids, gates, trained, fixed, rows=None):
-        own = {**trained, **fixed}
+        weights = {**trained, **fixed}
         return op(
             x,
             ids,
             gates,
-            *(own["kernels"].get(name) for name in AXES),
-            adapters=Adapters(**own["factors"]),
-            biases=Biases(**own["biases"]),
+            *(weights["kernels"].get(name) for name in AXES),
+            adapters=Adapters(**weights["factors"]),
+            biases=Biases(**weights["biases"]),
             capacity=rows,
         )
 
@@ -82,6 +82,8 @@ def through_experts(
 
     def local(tokens, travels_BT, weights):
         if columns and (down := weights["biases"].get("down")) is not None:
+            # The devices that share an expert's columns sum their results: only one may add the
+            # bias.
             down = jnp.where(jax.lax.axis_index(columns) == 0, down, 0)  # one of them adds it
             weights = {**weights, "biases": {**weights["biases"], "down": down}}
         x, ids, gates = map(_flat, tokens)
@@ -121,7 +123,7 @@ def _read(experts: nnx.Module) -> tuple[dict[str, dict[str, Any]], bool]:
 
 
 def _specs(weights: dict[str, dict[str, Any]], spec_of: SpecOf) -> dict[str, dict[str, Any]]:
-    """A PartitionSpec for each leaf of what `_read` gives."""
+    """A PartitionSpec for each leaf of the result of `_read`."""
     kernels, factors, biases = weights["kernels"], weights["factors"], weights["biases"]
     return {
         "kernels": {name: kernel_specs(k, AXES[name][0], spec_of) for name, k in kernels.items()},

@@ -1,4 +1,4 @@
-"""How tokens reach the experts of other devices and come back: static buffers, no token dropped.
+"""Transport of tokens to the experts of other devices and back: static buffers, no dropped token.
 
 gather    every device of a group gets all tokens of the group, computes what its experts add to
           them, and the shares are summed where the tokens came from: all-gather, reduce-scatter
@@ -9,7 +9,7 @@ Buffers hold a little more than an even load. What does not fit waits for anothe
 whose length depends on the routing: overflow costs time, never a token. A token's choices on one
 device go through in one round, so its result does not depend on the number of rounds. Both are a
 custom_vjp around transport and experts: such loops have no gradient of their own, and what the
-backward pass keeps are the local inputs alone; it moves the tokens again, and computes the experts
+backward pass keeps are the local inputs only; it moves the tokens again, and computes the experts
 again.
 
 Shapes: T local tokens, N tokens that a device gets, D model, E experts in all, k experts a token,
@@ -31,14 +31,14 @@ EXCHANGE_BELOW = 0.6
 
 
 class Transport(NamedTuple):
-    """How tokens travel; nothing here changes results but by the order of sums."""
+    """Options of the transport; they change results only by the order of sums."""
 
     kind: str = "auto"
-    """auto | gather | exchange; auto: what sends fewer bytes, by a margin."""
+    """auto | gather | exchange; auto: the one that sends fewer bytes, by a margin."""
     buffer: float = 1.25
     """Rows of the buffers, as a multiple of an even load."""
     chunks: int = 1
-    """Pieces of the local tokens that travel and are computed by turns."""
+    """Pieces of the local tokens, sent and computed one after the other."""
     wide_sums: bool = False
     """Sum the devices' shares in a fixed order and at least float32, rounded once: all-to-all and a
     local sum in the place of the reduce-scatter."""
@@ -54,22 +54,22 @@ class ExpertGroup(NamedTuple):
     num_experts: int
     """E."""
     exchanged: bool
-    """Whether tokens are exchanged over the owners, or gathered."""
+    """Exchange tokens over the owners instead of gathering them."""
 
 
 class TransportPlan(NamedTuple):
-    """What is fixed about the transport of some tokens; hashable."""
+    """Static parameters of a transport; hashable."""
 
     compute: Callable
     """(x [N, D], ids [N, k], gates [N, k], trained, fixed, rows) -> [N, D]: what the local experts
     add; ids that are none of theirs add nothing, and at most `rows` choices are theirs."""
     owners: tuple[str, ...]
     shared: tuple[str, ...]
-    """As of the group."""
+    """As in `ExpertGroup`."""
     num_local: int
     """Experts of a device."""
     rows: int | None
-    """Choices that one round has room for; None: for all there can be."""
+    """Choices that a round has room for; None: enough for all possible ones."""
     bucket: int | None
     """C; None: tokens are gathered."""
     wide_sums: bool
@@ -81,12 +81,12 @@ class TransportPlan(NamedTuple):
 
 def share_of_devices(num_experts: int, top: int, n: int) -> float:
     """Probability that a token has an expert on a given one of n devices, at even routing."""
-    others = num_experts - num_experts // n
-    return 1 - math.comb(others, top) / math.comb(num_experts, top)
+    remote_experts = num_experts - num_experts // n
+    return 1 - math.comb(remote_experts, top) / math.comb(num_experts, top)
 
 
 def exchanges(options: Transport, num_experts: int, top: int, n: int) -> bool:
-    """Whether tokens are exchanged rather than gathered."""
+    """Return True if tokens are exchanged rather than gathered."""
     if n == 1:
         return False
     if options.kind == "auto":
@@ -97,8 +97,8 @@ def exchanges(options: Transport, num_experts: int, top: int, n: int) -> bool:
 def send_through(
     options: Transport, group: ExpertGroup, compute: Callable, x, ids, gates, trained, fixed
 ) -> tuple[jax.Array, jax.Array]:
-    """([T, D] sums over each token's experts, wherever in the group they are; float32 [] rounds
-    that the slowest device needed, mean over chunks).
+    """Return ([T, D] sums over each token's experts, wherever in the group they are; float32 []
+    rounds that the slowest device needed, mean over chunks).
 
     x [T, D]; ids int32 [T, k] of E, a negative one goes nowhere; gates [T, k]; trained and fixed:
     pytrees of the local experts, see `TransportPlan.compute`. Gradients to x, gates and trained.
@@ -137,8 +137,8 @@ def _plan(
 
 
 def _room_for(even: float, buffer: float) -> int:
-    """Places where even routing fills `even` on average. Few scatter more: four standard deviations
-    are added."""
+    """Buffer size if even routing fills `even` places on average. Small counts vary relatively
+    more: four standard deviations are added."""
     return math.ceil(buffer * even + 4 * math.sqrt(even))
 
 
@@ -157,49 +157,51 @@ def count_rounds(plan: TransportPlan, ids: jax.Array) -> jax.Array:
     return rounds.astype(jnp.float32)
 
 
-# What a device computes for the tokens that it got.
+# Computation on the tokens that a device received.
 
 
 def _local(plan: TransportPlan, x, ids, gates, trained, fixed):
-    def one(ids):
+    def run_round(ids):
         return plan.compute(x, ids, gates, trained, fixed, plan.rows)
 
-    return _in_rounds(plan, ids, one)
+    return _in_rounds(plan, ids, run_round)
 
 
 def _local_pull(plan: TransportPlan, x, ids, gates, trained, fixed, dy):
     """Gradients of x, gates and trained."""
 
-    def one(ids):
+    def run_round(ids):
         def run(x, gates, trained):
             return plan.compute(x, ids, gates, trained, fixed, plan.rows)
 
         return jax.vjp(run, x, gates, trained)[1](dy)
 
-    return _in_rounds(plan, ids, one)
+    return _in_rounds(plan, ids, run_round)
 
 
-def _in_rounds(plan: TransportPlan, ids, one: Callable):
+def _in_rounds(plan: TransportPlan, ids, run_round: Callable):
     """The sum of one(ids of a round), over as many rounds as this device needs."""
     if plan.rows is None:
-        return one(ids)
-    one = jax.jit(one)  # lowered once
-    mine = ((ids >= 0) & (ids < plan.num_local)).sum(1, dtype=jnp.int32)
-    before = jnp.cumsum(mine, dtype=jnp.int32) - mine
+        return run_round(ids)
+    # Jitted, so that it is lowered once although it is called before and inside of the loop.
+    run_round = jax.jit(run_round)  # lowered once
+    local_counts = ((ids >= 0) & (ids < plan.num_local)).sum(1, dtype=jnp.int32)
+    before = jnp.cumsum(local_counts, dtype=jnp.int32) - local_counts
     room = plan.rows - ids.shape[1] + 1
     turn = (before // room)[:, None]
-    rounds = (before[-1] + mine[-1] + room - 1) // room
-    return _repeat(rounds, lambda r: one(jnp.where(turn == r, ids, -1)))
+    rounds = (before[-1] + local_counts[-1] + room - 1) // room
+    return _repeat(rounds, lambda r: run_round(jnp.where(turn == r, ids, -1)))
 
 
-def _repeat(rounds, one: Callable):
+def _repeat(rounds, run_round: Callable):
     """one(0) + one(1) + ...; the first is always run."""
 
     def body(carry):
         r, total = carry
-        return r + 1, jax.tree.map(jnp.add, total, one(r))
+        return r + 1, jax.tree.map(jnp.add, total, run_round(r))
 
-    start = (jnp.int32(1), one(jnp.int32(0)))
+    # Before the loop: its result has the shapes and dtypes that the carry needs.
+    start = (jnp.int32(1), run_round(jnp.int32(0)))
     return lax.while_loop(lambda carry: carry[0] < rounds, body, start)[1]
 
 
@@ -219,6 +221,7 @@ def _gather_fwd(plan, *arrays):
 
 def _gather_bwd(plan, arrays, dy):
     x, ids, gates, trained, fixed = arrays
+    # Gathered again, so that no gathered array is kept between the passes.
     x, ids, gates, dy = _all(plan, (x, ids, gates, dy))
     ids = ids - plan.first()
     dx, dgates, dtrained = _local_pull(plan, x, ids, gates, trained, fixed, dy)
@@ -243,6 +246,7 @@ def _sum_shares(plan: TransportPlan, y):
         return lax.psum_scatter(y, plan.shared, scatter_dimension=0, tiled=True)
     shares = lax.all_to_all(y, plan.shared, 0, 0, tiled=True)
     shares = shares.reshape(lax.axis_size(plan.shared), -1, *y.shape[1:])
+    # A sum over a fixed axis: the same order on every device, and one rounding at the end.
     return shares.astype(accumulator(y.dtype)).sum(0).astype(y.dtype)
 
 
@@ -254,8 +258,8 @@ class Buckets(NamedTuple):
 
     token: jax.Array
     """int32 [n, whole rounds of C] tokens for each device; T where there is none."""
-    place: jax.Array
-    """int32 [T, n] place of each token among those for a device; -1 where it does not go."""
+    slot: jax.Array
+    """int32 [T, n] index of each token among those for a device; -1 where it does not go."""
     rounds: jax.Array
     """int32 []: until the fullest bucket of the group is sent."""
 
@@ -266,18 +270,20 @@ def find_buckets(plan: TransportPlan, ids: jax.Array) -> Buckets:
     devices = jnp.arange(n, dtype=jnp.int32)
     owner = jnp.where(ids >= 0, ids // plan.num_local, -1)
     goes_Tn = (owner[:, :, None] == devices).any(1)
-    place_Tn = jnp.where(goes_Tn, jnp.cumsum(goes_Tn, 0, dtype=jnp.int32) - 1, -1)
+    slot_Tn = jnp.where(goes_Tn, jnp.cumsum(goes_Tn, 0, dtype=jnp.int32) - 1, -1)
     size = -(-T // C) * C
-    at = jnp.where(goes_Tn, devices * size + place_Tn, n * size)
-    tokens = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[:, None], at.shape)
+    flat_slot = jnp.where(goes_Tn, devices * size + slot_Tn, n * size)
+    tokens = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[:, None], flat_slot.shape)
     token = jnp.full((n * size,), T, jnp.int32)
-    token = token.at[at.reshape(-1)].set(tokens.reshape(-1), mode="drop").reshape(n, size)
+    # Slots are distinct; those of tokens that do not travel are out of range and dropped.
+    token = token.at[flat_slot.reshape(-1)].set(tokens.reshape(-1), mode="drop").reshape(n, size)
     fullest = goes_Tn.sum(0, dtype=jnp.int32).max()
-    return Buckets(token, place_Tn, lax.pmax(-(-fullest // C), plan.owners))
+    return Buckets(token, slot_Tn, lax.pmax(-(-fullest // C), plan.owners))
 
 
 def _send(plan: TransportPlan, buckets: Buckets, r, array, fill=0):
-    """[n, C, ...] what the others have for this device in round r."""
+    """Return [n, C, ...]: the rows of `array` that the other devices send to this one in round
+    r."""
     C = plan.bucket
     token = lax.dynamic_slice_in_dim(buckets.token, r * C, C, 1)
     packed = array.at[token].get(mode="fill", fill_value=fill)
@@ -285,14 +291,15 @@ def _send(plan: TransportPlan, buckets: Buckets, r, array, fill=0):
 
 
 def _return(plan: TransportPlan, buckets: Buckets, r, array):
-    """[T, ...] sums over devices of what they made of round r's tokens, [n, C, ...]."""
+    """Return [T, ...] sums over devices of their results [n, C, ...] for round r's tokens."""
     n, C = array.shape[:2]
     back = lax.all_to_all(array, plan.owners, 0, 0, tiled=True).reshape(n * C, *array.shape[2:])
-    slot_Tn = buckets.place - r * C
-    sent = (slot_Tn >= 0) & (slot_Tn < C) & (buckets.place >= 0)
-    at = jnp.where(sent, jnp.arange(n, dtype=jnp.int32) * C + slot_Tn, n * C)
-    found = back.at[at].get(mode="fill", fill_value=0)
-    return found.astype(accumulator(array.dtype)).sum(1).astype(array.dtype)
+    slot_Tn = buckets.slot - r * C
+    sent = (slot_Tn >= 0) & (slot_Tn < C) & (buckets.slot >= 0)
+    flat_slot = jnp.where(sent, jnp.arange(n, dtype=jnp.int32) * C + slot_Tn, n * C)
+    partial_sums = back.at[flat_slot].get(mode="fill", fill_value=0)
+    # A device has already summed a token's experts; at most n partial sums per token come back.
+    return partial_sums.astype(accumulator(array.dtype)).sum(1).astype(array.dtype)
 
 
 def _flat(array):
@@ -303,13 +310,13 @@ def _flat(array):
 def _exchange(plan: TransportPlan, x, ids, gates, trained, fixed):
     buckets = find_buckets(plan, ids)
 
-    def one(r):
+    def run_round(r):
         far = (_send(plan, buckets, r, a, fill) for a, fill in ((x, 0), (ids, -1), (gates, 0)))
         far_x, far_ids, far_gates = map(_flat, far)
         y = _local(plan, far_x, far_ids - plan.first(), far_gates, trained, fixed)
         return _return(plan, buckets, r, y.reshape(-1, plan.bucket, y.shape[1]))
 
-    return _all_rounds(plan, buckets, x, one)
+    return _all_rounds(plan, buckets, x, run_round)
 
 
 def _exchange_fwd(plan, *arrays):
@@ -320,7 +327,7 @@ def _exchange_bwd(plan, arrays, dy):
     x, ids, gates, trained, fixed = arrays
     buckets = find_buckets(plan, ids)
 
-    def one(r):
+    def run_round(r):
         sent = ((x, 0), (ids, -1), (gates, 0), (dy, 0))
         far = (_send(plan, buckets, r, array, fill) for array, fill in sent)
         far_x, far_ids, far_gates, far_dy = map(_flat, far)
@@ -330,14 +337,14 @@ def _exchange_bwd(plan, arrays, dy):
         back = (a.reshape(-1, plan.bucket, a.shape[1]) for a in back)
         return *(_return(plan, buckets, r, a) for a in back), dtrained
 
-    dx, dgates, dtrained = _all_rounds(plan, buckets, x, one)
+    dx, dgates, dtrained = _all_rounds(plan, buckets, x, run_round)
     return dx, None, dgates, dtrained, None
 
 
 _exchange.defvjp(_exchange_fwd, _exchange_bwd)
 
 
-def _all_rounds(plan: TransportPlan, buckets: Buckets, x, one: Callable):
+def _all_rounds(plan: TransportPlan, buckets: Buckets, x, run_round: Callable):
     if plan.bucket >= x.shape[0]:
-        return one(jnp.int32(0))
-    return _repeat(buckets.rounds, jax.jit(one))
+        return run_round(jnp.int32(0))
+    return _repeat(buckets.rounds, jax.jit(run_round))

@@ -1,4 +1,4 @@
-"""Matrix products in FP8: what a Linear multiplies with where config key model.matmul asks for it.
+"""Matrix products in FP8, used by Linears if the config key model.matmul selects them.
 
 Micikevicius et al. 2022, arXiv:2209.05433: activations and weights in e4m3, gradients in e5m2 (or
 e4m3), each scaled by its largest magnitude of this very call ("current" scaling). Sums are in
@@ -44,12 +44,12 @@ class Fp8Product:
 
 
 def use_fp8(model: Model, product: Fp8Product) -> Model:
-    """The abstract `model` with the Linears that `takes_fp8` names multiplying by `product`, in
-    place; UserError where there is none."""
-    found = [node for path, node in nnx.iter_graph(model) if takes_fp8(path, node)]
-    for node in found:
+    """Let the Linears of the abstract `model` for which `takes_fp8` is true multiply by `product`,
+    in place; UserError where there is none."""
+    linears = [node for path, node in nnx.iter_graph(model) if takes_fp8(path, node)]
+    for node in linears:
         node.product = product
-    if not found:
+    if not linears:
         raise UserError(
             f"model.matmul: of this model no matrix of its layers has widths that are multiples of"
             f" {MULTIPLE}; remove the key"
@@ -58,8 +58,8 @@ def use_fp8(model: Model, product: Fp8Product) -> Model:
 
 
 def takes_fp8(path: tuple, node: object) -> bool:
-    """Whether a module is a Linear of a layer: no router, no experts, no head that scores, and of
-    widths that the hardware takes."""
+    """Return True for a Linear of a layer, but not for routers, experts and heads that score, if
+    its widths suit the hardware."""
     if not isinstance(node, Linear) or isinstance(node, PreciseLinear | ExpertLinear):
         return False
     shape = node.kernel.get_value().shape if isinstance(node.kernel, nnx.Param) else (1, 1)
@@ -81,9 +81,10 @@ def quantize(x: jax.Array, dtype: str, axis: int | None = None) -> tuple[jax.Arr
     # In the range of normal float32, so that neither the scale nor its inverse is 0 or infinite.
     bits = (jnp.clip(exponent, -100, 100).astype(jnp.int32) + 127) << 23  # exp2 is not exact
     scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    found = (x.astype(jnp.float32) / scale).astype(dtype)
-    # Who multiplies should read FP8, not do all of this for itself.
-    return jax.lax.optimization_barrier((found, scale))
+    values = (x.astype(jnp.float32) / scale).astype(dtype)
+    # Else XLA fuses the quantization into each consumer, which then reads wide numbers and repeats
+    # it.
+    return jax.lax.optimization_barrier((values, scale))
 
 
 def dot(a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
@@ -111,12 +112,12 @@ def dot(a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: jnp.dtype) -> 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: Fp8Product, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _forward(how, x, w)[0]
+def _product(config: Fp8Product, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _forward(config, x, w)[0]
 
 
-def _forward(how, x, w):
-    by_row = how.scale == "row"
+def _forward(config, x, w):
+    by_row = config.scale == "row"
     x8, x_scale = quantize(x, FORWARD, 1 if by_row else None)
     w8, w_scale = quantize(w, FORWARD, 0 if by_row else None)
     y = dot(x8, w8, (1, 0), x.dtype) * x_scale.astype(x.dtype) * w_scale.astype(x.dtype)
@@ -124,10 +125,10 @@ def _forward(how, x, w):
     return y, (x if by_row else (x8, x_scale), w)
 
 
-def _backward(how, kept, dy):
-    by_row = how.scale == "row"
-    x, w = kept
-    narrow = GRADIENTS[how.gradients]
+def _backward(config, saved, dy):
+    by_row = config.scale == "row"
+    x, w = saved
+    narrow = GRADIENTS[config.gradients]
     g8, g_scale = quantize(dy, narrow, 1 if by_row else None)
     w8, w_scale = quantize(w, FORWARD, 1 if by_row else None)
     dx = dot(g8, w8, (1, 1), dy.dtype) * g_scale.astype(dy.dtype)

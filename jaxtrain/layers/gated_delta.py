@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtrain_kernels import Context, conv_heads, gated_delta
 from jaxtrain_kernels.conv_heads import Hops, hops_of
 from jaxtrain_kernels.gated_delta import find_chunks
+from typing_extensions import override
 
 from jaxtrain.distributed.sharding import constrain, partition_spec
 from jaxtrain.errors import UserError
@@ -30,14 +31,14 @@ from jaxtrain.layers.recurrent import kept_until, move_tail
 
 EPS = 1e-6  # of the unit length
 FORGETS = -1e4
-"""A decay that leaves nothing of a state, in every dtype."""
+"""Logarithm of a decay that is 0 in every dtype."""
 
 
 class DeltaState(NamedTuple):
-    """What a row's next token needs."""
+    """State of a row after its last token."""
 
     tail: jax.Array
-    """[B, taps - 1, H, F]: what went into the convolution last."""
+    """[B, taps - 1, H, F]: the last inputs of the convolution."""
     S: jax.Array
     """[B, H, R, K, V] in at least float32."""
 
@@ -52,7 +53,7 @@ class DeltaRows(NamedTuple):
 
 
 class SharedRowState(NamedTuple):
-    """What all layers find in a batch's rows."""
+    """Arrays derived from a batch's rows, shared by all layers."""
 
     rows: DeltaRows
     chunks: tuple[jax.Array, ...] | None
@@ -60,7 +61,7 @@ class SharedRowState(NamedTuple):
 
 
 class TrialDeltaState(NamedTuple):
-    """A state, and what new tokens bring of which it is not known yet how many will stay."""
+    """A state, and inputs of new tokens of which an unknown number will be accepted."""
 
     old: DeltaState
     m_BTHF: jax.Array
@@ -106,6 +107,7 @@ class GatedDelta(Mixer):
         self.a = PreciseLinear(num_features, num_value_heads, **into)
         conv_F1W = init_std * jax.random.normal(rngs.params(), (width, 1, taps), param_dtype)
         self.conv = nnx.Param(conv_F1W, axes=("heads", None, None))
+        # Small, and summed over whole rows: never rounded to the dtype of the other weights.
         wide = jnp.promote_types(param_dtype, jnp.float32)
         decay_N = jax.random.uniform(
             rngs.params(), (num_value_heads,), wide, minval=0.01, maxval=16.0
@@ -118,17 +120,18 @@ class GatedDelta(Mixer):
         self.key_dim, self.value_dim, self.taps = key_dim, value_dim, taps
         self.impl = impl
 
+    @override
     def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> DeltaState:
-        """See Mixer; however many slots there are."""
+        # Its size does not depend on the number of slots.
         H, R, K, V = self.num_key_heads, self.repeats, self.key_dim, self.value_dim
         tail = jnp.zeros((rows, self.taps - 1, H, 2 * K + R * V), dtype)
         wide = jnp.promote_types(dtype, jnp.float32)
         return DeltaState(tail, jnp.zeros((rows, H, R, K, V), wide))
 
+    @override
     def place_state(
         self, state: DeltaState | TrialDeltaState | None
     ) -> DeltaState | TrialDeltaState | None:
-        """See Mixer."""
         if state is None:
             return None
         if isinstance(state, TrialDeltaState):
@@ -139,24 +142,27 @@ class GatedDelta(Mixer):
             constrain(state.S, "rows", "act_heads", None, None, None),
         )
 
+    @override
     def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
-        """See Mixer: of every token S^T k, k d^T and S^T q, whatever it sees."""
+        # Of every token S^T k, k d^T and S^T q, whatever it sees.
         state = self.num_key_heads * self.repeats * self.key_dim * self.value_dim
         return 6.0 * state * len(spans)
 
+    @override
     def find_shared(self, context: Context) -> SharedRowState:
-        """See Mixer: the chunks of the rows, and what the convolution reads. On a mesh each device
-        finds those of its own."""
+        # The chunks of the rows, and what the convolution reads. On a mesh each device finds those
+        # of its own.
         rows, mesh = as_chains(context), jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
             chunks = find_chunks(rows.until, rows.prev)
             return SharedRowState(rows, chunks, hops_of(context.prev, self.taps))
         return SharedRowState(rows, None, None)
 
+    @override
     def commit_state(
         self, spec: LayerSpec, tried: TrialDeltaState, decoding: Decoding
     ) -> DeltaState:
-        """See Mixer: the rule runs again over the tokens that stay, the projections do not."""
+        # The rule runs again over the tokens that stay, the projections do not.
         T = tried.m_BTHF.shape[1]
         count_B = decoding.end - decoding.start
         until_BT = kept_until(count_B, T)
@@ -177,11 +183,14 @@ class GatedDelta(Mixer):
         m_BTF, z_BTHF, b_BTHR, a_BTHR = self._project(x_BTD, in_place=state is None)
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
         rate_HR, bias_HR = (p[...].astype(wide).reshape(H, R) for p in (self.A_log, self.dt_bias))
+        # In at least float32: decays are summed over chunks, where a bfloat16 would lose small
+        # ones.
         g_BTHR = -jnp.exp(rate_HR) * jax.nn.softplus(a_BTHR.astype(wide) + bias_HR)
         beta_BTHR = jax.nn.sigmoid(b_BTHR.astype(wide))
         if state is None:
             rows, chunks, hops = inputs.shared or SharedRowState(as_chains(context), None, None)
             if rows.lone is not None:
+                # Lone tokens share a chain, so each must forget the state of the one before.
                 g_BTHR = jnp.where(rows.lone[:, :, None, None], FORGETS, g_BTHR)
         else:
             rows, chunks, hops = DeltaRows(context.until, context.prev, None), None, None
@@ -201,18 +210,17 @@ class GatedDelta(Mixer):
         tail = move_tail(state.tail, m_BTHF, decoding.end - decoding.start)
         return y_BTD, DeltaState(tail, S)
 
-    def _into(self) -> tuple[Linear, ...]:
-        """What the features are multiplied by."""
+    def _input_linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.z, self.b, self.a
 
     def fuse_kernels(self) -> None:
-        """See `fused_linear.fuse_kernels`."""
-        fuse_kernels(*self._into())
+        """Fuse the kernels that read the input."""
+        fuse_kernels(*self._input_linears())
 
     def _project(self, x_BTD, in_place: bool):
         """(m [B, T, H F], z, b and a [B, T, H, ...]); in place: with more columns behind those of
         m, if that spares a copy."""
-        linears = self._into()
+        linears = self._input_linears()
         product_BTF = fused_product(x_BTD, *linears) if in_place else None
         if product_BTF is None:
             m_BTF, *rest = multiply_fused(x_BTD, *linears)
@@ -222,10 +230,10 @@ class GatedDelta(Mixer):
         by_head = (*x_BTD.shape[:2], self.num_key_heads, -1)
         return m_BTF, *(y_BTF.reshape(by_head) for y_BTF in rest)
 
-    def _mix(self, m_BTF, g_BTHR, beta_BTHR, rows: DeltaRows, before_BT, state, **found):
-        """(what the heads found [B, T, H, R V], the last S or None), on whatever mesh is set.
+    def _mix(self, m_BTF, g_BTHR, beta_BTHR, rows: DeltaRows, before_BT, state, **shared):
+        """Return (the heads' outputs [B, T, H, R V], the last S or None), on the current mesh.
 
-        before_BT: what the convolution follows, `Context.prev`; found: see `SharedRowState`.
+        before_BT: the convolution's `Context.prev`; shared: fields of `SharedRowState`.
         """
         conv_HFW = self.conv[...].reshape(self.num_key_heads, -1, self.taps)
         run = functools.partial(
@@ -234,8 +242,9 @@ class GatedDelta(Mixer):
         by_row = rows.until, rows.prev, before_BT
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            return run(m_BTF, conv_HFW, g_BTHR, beta_BTHR, *by_row, state, **found)
+            return run(m_BTF, conv_HFW, g_BTHR, beta_BTHR, *by_row, state, **shared)
         m_BTHF = m_BTF.reshape(*m_BTF.shape[:2], self.num_key_heads, -1)
+        # Whole rows on every device: the recurrence cannot be cut along tokens.
         by_token = partition_spec(("rows", None, "row_heads", None), m_BTHF.shape, mesh)
         row_axes, _, heads, _ = by_token
         of_state = DeltaState(by_token, PartitionSpec(row_axes, heads))
@@ -250,13 +259,14 @@ class GatedDelta(Mixer):
                 *[PartitionSpec(row_axes)] * len(by_row),
                 PartitionSpec() if state is None else of_state,
             ),
+            # With `prev` there is no last state; None has no leaves, so any spec fits.
             out_specs=(by_token, PartitionSpec() if is_tree else of_state.S),
             check_vma=False,
         )(m_BTHF, conv_HFW, g_BTHR, beta_BTHR, *by_row, state)
 
 
 def as_chains(context: Context) -> DeltaRows:
-    """Packed rows with tokens that nothing precedes or follows, such as padding, put one behind the
+    """Chain tokens that nothing precedes or follows, such as padding, one behind the
     other: a run of them is one chain, whose tokens must forget what came before.
 
     Each alone would be a chunk of its own; left out, a document of one token would be, too. In rows
@@ -289,7 +299,7 @@ def mix_heads(
     chunks=None,
     hops=None,
 ):
-    """The convolution and the rule on the key heads that are here; m [B, T, H, F], or [B, T, H F]
+    """Apply the convolution and the rule to the local key heads; m [B, T, H, F], or [B, T, H F]
     and maybe more."""
     (B, T), (H, F, _) = m.shape[:2], conv_HFW.shape
     N, V = H * repeats, (F - 2 * key_dim) // repeats
@@ -302,7 +312,7 @@ def mix_heads(
         tail=None if state is None else state.tail,
         hops=hops,
         eps=EPS,
-        # `impl` names a backend of the rule; of this op it only asks for what XLA runs alone.
+        # `impl` names a backend of the rule, which this op may lack; only portable ones count.
         impl=impl if impl in ("xla", "reference") else "auto",
     )
     out_BTNV, S = gated_delta(

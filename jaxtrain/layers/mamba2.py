@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtrain_kernels import causal_conv, ssd
+from typing_extensions import override
 
 from jaxtrain.distributed.sharding import constrain, count_ways, mesh_axes, partition_spec
 from jaxtrain.errors import UserError
@@ -32,16 +33,16 @@ FIRST_STEPS = (1e-3, 1e-1)
 
 
 class MambaState(NamedTuple):
-    """What a row's next token needs."""
+    """State of a row after its last token."""
 
     tail: jax.Array
-    """[B, taps - 1, G, F]: what went into the convolution last."""
+    """[B, taps - 1, G, F]: the last inputs of the convolution."""
     S: jax.Array
     """[B, N, S, P] in at least float32."""
 
 
 class TrialMambaState(NamedTuple):
-    """A state, and what new tokens bring of which it is not known yet how many will stay."""
+    """A state, and inputs of new tokens of which an unknown number will be accepted."""
 
     old: MambaState
     m_BTGF: jax.Array
@@ -49,7 +50,7 @@ class TrialMambaState(NamedTuple):
 
 
 class HeadParameters(NamedTuple):
-    """What the heads are computed with, beside activations; cut like them."""
+    """Parameters of the heads, split like their activations."""
 
     conv_GFW: jax.Array
     bias_GF: jax.Array | None
@@ -104,7 +105,7 @@ class Mamba2(Mixer):
         step_N = jnp.exp(
             jax.random.uniform(rngs.params(), (num_heads,), wide, minval=low, maxval=high)
         )
-        # softplus of it is the step.
+        # The inverse of softplus, so that the first steps are as drawn.
         bias_N = step_N + jnp.log(-jnp.expm1(-step_N))
         self.dt_bias = nnx.Param(bias_N, axes=("heads",))
         self.norm = GroupedRMSNorm(inner, num_groups, eps=norm_eps, param_dtype=param_dtype)
@@ -113,16 +114,17 @@ class Mamba2(Mixer):
         self.num_groups, self.state_dim = num_groups, state_dim
         self.dt_limit, self.impl = dt_limit, impl
 
+    @override
     def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> MambaState:
-        """See Mixer; however many slots there are."""
+        # Its size does not depend on the number of slots.
         N, P, G, S = self.num_heads, self.head_dim, self.num_groups, self.state_dim
         tail = jnp.zeros((rows, self.taps - 1, G, N // G * P + 2 * S), dtype)
         return MambaState(tail, jnp.zeros((rows, N, S, P), jnp.promote_types(dtype, jnp.float32)))
 
+    @override
     def place_state(
         self, state: MambaState | TrialMambaState | None
     ) -> MambaState | TrialMambaState | None:
-        """See Mixer."""
         if state is None:
             return None
         if isinstance(state, TrialMambaState):
@@ -134,14 +136,16 @@ class Mamba2(Mixer):
             constrain(state.S, "rows", "act_heads", None, None),
         )
 
+    @override
     def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
-        """See Mixer: of every token B x^T and S^T C, whatever it sees."""
+        # Of every token B x^T and S^T C, whatever it sees.
         return 4.0 * self.num_heads * self.head_dim * self.state_dim * len(spans)
 
+    @override
     def commit_state(
         self, spec: LayerSpec, tried: TrialMambaState, decoding: Decoding
     ) -> MambaState:
-        """See Mixer: the recurrence runs again over those that stay, the projections do not."""
+        # The recurrence runs again over those that stay, the projections do not.
         T = tried.m_BTGF.shape[1]
         count_B = decoding.end - decoding.start
         until_BT = kept_until(count_B, T)
@@ -182,7 +186,7 @@ class Mamba2(Mixer):
         return y_BTD, MambaState(tail, S)
 
     def _mix(self, m_BTGF, dt_BTN, until_BT, prev_BT, state):
-        """(what the heads found [B, T, N P], the last S or None), on whatever mesh is set."""
+        """Return (the heads' outputs [B, T, N P], the last S or None), on the current mesh."""
         B, T, G, _ = m_BTGF.shape
         wide = dt_BTN.dtype
         share = HeadParameters(
@@ -235,17 +239,19 @@ def divide_groups(x: jax.Array, *, parts: int, state_dim: int, axis: int) -> jax
     share of the heads and B and C again."""
     if parts == 1:
         return x
-    at = axis + 1
-    cut = x.shape[at] - 2 * state_dim
-    heads, shared = jnp.split(x, [cut], axis=at)
-    shape = (*x.shape[:axis], x.shape[axis] * parts, cut // parts, *x.shape[at + 1 :])
-    return jnp.concatenate([heads.reshape(shape), jnp.repeat(shared, parts, axis=axis)], axis=at)
+    group_dim = axis + 1
+    cut = x.shape[group_dim] - 2 * state_dim
+    heads, shared = jnp.split(x, [cut], axis=group_dim)
+    shape = (*x.shape[:axis], x.shape[axis] * parts, cut // parts, *x.shape[group_dim + 1 :])
+    return jnp.concatenate(
+        [heads.reshape(shape), jnp.repeat(shared, parts, axis=axis)], axis=group_dim
+    )
 
 
 def mix_heads(
     m_BTGF, share: HeadParameters, dt_BTN, until_BT, prev_BT, state, *, head_dim, state_dim, impl
 ):
-    """The convolution and the recurrence of the groups that are here: see `Mamba2._mix`."""
+    """Apply the convolution and the recurrence to the local groups: see `Mamba2._mix`."""
     B, T, G, F = m_BTGF.shape
     N, wide = dt_BTN.shape[2], dt_BTN.dtype
     tail = None if state is None else state.tail.reshape(B, -1, G * F)
@@ -263,7 +269,7 @@ def mix_heads(
     )
     past_BTN = jnp.broadcast_to(share.D_N, dt_BTN.shape)
     if state is None:
-        # A document of one token looks like padding and is left out: it finds what it brings.
+        # A document of one token looks like padding and is left out: add its own contribution.
         used_BT = until_BT > jnp.arange(T, dtype=jnp.int32)
         own_BTG = (B_BTGS.astype(wide) * C_BTGS.astype(wide)).sum(-1)
         own_BTN = jnp.repeat(own_BTG, N // G, axis=2) * dt_BTN

@@ -5,9 +5,9 @@
     k, v = c W_kvb                              a head P, then V   [.., N, P], [.., N, V]
     scores = [q_P | rope(q_R)] . [k | rope(r)]: r is the same for all heads
 
-All that keys and values of a token are made of is its latent [c | rope(r)], so that alone is kept.
-Packed rows and prompts expand it by W_kvb; a few new tokens of a row bring their queries into the
-latent's space instead, and what the heads found out of it again ("absorbed"):
+Keys and values of a token are functions of its latent [c | rope(r)], so only that is cached.
+Packed rows and prompts expand it by W_kvb; a few new tokens of a row map their queries into the
+latent's space instead, and the heads' outputs back ("absorbed"):
 
     q' = q_P W_k^T;  scores = [q' | rope(q_R)] . latent;  out = (softmax(scores) c) W_v
 
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from typing_extensions import override
 
 from jaxtrain.distributed.sharding import constrain
 from jaxtrain.layers.fused_linear import fuse_kernels, multiply_fused
@@ -35,15 +36,15 @@ from jaxtrain.layers.sharded_attention import attend
 
 
 class Latents(NamedTuple):
-    """What keys and values of earlier tokens are made of: slot p is position p."""
+    """Latents of earlier tokens: slot p is position p."""
 
     latent: jax.Array
-    """[B, S, L]: c behind its norm and the rotated r."""
+    """[B, S, L]: normalized c and rotated r."""
 
 
 class PackedLatents(NamedTuple):
-    """The same of packed rows and what goes on behind any of their tokens: no slot stands for a
-    position, and who sees it the context alone says."""
+    """Latents of packed rows and of continuations from any of their tokens: no slot stands for a
+    position; the context alone defines the mask."""
 
     latent: jax.Array
     """[B, S, L]."""
@@ -101,35 +102,37 @@ class LatentAttention(Mixer):
         self.kv_norm = norm(latent_rank)
         expanded = num_heads * (plain_dim + value_dim)
         self.kv_b = linear(latent_rank, expanded, axes=("embed", "heads"))
-        found = num_heads * value_dim
-        self.out = linear(found, num_features, axes=("heads", "embed"), use_bias=use_bias)
+        inner_dim = num_heads * value_dim
+        self.out = linear(inner_dim, num_features, axes=("heads", "embed"), use_bias=use_bias)
         self.num_heads, self.plain_dim, self.rotated_dim = num_heads, plain_dim, rotated_dim
         self.value_dim, self.latent_rank = value_dim, latent_rank
         self.adjacent, self.position_scale = adjacent, position_scale
         self.scale = (plain_dim + rotated_dim) ** -0.5 if scale is None else scale
         self.impl = impl
 
+    @override
     def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> Latents:
-        """See Mixer."""
         return Latents(jnp.zeros((rows, slots, self.latent_rank + self.rotated_dim), dtype))
 
+    @override
     def init_packed(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> PackedLatents:
-        """See Mixer."""
         return PackedLatents(*self.init_state(spec, rows, slots, dtype))
 
+    @override
     def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
-        """See Mixer: QK and PV of every visible pair, expanded."""
+        # QK and PV of every visible pair, expanded.
         width = self.plain_dim + self.rotated_dim + self.value_dim
         return 2.0 * self.num_heads * width * int(spans.sum())
 
+    @override
     def commit_state(self, spec: LayerSpec, tried: Latents, decoding: Decoding) -> Latents:
-        """See Mixer: slots behind `decoding.end` are dead already."""
+        # Slots behind `decoding.end` are dead already.
         return tried
 
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: Latents | PackedLatents | None = None
     ) -> tuple[jax.Array, Latents | PackedLatents | None]:
-        assert inputs.spec.window is None, "latents are kept of all tokens"
+        assert inputs.spec.window is None, "latent attention has no window"
         context, decoding = inputs.context, inputs.decoding
         q_BTNH, latent_BTL = self._project(x_BTD, inputs)
         T, few = q_BTNH.shape[1], False
@@ -143,33 +146,32 @@ class LatentAttention(Mixer):
             out_BTNV = self._attend_absorbed(q_BTNH, state.latent, decoding)
         else:
             k_BSNH, v_BSNV = self._expand(latent_BTL if state is None else state.latent)
-            see = {"scale": self.scale, "impl": self.impl}
-            out_BTNV = attend(q_BTNH, k_BSNH, v_BSNV, context, **see)
+            options = {"scale": self.scale, "impl": self.impl}
+            out_BTNV = attend(q_BTNH, k_BSNH, v_BSNV, context, **options)
         y_BTD = self.out(out_BTNV.reshape(*out_BTNV.shape[:2], -1))
         return constrain(y_BTD, "rows", "sequence", "features"), state
 
-    def _into(self) -> tuple[Linear, Linear]:
-        """What the features are multiplied by."""
+    def _input_linears(self) -> tuple[Linear, Linear]:
         return self.q if self.q_a is None else self.q_a, self.kv_a
 
     def fuse_kernels(self) -> None:
-        """See `fused_linear.fuse_kernels`."""
-        fuse_kernels(*self._into())
+        """Fuse the kernels that read the input."""
+        fuse_kernels(*self._input_linears())
 
     def _project(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
         """(queries [B, T, N, P + R], latents [B, T, L])."""
         x_BTD = constrain(x_BTD, "rows", "length", "features")
-        asked_BTF, kept_BTL = multiply_fused(x_BTD, *self._into())
+        q_BTF, latent_in_BTL = multiply_fused(x_BTD, *self._input_linears())
         if self.q_a is not None:
-            asked_BTF = self.q(self.q_norm(asked_BTF))
-        q_BTNH = self._heads(asked_BTF)
-        plain_BTNP, turned_BTNR = jnp.split(q_BTNH, [self.plain_dim], axis=-1)
-        turned_BTNR = self._rotate(turned_BTNR, inputs.angles)
-        q_BTNH = jnp.concatenate([plain_BTNP, turned_BTNR], axis=-1)
+            q_BTF = self.q(self.q_norm(q_BTF))
+        q_BTNH = self._heads(q_BTF)
+        plain_BTNP, rotated_BTNR = jnp.split(q_BTNH, [self.plain_dim], axis=-1)
+        rotated_BTNR = self._rotate(rotated_BTNR, inputs.angles)
+        q_BTNH = jnp.concatenate([plain_BTNP, rotated_BTNR], axis=-1)
         if self.position_scale is not None:
             scale_BT = self.position_scale(inputs.context.positions, q_BTNH.dtype)
             q_BTNH = q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)
-        c_BTC, r_BTR = jnp.split(kept_BTL, [self.latent_rank], axis=-1)
+        c_BTC, r_BTR = jnp.split(latent_in_BTL, [self.latent_rank], axis=-1)
         r_BTR = self._rotate(r_BTR[:, :, None], inputs.angles)[:, :, 0]
         latent_BTL = jnp.concatenate([self.kv_norm(c_BTC), r_BTR], axis=-1)
         # A remat policy that saves this name expands it again, which is cheap.
@@ -181,8 +183,8 @@ class LatentAttention(Mixer):
     def _expand(self, latent_BSL: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(keys [B, S, N, P + R], values [B, S, N, V]) of latents."""
         c_BSC, r_BSR = jnp.split(latent_BSL, [self.latent_rank], axis=-1)
-        both_BSNF = self._heads(self.kv_b(c_BSC.astype(self.kv_b.dtype)))
-        k_BSNP, v_BSNV = jnp.split(both_BSNF, [self.plain_dim], axis=-1)
+        kv_BSNF = self._heads(self.kv_b(c_BSC.astype(self.kv_b.dtype)))
+        k_BSNP, v_BSNV = jnp.split(kv_BSNF, [self.plain_dim], axis=-1)
         shape = (*k_BSNP.shape[:-1], self.rotated_dim)
         r_BSNR = jnp.broadcast_to(r_BSR.astype(k_BSNP.dtype)[:, :, None], shape)
         return jnp.concatenate([k_BSNP, r_BSNR], axis=-1), v_BSNV
@@ -192,15 +194,15 @@ class LatentAttention(Mixer):
         kernel_CF = self.kv_b.matrix(self.latent_rank)
         kernel_CNF = kernel_CF.reshape(self.latent_rank, self.num_heads, -1)
         keys_CNP, values_CNV = jnp.split(kernel_CNF, [self.plain_dim], axis=-1)
-        plain_BTNP, turned_BTNR = jnp.split(q_BTNH, [self.plain_dim], axis=-1)
+        plain_BTNP, rotated_BTNR = jnp.split(q_BTNH, [self.plain_dim], axis=-1)
         absorbed_BTNC = jnp.einsum("BTNP,CNP->BTNC", plain_BTNP, keys_CNP)
-        q_BTNL = jnp.concatenate([absorbed_BTNC, turned_BTNR], axis=-1)
+        q_BTNL = jnp.concatenate([absorbed_BTNC, rotated_BTNR], axis=-1)
         q_BTNL = constrain(q_BTNL, "rows", None, "act_heads", None)
         seen = visible_slots(latent_BSL.shape[1], q_BTNH.shape[1], decoding)
-        found_BTNC = attend_latents(
+        out_BTNC = attend_latents(
             q_BTNL, latent_BSL, *seen, num_values=self.latent_rank, scale=self.scale
         )
-        return jnp.einsum("BTNC,CNV->BTNV", found_BTNC, values_CNV)
+        return jnp.einsum("BTNC,CNV->BTNV", out_BTNC, values_CNV)
 
     def _heads(self, x_BTF: jax.Array) -> jax.Array:
         x_BTNH = x_BTF.reshape(*x_BTF.shape[:2], self.num_heads, -1)
@@ -234,10 +236,10 @@ def attend_latents(
     weight_BTNS = jnp.exp(score_BTNS - score_BTNS.max(-1, keepdims=True))
     weight_BTNS = jnp.where(seen_BT1S, weight_BTNS, 0.0)
     total_BTN1 = weight_BTNS.sum(-1, keepdims=True)
-    found_BTNC = jnp.einsum(
+    out_BTNC = jnp.einsum(
         "BTNS,BSC->BTNC",
         weight_BTNS.astype(q_BTNL.dtype),
         latent_BSL[..., :num_values],
         preferred_element_type=wide,
     )
-    return (found_BTNC / jnp.where(total_BTN1 == 0, 1.0, total_BTN1)).astype(q_BTNL.dtype)
+    return (out_BTNC / jnp.where(total_BTN1 == 0, 1.0, total_BTN1)).astype(q_BTNL.dtype)

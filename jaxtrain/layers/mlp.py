@@ -56,25 +56,25 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         x_BTD = constrain(x_BTD, "rows", "length", "features")
-        h_BTF = self._open(x_BTD)
+        h_BTF = self._hidden(x_BTD)
         y_BTD = self.down(constrain(h_BTF, "rows", "length", "act_mlp"))
         return constrain(y_BTD, "rows", "sequence", "features")
 
-    def _open(self, x_BTD: jax.Array) -> jax.Array:
+    def _hidden(self, x_BTD: jax.Array) -> jax.Array:
         """[..., F], behind the activation."""
         return activated(self.up(x_BTD), self.activation)
 
 
 class GatedMLP(MLP):
-    """The same with a gate beside `up`, which the activation is for."""
+    """An MLP with a gate, which the activation applies to: down(act(gate(x)) * up(x))."""
 
     is_gated = True
 
     def fuse_kernels(self) -> None:
-        """See `fused_linear.fuse_kernels`."""
+        """Fuse the kernels that read the input."""
         fuse_kernels(self.gate, self.up)
 
-    def _open(self, x_BTD: jax.Array) -> jax.Array:
+    def _hidden(self, x_BTD: jax.Array) -> jax.Array:
         return gated(*multiply_fused(x_BTD, self.gate, self.up), self.activation)
 
 

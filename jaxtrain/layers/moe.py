@@ -1,4 +1,4 @@
-"""MoE: a mixture of experts in the place of a dense MLP, dropless.
+"""MoE: a dropless mixture of experts in place of a dense MLP.
 
 Every token reaches all experts that its router chose, however many others chose them, so a token's
 result does not depend on its neighbors and a packed tree equals its branches.
@@ -46,7 +46,7 @@ class SharedGate(nnx.Module):
     """[..., D] -> [..., 1]: how much of the shared expert a token gets, in (0, 1)."""
 
     token_share = 1.0
-    """As of a Linear."""
+    """See `Linear.token_share`."""
 
     def __init__(self, num_features: int, *, init_std, param_dtype, dtype, rngs: nnx.Rngs):
         kernel_D1 = init_std * jax.random.normal(rngs.params(), (num_features, 1), param_dtype)
@@ -114,15 +114,15 @@ class MoE(nnx.Module):
         self,
         x_BTD: jax.Array,
         context: Context,
-        given_BTK: jax.Array | None = None,
+        replayed_BTK: jax.Array | None = None,
         routed_BTD: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(result, what is noted: see `note_choice` and `through_experts`).
+        """Return (result, notes of `note_choice` and `through_experts`).
 
-        given_BTK: experts to go to in the place of the router's choice, as `choose` takes them.
+        replayed_BTK: experts that replace the router's choice; see `choose`.
         routed_BTD: what the router reads, where that is not x.
         """
-        choice = self.router(x_BTD if routed_BTD is None else routed_BTD, given_BTK)
+        choice = self.router(x_BTD if routed_BTD is None else routed_BTD, replayed_BTK)
         y_BTD = x_BTD if self.latent_in is None else self.latent_in(x_BTD)
         y_BTD, notes = through_experts(
             y_BTD,
@@ -141,7 +141,7 @@ class MoE(nnx.Module):
                 shared_BTD = self.shared_gate(x_BTD) * shared_BTD
             y_BTD = y_BTD + shared_BTD
         y_BTD = constrain(y_BTD, "rows", "sequence", "features")
-        return y_BTD, {**note_choice(choice, context, given_BTK), **notes}
+        return y_BTD, {**note_choice(choice, context, replayed_BTK), **notes}
 
 
 def use_transport(model: nnx.Module, transport: Transport, impl: str) -> None:

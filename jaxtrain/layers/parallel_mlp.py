@@ -1,4 +1,4 @@
-"""ParallelMLP: a dense MLP and experts beside it, each between norms of its own (Gemma 4).
+"""ParallelMLP: a dense MLP and experts in parallel, each between its own norms (Gemma 4).
 
 out_norm(dense(norm x)) + experts_out_norm(experts(experts_norm x; chosen by x))
 """
@@ -30,9 +30,11 @@ class ParallelMLP(nnx.Module):
         self.experts_norm, self.experts_out_norm = experts_norm, experts_out_norm
 
     def __call__(
-        self, x_BTD: jax.Array, context: Context, given_BTK: jax.Array | None = None
+        self, x_BTD: jax.Array, context: Context, replayed_BTK: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(result, what the experts note); see `MoE`."""
+        """Return (result, the experts' notes); see `MoE`."""
         dense_BTD = self.out_norm(self.dense(self.norm(x_BTD)))
-        y_BTD, noted = self.experts(self.experts_norm(x_BTD), context, given_BTK, routed_BTD=x_BTD)
+        y_BTD, noted = self.experts(
+            self.experts_norm(x_BTD), context, replayed_BTK, routed_BTD=x_BTD
+        )
         return dense_BTD + self.experts_out_norm(y_BTD), noted

@@ -1,4 +1,4 @@
-"""What Gemma 3n and 4 give each layer beside the hidden states: numbers of its own of every token.
+"""Per-layer inputs of Gemma 3n and 4: features of every token for each layer.
 
     e[l] = (norm(W_l x0 / sqrt(D)) + table[token, l] sqrt(P)) / sqrt(2)      once, for all layers
     x + norm(W_out (act(W_gate x) * e[l]))                                   at the end of layer l
@@ -48,10 +48,10 @@ class PerLayerInputs(nnx.Module):
             return constrain(y_BTLP, "rows", "sequence", None, None)
 
         # Plain numbers take the dtype of what they are multiplied with.
-        said_BTLP = self.norm(split(self.projection(x_BTD) * x_BTD.shape[-1] ** -0.5))
-        known_BTLP = split(self.embed(tokens_BT))
-        known_BTLP *= jnp.asarray(known_BTLP.shape[-1] ** 0.5, known_BTLP.dtype)
-        return jnp.moveaxis((said_BTLP + known_BTLP) * 2**-0.5, 2, 0)
+        projected_BTLP = self.norm(split(self.projection(x_BTD) * x_BTD.shape[-1] ** -0.5))
+        embedded_BTLP = split(self.embed(tokens_BT))
+        embedded_BTLP *= jnp.asarray(embedded_BTLP.shape[-1] ** 0.5, embedded_BTLP.dtype)
+        return jnp.moveaxis((projected_BTLP + embedded_BTLP) * 2**-0.5, 2, 0)
 
 
 class PerLayerGate(nnx.Module):
@@ -78,5 +78,5 @@ class PerLayerGate(nnx.Module):
         self.norm = norm(num_features, eps=eps, param_dtype=param_dtype)
         self.activation = activation
 
-    def __call__(self, x_BTD: jax.Array, own_BTP: jax.Array) -> jax.Array:
-        return self.norm(self.out(gated(self.gate(x_BTD), own_BTP, self.activation)))
+    def __call__(self, x_BTD: jax.Array, layer_input_BTP: jax.Array) -> jax.Array:
+        return self.norm(self.out(gated(self.gate(x_BTD), layer_input_BTP, self.activation)))

@@ -1,4 +1,5 @@
-"""What layers with a state and a convolution before it share: which tokens count, and its tail.
+"""Shared by layers with a convolution before a state: which tokens count, and the convolution's
+tail.
 
 Letters: B rows, T tokens, H key heads or groups, F features of one.
 """
@@ -14,7 +15,7 @@ def used_until(context: Context) -> jax.Array:
 
 
 def kept_until(count_B: jax.Array, T: int) -> jax.Array:
-    """`until` of rows of T new tokens of which the first `count` stay; int32 [B, T]."""
+    """`until` of rows of T new tokens of which the first `count` are accepted; int32 [B, T]."""
     token_T = jnp.arange(T, dtype=jnp.int32)
     return jnp.where(token_T < count_B[:, None], T, 0).astype(jnp.int32)
 

@@ -52,30 +52,30 @@ class Angles(NamedTuple):
 def frequencies(
     head_dim: int,
     rope: Mapping[str, Any],
-    known: Collection[str] = (),
+    family_keys: Collection[str] = (),
     longest: int = 0,
     row_tokens: int = 0,
 ) -> tuple[np.ndarray, float]:
     """(inverse frequencies float64 [dims/2], factor on cos and sin) for Hugging Face's parameters.
 
-    `rope` holds rope_type, rope_theta and what the type needs (REQUIRED, OPTIONAL); known: further
-    keys that the family reads, such as partial_rotary_factor, the share of dims that are rotated,
-    or alpha. longest: the positions that a model is made for; row_tokens: those that it will see,
-    where these are fewer, by which "longrope" chooses. Raises UserError for another type, a missing
-    or an unknown key.
+    `rope` holds rope_type, rope_theta and what the type needs (REQUIRED, OPTIONAL); family_keys:
+    further keys that the family reads, such as partial_rotary_factor, the share of dims that are
+    rotated, or alpha. longest: the positions that a model is made for; row_tokens: those that it
+    will see, where these are fewer, by which "longrope" chooses. Raises UserError for another type,
+    a missing or an unknown key.
     """
     kind = rope.get("rope_type", "default")
-    if kind not in REQUIRED or (kind == "dynamic" and "alpha" not in known):
-        kinds = sorted(REQUIRED if "alpha" in known else {*REQUIRED} - {"dynamic"})
+    if kind not in REQUIRED or (kind == "dynamic" and "alpha" not in family_keys):
+        kinds = sorted(REQUIRED if "alpha" in family_keys else {*REQUIRED} - {"dynamic"})
         raise UserError(f"rope_type={kind!r} is not supported; supported: {kinds}")
-    given = {key for key, value in rope.items() if value is not None}
+    set_keys = {key for key, value in rope.items() if value is not None}
     missing = REQUIRED[kind] | {"rope_theta"}
-    missing -= given
+    missing -= set_keys
     if missing:
         raise UserError(f"rope_type={kind!r} needs the keys {sorted(missing)}; found {dict(rope)}")
-    unknown = given - REQUIRED[kind] - OPTIONAL[kind] - {"rope_type", "type", "rope_theta"}
+    unknown = set_keys - REQUIRED[kind] - OPTIONAL[kind] - {"rope_type", "type", "rope_theta"}
     unknown -= {"partial_rotary_factor"} if rope.get("partial_rotary_factor") == 1.0 else set()
-    unknown -= {*known}
+    unknown -= {*family_keys}
     if kind == "default":  # left over by a scaling that was switched off; has no effect there
         unknown -= {"factor", "original_max_position_embeddings"}
     if unknown:
@@ -180,8 +180,8 @@ def angles(
 ) -> Angles:
     """Angles of int32 positions [B, T], in float32 or, for a float64 `dtype`, float64."""
     wide = jnp.promote_types(dtype, jnp.float32)
-    turn = positions_BT[..., None].astype(wide) * jnp.asarray(frequency, wide)
-    return Angles(jnp.cos(turn) * factor, jnp.sin(turn) * factor)
+    angle_BTR = positions_BT[..., None].astype(wide) * jnp.asarray(frequency, wide)
+    return Angles(jnp.cos(angle_BTR) * factor, jnp.sin(angle_BTR) * factor)
 
 
 def rotate(x_BTNH: jax.Array, angles: Angles, adjacent: bool = False) -> jax.Array:
@@ -208,7 +208,7 @@ class PositionScale(NamedTuple):
 
     @classmethod
     def from_rope(cls, rope: Mapping[str, Any]) -> "PositionScale | None":
-        """What Hugging Face's parameters say of it, or None."""
+        """Read Hugging Face's parameters; None if they have no such scale."""
         beta, length = (
             rope.get("llama_4_scaling_beta"),
             rope.get("original_max_position_embeddings"),

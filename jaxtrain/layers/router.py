@@ -1,4 +1,4 @@
-"""Router: which experts a token goes to, and how much each of them counts.
+"""Router: the experts of each token, and their weights.
 
 Every family's router is `choose` with a `RoutingOptions` of its own:
 
@@ -28,7 +28,7 @@ SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class ExpertChoice(NamedTuple):
-    """Where tokens go."""
+    """Experts of tokens."""
 
     experts: jax.Array
     """int32 [..., k], all different."""
@@ -38,13 +38,14 @@ class ExpertChoice(NamedTuple):
     """[..., E] summing to 1: what the balance is measured on."""
     lse: jax.Array
     """[...] logsumexp of the logits, at least float32."""
-    own: jax.Array
-    """int32 [..., k]: what the router would have chosen; `experts` but where these were given."""
+    routed: jax.Array
+    """int32 [..., k]: the router's own choice, which differs from `experts` where these are
+    replayed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingOptions:
-    """How logits become a choice.
+    """Options of `choose`.
 
     "softmax" that is normalized is a softmax over the chosen logits alone (Mixtral, gpt-oss,
     Granite); a sigmoid with a bias on the choice is DeepSeek-V3's router (arXiv:2412.19437).
@@ -56,17 +57,17 @@ class RoutingOptions:
     """A key of SCORES."""
     groups: int = 1
     top_groups: int = 1
-    """Only experts of that many of the groups are candidates, those of the greatest strength."""
+    """Only experts of this many groups, those of the greatest strength, are candidates."""
     strength: int = 2
-    """How many of a group's best candidates are summed for it."""
+    """Number of a group's best candidates whose scores are summed."""
     normalize: bool = False
     """The gates of a token are divided by their sum."""
     min_sum: float = 0.0
     """A smaller sum than this counts as this (ERNIE)."""
     eps: float = 1e-20
-    """What is added to the sum."""
+    """Added to the sum."""
     scale: float = 1.0
-    """What gates are multiplied with at the end."""
+    """Factor on the gates, applied last."""
     logit_cap: float | None = None
     """cap * tanh(logits / cap) takes their place."""
 
@@ -80,66 +81,72 @@ def choose(
     *,
     choice_bias: jax.Array | None = None,
     expert_scale: jax.Array | None = None,
-    given: jax.Array | None = None,
+    replayed: jax.Array | None = None,
 ) -> ExpertChoice:
-    """The choice that a router of these logits [..., E] makes.
+    """Choose experts by logits [..., E].
 
     choice_bias [E] is added to scores for the choice only, so gates never hold it and it has no
     gradient. Candidates of closed groups are at -inf, which a biased score may lie far below 0.
-    expert_scale [E]: what the gate of each expert is multiplied with. given: int32 [..., k],
+    expert_scale [E]: what the gate of each expert is multiplied with. replayed: int32 [..., k],
     experts chosen elsewhere, whose gates are computed here; a token with a negative one, or one
     twice, goes where it would.
     """
     if routing.logit_cap is not None:
         logits = routing.logit_cap * jnp.tanh(logits / routing.logit_cap)
+    # In the logits' dtype, at least float32: a rounding error could send a token to another expert.
     scores = SCORES[routing.score](logits)
-    wanted = jax.lax.stop_gradient(scores)
+    # Gradients flow through the gates only; top_k has none to its indices.
+    priority = jax.lax.stop_gradient(scores)
     if choice_bias is not None:
-        wanted = wanted + jax.lax.stop_gradient(choice_bias).astype(scores.dtype)
+        priority = priority + jax.lax.stop_gradient(choice_bias).astype(scores.dtype)
     if routing.top_groups < routing.groups:
-        wanted = _close_groups(wanted, routing)
-    experts = own = _best(wanted, routing.top)
-    if given is not None:
-        experts = jnp.where(_are_experts(given), given.astype(experts.dtype), experts)
+        priority = _close_groups(priority, routing)
+    experts = routed = _best(priority, routing.top)
+    if replayed is not None:
+        experts = jnp.where(_are_experts(replayed), replayed.astype(experts.dtype), experts)
+    # From the unbiased scores: the choice bias balances load and must not scale outputs.
     gates = jnp.take_along_axis(scores, experts, axis=-1)
     if routing.normalize:
         total = gates.sum(-1, keepdims=True)
         if routing.min_sum:
             total = jnp.maximum(total, routing.min_sum)
+        # A sum of sigmoids can underflow to 0.
         gates = gates / (total + routing.eps)
     if routing.scale != 1:
         gates = gates * routing.scale
     if expert_scale is not None:
         gates = gates * expert_scale.astype(gates.dtype)[experts]
     probs = scores if routing.score == "softmax" else scores / scores.sum(-1, keepdims=True)
-    return ExpertChoice(experts, gates, probs, jax.nn.logsumexp(logits, axis=-1), own)
+    return ExpertChoice(experts, gates, probs, jax.nn.logsumexp(logits, axis=-1), routed)
 
 
-def _are_experts(given: jax.Array) -> jax.Array:
+def _are_experts(ids: jax.Array) -> jax.Array:
     """bool [..., 1]: whether each token has k experts there, none of them twice."""
-    ascending = jnp.sort(given, axis=-1)
+    ascending = jnp.sort(ids, axis=-1)
+    # Replayed choices of another precision or engine may be incomplete: those tokens are routed
+    # here.
     differ = (ascending[..., 1:] != ascending[..., :-1]).all(-1, keepdims=True)
     return differ & (ascending[..., :1] >= 0)
 
 
-def _best(wanted: jax.Array, top: int) -> jax.Array:
-    """int32 [..., top]: the experts of the greatest `wanted` [..., E], every device for its own
-    tokens. Left alone, the partitioner gathers the scores of all."""
+def _best(priority: jax.Array, top: int) -> jax.Array:
+    """Return int32 [..., top]: the experts of the greatest `priority` [..., E], every device for
+    its own tokens. Left alone, the partitioner gathers the scores of all."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or wanted.ndim != 3:
-        return jax.lax.top_k(wanted, top)[1]
-    spec = partition_spec(("rows", "length", None), wanted.shape, mesh)
-    best = lambda wanted: jax.lax.top_k(wanted, top)[1]  # noqa: E731
-    return jax.shard_map(best, in_specs=spec, out_specs=spec, check_vma=False)(wanted)
+    if mesh.empty or mesh.size == 1 or priority.ndim != 3:
+        return jax.lax.top_k(priority, top)[1]
+    spec = partition_spec(("rows", "length", None), priority.shape, mesh)
+    best = lambda priority: jax.lax.top_k(priority, top)[1]  # noqa: E731
+    return jax.shard_map(best, in_specs=spec, out_specs=spec, check_vma=False)(priority)
 
 
-def _close_groups(wanted: jax.Array, routing: RoutingOptions) -> jax.Array:
-    """`wanted` [..., E] with -inf in all but the strongest groups."""
-    grouped = wanted.reshape(*wanted.shape[:-1], routing.groups, -1)
+def _close_groups(priority: jax.Array, routing: RoutingOptions) -> jax.Array:
+    """`priority` [..., E] with -inf in all but the strongest groups."""
+    grouped = priority.reshape(*priority.shape[:-1], routing.groups, -1)
     strength = jax.lax.top_k(grouped, min(routing.strength, grouped.shape[-1]))[0].sum(-1)
     chosen = _best(strength, routing.top_groups)
     is_open = (chosen[..., None] == jnp.arange(routing.groups, dtype=jnp.int32)).any(-2)
-    return jnp.where(is_open[..., None], grouped, -jnp.inf).reshape(wanted.shape)
+    return jnp.where(is_open[..., None], grouped, -jnp.inf).reshape(priority.shape)
 
 
 class Router(nnx.Module):
@@ -153,7 +160,7 @@ class Router(nnx.Module):
     """
 
     token_share = 1.0
-    """As of a Linear."""
+    """See `Linear.token_share`."""
 
     def __init__(
         self,
@@ -176,9 +183,9 @@ class Router(nnx.Module):
         kernel_DE = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
         self.kernel = nnx.Param(kernel_DE, axes=("embed", None))
 
-        def vector(wanted: bool, value: float, dtype: Dtype) -> nnx.Param | None:
+        def vector(enabled: bool, value: float, dtype: Dtype) -> nnx.Param | None:
             full_E = jnp.full((num_experts,), value, dtype)
-            return nnx.Param(full_E, axes=("norm",)) if wanted else None
+            return nnx.Param(full_E, axes=("norm",)) if enabled else None
 
         self.bias = vector(logit_bias, 0, param_dtype)
         self.choice_bias = vector(choice_bias, 0, floats)
@@ -187,8 +194,8 @@ class Router(nnx.Module):
         self.routing, self.wide = routing, wide
         self.dtype = jnp.dtype(dtype)
 
-    def __call__(self, x: jax.Array, given: jax.Array | None = None) -> ExpertChoice:
-        """given: see `choose`."""
+    def __call__(self, x: jax.Array, replayed: jax.Array | None = None) -> ExpertChoice:
+        """replayed: see `choose`."""
         if self.norm is not None:
             x = self.norm(x)
         if self.input_scale != 1:
@@ -210,5 +217,5 @@ class Router(nnx.Module):
             self.routing,
             choice_bias=None if self.choice_bias is None else self.choice_bias[...],
             expert_scale=None if self.expert_scale is None else self.expert_scale[...],
-            given=given,
+            replayed=replayed,
         )

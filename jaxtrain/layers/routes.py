@@ -15,13 +15,13 @@ from jaxtrain.layers.stack import Stack
 
 def find_routers(stack: Stack) -> dict[str, tuple[str, Router]]:
     """{kind of layers: (path within its block, router)}, of shapes or arrays."""
-    found = {}
+    routers = {}
     for spec, block in zip(stack.specs, stack.blocks(), strict=True):
-        if spec.kind not in found:
+        if spec.kind not in routers:
             for path, node in nnx.iter_graph(block):
                 if isinstance(node, Router):
-                    found[spec.kind] = ".".join(map(str, path)), node
-    return found
+                    routers[spec.kind] = ".".join(map(str, path)), node
+    return routers
 
 
 def by_layer(stack: Stack, stream_BTR: jax.Array | None) -> jax.Array | None:
@@ -30,16 +30,16 @@ def by_layer(stack: Stack, stream_BTR: jax.Array | None) -> jax.Array | None:
     if stream_BTR is None:
         return None
     kinds = find_routers(stack)
-    places = list(itertools.accumulate(int(spec.kind in kinds) for spec in stack.specs))
+    counts = list(itertools.accumulate(int(spec.kind in kinds) for spec in stack.specs))
     missing = jnp.iinfo(stream_BTR.dtype).max
-    given_BTR = jnp.where(stream_BTR == missing, -1, stream_BTR.astype(jnp.int32))
-    given_BTMk = given_BTR.reshape(*stream_BTR.shape[:-1], places[-1], -1)
-    which_L = jnp.array([max(place - 1, 0) for place in places], jnp.int32)
-    return jnp.moveaxis(given_BTMk, 2, 0)[which_L]
+    replayed_BTR = jnp.where(stream_BTR == missing, -1, stream_BTR.astype(jnp.int32))
+    replayed_BTMk = replayed_BTR.reshape(*stream_BTR.shape[:-1], counts[-1], -1)
+    index_L = jnp.array([max(count - 1, 0) for count in counts], jnp.int32)
+    return jnp.moveaxis(replayed_BTMk, 2, 0)[index_L]
 
 
 def flatten_routes(routed_MBTk: jax.Array | None) -> jax.Array | None:
-    """[B, T, R] of what M layers noted."""
+    """Concatenate the choices of M layers to [B, T, R]."""
     if routed_MBTk is None:
         return None
     M, B, T, k = routed_MBTk.shape

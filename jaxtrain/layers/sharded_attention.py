@@ -1,4 +1,4 @@
-"""The shard_map around attention's kernels: each device its rows, its heads, its queries.
+"""The shard_map around attention's kernels: each device has its rows, heads and queries.
 
 Keys and values of a row are gathered over the context axis; the tree mask stays exact, because
 every key carries the interval of queries that see it and intervals are shifted, not cut. A causal
@@ -36,7 +36,7 @@ def attend(
     impl: str = "auto",
     **options,
 ) -> jax.Array:
-    """`jaxtrain_kernels.attention` on whatever mesh is set; options (window, softcap, scale) are
+    """`jaxtrain_kernels.attention` on the current mesh; options (window, softcap, scale) are
     the kernel's; sinks [N]. Returns [B, T, N, H], placed as q."""
     op, context = functools.partial(attention_op, impl=impl, **options), context._replace(prev=None)
     mesh = jax.sharding.get_abstract_mesh()
@@ -91,7 +91,7 @@ def attend_cached(
     shared: SharedSlots | None = None,
     **options,
 ) -> jax.Array:
-    """`jaxtrain_kernels.decode_attention` on whatever mesh is set: a few queries a row, each of
+    """`jaxtrain_kernels.decode_attention` on the current mesh: a few queries a row, each of
     which sees the slots from `since` to `until`; k_scale, v_scale [B, S, K] of a cache of 8 bits;
     shared: of rows that lie on one device (else each reads its own).
     Returns [B, T, N, H], placed as q; 0 where one sees none."""
@@ -145,7 +145,8 @@ def rotate_shards(
 
 
 def heads_of(q_spec: PartitionSpec) -> PartitionSpec:
-    """Where an array [N] lies, of the spec of [B, T, N, H] (or shorter: heads are not split)."""
+    """Return the spec of an array [N] from that of [B, T, N, H] (or shorter: heads are not
+    split)."""
     return PartitionSpec(*q_spec[2:3])
 
 
@@ -164,10 +165,10 @@ def zigzag(run: Callable, q_BTNH: jax.Array, positions_BT: jax.Array, axis: str,
     Everything here is local to a device of the mesh axis `axis` of n devices; a length of odd
     chunks is run where it lies.
     """
-    here = jax.lax.axis_index(axis)
+    device = jax.lax.axis_index(axis)
     T = q_BTNH.shape[1]
     if T % 2:
-        return run(q_BTNH, positions_BT, here * T)
+        return run(q_BTNH, positions_BT, device * T)
     half = T // 2
     routes = [[(i, home(2 * i + odd, n)) for i in range(n)] for odd in (0, 1)]
     outs = []
@@ -177,9 +178,9 @@ def zigzag(run: Callable, q_BTNH: jax.Array, positions_BT: jax.Array, axis: str,
             for x in (q_BTNH, positions_BT)
         )
         # Of the chunks here and 2n - 1 - here, the one with that parity.
-        chunk = jnp.where(here % 2 == odd, here, 2 * n - 1 - here)
+        chunk = jnp.where(device % 2 == odd, device, 2 * n - 1 - device)
         out = run(q, positions, chunk * half)
-        outs.append(jax.lax.ppermute(out, axis, [(there, i) for i, there in route]))
+        outs.append(jax.lax.ppermute(out, axis, [(target, i) for i, target in route]))
     return jnp.concatenate(outs, axis=1)
 
 

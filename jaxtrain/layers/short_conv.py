@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtrain_kernels import causal_conv
+from typing_extensions import override
 
 from jaxtrain.distributed.sharding import constrain
 from jaxtrain.errors import UserError
@@ -24,7 +25,7 @@ from jaxtrain.layers.recurrent import move_tail
 
 
 class TrialConvState(NamedTuple):
-    """A state, and new inputs of which it is not known yet how many will stay."""
+    """A state, and inputs of new tokens of which an unknown number will be accepted."""
 
     tail: jax.Array
     u_BTF: jax.Array
@@ -65,25 +66,25 @@ class ShortConv(Mixer):
         self.out = linear(axes=("heads", "embed"))
         self.num_features, self.taps = num_features, taps
 
+    @override
     def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> jax.Array:
-        """See Mixer; however many slots there are."""
+        # Its size does not depend on the number of slots.
         return jnp.zeros((rows, self.taps - 1, self.num_features), dtype)
 
+    @override
     def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
-        """See Mixer."""
         return 2.0 * self.taps * self.num_features * len(spans)
 
+    @override
     def commit_state(self, spec: LayerSpec, tried: TrialConvState, decoding: Decoding) -> jax.Array:
-        """See Mixer."""
         return _move(tried.tail, tried.u_BTF, decoding)
 
-    def _into(self) -> tuple[Linear, Linear, Linear]:
-        """What the features are multiplied by."""
+    def _input_linears(self) -> tuple[Linear, Linear, Linear]:
         return self.gate_in, self.gate_out, self.x
 
     def fuse_kernels(self) -> None:
-        """See `fused_linear.fuse_kernels`."""
-        fuse_kernels(*self._into())
+        """Fuse the kernels that read the input."""
+        fuse_kernels(*self._input_linears())
 
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: jax.Array | None = None
@@ -95,11 +96,11 @@ class ShortConv(Mixer):
                 " (prefix attention) are not supported for this model"
             )
         x_BTD = constrain(x_BTD, "rows", "length", "features")
-        gate_in, gate_out, x = multiply_fused(x_BTD, *self._into())
+        gate_in, gate_out, x = multiply_fused(x_BTD, *self._input_linears())
         u_BTF = constrain(gate_in * x, "rows", None, "row_heads")  # whole rows of some features
         conv_FW = self.conv[...][:, 0]
-        found_BTF = causal_conv(u_BTF, conv_FW, context.prev if state is None else None, state)
-        y_BTD = self.out(gate_out * constrain(found_BTF, "rows", "length", "act_heads"))
+        conv_BTF = causal_conv(u_BTF, conv_FW, context.prev if state is None else None, state)
+        y_BTD = self.out(gate_out * constrain(conv_BTF, "rows", "length", "act_heads"))
         y_BTD = constrain(y_BTD, "rows", "sequence", "features")
         if state is None:
             return y_BTD, None

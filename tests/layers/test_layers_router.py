@@ -230,7 +230,7 @@ def test_given_experts_take_gates_of_these_logits():
     routing = RoutingOptions(top=3, normalize=True)
     own = choose(logits, routing)
     given = jnp.asarray([[4, 0, 9], [1, -1, 2], [5, 3, 5], [-1, -1, -1]])
-    choice = choose(logits, routing, given=given)
+    choice = choose(logits, routing, replayed=given)
     np.testing.assert_array_equal(choice.experts[0], given[0])
     np.testing.assert_allclose(choice.gates[0], jax.nn.softmax(logits[0, given[0]]), rtol=1e-5)
     for mine, other in zip(choice, own, strict=True):
