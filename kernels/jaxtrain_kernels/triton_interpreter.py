@@ -23,6 +23,7 @@ def run(kernel, arrays, out_type, grid: int, constants: dict):
 
     def call(*arguments):
         inputs = [_Memory(np.array(x, order="C")) for x in arguments]
+        # NaN and -1 show what a kernel does not write.
         results = [_Memory(_unwritten(leaf)) for leaf in leaves]
         kernel[(grid,)](*inputs, *results, **constants)
         return [m.array for m in (*results, *(inputs[i] for i in refs))]
@@ -101,6 +102,7 @@ def _extend() -> None:
         return handle(data.astype(interpreter._get_np_dtype(new)), new)
 
     def dot(self, a, b, c, *_):
+        # The accumulator's dtype, as on the hardware: bfloat16 products are exact in float32.
         product = np.matmul(wide(a), wide(b), dtype=c.data.dtype)
         return handle(product + c.data, c.dtype.scalar)
 

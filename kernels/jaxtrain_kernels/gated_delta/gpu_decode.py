@@ -94,6 +94,7 @@ def _kernel(until_ref, g_ref, beta_ref, q_ref, k_ref, v_ref, state_ref, out_ref,
 
     @pl.when(used)
     def _():
+        # The state is float32 and is read once: everything else is negligible.
         f32 = jnp.float32
         q, k, v = (ref[...].astype(f32) for ref in (q_ref, k_ref, v_ref))
         decayed = jnp.exp(g_ref[row, 0, head]) * state_ref[...]

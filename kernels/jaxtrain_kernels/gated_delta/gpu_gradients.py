@@ -196,16 +196,16 @@ def gradients(
             """Sum of products of shared memory; [C, width]."""
 
             def multiply(acc):
-                for lhs, right in pairs:
-                    plgpu.wgmma(acc, lhs, right)
+                for lhs, rhs in pairs:
+                    plgpu.wgmma(acc, lhs, rhs)
                 return acc[...]
 
             return pl.run_scoped(multiply, plgpu.ACC((C, width), f32))
 
         def plus(total, *pairs):
             def multiply(acc):
-                for lhs, right in pairs:
-                    plgpu.wgmma(acc, lhs, right)
+                for lhs, rhs in pairs:
+                    plgpu.wgmma(acc, lhs, rhs)
 
             return pl.run_state(multiply)(plgpu.ACC.init(total))
 

@@ -86,6 +86,7 @@ def cut(prev, until) -> tuple[jax.Array, ...]:
     """start, length, source and keep [B, n] and the number [B] of the chunks of a forest's rows,
     and `Links.blank`."""
     B, T = until.shape
+    # A static capacity: arrays of all possible chunks, one per token, would not fit.
     n, blocks = capacity(T, False), -(-T // C)
     *chunks, total = tuple(cut_rows(prev, until, C, 1, 1, align=TILE))[1:-1]
     start, length, *rest = (x[:, :n] for x in chunks)
@@ -115,6 +116,7 @@ def find_links(until, lanes: int, found) -> tuple[Links, int]:
     first = jax.vmap(lambda source, total: _deal(source, total, lanes))(source, total)
     count = jnp.diff(first, append=jnp.minimum(total, n)[:, None], axis=1)
     lists = (jnp.repeat(rows, lanes), first.reshape(-1), count.reshape(-1))
+    # TMA needs aligned starts, and the last window must end within the row.
     window = jnp.minimum(start // TILE * TILE, T - C)
     links = Links(*lists, total, window, start - window, length, source, keep, blank)
     return links, count_slots(T)
@@ -125,6 +127,7 @@ def _deal(source, total, lanes: int):
     n = len(source)
     index = jnp.arange(n, dtype=jnp.int32)
     root = jnp.where((source == ROOT) & (index < total), index, jnp.minimum(total, n))
+    # A list begins at the first tree that starts at or after its share of the chunks.
     targets = jnp.arange(lanes, dtype=jnp.int32) * total // lanes
     return jnp.where(root >= targets[:, None], root, jnp.minimum(total, n)).min(1)
 
@@ -141,6 +144,7 @@ def by_chunk(links: Links, x: jax.Array, chain: bool) -> jax.Array:
     (B, n), N = links.window.shape, x.shape[2]
     tokens, is_own = _tokens(links)
     if chain:
+        # Chains are cut every C tokens: a reshape, no gather.
         taken = x.reshape(B, n, C, N)
     else:
         taken = jax.vmap(lambda row, index: row.at[index].get(mode="clip"))(x, tokens)
@@ -158,6 +162,7 @@ def from_chunks(links: Links, x: jax.Array, chain: bool, tokens: int) -> jax.Arr
     index = jnp.broadcast_to(jnp.arange(n * C, dtype=jnp.int32), token.shape)
     nowhere = jnp.full((B, tokens), n * C, jnp.int32)
 
+    # A gather by inverted indices, in place of a scatter of whole rows.
     def back(row, token, index, where):
         where = where.at[token].set(index, mode="drop")
         return row.at[where].get(mode="fill", fill_value=0)

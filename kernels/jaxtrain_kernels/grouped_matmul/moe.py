@@ -56,6 +56,7 @@ def moe_ffn(
     """
     (T, D), (E, _, F) = x.shape, w_up.shape
     gate_shape = w_up.shape if w_gate is None else w_gate.shape
+    # Checked here once, so that every backend raises the same message.
     shapes = (gate_shape, w_up.shape, w_down.shape, experts.shape, gates.shape)
     expected = ((E, D, F), (E, D, F), (E, F, D), (T, *experts.shape[1:]), experts.shape)
     if shapes != expected or experts.ndim != 2:

@@ -47,18 +47,23 @@ def route(
     `capacity` choices are inside; None: all may be."""
     T, k = experts.shape
     flat = experts.reshape(T * k)
-    flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)  # nobody's: last
+    flat = jnp.where(
+        (flat >= 0) & (flat < num_experts), flat, num_experts
+    )  # choices of no local expert sort last
     counts = jnp.zeros((num_experts + 1,), jnp.int32).at[flat].add(1)
     blocks_of = (counts[:-1] + (block - 1)) // block
     block_ends = jnp.cumsum(blocks_of, dtype=jnp.int32)
     starts = (block_ends - blocks_of) * block
+    # Stable: an expert's rows are in the order of their tokens, the same in every run.
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     before = jnp.cumsum(counts, dtype=jnp.int32) - counts
     chosen = flat[order]
     rank = jnp.arange(T * k, dtype=jnp.int32) - before[chosen]
+    # Static: each expert may leave one block partly empty.
     num_blocks = -(-(capacity or T * k) // block) + num_experts
     rows = num_blocks * block
     first = jnp.append(starts, jnp.int32(rows))[chosen]
+    # Distinct by construction; choices without an expert go past the last row and are dropped.
     slot = jnp.zeros_like(flat).at[order].set(first + rank, unique_indices=True)
     token = jnp.arange(T * k, dtype=jnp.int32) // k
     row_token = jnp.full((rows,), T, jnp.int32)
@@ -77,6 +82,7 @@ def route(
 def take_rows(x: jax.Array, index: jax.Array, active: jax.Array) -> jax.Array:
     """x[index] for indices in range; all that matter are in the first `active` blocks."""
     del active
+    # Indices are clipped by the caller; a fill mode would read a mask for every row.
     return x.at[index].get(mode="promise_in_bounds")
 
 
@@ -144,6 +150,7 @@ gather_gates.defvjp(_gather_gates_fwd, _gather_gates_bwd)
 
 
 def _sum_back(rows, routing):
+    # A gather and a sum over k, where a scatter-add would need atomics and have no fixed order.
     picked_TKD = _pick(rows, routing.slot).astype(accumulator(rows.dtype))
     return picked_TKD.sum(1).astype(rows.dtype)
 

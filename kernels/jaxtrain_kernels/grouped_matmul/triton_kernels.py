@@ -47,6 +47,7 @@ def product(
         else:
             w = load(w_ptrs, used_k, used_n, CUT_K, CUT_N)
             w_ptrs += TILE_K * N
+        # float32 sums over the whole depth; results are rounded once.
         acc = tl.dot(x, w, acc)
         x_ptrs += TILE_K
     out_ptrs = out_ptr + p[:, None] * N + n[None, :]

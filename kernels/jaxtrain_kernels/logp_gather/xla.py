@@ -73,6 +73,7 @@ def _forward(options, hidden, head, targets, temperature):
         new_top = jnp.maximum(top, z_TC.max(-1))
         shift, z_shifted_TC = top - new_top, z_TC - new_top[:, None]
         decay, weight_TC = jnp.exp(shift), jnp.exp(z_shifted_TC)
+        # The entropy's sum of w log w moves with the maximum: log w changes by `shift`.
         moment = (moment + total * shift) * decay + (weight_TC * z_shifted_TC).sum(-1)
         total = total * decay + weight_TC.sum(-1)
         hit_TC = _hits(targets, first, head_CD.shape[0])
@@ -111,6 +112,7 @@ def _logp_gather_bwd(options, residuals, cotangents):
             dz_TC /= temperature[:, None]
         if options.softcap is not None:
             dz_TC *= 1.0 - jnp.square(capped_TC / options.softcap)
+        # Rounded once, before both matmuls, as autodiff of a matmul in this dtype would.
         dz_TC = dz_TC.astype(hidden.dtype)
         d_hidden += _matmul("TC,CD->TD", dz_TC, head_CD.astype(hidden.dtype), compute)
         if options.freeze_head:
@@ -133,8 +135,8 @@ def _logits(options, hidden, head_CD, temperature):
     return capped if temperature is None else capped / temperature[:, None], capped
 
 
-def _matmul(spec, lhs, right, compute):
-    return jnp.einsum(spec, lhs, right, preferred_element_type=compute)
+def _matmul(spec, lhs, rhs, compute):
+    return jnp.einsum(spec, lhs, rhs, preferred_element_type=compute)
 
 
 def _hits(targets, first, size):

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from jaxtrain_kernels.precision import accumulator
 
 
-def dot(spec: str, lhs: jax.Array, right: jax.Array, dtype) -> jax.Array:
+def dot(spec: str, lhs: jax.Array, rhs: jax.Array, dtype) -> jax.Array:
     """einsum of operands in `dtype` with wide sums; float32 operands are not rounded on the way."""
     wide = accumulator(dtype)
     return jnp.einsum(
         spec,
         lhs.astype(dtype),
-        right.astype(dtype),
+        rhs.astype(dtype),
         preferred_element_type=wide,
         precision=jax.lax.Precision.HIGHEST if dtype == wide else None,
     )

@@ -97,17 +97,20 @@ def _transposed(back_ref, target_ref, source_ref, first_ref, w_ref, dy_ref, dx_r
     for j in range(1, taps):
         behind_S = token_S + j
         there_S = behind_S < T
+        # The token j behind reads this one only if their branch continues in the row.
         reads_S = plt.load(back_ref.at[row, j - 1, behind_S], mask=there_S, other=-1)
         index, mask = spread_rows(behind_S, there_S & (reads_S == token_S))
         total_SC += _read(dy_ref, row, index, mask) * weights(j)[None]
 
     def jump(i, total_SC):
         token, code = target_ref[row, i], source_ref[row, i]
+        # The source encodes the reading token and its distance.
         j = code % (taps - 1) + 1
         line = dy_ref.at[row, code // (taps - 1), column_C]
         line_C = plt.load(line, mask=inside_C, other=0.0).astype(jnp.float32) * weights(j)
         return total_SC + jnp.where((token_S == token)[:, None], line_C[None], 0.0)
 
+    # One after the other in their sorted order: a fixed order of sums.
     total_SC = jax.lax.fori_loop(first_ref[row, tile], first_ref[row, tile + 1], jump, total_SC)
     index, mask = spread_rows(token_S, token_S < T)
     plt.store(dx_ref.at[row, *index], total_SC.astype(dx_ref.dtype), mask=mask)

@@ -87,6 +87,7 @@ def forward(x, cos, sin, scales, heads: Heads, *, eps: float, config: Config):
         tile, first = _locate(groups, size)
         rows = pl.ds(pl.multiple_of(tile * ROWS, ROWS), ROWS)
         for i in range(size):
+            # All heads' copies are started before any is waited for.
             source = x_ref.at[rows, _columns(first + i, H)]
             plgpu.copy_gmem_to_smem(source, smem.at[i], ready.at[i])
 
@@ -111,6 +112,7 @@ def forward(x, cos, sin, scales, heads: Heads, *, eps: float, config: Config):
                     squares = 0.0
                     for column in head.strips:
                         squares += head.strip(*column) * head.strip(*column)
+                    # Statistics in float32, of the bfloat16 numbers as they are stored.
                     inverse = _inverse(squares, H, eps)
                     head.narrow()
 
@@ -129,6 +131,7 @@ def forward(x, cos, sin, scales, heads: Heads, *, eps: float, config: Config):
                     plgpu.barrier_wait(ready.at[i])
                     leave(i)
 
+        # Shared memory may be reused by the next thread block only after TMA has read it.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     outs = [jax.ShapeDtypeStruct((M, n * H), x.dtype) for n in heads.parts]
@@ -197,6 +200,8 @@ def backward(d_outs, x, cos, sin, scales, heads: Heads, *, eps: float, config: C
                     inverse = _inverse(squares, H, eps)
                     mean = _by_row(mean.sum(axis=1) * (1 / H)) * inverse
                     x_tile.narrow()
+                    # Keeps bfloat16 instead of float32 alive through the second pass: else
+                    # registers spill.
                     d_tile.narrow()
 
                     def gradients(x_tile=x_tile, d_tile=d_tile, inverse=inverse, mean=mean):
@@ -244,6 +249,7 @@ def backward(d_outs, x, cos, sin, scales, heads: Heads, *, eps: float, config: C
     )[0]
     if not normed:
         return dx, None
+    # Sums over tokens are added by XLA in a fixed order: atomics would not be deterministic.
     sums = sums.reshape(tiles, summed, H)
     ends = [sum(heads.counts[: part + 1]) // size for part in range(len(heads.counts))]
     part_tiles = zip([0, *ends], ends, strict=False)
@@ -298,6 +304,7 @@ class _CosSin:
                 partner = p + self.rotated
                 first, second = strip(p, c), strip(partner, c)
                 if back:
+                    # The transpose of a rotation is the rotation by the negative angle.
                     yield (p, c), first * cos + second * sin
                     yield (partner, c), second * cos - first * sin
                 else:

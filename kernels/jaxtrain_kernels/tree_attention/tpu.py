@@ -77,6 +77,7 @@ def list_pairs(any_visible: jax.Array, every: jax.Array) -> tpu_kernels.Pairs:
     B, tiles, other_blocks = any_visible.shape
     lonely = ~any_visible.any(-1, keepdims=True)
     block = jnp.arange(other_blocks, dtype=jnp.int32)[None, None]
+    # A tile that meets no block gets one entry, else its result would never be written.
     listed = any_visible | (lonely & (block == 0))
     before = jnp.cumsum(listed, -1, dtype=jnp.int32)
     first = before == 1
@@ -119,6 +120,7 @@ def _forward(options, q, k, v, context, sinks):
     out, lse = tpu_kernels.forward(q, k, v, flat, list_pairs(any_visible, every), settings)
     if sinks is not None:
         lse, share = sink_rule.absorb(lse, _by_head(sinks))
+        # The kernel knows no sinks: its softmax is rescaled by the share that the sink leaves.
         out = (out.astype(jnp.float32) * share[:, 0, :, None]).astype(out.dtype)
     return out, lse
 

@@ -69,10 +69,13 @@ def forward(q, k, v, context: Context, pairs: Pairs, settings: BlockSettings):
 
         @pl.when(flags & FIRST != 0)
         def start():
+            # HIDDEN is finite: -inf - -inf would be NaN where a query has seen nothing yet.
             top_ref[...] = jnp.full_like(top_ref, HIDDEN)
             total_ref[...] = jnp.zeros_like(total_ref)
             acc_ref[...] = jnp.zeros_like(acc_ref)
             if windowed:
+                # Transposed once per tile; a transpose in every step would cost as much as the
+                # mask.
                 column_ref[0][...] = _column(position_ref[...])
 
         def step(masked: bool):
@@ -105,6 +108,7 @@ def forward(q, k, v, context: Context, pairs: Pairs, settings: BlockSettings):
             inverse = jnp.where(empty, 0.0, 1.0 / total)
             out_ref[...] = (acc_ref[...] * _spread(inverse, H)).astype(out_ref.dtype)
             lse = jnp.where(empty, jnp.inf, top_ref[...] + jnp.log(total))
+            # All lanes are equal; the row layout takes 1/128 of the memory of a column.
             lse_ref[...] = lse.T[:1]
 
     group = N // k.shape[0]
@@ -156,6 +160,7 @@ def dq(q, k, v, d_out, lse, delta, context, pairs, settings):
 
         def step(masked: bool):
             score, slope = _scores(q_ref[...], k_ref[...], settings)
+            # lse is +inf where a query sees nothing, so its weights are 0.
             weight = jnp.exp(score - _spread(lse_column_ref[...], bk))
             if masked:
                 index = first + lax.broadcasted_iota(jnp.int32, (bq, bk), 0)
@@ -166,6 +171,8 @@ def dq(q, k, v, d_out, lse, delta, context, pairs, settings):
                 weight = jnp.where(seen, weight, 0.0)
             d_weight = _dot(do_ref[...], v_ref[...], across=True)
             d_score = weight * (d_weight - _spread(delta_column_ref[...], bk)) * slope
+            # Accumulates in VMEM over all blocks of a tile, in the order of the list:
+            # deterministic.
             acc_ref[...] += _dot(d_score.astype(k_ref.dtype), k_ref[...], across=False)
 
         _run(flags, step)
@@ -221,6 +228,7 @@ def dkv(q, k, v, d_out, lse, delta, context, pairs, settings):
         block = lax.shift_right_logical(flags, FLAG_BITS)
         first = lax.rem(block, jnp.int32(settings.row_blocks)) * bq
 
+        # Accumulators live through all query heads of the key head, the innermost grid axis.
         @pl.when((flags & FIRST != 0) & (member == 0))
         def start():
             dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)
@@ -285,24 +293,26 @@ def dkv(q, k, v, d_out, lse, delta, context, pairs, settings):
 
 def _run(flags, step):
     """Run a step of a pair, with the mask only where it is needed."""
+    # A tile that meets no block still has an entry, so that its result is written as zeros.
     pl.when((flags & MEETS != 0) & (flags & MASKED != 0))(lambda: step(True))
     pl.when((flags & MEETS != 0) & (flags & MASKED == 0))(lambda: step(False))
 
 
-def _scores(lhs, right, settings):
-    """Scaled, capped scores, and their slope: d score / d (left . right)."""
-    score = _dot(lhs, right, across=True) * settings.scale
+# Operands stay in the inputs' dtype, at the matrix unit's full rate.
+def _scores(lhs, rhs, settings):
+    """Scaled, capped scores, and their slope: d score / d (lhs . rhs)."""
+    score = _dot(lhs, rhs, across=True) * settings.scale
     if settings.softcap is None:
         return score, settings.scale
     squashed = jnp.tanh(score / settings.softcap)
     return settings.softcap * squashed, settings.scale * (1.0 - squashed * squashed)
 
 
-def _dot(lhs, right, across: bool):
-    """left @ right.T (`across`) or left @ right, accumulated in float32."""
+def _dot(lhs, rhs, across: bool):
+    """lhs @ rhs.T (`across`) or lhs @ rhs, accumulated in float32."""
     return lax.dot_general(
         lhs,
-        right,
+        rhs,
         (((1,), (1 if across else 0,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
@@ -310,6 +320,7 @@ def _dot(lhs, right, across: bool):
 
 def _spread(column, width):
     """[rows, LANES] of equal lanes -> [rows, width], width a multiple of LANES."""
+    # Values are kept with 128 equal lanes, the width of a vector register: tiling is free there.
     return jnp.tile(column, (1, width // LANES))
 
 

@@ -54,6 +54,8 @@ def place_of(order_ptr, key, ORDERED: tl.constexpr):
 @triton.jit
 def product(a, b, rest_a, rest_b, REST: tl.constexpr, PRECISION: tl.constexpr):
     """[m, n] = a b^T, the rest of the dims added."""
+    # Head dims that are no power of two (192, 80) are a power of two and a rest: Triton's tiles
+    # must be powers of two, and padding would waste up to half of the matmul.
     out = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     if REST:
         out = tl.dot(rest_a, tl.trans(rest_b), out, input_precision=PRECISION)
@@ -110,6 +112,7 @@ def attend(
     PRECISION: tl.constexpr,
 ):
     """The softmax of a tile over one list of key blocks."""
+    # Constexpr: unmasked blocks are compiled without bounds checks.
     CUT: tl.constexpr = MASKED and S % K_BLOCK != 0  # a cut block is never wholly visible
     for i in range(0, count):
         key = (tl.load(list_ptr + i) >> 1) * K_BLOCK + tl.arange(0, K_BLOCK)
@@ -133,9 +136,11 @@ def attend(
         if MASKED:  # a query that has seen nothing yet: -inf - -inf is not a number
             base = tl.where(new == float("-inf"), 0.0, new)
         weight = tl.exp2(score * LOGIT - base[:, None])
+        # Online softmax: sums so far are rescaled to the new maximum.
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weight, 1)
         acc = acc * shrink[:, None]
+        # Weights are rounded to the values' dtype for the tensor cores; sums stay float32.
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new
     return acc, top, total
@@ -185,6 +190,7 @@ def forward(
     batch, number, tile, head = tile_of(tiles_ptr, HEADS, TILES)
     key_head = head // (HEADS // KEY_HEADS)
     row = number * Q_BLOCK + tl.arange(0, Q_BLOCK)
+    # 64 bits: offsets of long batches with many heads exceed int32.
     wide, used = row.to(tl.int64), row < T
     q_ptr += batch * T * Q_STRIDE + head * (DIM + REST)
     k_ptr += batch * S * K_STRIDE + key_head * (DIM + REST)
@@ -199,6 +205,7 @@ def forward(
     acc = tl.zeros((Q_BLOCK, VALUE), tl.float32)
     top = tl.full((Q_BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((Q_BLOCK,), tl.float32)
+    # Whole blocks first, then those that need the mask: two specialized loops.
     for masked in tl.static_range(2):
         count = tl.load((part_count_ptr if masked else whole_count_ptr) + tile)
         acc, top, total = attend(
@@ -231,6 +238,7 @@ def forward(
             ORDERED,
             PRECISION,
         )
+    # A query that sees nothing gets 0, and an lse of +inf, by which its weights vanish backwards.
     empty = total == 0.0
     acc = acc * tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))[:, None]
     lse = tl.where(empty, float("inf"), top + tl.log2(tl.where(empty, 1.0, total)))
@@ -293,6 +301,7 @@ def attend_back(
                 seen &= position[:, None] - at[None, :] < WINDOW
             weight = tl.where(seen, weight, 0.0)
         d_weight = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
+        # The factor of the scale is applied once, at the end, in float32.
         d_score = slope(weight * (d_weight - delta[:, None]), score, CAP).to(k.dtype)
         dq = tl.dot(d_score, k, dq, input_precision=PRECISION)
         if REST:

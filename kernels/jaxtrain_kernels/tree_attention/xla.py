@@ -79,6 +79,8 @@ def plan(T: int, S: int, block: int, causal: bool) -> list[Stripe]:
     stripes, start = [], 0
     for group in range(groups):
         stop = full * (group + 1) // groups
+        # Causal queries of a stripe see no key past its end: stripes skip most scores above the
+        # diagonal.
         keys = min(S, stop * block) if causal else S
         stripes.append(Stripe(start * block, stop - start, block, keys))
         start = stop
@@ -100,6 +102,7 @@ def _forward(options, q, k, v, context, sinks):
         score, seen = _scores(options, q_BKGIH, key, rows, positions, part)
         score = jnp.where(seen, score, -jnp.inf)
         top = score.max(-1)
+        # A query that sees nothing: exp(-inf - 0) is 0, where -inf - -inf would be NaN.
         top = jnp.where(top == -jnp.inf, 0.0, top)
         weight = jnp.exp(score - top[..., None])
         total = weight.sum(-1)
@@ -152,6 +155,7 @@ def _attention_bwd(options, residuals, d_out):
         delta = (weight * d_weight).sum(-1)
         d_score = weight * (d_weight - delta[..., None])
         if options.softcap is not None:
+            # `score` is capped: the derivative of c tanh(x / c) is 1 - tanh(x / c)^2.
             d_score *= 1.0 - jnp.square(score / options.softcap)
         d_score = (d_score * options.scale).astype(q.dtype)
         dv += _dot(weight.astype(do.dtype), do, ((2, 3), (2, 3)))
@@ -196,14 +200,15 @@ def _scores(options, q_BKGIH, k_BKSH, rows, positions, context):
     score = _dot(q_BKGIH, k_BKSH, ((4,), (3,))) * options.scale
     if options.softcap is not None:
         score = options.softcap * jnp.tanh(score / options.softcap)
+    # The mask does not depend on heads; it is broadcast, not stored per head.
     seen = visible(rows, context._replace(positions=positions), options.window)
     return score, seen[:, None, None]
 
 
-def _dot(lhs, right, contract):
+def _dot(lhs, rhs, contract):
     """Batched over B and K, accumulated in float32 (float64 for float64)."""
     compute = accumulator(lhs.dtype)
-    return lax.dot_general(lhs, right, (contract, ((0, 1), (0, 1))), preferred_element_type=compute)
+    return lax.dot_general(lhs, rhs, (contract, ((0, 1), (0, 1))), preferred_element_type=compute)
 
 
 def _keys(stripe, k, v, context):

@@ -58,6 +58,7 @@ def weighted_logp(
         )
         scores = scores if axis is None else join(scores, is_local, axis)
         return (weights * scores.logp).sum(), scores
+    # One backward serves all backends: see gradient.py.
     backend = XlaBackend(softcap, freeze_head, axis)
     return weighted(backend, hidden, head, targets, weights, temperature)
 
