@@ -28,10 +28,10 @@ def run(kernel, arrays, out_type, grid: int, constants: dict):
         kernel[(grid,)](*inputs, *results, **constants)
         return [m.array for m in (*results, *(inputs[i] for i in refs))]
 
-    found = jax.pure_callback(call, [*leaves, *changed], *values)
-    for i, value in zip(refs, found[len(leaves) :], strict=True):
+    outputs = jax.pure_callback(call, [*leaves, *changed], *values)
+    for i, value in zip(refs, outputs[len(leaves) :], strict=True):
         arrays[i][...] = value
-    return tree.unflatten(found[: len(leaves)])
+    return tree.unflatten(outputs[: len(leaves)])
 
 
 def _unwritten(leaf):

@@ -111,7 +111,7 @@ def walk(
     if state is not None:
         state = state.swapaxes(2, 3)
 
-    def kernel(links, chunked, state, out, behind, kept, smem: Scratch):
+    def kernel(links, chunked, state, out, behind, state_slots, smem: Scratch):
         program = lax.axis_index("program")
         part = lax.rem(program, jnp.int32(parts))
         head = lax.rem(lax.div(program, jnp.int32(parts)), jnp.int32(N))
@@ -163,7 +163,7 @@ def walk(
 
                 def elsewhere():
                     stored_slot = lax.clamp(0, source, slots - 1)
-                    stored = lambda: read(kept.at[lane, stored_slot, head, columns])  # noqa: E731
+                    stored = lambda: read(state_slots.at[lane, stored_slot, head, columns])  # noqa: E731
                     return lax.cond(source == ROOT, at_root, stored)
 
                 S = laid(lax.cond(source == NEIGHBOR, lambda: S, elsewhere))
@@ -223,7 +223,7 @@ def walk(
 
                 @pl.when(keep < slots)
                 def _():
-                    kept.at[lane, lax.min(keep, slots - 1), head, columns][...] = S
+                    state_slots.at[lane, lax.min(keep, slots - 1), head, columns][...] = S
 
                 return S, low_new if states else laid(own_out[0].astype(dtype)), *following
 

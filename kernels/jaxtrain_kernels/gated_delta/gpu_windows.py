@@ -99,19 +99,19 @@ def cut(prev, until) -> tuple[jax.Array, ...]:
     return start, length, *rest, total, bits
 
 
-def find_links(until, lanes: int, found) -> tuple[Links, int]:
+def find_links(until, lanes: int, cut_chunks) -> tuple[Links, int]:
     """(links, slots) of rows of tokens; `lanes` lists a row. `total` may exceed n: see `capacity`.
-    until as in `gated_delta`; found: what `cut` found in a forest's rows, None for chains."""
+    until as in `gated_delta`; cut_chunks: what `cut` found in a forest's rows, None for chains."""
     B, T = until.shape
     rows = jnp.arange(B, dtype=jnp.int32)
-    if found is None:  # also chunks without tokens, which hand the state on
+    if cut_chunks is None:  # also chunks without tokens, which hand the state on
         chunks = cut_rows(None, until, C, 1, 1)
         _, start, length, source, keep, _, slots = chunks
         total = jnp.full(B, start.shape[1], jnp.int32)
         lists = (rows, jnp.zeros_like(rows), total)
         by_chunk = (start, jnp.zeros_like(start), length, source, keep)
         return Links(*lists, total, *by_chunk, None), slots
-    start, length, source, keep, total, blank = found
+    start, length, source, keep, total, blank = cut_chunks
     n = start.shape[1]
     first = jax.vmap(lambda source, total: _deal(source, total, lanes))(source, total)
     count = jnp.diff(first, append=jnp.minimum(total, n)[:, None], axis=1)

@@ -128,8 +128,8 @@ def attend(
             since, until = tl.load(since_ptr + key), tl.load(until_ptr + key)
             seen = (row[:, None] >= since[None, :]) & (row[:, None] < until[None, :])
             if WINDOW:
-                at = tl.load(key_position_ptr + key)
-                seen &= position[:, None] - at[None, :] < WINDOW
+                key_position = tl.load(key_position_ptr + key)
+                seen &= position[:, None] - key_position[None, :] < WINDOW
             score = tl.where(seen, score, float("-inf"))
         new = tl.maximum(top, tl.max(score, 1) * LOGIT)
         base = new
@@ -297,8 +297,8 @@ def attend_back(
             since, until = tl.load(since_ptr + key), tl.load(until_ptr + key)
             seen = (row[:, None] >= since[None, :]) & (row[:, None] < until[None, :])
             if WINDOW:
-                at = tl.load(key_position_ptr + key)
-                seen &= position[:, None] - at[None, :] < WINDOW
+                key_position = tl.load(key_position_ptr + key)
+                seen &= position[:, None] - key_position[None, :] < WINDOW
             weight = tl.where(seen, weight, 0.0)
         d_weight = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
         # The factor of the scale is applied once, at the end, in float32.
