@@ -16,13 +16,13 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxtrain.adapters.peft_config import describe_adapter, short_name
 from jaxtrain.adapters.peft_experts import (
     ExpertsA,
     ExpertsB,
@@ -251,103 +251,6 @@ def join_slots(config: DecoderConfig, adapter: Adapter) -> Adapter:
     return dataclasses.replace(adapter, slots=slots)
 
 
-def describe_adapter(
-    linears: Linears,
-    adapter: Adapter,
-    base_name: str | None,
-    parameters: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Return the content of adapter_config.json; parameters: those of target_parameters by path."""
-    slots = list(adapter.slots.values())
-    plain = [path for path in adapter.slots if path not in parameters]
-    # PEFT 0.21 warns of patterns that name no module, though it follows those of parameters. So
-    # what no module has goes without a pattern, if that can be.
-    of_modules = {adapter.slots[path] for path in plain}
-    alone = [adapter.slots[path] for path in parameters if adapter.slots[path] not in of_modules]
-    common = (alone if plain and alone else None) or slots
-    common = collections.Counter(common).most_common(1)[0][0]
-    names = {path: shared_name(linears, adapter, path) for path in plain}
-    targets: list[str] | str = sorted(set(names.values()))
-    names |= parameters
-    if any("\\" in name for name in targets):
-        targets = rf".*\.({'|'.join(targets)})"  # PEFT takes a list of names or one expression
-    modules = {
-        "embed.embedding": "embed_tokens",
-        "lm_head.embedding": "lm_head",
-        "score.weight": "score",
-        "score.bias": "score",
-    }
-    task = "CAUSAL_LM"
-    if "score.weight" in adapter.full:
-        task = "TOKEN_CLS" if "score.bias" in adapter.full else "SEQ_CLS"
-    return {
-        "peft_type": "LORA",
-        "task_type": task,
-        "base_model_name_or_path": base_name,
-        "r": common.rank,
-        "lora_alpha": _plain(common.alpha),
-        "rank_pattern": _write_patterns(
-            {names[p]: s.rank for p, s in adapter.slots.items() if s.rank != common.rank},
-            parameters.values(),
-        ),
-        "alpha_pattern": _write_patterns(
-            {names[p]: s.alpha for p, s in adapter.slots.items() if s.alpha != common.alpha},
-            parameters.values(),
-        ),
-        "target_modules": targets,
-        "target_parameters": sorted(set(parameters.values())) or None,
-        "modules_to_save": sorted({modules[path] for path in adapter.full}) or None,
-        "use_rslora": common.rslora,
-        "use_dora": common.dora,
-        "lora_dropout": adapter.dropout,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
-
-
-def _write_patterns(
-    values: Mapping[str, float], parameters: Collection[str]
-) -> dict[str, float | int]:
-    """Return a pattern for each name, or one for all names of a parameter's value, see
-    `describe_adapter`."""
-    patterns: dict[str, float | int] = {}
-    for value in dict.fromkeys(values.values()):
-        named = [name for name in values if values[name] == value]
-        joined = any(name in parameters for name in named)
-        patterns |= dict.fromkeys(["|".join(sorted(named))] if joined else named, _plain(value))
-    return patterns
-
-
-def shared_name(linears: Linears, adapter: Adapter, path: str) -> str:
-    """ "q_proj" where every Linear of that last name has the same adapter, else `short_name`."""
-    alike = {adapter.slots.get(namesake) for namesake in _namesakes(linears, path)}
-    return _tail(linears, path, 1) if len(alike) == 1 else short_name(linears, path)
-
-
-def short_name(linears: Linears, path: str) -> str:
-    """ "q_proj", or with its parent where another Linear has the same last name; for experts, which
-    have a number there, an expression."""
-    if _namesakes(linears, path) == [path]:
-        return _tail(linears, path, 1)
-    if ".experts." in path:
-        return rf"experts\.\d+\.{_tail(linears, path, 1)}"
-    return _tail(linears, path, 2)
-
-
-def _namesakes(linears: Linears, path: str) -> list[str]:
-    return [
-        candidate
-        for candidate in linears
-        if _tail(linears, candidate, 1) == _tail(linears, path, 1)
-    ]
-
-
-def _tail(linears: Linears, path: str, parts: int) -> str:
-    return ".".join(linears[path].modules[0].split(".")[-parts:])
-
-
 def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -> Adapter:
     """Describe an existing adapter of a model. Raises UserError if it does not fit."""
     linears = find_linears(config)
@@ -500,7 +403,3 @@ def _without_form(op: Any) -> UserError:
 
 def _peft_name(tensor: str, part: str) -> str:
     return f"{PREFIX}{tensor.removesuffix('weight')}{SUFFIX[part]}"
-
-
-def _plain(value: float) -> float | int:
-    return int(value) if value == int(value) else value

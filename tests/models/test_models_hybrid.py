@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 from test_models_build import value_and_grads
 from tiny_models import RAW
 
-from jaxtrain.adapters.peft import adapter_entries, short_name
+from jaxtrain.adapters.peft import adapter_entries
+from jaxtrain.adapters.peft_config import short_name
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import store_kernels
 from jaxtrain.core.optimizer import is_vector, muon_dimensions
