@@ -57,11 +57,11 @@ def make_batch(kind: str, microsteps: int):
     if kind == "pairs":
         return make_pairs(rng, microsteps)
     for _ in range(ROWS):
-        row, left = [], TOKENS
-        while left >= 6:
-            size = min(int(rng.integers(4, 24)), left)
+        row, remaining = [], TOKENS
+        while remaining >= 6:
+            size = min(int(rng.integers(4, 24)), remaining)
             row.append(lay_out(make_tree(rng, size, branches=kind == "trees")))
-            left -= size
+            remaining -= size
         rows.append(row)
     size = ROWS // microsteps
     return stack_batches([build_batch(rows[i * size :][:size], TOKENS) for i in range(microsteps)])
@@ -138,19 +138,19 @@ def run(model: str, batch, mesh, adapter_kind: str):
 
 
 def compare(name: str, model: str, kind: str, adapter: str, microsteps: int, meshes: list[str]):
-    one = run(model, make_batch(kind, 1), make_mesh(jax.devices()[:1]), adapter)
+    reference = run(model, make_batch(kind, 1), make_mesh(jax.devices()[:1]), adapter)
     for mesh_name in meshes:
         sizes = MESHES[mesh_name]
         mesh = make_mesh(jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
         steps = microsteps if ROWS % (8 * microsteps) == 0 else 1
         loss, grads = run(model, make_batch(kind, steps), mesh, adapter)
-        assert grads.keys() == one[1].keys()
+        assert grads.keys() == reference[1].keys()
         errors = {
-            path: float(np.abs(value - one[1][path]).max() / np.abs(one[1][path]).max())
+            path: float(np.abs(value - reference[1][path]).max() / np.abs(reference[1][path]).max())
             for path, value in grads.items()
         }
         worst = max(errors, key=errors.get)
-        line = {"case": name, "mesh": mesh_name, "loss": loss, "one": one[0], "worst": worst}
+        line = {"case": name, "mesh": mesh_name, "loss": loss, "one": reference[0], "worst": worst}
         print(json.dumps({**line, "error": errors[worst]}), flush=True)
 
 

@@ -41,21 +41,21 @@ def main(port: str, size: int, process: int) -> None:
         {},
         ParallelConfig(start_timeout=60, meet_timeout=60),
     )
-    found = {
+    report = {
         "one": broadcast("a number", lambda: time.sleep(2) or 17),
         "two": broadcast("text", lambda: "x" * 3),
     }
     broadcast("warm", make_round)
     start = time.monotonic()
     batches = broadcast("a round", make_round)
-    found["seconds"] = time.monotonic() - start
+    report["seconds"] = time.monotonic() - start
     arrays = jax.tree.leaves(batches)
-    found["bytes"] = sum(array.nbytes for array in arrays)
-    found["checksum"] = float(sum(array.astype(np.float64).sum() for array in arrays))
+    report["bytes"] = sum(array.nbytes for array in arrays)
+    report["checksum"] = float(sum(array.astype(np.float64).sum() for array in arrays))
 
     mesh = make_mesh(data=size, fsdp=-1)
     rng = np.random.default_rng(0)
-    wanted = {
+    expected = {
         "stack": (rng.normal(size=(5, 8, 6)).astype(np.float32), (None, "fsdp", None)),
         "table": (rng.normal(size=(8, 10)).astype(np.float32), ("fsdp", None)),
         "all": (rng.normal(size=(8, 4)).astype(np.float32), (("data", "fsdp"), None)),
@@ -65,24 +65,24 @@ def main(port: str, size: int, process: int) -> None:
     }
     params = {
         path: jax.make_array_from_callback(
-            value.shape, NamedSharding(mesh, PartitionSpec(*spec)), lambda at, v=value: v[at]
+            value.shape, NamedSharding(mesh, PartitionSpec(*spec)), lambda index, v=value: v[index]
         )
-        for path, (value, spec) in wanted.items()
+        for path, (value, spec) in expected.items()
     }
-    own = make_mesh(jax.local_devices(), tensor=-1)
-    places = {path: NamedSharding(own, PartitionSpec()) for path in params}
-    places["stack"] = NamedSharding(own, PartitionSpec(None, None, "tensor"))
-    found["pieces"] = {path: cut_pieces(value, 100) for path, value in params.items()}
+    local_mesh = make_mesh(jax.local_devices(), tensor=-1)
+    places = {path: NamedSharding(local_mesh, PartitionSpec()) for path in params}
+    places["stack"] = NamedSharding(local_mesh, PartitionSpec(None, None, "tensor"))
+    report["pieces"] = {path: cut_pieces(value, 100) for path, value in params.items()}
     with jax.set_mesh(mesh):  # as the loop has it
         for limit in (100, 2**20):
             copies = gather_params(params, places, limit)
             assert list(copies) == ([] if process else list(params))
             for path, copy in copies.items():
                 assert copy.sharding == places[path]
-                np.testing.assert_array_equal(np.asarray(copy), wanted[path][0])
+                np.testing.assert_array_equal(np.asarray(copy), expected[path][0])
         total = jax.jit(jnp.sum)(params["stack"])  # the devices of all still agree
-    found["total"] = float(total) - float(wanted["stack"][0].sum())
-    print(json.dumps(found), flush=True)
+    report["total"] = float(total) - float(expected["stack"][0].sum())
+    print(json.dumps(report), flush=True)
     shutdown()
 
 

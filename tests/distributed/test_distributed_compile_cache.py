@@ -34,8 +34,8 @@ def test_programs_lie_in_the_users_cache(accelerator):
     assert keep_compiled() == accelerator
     assert accelerator.stat().st_mode & 0o777 == 0o700
     jax.jit(lambda x: jnp.sin(x) @ x + 0.123)(jnp.ones((3, 3)))
-    kept = [path for path in accelerator.iterdir() if path.stat().st_size > 100]
-    assert any("lambda" in path.name for path in kept)
+    cached = [path for path in accelerator.iterdir() if path.stat().st_size > 100]
+    assert any("lambda" in path.name for path in cached)
     assert keep_compiled() is None, "a folder is named now"
 
 

@@ -32,8 +32,8 @@ def run_worker() -> list[dict]:
 
 @pytest.mark.slow
 def test_any_mesh_gives_the_update_of_one_device():
-    found = run_worker()
-    assert len(found) >= 5
-    for line in found:
+    cases = run_worker()
+    assert len(cases) >= 5
+    for line in cases:
         assert line["loss"] == pytest.approx(line["one"], rel=1e-6), line
         assert line["error"] < 4e-6, line

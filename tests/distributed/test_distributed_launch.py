@@ -61,7 +61,7 @@ def test_launchers_variables_are_read():
         ("auto", {"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR is not"),
     ],
 )
-def test_a_launcher_that_left_no_trace_is_named(launcher, environ, words):
+def test_a_launcher_without_its_variables_is_named(launcher, environ, words):
     with pytest.raises(UserError, match=words):
         find(environ, launcher)
 
@@ -92,7 +92,7 @@ def test_gpus_that_cannot_be_shared_are_refused():
         choose_devices(Launch("a:1", 0, 8, 0, 2), {"CUDA_VISIBLE_DEVICES": "0,1,2"})
 
 
-def test_a_machine_without_tpu_is_no_pod():
+def test_a_machine_without_tpus_is_no_pod():
     assert not is_tpu_pod("auto", {"JAX_PLATFORMS": "cpu"})
     assert is_tpu_pod("tpu", {})
 
@@ -111,7 +111,7 @@ class Client:
     def log(self, message: dict) -> None:
         self.writer.write(json.dumps(message).encode() + b"\n")
 
-    async def hear(self) -> dict:
+    async def receive(self) -> dict:
         return json.loads(await asyncio.wait_for(self.reader.readline(), 60))
 
 
@@ -124,7 +124,7 @@ def play(scene, size=3, timeouts=(30.0, 30.0, 30.0)):
         port = server.sockets[0].getsockname()[1]
         clients = [await Client(i, size).join(port) for i in range(size)]
         for client in clients:
-            assert "start" in await client.hear()
+            assert "start" in await client.receive()
         async with server:
             result = await scene(hub, clients, port)
             for client in clients:
@@ -134,11 +134,11 @@ def play(scene, size=3, timeouts=(30.0, 30.0, 30.0)):
     return asyncio.run(stage())
 
 
-def test_a_lost_process_is_told_once_and_explains_what_others_stumbled_over():
+def test_a_lost_process_is_reported_once_as_the_cause_of_other_failures():
     async def scene(hub, clients, port):
         clients[1].log({"end": 1, "text": "ValueError: all-reduce failed", "rank": 2})
         clients[2].writer.close()
-        return [await client.hear() for client in clients[:2]]
+        return [await client.receive() for client in clients[:2]]
 
     first, second = play(scene)
     assert first["tell"].startswith("process 2 on h2: ended without a word")
@@ -146,55 +146,55 @@ def test_a_lost_process_is_told_once_and_explains_what_others_stumbled_over():
     assert second["tell"] == "" and second["quit"] == 1 and not second["blamed"]
 
 
-def test_a_mistake_of_all_is_told_once_as_it_is():
+def test_an_error_of_all_processes_is_printed_once():
     async def scene(hub, clients, port):
         for client in clients:
             client.log({"end": 2, "text": "data.x: no such file", "rank": 1})
-        return [await client.hear() for client in clients]
+        return [await client.receive() for client in clients]
 
-    first, *others = play(scene)
+    first, *rest = play(scene)
     assert first["tell"] == "data.x: no such file" and first["quit"] == 2
-    assert all(found["tell"] == "" and found["quit"] == 2 for found in others)
+    assert all(message["tell"] == "" and message["quit"] == 2 for message in rest)
 
 
-def test_a_mistake_of_one_names_it():
+def test_an_error_of_one_process_names_it():
     async def scene(hub, clients, port):
         clients[1].log({"end": 2, "text": "no such file", "rank": 1})
-        return [await client.hear() for client in clients]
+        return [await client.receive() for client in clients]
 
-    found = play(scene)
-    assert [line["tell"] for line in found] == ["process 1 on h1: no such file", "", ""]
-    assert [line["quit"] for line in found] == [1, 2, 1]
+    messages = play(scene)
+    assert [line["tell"] for line in messages] == ["process 1 on h1: no such file", "", ""]
+    assert [line["quit"] for line in messages] == [1, 2, 1]
 
 
-def test_a_silent_process_is_lost_and_a_meeting_that_is_missed_names_who():
+def test_silent_processes_and_those_missing_at_a_barrier_are_named():
     async def scene(hub, clients, port):
         for client in clients[:2]:
             client.log({"barrier": "saving"})
-        return await clients[0].hear()
+        return await clients[0].receive()
 
-    told = play(scene, timeouts=(30.0, 0.3, 30.0))["tell"]
-    assert told == 'process 2 on h2: did not come to "saving" within 0.3 s of the first'
+    line = play(scene, timeouts=(30.0, 0.3, 30.0))["tell"]
+    assert line == 'process 2 on h2: did not come to "saving" within 0.3 s of the first'
 
     async def silent(hub, clients, port):
         for _ in range(16):
             clients[0].log({"beat": True})
             clients[1].log({"beat": True})
             await asyncio.sleep(0.25)
-        return await clients[0].hear()
+        return await clients[0].receive()
 
-    told = play(silent, timeouts=(30.0, 30.0, 2.0))["tell"]
-    assert told == "process 2 on h2: gave no sign of life for 2 s"
+    line = play(silent, timeouts=(30.0, 30.0, 2.0))["tell"]
+    assert line == "process 2 on h2: gave no sign of life for 2 s"
 
 
-def test_all_stop_after_the_latest_step_that_anybody_began():
+def test_all_stop_after_the_latest_step_that_any_process_began():
     async def scene(hub, clients, port):
         clients[2].log({"stop": "SIGTERM"})
         clients[0].log({"stop": "SIGINT"})
         for client, step in zip(clients, (7, 8, 7), strict=True):
-            assert await client.hear() == {"halt": "SIGTERM"}
+            assert await client.receive() == {"halt": "SIGTERM"}
             client.log({"at": step})
-        return [await client.hear() for client in clients]
+        return [await client.receive() for client in clients]
 
     assert play(scene) == [{"stop_at": 8, "name": "SIGTERM"}] * 3
 
@@ -210,7 +210,7 @@ ODD = [
 ]
 
 
-def test_lines_that_make_no_sense_change_nothing():
+def test_malformed_lines_are_ignored():
     """Senders know the token but speak, for example, another version of the protocol."""
 
     async def scene(hub, clients, port):
@@ -223,34 +223,34 @@ def test_lines_that_make_no_sense_change_nothing():
         for message in ODD:
             clients[1].log(message)
         clients[2].log({"stop": "SIGTERM"})
-        return [await client.hear() for client in clients]
+        return [await client.receive() for client in clients]
 
     assert play(scene) == [{"halt": "SIGTERM"}] * 3
 
 
-def test_a_process_that_is_there_twice_or_of_another_size_is_refused():
+def test_duplicate_processes_and_wrong_sizes_are_refused():
     async def scene(hub, clients, port):
         twice = await Client(1, 3).join(port)
-        other = await Client(0, 5).join(port)
-        return (await twice.hear())["tell"], (await other.hear())["tell"]
+        wrong_size = await Client(0, 5).join(port)
+        return (await twice.receive())["tell"], (await wrong_size.receive())["tell"]
 
-    twice, other = play(scene)
+    twice, wrong_size = play(scene)
     assert "process 1 is here twice" in twice
-    assert "of 5 processes, process 0 of 3" in other
+    assert "of 5 processes, process 0 of 3" in wrong_size
 
 
-def test_those_who_never_come_are_named():
+def test_processes_that_never_join_are_named():
     async def scene():
         hub = CoordinationHub(3, 0.5, 30.0, 30.0)
         server = await asyncio.start_server(hub.serve, "localhost", 0)
         async with server:
             client = await Client(0, 3).join(server.sockets[0].getsockname()[1])
             watch = asyncio.create_task(hub.watch_start())
-            found = await client.hear()
+            message = await client.receive()
             await watch
             client.writer.close()
-            return found
+            return message
 
-    told = asyncio.run(scene())["tell"]
-    assert "process 1 on an unknown machine: did not come within 0.5 s" in told
-    assert "process 2" in told
+    line = asyncio.run(scene())["tell"]
+    assert "process 1 on an unknown machine: did not come within 0.5 s" in line
+    assert "process 2" in line

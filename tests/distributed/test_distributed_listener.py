@@ -1,4 +1,4 @@
-"""Strangers at a port: nothing of theirs is read, they cost no thread, nobody waits for them."""
+"""Strangers at a port: their bytes are not read, they cost no thread, and nobody waits for them."""
 
 import queue
 import secrets
@@ -19,11 +19,11 @@ TOKEN = b"right"
 
 @pytest.fixture
 def gate():
-    admitted, said = queue.Queue(), []
+    admitted, log_lines = queue.Queue(), []
     opened = AuthenticatedListener(
-        "test", open_listeners(LOOPBACK, 0), TOKEN, admitted.put, said.append
+        "test", open_listeners(LOOPBACK, 0), TOKEN, admitted.put, log_lines.append
     )
-    opened.admitted, opened.said = admitted, said
+    opened.admitted, opened.said = admitted, log_lines
     yield opened
     opened.close()
 
@@ -45,10 +45,10 @@ def is_hung_up_on(stranger: socket.socket) -> bool:
 
 def enter(gate) -> None:
     """Connect as one of the run's processes."""
-    with knock(gate) as ours:
-        handshake.introduce(ours, TOKEN)
+    with knock(gate) as visitor:
+        handshake.introduce(visitor, TOKEN)
         inner = gate.admitted.get(timeout=60)
-        ours.sendall(b"payload")
+        visitor.sendall(b"payload")
         assert inner.recv(7, socket.MSG_WAITALL) == b"payload"
         inner.close()
 
@@ -76,7 +76,7 @@ GARBAGE = st.one_of(
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(GARBAGE, st.booleans())
-def test_garbage_is_hung_up_on(crowded, garbage, ends):
+def test_garbage_closes_the_connection(crowded, garbage, ends):
     """Not at the time limit, but as soon as it is known to be garbage or its end has come."""
     with knock(crowded) as stranger:
         try:
@@ -90,7 +90,7 @@ def test_garbage_is_hung_up_on(crowded, garbage, ends):
     enter(crowded)
 
 
-def test_silent_and_slow_strangers_cost_no_thread_and_are_thrown_out(gate, monkeypatch):
+def test_silent_and_slow_strangers_cost_no_thread_and_are_disconnected(gate, monkeypatch):
     monkeypatch.setattr(handshake, "SECONDS", 0.7)
     before = threading.active_count()
     silent = [knock(gate) for _ in range(20)]
@@ -111,7 +111,7 @@ def test_silent_and_slow_strangers_cost_no_thread_and_are_thrown_out(gate, monke
     assert threading.active_count() <= before + 1, "the one that drips"
     enter(gate)
     start = time.monotonic()
-    assert all(is_hung_up_on(one) for one in (*silent, slow))
+    assert all(is_hung_up_on(stranger) for stranger in (*silent, slow))
     assert time.monotonic() - start < 60
     stop.set()
     dripping.join()
@@ -121,7 +121,7 @@ def test_silent_and_slow_strangers_cost_no_thread_and_are_thrown_out(gate, monke
     assert len(gate.said) == 1 and "127.0.0.1" in gate.said[0]
 
 
-def test_a_crowd_of_strangers_is_bounded_and_does_not_keep_us_out(gate):
+def test_many_strangers_do_not_block_authenticated_connections(gate):
     strangers = [knock(gate) for _ in range(3 * gates.MAX_WAITING)]
     enter(gate)
     assert len(gate._waiting) <= gates.MAX_WAITING
@@ -137,13 +137,13 @@ def test_another_token_is_noticed_on_both_sides(gate):
         reply = stranger.recv(handshake.REPLY_BYTES, socket.MSG_WAITALL)
         stranger.sendall(reply[handshake.NONCE_BYTES :])  # the listener's own proof, sent back
         assert is_hung_up_on(stranger)
-    with knock(gate) as ours, pytest.raises(handshake.HandshakeRefused, match="another token"):
-        handshake.introduce(ours, b"wrong")
+    with knock(gate) as visitor, pytest.raises(handshake.HandshakeRefused, match="another token"):
+        handshake.introduce(visitor, b"wrong")
     assert gate.admitted.empty()
 
 
 @pytest.mark.parametrize("answer", [b"", b"x" * handshake.REPLY_BYTES, None])
-def test_a_stranger_who_listens_in_our_place_is_found_out(answer):
+def test_an_impostor_listener_is_detected(answer):
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def pretend():
@@ -156,16 +156,16 @@ def test_a_stranger_who_listens_in_our_place_is_found_out(answer):
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        with socket.create_connection(listener.getsockname()) as ours:
+        with socket.create_connection(listener.getsockname()) as visitor:
             with pytest.raises(handshake.HandshakeRefused):
-                handshake.introduce(ours, secrets.token_bytes(8), seconds=0.5)
+                handshake.introduce(visitor, secrets.token_bytes(8), seconds=0.5)
         thread.join()
 
 
 def test_only_addresses_of_this_machine_are_listened_at():
     with pytest.raises(OSError):
         open_listeners(["203.0.113.7"], 0)
-    (found,) = open_listeners(["203.0.113.7", "127.0.0.1"], 0)
+    (opened,) = open_listeners(["203.0.113.7", "127.0.0.1"], 0)
     with pytest.raises(OSError, match="in use"):
-        open_listeners(LOOPBACK, found.getsockname()[1])
-    found.close()
+        open_listeners(LOOPBACK, opened.getsockname()[1])
+    opened.close()

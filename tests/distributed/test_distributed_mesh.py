@@ -85,9 +85,11 @@ def test_feed_splits_rows_and_tokens(sizes):
     mesh = make_mesh(**sizes)
     host = batch_of(4, 6)
     placed = feed(host, mesh)
-    for ours, theirs in zip(jax.tree.leaves(placed), jax.tree.leaves(host), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-        assert ours.dtype == theirs.dtype
+    for device_array, host_array in zip(
+        jax.tree.leaves(placed), jax.tree.leaves(host), strict=True
+    ):
+        np.testing.assert_array_equal(device_array, host_array)
+        assert device_array.dtype == host_array.dtype
     shard = placed.tokens.addressable_shards[0].data.shape
     assert shard == (2, 4 // row_shards(mesh), 6 // sizes.get("context", 1))
     assert placed.denoms["nll"].sharding.is_fully_replicated

@@ -120,7 +120,7 @@ def output(folder: Path, process: int) -> list[str]:
 
 def losses(folder: Path) -> dict[int, float]:
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return {found["step"]: found["loss"] for found in map(json.loads, lines) if "loss" in found}
+    return {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
 
 
 def wait_for_step(folder: Path, step: int, seconds: float = 200) -> None:
@@ -164,8 +164,8 @@ def test_a_run_goes_from_8_devices_to_2(tmp_path):
     equal, too. (Full training goes on with other processes and meshes above.)"""
     common = ["optim.lr_scheduler=constant", "run.export=true"]
     common += ["adapter=lora", "adapter.train_embeddings=true"]
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    expected_losses = run_alone(whole, "run.max_steps=4", *common)
+    reference, moved = tmp_path / "whole", tmp_path / "moved"
+    expected_losses = run_alone(reference, "run.max_steps=4", *common)
     for steps, devices, mesh in [
         (2, 8, ["parallel.fsdp=4", "parallel.tensor=2"]),
         (4, 2, ["parallel.fsdp=1", "parallel.context=2"]),
@@ -174,34 +174,38 @@ def test_a_run_goes_from_8_devices_to_2(tmp_path):
         running = start(moved, 1, *words, devices=devices, environs=[{}])
         assert finish(running) == [0], output(moved, 0)
     assert losses(moved) == pytest.approx(expected_losses, rel=2e-6)
-    files = [next((folder / "run" / "model").glob("*.safetensors")) for folder in (whole, moved)]
-    expected, found = (load_file(file) for file in files)
-    assert expected.keys() == found.keys()
+    files = [
+        next((folder / "run" / "model").glob("*.safetensors")) for folder in (reference, moved)
+    ]
+    expected, tensors = (load_file(file) for file in files)
+    assert expected.keys() == tensors.keys()
     for tensor, value in expected.items():
         # AdamW's first steps divide by the gradient's own size: rounding of a gradient near 0
         # shows as a share of the learning rate, 3e-3.
-        np.testing.assert_allclose(found[tensor], value, atol=3e-4)
+        np.testing.assert_allclose(tensors[tensor], value, atol=3e-4)
 
 
 @pytest.mark.slow
-def test_processes_stop_together_and_tell_of_a_loss_once(tmp_path):
+def test_processes_stop_together_and_report_a_loss_once(tmp_path):
     """A stop request to a single process is tested in test_distributed_rl.py."""
     words = ["run.max_steps=100000", "parallel.fsdp=2", "parallel.context=2"]
     running = start(tmp_path / "killed", 4, *words, devices=1)
     wait_for_step(tmp_path / "killed", 3)
     running[0].kill()
     assert sorted(finish(running, 100)) == [-signal.SIGKILL, 1, 1, 1]
-    told = [line for i in range(4) for line in output(tmp_path / "killed", i) if "stopped:" in line]
-    assert len(told) == 1 and "process 0 on" in told[0]
+    lines = [
+        line for i in range(4) for line in output(tmp_path / "killed", i) if "stopped:" in line
+    ]
+    assert len(lines) == 1 and "process 0 on" in lines[0]
 
 
 @pytest.mark.slow
-def test_mistakes_are_told_once(tmp_path):
+def test_config_errors_are_printed_once(tmp_path):
     running = start(tmp_path / "all", 2, "data.sequence_len=100000")
     assert finish(running, 100) == [2, 2]
-    told = [line for i in range(2) for line in output(tmp_path / "all", i)]
-    assert sum("data.sequence_len" in line for line in told) == 1
-    assert not any("Traceback" in line for line in told)
+    lines = [line for i in range(2) for line in output(tmp_path / "all", i)]
+    assert sum("data.sequence_len" in line for line in lines) == 1
+    assert not any("Traceback" in line for line in lines)
 
     running = start(tmp_path / "missing", 2, "parallel.start_timeout=8")
     running[1].kill()

@@ -53,11 +53,13 @@ def environ(tmp_path):
 
 def render_kubernetes(machine: int, address: str) -> tuple[list[str], dict[str, str]]:
     """(command, variables) of a pod, as the kubelet and JobSet would have them."""
-    whole = yaml.safe_load((RECIPES / "kubernetes.yaml").read_text())
-    job = whole["spec"]["replicatedJobs"][0]
+    manifest = yaml.safe_load((RECIPES / "kubernetes.yaml").read_text())
+    job = manifest["spec"]["replicatedJobs"][0]
     pod = job["template"]["spec"]["template"]["spec"]["containers"][0]
-    variables = {one["name"]: one["value"] for one in pod["env"] if "value" in one}
-    name, count = whole["metadata"]["name"], job["template"]["spec"]["parallelism"]
+    variables = {
+        variable["name"]: variable["value"] for variable in pod["env"] if "value" in variable
+    }
+    name, count = manifest["metadata"]["name"], job["template"]["spec"]["parallelism"]
     assert variables.pop("COORDINATOR") == f"{name}-{job['name']}-0-0.{name}:8476"
     assert variables["NUM_PROCESSES"] == str(count) == str(job["template"]["spec"]["completions"])
     del variables["OUTPUT_DIR"], variables["JAX_COMPILATION_CACHE_DIR"]
@@ -80,39 +82,41 @@ def render_skypilot(machine: int, address: str) -> tuple[list[str], dict[str, st
     }
 
 
-def start(render, environ, address, **more):
+def start(render, environ, address, **variables):
     """Both machines' processes."""
     rendered = [render(machine, address) for machine in range(2)]
     return [
         subprocess.Popen(
             # Not in the checkout: SkyPilot's looks there for an environment first.
             command,
-            env={**environ, **own, **more},
+            env={**environ, **machine_variables, **variables},
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(environ["OUTPUT_DIR"]).parent,
         )  # fmt: skip
-        for command, own in rendered
+        for command, machine_variables in rendered
     ]
 
 
 def read_launch(words: list[str]) -> Launch | None:
-    own = dict(word.split("=", 1) for word in words if word.startswith("parallel."))
-    size, process = int(own["parallel.num_processes"]), int(own["parallel.process_id"])
+    sections = dict(word.split("=", 1) for word in words if word.startswith("parallel."))
+    size, process = int(sections["parallel.num_processes"]), int(sections["parallel.process_id"])
     parallel = ParallelConfig(
-        coordinator=own["parallel.coordinator"], num_processes=size, process_id=process
+        coordinator=sections["parallel.coordinator"], num_processes=size, process_id=process
     )
     return find_launch(parallel, {})
 
 
 @pytest.mark.parametrize("render", [render_kubernetes, render_skypilot])
 def test_two_machines_are_told_of_each_other(render, environ):
-    said = [process.communicate(timeout=60)[0] for process in start(render, environ, "here:8476")]
-    words = [json.loads(text.splitlines()[0]) for text in said]
-    found = [read_launch(one) for one in words]
+    outputs = [
+        process.communicate(timeout=60)[0] for process in start(render, environ, "here:8476")
+    ]
+    words = [json.loads(text.splitlines()[0]) for text in outputs]
+    launches = [read_launch(command) for command in words]
     host = "here" if render is render_kubernetes else "127.0.0.1"
-    assert found == [Launch(f"{host}:8476", process, 2) for process in range(2)]
-    assert all(one[:2] == ["--config", "configs/sft_qwen3.toml"] for one in words)
+    assert launches == [Launch(f"{host}:8476", process, 2) for process in range(2)]
+    assert all(command[:2] == ["--config", "configs/sft_qwen3.toml"] for command in words)
     load_config(ROOT / words[0][1], words[0][2:])  # which go together
 
 
@@ -134,18 +138,24 @@ def tell_state(environ, state):
 def test_the_processes_meet(environ):
     tell_state(environ, "finished")
     running = start(render_kubernetes, environ, f"localhost:{free_port()}", MEET="1")
-    said = [process.communicate(timeout=120)[0].splitlines() for process in running]
-    assert [process.returncode for process in running] == [0, 0], said
-    assert [lines[1] for lines in said] == ["0 of 2 2", "1 of 2 2"]
+    outputs = [process.communicate(timeout=120)[0].splitlines() for process in running]
+    assert [process.returncode for process in running] == [0, 0], outputs
+    assert [lines[1] for lines in outputs] == ["0 of 2 2", "1 of 2 2"]
 
 
 def test_xpk_gets_the_command(tmp_path, environ):
     program = tmp_path / "bin" / "xpk"
     program.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     program.chmod(0o755)
-    own = {"CLUSTER": "c", "ZONE": "z", "TPU_TYPE": "v5litepod-16", "IMAGE": "i", "NAME": "run1"}
+    variables = {
+        "CLUSTER": "c",
+        "ZONE": "z",
+        "TPU_TYPE": "v5litepod-16",
+        "IMAGE": "i",
+        "NAME": "run1",
+    }
     command = [str(RECIPES / "xpk.sh"), "--config", "a.toml", "run.output_dir=/shared/a b"]
-    done = subprocess.run(command, env={**environ, **own}, capture_output=True, text=True)
+    done = subprocess.run(command, env={**environ, **variables}, capture_output=True, text=True)
     words = json.loads(done.stdout)
     options = dict(zip(words[2::2], words[3::2], strict=True))
     assert words[:2] == ["workload", "create"] and options["--tpu-type"] == "v5litepod-16"
@@ -164,5 +174,5 @@ def test_rays_processes_are_told_of_each_other():
     spec.loader.exec_module(recipe)
     args, words = recipe.read_arguments(["--machines", "2", "--", "--config", "a.toml"])
     assert (args.machines, args.gpus, words) == (2, 8, ["--config", "a.toml"])
-    found = [read_launch(recipe.write_words(words, "h0:99", 2, process)) for process in range(2)]
-    assert found == [Launch("h0:99", 0, 2), Launch("h0:99", 1, 2)]
+    launches = [read_launch(recipe.write_words(words, "h0:99", 2, process)) for process in range(2)]
+    assert launches == [Launch("h0:99", 0, 2), Launch("h0:99", 1, 2)]

@@ -31,7 +31,7 @@ STRANGERS = [
 
 def pester(port: int, ended: threading.Event) -> int:
     """Strangers at the hub, some of whom stay, until the run has ended; how many came through."""
-    kept, count = [], 0
+    connections, count = [], 0
     while not ended.wait(0.05):
         try:
             stranger = socket.create_connection(("127.0.0.1", port), timeout=1)
@@ -39,13 +39,13 @@ def pester(port: int, ended: threading.Event) -> int:
         except OSError:
             continue
         count += 1
-        kept.append(stranger)
-    for stranger in kept:
+        connections.append(stranger)
+    for stranger in connections:
         stranger.close()
     return count
 
 
-def test_values_and_parameters_reach_process_0_and_the_others_whatever_strangers_send(tmp_path):
+def test_values_and_parameters_are_shared_despite_strangers_at_the_hub(tmp_path):
     ended = threading.Event()
     environ = {
         **os.environ,
@@ -68,24 +68,28 @@ def test_values_and_parameters_reach_process_0_and_the_others_whatever_strangers
     strangers = threading.Thread(target=lambda: came.append(pester(int(port), ended)))
     strangers.start()
     try:
-        told = [process.communicate(timeout=200) for process in running]
+        outputs = [process.communicate(timeout=200) for process in running]
     finally:
         ended.set()
         strangers.join()
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0, 0], told
+    assert [process.returncode for process in running] == [0, 0], outputs
     assert came[0] > 10 and list(tmp_path.glob("**/*.token")) == []
-    assert not any("Traceback" in err or "forged" in err for _, err in told)
-    assert told[0][1].count("did not show this run's token") == 1
-    found = [json.loads(out.splitlines()[-1]) for out, _ in told]
-    for one in found:
-        assert (one["one"], one["two"], one["total"]) == (17, "xxx", pytest.approx(0, abs=1e-4))
-        assert one["bytes"] > 50e6 and one["checksum"] == found[0]["checksum"]
-        assert one["seconds"] < 60, "a second or so, unless the machine is busy"
+    assert not any("Traceback" in err or "forged" in err for _, err in outputs)
+    assert outputs[0][1].count("did not show this run's token") == 1
+    reports = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    for report in reports:
+        assert (report["one"], report["two"], report["total"]) == (
+            17,
+            "xxx",
+            pytest.approx(0, abs=1e-4),
+        )
+        assert report["bytes"] > 50e6 and report["checksum"] == reports[0]["checksum"]
+        assert report["seconds"] < 60, "a second or so, unless the machine is busy"
     # Whole rows of what no axis cuts; 192 bytes of a layer are more than a piece of 100.
     expected = {"stack": [0, 1], "table": [1, 3], "all": [1, 3]}
-    assert found[0]["pieces"] == {**expected, "cut": None, "norm": None, "scale": None}
+    assert reports[0]["pieces"] == {**expected, "cut": None, "norm": None, "scale": None}
 
 
 def open_pair() -> tuple[Sender, Receiver]:
@@ -93,7 +97,7 @@ def open_pair() -> tuple[Sender, Receiver]:
     return sender, Receiver("localhost", sender.port, TOKEN, timeout=60)
 
 
-def test_a_stranger_is_hung_up_on_and_hears_nothing():
+def test_a_stranger_is_disconnected_and_receives_nothing():
     sender = Sender(1, TOKEN)
     stranger = socket.create_connection(("localhost", sender.port))
     stranger.sendall(bytes(32))
@@ -114,18 +118,18 @@ def test_arrays_arrive_as_they_are_and_may_be_written_to():
     heard["a"][0, 0] = 5
 
 
-def test_processes_that_are_at_different_places_notice():
+def test_a_value_under_another_name_is_an_error():
     sender, receiver = open_pair()
     sender.send("a round", 1)
     with pytest.raises(AssertionError, match="shares 'a round', this process waits for 'answers'"):
         receiver.receive("answers")
 
 
-def test_a_port_that_another_listens_at_is_no_relay():
-    with socket.create_server(("localhost", 0)) as other:
-        threading.Thread(target=lambda: other.accept()[0].close()).start()
+def test_a_port_of_another_program_is_no_relay():
+    with socket.create_server(("localhost", 0)) as impostor:
+        threading.Thread(target=lambda: impostor.accept()[0].close()).start()
         with pytest.raises(UserError, match="is not process 0 of this run"):
-            Receiver("localhost", other.getsockname()[1], bytes(32), timeout=5)
+            Receiver("localhost", impostor.getsockname()[1], bytes(32), timeout=5)
 
 
 def test_the_end_of_process_0_ends_the_wait():

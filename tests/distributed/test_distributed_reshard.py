@@ -29,20 +29,20 @@ def test_an_array_arrives_whole_without_passing_the_host(here, axes, there, othe
     x = np.arange(2 * 6 * 4 * 3, dtype=np.float32).reshape(2, 6, 4, 3)
     devices = jax.devices()
     held = jax.device_put(x, place(devices[here], *axes))
-    wanted = place(devices[there], *others)
+    target = place(devices[there], *others)
     training = make_mesh(devices[there], fsdp=-1)
     with jax.transfer_guard_device_to_host("disallow"), jax.set_mesh(training):
-        found = move(held, wanted)
-    assert found.sharding == wanted
-    np.testing.assert_array_equal(found, x)
+        moved = move(held, target)
+    assert moved.sharding == target
+    np.testing.assert_array_equal(moved, x)
 
 
 def test_padding_stays_behind():
     x = np.arange(48.0).reshape(1, 6, 8)
     devices = jax.devices()
     held = jax.device_put(x, place(devices[:2], None, "x"))
-    found = move(held, place(devices[2:3]), (1, 5, 8))
-    np.testing.assert_array_equal(found, x[:, :5])
+    moved = move(held, place(devices[2:3]), (1, 5, 8))
+    np.testing.assert_array_equal(moved, x[:, :5])
 
 
 def test_rows_that_do_not_divide_are_refused_by_place_of():
@@ -59,5 +59,5 @@ def test_a_mesh_of_one_device_is_left_as_well():
         held = jax.jit(lambda x: x + 0)(jax.device_put(x, place_of(x.shape, alone)))
     training = make_mesh(jax.devices()[:3], fsdp=-1)
     with jax.set_mesh(training):
-        found = move(held, place_of((1, 6, 8), training))
-    np.testing.assert_array_equal(found, x)
+        moved = move(held, place_of((1, 6, 8), training))
+    np.testing.assert_array_equal(moved, x)

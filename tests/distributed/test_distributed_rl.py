@@ -75,18 +75,18 @@ def numbers(folder: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_two_processes_train_and_evaluate_what_one_does(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
+    single, two = tmp_path / "one", tmp_path / "two"
     running = start(two, 2, config_text=CONFIG)
-    code = main(["--config", str(two / "config.toml"), f"run.output_dir={one / 'run'}"])
+    code = main(["--config", str(two / "config.toml"), f"run.output_dir={single / 'run'}"])
     assert finish(running) == [0, 0], output(two, 0) + output(two, 1)
     assert code == 0
-    expected, found = numbers(one), numbers(two)
-    assert [line["step"] for line in found] == [0, 1, 2, 3, 4, 4]
-    assert found[0]["eval/even/mean_length"] > 0 and found[1]["reward_std"] > 0
-    for a, b in zip(expected, found, strict=True):
+    expected, actual = numbers(single), numbers(two)
+    assert [line["step"] for line in actual] == [0, 1, 2, 3, 4, 4]
+    assert actual[0]["eval/even/mean_length"] > 0 and actual[1]["reward_std"] > 0
+    for a, b in zip(expected, actual, strict=True):
         # The same tokens; sums over devices in another order round differently in float32.
         assert b == pytest.approx(a, rel=1e-4, abs=1e-6)
-    assert (one / "run" / "samples.jsonl").read_text() == (
+    assert (single / "run" / "samples.jsonl").read_text() == (
         two / "run" / "samples.jsonl"
     ).read_text()
 
@@ -106,25 +106,25 @@ trained = true
 
 @pytest.mark.slow
 def test_two_processes_train_several_policies_as_one_does(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
+    single, two = tmp_path / "one", tmp_path / "two"
     game = tmp_path / "game.py"
     folder = str(Path(__file__).parents[1] / "methods")
     game.write_text(f"import sys\nsys.path.append({folder!r})\nfrom rl_policies_env import Both\n")
     words = (f"env.path={game}:Both", "run.export=true", "eval.sets.0.options.num_rows=2")
     running = start(two, 2, *words, config_text=CONFIG + POLICIES)
-    code = main(["--config", str(two / "config.toml"), f"run.output_dir={one / 'run'}", *words])
+    code = main(["--config", str(two / "config.toml"), f"run.output_dir={single / 'run'}", *words])
     assert finish(running) == [0, 0], output(two, 0) + output(two, 1)
     assert code == 0
-    expected, found = numbers(one), numbers(two)
-    assert "odd/loss" in found[3] and found[0]["eval/even/odd/mean_length"] > 0
-    for a, b in zip(expected, found, strict=True):
+    expected, actual = numbers(single), numbers(two)
+    assert "odd/loss" in actual[3] and actual[0]["eval/even/odd/mean_length"] > 0
+    for a, b in zip(expected, actual, strict=True):
         assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
     for name in ("even", "odd"):
-        place = Path("run/model", name, "adapter_model.safetensors")
-        ours, theirs = load_file(two / place), load_file(one / place)
-        assert max(abs(x).max() for x in ours.values()) > 0.1
-        for path, value in ours.items():
-            np.testing.assert_allclose(value, theirs[path], atol=1e-5, err_msg=path)
+        file = Path("run/model", name, "adapter_model.safetensors")
+        actual_tensors, expected_tensors = load_file(two / file), load_file(single / file)
+        assert max(abs(x).max() for x in actual_tensors.values()) > 0.1
+        for path, value in actual_tensors.items():
+            np.testing.assert_allclose(value, expected_tensors[path], atol=1e-5, err_msg=path)
 
 
 @pytest.mark.slow
@@ -146,26 +146,26 @@ def test_the_verb_eval_says_alike_on_two_processes(tmp_path):
 
 
 def rewards_by_step(folder: Path) -> dict[int, tuple[float, float]]:
-    found = {line["step"]: line for line in numbers(folder) if "reward" in line}
-    return {step: (line["reward"], line["loss"]) for step, line in found.items()}
+    rows = {line["step"]: line for line in numbers(folder) if "reward" in line}
+    return {step: (line["reward"], line["loss"]) for step, line in rows.items()}
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(tmp_path):
     """With what it would have trained, nothing twice, when the process with the prompts dies."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    reference, killed = tmp_path / "whole", tmp_path / "killed"
     words = ["run.max_steps=8", "checkpoint.every=2", "eval.at_start=false"]
-    assert finish(start(whole, 2, *words, config_text=CONFIG)) == [0, 0]
+    assert finish(start(reference, 2, *words, config_text=CONFIG)) == [0, 0]
     running = start(killed, 2, *words, config_text=CONFIG)
     wait_for_step(killed, 3)
     running[0].kill()
     assert sorted(finish(running, 60)) == [-signal.SIGKILL, 1]
-    told = output(killed, 1)
-    assert "process 0" in told[-1] and "ended without a word" in told[-1]
-    assert not any("Traceback" in line for line in told)
+    lines = output(killed, 1)
+    assert "process 0" in lines[-1] and "ended without a word" in lines[-1]
+    assert not any("Traceback" in line for line in lines)
     assert finish(start(killed, 2, *words, config_text=CONFIG)) == [0, 0], output(killed, 0)
     # The same programs on the same devices: equal to the last bit.
-    assert rewards_by_step(killed) == rewards_by_step(whole)
+    assert rewards_by_step(killed) == rewards_by_step(reference)
 
 
 BROKEN = """
@@ -194,10 +194,10 @@ def test_failures_that_persist_on_process_0_end_all_saved_and_are_told_once(tmp_
     words = [f"env.path={tmp_path / 'broken.py'}:Broken", "eval.sets=[]", "eval.at_start=false"]
     running = start(tmp_path / "run", 2, *words, "rollout.retries=0", config_text=CONFIG)
     codes = finish(running, 200)
-    told = [line for i in range(2) for line in output(tmp_path / "run", i)]
-    assert codes == [1, 1], told
-    assert sum("of the last 64 episodes failed" in line for line in told) == 1
-    assert sum("Traceback" in line for line in told) == 1
+    lines = [line for i in range(2) for line in output(tmp_path / "run", i)]
+    assert codes == [1, 1], lines
+    assert sum("of the last 64 episodes failed" in line for line in lines) == 1
+    assert sum("Traceback" in line for line in lines) == 1
     saved = [path.name for path in (tmp_path / "run" / "run" / "checkpoints").iterdir()]
     assert saved == ["2"], "both saved the round that was trained"
 
@@ -221,10 +221,10 @@ def list_tensors() -> dict[str, list[int]]:
     architecture = families.config_from_hf(tomllib.loads(CONFIG)["model"]["architecture"])
     shapes, _ = split_model(build.abstract(architecture))
     entries = families.family(architecture).names(architecture)
-    found = {}
+    tensors = {}
     for entry in entries:
-        found |= entry.op.shapes(shapes[entry.param].shape)
-    return {name: list(shape) for name, shape in found.items()}
+        tensors |= entry.op.shapes(shapes[entry.param].shape)
+    return {name: list(shape) for name, shape in tensors.items()}
 
 
 @pytest.mark.slow
@@ -250,8 +250,8 @@ def test_two_processes_bring_servers_what_they_export(tmp_path, sync, mode):
             tensors = fake.shelves[0].tensors
             assert tensors.keys() == exported.keys()
             for name, value in exported.items():
-                wanted = value.astype(ml_dtypes.bfloat16).view(np.uint16).ravel()
-                np.testing.assert_array_equal(tensors[name].bits, wanted, err_msg=name)
+                expected_bits = value.astype(ml_dtypes.bfloat16).view(np.uint16).ravel()
+                np.testing.assert_array_equal(tensors[name].bits, expected_bits, err_msg=name)
     finally:
         fake.kill()
 

@@ -19,15 +19,15 @@ LIMIT = 2**22
 
 def reader(data: bytes):
     """receive(n) of these bytes."""
-    place = 0
+    offset = 0
 
     def receive(size: int) -> bytearray:
-        nonlocal place
+        nonlocal offset
         assert size <= LIMIT, f"{size} bytes would be allocated"
-        if place + size > len(data):
+        if offset + size > len(data):
             raise ConnectionError("hung up")
-        place += size
-        return bytearray(data[place - size : place])
+        offset += size
+        return bytearray(data[offset - size : offset])
 
     return receive
 
@@ -62,17 +62,17 @@ def same(a, b) -> bool:
 @given(VALUES)
 def test_values_come_out_as_they_went_in(value):
     data = b"".join(serialization.pack("a", value))
-    name, found = serialization.unpack(reader(data))
-    assert name == "a" and same(value, found)
+    name, unpacked = serialization.unpack(reader(data))
+    assert name == "a" and same(value, unpacked)
 
 
 def test_batches_and_numbers_of_numpy_keep_their_types():
     ints = [np.arange(4, dtype=np.int32)[::2]] * 4
     batch = Batch(*ints, weights={"pg": np.ones(2, np.float32)}, denoms={"pg": np.float32(3)})
-    _, found = serialization.unpack(reader(b"".join(serialization.pack("a", [batch]))))
-    assert type(found[0]) is Batch and found[0].since is None
-    assert type(found[0].denoms["pg"]) is np.float32
-    found[0].tokens[0] = 7  # arrays may be written to
+    _, unpacked = serialization.unpack(reader(b"".join(serialization.pack("a", [batch]))))
+    assert type(unpacked[0]) is Batch and unpacked[0].since is None
+    assert type(unpacked[0].denoms["pg"]) is np.float32
+    unpacked[0].tokens[0] = 7  # arrays may be written to
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, np.array(["a"]), np.array([None]), b"bytes"])
@@ -100,7 +100,7 @@ HEADERS = st.fixed_dictionaries(
             max_size=3,
         ),
     },
-).map(lambda told: json.dumps(told).encode())
+).map(lambda fields: json.dumps(fields).encode())
 ODD = [b"[" * 100_000, b"\xff\xfe", b"", b"null", pickle.dumps({"a": 1})]
 
 
@@ -108,7 +108,7 @@ ODD = [b"[" * 100_000, b"\xff\xfe", b"", b"null", pickle.dumps({"a": 1})]
 @given(
     HEADERS | st.sampled_from(ODD), st.integers(0, 2**64 - 1) | st.none(), st.binary(max_size=40)
 )
-def test_garbage_is_refused_before_it_is_made_room_for(header, length, end):
+def test_garbage_is_refused_before_memory_is_allocated(header, length, end):
     size = len(header) if length is None else length
     data = serialization.START.pack(serialization.MAGIC, size) + header + end
     try:

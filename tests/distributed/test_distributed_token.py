@@ -1,4 +1,4 @@
-"""The token of a run: who finds it, and whose files are believed."""
+"""The token of a run: how it is found, and which files are trusted."""
 
 import os
 
@@ -10,7 +10,7 @@ from jaxtrain.errors import UserError
 from jaxtrain_vllm.listener import LOOPBACK
 
 
-def test_processes_find_what_process_0_wrote_and_it_goes_away(tmp_path):
+def test_the_token_file_is_found_by_the_others_and_removed(tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     run = tmp_path / "runs" / "a"
     first = RunToken("host0:99", run, environ)
@@ -26,7 +26,7 @@ def test_processes_find_what_process_0_wrote_and_it_goes_away(tmp_path):
     assert RunToken("host0:99", run, environ).read() == []
 
 
-def test_a_file_that_others_may_have_written_is_not_believed(tmp_path):
+def test_token_files_that_others_may_have_written_are_ignored(tmp_path):
     token = RunToken("localhost:99", tmp_path / "run", {"XDG_CACHE_HOME": str(tmp_path)})
     file = token.files[0]
     file.write_text("x" * 64)
@@ -43,7 +43,7 @@ def test_a_file_that_others_may_have_written_is_not_believed(tmp_path):
     assert token.read() == [], "nor is it waited for"
 
 
-def test_the_launchers_token_comes_first_and_must_be_one(tmp_path):
+def test_the_launchers_token_takes_precedence_and_must_be_long(tmp_path):
     token = RunToken("host0:99", tmp_path / "run", {"JAXTRAIN_TOKEN": "0123456789abcdef"})
     assert token.create() == b"0123456789abcdef" and token.read() == [token.create()]
     assert list(tmp_path.iterdir()) == []
@@ -51,7 +51,7 @@ def test_the_launchers_token_comes_first_and_must_be_one(tmp_path):
         RunToken("host0:99", None, {"JAXTRAIN_TOKEN": "short"})
 
 
-def test_where_nothing_can_be_written_the_variable_is_named(tmp_path):
+def test_an_unwritable_token_file_advises_the_variable(tmp_path):
     (tmp_path / "file").write_text("")
     blocked = RunToken("h:9", tmp_path / "file" / "run", {"XDG_CACHE_HOME": str(tmp_path / "file")})
     with pytest.raises(UserError, match="export JAXTRAIN_TOKEN"):
