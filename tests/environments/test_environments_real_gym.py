@@ -234,7 +234,9 @@ def test_a_gym_of_the_run_that_was_killed_is_started_again(gym, tokenizer):
     found = subprocess.run(
         ["pgrep", "-fa", f"gym env start .*{servers.folder}"], capture_output=True, text=True
     )
-    (pid,) = [line.split()[0] for line in found.stdout.splitlines() if "run_supervised.py" not in line]
+    (pid,) = [
+        line.split()[0] for line in found.stdout.splitlines() if "run_supervised.py" not in line
+    ]
     os.kill(int(pid), signal.SIGKILL)
     end = time.monotonic() + 30
     while servers._process.status() is None and time.monotonic() < end:
