@@ -1,4 +1,4 @@
-"""How the verbs read their command lines."""
+"""Parsing of the verbs' command lines."""
 
 import argparse
 import os
@@ -9,12 +9,12 @@ from jaxtrain.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are a UserError: one line, without control characters."""
+    """Argument parser whose errors are a UserError: one line, without control characters."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}; {self.prog} -h tells what it takes")
 
 
 def expand_path(text: str) -> Path:
-    """A path of the command line; a leading ~ is somebody's home, also after `--output=`."""
+    """Expand a leading ~ of a path on the command line, also after `--output=`."""
     return Path(os.path.expanduser(text))

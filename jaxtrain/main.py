@@ -1,4 +1,4 @@
-"""The one door: train from a config, or one of the verbs around it.
+"""Entry point: train from a config, or run one of the verbs around it.
 
 Heavy imports happen inside the verb that needs them, so `--help` and mistakes answer at once.
 """
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # transformers would tell of a missing PyTorch, which nothing here needs.
+    # transformers would warn about a missing PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     verb, rest = "train", argv
     if argv and not argv[0].startswith("-") and "=" not in argv[0]:
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     places |= {name: verb.function for name, verb in VERBS.items()}
     try:
         if argv == ["--version"]:
-            return tell_version()
+            return print_version()
         if verb not in places:
             raise UserError(f"unknown verb {show(verb)}; the verbs are {', '.join(places)}")
         return EntryPoint(verb, places[verb], "verbs").load()(rest) or 0
@@ -48,8 +48,8 @@ def main(argv: list[str]) -> int:
         return 0
 
 
-def tell_version() -> int:
-    """What is installed here."""
+def print_version() -> int:
+    """Print the versions that are installed."""
     import importlib.metadata
     import platform
 
@@ -60,7 +60,7 @@ def tell_version() -> int:
 
 
 def show_bug(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """A traceback, whose words may be a stranger's."""
+    """Print a traceback, escaping control characters in untrusted text."""
     print(
         escape_control_chars("".join(traceback.format_exception(kind, error, trace))),
         file=sys.stderr,

@@ -1,13 +1,14 @@
-"""The verbs of the command line: what each takes and does, and where it is found"""
+"""The verbs of the command line: arguments, purpose and module of each."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb: its arguments and its purpose in a line of --help each, and the function
-    "package.module:function" that reads the rest of the command line and returns the exit code or
-    None. The module is imported when the verb is asked for; it imports nothing heavy by itself."""
+    """Verb of the command line: its arguments and its purpose in a line of --help each, and the
+    function "package.module:function" that reads the rest of the command line and returns the exit
+    code or None. The module is imported when the verb is asked for; it imports nothing heavy by
+    itself."""
 
     arguments: str
     purpose: str
@@ -140,7 +141,7 @@ what is installed.
 
 
 def write_usage() -> str:
-    """What `jaxtrain` answers where nothing is asked of it: a line for every verb."""
+    """Return the usage text, a line for every verb."""
     lines = [(arguments, purpose) for arguments, purpose in TRAINING.items()]
     lines += [(f"{name} {verb.arguments}".rstrip(), verb.purpose) for name, verb in VERBS.items()]
     shown = [f"  jaxtrain {form:<42} {purpose}" for form, purpose in lines]

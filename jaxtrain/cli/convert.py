@@ -44,7 +44,7 @@ def convert(path: Path, system: str | None, output: Path | None) -> int:
     from jaxtrain.runs.manifest import write_atomically
 
     source = read(path)
-    system = system or tell(source, path)
+    system = system or detect_system(source, path)
     conversion = SYSTEMS[system].convert(source)
     problem = check(conversion)
     head = f"{path.name} of {system}, put into jaxtrain's keys by `jaxtrain convert`."
@@ -83,8 +83,8 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read as a command line: {reason}") from None
 
 
-def tell(source: dict[str, Any], path: Path) -> str:
-    """Whose keys these are."""
+def detect_system(source: dict[str, Any], path: Path) -> str:
+    """Return the system that the keys belong to."""
     from jaxtrain.convert import SYSTEMS
 
     for name, system in SYSTEMS.items():
@@ -97,7 +97,7 @@ def tell(source: dict[str, Any], path: Path) -> str:
 
 
 def check(conversion: Conversion) -> str | None:
-    """What the result still lacks, for people; None: nothing."""
+    """Return what the result still lacks, for people; None if it is complete."""
     from jaxtrain.config.load import validate_config
 
     try:

@@ -1,4 +1,4 @@
-"""What `--dry-run` says of a step's time and memory, on these devices or on others."""
+"""Estimates of a step's time and memory for `--dry-run`, on these devices or on others."""
 
 import jax
 from rich.table import Table
@@ -121,7 +121,7 @@ def show_one(
 
 
 def describe_parts(step_estimate: Estimate) -> str:
-    """What takes at least a twentieth of the time."""
+    """List the parts that take at least a twentieth of the time."""
     parts = sorted(step_estimate.parts.items(), key=lambda entry: -entry[1])
     shares = [(name, seconds / step_estimate.seconds) for name, seconds in parts]
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.05)
@@ -140,7 +140,8 @@ def show_meshes(choices: list[MeshChoice], console: SafeConsole) -> None:
     for choice in choices[:SHOWN]:
         step_estimate = choice.estimate
         console.print(
-            f"  {name_mesh(choice.mesh):<32} {step_estimate.tokens_per_second:>9,.0f} tokens/s per device,"
+            f"  {name_mesh(choice.mesh):<32} {step_estimate.tokens_per_second:>9,.0f} tokens/s"
+            f" per device,"
             f" {step_estimate.memory:.1f} GiB",
             markup=False,
             highlight=False,

@@ -102,7 +102,7 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
 
 
 def silent(text: str) -> None:
-    """What all processes but the first say."""
+    """Log nothing: for all processes but the first."""
 
 
 def generate_into(
@@ -113,7 +113,7 @@ def generate_into(
     policies: Mapping[str, ModelSnapshot],
     log: Callable[[str], None],
 ) -> None:
-    """Let the weights answer what section eval asks; prints the numbers, appends them to
+    """Answer the problem sets of section eval with the weights; prints the numbers, appends them to
     metrics.jsonl in `folder` and writes the answers to samples.jsonl there, anew. policies: of
     several that are trained each one's."""
     from jaxtrain.distributed.mesh import is_main_process

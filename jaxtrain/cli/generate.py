@@ -224,7 +224,7 @@ def parse_line(line: str, origin: str) -> tuple[dict[str, Any], str]:
 
 
 def read_request(row: dict[str, Any], origin: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One prompt: ids, text for --raw, else messages that end before the assistant speaks."""
+    """Read one prompt: ids, text for --raw, else messages that end before the assistant speaks."""
     from jaxtrain.data.chat.messages import MalformedRow, read_messages, read_tools
 
     if args.ids:

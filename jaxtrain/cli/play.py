@@ -54,14 +54,16 @@ def read_sections(config: Config, overrides: list[str], origin: str) -> Config:
         raise UserError(f"{origin}:\n" + "\n".join(f"  {policy}" for policy in problems))
     if (changed_names := list_trained(changed)) != (trained_names := list_trained(config)):
         raise UserError(
-            f"generate: {origin} has trained {', '.join(trained_names) or 'one policy, without a name'}, and"
-            f" policies.NAME.trained names {', '.join(changed_names) or 'none'}; remove that override"
+            f"generate: {origin} has trained"
+            f" {', '.join(trained_names) or 'one policy, without a name'}, and"
+            f" policies.NAME.trained names {', '.join(changed_names) or 'none'}; remove that"
+            f" override"
         )
     return changed
 
 
 class PlaySession:
-    """An environment, and everybody who speaks in it."""
+    """An environment with all of its policies."""
 
     def __init__(self, config: Config, parts: ModelBundle, samplers: Mapping[str, Requests]):
         """config: of read_sections. samplers: of the trained policies by name, "" of the only one.
@@ -71,7 +73,7 @@ class PlaySession:
         self.frozen = open_frozen(config)
 
     def name_first(self, game: Episode) -> Episode:
-        """What has no name is the first policy's."""
+        """Attribute episodes without a policy name to the first policy."""
         for member in (game, *game.others):
             member.policy = member.policy or next(iter(self.samplers))
         return game

@@ -17,7 +17,7 @@ BUILTIN = {
     "optimizers": "jaxtrain.config.model:OPTIMIZERS",
     "schedules": "jaxtrain.config.model:SCHEDULES",
 }
-"""Where a group's built-in names stand."""
+"""Variables that hold a group's built-in names."""
 
 
 def run_plugins(argv: list[str]) -> int:
@@ -71,7 +71,7 @@ def list_plugins(*, load: bool) -> dict[str, Any]:
 
 
 def read_builtin(group: str) -> list[str]:
-    """A group's built-in names."""
+    """Return a group's built-in names."""
     from importlib.metadata import EntryPoint
 
     path = BUILTIN.get(group)
@@ -79,7 +79,7 @@ def read_builtin(group: str) -> list[str]:
 
 
 def render(listing: dict[str, Any]) -> str:
-    """The same for people."""
+    """Render the list for people."""
     from jaxtrain.text_safety import escape_control_chars
 
     lines = []
@@ -97,7 +97,7 @@ def render(listing: dict[str, Any]) -> str:
 
 
 def wrap(text: str) -> list[str]:
-    """Lines of a list of names."""
+    """Wrap a list of names into lines."""
     import textwrap
 
     return textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    ")

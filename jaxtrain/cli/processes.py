@@ -1,4 +1,4 @@
-"""What the verbs with a config share: their options, and work on all processes of a run."""
+"""Shared by the verbs with a config: their options, and work on all processes of a run."""
 
 import argparse
 import importlib.util
@@ -54,7 +54,7 @@ def run_together(read: Callable, join: Callable, work: Callable) -> int:
 
 
 def config_parser(verb: str, required: bool = True, first: str = "") -> Parser:
-    """The options that every verb with a config shares."""
+    """Build the parser of a verb with a config."""
     parser = Parser(f"jaxtrain {verb}")
     parser.add_argument(
         "--config",
@@ -67,7 +67,7 @@ def config_parser(verb: str, required: bool = True, first: str = "") -> Parser:
 
 
 def read_config(args: argparse.Namespace):
-    """The Config that --config and the overrides name."""
+    """Load the Config that --config and the overrides name."""
     from jaxtrain.config import load_config
 
     return load_config(args.config, args.overrides)

@@ -16,7 +16,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.prompts import rename
 
 MOST = 128
-"""Prompts of a dataset, unless somebody says."""
+"""Prompts of a dataset, unless --most is given."""
 
 
 class EvalPrompt(NamedTuple):
@@ -33,9 +33,9 @@ class EvalPrompt(NamedTuple):
 def open_asked(
     sets: Sequence[str], data: str | None, overrides: list[str], most: int | None, raw: bool
 ) -> list[EvalPrompt]:
-    """All that the command line names. sets: as data.prompt_sets.open_prompt_set takes them. data:
-    a dataset's path, which `overrides` (dataset.key=value) go with. most: prompts of each. raw:
-    texts in the column `prompt`. UserError."""
+    """Open all prompts that the command line names. sets: as data.prompt_sets.open_prompt_set
+    takes them. data: a dataset's path, which `overrides` (dataset.key=value) go with. most:
+    prompts of each. raw: texts in the column `prompt`. UserError."""
     if raw and sets:
         raise UserError("speculate: --raw continues texts of --input; the sets are conversations")
     if data is None and overrides:
@@ -57,7 +57,7 @@ def open_asked(
 
 
 def open_data(path: str, overrides: list[str], most: int, raw: bool) -> EvalPrompt:
-    """The first prompts of a dataset."""
+    """Read the first prompts of a dataset."""
     dataset_overrides = [f"data.datasets.0.{word.removeprefix('dataset.')}" for word in overrides]
     table = apply_overrides({"data": {"datasets": [{"path": path}]}}, dataset_overrides)
     dataset = validate(DatasetConfig, table["data"]["datasets"][0], path)

@@ -90,7 +90,8 @@ def quantize_command(args: argparse.Namespace) -> None:
         with replace_folder(output) as unfinished:
             summary = quantize_folder(plain, unfinished, args.scheme, args.group, names)
         print(
-            f"{summary.matrices} matrices of {source} in {args.scheme}, {summary.before / 1e6:.1f} ->"
+            f"{summary.matrices} matrices of {source} in {args.scheme},"
+            f" {summary.before / 1e6:.1f} ->"
             f" {summary.after / 1e6:.1f} MB: {output}"
         )
         for note in list_notes(args.scheme, args.group, names):
@@ -175,7 +176,7 @@ def choose_matrices(folder: Path, family: str | None = None) -> set[str]:
 
 
 def list_notes(scheme: str, group: int, names: Collection[str]) -> Iterator[str]:
-    """What of the folder some readers do not take."""
+    """Yield notes on readers that do not support parts of the folder."""
     if scheme == "int4" and group not in VLLM_GROUPS:
         shown = ", ".join(map(str, VLLM_GROUPS))
         yield f"note: vLLM's kernels for NVIDIA GPUs take groups of {shown}, not of {group}"
@@ -184,8 +185,8 @@ def list_notes(scheme: str, group: int, names: Collection[str]) -> Iterator[str]
 
 
 def check_experts(config: DecoderConfig) -> None:
-    """UserError where all experts of a layer are one tensor: no Linear, for which there is a layout
-    that vLLM reads."""
+    """Raise UserError where all experts of a layer are one tensor: no Linear, for which there is a
+    layout that vLLM reads."""
     from jaxtrain.adapters.spec import find_linears
     from jaxtrain.huggingface.files import spell
     from jaxtrain.models import families

@@ -45,7 +45,7 @@ def run_init(argv: list[str]) -> None:
 
 
 def read_purpose(path: Path) -> str:
-    """What a config's first comment says of it, up to the first full stop or colon."""
+    """Return the first comment of a config, up to the first full stop or colon."""
     comment = ""
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):

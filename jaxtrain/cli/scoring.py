@@ -1,4 +1,4 @@
-"""What a model says of rows of data: read them, lay them out as trees, put its numbers into words.
+"""Scoring of data by a model: rows are read, laid out as trees, and get the numbers as new keys.
 
 A `Scoring` knows the rows and what to compute; how rows fill batches and files is score.py's. A
 reward model scores answers at their ends, a process reward model steps at theirs.
@@ -49,7 +49,7 @@ Compute = Callable[[Any, Batch], Mapping[str, jax.Array]]
 
 
 class ScoringRow(NamedTuple):
-    """One row of data, ready to be computed."""
+    """Row of data, ready to be computed."""
 
     row: Mapping[str, Any]
     tree: Tree
@@ -74,7 +74,7 @@ class Scoring(Protocol):
 
 
 def make_scoring(model: Model, dataset: DatasetConfig, args: argparse.Namespace) -> Scoring:
-    """What the model says of rows of the dataset; UserError where it has nothing to say."""
+    """Build the scoring of a dataset by a model; UserError for a model that cannot score it."""
     if args.top_k is not None:
         model.require_next_token()
         if not 1 <= args.top_k <= model.vocab_size:
@@ -85,7 +85,7 @@ def make_scoring(model: Model, dataset: DatasetConfig, args: argparse.Namespace)
 
 
 class AnswerScores:
-    """One score an answer, at its last token: pairs, lists of completions, single answers."""
+    """A score for each answer, at its last token: pairs, lists of completions, single answers."""
 
     def __init__(self, model: Model, dataset: DatasetConfig):
         self.dataset, self.tokenize = (
@@ -95,7 +95,6 @@ class AnswerScores:
         self.compute = _scores_of(model)
 
     def read(self, row: Mapping[str, Any], origin: str) -> ScoringRow | Dropped:
-        """See Scoring."""
         try:
             judged, keys = read_answers(row, self.dataset)
         except MalformedRow as error:
@@ -109,7 +108,6 @@ class AnswerScores:
         return ScoringRow(row, tree, np.array(ends), keys)
 
     def describe(self, item: ScoringRow, numbers: Numbers) -> dict[str, Any]:
-        """See Scoring."""
         scores = numbers["scores"][:, 0].tolist()
         return {
             key: [scores[index] for index in places] if isinstance(places, list) else scores[places]
@@ -169,7 +167,6 @@ class StepScores:
         self.compute, self.max_len = _scores_of(model), model.max_len
 
     def read(self, row: Mapping[str, Any], origin: str) -> ScoringRow | Dropped:
-        """See Scoring."""
         try:
             prompt, steps, _ = self.reader.read(dict(row))
         except MalformedRow as error:
@@ -181,13 +178,12 @@ class StepScores:
         return ScoringRow(row, chain(np.array(tokens, np.int32), {}), ends)
 
     def describe(self, item: ScoringRow, numbers: Numbers) -> dict[str, Any]:
-        """See Scoring."""
         gap = (numbers["scores"][:, 1] - numbers["scores"][:, 0]).astype(np.float64)
         return {"step_scores": (1 / (1 + np.exp(-gap))).tolist()}
 
 
 class TeacherScores:
-    """What a teacher of distillation would say: the k likeliest tokens in the place of each token
+    """Targets of a teacher for distillation: the k likeliest tokens in the place of each token
     from the first trained one on, under the names that methods/distillation/data.py reads."""
 
     def __init__(self, model: Model, dataset: DatasetConfig, k: int):
@@ -196,7 +192,6 @@ class TeacherScores:
         self.compute: Compute = lambda params, batch: find(params, batch)._asdict()
 
     def read(self, row: Mapping[str, Any], origin: str) -> ScoringRow | Dropped:
-        """See Scoring."""
         samples = self.tokenize(dict(row), origin)
         if len(samples) > 1:
             return Dropped("several sequences, log-probs of one", origin)
@@ -209,7 +204,6 @@ class TeacherScores:
         return ScoringRow(row, chain(sample.tokens, {}), places, sample.tokens)
 
     def describe(self, item: ScoringRow, numbers: Numbers) -> dict[str, Any]:
-        """See Scoring."""
         return {
             "input_ids": item.note.tolist(),
             "target_token_ids": numbers["ids"].tolist(),
@@ -225,7 +219,8 @@ def _scores_of(model: Model) -> Compute:
 def score_items(
     model: Model, items: Sequence[ScoringRow], compute: Callable, batch_size: int
 ) -> list[Numbers]:
-    """What `compute` finds at the places of each item; batch_size: rows of a pass, on a device."""
+    """Return the numbers that `compute` yields at the places of each item; batch_size: rows of a
+    pass, on a device."""
     packed = [lay_out(item.tree) for item in items]
     lengths = [len(tree.tokens) for tree in packed]
     rows_at_once = batch_size * row_shards(model.mesh)

@@ -55,7 +55,7 @@ class AdapterConfig(Section):
 
 
 def find_adapter_conflicts(adapter: AdapterConfig) -> Iterator[str]:
-    """One sentence for each impossible combination within the section."""
+    """Yield one sentence for each impossible combination within the section."""
     if adapter.kind == "none":
         changed = adapter.model_dump(exclude_defaults=True)
         if changed:

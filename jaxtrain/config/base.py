@@ -1,4 +1,4 @@
-"""What every section of the config has in common: frozen, typed, bounded, closed."""
+"""The base of all sections of the config: frozen, typed, bounded, closed."""
 
 import functools
 import logging
@@ -116,23 +116,22 @@ RESUMABLE = Resumable()
 
 @dataclass(frozen=True)
 class KnownIn:
-    """Of a text: the name of a built-in, of an entry point, or an import path."""
+    """Validate a text as the name of a built-in or an entry point, or as an import path."""
 
     group: str
     builtin: tuple[str, ...]
 
     def validate(self, name: str) -> str:
-        """The name, a leading ~ written out."""
+        """Return the name with a leading ~ expanded."""
         name = os.path.expanduser(name)
         plugins.check(self.group, name, self.builtin)
         return name
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        """See pydantic."""
         return core_schema.no_info_after_validator_function(self.validate, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> Any:
-        """Editors offer the built-in names, and take any other text."""
+        """Describe it so that editors offer the built-in names and accept any other text."""
         examples = ["package.module:name", "file.py:name"]
         plugin_schema = {**handler(schema), "examples": examples}
         return (
@@ -141,12 +140,12 @@ class KnownIn:
 
 
 def known_in(group: str, builtin: Collection[str]) -> KnownIn:
-    """For Annotated[str, ...]."""
+    """Build the annotation of a text that names something: Annotated[str, known_in(...)]."""
     return KnownIn(group, tuple(builtin))
 
 
 def expand_home(path: str) -> str:
-    """A path without its leading ~; ValueError where there is nothing."""
+    """Expand a leading ~ of a path; ValueError for an empty one."""
     if not path.strip():
         raise ValueError("must not be empty; leave the key out where nothing is meant")
     return os.path.expanduser(path)
@@ -154,12 +153,11 @@ def expand_home(path: str) -> str:
 
 EXPANDED = AfterValidator(expand_home)
 Place = Annotated[str, EXPANDED]
-"""A file, a folder, or what may be one (a Hub id, "file.py:name"); a leading ~ is somebody's home.
-"""
+"""A file, a folder, or what may be one (a Hub id, "file.py:name"); a leading ~ is expanded."""
 
 
 def list_places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, value) of every Place that is set in a section and all below it."""
+    """Yield (key, value) of every Place that is set in a section and all below it."""
     if isinstance(value, BaseModel):
         for name, field in type(value).model_fields.items():
             nested, nested_key = getattr(value, name), f"{key}.{name}" if key else name
@@ -178,12 +176,13 @@ def _is_place(annotation: Any) -> bool:
 
 
 def members(annotation: Any) -> list[type[BaseModel]]:
-    """The Sections inside an annotation such as `list[DatasetConfig]`, `X | None` or a union."""
+    """Return the sections inside an annotation such as `list[DatasetConfig]`, `X | None` or a
+    union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for arg in get_args(annotation) for model in members(arg)]
 
 
 def section_type(annotation: Any) -> type[BaseModel] | None:
-    """The first of them."""
+    """Return the first section inside an annotation."""
     return next(iter(members(annotation)), None)

@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def recipes_folder() -> Path:
-    """Where the configs are."""
+    """Return the folder of the configs."""
     inside = _PACKAGE / "configs"
     return inside if inside.is_dir() else _PACKAGE.parent / "configs"
 

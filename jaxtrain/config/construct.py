@@ -1,5 +1,5 @@
-"""What a key of the config names, made with the options beside it; wrong options are told apart
-from code that fails."""
+"""Construct what a key of the config names, with its options; wrong options and failing code get
+different errors."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -22,8 +22,9 @@ def make(
     """made(*given, section) where it has a Section of its own for the options, else
     made(*given, **options).
 
-    key: what messages call the thing; options_key: the config key of its options. argument_names: the names
-    of `given`, for people. UserError for options that it does not take, and for what it raises.
+    key: what messages call the thing; options_key: the config key of its options. argument_names:
+    the names of `given`, for people. UserError for options that it does not take, and for what it
+    raises.
     """
     section = getattr(constructor, "Section", None)
     try:
@@ -45,7 +46,7 @@ def check_call(
     options_key: str,
     argument_names: str = "",
 ) -> None:
-    """UserError where a call's arguments do not fit its signature; nothing is called."""
+    """Raise UserError where a call's arguments do not fit its signature; nothing is called."""
     try:
         signature = inspect.signature(constructor)
     except (TypeError, ValueError):  # written in C

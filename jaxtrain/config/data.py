@@ -14,7 +14,7 @@ FORMATS = ("auto", "chat", "prompt_completion", "alpaca", "input_output", "compl
 
 
 class DatasetConfig(Section):
-    """One source of examples: an entry of data.datasets or data.eval_datasets."""
+    """Source of examples: an entry of data.datasets or data.eval_datasets."""
 
     renamed: ClassVar[Mapping[str, str]] = {"neighbours": "neighbors"}
 
@@ -152,13 +152,13 @@ class DataConfig(Section):
             if dataset.held_out and dataset.part == "train"
         ]
         if held:
-            # The one place where a section changes, before anybody has seen it.
+            # Sections are frozen; this one changes before anything has read it.
             object.__setattr__(self, "datasets", trained)
             object.__setattr__(self, "eval_datasets", separate + held)
         return self
 
     def find_split_conflicts(self) -> Iterator[str]:
-        """One sentence for each reason why rows cannot be held out."""
+        """Yield one sentence for each reason why rows cannot be held out."""
         share = self.validation_split
         if share and any(dataset.part != "held_out" for dataset in self.eval_datasets):
             yield (
@@ -175,13 +175,15 @@ class DataConfig(Section):
         for dataset in [*self.datasets, *self.eval_datasets]:
             if dataset.held_out and dataset.streaming:
                 yield (
-                    f"data.validation_split needs the number of rows, which the stream {dataset.path!r}"
+                    f"data.validation_split needs the number of rows, which the stream"
+                    f" {dataset.path!r}"
                     " does not have; set its streaming to false, or name data.eval_datasets"
                 )
                 return
             if dataset.held_out and dataset.path.startswith("builtin:"):
                 yield (
-                    f"data.validation_split: {dataset.path!r} makes its rows; name data.eval_datasets"
+                    f"data.validation_split: {dataset.path!r} makes its rows; name"
+                    f" data.eval_datasets"
                     " with another options.seed"
                 )
                 return

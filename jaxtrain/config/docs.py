@@ -1,4 +1,4 @@
-"""The documentation of every key, made from the sections themselves."""
+"""Documentation of every key, rendered from the sections themselves."""
 
 from typing import Annotated, Any, get_args, get_origin
 
@@ -28,7 +28,7 @@ def render_markdown() -> str:
 
 
 def render_help() -> str:
-    """The same for a terminal."""
+    """Render the documentation of every key for a terminal."""
     lines = []
     for title, section in list_sections():
         lines += ["", f"[{title}]  {section.__doc__ or ''}"]

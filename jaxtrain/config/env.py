@@ -15,7 +15,8 @@ BUILTIN = ("single_turn", "calculator", "tools", "dialogue", "nemo_gym", "openen
 
 
 class EnvConfig(Section):
-    """How a row of data becomes an episode: one answer, or a loop of model and tools."""
+    """Environment that turns a row of data into an episode: one answer, or a loop of model and
+    tools."""
 
     kind: Annotated[str, known_in("envs", (*BUILTIN, "python"))] = "single_turn"
     """single_turn: one answer to the row's prompt. calculator: the built-in agent, which calls its
@@ -77,7 +78,7 @@ class EnvConfig(Section):
 
 
 def find_env_conflicts(env: EnvConfig) -> Iterator[str]:
-    """One sentence for each impossible combination within the section."""
+    """Yield one sentence for each impossible combination within the section."""
     if (env.kind == "python") != (env.path is not None):
         yield (
             f"env.kind is {env.kind} and env.path is {env.path!r}; env.path goes with env.kind"

@@ -26,7 +26,7 @@ Benchmark = Literal[
 
 
 class EvalSetConfig(Section):
-    """One set of problems, answered k times each through an environment and judged by rewards."""
+    """Set of problems, answered k times each through an environment and judged by rewards."""
 
     path: Place
     """As a dataset's: file, folder, Hub id or "builtin:calculator"."""
@@ -70,7 +70,7 @@ class EvalSetConfig(Section):
 
 
 def find_eval_set_conflicts(config: Any) -> Iterator[str]:
-    """One sentence for each impossible combination around the sections."""
+    """Yield one sentence for each impossible combination around the sections."""
     sets, sampling = config.eval.sets, config.sampling
     for index, eval_set in enumerate(sets):
         unread = ("split", "options") if eval_set.benchmark else ()
@@ -86,6 +86,7 @@ def find_eval_set_conflicts(config: Any) -> Iterator[str]:
         temperature = sampling.temperature if eval_set.temperature is None else eval_set.temperature
         if eval_set.k > 1 and temperature == 0:
             yield (
-                f"eval.sets.{index}.k is {eval_set.k} but its temperature is 0, so all answers would be"
+                f"eval.sets.{index}.k is {eval_set.k} but its temperature is 0, so all answers"
+                f" would be"
                 f" the same; set eval.sets.{index}.temperature above 0, or k to 1"
             )

@@ -66,7 +66,7 @@ class GymConfig(Section):
 
 
 def find_gym_conflicts(gym: GymConfig, kind: str) -> Iterator[str]:
-    """One sentence for each impossible combination with env.kind."""
+    """Yield one sentence for each impossible combination with env.kind."""
     if kind != "nemo_gym":
         if gym != GymConfig():
             yield f"env.gym has no effect while env.kind is {kind}; remove it"

@@ -1,4 +1,4 @@
-"""What keys of section rollout.vllm that have jaxtrain start its servers may not say together."""
+"""Conflicts between keys of rollout.vllm when jaxtrain starts its servers."""
 
 from collections.abc import Iterator
 from typing import Any

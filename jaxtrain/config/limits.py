@@ -1,4 +1,4 @@
-"""What numbers of a config may be: finite, no booleans, and not beyond any use."""
+"""Limits of the numbers in a config, and checks of types: booleans are not numbers."""
 
 from collections.abc import Iterator
 from types import NoneType, UnionType
@@ -29,7 +29,7 @@ SEED = 2**32 - 1
 
 
 def find_misfits(value: Any, annotation: Any) -> Iterator[str]:
-    """What is a boolean where numbers or texts are meant, or the other way round."""
+    """Yield a problem for each boolean in place of a number or text, and the other way round."""
     kinds = list(_kinds(annotation))
     if Any in kinds:
         return
@@ -53,7 +53,7 @@ def find_misfits(value: Any, annotation: Any) -> Iterator[str]:
 
 
 def find_numbers(value: Any, annotation: Any) -> Iterator[int | float]:
-    """The numbers of a value, but not those that are anything's (an own part's options)."""
+    """Yield the numbers of a value, except where the annotation is Any (options of plug-ins)."""
     kinds = list(_kinds(annotation))
     if isinstance(value, bool) or Any in kinds:
         return

@@ -1,4 +1,4 @@
-"""From a file and the command line to a Config, with errors that a person can act on."""
+"""Load a Config from a file and the command line, with errors that a person can act on."""
 
 import difflib
 from collections.abc import Sequence
@@ -136,7 +136,7 @@ def validate_config(table: dict[str, Any], origin: str) -> Config:
 
 
 def validate(section: type[S], table: dict[str, Any], origin: str, prefix: str = "") -> S:
-    """The section of a table; UserError with one line per problem, keys behind `prefix`."""
+    """Build the section of a table; UserError with one line per problem, keys behind `prefix`."""
     try:
         return section.model_validate(table)
     except ValidationError as error:
@@ -192,7 +192,7 @@ def suggest(key: str, allowed: list[str]) -> str:
 
 
 def section_keys(location: list[Any], root: type[BaseModel] = Config) -> list[str]:
-    """The keys that the section at `location` below `root` allows."""
+    """Return the keys that the section at `location` below `root` allows."""
     model: Any = root
     union: Any = None
     for part in location:
@@ -211,6 +211,6 @@ def kind_of(section: Any) -> str | None:
 
 
 def is_tag(location: list[Any], part: Any) -> bool:
-    """Whether a part of an error's location is a kind of a union `task`, not a key."""
+    """Return whether a part of an error's location is a kind of a union `task`, not a key."""
     behind = (after for before, after in pairwise(location) if before == "task")
     return any(after is part for after in behind) and part in TASKS

@@ -27,7 +27,7 @@ class SpecialTokens(Section):
     """Further ones, such as those of a chat template: ["<|im_start|>", "<|im_end|>"]."""
 
     def roles(self) -> dict[str, str]:
-        """Those that are set, by their names."""
+        """Return the tokens that are set, by role."""
         tokens = self.model_dump(exclude={"additional_special_tokens"}, exclude_none=True)
         return dict(tokens)
 

@@ -15,7 +15,7 @@ OBSERVERS: Mapping[str, str] = {
 
 
 class ObserverConfig(Section):
-    """One observer of the run: docs/observers.md has what is built in."""
+    """Observer of the run; docs/observers.md lists the built-in ones."""
 
     kind: Annotated[str, known_in("observers", OBSERVERS)]
     """early_stop: end where an evaluation's number no longer becomes better. loss_spike: say, save

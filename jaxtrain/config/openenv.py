@@ -36,7 +36,7 @@ class OpenEnvConfig(Section):
 
 
 def find_openenv_conflicts(config: OpenEnvConfig, kind: str) -> Iterator[str]:
-    """One sentence for each impossible combination, of a section env of this kind."""
+    """Yield one sentence for each impossible combination, of a section env of this kind."""
     if kind != "openenv":
         if config != OpenEnvConfig():
             yield f"env.openenv has no effect while env.kind is {kind}; remove it"

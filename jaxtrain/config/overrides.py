@@ -1,4 +1,4 @@
-"""What the command line changes in a config: `section.key=value`, and `section=preset`."""
+"""Changes of a config on the command line: `section.key=value`, and `section=preset`."""
 
 import difflib
 import tomllib

@@ -1,4 +1,4 @@
-"""Sections policies.NAME: who speaks in an episode beside the policy that section model trains."""
+"""Sections policies.NAME: participants of episodes besides the policy of section model."""
 
 import re
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from jaxtrain.config.limits import ROWS, SECONDS, TOKENS
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,31}\Z")
 TAKEN = ("policy", "reference", "draft", "teacher", "eval", "params", "opt_state", "step", "model")
-"""What a run calls other things."""
+"""Names that a run uses for other things."""
 
 
 class PolicyConfig(Section):
-    """Who else speaks in an episode: environments talk to it by its name, `chat.other("NAME")`.
+    """Another participant of an episode: environments talk to it by its name, `chat.other("NAME")`.
     Frozen (a judge, a user, a rival), behind servers or a folder that the local engine draws: its
     words are context. Or trained: one of several adapters on the base of section model."""
 
@@ -52,7 +52,7 @@ class PolicyConfig(Section):
 
 
 def find_policy_problems(config: Any) -> Iterator[str]:
-    """One sentence for each section policies.NAME that cannot be, or that nobody asks."""
+    """Yield one sentence for each section policies.NAME that is impossible or unused."""
     yield from find_section_problems(config)
     for key, env in list_sections(config):
         for agent, name in env.verifiers.policies.items():
@@ -60,7 +60,8 @@ def find_policy_problems(config: Any) -> Iterator[str]:
                 trained_names = ", ".join(list_trained(config)) or "none"
                 yield (
                     f"{key}.verifiers.policies.{agent}: {name!r} is no trained policy of section"
-                    f" policies, which has {trained_names}; a frozen one is a client of the agent's own,"
+                    f" policies, which has {trained_names}; a frozen one is a client of the"
+                    f" agent's own,"
                     f" {key}.verifiers.agents.{agent}.client"
                 )
     if list_trained(config):
@@ -73,7 +74,7 @@ def find_policy_problems(config: Any) -> Iterator[str]:
 
 
 def find_section_problems(config: Any) -> Iterator[str]:
-    """One sentence for each section policies.NAME that cannot be, whatever the run does."""
+    """Yield one sentence for each section policies.NAME that is impossible in every run."""
     for name, policy in config.policies.items():
         key = f"policies.{name}"
         if not NAME.match(name) or name in TAKEN:
@@ -111,7 +112,7 @@ def list_sections(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def find_folder_problems(config: Any, key: str, policy: PolicyConfig) -> Iterator[str]:
-    """One sentence for each thing that a frozen folder does not go with."""
+    """Yield one sentence for each key that conflicts with a frozen folder."""
     for key_name in ("servers", "model", "api_key", "options", "seconds", "retries"):
         if key_name in policy.model_dump(exclude_defaults=True):
             yield f"{key}.{key_name} is for a policy behind servers; remove it, or {key}.path"
@@ -134,8 +135,8 @@ def list_trained(config: Any) -> tuple[str, ...]:
 
 
 def list_judges(config: Any) -> dict[str, list[str]]:
-    """Of each trained policy the labels of the reward functions that judge it, in the config's
-    order."""
+    """Return, for each trained policy, the labels of the reward functions that judge it, in the
+    config's order."""
     return {
         name: [reward.label for reward in config.rewards if reward.policy in (None, name)]
         for name in list_trained(config)
@@ -143,7 +144,7 @@ def list_judges(config: Any) -> dict[str, list[str]]:
 
 
 def find_trained_problems(config: Any) -> Iterator[str]:
-    """One sentence for each thing that several adapters on one base do not go with."""
+    """Yield one sentence for each key that conflicts with several adapters on one base."""
     key = f"policies.{list_trained(config)[0]}.trained"
     rollout, adapter, task = config.rollout, config.adapter, config.task
     if task.kind != "rl":

@@ -1,5 +1,5 @@
-"""What a config takes from outside jaxtrain, with the distribution and version that it comes from:
-a run's record and a model's card say so. Nothing is imported for it."""
+"""Plug-ins that a config names, with distribution and version, for a run's record and a model's
+card. Nothing is imported for it."""
 
 import hashlib
 import json
@@ -83,14 +83,14 @@ def read_architectures(model: ModelConfig) -> list[str]:
     if raw is None and model.path is not None:
         try:
             raw = json.loads((Path(model.path) / "config.json").read_bytes())
-        except (OSError, ValueError):  # of the Hub, or somebody else's to complain about
+        except (OSError, ValueError):  # a Hub id, or a problem that loading the model reports
             return []
     names = raw.get("architectures") if isinstance(raw, dict) else None
     return [name for name in names or [] if isinstance(name, str)]
 
 
 def find_origin(group: str, name: str) -> dict[str, str] | None:
-    """Where a name comes from; None: from jaxtrain itself."""
+    """Return the origin of a name; None for jaxtrain itself."""
     for entry in plugins.list_entry_points(group):
         if entry.name == name:
             return describe(entry.dist)

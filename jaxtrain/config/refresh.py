@@ -13,12 +13,12 @@ from jaxtrain.config.task import TaskSection
 
 
 class RefreshOptim(OptimConfig):
-    """As section optim; a round is a step, or a few."""
+    """Section optim of the draft; a round is a step, or a few."""
 
     learning_rate: float = Field(1e-4, gt=0, le=1000)
     """Peak learning rate."""
     lr_scheduler: Literal["constant", "inverse_sqrt"] = "constant"  # pyright: ignore
-    """Shape after warm-up. Others need a number of steps, which rounds do not tell."""
+    """Shape after warm-up. Others need a number of steps, which rounds do not have."""
 
 
 def find_kind(task: Any) -> Any:

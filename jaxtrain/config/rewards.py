@@ -14,7 +14,7 @@ SILENT = ("single_turn", "tools", "dialogue")
 
 
 class RewardConfig(Section):
-    """One reward function; a completion's reward is the weighted sum of all of them."""
+    """Reward function; a completion's reward is the weighted sum of all of them."""
 
     function: Place | None = None
     """A built-in (math, exact_match, format, regex, length, json_schema, python_tests,
@@ -46,7 +46,8 @@ class RewardConfig(Section):
 
 
 def find_reward_conflicts(config: Any) -> Iterator[str]:
-    """One sentence for each impossible combination of the sections, and of what they judge."""
+    """Yield one sentence for each impossible combination of the sections, and of what they
+    judge."""
     labels = [reward.label for reward in config.rewards]
     for index, label in enumerate(labels):
         if label in labels[:index]:
@@ -82,7 +83,8 @@ def find_reward_conflicts(config: Any) -> Iterator[str]:
 
 
 def find_model_conflicts(config: Any, draws: bool) -> Iterator[str]:
-    """One sentence for each reward that is neither a function nor a model, or that cannot be."""
+    """Yield one sentence for each reward that is neither a function nor a model, or that cannot
+    be."""
     for index, reward in enumerate(config.rewards):
         key = f"rewards.{index}"
         if (reward.function is None) == (reward.model is None):
@@ -119,7 +121,8 @@ def find_model_conflicts(config: Any, draws: bool) -> Iterator[str]:
 
 
 def find_unread(key: str, dataset: Any, why: str) -> Iterator[str]:
-    """One sentence for each key of a dataset that only sampling reads, where nothing is sampled."""
+    """Yield one sentence for each key of a dataset that only sampling reads, where nothing is
+    sampled."""
     for name in ("env", "rewards"):
         if why and getattr(dataset, name) is not None:
             yield f"{key}.{name} has no effect{why}; remove it"

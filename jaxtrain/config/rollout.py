@@ -14,7 +14,7 @@ from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
 
 
 class LocalConfig(Section):
-    """How the local engine stores what it reads for every token. The trainer computes as before,
+    """Storage of what the local engine reads for every token. The trainer computes as before,
     and log-probs are those of the sampler as it is: section task says how they correct for it."""
 
     weights: Literal["default", "int8"] = "default"
@@ -26,7 +26,7 @@ class LocalConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How answers are drawn for task.kind rl, and for distillation on the student's own; the draws
+    """Sampling of answers for task.kind rl, and for distillation on the student's own; the draws
     themselves are section sampling."""
 
     engine: str = "local"

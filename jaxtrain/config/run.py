@@ -9,7 +9,7 @@ from jaxtrain.config.limits import ROWS, SECONDS, SEED
 
 
 class RunConfig(Section):
-    """What is run, for how long, and where it lands."""
+    """The run: its length, its folder, and how it resumes."""
 
     output_dir: Annotated[Place, RESUMABLE] = "runs/default"
     """Folder of the run: checkpoints, metrics.jsonl, logs, plots and the exported model. Its
@@ -103,7 +103,9 @@ def find_parallel_conflicts(parallel: ParallelConfig):
     missing = [name for name, value in explicit.items() if value is None]
     if missing and len(missing) < len(explicit):
         set_key = next(name for name, value in explicit.items() if value is not None)
-        yield f"parallel.{set_key} is set but parallel.{missing[0]} is not; set all of {[*explicit]}"
+        yield (
+            f"parallel.{set_key} is set but parallel.{missing[0]} is not; set all of {[*explicit]}"
+        )
     elif not missing:
         assert parallel.process_id is not None and parallel.num_processes is not None
         assert parallel.coordinator is not None
@@ -143,7 +145,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """What people watch. metrics.jsonl is always written."""
+    """Logs and dashboards. metrics.jsonl is always written."""
 
     every: int = Field(1, ge=1)
     """Steps between lines of metrics.jsonl and the console."""

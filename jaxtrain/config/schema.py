@@ -45,7 +45,7 @@ def make_schema() -> dict[str, Any]:
 
 
 def render_schema() -> str:
-    """The same as text, as docs/schema.json holds it."""
+    """Render the schema as the text of docs/schema.json."""
     return json.dumps(make_schema(), indent=1) + "\n"
 
 

@@ -58,7 +58,8 @@ _REFERENCE = re.compile(r"(?:\$\{(\w+)\}|\$(\w+)|env:(\w+))\Z")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key of this name holds a secret: api_key, hf_token, Authorization, X-Api-Key."""
+    """Return whether a key of this name holds a secret: api_key, hf_token, Authorization,
+    X-Api-Key."""
     words = [word.lower() for word in _WORDS.findall(name[:200])]
     if not words or words[-1] in _NAMES:
         return False
@@ -68,13 +69,13 @@ def is_secret(name: str) -> bool:
 
 
 def hides(location: Sequence[Any]) -> bool:
-    """Whether the value at a place of the config (its keys from the root) is not to be shown."""
+    """Return whether the value at a location of the config (keys from the root) must be hidden."""
     return any(isinstance(part, str) and is_secret(part) for part in location)
 
 
 def redact(value: Any, secret: bool = False, *, references: bool = False) -> Any:
-    """A dumped config with HIDDEN in place of secrets. Names of environment variables stay, but
-    with `references` go as well, so that two configs can be compared."""
+    """Return a dumped config with HIDDEN in place of secrets. Names of environment variables stay,
+    but with `references` go as well, so that two configs can be compared."""
     if isinstance(value, Mapping):
         return {
             key: redact(entry, secret or is_secret(str(key)), references=references)
@@ -88,19 +89,19 @@ def redact(value: Any, secret: bool = False, *, references: bool = False) -> Any
 
 
 def redact_text(text: str) -> str:
-    """A text with HIDDEN for the users, passwords and keys of URLs in it."""
+    """Return a text with HIDDEN for the users, passwords and keys of URLs in it."""
     text = _URL.sub(lambda match: f"{match[1]}{_kept(match[2])}@", text)
     return _QUERY.sub(lambda match: f"{match[1]}{_kept(match[2])}", text)
 
 
 def redact_command(words: Sequence[str]) -> list[str]:
-    """A command line with HIDDEN for what overrides set secret options to."""
+    """Return a command line with HIDDEN for what overrides set secret options to."""
     shown = []
     for word in words:
         key, equals, value = word.partition("=")
         parts = key.split(".")
         hidden = equals and hides(parts) and not _REFERENCE.match(value)
-        # An inline table as the value: nobody tells its texts apart here.
+        # An inline table as the value: its texts cannot be told apart here.
         hide_table = equals and parts[-1] == "options"
         shown.append(f"{key}={HIDDEN}" if hidden or hide_table else redact_text(word))
     return shown

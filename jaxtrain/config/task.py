@@ -12,7 +12,7 @@ from jaxtrain.text_safety import show
 
 
 class TaskSection(Section):
-    """What the sections of all methods have in common; `kind` names the method."""
+    """Base of the sections of all methods; `kind` names the method."""
 
     reads: ClassVar[frozenset[str]] = frozenset()
     """Sections besides the common ones that the method reads: rollout, env, rewards."""
@@ -29,13 +29,13 @@ class TaskSection(Section):
         return iter(())
 
     def started_from(self, config: Any) -> str:
-        """What the trained weights were at the start, for the model card."""
+        """Return the origin of the trained weights, for the model card."""
         pretrained = config.model.init == "pretrained" and config.model.path
         return config.model.path if pretrained else "random weights"
 
 
 class SamplingConfig(Section):
-    """How tokens are drawn from the model."""
+    """Sampling of tokens from the model."""
 
     max_new_tokens: int = Field(256, ge=1, le=TOKENS)
     """Longest answer."""
@@ -79,7 +79,7 @@ class EvalConfig(Section):
     @field_validator("every", mode="wrap")
     @classmethod
     def check_every(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        """One sentence for both of what it may be."""
+        """Replace pydantic's two errors, one for each type, with one sentence."""
         try:
             return handler(value)
         except ValidationError:

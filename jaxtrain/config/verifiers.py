@@ -39,7 +39,7 @@ class VerifiersConfig(Section):
 
 
 def find_verifiers_conflicts(config: VerifiersConfig, kind: str) -> Iterator[str]:
-    """One sentence for each impossible combination with env.kind."""
+    """Yield one sentence for each impossible combination with env.kind."""
     if kind != "verifiers":
         if config != VerifiersConfig():
             yield f"env.verifiers has no effect while env.kind is {kind}; remove it"

@@ -111,7 +111,7 @@ class VllmConfig(Section):
 
     @property
     def routed(self) -> bool:
-        """Whether requests go through a router."""
+        """Return whether requests go through a router."""
         return self.discover.startswith("router+") and self.via == "router"
 
 

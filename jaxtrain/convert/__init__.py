@@ -11,7 +11,7 @@ SYSTEMS = {"axolotl": axolotl, "trl": trl, "prime-rl": prime_rl}
 
 
 def find_hint(key: str) -> str | None:
-    """What a key of another system is here, in words; None for one that none of them has."""
+    """Describe the counterpart of another system's key; None for a key that no system has."""
     for system in SYSTEMS.values():
         rule: ConversionRule | None = system.RULES.get(key)
         if rule is not None:

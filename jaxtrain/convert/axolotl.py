@@ -70,7 +70,7 @@ DEFAULTS = {"sequence_len": 512, "lr_scheduler": "cosine"}
 
 
 def detect(table: Mapping[str, Any]) -> bool:
-    """Whether a table looks like this system's."""
+    """Return whether a table looks like this system's."""
     return "base_model" in table
 
 
@@ -108,7 +108,7 @@ def _read_datasets(key: str) -> ConversionRule:
 
 
 def _read_dataset(conversion: Conversion, source: Mapping[str, Any]) -> dict[str, Any]:
-    """One entry; what has no counterpart is noted with the others."""
+    """Convert one entry; keys without a counterpart are noted with the others."""
     path, files = source.get("path"), source.get("data_files")
     if files and path in ("json", "csv", "parquet", "arrow", "text", None):
         path = files if isinstance(files, str) else files[0]
@@ -418,5 +418,6 @@ def _plugins(conversion: Conversion, value: Any) -> None:
     for name in _list(value or []):
         if not any(part in str(name) for part in BUILT_IN):
             conversion.miss(
-                f"{name}: see docs/reference/config.md for what is built in, docs/extending.md for more"
+                f"{name}: see docs/reference/config.md for what is built in, docs/extending.md"
+                f" for more"
             )

@@ -1,4 +1,4 @@
-"""From the keys of another system to ours: rules, what they made, and the file that is written."""
+"""Conversion of another system's keys to ours: rules, their output, and the file written."""
 
 import json
 import math
@@ -16,8 +16,8 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 def read_numbers(value: Any) -> Any:
-    """The same with texts such as "2e-4" as the numbers that they are meant for: YAML 1.1, which
-    PyYAML reads, knows an exponent only behind a point and with a sign."""
+    """Return a value with texts such as "2e-4" as the numbers that they are meant for: YAML 1.1,
+    which PyYAML reads, knows an exponent only behind a point and with a sign."""
     if isinstance(value, str):
         number = float(value) if _NUMBER.fullmatch(value) else math.inf
         return value if math.isinf(number) else number
@@ -30,7 +30,7 @@ def read_numbers(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ConversionRule:
-    """What becomes of one key."""
+    """Rule for one key."""
 
     hint: str
     """What it is here, for people: a key, or why there is none."""
@@ -42,7 +42,7 @@ class ConversionRule:
 
 
 def to(key: str, values: Mapping[Any, Any] | None = None, note: str = "") -> ConversionRule:
-    """The same under another name; `values`: theirs and ours, others have no counterpart."""
+    """Rename a key; `values`: theirs and ours, others have no counterpart."""
 
     def apply(conversion: "Conversion", value: Any) -> None:
         if value is None:
@@ -61,7 +61,7 @@ def to(key: str, values: Mapping[Any, Any] | None = None, note: str = "") -> Con
 
 
 def always(reason: str) -> ConversionRule:
-    """Nothing has to be set for it here."""
+    """Ignore a key that needs no counterpart."""
     return ConversionRule(f"not needed: {reason}", lambda conversion, value: None)
 
 
@@ -123,7 +123,7 @@ class Conversion:
         table[last] = value
 
     def get(self, key: str) -> Any:
-        """What stands under a dotted key of ours; None: nothing."""
+        """Return the value under a dotted key of ours; None if it is not set."""
         value: Any = self.table
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None

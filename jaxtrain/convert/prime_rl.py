@@ -10,7 +10,7 @@ SECTIONS = ("orchestrator", "trainer", "inference", "deployment")
 
 
 def detect(table: Mapping[str, Any]) -> bool:
-    """Whether a table looks like this system's."""
+    """Return whether a table looks like this system's."""
     model = table.get("model")
     is_prime_rl = isinstance(model, Mapping) and "name" in model
     return any(name in table for name in SECTIONS) or (is_prime_rl and "data" in table)

@@ -1,4 +1,4 @@
-"""What the tables of several systems share: trainers of Hugging Face's kind name alike."""
+"""Rules that several systems share: trainers built on Hugging Face's use the same names."""
 
 from typing import Any
 
@@ -155,7 +155,7 @@ def lora_parameters(conversion: Conversion, value: Any) -> None:
 
 
 def _experts_of(name: Any) -> list[str]:
-    """What adapter.target calls a parameter of experts."""
+    """Return adapter.target's name of a parameter of experts."""
     *_, owner, part = ["", "", *str(name).split(".")]
     parts = {"gate_up": ["gate", "up"], "gate": ["gate"], "up": ["up"], "down": ["down"]}
     matrices = parts.get(part.removesuffix("_proj"), []) if owner in ("experts", "") else []
@@ -270,8 +270,8 @@ def epochs(conversion: Conversion, value: Any) -> None:
 
 
 def settle(conversion: Conversion) -> None:
-    """What follows from several keys together: quantized weights carry an adapter, and a server
-    takes an adapter as such."""
+    """Apply what follows from several keys together: quantized weights carry an adapter, and a
+    server takes an adapter as such."""
     if conversion.get("adapter.quantize") and not conversion.get("adapter.kind"):
         conversion.set("adapter.kind", "lora")
     if parameters := conversion.source.get("lora_target_parameters"):

@@ -234,7 +234,7 @@ SAMPLING_DEFAULTS = {"max_completion_length": 512, "temperature": 1.0}
 
 
 def detect(table: Mapping[str, Any]) -> bool:
-    """Whether a table looks like this system's."""
+    """Return whether a table looks like this system's."""
     return "model_name_or_path" in table or "dataset_name" in table
 
 
@@ -276,7 +276,7 @@ def _method(words: Sequence[str]) -> str:
 
 
 def _value(word: str) -> Any:
-    """Of a flag: number, true, false or text."""
+    """Parse the value of a flag: number, true, false or text."""
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
     for kind in (int, float):

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from jaxtrain.config.limits import ROWS, SECONDS
 from jaxtrain.config.model import DTYPE, ModelConfig
@@ -17,7 +18,7 @@ SAME = ("self", "start")
 
 
 class TeacherConfig(ModelConfig):
-    """Who teaches: with kind "model" and "server" the keys of section model say which model."""
+    """The teacher: with kind "model" and "server" the keys of section model say which model."""
 
     kind: Literal["model", "self", "start", "data", "server"] = "model"
     """model: another one in this process, frozen, sharded like the student. self: the student
@@ -73,8 +74,8 @@ class DistillationTask(TaskSection):
     """Compute the prompt of several own answers once, the answers as branches of a tree; false:
     flat rows."""
 
+    @override
     def find_conflicts(self, config: Any) -> Iterator[str]:
-        """See find_distillation_conflicts."""
         return find_distillation_conflicts(config)
 
 
@@ -133,19 +134,21 @@ def find_distillation_conflicts(config: Any) -> Iterator[str]:
     elif changed := config.rollout.model_dump(exclude_defaults=True):
         if not config.eval.sets:
             yield (
-                f"rollout.{next(iter(changed))} has no effect while task.on_policy_share is 0; raise"
+                f"rollout.{next(iter(changed))} has no effect while task.on_policy_share is 0;"
+                f" raise"
                 " it, or remove the key"
             )
 
 
 def find_teacher_conflicts(teacher: TeacherConfig, adapter: Any) -> Iterator[str]:
-    """One sentence for each key of the teacher that is missing or has no effect."""
+    """Yield one sentence for each key of the teacher that is missing or has no effect."""
     names_model = bool(teacher.path) or bool(teacher.architecture)
     if teacher.kind == "model" and bool(teacher.path) == bool(teacher.architecture):
         set_keys = "both are" if teacher.path else "neither is"
         yield (
             "task.teacher needs either path (a Hugging Face folder or Hub id) or architecture (a"
-            f' config.json inline); {set_keys} set. kind "self", "start", "data" and "server" need none'
+            f' config.json inline); {set_keys} set. kind "self", "start", "data" and'
+            ' "server" need none'
         )
     if teacher.kind == "model" and teacher.architecture and not teacher.tokenizer:
         yield "task.teacher.architecture has no tokenizer of its own; set task.teacher.tokenizer"

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from jaxtrain.config.base import RESUMABLE, Place, Section
 from jaxtrain.config.limits import ITEMS, ROWS, TOKENS
@@ -68,7 +69,7 @@ UNUSED_IN_REFRESH = {
 
 
 class TargetConfig(Section):
-    """Where the states of the target come from."""
+    """The source of the target's states."""
 
     source: Annotated[Literal["step", "ahead", "disk"], RESUMABLE] = "step"
     """step: the target runs in the training step itself. ahead: on devices of its own, a few
@@ -92,7 +93,7 @@ class TargetConfig(Section):
 
 
 class DraftTask(TaskSection):
-    """What the methods that train a draft have in common."""
+    """The keys that all methods that train a draft share."""
 
     draft: DraftConfig = DraftConfig()
     """The draft model, which is trained."""
@@ -101,12 +102,12 @@ class DraftTask(TaskSection):
     min_loss_tokens: int = Field(0, ge=0, le=TOKENS)
     """Samples with fewer trained tokens are left out, and counted."""
 
+    @override
     def find_conflicts(self, config: Any) -> Iterator[str]:
-        """See find_draft_conflicts."""
         yield from find_draft_conflicts(config)
-        yield from self.find_own_conflicts()
+        yield from self.find_section_conflicts()
 
-    def find_own_conflicts(self) -> Iterator[str]:
+    def find_section_conflicts(self) -> Iterator[str]:
         """Yield one sentence for each impossible combination of keys of this section."""
         return iter(())
 
@@ -119,11 +120,11 @@ class DraftTask(TaskSection):
         for name in ("path", *SIZES):
             if name in changed.get("draft", {}):
                 yield f"task.draft.{name}: the draft is that of rollout.draft; remove it"
-        yield from self.find_own_conflicts()
+        yield from self.find_section_conflicts()
         yield from find_width_conflicts(self, config)
 
+    @override
     def started_from(self, config: Any) -> str:
-        """See TaskSection."""
         target = super().started_from(config)
         return f"{self.draft.path or 'random weights'} as a draft of {target}"
 
@@ -152,8 +153,8 @@ class DFlashTask(DraftTask):
     min_loss_tokens: int = Field(32, ge=0, le=TOKENS)
     """Samples with fewer trained tokens are left out, and counted."""
 
-    def find_own_conflicts(self) -> Iterator[str]:
-        """See DraftTask."""
+    @override
+    def find_section_conflicts(self) -> Iterator[str]:
         changed = self.model_dump(exclude_defaults=True)
         if self.weighting == "decay" and "alpha" in changed:
             yield 'task.alpha has no effect with task.weighting "decay"; remove it'
@@ -186,8 +187,8 @@ class Eagle3Task(DraftTask):
     kl_decay: float = Field(3.0, ge=0, le=1e3)
     """loss lambda: how fast that share falls as more is accepted."""
 
-    def find_own_conflicts(self) -> Iterator[str]:
-        """See DraftTask."""
+    @override
+    def find_section_conflicts(self) -> Iterator[str]:
         draft = self.draft
         if draft.num_layers not in (None, 1):
             yield f"task.draft.num_layers {draft.num_layers}: an Eagle3 draft has one; remove it"
@@ -233,7 +234,7 @@ def find_draft_conflicts(config: Any) -> Iterator[str]:
 
 
 def find_width_conflicts(task: DraftTask, config: Any) -> Iterator[str]:
-    """One sentence where a draft would compute in more bits than its weights have."""
+    """Yield one sentence where a draft would compute in more bits than its weights have."""
     draft, wide = task.draft, {"float64": 8, "float32": 4, "bfloat16": 2}
     compute = draft.compute_dtype or config.model.compute_dtype
     if wide[compute] > wide[draft.param_dtype]:
@@ -244,7 +245,7 @@ def find_width_conflicts(task: DraftTask, config: Any) -> Iterator[str]:
 
 
 def find_target_conflicts(target: TargetConfig, adapter: Any) -> Iterator[str]:
-    """One sentence for each key of the target that is missing or has no effect."""
+    """Yield one sentence for each key of the target that is missing or has no effect."""
     readers = {
         **dict.fromkeys(("devices", "tensor", "expert"), ("ahead",)),
         "queue": ("ahead", "disk"),

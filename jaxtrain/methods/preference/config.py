@@ -160,12 +160,12 @@ class PreferenceTask(TaskSection):
 
     @property
     def of_labels(self) -> bool:
-        """Whether single answers are judged, not pairs."""
+        """Return whether single answers are judged, not pairs."""
         return bool(OF_LABELS & set(self.names))
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any loss compares with a reference."""
+        """Return whether any loss compares with a reference."""
         return not set(self.names) <= WITHOUT_REFERENCE
 
     @property

@@ -4,11 +4,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from jaxtrain.config.limits import ROWS
 from jaxtrain.config.rollout import find_drawing_conflicts
 from jaxtrain.config.task import TaskSection
 
+Ratio = Literal["token", "sequence", "sequence_token", "sequence_sum"]
+"""Importance ratio of a token: its own, or that of its sequence."""
+KLEstimator = Literal["k1", "k2", "k3"]
+"""Estimators of the KL divergence, in the terms of Schulman's note."""
 TRUNCATE_OR_MASK = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
 ]
@@ -73,7 +78,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 
 class PolicyTask(TaskSection):
-    """What methods that train a policy on groups of answers to one prompt have in common."""
+    """Keys that methods share which train a policy on groups of answers to one prompt."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "normalise_advantages": "normalize_advantages",
@@ -103,7 +108,7 @@ class PolicyTask(TaskSection):
     ] = "grpo"
     """A published objective. It sets the keys from ratio to kl_in, where they are left unset:
     docs/rl.md has the table."""
-    ratio: Literal["token", "sequence", "sequence_token", "sequence_sum"] | None = None
+    ratio: Ratio | None = None
     """What is weighed against the old policy: each token, the sequence by its mean log-ratio
     (GSPO), the same with the gradient of each token alone (GSPO-token), or by its sum (RLOO)."""
     clip: Literal["ppo", "cispo", "reinforce", "none", "sapo", "vespo", "gmpo"] | None = None
@@ -155,7 +160,7 @@ class PolicyTask(TaskSection):
     """m2po_mask, m2po_clip: largest mean square of the log-ratios that are left."""
     beta: float = Field(0.0, ge=0)
     """Weight of the KL divergence from the reference policy."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: KLEstimator = "k3"
     """Estimator of that divergence from one token (Schulman's names)."""
     kl_bias_correction: bool = False
     """Multiply the KL term by the policy's ratio, which makes its gradient unbiased."""
@@ -202,8 +207,8 @@ class RLTask(PolicyTask):
     kind: Literal["rl"] = "rl"
     """The training method."""
 
+    @override
     def find_conflicts(self, config: Any) -> Iterator[str]:
-        """See find_policy_conflicts."""
         yield from find_policy_conflicts(config)
         if config.data.eval_datasets:
             yield (
@@ -293,7 +298,8 @@ def find_streaming_conflicts(task: PolicyTask, rollout: Any) -> Iterator[str]:
             )
     if task.resolved("combine_rewards") == "normalize_then_sum":
         yield (
-            f'task.combine_rewards "normalize_then_sum" {reason}; set it to "sum_then_normalize", or'
+            f'task.combine_rewards "normalize_then_sum" {reason}; set it to'
+            ' "sum_then_normalize", or'
             " streaming to false"
         )
     if task.resolved("normalize_advantages"):

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jaxtrain.batch import Batch
 from jaxtrain.core.losses.logp import token_logp
 from jaxtrain.core.losses.segments import segment_mean, segment_sum
+from jaxtrain.methods.rl.config import KLEstimator, Ratio
 
 LOGP_FLOOR = -1e4
 """Log-probs below it count as it: differences of two impossible tokens stay finite."""
@@ -48,7 +49,7 @@ WIDEST = (0.95, 20.0)
 class PolicyObjective:
     """The numbers of one objective; see the module's docstring for the letters."""
 
-    ratio: Literal["token", "sequence", "sequence_token", "sequence_sum"] = "token"
+    ratio: Ratio = "token"
     clip: Literal["ppo", "cispo", "reinforce", "none", "sapo", "vespo", "gmpo"] = "ppo"
     low: float = 0.2
     high: float = 0.2
@@ -68,7 +69,7 @@ class PolicyObjective:
     correction_min: float | None = None
     off_policy_threshold: float | None = None
     top_entropy: float = 1.0
-    kl: Literal["k1", "k2", "k3"] | None = None
+    kl: KLEstimator | None = None
     kl_bias_correction: bool = False
     entropy_bonus: bool = False
     temperature: float | None = None
