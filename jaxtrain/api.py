@@ -27,7 +27,7 @@ from jaxtrain.data.chat.template import encode, end_of_turn_ids
 from jaxtrain.data.packing.branches import TreeBranch, list_branches
 from jaxtrain.data.packing.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
 from jaxtrain.data.packing.tree import chain
-from jaxtrain.distributed.feed import feed, row_shards
+from jaxtrain.distributed.feed import feed, row_shards, to_host
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion
 from jaxtrain.generation.local.draft_model import open_draft
@@ -36,7 +36,6 @@ from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.speculation import DraftedModel
 from jaxtrain.methods.reopen import open_trained
 from jaxtrain.models.parameters import Params, Rebuild
-from jaxtrain.models.saving import to_host
 from jaxtrain.models.scores import ScoreHead
 
 __all__ = ["TreeBranch", "Completion", "Model", "Text", "list_branches", "logits", "logprobs"]

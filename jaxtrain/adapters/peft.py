@@ -42,6 +42,7 @@ from jaxtrain.adapters.peft_folder import (
     open_peft,
 )
 from jaxtrain.adapters.spec import Adapter, Linears, find_linears
+from jaxtrain.distributed.feed import to_host
 from jaxtrain.distributed.mesh import is_main_process, sync_processes
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import spell
@@ -62,7 +63,6 @@ from jaxtrain.models.finite import FiniteCheck
 from jaxtrain.models.loading import read_entry
 from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Shapes
-from jaxtrain.models.saving import to_host
 
 
 class PairSelection(NamedTuple):

@@ -33,10 +33,9 @@ from jaxtrain.data.comparisons.stepwise import StepwiseReader
 from jaxtrain.data.packing.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
 from jaxtrain.data.packing.tree import Node, Tree, chain
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.distributed.feed import feed, row_shards
+from jaxtrain.distributed.feed import feed, row_shards, to_host
 from jaxtrain.errors import UserError
 from jaxtrain.methods.reward_model.config import RewardModelTask
-from jaxtrain.models.saving import to_host
 
 LEAST_ROW, ROW = 128, 2048
 """Tokens of the shortest row, and of rows that short texts share."""

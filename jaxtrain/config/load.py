@@ -10,13 +10,11 @@ from pydantic import BaseModel, ValidationError
 
 from jaxtrain import plugins
 from jaxtrain.config.base import members, section_type
-from jaxtrain.config.bundled import find_config
 from jaxtrain.config.overrides import change_table, lay_presets
 from jaxtrain.config.parse import read_table
 from jaxtrain.config.root import OUTSIDE, TASKS, Config, find_tag
 from jaxtrain.config.secrets import hides
 from jaxtrain.config.task import TaskSection
-from jaxtrain.convert import find_hint
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import escape_control_chars, shorten, show
 
@@ -88,6 +86,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises UserError with one line per problem.
     """
+    from jaxtrain.config.bundled import find_config
+
     path = find_config(path)
     table = lay_presets(read_table(path), list(Config.model_fields))
     return validate_config(apply_overrides(table, overrides), str(path))
@@ -174,6 +174,8 @@ def suggest(key: str, allowed: list[str]) -> str:
     """Name the nearest allowed key, the section that has this one, or all that are allowed."""
     # Looking for what is near takes the product of the lengths.
     near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6) if len(key) < 64 else []
+    from jaxtrain.convert import find_hint
+
     counterpart = KNOWN_ELSEWHERE.get(key) or find_hint(key)
     # What has the same name in another section is less likely meant than what is near in this one.
     if near and (counterpart is None or counterpart.endswith(f".{key}")):

@@ -8,7 +8,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any
 
 import jax
 
@@ -25,14 +25,10 @@ from jaxtrain.distributed.compile_cache import keep_compiled
 from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.mesh import is_main_process, make_mesh, split_devices
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.generation import find_problem
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.fp8 import Fp8Product
 from jaxtrain.models import families
 from jaxtrain.models.scores import ScoreHead
-
-if TYPE_CHECKING:
-    from jaxtrain.adapters.spec import Adapter
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,8 @@ class ModelBundle:
     options: dict[str, Any]
     """Keyword arguments of build.abstract, build.init and loading.load; with `part` the model has
     only some of its parameters."""
-    adapter: Optional["Adapter"] = None
-    """The adapter that is trained; None trains all weights."""
+    adapter: Any = None
+    """The adapters.spec.Adapter that is trained; None trains all weights."""
     product: Fp8Product | None = None
     """FP8 products of the Linears in layers; None: in the dtype that they compute in."""
     row_tokens: int = 0
@@ -71,8 +67,11 @@ def build_model_bundle(
     if config.run.compile_cache:
         keep_compiled()
     folder, raw = find_architecture(config.model)
-    if folder is not None and is_main_process() and (problem := find_problem(folder)):
-        print(f"warning: {problem}", file=sys.stderr, flush=True)
+    if folder is not None and is_main_process():
+        from jaxtrain.huggingface.generation import find_problem
+
+        if problem := find_problem(folder):
+            print(f"warning: {problem}", file=sys.stderr, flush=True)
     architecture = choose_head(families.config_from_hf(raw, config.model.family, folder), score)
     check_kind(config.task.kind, raw, "model.path")
     if folder is None or config.model.init == "random":

@@ -60,6 +60,19 @@ class Hook:
         """Handle an error that ends training; must not raise."""
 
 
+class NoObservers:
+    """Stands for the observers of a run that has none."""
+
+    def start(self, total_steps: int, start_step: int) -> None:
+        """Do nothing; so do all methods."""
+
+    def notify(self, method: str, *args: Any) -> None: ...
+
+    def saved(self, step: int, path: Any) -> None: ...
+
+    def stopped(self, reason: str) -> None: ...
+
+
 class HookList(Hook):
     """Passes each event to all hooks in order."""
 

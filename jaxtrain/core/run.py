@@ -13,8 +13,7 @@ import jax
 from jaxtrain.config import Config
 from jaxtrain.core.checkpointing import CheckpointHook
 from jaxtrain.core.evaluation import AnswerEvaluator, EvaluationHook
-from jaxtrain.core.hooks import Hook, HookList
-from jaxtrain.core.observation import ObserverHook, ProfileHook
+from jaxtrain.core.hooks import Hook, HookList, NoObservers
 from jaxtrain.core.session import Session, open_session, start_state
 from jaxtrain.core.step_reports import StepReports
 from jaxtrain.core.task import Task
@@ -24,8 +23,6 @@ from jaxtrain.distributed.processes import peers
 from jaxtrain.runs.checkpoint import Checkpoints
 from jaxtrain.runs.folder import RunFolder
 from jaxtrain.runs.hardware import Hardware
-from jaxtrain.runs.observers.dispatch import Observers, list_observers
-from jaxtrain.runs.profile import ProfileWindow
 from jaxtrain.runs.sinks import Sinks
 from jaxtrain.runs.watchdog import Signals, Watchdog
 
@@ -42,7 +39,7 @@ class Run(NamedTuple):
     hooks: Hook
     sinks: Sinks
     watchdog: Watchdog
-    observers: Observers
+    observers: Any
 
 
 @contextmanager
@@ -68,16 +65,13 @@ def open_run(
         stack.enter_context(
             Hardware(folder.path, config.log.hardware_seconds, jax.local_devices, primary=primary)
         )
-        observers = stack.enter_context(
-            Observers(
-                config,
-                folder.path,
-                sinks.log,
-                attempt=folder.attempt,
-                phase=watchdog.phase,
-                primary=primary,
-            )
-        )
+        observed = bool(config.observers) or config.eval.patience is not None
+        observers: Any = NoObservers()
+        if observed:
+            from jaxtrain.runs.observers.dispatch import Observers
+
+            options = {"attempt": folder.attempt, "phase": watchdog.phase, "primary": primary}
+            observers = stack.enter_context(Observers(config, folder.path, sinks.log, **options))
         signals = stack.enter_context(open_signals(sinks))
         stack.enter_context(jax.set_mesh(task.mesh))
         for line in [*folder.describe(), *formats]:
@@ -98,16 +92,16 @@ def open_run(
         sinks.log(describe_start(session))
         for part in (sinks, watchdog, observers):
             part.start(session.rounds.total_steps, session.start)
-        profile = stack.enter_context(
-            ProfileWindow(
-                folder.path / "profile", config.log.profile_start, config.log.profile_steps
-            )
-        )
         reports = StepReports(session, sinks, watchdog, observers)
         evaluation = EvaluationHook(session, answers, reports)
         saving = CheckpointHook(session, checkpoints, evaluation, reports)
-        hooks: list[Hook] = [ProfileHook(session, profile), reports, evaluation, saving]
-        if list_observers(config):
+        hooks: list[Hook] = [reports, evaluation, saving]
+        if config.log.profile_start is not None:
+            # First of all: the window begins before a batch is reported, and ends before a save.
+            hooks.insert(0, open_profile(config, session, stack))
+        if observed:
+            from jaxtrain.core.observation import ObserverHook
+
             hooks.append(ObserverHook(session, observers, evaluation, saving, sinks.log))
         yield Run(session, reports, evaluation, HookList(hooks), sinks, watchdog, observers)
 
@@ -121,8 +115,19 @@ def open_signals(sinks: Sinks) -> Signals:
     return Signals(sinks.log, processes.request_stop)
 
 
+def open_profile(config: Config, session: Session, stack: ExitStack) -> Hook:
+    """Open the profile window of section log."""
+    from jaxtrain.core.observation import ProfileHook
+    from jaxtrain.runs.profile import ProfileWindow
+
+    options = config.log.profile_start, config.log.profile_steps
+    return ProfileHook(
+        session, stack.enter_context(ProfileWindow(session.folder / "profile", *options))
+    )
+
+
 def open_checkpoints(
-    config: Config, folder: RunFolder, sinks: Sinks, observers: Observers
+    config: Config, folder: RunFolder, sinks: Sinks, observers: Any
 ) -> Checkpoints:
     """Open the run's checkpoints as section `checkpoint` says."""
     options: dict[str, Any] = config.checkpoint.model_dump(

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 from jaxtrain.config import Config
-from jaxtrain.core.export import export_model, export_policies
 from jaxtrain.core.run import Run
 from jaxtrain.core.session import Session
 from jaxtrain.distributed.mesh import is_main_process
@@ -53,6 +52,8 @@ def write_outputs(session: Session, summary: str) -> str:
         except UserError as error:
             lines.append(f"no report was written: {error}")
     if config.run.export:
+        from jaxtrain.core.export import export_model, export_policies
+
         if session.policies:
             snapshots = {name: session.snapshot(name) for name in session.policies}
             export_policies(session.task.export, snapshots, config, folder / "model")

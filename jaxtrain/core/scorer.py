@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,9 @@ import numpy as np
 
 from jaxtrain.batch import ROUTED, Batch
 from jaxtrain.core.losses.logp import token_logp
-from jaxtrain.core.losses.topk import TopK, likeliest_tokens
 from jaxtrain.core.roles import ModelSnapshot
-from jaxtrain.distributed.feed import feed
+from jaxtrain.distributed.feed import feed, to_host
 from jaxtrain.models.parameters import Params, Rebuild
-from jaxtrain.models.saving import to_host
 
 POOLING = "pooling"
 """Stream: how much a token counts in each of the features that are asked for."""
@@ -91,8 +90,10 @@ def make_logp(
 
 
 @functools.lru_cache(maxsize=32)
-def make_topk(rebuild: Rebuild, k: int) -> Callable[[Params, Batch], TopK]:
+def make_topk(rebuild: Rebuild, k: int) -> Callable[[Params, Batch], Any]:
     """Compiled once `(params, batch [A, B, T]) -> TopK of [A, B, T, k]`."""
+
+    from jaxtrain.core.losses.topk import TopK, likeliest_tokens
 
     def score(params: Params, batch: Batch) -> TopK:
         model = rebuild(params)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -38,9 +38,6 @@ from jaxtrain.models.decoder import Decoder
 from jaxtrain.models.parameters import Params
 from jaxtrain.runs.checkpoint import Checkpoints
 
-if TYPE_CHECKING:
-    from jaxtrain.core.auxiliary import AuxiliaryModel
-
 
 @dataclass
 class Session:
@@ -58,7 +55,7 @@ class Session:
     """Shapes until `start_state` has filled it."""
     frozen: Params
     """What no step changes, of all roles; shapes until then, too."""
-    auxiliary: Mapping[str, "AuxiliaryModel"] = field(default_factory=dict)
+    auxiliary: Mapping[str, Any] = field(default_factory=dict)
     """See task.Live; shapes until then, too."""
     policies: tuple[str, ...] = ()
     """Names of several adapters that are trained; none: there is one, without a name."""
@@ -175,7 +172,7 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
         raise
 
 
-def open_auxiliary(task: Task, trained: ModelBundle) -> dict[str, "AuxiliaryModel"]:
+def open_auxiliary(task: Task, trained: ModelBundle) -> dict[str, Any]:
     """Return the models that the task trains between rounds; weights are shapes."""
     if not task.auxiliary:
         return {}

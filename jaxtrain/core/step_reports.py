@@ -18,7 +18,6 @@ from jaxtrain.core.hooks import Hook
 from jaxtrain.core.session import Session
 from jaxtrain.core.step_metrics import ExpertOverflowWarning, PendingStep, StepReader
 from jaxtrain.core.task import Round
-from jaxtrain.runs.observers.dispatch import Observers
 from jaxtrain.runs.sinks import Sinks
 from jaxtrain.runs.watchdog import Watchdog
 
@@ -26,7 +25,8 @@ from jaxtrain.runs.watchdog import Watchdog
 class StepReports(Hook):
     """Reads dispatched steps and writes all numbers of a run."""
 
-    def __init__(self, session: Session, sinks: Sinks, watchdog: Watchdog, observers: Observers):
+    def __init__(self, session: Session, sinks: Sinks, watchdog: Watchdog, observers: Any):
+        """observers: runs.observers.dispatch.Observers, or NoObservers."""
         self.session, self.log_every = session, session.config.log.every
         self.sinks, self.watchdog, self.observers = sinks, watchdog, observers
         self.reader, self.overflow = StepReader(session), ExpertOverflowWarning()

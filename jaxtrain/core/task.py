@@ -16,7 +16,7 @@ The loop, the session, evaluation, the dry run and preprocess know these names a
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
 
@@ -24,13 +24,9 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.config.task import TaskSection
 from jaxtrain.core.bundle import ModelBundle
-from jaxtrain.core.export import export_model
 from jaxtrain.core.roles import Models, ModelSnapshot, Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.data.packing.pack import Fields
-
-if TYPE_CHECKING:
-    from jaxtrain.core.auxiliary import AuxiliaryModel, AuxiliaryObjective
 
 POLICY = "policy"
 """What methods with one model call it."""
@@ -68,8 +64,8 @@ class TrainingContext(Protocol):
 
     step: int
     """Optimizer steps done."""
-    auxiliary: Mapping[str, "AuxiliaryModel"]
-    """The models of Task.beside."""
+    auxiliary: Mapping[str, Any]
+    """The `AuxiliaryModel`s of Task.auxiliary."""
 
     def snapshot(self, policy: str = "") -> ModelSnapshot:
         """The models with their current weights; policy: of that one, where several are trained."""
@@ -185,6 +181,13 @@ def no_numbers(snapshot: ModelSnapshot, scorer: Scorer) -> dict[str, float]:
     return {}
 
 
+def export_trained(snapshot: ModelSnapshot, *args: Any, **options: Any) -> None:
+    """`Task.export` of a method whose trained model is exported as it is: export.export_model."""
+    from jaxtrain.core.export import export_model
+
+    export_model(snapshot, *args, **options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A training method, whole."""
@@ -208,15 +211,15 @@ class Task:
     after_round: Callable[[TrainingContext, int], dict[str, float]] = keep_weights
     """(live, steps done before the round) -> numbers about it: once its last step was made, before
     its weights go to an engine."""
-    auxiliary: Mapping[str, "AuxiliaryObjective"] = field(default_factory=dict)
-    """Models of their own that `after_round` trains; no roles, for the step does not know them."""
+    auxiliary: Mapping[str, Any] = field(default_factory=dict)
+    """`AuxiliaryObjective`s by name: models of their own that `after_round` trains; no roles, for the step does not know them."""
     evaluate: Callable[[ModelSnapshot, Scorer], dict[str, float]] = no_numbers
     """Numbers of its own besides the held-out loss: {"eval/...": ...}; on every process."""
     sampler: Callable[..., Any] | None = None
     """Who writes answers with the trained model: made and used as rollout.local's LocalSampler, for
     which None stands. A method with another one has a model that predicts no next token: whatever
     goes by next tokens (log-probs of texts, drafts, other methods beginning with it) is refused."""
-    export: Callable[..., None] = export_model
+    export: Callable[..., None] = export_trained
     """(held, config, folder, dtype): write what the run gives; see export.export_model."""
 
     @property

@@ -1,13 +1,11 @@
 """From a ModelBundle to parameters: shapes with their places, weights loaded, drawn or quantized.
 
-What adapters need is imported only where there is one.
+What adapters and folders need is imported only where there is one.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +15,8 @@ from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.distributed.sharding import shardings
 from jaxtrain.errors import UserError
 from jaxtrain.layers.fp8 import use_fp8
-from jaxtrain.models import build, loading
+from jaxtrain.models import build
 from jaxtrain.models.parameters import Params, Rebuild, name_path, split_model
-
-if TYPE_CHECKING:
-    from jaxtrain.adapters.spec import Adapter
 
 
 def abstract_params(
@@ -37,6 +32,8 @@ def abstract_params(
     if bundle.product is not None:
         model = use_fp8(model, bundle.product)
     if bundle.folder is not None:
+        from jaxtrain.models import loading
+
         model = loading.remember(model, bundle.folder)
     if bundle.adapter is not None:
         from jaxtrain.adapters.attach import attach
@@ -59,6 +56,8 @@ def open_base(bundle: ModelBundle, seed: int) -> Params:
     quantize = "none" if adapter is None else adapter.quantize
     if adapter is None or quantize == "none":
         if bundle.folder is not None:
+            from jaxtrain.models import loading
+
             return dict(
                 loading.read_params(
                     bundle.folder, bundle.mesh, bundle.architecture, seed, **bundle.options
@@ -72,6 +71,7 @@ def open_base(bundle: ModelBundle, seed: int) -> Params:
         return split_model(model)[0]
     from jaxtrain.adapters.storage import find_stored, quantize_params
     from jaxtrain.huggingface.packed import open_folder
+    from jaxtrain.models import loading
 
     # One parameter at a time is read and quantized: the whole model in floats may not fit.
     shapes = abstract_params(bundle)[0]
@@ -96,7 +96,7 @@ def open_params(bundle: ModelBundle, seed: int) -> Params:
     return {**base, **start_adapter(bundle, shapes, base, seed)}
 
 
-def read_start(folder: str, bundle: ModelBundle, key: str) -> Adapter:
+def read_start(folder: str, bundle: ModelBundle, key: str) -> Any:
     """Return the bundle's adapter with its start in another folder, which `key` names; UserError
     where that one trains anything else."""
     from jaxtrain.adapters.peft import read_adapter
@@ -130,7 +130,7 @@ def start_adapter(
 
 
 def split_trained(
-    params: Mapping[str, Any], adapter: Adapter | None
+    params: Mapping[str, Any], adapter: Any | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split parameters by path, or their shapes, into (trained, frozen). Without an adapter all but
     tables are trained."""

@@ -9,7 +9,6 @@ from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.packing.pack import NLL, Fields, Normalize
 from jaxtrain.data.pipeline import Recipe
-from jaxtrain.data.preview import Probe, probe_samples, show_sample, show_samples
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
 
@@ -49,12 +48,18 @@ class Sequences(Recipe):
         return repr((keys, self.data.sequence_len, self.data.too_long, self.trees))
 
     @override
-    def probe(self, dataset: DatasetConfig) -> Probe:
+    def probe(self, dataset: DatasetConfig) -> Any:
+        from jaxtrain.data.preview import probe_samples
+
         return probe_samples(dataset, self.tokenizer, self.data, self.trees)
 
     def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
+        from jaxtrain.data.preview import show_samples
+
         show_samples(self.open(dataset), self.tokenizer, num_samples, console)
 
     @override
-    def show_example(self, probe: Probe, console: Console) -> None:
+    def show_example(self, probe: Any, console: Console) -> None:
+        from jaxtrain.data.preview import show_sample
+
         show_sample(probe.samples[0], self.tokenizer, console)

@@ -1,10 +1,11 @@
-"""Transfer of host batches to global device arrays: rows over data, fsdp and expert, tokens over
-context."""
+"""Transfer of host batches to global device arrays, rows over data, fsdp and expert, tokens over
+context; and of arrays back to the host."""
 
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.batch import Batch
@@ -74,3 +75,10 @@ def check_divides(rows: int, length: int, mesh: Mesh) -> None:
             f"a row of {length} tokens cannot be split {ways} ways (parallel.context); make the"
             " sequence length a multiple of it"
         )
+
+
+def to_host(array: Any) -> np.ndarray:
+    """Return the whole array in numpy, gathered over processes if needed."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)

@@ -12,10 +12,8 @@ from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.core.bundle import ModelBundle, count_microsteps
 from jaxtrain.core.task import Round, TrainingContext
 from jaxtrain.data.counts import describe_controls, describe_counts
-from jaxtrain.data.media_tokens import only_text
 from jaxtrain.data.packing.steps import BatchSource
 from jaxtrain.data.pipeline import Recipe, count_part, eval_batches, open_source, plan_steps
-from jaxtrain.data.sources.cache import cache_part, default_folder
 from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.mesh import is_main_process
@@ -56,6 +54,8 @@ class OfflineData:
             "microsteps": count_microsteps(config, bundle.mesh),
         }
         epochs, total_steps = config.run.num_epochs, config.run.max_steps
+        from jaxtrain.data.media_tokens import only_text
+
         self.log, media, counted = log, bundle.architecture.media_tokens, total_steps is None
         open_part = self._open_cached if counted else self._open
         opened = [only_text(open_part(one, bundle), media) for one in config.data.datasets]
@@ -78,6 +78,8 @@ class OfflineData:
         data, part = self.config.data, self.recipe.open(dataset)
         if not data.cache:
             return part
+        from jaxtrain.data.sources.cache import cache_part, default_folder
+
         return cache_part(
             part,
             self.recipe.settings(dataset),
@@ -104,6 +106,8 @@ class OfflineData:
             if key not in self._told:
                 self._told.add(key)
                 self.tell(counts, f"held-out {dataset.path}")
+
+        from jaxtrain.data.media_tokens import only_text
 
         part = only_text(self.recipe.open_held_out(dataset), bundle.architecture.media_tokens)
         return eval_batches(dataset, self.config.data, self.recipe, rows, done, part)

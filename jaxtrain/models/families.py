@@ -12,7 +12,6 @@ from jaxtrain import plugins
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config_checks import check_names
 from jaxtrain.huggingface.files import read_object
-from jaxtrain.huggingface.packed import open_folder, without_packing
 from jaxtrain.models import ARCHITECTURES, DRAFTS, TEXTS
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.scores import ScoreHead, read_score_head, split_architecture
@@ -64,6 +63,8 @@ def config_from_hf(
                 f"config.json: no architectures, and model_type={model_type!r} is that of none of"
                 f" {', '.join(architectures)}; name one of them, or set model.family"
             )
+    from jaxtrain.huggingface.packed import open_folder, without_packing
+
     config = check_family(module, base).from_hf(without_packing(raw))
     fits = type(config).fit is not DecoderConfig.fit
     if folder is not None and fits and any(Path(folder).glob("*.safetensors")):

@@ -6,13 +6,11 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 
+from jaxtrain.distributed.feed import to_host
 from jaxtrain.distributed.mesh import is_main_process, sync_processes
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.ops import (
@@ -123,10 +121,3 @@ def open_carried(model: Decoder) -> SafetensorsFolder | None:
             f" carries along ({', '.join(model.carries)}*); put the folder back, and export again"
         )
     return open_folder(model.carried_from)
-
-
-def to_host(array: Any) -> np.ndarray:
-    """Return the whole array in numpy, gathered over processes if needed."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return multihost_utils.process_allgather(array, tiled=True)
-    return np.asarray(array)

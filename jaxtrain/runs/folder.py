@@ -27,15 +27,13 @@ from jaxtrain.config import Config
 from jaxtrain.config.base import list_places
 from jaxtrain.config.load import read_saved, validate_config
 from jaxtrain.config.methods import DEFAULT_KIND
-from jaxtrain.config.provenance import list_outside
 from jaxtrain.config.root import is_resumable
 from jaxtrain.config.secrets import redact, redact_command
 from jaxtrain.errors import UserError
 from jaxtrain.runs.checkpoint_folder import find_steps
 from jaxtrain.runs.manifest import write_atomically
-from jaxtrain.runs.records import MetricsRecord, ends_whole, read_records
+from jaxtrain.runs.records import MetricsRecord, ends_whole, flatten, read_records
 from jaxtrain.runs.run_files import delete_own, read_names, require_own, take_names
-from jaxtrain.runs.saved_config import flatten
 
 ALWAYS = (
     "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt stacks.txt"
@@ -122,6 +120,8 @@ class RunFolder:
             write_atomically(self.path / "config.json", json.dumps(self.config.saved(), indent=2))
             with attempts.open("a") as file:
                 record = describe_attempt(self.attempt, redact_command(self.command))
+                from jaxtrain.config.provenance import list_outside
+
                 record["plugins"] = list_outside(self.config)
                 file.write(start + json.dumps(record) + "\n")
         except OSError as error:

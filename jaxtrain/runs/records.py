@@ -60,3 +60,34 @@ def ends_whole(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, 2)
         return file.read(1) == b"\n"
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested tables and lists of tables to {"data.datasets.0.path": value}."""
+    if isinstance(value, dict) and value:
+        pairs = value.items()
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        pairs = enumerate(value)
+    else:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in pairs:
+        flat |= flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+IRRELEVANT_KEYS = ("run.output_dir", "log.", "run.resume", "run.overwrite")
+"""Keys whose difference between runs does not change what they learn."""
+
+
+def differing_keys(configs: list[dict[str, Any]]) -> list[str]:
+    """Return the keys of flat configs whose values differ: first those that all of them have, then
+    those that are newer than one of the runs, or of another method."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    differing = [
+        key
+        for key in keys
+        if not key.startswith(IRRELEVANT_KEYS)
+        and any(config.get(key) != configs[0].get(key) for config in configs[1:])
+    ]
+    return sorted(differing, key=lambda key: not all(key in config for config in configs))

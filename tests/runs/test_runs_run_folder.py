@@ -12,8 +12,8 @@ from jaxtrain.config import Config
 from jaxtrain.config.base import list_places
 from jaxtrain.errors import UserError
 from jaxtrain.runs.folder import RunFolder, cut_lines, find_changes
+from jaxtrain.runs.records import flatten
 from jaxtrain.runs.run_files import take_names
-from jaxtrain.runs.saved_config import flatten
 
 REPO = Path(__file__).parents[2]
 

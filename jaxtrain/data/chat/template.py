@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.chat.control_tokens import Encoder, SpecialTokens, encoder_of, find_control
-from jaxtrain.data.chat.named_templates import BUILTIN, read_template, require_tokens
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.chat_template import TemplateFailed as TemplateFailed
 from jaxtrain.huggingface.chat_template import render, render_prefixes
@@ -67,6 +66,8 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     "builtin" is ChatML with tools and thinking. Raises UserError if there is no such tokenizer or
     only a slow one.
     """
+    from jaxtrain.data.chat.named_templates import BUILTIN
+
     location = str(BUILTIN) if name_or_path == "builtin" else os.fspath(name_or_path)
     folder = Path(location)
     if folder.exists() and not (folder / "tokenizer_config.json").exists():
@@ -89,6 +90,8 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
 def set_template(tokenizer: Any, chat_template: str) -> None:
     """Replace a tokenizer's template by a named one or a file's; UserError if it lacks the tokens
     that a named template writes."""
+    from jaxtrain.data.chat.named_templates import read_template, require_tokens
+
     require_tokens(tokenizer, chat_template)
     tokenizer.chat_template = read_template(chat_template)
 

@@ -20,6 +20,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.policies import list_trained
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.weights import abstract_params
+from jaxtrain.distributed.feed import to_host
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, EngineKind, SharedServers
@@ -42,7 +43,7 @@ from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models.capabilities import route_shape
 from jaxtrain.models.families import family
 from jaxtrain.models.parameters import Params
-from jaxtrain.models.saving import to_host, wide_tensors
+from jaxtrain.models.saving import wide_tensors
 from jaxtrain_vllm.cuda_driver import Cuda, CudaError
 
 

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.distributed.feed import to_host
 from jaxtrain.generation.weight_sync.device_image import DeviceRows
 from jaxtrain.generation.weight_sync.host_image import DeviceChange
 from jaxtrain.huggingface.ops import Index, ParameterEntry, SplitPiece, StackedOps, TensorOp
 from jaxtrain.models.parameters import Params
-from jaxtrain.models.saving import to_host
 from jaxtrain_vllm.cuda_driver import CudaError
 
 SMALL_BYTES = 2**26

@@ -23,7 +23,7 @@ from jaxtrain.data.counts import Progress
 from jaxtrain.data.sources.cache import describe_tokenizer
 from jaxtrain.data.sources.readers import is_stream
 from jaxtrain.distributed.broadcast import broadcast_or_raise
-from jaxtrain.distributed.feed import place_of, put
+from jaxtrain.distributed.feed import place_of, put, to_host
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.fingerprint import fingerprint
 from jaxtrain.methods.drafts.capture import FrozenTarget
@@ -38,7 +38,6 @@ from jaxtrain.methods.drafts.state_store import (
 from jaxtrain.methods.drafts.state_writer import StateWriter, find_differences
 from jaxtrain.methods.drafts.target_states import LAST, STATES
 from jaxtrain.methods.offline import OfflineData
-from jaxtrain.models.saving import to_host
 
 NAMES = {"captured": STATES, "last": LAST}
 """Array of the store: stream."""

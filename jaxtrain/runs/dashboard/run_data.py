@@ -15,8 +15,7 @@ import numpy as np
 
 from jaxtrain.runs.dashboard.tail import Tail
 from jaxtrain.runs.plot import is_number
-from jaxtrain.runs.records import read_object
-from jaxtrain.runs.saved_config import flatten
+from jaxtrain.runs.records import flatten, read_object
 from jaxtrain.safe_io import parse_json, read_bytes
 from jaxtrain.text_safety import escape_control_chars
 

@@ -15,7 +15,7 @@ from jaxtrain.runs.dashboard.screens.hardware import list_gpus
 from jaxtrain.runs.dashboard.screens.samples import content, messages
 from jaxtrain.runs.dashboard.status import facts, is_warning, time_passed
 from jaxtrain.runs.plot import is_number
-from jaxtrain.runs.saved_config import differing_keys
+from jaxtrain.runs.records import differing_keys
 from jaxtrain.text_safety import escape_control_chars, shorten
 
 POINTS = 2000

@@ -16,7 +16,7 @@ from jaxtrain.runs.dashboard.status import (
 )
 from jaxtrain.runs.dashboard.text import box, cut_left, fit, flat
 from jaxtrain.runs.dashboard.view import ClickTarget, DashboardView, Frame
-from jaxtrain.runs.saved_config import differing_keys
+from jaxtrain.runs.records import differing_keys
 from jaxtrain.text_safety import show
 
 
