@@ -30,7 +30,7 @@ PACKAGES = {
 """Old and new packages; modules below them keep their names unless MODULES has them."""
 
 MODULES = {
-    "core.assemble": "core.bundle",
+    "core.assemble": "core.bundle core.architecture core.weights",
     "data.calculator": "data.sources.calculator",
     "data.messages": "data.chat.messages",
     "data.prompt_sets": "data.sources.prompt_sets",
@@ -51,7 +51,7 @@ MODULES = {
     "tasks.rl": "methods.rl.method",
     "tasks.sft": "methods.sft.method",
     "tasks.tree": "methods.trees.method",
-    "train.trained": "core.reopen",
+    "train.trained": "methods.reopen",
 }
 """Old modules and the modules that have their content now."""
 
