@@ -83,7 +83,8 @@ class Cuda:
         return ordinal.value
 
     def allocate(self, device: int, size: int) -> int:
-        """Allocate `size` bytes of a GPU's memory that can be shared; release with `free`."""
+        """Return the address of `size` new bytes on a GPU that can be shared; release with
+        `free`."""
         address = _place()
         with self._on(device):
             self._call("cuMemAlloc_v2", ctypes.byref(address), -(-size // GRANULE) * GRANULE)

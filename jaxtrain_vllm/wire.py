@@ -90,7 +90,7 @@ class Changes(NamedTuple):
 
 
 def empty_bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Allocate the bits of a tensor."""
+    """Return uninitialized bits for a tensor."""
     return np.empty(int(np.prod(shape, dtype=np.int64)), BITS[ITEM_BYTES[dtype]])
 
 

@@ -77,6 +77,7 @@ class LocalEngine:
             return await future
         finally:
             self._unbegun.pop(request, None)
+            # Cancelled while it was drawn: its row must not run on.
             if self._futures.pop(request, None) is not None:
                 self.sampler.abort(request)
 
@@ -106,6 +107,8 @@ class LocalEngine:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         thread, loop = self._shared or self._thread, asyncio.get_running_loop()
         while True:
+            # Coroutines that just got an answer may add their next turn within a few rounds of the
+            # event loop; a chunk started too early would leave them out.
             quiet, seen = 0, -1
             while quiet < PATIENCE:
                 await asyncio.sleep(0)
@@ -115,6 +118,7 @@ class LocalEngine:
                 return
             try:
                 ended = await loop.run_in_executor(thread, self.sampler.step)
+            # The rows were donated to the failed call, so no request can continue.
             except BaseException as error:
                 for future in self._futures.values():
                     if not future.done():

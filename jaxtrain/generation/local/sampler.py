@@ -114,7 +114,8 @@ class LocalSampler(Requests):
             start = stop
 
     def _make_room(self, count: int, new: Sequence[Request]) -> None:
-        """Allocate rows for `count` requests and slots for the longest of the new ones."""
+        """Ensure that there are rows for `count` requests and slots for the longest of the new
+        ones."""
         model = self._weights[0]
         # A cycle writes all K guesses to the cache before it knows which are accepted, so a row
         # needs slots beyond its limit.

@@ -31,7 +31,7 @@ ALIGNED = 512
 
 
 class DeviceRows(NamedTuple):
-    """Whole rows of a tensor, on one device."""
+    """Consecutive complete rows of a tensor, on one device."""
 
     name: str
     first: int
@@ -58,8 +58,8 @@ class DeviceBlock(NamedTuple):
 
 
 class DeviceImage:
-    """All tensors of a model as raw bits of `dtype`, or float32 for those in `wide`, in blocks on
-    the GPUs that train it.
+    """Image of all tensors of a model as raw bits of `dtype`, or float32 for those in `wide`, in
+    blocks on the GPUs that train it.
 
     list_rows(params, homes): yields all rows of the model, each tensor on its device homes[name] of
     `list_devices`. cuda: `jaxtrain_vllm.cuda_driver.Cuda`, or a substitute. Every method may raise
@@ -163,7 +163,7 @@ class DeviceImage:
             self._cuda.wait(block.device)
 
     def _allocate(self, devices: Mapping[Any, int]) -> None:
-        """Allocate blocks of about equal size on every device that holds weights. devices: with an
+        """Create blocks of about equal size on every device that holds weights. devices: with an
         address in the memory of each, which identifies it to the driver."""
         if self.state.described is None:
             raise CudaError("this system has no memory that processes share")

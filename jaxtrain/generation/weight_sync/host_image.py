@@ -79,7 +79,7 @@ class DeviceChange(NamedTuple):
 
 
 class Image:
-    """All tensors of a model as raw bits of `dtype`, or float32 for those in `wide`."""
+    """Image of all tensors of a model as raw bits of `dtype`, or float32 for those in `wide`."""
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], dtype: str, wide: Collection[str] = ()
