@@ -22,6 +22,8 @@ PICKLES_ALLOWED = {
     "jaxtrain/environments/rewards/score.py": "the name of an error alone",
     "jaxtrain/environments/rewards/pool.py": "a socket pair to a worker of this process",
     "jaxtrain/environments/rewards/worker.py": "its other end",
+    "jaxtrain/huggingface/chat_template.py": "requests to a worker of this process; no replies",
+    "jaxtrain/huggingface/template_worker.py": "its other end",
     "jaxtrain/methods/trees/selection.py": "a pool of processes that this process starts",
 }
 LISTENS = re.compile(

@@ -1,4 +1,4 @@
-"""adapter_config.json: read an untrusted one, with a time limit for patterns, and describe adapters."""
+"""adapter_config.json: read untrusted ones, with a time limit for patterns; describe adapters."""
 
 import collections
 import json
