@@ -25,7 +25,7 @@ from jaxtrain.config.load import validate
 from jaxtrain.core.scorer import make_logp, make_scores
 from jaxtrain.data.chat.template import encode, end_of_turn_ids
 from jaxtrain.data.packing.branches import TreeBranch, list_branches
-from jaxtrain.data.packing.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
+from jaxtrain.data.packing.pack import MIN_SCORING_ROW, SCORING_ROW, lay_out, pack_for_scoring
 from jaxtrain.data.packing.tree import chain
 from jaxtrain.distributed.feed import feed, row_shards, to_host
 from jaxtrain.errors import UserError
@@ -43,8 +43,6 @@ __all__ = ["TreeBranch", "Completion", "Model", "Text", "list_branches", "logits
 Text = str | Sequence[int] | np.ndarray
 """A string, which is tokenized as it stands (no chat template, no token added at its ends), or the
 ids themselves."""
-LEAST_ROW, ROW = 128, 2048
-"""Tokens of the shortest row, and of rows that short texts share."""
 
 
 class Model:
@@ -97,7 +95,7 @@ class Model:
             raise UserError(f"temperature {temperature!r} must be a number above 0")
         role = self.snapshot.roles.trained
         score = make_logp(self.snapshot.roles.rebuild(role), self.config.model.logp, temperature)
-        found = self._run(self.encode(texts), score, ROW, np.zeros(0, np.float32))
+        found = self._run(self.encode(texts), score, SCORING_ROW, np.zeros(0, np.float32))
         for values in found:
             values[:1] = 0.0
         return found
@@ -110,7 +108,7 @@ class Model:
         self.require_next_token()
         score = make_logits(self.snapshot.roles.rebuild(self.snapshot.roles.trained))
         nothing = np.zeros((0, self.vocab_size), np.float32)
-        return self._run(self.encode(texts), score, LEAST_ROW, nothing)
+        return self._run(self.encode(texts), score, MIN_SCORING_ROW, nothing)
 
     def generate(self, texts: Sequence[Text], **sampling: Any) -> list[Completion]:
         """A Completion (tokens, logprobs, finish_reason) for each text, which is continued as it
@@ -125,7 +123,7 @@ class Model:
         One for whole answers (C = 1) is read at the last token."""
         count = len(self.require_scores().labels)
         score = make_scores(self.snapshot.roles.rebuild(self.snapshot.roles.trained))
-        return self._run(self.encode(texts), score, ROW, np.zeros((0, count), np.float32))
+        return self._run(self.encode(texts), score, SCORING_ROW, np.zeros((0, count), np.float32))
 
     def require_scores(self) -> ScoreHead:
         """The head that scores; UserError for a language model."""
@@ -231,31 +229,15 @@ def read_ids(given: Any, vocab_size: int, what: str) -> np.ndarray:
 
 
 def pack(
-    texts: Sequence[np.ndarray], row: int, ways: int, shares: bool
+    texts: Sequence[np.ndarray], row_tokens: int, rows: int, share_rows: bool
 ) -> Iterator[tuple[Batch, list[tuple[int, int, int]]]]:
-    """(batch [1, ways, T], [(text, row, first token)]) of all texts that hold any token.
-
-    T is a power of two, so that few programs are compiled. shares: several texts may lie in a row.
-    """
-    kept = [index for index, ids in enumerate(texts) if len(ids)]
-    if not kept:
-        return
-    lengths = [len(texts[index]) for index in kept]
-    wanted = max(max(lengths), min(row, -(-sum(lengths) // ways)) if shares else 0)
-    tokens = LEAST_ROW
-    while tokens < wanted:
-        tokens *= 2
-    rows = fit_rows(lengths, tokens) if shares else [[i] for i in np.argsort(lengths)[::-1]]
-    for first in range(0, len(rows), ways):
-        packed, places = [], []
-        for b, members in enumerate(rows[first : first + ways]):
-            packed.append([lay_out(chain(texts[kept[member]], {})) for member in members])
-            start = 0
-            for member in members:
-                places.append((kept[member], b, start))
-                start += lengths[member]
-        packed += [[]] * (ways - len(packed))
-        yield stack_batches([build_batch(packed, tokens, Fields(components=()))]), places
+    """Yield (batch [1, rows, T], [(text, row, first token)]) of all texts that have tokens."""
+    indices = [index for index, ids in enumerate(texts) if len(ids)]
+    packed = [lay_out(chain(texts[index], {})) for index in indices]
+    if packed:
+        batches = pack_for_scoring(packed, rows=rows, share_rows=share_rows, row_tokens=row_tokens)
+        for batch, spans in batches:
+            yield batch, [(indices[text], row, start) for text, row, start in spans]
 
 
 @functools.lru_cache(maxsize=8)

@@ -30,15 +30,13 @@ from jaxtrain.data.comparisons.preference_row import (
 )
 from jaxtrain.data.comparisons.ranked import Ranked
 from jaxtrain.data.comparisons.stepwise import StepwiseReader
-from jaxtrain.data.packing.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
+from jaxtrain.data.packing.pack import lay_out, pack_for_scoring
 from jaxtrain.data.packing.tree import Node, Tree, chain
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.distributed.feed import feed, row_shards, to_host
 from jaxtrain.errors import UserError
 from jaxtrain.methods.reward_model.config import RewardModelTask
 
-LEAST_ROW, ROW = 128, 2048
-"""Tokens of the shortest row, and of rows that short texts share."""
 Numbers = Mapping[str, np.ndarray]
 """{name: [number of places, ...]}."""
 
@@ -221,29 +219,18 @@ def score_items(
     """Return the numbers that `compute` yields at the places of each item; batch_size: rows of a
     pass, on a device."""
     packed = [lay_out(item.tree) for item in items]
-    lengths = [len(tree.tokens) for tree in packed]
-    rows_at_once = batch_size * row_shards(model.mesh)
-    shares = model.snapshot.model().follows_trees
-    width = max(max(lengths), min(ROW, -(-sum(lengths) // rows_at_once)) if shares else 0)
-    tokens = LEAST_ROW
-    while tokens < width:
-        tokens *= 2
-    rows = fit_rows(lengths, tokens) if shares else [[i] for i in np.argsort(lengths)[::-1]]
-    item_numbers: list[Any] = [None] * len(items)
+    scores: list[Any] = [None] * len(items)
     params = model.snapshot.params()
+    batches = pack_for_scoring(
+        packed,
+        rows=batch_size * row_shards(model.mesh),
+        share_rows=model.snapshot.model().follows_trees,
+    )
     with jax.set_mesh(model.mesh):
-        for first in range(0, len(rows), rows_at_once):
-            chosen = rows[first : first + rows_at_once]
-            trees = [[packed[index] for index in row] for row in chosen]
-            trees += [[]] * (rows_at_once - len(trees))
-            batch = stack_batches([build_batch(trees, tokens, Fields(components=()))])
+        for batch, spans in batches:
             numbers = compute(params, feed(batch, model.mesh))
-            host_numbers = {name: np.asarray(to_host(value))[0] for name, value in numbers.items()}
-            for b, row in enumerate(chosen):
-                starts = np.cumsum([0, *(lengths[index] for index in row)])
-                for index, start in zip(row, starts, strict=False):
-                    places = start + items[index].places
-                    item_numbers[index] = {
-                        name: value[b, places] for name, value in host_numbers.items()
-                    }
-    return item_numbers
+            host = {name: np.asarray(to_host(value))[0] for name, value in numbers.items()}
+            for index, row, start in spans:
+                places = start + items[index].places
+                scores[index] = {name: value[row, places] for name, value in host.items()}
+    return scores

@@ -66,8 +66,8 @@ class ChatEnv:
         if outcome is None or isinstance(outcome, int | float | Mapping):
             return chat.finish(outcome)
         raise UserError(
-            f"environment {self.name}: it returned {outcome!r:.80}; return chat.finish(reward=...), a"
-            " number, or nothing where section rewards judges"
+            f"environment {self.name}: it returned {outcome!r:.80}; return chat.finish(reward=...),"
+            " a number, or nothing where section rewards judges"
         )
 
 

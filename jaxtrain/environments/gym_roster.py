@@ -102,8 +102,8 @@ class Roster:
             names_found = set(self.list(mode)) | set(self.list("agent"))
             expected = WHAT["agent"] + ("" if mode == "agent" else f" or {WHAT[mode]}")
             raise UserError(
-                f"{how}: this Gym has no {' or '.join(map(repr, missing))}; it must be {expected} of"
-                f" {', '.join(sorted(names_found)) or '(none)'}"
+                f"{how}: this Gym has no {' or '.join(map(repr, missing))}; it must be {expected}"
+                f" of {', '.join(sorted(names_found)) or '(none)'}"
             )
         for name in sorted(names):
             self._check_routes(*self.find(name, mode), mode)

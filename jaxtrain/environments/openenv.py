@@ -100,8 +100,8 @@ class OpenEnv:
         elif not messages:
             raise UserError(
                 f"env.openenv: the row has no {column!r} and the observation of the reset nothing"
-                f" to show (its fields: {', '.join(sorted(observation)) or 'none'}); give rows a prompt,"
-                " or name a field in env.openenv.observation_field"
+                f" to show (its fields: {', '.join(sorted(observation)) or 'none'}); give rows a"
+                " prompt, or name a field in env.openenv.observation_field"
             )
 
     async def _act(

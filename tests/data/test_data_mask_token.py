@@ -37,10 +37,10 @@ def test_ids_count_in_the_whole_vocabulary(tokenizer):
     assert choose_mask_token(tokenizer, SIZE + 9, mask_id=SIZE + 4).id == SIZE + 4
     assert choose_mask_token(tokenizer, SIZE + 2, name="<|mine|>").id == SIZE + 1
     for wrong, said in (
-        ({"given": SIZE}, "texts hold"),
-        ({"given": 3 + tokenizer.get_vocab()["a"]}, "texts hold"),
-        ({"given": tokenizer.eos_token_id}, "ends or pads"),
-        ({"given": SIZE + 2}, "outside"),
+        ({"mask_id": SIZE}, "texts hold"),
+        ({"mask_id": 3 + tokenizer.get_vocab()["a"]}, "texts hold"),
+        ({"mask_id": tokenizer.eos_token_id}, "ends or pads"),
+        ({"mask_id": SIZE + 2}, "outside"),
         ({"name": "ordinary"}, "texts hold"),
     ):
         with pytest.raises(UserError, match=said):

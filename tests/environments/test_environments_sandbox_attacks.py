@@ -339,11 +339,11 @@ def test_nothing_outlives_a_caller_that_was_killed(tmp_path):
 
     code = """
 import sys
-from jaxtrain.environments.sandbox.sandbox import Box
-from jaxtrain.environments.sandbox.limits import Limits
-with Box() as box:
+from jaxtrain.environments.sandbox.sandbox import Sandbox
+from jaxtrain.environments.sandbox.limits import ResourceLimits
+with Sandbox() as box:
     print(box.process.pid, flush=True)
-    box.passes(sys.argv[1], "leave()\\nwhile True: pass", Limits(30.0, 512))
+    box.passes(sys.argv[1], "leave()\\nwhile True: pass", ResourceLimits(30.0, 512))
 """
     root = str(Path(__file__).parents[2])
     caller = subprocess.Popen(

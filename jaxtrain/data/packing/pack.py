@@ -9,7 +9,7 @@ In depth-first preorder every subtree is one contiguous run, so a single number 
 describes the queries that see it. The weights of each tree are divided by its own K.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -289,3 +289,41 @@ def _stack(values: Sequence[Any]) -> Any:
         assert all(value is None for value in values), "microsteps differ in fields"
         return None
     return np.stack(values)
+
+
+SCORING_ROW, MIN_SCORING_ROW = 2048, 128
+"""Tokens of rows that several short texts share in scoring, and of the shortest row."""
+
+
+def pack_for_scoring(
+    packed: Sequence[PackedTree], *, rows: int, share_rows: bool, row_tokens: int = SCORING_ROW
+) -> Iterator[tuple[Batch, list[tuple[int, int, int]]]]:
+    """Pack texts or trees into batches [1, rows, T] without weights.
+
+    Yields (batch, [(index of a tree, row, its first token)]). share_rows False: one tree per row,
+    for models that do not support several. T is at least `row_tokens` if the trees fill such rows,
+    and a power of two, so that few programs are compiled.
+    """
+    lengths = [len(tree.tokens) for tree in packed]
+    needed = max(lengths, default=0)
+    if share_rows:
+        needed = max(needed, min(row_tokens, -(-sum(lengths) // rows)))
+    length = MIN_SCORING_ROW
+    while length < needed:
+        length *= 2
+    if share_rows:
+        members = fit_rows(lengths, length)
+    else:
+        members = [[index] for index in np.argsort(lengths)[::-1].tolist()]
+    for first in range(0, len(members), rows):
+        batch_rows = members[first : first + rows]
+        trees = [[packed[index] for index in row] for row in batch_rows]
+        trees += [[]] * (rows - len(trees))
+        spans = [
+            (index, number, int(start))
+            for number, row in enumerate(batch_rows)
+            for index, start in zip(
+                row, np.cumsum([0, *(lengths[index] for index in row)]), strict=False
+            )
+        ]
+        yield stack_batches([build_batch(trees, length, Fields(components=()))]), spans

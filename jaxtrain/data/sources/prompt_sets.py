@@ -164,8 +164,8 @@ def read_prompt_set(
     prompt_set = SETS[name]
     if prompt_set.files and path == prompt_set.hub:
         raise UserError(
-            f"{name} cannot be read from the Hub; download {prompt_set.describe()} and name their folder:"
-            f" {key}"
+            f"{name} cannot be read from the Hub; download {prompt_set.describe()} and name their"
+            f" folder: {key}"
         )
     if prompt_set.files and os.path.isdir(os.path.expanduser(path)):
         path = str(Path(path) / prompt_set.files)

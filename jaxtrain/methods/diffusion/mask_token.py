@@ -45,7 +45,10 @@ def choose_mask_token(
     if new_id < rows:
         note = f"mask token {new_id}, new as {name!r}, in an unused row of the embedding"
         return MaskToken(new_id, rows, note)
-    note = f"mask token {new_id}, new as {name!r}: the embedding grows from {rows} to {new_id + 1} rows"
+    note = (
+        f"mask token {new_id}, new as {name!r}: the embedding grows from {rows} to {new_id + 1}"
+        " rows"
+    )
     return MaskToken(new_id, new_id + 1, note)
 
 
@@ -62,13 +65,13 @@ def check_id(tokenizer: Any, rows: int, mask_id: int, key: str = "task.mask_toke
     controls = set(find_control(tokenizer).values()) | set(tokenizer.all_special_ids)
     if mask_id not in controls:
         raise UserError(
-            f"{key} is {mask_id}, {words[mask_id]!r}, which texts hold; give a special token, an unused"
-            " row, or a new name as task.mask_token"
+            f"{key} is {mask_id}, {words[mask_id]!r}, which texts hold; give a special token, an"
+            " unused row, or a new name as task.mask_token"
         )
     used = {tokenizer.bos_token_id, tokenizer.pad_token_id, *end_of_turn_ids(tokenizer)}
     if mask_id in used:
         raise UserError(
-            f"{key} is {mask_id}, {words[mask_id]!r}, which begins, ends or pads texts; give another"
-            " special token, or a new name as task.mask_token"
+            f"{key} is {mask_id}, {words[mask_id]!r}, which begins, ends or pads texts; give"
+            " another special token, or a new name as task.mask_token"
         )
     return mask_id

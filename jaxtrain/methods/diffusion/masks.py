@@ -136,7 +136,7 @@ def fill_in(
     factor: np.ndarray,
     noise: Noise,
 ) -> MaskedBatch:
-    """Replace the chosen trained tokens [N] by the mask token, and set their ratios p and weights."""
+    """Replace the chosen trained tokens [N] by the mask token; set their ratios p and weights."""
     shape, dtype = batch.tokens.shape, batch.weights[WEIGHTS].dtype
     real = (batch.prev >= 0) | (batch.until > np.arange(shape[-1]) + 1)
     if (batch.tokens[real] == noise.mask_id).any():

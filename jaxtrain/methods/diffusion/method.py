@@ -109,8 +109,8 @@ def with_mask(
     if grown := mask_token.rows - rows:
         if bundle.adapter is not None:
             raise UserError(
-                f"{mask_token.note}, which an adapter's base does not have; name a token that is there"
-                " as task.mask_token_id, or train without adapter"
+                f"{mask_token.note}, which an adapter's base does not have; name a token that is"
+                " there as task.mask_token_id, or train without adapter"
             )
         architecture = dataclasses.replace(architecture, vocab_size=mask_token.rows, grown=grown)
     elif bundle.adapter is not None and not config.adapter.train_embeddings and is_main_process():
