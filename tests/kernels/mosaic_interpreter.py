@@ -156,8 +156,8 @@ def _wgmma_from_registers(original):
     def wgmma(self, eqn, token, get_values):
         if isinstance(eqn.invars[1].aval, types.AbstractRef):
             return original(self, eqn, token, get_values)
-        accumulator, left, *rest = get_values()
-        token, key = _in_registers(self, eqn, token, left)
+        accumulator, unused, *rest = get_values()
+        token, key = _in_registers(self, eqn, token, unused)
         token, result = original(self, eqn, token, lambda: [accumulator, key, *rest])
         return _released(self, eqn, token, key), result
 
@@ -168,12 +168,12 @@ def _inline(self, eqn, token, get_values):
     """Emulate the inline GPU instructions of kernels: two functions of `mosaic`."""
     from jaxtrain_kernels import mosaic
 
-    known = {
+    handlers = {
         "nearest_int": lambda x: jnp.round(x).astype(jnp.int32),
         "exp2_partly": mosaic.polynomial_exp2,  # for all numbers: the less exact of both ways
     }
     (value,) = get_values()
-    return token, [known[eqn.params["mgpu_fn"].__name__](value)]
+    return token, [handlers[eqn.params["mgpu_fn"].__name__](value)]
 
 
 def _adding(original):
@@ -182,24 +182,26 @@ def _adding(original):
 
     lock = threading.Lock()
 
-    def copy_smem_to_gmem(*, reduction_op, **given):
+    def copy_smem_to_gmem(*, reduction_op, **arguments):
         if reduction_op is None:
-            return original(reduction_op=reduction_op, **given)
+            return original(reduction_op=reduction_op, **arguments)
         assert reduction_op == "add", reduction_op
-        memory, thread = gpu_callbacks._get_shared_memory(), given["thread"]
-        info = shared_memory.GPULoggingInfo(given["mesh_location"], thread, given["source_info"])
+        memory, thread = gpu_callbacks._get_shared_memory(), arguments["thread"]
+        info = shared_memory.GPULoggingInfo(
+            arguments["mesh_location"], thread, arguments["source_info"]
+        )
 
         def access(side):
-            key = given[f"{side}_allocation_key_as_array"]
+            key = arguments[f"{side}_allocation_key_as_array"]
             key = gpu_callbacks.HostAllocationKey.from_array(key)
-            transforms = gpu_callbacks._remove_noop_transforms(given[f"{side}_transforms"])
+            transforms = gpu_callbacks._remove_noop_transforms(arguments[f"{side}_transforms"])
             return key, memory.access(key, jax.tree.map(int, transforms))
 
         with lock:
-            (source, part), (target, place) = access("src"), access("dst")
+            (source, part), (target, index) = access("src"), access("dst")
             value = memory.get_buffer_content(source, part, thread, logging_info=info)[0]
-            held = memory.get_buffer_content(target, place, thread, logging_info=info)[0]
-            memory.store_buffer_content(target, place, held + value, thread, logging_info=info)
-        return given["token"]
+            held = memory.get_buffer_content(target, index, thread, logging_info=info)[0]
+            memory.store_buffer_content(target, index, held + value, thread, logging_info=info)
+        return arguments["token"]
 
     return copy_smem_to_gmem

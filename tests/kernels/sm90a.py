@@ -45,8 +45,8 @@ def make_mesh() -> Mesh:
 def compile_for_h200(function, *shapes):
     """The compiled program for one H200 of a function of ShapeDtypeStructs."""
     mesh = make_mesh()
-    whole = NamedSharding(mesh, PartitionSpec())
-    placed = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole) for s in shapes]
+    full = NamedSharding(mesh, PartitionSpec())
+    placed = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=full) for s in shapes]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(function).trace(*placed).lower().compile()
 
@@ -54,19 +54,19 @@ def compile_for_h200(function, *shapes):
 @contextlib.contextmanager
 def captured_output():
     """Capture everything the process writes, C++ included: a list with one string after."""
-    found = []
+    actual = []
     with tempfile.TemporaryFile("w+") as sink:
         saved = os.dup(1), os.dup(2)
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
         try:
-            yield found
+            yield actual
         finally:
             for number, copy in zip((1, 2), saved, strict=True):
                 os.dup2(copy, number)
                 os.close(copy)
             sink.seek(0)
-            found.append(sink.read())
+            actual.append(sink.read())
 
 
 def report(case, function, *shapes):
@@ -77,8 +77,8 @@ def report(case, function, *shapes):
     serial = re.findall(r"wgmma.* are serialized .* '(\w+)_mosaic_gpu_kernel'", output[0])
     row = {"case": case, "temp": compiled.memory_analysis().temp_size_in_bytes}
     for name, spill in zip(names, spills, strict=True):
-        found = {"kernel": name, "spills": spill, "serialized": name in serial}
-        print(json.dumps(row | found), flush=True)
+        actual = {"kernel": name, "spills": spill, "serialized": name in serial}
+        print(json.dumps(row | actual), flush=True)
 
 
 def attention_step(head_dim, impl="mosaic_gpu", v_dim=None, kv_heads=8, **settings):

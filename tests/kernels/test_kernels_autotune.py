@@ -52,22 +52,22 @@ def test_the_closest_size_by_ratio(tables):
 
 
 def test_saving_replaces_the_same_key_and_keeps_the_rest(tables):
-    one = {"key": {"width": 64}, "near": {"tokens": 8}, "config": {"block": 1}, "ms": 2.0}
+    item = {"key": {"width": 64}, "near": {"tokens": 8}, "config": {"block": 1}, "ms": 2.0}
     two = {"key": {"width": 64}, "near": {"tokens": 9}, "config": {"block": 2}, "ms": 2.0}
-    better = one | {"config": {"block": 3}, "ms": 1.0}
-    autotune.save("op", "NVIDIA H200", "a test", [one, two])
+    better = item | {"config": {"block": 3}, "ms": 1.0}
+    autotune.save("op", "NVIDIA H200", "a test", [item, two])
     path = autotune.save("op", "NVIDIA H200", "another", [better])
     assert json.loads(path.read_text()) == {"source": "another", "entries": [better, two]}
 
 
 def test_the_heuristic_is_kept_only_where_it_bounds_another_config(tables):
     plain = {"key": {"width": 64}, "near": {"tokens": 8}, "config": {}, "ms": 2.0}
-    other = {"key": {"width": 64}, "near": {"tokens": 9}, "config": {"block": 2}, "ms": 2.0}
+    second = {"key": {"width": 64}, "near": {"tokens": 9}, "config": {"block": 2}, "ms": 2.0}
     assert not autotune.save("op", "NVIDIA H200", "a test", [plain]).exists()
-    path = autotune.save("op", "NVIDIA H200", "a test", [plain, other])
-    assert json.loads(path.read_text())["entries"] == [plain, other]
+    path = autotune.save("op", "NVIDIA H200", "a test", [plain, second])
+    assert json.loads(path.read_text())["entries"] == [plain, second]
     assert autotune.tuned("op", Config(), near={"tokens": 8}, width=64) == Config()
-    path = autotune.save("op", "NVIDIA H200", "a test", [other | {"config": {}}])
+    path = autotune.save("op", "NVIDIA H200", "a test", [second | {"config": {}}])
     assert not path.exists() and autotune.tuned("op", Config(), width=64) == Config()
 
 
@@ -80,9 +80,9 @@ CONFIGS = {
 
 
 def test_tables_of_attention_hold_what_differs_from_the_heuristic():
-    found = [p for p in autotune.TABLES.glob("*/*.json") if p.stem in CONFIGS]
-    assert found, "no tuned table is in the package"
-    for path in found:
+    actual = [p for p in autotune.TABLES.glob("*/*.json") if p.stem in CONFIGS]
+    assert actual, "no tuned table is in the package"
+    for path in actual:
         config, heuristic = CONFIGS[path.stem]
         entries = json.loads(path.read_text())["entries"]
         for entry in entries:
@@ -146,11 +146,11 @@ def test_a_sweep_saves_its_winners(tables, sweep, monkeypatch, capsys):
     sweep.main()
     key = {"near": {"tokens": 32768}, "head_dim": 64, "window": False}
     start = gpu_fwd.heuristic(64)
-    found = autotune.tuned("tree_attention_fwd", start, **key)
-    assert found == dataclasses.replace(start, k_block=256)
+    actual = autotune.tuned("tree_attention_fwd", start, **key)
+    assert actual == dataclasses.replace(start, k_block=256)
     start = gpu_dq.heuristic(64)
-    found = autotune.tuned("tree_attention_dq", start, **key)
-    assert found == dataclasses.replace(start, in_registers=True)
+    actual = autotune.tuned("tree_attention_dq", start, **key)
+    assert actual == dataclasses.replace(start, in_registers=True)
     assert sorted(p.stem for p in tables.glob("*/*.json")) == [
         "tree_attention_dq",
         "tree_attention_fwd",

@@ -66,5 +66,5 @@ def test_kernels_compile_for_hopper():
     # One that waits for each wgmma before the next: ptxas says so, and lets it pass.
     assert not [row for row in rows if row["serialized"]]
     spilled = {(row["case"], row["kernel"]): row["spills"] for row in rows}
-    too_many = {what: n for what, n in spilled.items() if n > ALLOWED.get(what, 0)}
+    too_many = {name: n for name, n in spilled.items() if n > ALLOWED.get(name, 0)}
     assert not too_many

@@ -19,18 +19,18 @@ TAPS, K = 4, 64
 
 def draw(name: str = "tree", dtype="float32"):
     """x, w and cotangents of q, k, v of two rows, the second of which is one document; prev."""
-    found = [CASES[name].inputs(seed) for seed in range(2)]
-    both = {n: np.concatenate([row[n] for row in found]) for n in found[0] if n != "w"}
-    T = both["prev"].shape[1]
-    both["prev"][1] = testing.pack(testing.documents([T - 3]), T)["prev"]
-    x, *d_outs = (jnp.asarray(both[n], dtype) for n in ("x", "d_q", "d_k", "d_v"))
-    return x, jnp.asarray(found[0]["w"]), tuple(d_outs), jnp.asarray(both["prev"])
+    actual = [CASES[name].inputs(seed) for seed in range(2)]
+    arrays = {n: np.concatenate([row[n] for row in actual]) for n in actual[0] if n != "w"}
+    T = arrays["prev"].shape[1]
+    arrays["prev"][1] = testing.pack(testing.documents([T - 3]), T)["prev"]
+    x, *d_outs = (jnp.asarray(arrays[n], dtype) for n in ("x", "d_q", "d_k", "d_v"))
+    return x, jnp.asarray(actual[0]["w"]), tuple(d_outs), jnp.asarray(arrays["prev"])
 
 
 def with_gradients(function, x, w, d_outs):
     """(q, k, v, dx, dw) in float64."""
-    found, pull = jax.vjp(function, x, w)
-    return [np.asarray(y, np.float64) for y in (*found, *pull(d_outs))]
+    actual, pull = jax.vjp(function, x, w)
+    return [np.asarray(y, np.float64) for y in (*actual, *pull(d_outs))]
 
 
 def plain(x, w, prev):
@@ -38,12 +38,12 @@ def plain(x, w, prev):
     x = x[..., : w[..., 0].size].reshape(*prev.shape, *w.shape[:2])
     y = np.zeros(x.shape)
     for row, token in np.ndindex(*prev.shape):
-        at = token
+        start = token
         for j in range(TAPS):
-            if at < 0:
+            if start < 0:
                 break
-            y[row, token] += x[row, at] * w[..., TAPS - 1 - j]
-            at = prev[row, at]
+            y[row, token] += x[row, start] * w[..., TAPS - 1 - j]
+            start = prev[row, start]
     y = y / (1 + np.exp(-y))
     q, k, v = y[..., :K], y[..., K : 2 * K], y[..., 2 * K :].reshape(*prev.shape, -1, K)
     q, k = (z / np.sqrt((z * z).sum(-1, keepdims=True) + 1e-6) for z in (q, k))
@@ -55,8 +55,8 @@ def test_each_token_follows_its_branch(impl):
     x, w, _, prev = draw("short_nodes")
     x, w = (np.asarray(y, np.float64) for y in (x, w))
     with jax.enable_x64(True):
-        found = conv_heads(jnp.asarray(x), jnp.asarray(w), K, K, prev, impl=impl)
-    for a, b in zip(found, plain(x, w, np.asarray(prev)), strict=True):
+        actual = conv_heads(jnp.asarray(x), jnp.asarray(w), K, K, prev, impl=impl)
+    for a, b in zip(actual, plain(x, w, np.asarray(prev)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-13)
 
 
@@ -71,13 +71,13 @@ def by_kernels(x, w, prev):
 def test_the_kernels(name, dtype):
     """Interpreted, by the 2x rule."""
     x, w, d_outs, prev = draw(name, dtype)
-    mine = with_gradients(functools.partial(by_kernels, prev=prev), x, w, d_outs)
+    local = with_gradients(functools.partial(by_kernels, prev=prev), x, w, d_outs)
     run = functools.partial(conv_heads, key_dim=K, value_dim=K, prev=prev, impl="xla")
     low = with_gradients(run, x, w, d_outs)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(y, np.float64)) for y in (x, w, *d_outs)]
         exact = with_gradients(run, *wide[:2], tuple(wide[2:]))
-    for what, a, b, c in zip(("q", "k", "v", "dx", "dw"), mine, low, exact, strict=True):
+    for what, a, b, c in zip(("q", "k", "v", "dx", "dw"), local, low, exact, strict=True):
         assert np.isfinite(a).all(), what
         least = np.finfo(np.float32).eps * abs(c).max()
         assert abs(a - c).max() <= 2 * abs(b - c).max() + 4 * least, what
@@ -91,9 +91,9 @@ def test_the_gradient_of_any_convolution(name):
     x, dy = (jnp.asarray(rng.standard_normal((*prev.shape, 72), np.float32)) for _ in range(2))
     w = jnp.asarray(rng.standard_normal((72, 3), np.float32))
     hops = find_hops(prev, 3)
-    mine, pull = jax.vjp(lambda x, w: gpu_conv.convolve(True, x, w, hops), x, w)
-    wanted, pull_wanted = jax.vjp(lambda x, w: causal_conv(x, w, prev), x, w)
-    np.testing.assert_allclose(mine, wanted, atol=1e-5)
+    local, pull = jax.vjp(lambda x, w: gpu_conv.convolve(True, x, w, hops), x, w)
+    expected, pull_wanted = jax.vjp(lambda x, w: causal_conv(x, w, prev), x, w)
+    np.testing.assert_allclose(local, expected, atol=1e-5)
     for a, b in zip(pull(dy), pull_wanted(dy), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
 
@@ -103,17 +103,17 @@ def test_jumps_are_all_reads_that_are_not_right_before():
     T = prev.shape[1]
     hops = jax.tree.map(np.asarray, find_hops(jnp.asarray(prev), TAPS))
     for row in range(2):
-        wanted = []
+        expected = []
         for token in range(T):
             at = token
             for j in range(1, TAPS):
                 at = prev[row, at] if at >= 0 else -1
                 assert hops.back[row, j - 1, token] == at
                 if 0 <= at != token - j:
-                    wanted.append((at, token * (TAPS - 1) + j - 1))
-        count = len(wanted)
-        found = zip(hops.target[row, :count], hops.source[row, :count], strict=True)
-        assert sorted(wanted) == list(found) and (hops.target[row, count:] == T).all()
+                    expected.append((at, token * (TAPS - 1) + j - 1))
+        count = len(expected)
+        actual = zip(hops.target[row, :count], hops.source[row, :count], strict=True)
+        assert sorted(expected) == list(actual) and (hops.target[row, count:] == T).all()
         tiles = hops.target[row, :count] // gpu_conv.TILE
         for tile, (start, end) in enumerate(
             zip(hops.first[row], hops.first[row, 1:], strict=False)
@@ -147,5 +147,5 @@ def test_strict_modes():
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         for call in calls:
             loss = lambda x, w, call=call: sum(y.astype("float32").sum() for y in call(x, w))  # noqa: E731
-            found = jax.eval_shape(jax.grad(loss, (0, 1)), x, w)
-            assert [y.dtype for y in found] == [x.dtype, w.dtype]
+            actual = jax.eval_shape(jax.grad(loss, (0, 1)), x, w)
+            assert [y.dtype for y in actual] == [x.dtype, w.dtype]

@@ -30,10 +30,10 @@ def numpy_decode_attention(q, k, v, until, since, scale, softcap=None):
     return out
 
 
-def interpreted(config, q, k, v, layer, until, since=None, *, scale=None, softcap=None, **more):
+def interpreted(config, q, k, v, layer, until, since=None, *, scale=None, softcap=None, **options):
     """The GPU kernel on the CPU."""
     few = q.ndim == 4
-    found = gpu.run(
+    actual = gpu.run(
         config,
         q if few else q[:, None],
         k,
@@ -43,9 +43,9 @@ def interpreted(config, q, k, v, layer, until, since=None, *, scale=None, softca
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,
         interpret=True,
-        **more,
+        **options,
     )
-    return found.reshape(q.shape)
+    return actual.reshape(q.shape)
 
 
 def arrays(case, dtype):
@@ -69,10 +69,10 @@ def check(case, dtype, function, spoil=None):
         k, v = (jnp.where(unseen[None, :, :, None, None], spoil, x).astype(dtype) for x in (k, v))
         k, v = (x.at[:layer].set(spoil) for x in (k, v))
     run = jax.jit(lambda layer, *x: function(*x[:3], layer, *x[3:], **options))
-    found = run(jnp.int32(layer), q, k, v, jnp.asarray(until), jnp.asarray(since))
-    assert found.dtype == q.dtype
-    assert not np.asarray(found.astype(jnp.float32))[until <= since].any()
-    testing.assert_accurate(found.astype(jnp.float32), exact, plain, dtype)
+    actual = run(jnp.int32(layer), q, k, v, jnp.asarray(until), jnp.asarray(since))
+    assert actual.dtype == q.dtype
+    assert not np.asarray(actual.astype(jnp.float32))[until <= since].any()
+    testing.assert_accurate(actual.astype(jnp.float32), exact, plain, dtype)
 
 
 def plainly(q, k, v, until, since, softcap):
@@ -120,11 +120,11 @@ def test_float64_is_float64_throughout(impl):
     q, k, v = (inputs[name].astype(np.float64) for name in ("q", "k", "v"))
     exact = numpy_decode_attention(q, k[1], v[1], until, since, 0.25, case.softcap)
     with jax.enable_x64(True):
-        given = (*map(jnp.asarray, (q, k, v)), 1, jnp.asarray(until), jnp.asarray(since))
-        found = decode_attention(*given, scale=0.25, softcap=case.softcap, impl=impl)
-        assert found.dtype == jnp.float64
+        arguments = (*map(jnp.asarray, (q, k, v)), 1, jnp.asarray(until), jnp.asarray(since))
+        actual = decode_attention(*arguments, scale=0.25, softcap=case.softcap, impl=impl)
+        assert actual.dtype == jnp.float64
         # Sums of 70 terms of order 1 in another order: some 100 eps.
-        np.testing.assert_allclose(np.asarray(found), exact, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(np.asarray(actual), exact, rtol=0, atol=1e-13)
 
 
 def test_float32_queries_of_a_bfloat16_cache():
@@ -141,10 +141,10 @@ def test_float32_queries_of_a_bfloat16_cache():
         "gpu": functools.partial(interpreted, config),
     }
     for name, kernel in kernels.items():
-        found = kernel(wide, k, v, 1, until, since)
-        assert found.dtype == jnp.float32
+        actual = kernel(wide, k, v, 1, until, since)
+        assert actual.dtype == jnp.float32
         # Results of order 1, rounded to bfloat16 on one side, as the weights were: 2 roundings.
-        np.testing.assert_allclose(found, want, rtol=0, atol=2**-7, err_msg=name)
+        np.testing.assert_allclose(actual, want, rtol=0, atol=2**-7, err_msg=name)
 
 
 def test_intervals_end_with_the_cache():
@@ -163,7 +163,7 @@ def test_intervals_end_with_the_cache():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_strict_promotion(dtype):
     case = next(case for case in CI if case.name == "group3_softcap")
-    given = arrays(case, dtype)
+    arguments = arrays(case, dtype)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         for kernel in (
             functools.partial(decode_attention, impl="reference"),
@@ -171,7 +171,7 @@ def test_strict_promotion(dtype):
             functools.partial(interpreted, gpu.Config(keys=32, part=64)),
         ):
             out = jax.eval_shape(
-                lambda q, k, v, *x, f=kernel: f(q, k, v, 1, *x, softcap=2.0), *given
+                lambda q, k, v, *x, f=kernel: f(q, k, v, 1, *x, softcap=2.0), *arguments
             )
             assert out.dtype == jnp.dtype(dtype)
 
@@ -190,14 +190,14 @@ def test_a_few_queries_are_each_as_alone():
         "xla": functools.partial(decode_attention, impl="xla"),
         "gpu": functools.partial(interpreted, gpu.Config(keys=32, part=32)),
     }.items():
-        found = kernel(q, k, v, 0, until, since)
+        actual = kernel(q, k, v, 0, until, since)
         for t in range(3):
             alone = kernel(q[:, t], k, v, 0, until[:, t], since[:, t])
             if name == "gpu":
-                np.testing.assert_array_equal(found[:, t], alone)
+                np.testing.assert_array_equal(actual[:, t], alone)
             else:  # sums of up to 40 terms of order 1 in another order, float32
-                np.testing.assert_allclose(found[:, t], alone, rtol=0, atol=2e-6, err_msg=name)
-        assert not found[0, 2].any()
+                np.testing.assert_allclose(actual[:, t], alone, rtol=0, atol=2e-6, err_msg=name)
+        assert not actual[0, 2].any()
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -219,8 +219,8 @@ def test_what_rows_share_is_read_from_the_leader(queries, part):
     far = [x.at[:, 1, 53:].set(jnp.nan) for x in (k, v)]
     np.testing.assert_array_equal(kernel(q, *far, 1, until, **sharing)[0], alone[0])
     for impl in ("xla", "reference"):
-        found = decode_attention(q, k, v, 1, until, impl=impl, **sharing)
-        np.testing.assert_array_equal(found, decode_attention(q, k, v, 1, until, impl=impl))
+        actual = decode_attention(q, k, v, 1, until, impl=impl, **sharing)
+        np.testing.assert_array_equal(actual, decode_attention(q, k, v, 1, until, impl=impl))
     with pytest.raises(ValueError, match="come together"):
         decode_attention(q, k, v, 1, until, leader=leader)
     with pytest.raises(ValueError, match=r"shared is int32\[2\]; want int32\[3\]"):
@@ -237,8 +237,8 @@ def test_no_window_is_a_window_from_0():
         functools.partial(interpreted, gpu.Config(keys=32, part=32)),
     ):
         alone = kernel(q, k, v, 0, until)
-        given = kernel(q, k, v, 0, until, jnp.zeros_like(until))
-        np.testing.assert_array_equal(alone, given)
+        arguments = kernel(q, k, v, 0, until, jnp.zeros_like(until))
+        np.testing.assert_array_equal(alone, arguments)
 
 
 @pytest.mark.parametrize(

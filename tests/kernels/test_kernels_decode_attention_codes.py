@@ -59,10 +59,10 @@ def check(case, stored, dtype, function):
     run = jax.jit(
         lambda layer, *x, **scales: function(*x[:3], layer, *x[3:], softcap=case.softcap, **scales)
     )
-    found = run(jnp.int32(layer), q, k, v, jnp.asarray(until), jnp.asarray(since), **scales)
-    assert found.dtype == q.dtype
-    assert not np.asarray(found.astype(jnp.float32))[until <= since].any()
-    testing.assert_accurate(found.astype(jnp.float32), exact, plain, dtype)
+    actual = run(jnp.int32(layer), q, k, v, jnp.asarray(until), jnp.asarray(since), **scales)
+    assert actual.dtype == q.dtype
+    assert not np.asarray(actual.astype(jnp.float32))[until <= since].any()
+    testing.assert_accurate(actual.astype(jnp.float32), exact, plain, dtype)
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -87,13 +87,13 @@ def test_other_backends_match_numpy(stored, dtype):
         check(case, stored, dtype, functools.partial(decode_attention, impl="reference"))
     # Slots that nobody sees must hold finite numbers there.
     q, k, v, scales, until, since = arrays(case, stored, dtype)
-    given = (q, k, v, 1, jnp.asarray(until), jnp.asarray(since))
-    want, found = (
-        decode_attention(*given, **scales, impl=impl).astype(jnp.float32)
+    arguments = (q, k, v, 1, jnp.asarray(until), jnp.asarray(since))
+    want, actual = (
+        decode_attention(*arguments, **scales, impl=impl).astype(jnp.float32)
         for impl in ("reference", "xla")
     )
     # Both in float32, and rounded to q's dtype: its last place of numbers below 8.
-    np.testing.assert_allclose(found, want, rtol=0, atol=2**-5 if dtype == "bfloat16" else 1e-5)
+    np.testing.assert_allclose(actual, want, rtol=0, atol=2**-5 if dtype == "bfloat16" else 1e-5)
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -108,13 +108,13 @@ def test_values_of_any_size_and_none(stored, size):
     k, v = (store(jnp.asarray(x, jnp.float32), stored) for x in (1e-6 * inputs["k"], inputs["v"]))
     wide = [np.asarray(x[0][1], np.float64) * np.asarray(x[1][1])[..., None] for x in (k, v)]
     exact = numpy_decode_attention(q.astype(jnp.float32), *wide, until, since, case.head_dim**-0.5)
-    found = interpreted(
+    actual = interpreted(
         gpu.Config(keys=32, part=32),
         *(q, k[0], v[0], 1, jnp.asarray(until), jnp.asarray(since)),
         **{"k_scale": k[1], "v_scale": v[1]},
     )
     # q, the weights and the result are each rounded to bfloat16 or finer.
-    error = np.abs(np.asarray(found, np.float64) - exact).max()
+    error = np.abs(np.asarray(actual, np.float64) - exact).max()
     assert error < 2**-6 * np.abs(exact).max()
 
 
@@ -126,13 +126,13 @@ def test_sinks_and_a_few_queries():
     until = jnp.asarray(rng.integers(1, case.slots, (case.rows, 1)) + np.arange(3), jnp.int32)
     options = scales | {"sinks": jnp.linspace(-2, 2, case.heads)}
     kernel = functools.partial(interpreted, gpu.Config(keys=32, part=32))
-    found = kernel(q, k, v, 0, until, **options)
+    actual = kernel(q, k, v, 0, until, **options)
     want = decode_attention(q, k, v, 0, until, **options, impl="reference")
     # Sums of up to 96 terms of order 1 in another order, float32.
-    np.testing.assert_allclose(found, want, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(actual, want, rtol=0, atol=1e-5)
     for t in range(3):
         alone = kernel(q[:, t], k, v, 0, until[:, t], **options)
-        np.testing.assert_array_equal(found[:, t], alone)
+        np.testing.assert_array_equal(actual[:, t], alone)
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -177,15 +177,15 @@ def test_arguments_that_do_not_fit(monkeypatch):
     ):
         decode_attention(q, codes, codes, 0, until, k_scale=scale, v_scale=scale[..., 0])
     monkeypatch.setattr(gpu, "require_nvidia", lambda: None)
-    given = {"k_scale": scale, "v_scale": scale, "impl": "gpu"}
+    arguments = {"k_scale": scale, "v_scale": scale, "impl": "gpu"}
     with pytest.raises(NotImplementedError, match="queries in bfloat16, got float32"):
-        decode_attention(q, codes, codes, 0, until, **given)
+        decode_attention(q, codes, codes, 0, until, **arguments)
     q = q.astype(jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="needs compute capability 8.9, found 8.6"):
         fp8 = codes.astype(jnp.float8_e4m3fn)
         older = [types.SimpleNamespace(compute_capability="8.6")]
         monkeypatch.setattr(jax, "devices", lambda: older)
-        decode_attention(q, fp8, fp8, 0, until, **given)
+        decode_attention(q, fp8, fp8, 0, until, **arguments)
     with pytest.raises(NotImplementedError, match="got uint8"):
         odd = codes.astype(jnp.uint8)
-        decode_attention(q, odd, odd, 0, until, **given)
+        decode_attention(q, odd, odd, 0, until, **arguments)

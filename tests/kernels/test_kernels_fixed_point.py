@@ -52,9 +52,9 @@ def test_sums_fit_and_are_right_in_any_order(sharp):
         for i in range(len(rounded)):
             total, again = total + rounded[i], again + rounded[-1 - i]
     np.testing.assert_array_equal(total, again)
-    found = fixed_point.value_of(jnp.asarray(total[None]), scales, 2.0, jnp.float32)
+    actual = fixed_point.value_of(jnp.asarray(total[None]), scales, 2.0, jnp.float32)
     want = 2.0 * parts.sum(0)
-    error = np.abs(np.asarray(found[0]) - want).max((0, 1)) / np.abs(want).max((0, 1))
+    error = np.abs(np.asarray(actual[0]) - want).max((0, 1)) / np.abs(want).max((0, 1))
     assert error.max() < 2e-6  # of each column's largest
 
 
@@ -79,8 +79,8 @@ def test_queries_without_gradient_get_zeros():
 def test_what_is_not_finite_is_not_hidden(name, bad):
     """Integer accumulation must not hide it, nor leak it into another query's gradient."""
     arrays, _ = problem(2)
-    place = (0, 5, 0, 3) if name == "d_out" else (0, 0, 5)
-    arrays[name] = arrays[name].at[place].set(bad)
+    index = (0, 5, 0, 3) if name == "d_out" else (0, 0, 5)
+    arrays[name] = arrays[name].at[index].set(bad)
     for total in (0, 12345):
         sums = jnp.full((1, 96, 4, 16), total, jnp.int32)
         dq = fixed_point.value_of(sums, find_scales(arrays), 1.0, jnp.bfloat16)

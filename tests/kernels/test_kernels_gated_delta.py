@@ -52,14 +52,14 @@ def draw(seed=0):
 
 def run_alone(path, q, k, v, g, beta, state):
     """Run one branch of one row token by token in numpy: {token: o [N, V]}, and the last state."""
-    repeats, S, found = v.shape[1] // q.shape[1], state.copy(), {}
+    repeats, S, actual = v.shape[1] // q.shape[1], state.copy(), {}
     for t in path:
         for n in range(v.shape[1]):
             key, query = k[t, n // repeats], q[t, n // repeats]
             S[n] = np.exp(g[t, n]) * S[n]
             S[n] += np.outer(key, beta[t, n] * (v[t, n] - S[n].T @ key))
-            found.setdefault(t, np.zeros(v.shape[1:]))[n] = S[n].T @ query
-    return found, S
+            actual.setdefault(t, np.zeros(v.shape[1:]))[n] = S[n].T @ query
+    return actual, S
 
 
 def with_gradients(function):
@@ -98,16 +98,16 @@ def test_a_forest_is_its_branches(name, run):
     until, prev = (jnp.asarray(np.stack([row[i] for row in rows])) for i in (0, 1))
     with jax.enable_x64(True):
         given = ([jnp.asarray(x) for x in arguments], jnp.asarray(d_out), until, prev)
-        found, wanted = run(*given), RUN_REFERENCE(*given)
+        actual, expected = run(*given), RUN_REFERENCE(*given)
     for row, (_, _, branches) in enumerate(rows):
-        left = set(range(T))
+        unused = set(range(T))
         for path in branches:
             alone, _ = run_alone(path, *(x[row] for x in arguments))
             for t in path:
-                np.testing.assert_allclose(found[0][row, t], alone[t], atol=1e-13)
-            left -= set(path)
-        assert not np.asarray(found[0])[row, sorted(left)].any(), "padding gives 0"
-    for what, a, b in zip(("out", *NAMES, "state"), found, wanted, strict=True):
+                np.testing.assert_allclose(actual[0][row, t], alone[t], atol=1e-13)
+            unused -= set(path)
+        assert not np.asarray(actual[0])[row, sorted(unused)].any(), "padding gives 0"
+    for what, a, b in zip(("out", *NAMES, "state"), actual, expected, strict=True):
         # The order of sums alone: a few 1e-16 here.
         np.testing.assert_allclose(a, b, atol=1e-12 * np.abs(b).max(), err_msg=what)
 
@@ -170,10 +170,10 @@ def test_windows_of_the_hopper_kernels(forest):
     back = gpu_windows.from_chunks(links, by_chunk, False, T)
     np.testing.assert_array_equal(back[0], np.where(np.arange(T)[:, None] < count, x[0], 0.0))
 
-    whole = {t for s, n in ranges if n == C for t in range(s // tile, (s + n) // tile)}
+    full = {t for s, n in ranges if n == C for t in range(s // tile, (s + n) // tile)}
     bits = np.asarray(links.blank[0])
-    found = {t for t in range(T // tile) if bits[t * tile // C] >> (t % (C // tile)) & 1}
-    assert found == set(range(T // tile)) - whole
+    actual = {t for t in range(T // tile) if bits[t * tile // C] >> (t % (C // tile)) & 1}
+    assert actual == set(range(T // tile)) - full
 
 
 def test_a_row_in_pieces_ends_in_the_same_state():
@@ -192,8 +192,8 @@ def test_a_row_in_pieces_ends_in_the_same_state():
             before = S
             out, S = step(*map(jnp.asarray, part), jnp.asarray(until, jnp.int32), state=S)
             for row, count in enumerate(counts):
-                place = range(seen[row] + count)
-                alone, last = run_alone(place, *(x[row] for x in arguments), state[row])
+                index = range(seen[row] + count)
+                alone, last = run_alone(index, *(x[row] for x in arguments), state[row])
                 np.testing.assert_allclose(S[row], last, atol=1e-13)
                 for t in range(count):
                     np.testing.assert_allclose(out[row, t], alone[seen[row] + t], atol=1e-13)
@@ -218,10 +218,10 @@ def test_the_kernel_of_decoding(dtype):
     """Interpreted, in two programs a head: beside XLA; a row without a token keeps every bit."""
     *arguments, until, state = draw_step(dtype)
     out, S = gpu_decode.run(gpu_decode.Config(columns=32), *arguments, until, state, interpret=True)
-    wanted, wanted_S = xla.gated_delta(*arguments, until, state=state)
+    expected, wanted_S = xla.gated_delta(*arguments, until, state=state)
     np.testing.assert_allclose(S, wanted_S, atol=2e-6)
     close = 2e-6 if dtype == "float32" else 2**-7
-    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, wanted)), atol=close)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, expected)), atol=close)
     np.testing.assert_array_equal(S[1], state[1])
     assert not out[1].any() and out.dtype == dtype and abs(S[0] - state[0]).max() > 0.1
 
@@ -270,7 +270,7 @@ def test_rounding(name, dtype):
     low = [jnp.asarray(inputs[n], dtype) for n in ("q", "k", "v")]
     low += [jnp.asarray(inputs[n]) for n in ("g", "beta")]
     state = np.zeros((len(until), low[2].shape[2], low[0].shape[3], low[2].shape[3]), np.float32)
-    found = with_gradients(xla.gated_delta)(
+    actual = with_gradients(xla.gated_delta)(
         [*low, jnp.asarray(state)], jnp.asarray(inputs["d_out"], dtype), until, prev
     )
     with jax.enable_x64(True):
@@ -280,7 +280,7 @@ def test_rounding(name, dtype):
             until,
             prev,
         )
-    for what, a, b in zip(("out", *NAMES), found, exact, strict=False):
+    for what, a, b in zip(("out", *NAMES), actual, exact, strict=False):
         a, b = np.asarray(a, np.float64), np.asarray(b)
         assert np.isfinite(a).all(), what
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
@@ -302,15 +302,15 @@ def test_a_convolution_follows_branches():
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((1, T, 3)), rng.standard_normal((3, 4))
     with jax.enable_x64(True):
-        found = np.asarray(causal_conv(jnp.asarray(x), jnp.asarray(w), jnp.asarray(prev)[None]))
+        actual = np.asarray(causal_conv(jnp.asarray(x), jnp.asarray(w), jnp.asarray(prev)[None]))
         tail = jnp.asarray(x[:, :3])
         behind = np.asarray(causal_conv(jnp.asarray(x[:, 3:]), jnp.asarray(w), None, tail))
-        whole = np.asarray(causal_conv(jnp.asarray(x), jnp.asarray(w)))
+        full = np.asarray(causal_conv(jnp.asarray(x), jnp.asarray(w)))
     for path in branches:
         longer = np.concatenate([np.zeros((3, 3)), x[0, path]])
-        wanted = sum(longer[j : j + len(path)] * w[:, j] for j in range(4))
-        np.testing.assert_allclose(found[0, path], wanted, atol=1e-14)
-    np.testing.assert_allclose(behind, whole[:, 3:], atol=1e-14)
+        expected = sum(longer[j : j + len(path)] * w[:, j] for j in range(4))
+        np.testing.assert_allclose(actual[0, path], expected, atol=1e-14)
+    np.testing.assert_allclose(behind, full[:, 3:], atol=1e-14)
 
 
 @pytest.mark.parametrize("impl", ["xla", "reference"])
@@ -326,8 +326,8 @@ def test_strict_modes(impl, dtype):
 
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         for prev in (None, until - 2):
-            found = jax.eval_shape(jax.grad(loss, (0, 1)), q, v, prev)
-            assert {x.dtype for x in found} == {jnp.dtype(dtype)}
+            actual = jax.eval_shape(jax.grad(loss, (0, 1)), q, v, prev)
+            assert {x.dtype for x in actual} == {jnp.dtype(dtype)}
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -19,9 +19,9 @@ FOREST = [(70, -1), (20, 0), (3, 1), (40, 0), (5, -1)]
 def gradients(function, inputs, state, d_last, dtype, prev):
     """Gradients of q, k, v, g, beta and the state, all as float64 numpy."""
     wide = jnp.promote_types(dtype, jnp.float32)
-    given = [jnp.asarray(inputs[n], jnp.bfloat16).astype(dtype) for n in ("q", "k", "v")]
-    given += [jnp.asarray(inputs[n], wide) for n in ("g", "beta")]
-    given.append(jnp.asarray(state, wide))
+    arguments = [jnp.asarray(inputs[n], jnp.bfloat16).astype(dtype) for n in ("q", "k", "v")]
+    arguments += [jnp.asarray(inputs[n], wide) for n in ("g", "beta")]
+    arguments.append(jnp.asarray(state, wide))
     d_out = jnp.asarray(inputs["d_out"], jnp.bfloat16).astype(dtype)
     until = jnp.asarray(inputs["until"])
 
@@ -29,9 +29,9 @@ def gradients(function, inputs, state, d_last, dtype, prev):
         out, last = function(*arrays[:5], until, prev, arrays[5])
         return out if prev is not None else (out, last)
 
-    _, pull = jax.vjp(run, *given)
-    found = pull(d_out if prev is not None else (d_out, jnp.asarray(d_last, wide)))
-    return [np.asarray(x, np.float64) for x in found]
+    _, pull = jax.vjp(run, *arguments)
+    actual = pull(d_out if prev is not None else (d_out, jnp.asarray(d_last, wide)))
+    return [np.asarray(x, np.float64) for x in actual]
 
 
 def by_xla(*arrays):
@@ -69,11 +69,11 @@ def test_interpreted_gradients(gates, chain, races):
     options = mosaic_gpu.Options(chain, 1)
     run = functools.partial(gradients, inputs=inputs, state=state, d_last=d_last, prev=prev)
     with interpreted(detect_races=races):
-        found = run(functools.partial(mosaic_gpu.run, options), dtype=jnp.bfloat16)
+        actual = run(functools.partial(mosaic_gpu.run, options), dtype=jnp.bfloat16)
     plain = run(by_xla, dtype=jnp.bfloat16)
     with jax.enable_x64(True):
         exact = run(by_xla, dtype=jnp.float64)
-    for name, a, b, c in zip(NAMES, found, exact, plain, strict=True):
+    for name, a, b, c in zip(NAMES, actual, exact, plain, strict=True):
         testing.assert_accurate(a, b, c, "bfloat16", name)
         norm = np.linalg.norm
         testing.assert_accurate(a, b, c, "bfloat16", name, norm=norm)
@@ -81,7 +81,7 @@ def test_interpreted_gradients(gates, chain, races):
 
 def test_groups_of_heads_by_the_memory_of_their_states():
     """The benchmarks' shapes go in one; 128k tokens of 32 heads in four, 1.07 GB of states each."""
-    for chunks, key_heads, value_heads, wanted in (
+    for chunks, key_heads, value_heads, expected in (
         (128, 16, 32, 1),
         (512, 16, 32, 1),
         (1024, 16, 32, 2),
@@ -90,8 +90,8 @@ def test_groups_of_heads_by_the_memory_of_their_states():
         (2048, 1, 2, 1),
         (10**5, 3, 6, 1),  # three key heads are not halved
     ):
-        found = mosaic_gpu.count_groups(chunks, key_heads, value_heads, 128 * 128)
-        assert found == wanted, (chunks, key_heads, value_heads)
+        actual = mosaic_gpu.count_groups(chunks, key_heads, value_heads, 128 * 128)
+        assert actual == expected, (chunks, key_heads, value_heads)
 
 
 def test_groups_of_heads_are_put_together_again(monkeypatch):
@@ -109,6 +109,6 @@ def test_groups_of_heads_are_put_together_again(monkeypatch):
         return tuple(-x for x in part[:6])
 
     monkeypatch.setattr(mosaic_gpu, "_group_back", negative)
-    found = mosaic_gpu._walked_back(None, links, 1, *arrays)
-    for a, b in zip(found, arrays[:6], strict=True):
+    actual = mosaic_gpu._walked_back(None, links, 1, *arrays)
+    for a, b in zip(actual, arrays[:6], strict=True):
         np.testing.assert_array_equal(a, -b)

@@ -37,8 +37,8 @@ def run(function, inputs, dtype):
     high = (jnp.asarray(inputs[n], wide) for n in ("g", "beta"))
     prev = None if inputs["prev"] is None else jnp.asarray(inputs["prev"])
     state = jnp.asarray(inputs["state"], wide)
-    found = function(*low, *high, jnp.asarray(inputs["until"]), prev, state)
-    return [np.asarray(x, np.float64) for x in found if x is not None]
+    actual = function(*low, *high, jnp.asarray(inputs["until"]), prev, state)
+    return [np.asarray(x, np.float64) for x in actual if x is not None]
 
 
 def by(module):
@@ -63,15 +63,15 @@ def test_interpreted_outputs(order, gates):
         return mosaic_gpu.run(options, *arrays, chunks)
 
     with interpreted(detect_races=gates != "slow"):
-        found = run(kernels, inputs, jnp.bfloat16)
+        actual = run(kernels, inputs, jnp.bfloat16)
     plain = run(by(xla), inputs, jnp.bfloat16)
     with jax.enable_x64(True):
         exact = run(by(reference), inputs, jnp.float64)
-    for a, b, c in zip(found, exact, plain, strict=True):
+    for a, b, c in zip(actual, exact, plain, strict=True):
         testing.assert_accurate(a, b, c, "bfloat16", order)
         testing.assert_accurate(a, b, c, "bfloat16", order, norm=np.linalg.norm)
     used = sum(size for size, _ in ORDERS[order][0])
-    assert not found[0][:, used:].any()
+    assert not actual[0][:, used:].any()
 
 
 def test_interpreted_inverses_where_keys_repeat():

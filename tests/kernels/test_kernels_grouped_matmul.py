@@ -82,12 +82,12 @@ NAMES = ("out", "dx", "d_gates", "d_w_gate", "d_w_up", "d_w_down")
 
 
 def run_moe(experts, arrays, dtype, jit=True, **options):
-    given = [jnp.asarray(arrays[n], dtype) for n in GIVEN]
+    arguments = [jnp.asarray(arrays[n], dtype) for n in GIVEN]
 
     def layer(x, *rest):
         return moe_ffn(x, jnp.asarray(experts), *rest, **options)
 
-    out, pull = jax.vjp(jax.jit(layer) if jit else layer, *given)
+    out, pull = jax.vjp(jax.jit(layer) if jit else layer, *arguments)
     return out, *pull(jnp.asarray(arrays["g"], dtype))
 
 
@@ -126,11 +126,11 @@ def test_experts_without_a_gate(impl):
         options = {"activation": "relu2", "block": 4, "impl": impl}
         return moe_ffn(x, jnp.asarray(experts), gates, None, w_up, w_down, **options)
 
-    given, g = (x[:6], gates[:6], w_up, w_down), jnp.asarray(arrays["g"][:6], jnp.float32)
+    arguments, g = (x[:6], gates[:6], w_up, w_down), jnp.asarray(arrays["g"][:6], jnp.float32)
     experts = experts[:6]
-    wanted, pull = jax.vjp(loop, *given)
-    found, push = jax.vjp(jax.jit(layer), *given)
-    for a, b in zip((found, *push(g)), (wanted, *pull(g)), strict=True):
+    expected, pull = jax.vjp(loop, *arguments)
+    actual, push = jax.vjp(jax.jit(layer), *arguments)
+    for a, b in zip((actual, *push(g)), (expected, *pull(g)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
 
 
@@ -140,36 +140,36 @@ def test_bfloat16_by_the_rule():
     exact = exact_moe(experts, low)
     actual = run_moe(experts, low, jnp.bfloat16, block=8, impl="xla")
     plain = run_moe(experts, low, jnp.bfloat16, block=8, impl="reference")
-    for what, a, e, p in zip(NAMES, actual, exact, plain, strict=True):
-        testing.assert_accurate(a, e, p, jnp.bfloat16, what)
+    for name, a, e, p in zip(NAMES, actual, exact, plain, strict=True):
+        testing.assert_accurate(a, e, p, jnp.bfloat16, name)
 
 
 def test_a_token_does_not_depend_on_its_neighbors():
     """Dropless: what a tree needs to equal its branches, however unbalanced the experts."""
     experts, arrays = moe_inputs(8, 5, "all_to_one")
-    whole = run_moe(experts, arrays, jnp.float32, block=8)[0]
+    full = run_moe(experts, arrays, jnp.float32, block=8)[0]
     x, gates, *weights = (jnp.asarray(arrays[n], jnp.float32) for n in GIVEN)
     for t in (0, 17, T - 1):
-        one = slice(t, t + 1)
-        alone = moe_ffn(x[one], jnp.asarray(experts[one]), gates[one], *weights, block=8)
+        item = slice(t, t + 1)
+        alone = moe_ffn(x[item], jnp.asarray(experts[item]), gates[item], *weights, block=8)
         # the same sums in blocks of other rows
-        np.testing.assert_allclose(alone[0], whole[t], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(alone[0], full[t], rtol=0, atol=1e-6)
 
 
 def test_choices_of_other_devices_add_nothing():
     """Each half of the experts on its own, numbers outside meaning nobody, adds up to the whole."""
     experts, arrays = moe_inputs(8, 5)
-    whole = run_moe(experts, arrays, jnp.float32, block=4)
+    full = run_moe(experts, arrays, jnp.float32, block=4)
     halves = []
     for first in (0, E // 2):
-        mine = {
+        local = {
             n: a[first : first + E // 2] if n.startswith("w_") else a for n, a in arrays.items()
         }
-        halves.append(run_moe(experts - first, mine, jnp.float32, block=4))
-    for what, *parts, total in zip(NAMES, *halves, whole, strict=True):
-        joined = np.concatenate(parts) if what.startswith("d_w") else np.add(*parts)
+        halves.append(run_moe(experts - first, local, jnp.float32, block=4))
+    for name, *parts, total in zip(NAMES, *halves, full, strict=True):
+        joined = np.concatenate(parts) if name.startswith("d_w") else np.add(*parts)
         # float32 sums in another order
-        np.testing.assert_allclose(joined, total, rtol=0, atol=1e-5, err_msg=what)
+        np.testing.assert_allclose(joined, total, rtol=0, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("impl", ["reference", "xla"])
@@ -212,8 +212,8 @@ def test_other_activations(activation):
     _, arrays = moe_inputs(8, 5)
     x, gates, *weights = (jnp.asarray(arrays[n], jnp.float32) for n in GIVEN)
     gate, up, down = (w[0] for w in weights)
-    one = jnp.zeros((T, 1), jnp.int32)
-    actual = moe_ffn(x, one, gates[:, :1], *weights, activation=activation)
+    item = jnp.zeros((T, 1), jnp.int32)
+    actual = moe_ffn(x, item, gates[:, :1], *weights, activation=activation)
     act = {"relu": jax.nn.relu}.get(activation)
     act = act or (lambda x: jax.nn.gelu(x, approximate=activation != "gelu"))
     np.testing.assert_allclose(
@@ -258,8 +258,8 @@ def test_interpreted_kernels():
     plain = both(lambda x, w: grouped_matmul(x, w, segments, impl="reference"))
     with interpreted(detect_races=True):
         actual = both(lambda x, w: mosaic_gpu.run(False, x, w, segments))
-    for what, a, e, p in zip(("y", "dx", "dw"), actual, (y, dx, dw), plain, strict=True):
-        testing.assert_accurate(a, e, p, jnp.bfloat16, what)
+    for name, a, e, p in zip(("y", "dx", "dw"), actual, (y, dx, dw), plain, strict=True):
+        testing.assert_accurate(a, e, p, jnp.bfloat16, name)
     assert not np.asarray(actual[2], np.float32)[1].any()
 
 

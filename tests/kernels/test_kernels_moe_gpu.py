@@ -34,26 +34,28 @@ def problem(adapted: bool, sizes: tuple[int, int] = EVEN, biased: bool = False, 
 
 def run(experts, arrays, dtype, activation, **options):
     """{name: output or gradient}."""
-    given = {n: x.astype(dtype) for n, x in arrays.items() if n != "g"}
-    adapted = "a_w_gate" in given
+    arguments = {n: x.astype(dtype) for n, x in arrays.items() if n != "g"}
+    adapted = "a_w_gate" in arguments
 
-    def layer(given):
+    def layer(arguments):
         pairs = [
-            (given["a_" + n], given["b_" + n]) for n in ("w_gate", "w_up", "w_down") if adapted
+            (arguments["a_" + n], arguments["b_" + n])
+            for n in ("w_gate", "w_up", "w_down")
+            if adapted
         ]
         return moe_ffn(
-            given["x"],
+            arguments["x"],
             experts,
-            given["gates"],
-            *(given[n] for n in ("w_gate", "w_up", "w_down")),
+            arguments["gates"],
+            *(arguments[n] for n in ("w_gate", "w_up", "w_down")),
             adapters=Adapters(*pairs),
-            biases=Biases(*(given.get(f"bias_{n}") for n in Biases._fields)),
+            biases=Biases(*(arguments.get(f"bias_{n}") for n in Biases._fields)),
             activation=activation,
             block=gpu.BLOCK,
             **options,
         )
 
-    out, pull = jax.vjp(layer, given)
+    out, pull = jax.vjp(layer, arguments)
     return {"out": out, **pull(arrays["g"].astype(dtype))[0]}
 
 

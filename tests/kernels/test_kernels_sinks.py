@@ -130,15 +130,15 @@ def test_decoding(backend):
     where = (jnp.int32(0), jnp.asarray(until), jnp.asarray(since))
     slots = np.arange(S)
     mask = (since[..., None] <= slots) & (slots < until[..., None])
-    wanted = by_a_column(arrays[0], arrays[1][0], arrays[2][0], jnp.asarray(sinks), mask)
+    expected = by_a_column(arrays[0], arrays[1][0], arrays[2][0], jnp.asarray(sinks), mask)
     if backend in ("reference", "xla"):
-        found = decode_attention(*arrays, *where, sinks=jnp.asarray(sinks), impl=backend)
+        actual = decode_attention(*arrays, *where, sinks=jnp.asarray(sinks), impl=backend)
     else:
         config = gpu.Config(keys=32, part=24 if backend == "parts" else 256)
-        more = {"scale": H**-0.5, "softcap": None, "sinks": jnp.asarray(sinks)}
-        found = gpu.run(config, *arrays, *where, **more, interpret=True)
+        options = {"scale": H**-0.5, "softcap": None, "sinks": jnp.asarray(sinks)}
+        actual = gpu.run(config, *arrays, *where, **options, interpret=True)
     # float32, sums in another order
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_sinks_that_do_not_fit():

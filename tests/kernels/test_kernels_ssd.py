@@ -27,13 +27,13 @@ def draw(seed=0):
 
 def run_alone(path, x, dt, A, B, C, state):
     """Run one branch of one row token by token in numpy: {token: y [N, P]}, and the last state."""
-    H, found = state.copy(), {}
+    H, actual = state.copy(), {}
     for t in path:
         for n in range(N):
             group = n // (N // G)
             H[n] = np.exp(A[n] * dt[t, n]) * H[n] + dt[t, n] * np.outer(B[t, group], x[t, n])
-            found.setdefault(t, np.zeros((N, P)))[n] = H[n].T @ C[t, group]
-    return found, H
+            actual.setdefault(t, np.zeros((N, P)))[n] = H[n].T @ C[t, group]
+    return actual, H
 
 
 def with_gradients(function):
@@ -70,19 +70,19 @@ def test_a_forest_is_its_branches(name, run):
     rows = [pack(FORESTS[name]), pack(FORESTS["caterpillar"])]
     until, prev = (jnp.asarray(np.stack([row[i] for row in rows])) for i in (0, 1))
     with jax.enable_x64(True):
-        given = ([jnp.asarray(one) for one in arguments], jnp.asarray(d_y), until, prev)
-        found, wanted = run(*given), RUN_REFERENCE(*given)
+        given = ([jnp.asarray(item) for item in arguments], jnp.asarray(d_y), until, prev)
+        actual, expected = run(*given), RUN_REFERENCE(*given)
     x, dt, A, B, C, state = arguments
     for row, (_, _, branches) in enumerate(rows):
-        left = set(range(T))
+        unused = set(range(T))
         for path in branches:
             alone, _ = run_alone(path, x[row], dt[row], A, B[row], C[row], state[row])
             for t in path:
                 scale = max(1, np.abs(alone[t]).max())
-                np.testing.assert_allclose(found[0][row, t], alone[t], atol=1e-13 * scale)
-            left -= set(path)
-        assert not np.asarray(found[0])[row, sorted(left)].any(), "padding gives 0"
-    for what, a, b in zip(("y", *NAMES), found, wanted, strict=True):
+                np.testing.assert_allclose(actual[0][row, t], alone[t], atol=1e-13 * scale)
+            unused -= set(path)
+        assert not np.asarray(actual[0])[row, sorted(unused)].any(), "padding gives 0"
+    for what, a, b in zip(("y", *NAMES), actual, expected, strict=True):
         # The order of sums alone.
         np.testing.assert_allclose(a, b, atol=1e-12 * np.abs(b).max(), err_msg=what)
 
@@ -95,16 +95,16 @@ def test_a_row_in_pieces_ends_in_the_same_state():
     with jax.enable_x64(True):
         H, seen = jnp.asarray(state), np.zeros(2, int)
         for width, counts in [(9, [9, 5]), (1, [1, 0]), (1, [1, 1]), (9, [0, 7]), (9, [2, 9])]:
-            part = [np.ones((2, width, *one.shape[2:])) for one in (x, dt, B, C)]
-            for array, one in zip(part, (x, dt, B, C), strict=True):
+            part = [np.ones((2, width, *item.shape[2:])) for item in (x, dt, B, C)]
+            for array, item in zip(part, (x, dt, B, C), strict=True):
                 for row, count in enumerate(counts):
-                    array[row, :count] = one[row, seen[row] : seen[row] + count]
+                    array[row, :count] = item[row, seen[row] : seen[row] + count]
             until = np.where(np.arange(width) < np.array(counts)[:, None], width, 0)
             before, (x_, dt_, B_, C_) = H, map(jnp.asarray, part)
             y, H = step(x_, dt_, jnp.asarray(A), B_, C_, jnp.asarray(until, jnp.int32), state=H)
             for row, count in enumerate(counts):
-                place = range(seen[row] + count)
-                alone, last = run_alone(place, x[row], dt[row], A, B[row], C[row], state[row])
+                index = range(seen[row] + count)
+                alone, last = run_alone(index, x[row], dt[row], A, B[row], C[row], state[row])
                 np.testing.assert_allclose(H[row], last, atol=1e-13)
                 for t in range(count):
                     np.testing.assert_allclose(y[row, t], alone[seen[row] + t], atol=1e-13)
@@ -119,19 +119,19 @@ def test_rounding(dtype):
     """Errors by norm beside float64: of float32 sums, and of bfloat16 operands."""
     rng = np.random.default_rng(0)
     until, prev, _ = pack(FORESTS["caterpillar"])
-    until, prev = (jnp.asarray(np.stack([one] * 2)) for one in (until, prev))
-    x, dt, A, B, C, state, d_y = (one.astype(np.float32) for one in draw())
+    until, prev = (jnp.asarray(np.stack([item] * 2)) for item in (until, prev))
+    x, dt, A, B, C, state, d_y = (item.astype(np.float32) for item in draw())
     dt = rng.uniform(0.001, 0.1, dt.shape).astype(np.float32)  # of a trained model
     low = [jnp.asarray(x, dtype), dt, A, jnp.asarray(B, dtype), jnp.asarray(C, dtype), state]
-    found = with_gradients(xla.ssd)(low, jnp.asarray(d_y, dtype), until, prev)
+    actual = with_gradients(xla.ssd)(low, jnp.asarray(d_y, dtype), until, prev)
     with jax.enable_x64(True):
-        exact = [jnp.asarray(np.asarray(one), "float64") for one in low]
+        exact = [jnp.asarray(np.asarray(item), "float64") for item in low]
         wide = jnp.asarray(np.asarray(jnp.asarray(d_y, dtype)), "float64")
-        wanted = RUN_REFERENCE(exact, wide, until, prev)
-    for what, a, b in zip(("y", *NAMES), found, wanted, strict=True):
+        expected = RUN_REFERENCE(exact, wide, until, prev)
+    for name, a, b in zip(("y", *NAMES), actual, expected, strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b)
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
-        assert error < (1.3e-2 if dtype == "bfloat16" else 5e-6), f"{what}: {error:.1e}"
+        assert error < (1.3e-2 if dtype == "bfloat16" else 5e-6), f"{name}: {error:.1e}"
 
 
 def test_a_convolution_has_a_bias():
@@ -156,8 +156,8 @@ def test_strict_modes(impl, dtype):
 
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         for prev in (None, until - 2):
-            found = jax.eval_shape(jax.grad(loss, (0, 1)), x, B, prev)
-            assert {one.dtype for one in found} == {jnp.dtype(dtype)}
+            actual = jax.eval_shape(jax.grad(loss, (0, 1)), x, B, prev)
+            assert {item.dtype for item in actual} == {jnp.dtype(dtype)}
 
 
 def test_shapes_that_do_not_fit_are_refused():

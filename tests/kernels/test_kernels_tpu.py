@@ -40,8 +40,8 @@ CALLS = {
 
 @pytest.mark.parametrize("op", CALLS)
 def test_gradients_lower_for_a_tpu(op):
-    function, wanted, arrays = CALLS[op]
+    function, expected, arrays = CALLS[op]
     with jax.sharding.use_abstract_mesh(tpu_mesh()):
-        traced = jax.jit(jax.grad(function, wanted)).trace(*arrays)
+        traced = jax.jit(jax.grad(function, expected)).trace(*arrays)
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert "dot_general" in text and "custom_call @tpu" not in text

@@ -225,8 +225,8 @@ def test_values_of_another_width(impl):
     )
     for name, x, y in zip(("out", "dq", "dk", "dv"), wide, narrow, strict=True):
         # float32 sums of 40 terms of order 1
-        wanted = np.asarray(x)[..., : y.shape[-1]]
-        np.testing.assert_allclose(np.asarray(y), wanted, rtol=0, atol=2e-5, err_msg=name)
+        expected = np.asarray(x)[..., : y.shape[-1]]
+        np.testing.assert_allclose(np.asarray(y), expected, rtol=0, atol=2e-5, err_msg=name)
 
 
 def test_a_packed_tree_equals_its_branches():

@@ -65,18 +65,20 @@ def test_lists_never_drop_a_visible_pair(seed, window):
     mask = dense_visible(since, until, T, positions, key_positions, window)
     tiled = mask.reshape(B, T // q_block, q_block, S // k_block, k_block)
     context = Context(*map(jnp.asarray, (until, since, positions, key_positions)))
-    some, every = blocks.meet(blocks.normalize(context), T, q_block, k_block, window)
-    assert not (tiled.any((2, 4)) & ~np.asarray(some)).any()
+    any_visible, every = blocks.meet(blocks.normalize(context), T, q_block, k_block, window)
+    assert not (tiled.any((2, 4)) & ~np.asarray(any_visible)).any()
     assert not (np.asarray(every) & ~tiled.all((2, 4))).any()
 
-    order, counts, codes = map(np.asarray, blocks.lists(some, every))
+    order, counts, codes = map(np.asarray, blocks.lists(any_visible, every))
     assert sorted(order) == list(range(B * T // q_block))
     assert (np.diff(counts[order]) <= 0).all(), "longest work first"
     for tile, (count, code) in enumerate(zip(counts, codes, strict=True)):
         row, block = divmod(tile, T // q_block)
-        wanted = np.flatnonzero(some[row, block])
-        np.testing.assert_array_equal(code[:count] // 2, wanted)
-        np.testing.assert_array_equal(code[:count] % 2 == 0, np.asarray(every)[row, block, wanted])
+        expected = np.flatnonzero(any_visible[row, block])
+        np.testing.assert_array_equal(code[:count] // 2, expected)
+        np.testing.assert_array_equal(
+            code[:count] % 2 == 0, np.asarray(every)[row, block, expected]
+        )
 
 
 def test_lists_of_a_tree_skip_what_is_far():
@@ -90,12 +92,12 @@ def test_lists_of_a_tree_skip_what_is_far():
 
 def arranged(nodes, T):
     """The order of a forest's keys, and the visible blocks of 128 before and after."""
-    own = blocks.normalize(Context(jnp.asarray(testing.pack(nodes, T)["until"])[None]))
-    new, arrangement = blocks.arrange(own, T, None)
-    for before, after in zip(own[:2], new[:2], strict=True):
+    base = blocks.normalize(Context(jnp.asarray(testing.pack(nodes, T)["until"])[None]))
+    new, arrangement = blocks.arrange(base, T, None)
+    for before, after in zip(base[:2], new[:2], strict=True):
         np.testing.assert_array_equal(before[0, arrangement.order[0]], after[0])
     np.testing.assert_array_equal(arrangement.order[0, arrangement.back[0]], np.arange(T))
-    visits = [int(blocks.meet(c, T, 128, 128, None)[0].sum()) for c in (own, new)]
+    visits = [int(blocks.meet(c, T, 128, 128, None)[0].sum()) for c in (base, new)]
     return int(arrangement.moved[0]), *visits
 
 

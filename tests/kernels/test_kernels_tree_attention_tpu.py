@@ -106,22 +106,24 @@ def test_interpreted_intervals_with_empty_rows_and_fewer_queries(q_block, k_bloc
 @pytest.mark.parametrize("seed", range(10))
 def test_pairs_are_those_that_meet(seed):
     rng = np.random.default_rng(seed)
-    B, tiles, others = 2, 5, 7
-    some = rng.random((B, tiles, others)) < 0.3
-    some[0, 2] = False
-    every = some & (rng.random(some.shape) < 0.5)
-    count, tile, code = map(np.asarray, tpu.list_pairs(jnp.asarray(some), jnp.asarray(every)))
-    found = np.zeros((B * tiles, B * others), int)
+    B, tiles, other_blocks = 2, 5, 7
+    any_visible = rng.random((B, tiles, other_blocks)) < 0.3
+    any_visible[0, 2] = False
+    every = any_visible & (rng.random(any_visible.shape) < 0.5)
+    count, tile, code = map(
+        np.asarray, tpu.list_pairs(jnp.asarray(any_visible), jnp.asarray(every))
+    )
+    actual = np.zeros((B * tiles, B * other_blocks), int)
     flags = code[:count] & (2**tpu_kernels.FLAG_BITS - 1)
     meets = flags & tpu_kernels.MEETS != 0
     for t, c, f in zip(tile, code, flags, strict=False):
         if f & tpu_kernels.MEETS:
-            found[t, c >> tpu_kernels.FLAG_BITS] = 2 if f & tpu_kernels.MASKED else 1
-    wanted = np.zeros((B, tiles, B, others), int)
+            actual[t, c >> tpu_kernels.FLAG_BITS] = 2 if f & tpu_kernels.MASKED else 1
+    expected = np.zeros((B, tiles, B, other_blocks), int)
     for b in range(B):
-        wanted[b, :, b] = np.where(every[b], 1, 2) * some[b]
-    np.testing.assert_array_equal(found, wanted.reshape(found.shape))
-    assert meets.sum() == some.sum()
+        expected[b, :, b] = np.where(every[b], 1, 2) * any_visible[b]
+    np.testing.assert_array_equal(actual, expected.reshape(actual.shape))
+    assert meets.sum() == any_visible.sum()
     # Entries of a tile follow each other; its first and last say so; every tile is there.
     change = np.diff(tile[:count]) != 0
     np.testing.assert_array_equal(flags & tpu_kernels.FIRST != 0, np.r_[True, change])

@@ -113,8 +113,8 @@ def test_by_name(interpreter):
 
 
 def test_head_dims_are_two_powers_of_two():
-    wanted = {8: (16, 0), 64: (64, 0), 80: (64, 16), 96: (64, 32), 112: (128, 0), 192: (128, 64)}
-    assert {dim: triton_gpu.parts(dim) for dim in wanted} == wanted
+    expected = {8: (16, 0), 64: (64, 0), 80: (64, 16), 96: (64, 32), 112: (128, 0), 192: (128, 64)}
+    assert {dim: triton_gpu.parts(dim) for dim in expected} == expected
     for dim in range(1, 257):
         first, rest = triton_gpu.parts(dim)
         assert dim <= first + rest <= 256

@@ -66,8 +66,8 @@ def test_grouped_matmul(interpreter, dtype, block, D, F):
         return out, *pull(dy)
 
     results = both("triton"), exact, both("reference")
-    for what, a, e, p in zip(("y", "dx", "dw"), *results, strict=True):
-        testing.assert_accurate(a, e, p, dtype, what)
+    for name, a, e, p in zip(("y", "dx", "dw"), *results, strict=True):
+        testing.assert_accurate(a, e, p, dtype, name)
     assert not np.asarray(results[0][2], np.float32)[1].any()
 
 
@@ -97,8 +97,8 @@ def test_moe_layer(interpreter, dtype):
         run_moe(experts, low, jnp.dtype(dtype), block=16, jit=False, impl=impl)
         for impl in ("triton", "reference")
     )
-    for what, a, e, p in zip(MOE_NAMES, actual, exact_moe(experts, low), plain, strict=True):
-        testing.assert_accurate(a, e, p, dtype, what)
+    for name, a, e, p in zip(MOE_NAMES, actual, exact_moe(experts, low), plain, strict=True):
+        testing.assert_accurate(a, e, p, dtype, name)
 
 
 def test_adapters_of_any_rank(interpreter):
@@ -165,8 +165,8 @@ def test_logp_gather_by_name(interpreter):
     inputs = logp_cases.CASES[0].inputs()
     arrays = [jnp.asarray(inputs[n], jnp.bfloat16) for n in ("hidden", "head")]
     targets = jnp.asarray(inputs["targets"])
-    found, wanted = (logp_gather(*arrays, targets, impl=i).logp for i in ("triton", "reference"))
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)  # sums in another order
+    actual, expected = (logp_gather(*arrays, targets, impl=i).logp for i in ("triton", "reference"))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)  # sums in another order
 
 
 @pytest.mark.parametrize(
@@ -329,10 +329,10 @@ def test_a_sweep_fills_the_table(monkeypatch, tmp_path):
             work = work[0]._replace(run=lambda config: config, arrays=tuple)
             entry = sweep.measure(work, report)
             autotune.save(work.table, autotune.device_kind(), "here", [entry])
-            found = grouped_triton.choose(grouped_triton.PRODUCT, 128, K=2048, N=768)
-            other = grouped_triton.choose(grouped_triton.PRODUCT, 64, K=2048, N=768)
-            assert other == grouped_triton.heuristic(64), "an entry is for its block alone"
-        assert entry["config"] == {"warps": 4} and found.warps == 4
+            actual = grouped_triton.choose(grouped_triton.PRODUCT, 128, K=2048, N=768)
+            second = grouped_triton.choose(grouped_triton.PRODUCT, 64, K=2048, N=768)
+            assert second == grouped_triton.heuristic(64), "an entry is for its block alone"
+        assert entry["config"] == {"warps": 4} and actual.warps == 4
         assert sum("failed" in row for row in report.rows) == 2
     finally:
         autotune.table.cache_clear()

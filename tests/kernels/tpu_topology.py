@@ -30,7 +30,7 @@ def compile_for(topology, head_dim, **settings):
     """The compiled gradient of attention over a row of 8,192 tokens, heads 4/2."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices[:1]), ("x",))
-    whole = NamedSharding(mesh, PartitionSpec())
+    full = NamedSharding(mesh, PartitionSpec())
 
     def loss(q, k, v, until, positions):
         context = Context(until, positions=positions)
@@ -39,7 +39,7 @@ def compile_for(topology, head_dim, **settings):
 
     shapes = [((1, 8192, n, head_dim), jnp.bfloat16) for n in (4, 2, 2)]
     shapes += [((1, 8192), jnp.int32)] * 2
-    arrays = [jax.ShapeDtypeStruct(*shape, sharding=whole) for shape in shapes]
+    arrays = [jax.ShapeDtypeStruct(*shape, sharding=full) for shape in shapes]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays).lower().compile()
 

@@ -114,7 +114,7 @@ def attended(H, V=None, dtype="bfloat16", T=1000, N=4, K=2, **options):
 
         return jax.value_and_grad(total, (0, 1, 2))(q, k, v)
 
-    heads = [shape(1, T, *each, dtype=dtype) for each in ((N, H), (K, H), (K, V or H))]
+    heads = [shape(1, T, *head_shape, dtype=dtype) for head_shape in ((N, H), (K, H), (K, V or H))]
     return step, *heads, *[shape(1, T, dtype="int32")] * 2
 
 
@@ -143,9 +143,9 @@ def cases():
 
 
 def main():
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    for name, call in attention_cases() if wanted.startswith("attention") else cases():
-        if wanted in name:
+    expected = sys.argv[1] if len(sys.argv) > 1 else ""
+    for name, call in attention_cases() if expected.startswith("attention") else cases():
+        if expected in name:
             report(name, *call)
 
 

@@ -38,12 +38,12 @@ def inputs(B, T, rotated=H):
 def step(layer, B=1, T=MIN_VECTORS, rotated=H):
     """Output and gradients, jitted: of the layer's parameters and its input."""
     x_BTD = jax.random.normal(jax.random.key(1), (B, T, D))
-    given, (graphdef, params) = inputs(B, T, rotated), nnx.split(layer)
+    arguments, (graphdef, params) = inputs(B, T, rotated), nnx.split(layer)
 
     @jax.jit
     def run(params, x_BTD):
         def total(params, x_BTD):
-            y_BTD, _ = nnx.merge(graphdef, params)(x_BTD, given)
+            y_BTD, _ = nnx.merge(graphdef, params)(x_BTD, arguments)
             return jnp.sin(y_BTD).sum(), y_BTD
 
         return jax.value_and_grad(total, (0, 1), has_aux=True)(params, x_BTD)

@@ -26,11 +26,11 @@ def compute(x, ids, gates, trained, fixed, rows=None):
     """Dense equivalent of the kernels: gate * (tanh(x W + shift) V), nothing for whom there is no
     room."""
     (w, v), shift = trained, fixed
-    mine = (ids >= 0) & (ids < len(w))
+    local = (ids >= 0) & (ids < len(w))
     if rows is not None:
-        rank = jnp.cumsum(mine.reshape(-1)).reshape(ids.shape)
-        mine = mine & (rank <= rows)
-    share = jnp.where(mine, gates, 0)[..., None] * jax.nn.one_hot(ids, len(w), dtype=x.dtype)
+        rank = jnp.cumsum(local.reshape(-1)).reshape(ids.shape)
+        local = local & (rank <= rows)
+    share = jnp.where(local, gates, 0)[..., None] * jax.nn.one_hot(ids, len(w), dtype=x.dtype)
     hidden = jnp.tanh(jnp.einsum("td,edf->tef", x, w) + shift)
     return jnp.einsum("tef,efd,tke->td", hidden, v, share)
 
@@ -110,8 +110,8 @@ def test_every_routing_gives_what_one_device_computes(name, arrays, expected):
     with jax.enable_x64(True), jax.set_mesh(mesh):
         run, seen = differentiate(on_mesh(TRANSPORTS[name], mesh)), set()
         for kind, ((wanted, (wanted_y, _)), wanted_grads) in expected.items():
-            found = run(x, gates, weights, shift, routes(kind), target)
-            (value, (y, rounds)), grads = found
+            actual = run(x, gates, weights, shift, routes(kind), target)
+            (value, (y, rounds)), grads = actual
             np.testing.assert_allclose(value, wanted, rtol=1e-13)
             np.testing.assert_allclose(y, wanted_y, rtol=1e-12, atol=1e-13)
             for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):

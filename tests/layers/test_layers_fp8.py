@@ -55,15 +55,15 @@ def test_values_are_rounded_to_the_nearest(dtype, axis):
     values, scale = quantize(jnp.asarray(x), dtype, axis)
     assert values.dtype == dtype
     np.testing.assert_array_equal(np.frexp(scale)[0], 0.5)  # powers of two
-    found = np.asarray(values.astype(jnp.float32), np.float64) * np.asarray(scale, np.float64)
-    np.testing.assert_array_equal(found, rounded(x, dtype, axis))
+    actual = np.asarray(values.astype(jnp.float32), np.float64) * np.asarray(scale, np.float64)
+    np.testing.assert_array_equal(actual, rounded(x, dtype, axis))
 
 
 def test_zeros_infinities_and_the_largest_value():
     most = float(jnp.finfo(FORWARD).max)
-    for largest, wanted in [(most, 1.0), (np.nextafter(most, 2e3, dtype="f4"), 2.0), (0.0, 1.0)]:
+    for largest, expected in [(most, 1.0), (np.nextafter(most, 2e3, dtype="f4"), 2.0), (0.0, 1.0)]:
         values, scale = quantize(jnp.array([largest, -largest]), FORWARD)
-        assert scale == wanted
+        assert scale == expected
         assert np.isfinite(np.asarray(values, np.float32)).all()
     for odd in (np.nan, np.inf):  # a run must see that its numbers broke
         values, _ = quantize(jnp.array([odd, 1.0]), FORWARD)
@@ -81,16 +81,16 @@ def test_products_are_those_of_rounded_values(how):
     def of(a, dtype, axis):
         return rounded(a, dtype, axis if by_row else None)
 
-    wanted = {
+    expected = {
         "y": of(x, FORWARD, 1) @ of(w, FORWARD, 0),
         "dx": of(dy, narrow, 1) @ of(w, FORWARD, 1).T,
         "dw": of(x, FORWARD, 0).T @ of(dy, narrow, 0),
     }
     exact = {"y": x @ w, "dx": dy @ w.T, "dw": x.T @ dy}
-    for name, found in {"y": y, "dx": dx, "dw": dw}.items():
-        largest = np.abs(wanted[name]).max()
-        np.testing.assert_allclose(found, wanted[name], rtol=1e-5, atol=1e-6 * largest)
-        off = np.linalg.norm(found - exact[name]) / np.linalg.norm(exact[name])
+    for name, actual in {"y": y, "dx": dx, "dw": dw}.items():
+        largest = np.abs(expected[name]).max()
+        np.testing.assert_allclose(actual, expected[name], rtol=1e-5, atol=1e-6 * largest)
+        off = np.linalg.norm(actual - exact[name]) / np.linalg.norm(exact[name])
         assert 0.005 < off < 0.1, name  # it was FP8, and it was the product
 
 
@@ -106,13 +106,13 @@ def test_by_row_a_token_does_not_depend_on_others():
 def test_the_layers_linears_take_it_and_nothing_else_does():
     config = families.config_from_hf(TINY)
     model = use_fp8(build.abstract(config), Fp8Product())
-    found = {path: node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
-    taken = {path[-1] for path, node in found.items() if node.product is not None}
+    actual = {path: node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
+    taken = {path[-1] for path, node in actual.items() if node.product is not None}
     assert taken == {"q", "k", "v", "out", "gate", "up", "down"}
-    for path, node in found.items():
+    for path, node in actual.items():
         precise = isinstance(node, PreciseLinear | ExpertLinear)
         assert (node.product is None) == precise, path
-    assert any(isinstance(node, ExpertLinear) for node in found.values())
+    assert any(isinstance(node, ExpertLinear) for node in actual.values())
     with pytest.raises(UserError, match="no matrix of its layers has widths that are multiples"):
         use_fp8(build.abstract(families.config_from_hf(TINY | {"hidden_size": 24})), Fp8Product())
 
@@ -133,10 +133,10 @@ def test_on_a_mesh_and_in_decoding():
     value, gradient = jax.value_and_grad(loss)(params, batch)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("fsdp", "tensor"))
     with jax.set_mesh(mesh):
-        sharded, other = jax.value_and_grad(loss)(params, batch)
+        sharded, second = jax.value_and_grad(loss)(params, batch)
     np.testing.assert_allclose(value, sharded, rtol=1e-5)
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradient))
-    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(other), strict=True):
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(second), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * largest)
     model.stack.unstack()
     assert all(n.product is None for _, n in nnx.iter_graph(model) if isinstance(n, Linear))

@@ -63,11 +63,11 @@ def test_joined_kernels_are_multiplied_at_once_however_few_the_vectors(stored):
     fuse_kernels(*linears)
     for y, wanted in zip(multiply_fused(x, *linears), expected, strict=True):
         # The same sums, perhaps in another order, rounded to `dtype` once.
-        ours, theirs = (np.asarray(one, np.float64) for one in (y, wanted))
+        result, reference = (np.asarray(item, np.float64) for item in (y, wanted))
         near = {"rtol": 2**-7} if stored == "bfloat16" else {"rtol": 1e-5, "atol": 1e-7}
-        np.testing.assert_allclose(ours, theirs, **near)
-    made = str(jax.make_jaxpr(multiply_fused)(x, *linears))
-    assert made.count("dot_general") == 1 and "concatenate" not in made
+        np.testing.assert_allclose(result, reference, **near)
+    traced = str(jax.make_jaxpr(multiply_fused)(x, *linears))
+    assert traced.count("dot_general") == 1 and "concatenate" not in traced
     # Stored once, an array in the dtype that it is multiplied in.
     (kept,) = (leaf for leaf in jax.tree.leaves(nnx.state(linears)) if leaf.ndim == 2)
     assert kept.shape == (24, 24) and kept.dtype == stored
@@ -92,4 +92,4 @@ def test_kernels_stay_apart_where_joined_ones_would_be_wrong_or_slow(why):
     before = [linear.kernel for linear in linears]
     with jax.set_mesh(mesh):
         fuse_kernels(*linears)
-    assert all(one.kernel is kernel for one, kernel in zip(linears, before, strict=True))
+    assert all(item.kernel is kernel for item, kernel in zip(linears, before, strict=True))

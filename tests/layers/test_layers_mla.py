@@ -77,23 +77,23 @@ def read_and_go_on(layer, both_sides: bool = False):
 def test_absorbed_is_expanded(how, monkeypatch):
     layer = store(make_layer(), how)
     go_on = functools.partial(read_and_go_on, both_sides=how == "both_sides")
-    found, state = jax.jit(lambda layer: go_on(layer))(layer)
+    actual, state = jax.jit(lambda layer: go_on(layer))(layer)
     monkeypatch.setattr(mla, "FEW", 0)
-    wanted, other = jax.jit(lambda layer: go_on(layer))(layer)
+    expected, second = jax.jit(lambda layer: go_on(layer))(layer)
     # The first row's prompt is read by either way, too: float32 sums in another order.
-    np.testing.assert_allclose(state.latent, other.latent, atol=1e-6)
+    np.testing.assert_allclose(state.latent, second.latent, atol=1e-6)
     for row, count in enumerate((5, 2, 0)):
-        scale = float(np.abs(wanted).max())
-        np.testing.assert_allclose(found[row, :count], wanted[row, :count], atol=1e-5 * scale)
+        scale = float(np.abs(expected).max())
+        np.testing.assert_allclose(actual[row, :count], expected[row, :count], atol=1e-5 * scale)
 
 
 def test_on_several_devices():
     """Heads over the tensor axis, latents whole on each."""
     layer = make_layer()
-    wanted, _ = jax.jit(lambda layer: read_and_go_on(layer))(layer)
+    expected, _ = jax.jit(lambda layer: read_and_go_on(layer))(layer)
     with jax.set_mesh(make_mesh(tensor=2, data=1, devices=jax.devices()[:2])):
-        found, state = jax.jit(read_and_go_on)(layer)
-    np.testing.assert_allclose(found[0], wanted[0], atol=1e-5 * float(np.abs(wanted).max()))
+        actual, state = jax.jit(read_and_go_on)(layer)
+    np.testing.assert_allclose(actual[0], expected[0], atol=1e-5 * float(np.abs(expected).max()))
 
 
 def test_a_latent_is_all_that_is_kept():
@@ -115,16 +115,16 @@ def test_packed_rows_are_gone_on_from():
         seen = jnp.where(jnp.arange(10) < stop, jnp.clip(until - start, 0, size), 0)
         context = Context(seen.astype(jnp.int32), since, positions[:, part], positions)
         turns = angles(positions[:, part], FREQUENCY, 1.0, jnp.float32)
-        place = Decoding(*(jnp.array([end], jnp.int32) for end in (start, stop)))
-        return layer(x[:, part], LayerInputs(context, SPEC, turns, place), state)
+        index = Decoding(*(jnp.array([end], jnp.int32) for end in (start, stop)))
+        return layer(x[:, part], LayerInputs(context, SPEC, turns, index), state)
 
     @jax.jit
     def both(layer):
         turns = angles(positions, FREQUENCY, 1.0, jnp.float32)
-        whole, _ = layer(x, LayerInputs(Context(until, None, positions, positions), SPEC, turns))
+        full, _ = layer(x, LayerInputs(Context(until, None, positions, positions), SPEC, turns))
         first, state = append(layer, layer.init_packed(SPEC, 1, 10, jnp.float32), 0, 7)
         last, _ = append(layer, state, 7, 10)
-        return whole, jnp.concatenate([first, last], 1)
+        return full, jnp.concatenate([first, last], 1)
 
-    whole, parts = both(make_layer())
-    np.testing.assert_allclose(parts, whole, atol=1e-5 * float(np.abs(whole).max()))
+    full, parts = both(make_layer())
+    np.testing.assert_allclose(parts, full, atol=1e-5 * float(np.abs(full).max()))

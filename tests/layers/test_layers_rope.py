@@ -36,18 +36,20 @@ def test_frequencies_are_those_of_transformers(kind, row_tokens):
     config = Phi3Config(head_dim=DIMS, max_position_embeddings=256)
     config.rope_parameters = dict(rope)
     config.original_max_position_embeddings = LENGTHS["original_max_position_embeddings"]
-    theirs, scale = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=row_tokens or 256)
-    ours, factor = frequencies(DIMS, rope, ("partial_rotary_factor",), 256, row_tokens)
+    reference, scale = rope_utils.ROPE_INIT_FUNCTIONS[kind](
+        config, "cpu", seq_len=row_tokens or 256
+    )
+    result, factor = frequencies(DIMS, rope, ("partial_rotary_factor",), 256, row_tokens)
     # Theirs in float32.
-    np.testing.assert_allclose(ours, theirs.numpy(), rtol=2e-6)
+    np.testing.assert_allclose(result, reference.numpy(), rtol=2e-6)
     np.testing.assert_allclose(factor, scale, rtol=1e-6)
 
 
 def test_alpha_stretches_the_base_where_a_family_knows_it():
     rope = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 8.0, "factor": 1.0}
-    found, factor = frequencies(4, rope, ("alpha",))
+    actual, factor = frequencies(4, rope, ("alpha",))
     # 100 * 8^(4 / 2) = 6400, of which every second dim of four has the root.
-    np.testing.assert_allclose(found, [1.0, 1 / 80], rtol=1e-12)
+    np.testing.assert_allclose(actual, [1.0, 1 / 80], rtol=1e-12)
     assert factor == 1.0
     with pytest.raises(UserError, match="'dynamic' is not supported"):
         frequencies(4, rope)
@@ -75,15 +77,15 @@ def test_adjacent_pairs_are_complex_numbers():
         turn = np.exp(1j * np.asarray(positions)[0, :, None] * np.array([1.0, 0.3, 0.01]))
         return (pairs[..., 0] + 1j * pairs[..., 1]) * turn[:, None]
 
-    wanted = np.einsum("tnh,snh->nts", turned(q), turned(k).conj()).real
+    expected = np.einsum("tnh,snh->nts", turned(q), turned(k).conj()).real
     passed = np.asarray(q)[0, ..., 6:], np.asarray(k)[0, ..., 6:]
-    wanted += np.einsum("tnh,snh->nts", *passed)
-    np.testing.assert_allclose(scores, wanted, atol=1e-4)
+    expected += np.einsum("tnh,snh->nts", *passed)
+    np.testing.assert_allclose(scores, expected, atol=1e-4)
 
 
 def test_queries_grow_in_steps():
-    found = PositionScale(0.5, 4)(jnp.asarray([[0, 3, 4, 8]], jnp.int32), jnp.float32)
-    np.testing.assert_allclose(found, 1 + 0.5 * np.log([[1, 1, 2, 3]]), rtol=1e-6)
+    actual = PositionScale(0.5, 4)(jnp.asarray([[0, 3, 4, 8]], jnp.int32), jnp.float32)
+    np.testing.assert_allclose(actual, 1 + 0.5 * np.log([[1, 1, 2, 3]]), rtol=1e-6)
 
 
 def test_rows_of_a_run_choose_between_the_tables_of_longrope():
@@ -97,7 +99,7 @@ def test_rows_of_a_run_choose_between_the_tables_of_longrope():
     short, long = config.for_rows(64), config.for_rows(65)
     assert (short.longest, long.longest, config.longest) == (64, 256, 256)
     assert "original_max_position_embeddings 64" in short.longest_said
-    tables = [one.encodings()["default"][0] for one in (config, long, short)]
+    tables = [item.encodings()["default"][0] for item in (config, long, short)]
     np.testing.assert_array_equal(tables[0], tables[1])
     factors = np.array(LONG["long_factor"]) / LONG["short_factor"]
     np.testing.assert_allclose(tables[2] / tables[1], factors, rtol=1e-12)

@@ -26,12 +26,12 @@ def choose_in_numpy(logits, routing, bias, expert_scale):
         s = 1 / (1 + np.exp(-z))
     else:
         s = np.sqrt(np.log1p(np.exp(z)))
-    wanted = s if bias is None else s + np.asarray(bias, np.float64)
+    expected = s if bias is None else s + np.asarray(bias, np.float64)
     groups = np.split(np.arange(len(z)), routing.groups)
-    strength = [np.sort(wanted[group])[::-1][: routing.strength].sum() for group in groups]
+    strength = [np.sort(expected[group])[::-1][: routing.strength].sum() for group in groups]
     taken = np.argsort(strength)[::-1][: routing.top_groups]
     candidates = np.concatenate([groups[g] for g in taken])
-    experts = candidates[np.argsort(wanted[candidates])[::-1]][: routing.top]
+    experts = candidates[np.argsort(expected[candidates])[::-1]][: routing.top]
     gates = s[experts]
     if routing.normalize:
         gates = gates / (max(gates.sum(), routing.min_sum) + routing.eps)
@@ -69,14 +69,14 @@ def test_choose_equals_a_loop(count):
         for _ in range(count):
             routing, bias, scale = draw_options(rng)
             logits = 2 * rng.standard_normal((3, E))
-            found = choose(jnp.asarray(logits), routing, choice_bias=bias, expert_scale=scale)
+            actual = choose(jnp.asarray(logits), routing, choice_bias=bias, expert_scale=scale)
             for row, z in enumerate(logits):
                 experts, gates = choose_in_numpy(z, routing, bias, scale)
-                np.testing.assert_array_equal(found.experts[row], experts, str(routing))
+                np.testing.assert_array_equal(actual.experts[row], experts, str(routing))
                 np.testing.assert_allclose(
-                    found.gates[row], gates, rtol=1e-12, err_msg=str(routing)
+                    actual.gates[row], gates, rtol=1e-12, err_msg=str(routing)
                 )
-            np.testing.assert_allclose(found.probs.sum(-1), 1, rtol=1e-12)
+            np.testing.assert_allclose(actual.probs.sum(-1), 1, rtol=1e-12)
 
 
 NUMBERS = {
@@ -168,26 +168,26 @@ def test_routers_equal_those_of_transformers(name):
     class_name, routing, options = CASES[name]
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     config = types.SimpleNamespace(**NUMBERS, norm_topk_prob="normalize" in routing)
-    theirs = getattr(module, class_name)(config).float()
+    reference = getattr(module, class_name)(config).float()
     rng = np.random.default_rng(3)
     x, probe = rng.standard_normal((1, T, D), np.float32), rng.standard_normal((T, E), np.float32)
     bias = rng.uniform(-0.9, 0.1, E).astype(np.float32)
     held = {"choice_bias": bias}
     with torch.no_grad():
-        for key, parameter in theirs.named_parameters():
+        for key, parameter in reference.named_parameters():
             parameter.copy_(torch.from_numpy(rng.uniform(-0.9, 0.9, parameter.shape)))
             if parameter.ndim == 2 and not key.endswith("e_score_correction_bias"):
                 held["kernel"], kernel = parameter.detach().numpy().T, parameter
-        for key, tensor in theirs.state_dict().items():
-            ours = {"per_expert_scale": "expert_scale", "scale": "norm.scale", "bias": "bias"}
+        for key, tensor in reference.state_dict().items():
+            result = {"per_expert_scale": "expert_scale", "scale": "norm.scale", "bias": "bias"}
             if key.endswith("e_score_correction_bias"):
                 tensor.copy_(torch.from_numpy(bias).reshape(tensor.shape))
-            elif key in ours:
-                held[ours[key]] = tensor.numpy()
-    given = torch.from_numpy(x).requires_grad_()
+            elif key in result:
+                held[result[key]] = tensor.numpy()
+    arguments = torch.from_numpy(x).requires_grad_()
     outside = name in ("minimax_m2", "afmoe", "lfm2_moe")  # the bias is the MoE's
-    flat = given if name in ("minimax_m2", "afmoe") else given[0]
-    _, gates, experts = theirs(flat, torch.from_numpy(bias)) if outside else theirs(flat)
+    flat = arguments if name in ("minimax_m2", "afmoe") else arguments[0]
+    _, gates, experts = reference(flat, torch.from_numpy(bias)) if outside else reference(flat)
     spread = torch.zeros(T, E).scatter(1, experts, gates.float())
     (spread * torch.from_numpy(probe)).sum().backward()
 
@@ -203,13 +203,13 @@ def test_routers_equal_those_of_transformers(name):
         return (spread * probe).sum(), spread
 
     with jax.disable_jit():
-        grads, found = jax.grad(loss, (0, 1), has_aux=True)(state, jnp.asarray(x))
+        grads, actual = jax.grad(loss, (0, 1), has_aux=True)(state, jnp.asarray(x))
     theirs_TE = spread.detach().numpy()
-    np.testing.assert_array_equal(found != 0, theirs_TE != 0)
-    np.testing.assert_allclose(found, theirs_TE, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(actual != 0, theirs_TE != 0)
+    np.testing.assert_allclose(actual, theirs_TE, rtol=1e-6, atol=1e-6)
     # Products of a few roundings, summed over experts and tokens.
-    for mine, other in ((grads[1], given.grad), (grads[0]["kernel"][...], kernel.grad.T)):
-        np.testing.assert_allclose(mine, other, atol=2e-6 * float(abs(other).max()), rtol=1e-5)
+    for local, second in ((grads[1], arguments.grad), (grads[0]["kernel"][...], kernel.grad.T)):
+        np.testing.assert_allclose(local, second, atol=2e-6 * float(abs(second).max()), rtol=1e-5)
     if router.choice_bias is not None:
         assert not np.asarray(grads[0]["choice_bias"][...]).any()
 
@@ -228,14 +228,14 @@ def test_given_experts_take_gates_of_these_logits():
     """But for a token with a negative number or with an expert twice."""
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((4, E)), jnp.float32)
     routing = RoutingOptions(top=3, normalize=True)
-    own = choose(logits, routing)
-    given = jnp.asarray([[4, 0, 9], [1, -1, 2], [5, 3, 5], [-1, -1, -1]])
-    choice = choose(logits, routing, replayed=given)
-    np.testing.assert_array_equal(choice.experts[0], given[0])
-    np.testing.assert_allclose(choice.gates[0], jax.nn.softmax(logits[0, given[0]]), rtol=1e-5)
-    for mine, other in zip(choice, own, strict=True):
-        np.testing.assert_array_equal(mine[1:], other[1:])
-    np.testing.assert_array_equal(choice.probs, own.probs)
+    base = choose(logits, routing)
+    arguments = jnp.asarray([[4, 0, 9], [1, -1, 2], [5, 3, 5], [-1, -1, -1]])
+    choice = choose(logits, routing, replayed=arguments)
+    np.testing.assert_array_equal(choice.experts[0], arguments[0])
+    np.testing.assert_allclose(choice.gates[0], jax.nn.softmax(logits[0, arguments[0]]), rtol=1e-5)
+    for local, second in zip(choice, base, strict=True):
+        np.testing.assert_array_equal(local[1:], second[1:])
+    np.testing.assert_array_equal(choice.probs, base.probs)
 
 
 def test_the_choice_bias_is_wide_and_logits_are_never_rounded():
