@@ -150,7 +150,7 @@ def _forward_kernel(back_ref, w_ref, x_ref, q_ref, k_ref, v_ref, *, parts: Colum
     # A program has one kind of columns. All three stores are traced, one of them is executed: an
     # output cannot be selected by a traced index.
     for kind, ref in enumerate((q_ref, k_ref, v_ref)):
-        index, mask = block.place(kind)
+        index, mask = block.output_index(kind)
 
         @pl.when(block.kind == kind)
         def _(ref=ref, index=index, mask=mask):
