@@ -47,7 +47,7 @@ class GuardedEnv:
 
     @property
     def remote(self) -> bool:
-        """Whether it plays in servers, which a dry run must neither start nor use."""
+        """True if it plays in servers, which a dry run must neither start nor use."""
         return getattr(self.env, "remote", False)
 
     def close(self) -> None:
@@ -63,8 +63,8 @@ class GuardedEnv:
     def inspect(
         self, rows: Iterable[Mapping[str, Any]], log: Callable[[str], None], wait: bool = True
     ) -> None:
-        """Check, before a run, that servers of the environment can play such rows; raises UserError.
-        wait: for servers that do not answer yet."""
+        """Check, before a run, that servers of the environment can play such rows; raises
+        UserError. wait: for servers that do not answer yet."""
         if (inspect := getattr(self.env, "inspect", None)) is not None:
             inspect(rows, log, wait)
 
@@ -118,8 +118,8 @@ class GuardedEnv:
 
     def _give_up(self, task: asyncio.Task, key: str) -> None:
         frames = task.get_stack(limit=1)
-        place = f" in {frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else ""
-        raise self._failed("environment timed out", f"it took longer than {key} seconds{place}")
+        location = f" in {frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else ""
+        raise self._failed("environment timed out", f"it took longer than {key} seconds{location}")
 
     def _failed(self, reason: str, text: str, **options: Any) -> EpisodeFailed:
         cause = escape_control_chars(f"{self.name}: {text}")
@@ -130,8 +130,8 @@ def find_problem(episode: Any) -> str:
     """Return what is wrong with what an environment returned, in a few words; empty if nothing."""
     if not isinstance(episode, Episode):
         return f"environment returned a {type(episode).__name__}, which is no Episode"
-    for other in episode.others:
-        if problem := find_problem(other):
+    for further in episode.others:
+        if problem := find_problem(further):
             return problem
     for sequence in episode.sequences:
         lists = sequence.tokens, sequence.sampled, sequence.logprobs, sequence.versions

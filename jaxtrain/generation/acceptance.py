@@ -1,4 +1,4 @@
-"""What became of a draft's guesses: cycles by how many of them were accepted."""
+"""Acceptance of a draft's guesses: cycles of speculative decoding, by length."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,22 +24,26 @@ class Acceptance:
 
     def add(self, lengths: Iterable[int], tokens: int = 0, seconds: float = 0.0) -> None:
         """Count cycles; a length of 0 is none."""
-        found = np.bincount(np.fromiter(lengths, int), minlength=self.num_drafted + 2)
-        found[0] = 0
+        counts = np.bincount(np.fromiter(lengths, int), minlength=self.num_drafted + 2)
+        counts[0] = 0
         # A new array: another thread may be reading the old one.
-        self.histogram = self.histogram + found
+        self.histogram = self.histogram + counts
         self.tokens += tokens
         self.seconds += seconds
 
     def since(self, earlier: "Acceptance | None") -> "Acceptance":
         """A copy of what was counted since a copy was taken; of all without one."""
-        found = Acceptance(self.num_drafted)
-        found.histogram, found.tokens, found.seconds = self.histogram, self.tokens, self.seconds
+        difference = Acceptance(self.num_drafted)
+        difference.histogram, difference.tokens, difference.seconds = (
+            self.histogram,
+            self.tokens,
+            self.seconds,
+        )
         if earlier is not None:
-            found.histogram = found.histogram - earlier.histogram
-            found.tokens -= earlier.tokens
-            found.seconds -= earlier.seconds
-        return found
+            difference.histogram = difference.histogram - earlier.histogram
+            difference.tokens -= earlier.tokens
+            difference.seconds -= earlier.seconds
+        return difference
 
     @property
     def cycles(self) -> int:
@@ -65,11 +69,11 @@ class Acceptance:
         """For a run's numbers; none where there was no cycle."""
         if not self.cycles:
             return {}
-        found = {
+        metrics = {
             "draft/tau": self.mean,
             "draft/acceptance": self.accepted / (self.cycles * self.num_drafted),
             "draft/cycles": float(self.cycles),
         }
         if self.seconds:
-            found["draft/tokens_per_second"] = self.tokens / self.seconds
-        return found
+            metrics["draft/tokens_per_second"] = self.tokens / self.seconds
+        return metrics

@@ -1,12 +1,12 @@
-"""Curators: which of the prompts that come up are worth asking now, by what was earned on them.
+"""Curators: which of the prompts that come up are worth playing now, by what was earned on them.
 
-    Prompts.next ── choose(ask) ──no──> left out, counted; it comes up again in the next epoch
-                        │ yes
-                    played, judged ──> learn(ask, rewards), once its slot is done
+    PromptOrder.next ── choose(request) ──no──> left out, counted; it comes up again next epoch
+                            │ yes
+                        played, judged ──> learn(request, rewards), once its slot is done
 
-What a curator has learned is part of the cursor in every checkpoint. Its chances hang on its seed
-and the number of the draw alone, so that in mode sync a resumed run chooses as one that was never
-stopped; ahead of the trainer prompts are chosen before the last rounds were learned from.
+What a curator has learned is part of the cursor in every checkpoint. Its random choices depend on
+its seed and the number of the draw alone, so that in mode sync a resumed run chooses as one that
+was never stopped; ahead of the trainer prompts are chosen before the last rounds were learned from.
 """
 
 import json
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from jaxtrain import plugins
 from jaxtrain.config.construct import make
@@ -27,34 +28,34 @@ class Curator(Protocol):
     """A class, made with (seed, **rollout.curator_options). Its methods are called one at a time,
     but from two threads."""
 
-    def choose(self, ask: PromptRequest) -> bool:
-        """Whether to ask this prompt now; `ask.key` names it through all epochs."""
+    def choose(self, request: PromptRequest) -> bool:
+        """Return whether to play this prompt now; `request.key` names it through all epochs."""
         ...
 
-    def learn(self, ask: PromptRequest, rewards: Sequence[float]) -> None:
-        """What the episodes of a prompt earned, each a weighted sum of its rewards."""
+    def learn(self, request: PromptRequest, rewards: Sequence[float]) -> None:
+        """Take in what the episodes of a prompt earned, each a weighted sum of its rewards."""
         ...
 
     def state(self) -> Any:
-        """All it has learned, JSON-able."""
+        """Return everything it has learned, JSON-able."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         ...
 
 
 def chance(seed: int, draw: int) -> float:
-    """A number in [0, 1) for a draw."""
+    """Return a number in [0, 1) for a draw."""
     return float(np.random.default_rng((seed, draw)).random())
 
 
-class SkipSolved:
+class SkipSolved(Curator):
     """Leaves out prompts that the policy solves nearly always.
 
-    The share of solving episodes is averaged over the times that a prompt was asked, newer ones
-    counting more. Above `bound` it is asked only every `every`-th time that it comes up, which
-    tells whether it is still solved.
+    The share of solving episodes is averaged over the times that a prompt was played, with newer
+    ones counting more. Above `bound` it is played only every `every`-th time that it comes up, to
+    check whether it is still solved.
     """
 
     def __init__(
@@ -75,34 +76,34 @@ class SkipSolved:
         self._found: dict[str, tuple[float, int]] = {}
         """Average, and how often it was left out since, of the prompts that were asked."""
 
-    def choose(self, ask: PromptRequest) -> bool:
-        """See Curator."""
-        share, skipped = self._found.get(ask.key, (0.0, 0))
+    @override
+    def choose(self, request: PromptRequest) -> bool:
+        share, skipped = self._found.get(request.key, (0.0, 0))
         if share <= self.bound:
             return True
-        self._found[ask.key] = (share, (skipped + 1) % self.every)
+        self._found[request.key] = (share, (skipped + 1) % self.every)
         return skipped + 1 == self.every
 
-    def learn(self, ask: PromptRequest, rewards: Sequence[float]) -> None:
-        """See Curator."""
-        now = sum(reward >= self.threshold for reward in rewards) / len(rewards)
-        before, skipped = self._found.get(ask.key, (now, 0))
-        self._found[ask.key] = (before + self.weight * (now - before), skipped)
+    @override
+    def learn(self, request: PromptRequest, rewards: Sequence[float]) -> None:
+        solved = sum(reward >= self.threshold for reward in rewards) / len(rewards)
+        before, skipped = self._found.get(request.key, (solved, 0))
+        self._found[request.key] = (before + self.weight * (solved - before), skipped)
 
+    @override
     def state(self) -> dict[str, Any]:
-        """See Curator."""
-        return {key: list(found) for key, found in self._found.items()}
+        return {key: list(entry) for key, entry in self._found.items()}
 
+    @override
     def restore(self, state: dict[str, Any]) -> None:
-        """See Curator."""
         self._found = {key: (float(share), int(skipped)) for key, (share, skipped) in state.items()}
 
 
-class Greso:
-    """Leaves out prompts whose groups keep earning the same throughout (GRESO, arXiv 2506.02177).
+class Greso(Curator):
+    """Leaves out prompts whose groups keep having equal rewards (GRESO, arXiv 2506.02177).
 
-    After z flat groups in a row a prompt is left out with probability 1 - explore^z, but asked with
-    at least `floor`. One group with a difference makes it an ordinary prompt again.
+    After z flat groups in a row a prompt is left out with probability 1 - explore^z, but played
+    with at least `floor`. One group with different rewards makes it an ordinary prompt again.
     """
 
     def __init__(self, seed: int = 0, *, explore: float = 0.5, floor: float = 0.05):
@@ -112,46 +113,46 @@ class Greso:
         self._flat: dict[str, int] = {}
         """Flat groups in a row of the prompts whose last one was flat."""
 
-    def choose(self, ask: PromptRequest) -> bool:
-        """See Curator."""
-        flat = self._flat.get(ask.key, 0)
-        return chance(self.seed, ask.draw) < max(self.floor, self.explore**flat)
+    @override
+    def choose(self, request: PromptRequest) -> bool:
+        flat = self._flat.get(request.key, 0)
+        return chance(self.seed, request.draw) < max(self.floor, self.explore**flat)
 
-    def learn(self, ask: PromptRequest, rewards: Sequence[float]) -> None:
-        """See Curator."""
+    @override
+    def learn(self, request: PromptRequest, rewards: Sequence[float]) -> None:
         if max(rewards) - min(rewards) < 1e-6:
-            self._flat[ask.key] = self._flat.get(ask.key, 0) + 1
+            self._flat[request.key] = self._flat.get(request.key, 0) + 1
         else:
-            self._flat.pop(ask.key, None)
+            self._flat.pop(request.key, None)
 
+    @override
     def state(self) -> dict[str, int]:
-        """See Curator."""
         return dict(self._flat)
 
+    @override
     def restore(self, state: dict[str, int]) -> None:
-        """See Curator."""
         self._flat = {key: int(count) for key, count in state.items()}
 
 
 CURATORS = {"all": None, "solved": SkipSolved, "greso": Greso}
 
 
-class GuardedCurator:
-    """Somebody's curator: what it raises ends the run with its name."""
+class GuardedCurator(Curator):
+    """A plugin's curator: what it raises ends the run with its name."""
 
     def __init__(self, curator: Curator, name: str):
         self.curator, self.name = curator, name
 
-    def choose(self, ask: PromptRequest) -> bool:
-        """See Curator."""
-        return bool(self._call("choose", ask))
+    @override
+    def choose(self, request: PromptRequest) -> bool:
+        return bool(self._call("choose", request))
 
-    def learn(self, ask: PromptRequest, rewards: Sequence[float]) -> None:
-        """See Curator."""
-        self._call("learn", ask, rewards)
+    @override
+    def learn(self, request: PromptRequest, rewards: Sequence[float]) -> None:
+        self._call("learn", request, rewards)
 
+    @override
     def state(self) -> Any:
-        """See Curator."""
         state = self._call("state")
         try:
             return json.loads(json.dumps(state))
@@ -160,8 +161,8 @@ class GuardedCurator:
                 f"{KEY} {self.name!r}: what state() returns is no JSON: {error}"
             ) from None
 
+    @override
     def restore(self, state: Any) -> None:
-        """See Curator."""
         self._call("restore", state)
 
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -173,14 +174,15 @@ class GuardedCurator:
 
 
 def open_curator(name: str, options: dict[str, Any], seed: int) -> Curator | None:
-    """The curator that rollout.curator names; None: all prompts are asked. UserError."""
+    """Open the curator that rollout.curator names, None if all prompts are played; raises
+    UserError."""
     if name == "all":
         if options:
             raise UserError(f'{KEY}_options has no effect while {KEY} is "all"; remove it')
         return None
-    made = plugins.find("curators", name, CURATORS, key=KEY)
+    curator_class = plugins.find("curators", name, CURATORS, key=KEY)
     curator = make(
-        made,
+        curator_class,
         seed,
         options=options,
         key=f"{KEY} {name!r}",
@@ -194,6 +196,6 @@ def open_curator(name: str, options: dict[str, Any], seed: int) -> Curator | Non
 
 
 def check_range(option: str, value: Any, low: float, high: float) -> None:
-    """UserError for an option that is no number within bounds."""
+    """Raise UserError for an option that is no number within bounds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise UserError(f"{KEY}_options.{option} is {value!r}; it must be from {low} to {high}")

@@ -1,4 +1,4 @@
-"""Engines that answer prompts: what one is asked, what it returns, and how it is opened."""
+"""Engines that answer prompts: requests, completions, and how an engine is opened."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class PromptRequest(NamedTuple):
-    """One prompt to be asked."""
+    """A prompt to be played."""
 
     draw: int
     """Its number in the order of the run."""
@@ -30,12 +30,12 @@ class PromptRequest(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What names the prompt in every epoch: "0:17"."""
+        """Name of the prompt in every epoch: "0:17"."""
         return f"{self.dataset}:{self.index}"
 
 
 class Completion(NamedTuple):
-    """One answer: Completion(tokens=[52, 7, 2], logprobs=[-0.1, -1.2, -0.01], finish_reason="stop",
+    """An answer: Completion(tokens=[52, 7, 2], logprobs=[-0.1, -1.2, -0.01], finish_reason="stop",
     versions=(3, 3, 4)) for a prompt that the model continued by tokens 52 and 7 and the end-of-turn
     token 2, the last of which it drew after its weights had been replaced."""
 
@@ -81,13 +81,13 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of connections, within the event loop that generated; requests under way end with
+        """Close connections, within the event loop that generated; requests under way end with
         EpisodeFailed."""
         ...
 
 
 class PolicyReply(NamedTuple):
-    """What a frozen policy said."""
+    """Reply of a frozen policy."""
 
     text: str
     finished: bool
@@ -96,11 +96,11 @@ class PolicyReply(NamedTuple):
 
 @runtime_checkable
 class FrozenPolicy(Protocol):
-    """A policy that is never trained, and may be any model: it is asked by messages."""
+    """A policy that is never trained, and may be any model: requests are messages."""
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], index: int = 0) -> PolicyReply:
-        """Its next turn. index: number of the episode. Raises EpisodeFailed where it cannot be had,
-        RunStopped where none can."""
+        """Return its next turn. index: number of the episode. Raises EpisodeFailed if there is
+        none, RunStopped if no request can be answered."""
         ...
 
 
@@ -123,11 +123,11 @@ class KeepsVersions(Protocol):
 
 
 class KeepLost(RunStopped):
-    """Nobody holds the kept version any more: what was asked of it must be asked anew."""
+    """No server has the kept version any more: what was requested of it must be requested again."""
 
 
 class SharedServers(NamedTuple):
-    """How processes elsewhere ask the same servers as an engine."""
+    """Access of other processes to an engine's servers."""
 
     sender: Any
     """Has `table()`, (number, plain data), and `hear(reports)`: what travels between them."""
@@ -139,7 +139,7 @@ class SharedServers(NamedTuple):
 
 
 class EngineKind(ABC):
-    """How an engine is opened; from outside: an own class of this kind, by rollout.engine."""
+    """A kind of engine by rollout.engine; plugins give a class of this kind."""
 
     several: bool = False
     """Whether it draws with several adapters on one base: Company of an engine for each trained
@@ -148,19 +148,21 @@ class EngineKind(ABC):
     """Whether it keeps weights of its own, so that evaluations may ask it, too."""
 
     def reserved(self, config: Config) -> int:
-        """Devices of this process that the trainer must leave to it."""
+        """Return how many devices of this process the trainer must leave to it."""
         return 0
 
     def ahead(self, config: Config) -> bool:
-        """Whether answers are drawn while the trainer trains."""
+        """Return whether answers are drawn while the trainer trains."""
         return True
 
     def check(self, config: Config, parts: Any) -> None:
-        """UserError for what cannot work, as far as it shows without weights; in a dry run, too."""
+        """Raise UserError for what cannot work, as far as it shows without weights; in a dry run,
+        too."""
         return
 
     def share(self, engine: Any, workers: int) -> SharedServers:
-        """For so many workers in other processes; UserError where only this process can ask it."""
+        """Return access for so many workers in other processes; raises UserError if only this
+        process can use the engine."""
         raise UserError(
             f"rollout.service: an engine of kind {type(self).__name__} is this process's alone; set"
             ' rollout.service to "process"'
@@ -179,8 +181,8 @@ class EngineKind(ABC):
 
 
 class EpisodeFailed(Exception):
-    """An episode came to nothing through no fault of the policy; its text is a short reason to
-    count: "server gone", "environment timed out". It is played again, or dropped and counted."""
+    """An episode failed through no fault of the policy; its text is a short reason to count:
+    "server gone", "environment timed out". It is played again, or dropped and counted."""
 
     def __init__(
         self,
@@ -206,6 +208,6 @@ class EpisodeFailed(Exception):
 
 
 def pause_before(attempt: int) -> float:
-    """Seconds to wait before try number `attempt`, from 1, of what has failed in a way that may
-    pass: 1, 2, 4, ..."""
+    """Return the seconds to wait before try number `attempt`, from 1, of what failed in a way that
+    may pass: 1, 2, 4, ..."""
     return 2.0 ** (attempt - 1)

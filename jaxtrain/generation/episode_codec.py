@@ -21,21 +21,21 @@ NUMBERS = {bool: "|b1", int: "<i8", float: "<f8"}
 
 
 def narrow(array: np.ndarray) -> np.ndarray:
-    """The same numbers in half the bytes where these hold them exactly."""
+    """Return the numbers in half the bytes, if these hold them exactly."""
     with np.errstate(over="ignore"):
-        found = array.astype({"i": "<i4", "f": "<f4"}.get(array.dtype.kind, array.dtype))
-    return found if np.array_equal(found.astype(array.dtype), array) else array
+        narrowed = array.astype({"i": "<i4", "f": "<f4"}.get(array.dtype.kind, array.dtype))
+    return narrowed if np.array_equal(narrowed.astype(array.dtype), array) else array
 
 
 def as_text(array: np.ndarray) -> dict[str, Any]:
-    """One-dimensional numbers for JSON."""
+    """Return one-dimensional numbers for JSON."""
     array = narrow(array)
     data = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode()
     return {"dtype": array.dtype.str, "data": data}
 
 
 def as_array(array: np.ndarray) -> dict[str, Any]:
-    """One-dimensional numbers for another process."""
+    """Return one-dimensional numbers for another process."""
     return {"array": narrow(array)}
 
 
@@ -44,14 +44,14 @@ def pack(
     left_out: Collection[str] = LEFT_OUT,
     numbers: Callable[[np.ndarray], dict[str, Any]] = as_text,
 ) -> Any:
-    """Something JSON-able of a dataclass, a list, a dict with texts as keys, or a scalar; what
-    `unpack` reads. numbers: what becomes of an array."""
+    """Return something JSON-able for a dataclass, a list, a dict with texts as keys, or a scalar,
+    for `unpack`. numbers: packs an array."""
 
     def go(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
             names = [field.name for field in dataclasses.fields(value)]
-            kept = {name: go(getattr(value, name)) for name in names if name not in left_out}
-            return {"kind": type(value).__name__, **kept}
+            fields = {name: go(getattr(value, name)) for name in names if name not in left_out}
+            return {"kind": type(value).__name__, **fields}
         if isinstance(value, np.ndarray):
             return {**numbers(value.reshape(-1)), "shape": list(value.shape)}
         if isinstance(value, list | tuple):
@@ -73,7 +73,7 @@ def pack(
 
 
 def unpack(value: Any) -> Any:
-    """What `pack` was given, but for what it left out."""
+    """Return what `pack` packed, without what it left out."""
     if not isinstance(value, dict):
         return value
     if "array" in value or "dtype" in value:
@@ -89,6 +89,6 @@ def unpack(value: Any) -> Any:
             return tuple(unpack(item) for item in value["items"])
         case "dict":
             return {name: unpack(item) for name, item in value["items"].items()}
-    made = getattr(episodes, value["kind"], None) or getattr(engine, value["kind"])
-    found = {name: unpack(item) for name, item in value.items() if name != "kind"}
-    return made(**{"row": {}, **found} if made is episodes.Group else found)
+    kind = getattr(episodes, value["kind"], None) or getattr(engine, value["kind"])
+    fields = {name: unpack(item) for name, item in value.items() if name != "kind"}
+    return kind(**{"row": {}, **fields} if kind is episodes.Group else fields)

@@ -5,8 +5,8 @@
                                 engine.others["judge"].reply(...)        a frozen one
                                 with engine.waiting(): ...               time that is not the env's
 
-A run opens one EpisodeEngine for all of its policies (`with_policies`, `combine_engines`) and closes
-it. Every episode plays with a view of it (`open_view`), which notes the versions that draw its
+A run opens one EpisodeEngine for all of its policies (`with_policies`, `combine_engines`) and
+closes it. Every episode plays with a view of it (`open_view`), which notes the versions that draw its
 tokens, refuses media tokens in prompts, and measures how long the episode itself has been busy.
 """
 
@@ -23,7 +23,7 @@ from jaxtrain.generation.version_tracker import VersionTracker, listen
 
 
 class WaitClock:
-    """Whether an episode waits for something outside of its environment, and since when not."""
+    """Clock of an episode: whether it waits for something outside of its environment."""
 
     def __init__(self) -> None:
         self.waiting = 0
@@ -43,7 +43,7 @@ class WaitClock:
 
 @dataclass(frozen=True, eq=False)
 class EpisodeScope:
-    """What belongs to one episode; all engines that it uses share it."""
+    """Settings and state of one episode; all engines that it uses share them."""
 
     index: int = 0
     """Number of the episode."""
@@ -60,13 +60,13 @@ class EpisodeEngine:
     def __init__(
         self,
         engine: Engine,
-        others: Mapping[str, Any] | None = None,
+        policies: Mapping[str, Any] | None = None,
         *,
         scope: EpisodeScope | None = None,
     ):
-        """others: engines and frozen policies by name. scope: of the episode that it is a view for;
-        None: it is the run's own, which closes them all."""
-        self._engine, self._members, self._scope = engine, dict(others or {}), scope
+        """policies: engines and frozen policies by name. scope: of the episode that it is a view
+        for; None: it is the run's own, which closes them all."""
+        self._engine, self._members, self._scope = engine, dict(policies or {}), scope
         self._others = {**getattr(engine, "others", {}), **self._members}
 
     async def generate(
@@ -94,7 +94,8 @@ class EpisodeEngine:
 
     @property
     def others(self) -> dict[str, Any]:
-        """The run's policies beside this one, by name; waiting for them is not the environment's."""
+        """The run's policies beside this one, by name; waiting for them is not the environment's.
+        """
         scope = self._scope
         if scope is None:
             return self._others
@@ -169,6 +170,6 @@ def combine_engines(engines: Mapping[str, Engine]) -> EpisodeEngine:
     return combined
 
 
-def with_policies(engine: Engine, others: Mapping[str, Any]) -> Engine:
+def with_policies(engine: Engine, policies: Mapping[str, Any]) -> Engine:
     """Return the engine with others beside it; itself if there are none."""
-    return EpisodeEngine(engine, others) if others else engine
+    return EpisodeEngine(engine, policies) if policies else engine

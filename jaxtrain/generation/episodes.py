@@ -1,4 +1,4 @@
-"""What goes into a sampler and what comes out, from one answer to a group; no jax here.
+"""Inputs and outputs of sampling, from one answer to a group; without jax.
 
 row ──Env.run──> Episode ─┐  (Engine.generate, as often as the episode has turns)
 row ──Env.run──> Episode ─┼─ rewards ─> Group ─ advantages ─> tree ─> Batch
@@ -34,16 +34,16 @@ class TokenSequence:
 
 @dataclass(eq=False)
 class Episode:
-    """One played episode, single turn or many.
+    """A played episode, single turn or many.
 
     Episode(tokens=[1, 5, 52, 7, 2], sampled=[False, False, True, True, True],
             logprobs=[0, 0, -0.1, -1.2, -0.01], versions=[-1, -1, 3, 3, 3], finish_reason="stop",
             completion="7 it is")
 
-    Where a chat template rewrites what was said earlier (Qwen3's drops thoughts), a turn is drawn
-    behind other tokens than the last one, and the episode has several sequences: `earlier` and the
-    one of the episode's own lists. A token that was drawn is `sampled` in one of them, the one that
-    it was drawn in; wherever else it stands it is context.
+    If a chat template rewrites earlier turns (Qwen3's drops thoughts), a turn is drawn behind other
+    tokens than the last one, and the episode has several sequences: `earlier`, and the one of the
+    episode's own lists. A drawn token is `sampled` in the one sequence that it was drawn in; in the
+    others it is context.
     """
 
     tokens: list[int]
@@ -84,73 +84,73 @@ class Episode:
 
     @property
     def sequences(self) -> list[TokenSequence]:
-        """All of them, in the order in which they were begun."""
-        own = TokenSequence(
+        """Return all sequences, in the order in which they were begun."""
+        last = TokenSequence(
             self.tokens, self.sampled, self.logprobs, self.versions, self.turns, self.routed
         )
-        return [*self.earlier, own]
+        return [*self.earlier, last]
 
     @property
     def all_rewards(self) -> dict[str, float | None]:
-        """The environment's rewards by name, those of turns added up."""
-        found = dict(self.rewards)
+        """Return the environment's rewards by name, with those of turns added up."""
+        totals = dict(self.rewards)
         for rewards in self.turn_rewards:
             for name, value in rewards.items():
-                found[name] = (found.get(name) or 0.0) + value
-        return found
+                totals[name] = (totals.get(name) or 0.0) + value
+        return totals
 
     @property
     def drawn_tokens(self) -> list[int]:
         """The tokens that the policy drew, in order."""
         return [
             token
-            for one in self.sequences
-            for token, drawn in zip(one.tokens, one.sampled, strict=True)
+            for sequence in self.sequences
+            for token, drawn in zip(sequence.tokens, sequence.sampled, strict=True)
             if drawn
         ]
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences, each by itself."""
-        return sum(len(one.tokens) for one in self.sequences)
+        return sum(len(sequence.tokens) for sequence in self.sequences)
 
     @property
     def num_sampled(self) -> int:
         """Tokens that the policy drew."""
-        return sum(sum(one.sampled) for one in self.sequences)
+        return sum(sum(sequence.sampled) for sequence in self.sequences)
 
     @property
     def min_version(self) -> int:
         """Oldest policy version of a drawn token; -1 where none is known."""
-        known = (v for one in self.sequences for v in one.versions if v >= 0)
-        return min(known, default=-1)
+        versions = (v for sequence in self.sequences for v in sequence.versions if v >= 0)
+        return min(versions, default=-1)
 
 
-def as_game(found: Any) -> Any:
-    """The episodes of one game as the first of them, which has the others; anything else as it
-    is."""
-    if not isinstance(found, list | tuple) or not found:
-        return found
-    first, *others = found
+def as_game(played: Any) -> Any:
+    """Return the episodes of one game as the first of them, with the others attached; anything else
+    unchanged."""
+    if not isinstance(played, list | tuple) or not played:
+        return played
+    first, *rest_of_game = played
     if isinstance(first, Episode):
-        first.others = others
+        first.others = rest_of_game
     return first
 
 
 class Env(Protocol):
-    """The world: plays one episode of a row with an engine.
+    """Environment that plays one episode of a row with an engine.
 
-    It may have `close()`, called when the run ends, and `remote = True` where it plays in servers,
-    so that a dry run does not play an episode.
+    It may have `close()`, called when the run ends, and `remote = True` if it plays in servers, so
+    that a dry run does not play an episode.
     """
 
     async def run(
         self, row: dict[str, Any], engine: Engine, sampling: Sampling, index: int
     ) -> Episode:
-        """Play. Many run side by side in one event loop, so nothing in here may block. A game of
-        several policies is several episodes, one list, each with its `policy`.
+        """Play. Many episodes run in one event loop at once, so nothing in here may block. A game
+        of several policies is several episodes, one list, each with its `policy`.
 
-        index: number of the episode, to be handed to engine.generate. Raises EpisodeFailed.
+        index: number of the episode, to be passed to engine.generate. Raises EpisodeFailed.
         """
         ...
 
@@ -185,17 +185,21 @@ class Group:
     @property
     def sizes(self) -> list[int]:
         """Numbers of episodes that are compared with each other, in order: those of one agent."""
-        return [len(list(own)) for _, own in groupby(one.agent for one in self.episodes)]
+        return [
+            len(list(members)) for _, members in groupby(episode.agent for episode in self.episodes)
+        ]
 
     def of(self, policy: str) -> "Group | None":
-        """The group of one policy: its episodes alone; None where it has none."""
-        return self._keep([i for i, one in enumerate(self.episodes) if one.policy == policy])
+        """Return the group of one policy, with its episodes alone; None if it has none."""
+        return self._keep(
+            [i for i, episode in enumerate(self.episodes) if episode.policy == policy]
+        )
 
     def of_agent(self, agent: str) -> "Group | None":
-        """The group of one agent; None where it has no episode."""
-        return self._keep([i for i, one in enumerate(self.episodes) if one.agent == agent])
+        """Return the group of one agent; None if it has no episode."""
+        return self._keep([i for i, episode in enumerate(self.episodes) if episode.agent == agent])
 
-    def _keep(self, own: Sequence[int]) -> "Group | None":
-        episodes = [self.episodes[i] for i in own]
-        rewards = [self.rewards[i] for i in own]
-        return replace(self, episodes=episodes, rewards=rewards) if own else None
+    def _keep(self, indices: Sequence[int]) -> "Group | None":
+        episodes = [self.episodes[i] for i in indices]
+        rewards = [self.rewards[i] for i in indices]
+        return replace(self, episodes=episodes, rewards=rewards) if indices else None

@@ -1,8 +1,8 @@
 """Failures of episodes: logged once per kind, counted, and the end of a run where they persist.
 
 One window over the last episodes covers whatever failed: an environment, a judge, a server. A short
-outage is bridged by the pauses between tries; an episode that fails nonetheless costs its group. The
-run ends only when more than a share of a whole window has failed.
+outage is bridged by the pauses between tries; an episode that fails nonetheless costs its group.
+The run ends only when more than a share of a whole window has failed.
 """
 
 from collections import Counter, deque

@@ -1,11 +1,10 @@
 """Frozen policies: models behind servers of their own that speak in episodes and are never updated.
 
-    chat.other("judge").draw() ── messages ──> Frozen.reply ──> POST /v1/chat/completions
-                                                   ^                      │
-                                                   └── refused, late: another server, a pause
+    chat.other("judge").draw() ── messages ──> ServedPolicy.reply ──> POST /v1/chat/completions
+                                                     ^                      │
+                                                     └── refused, late: another server, a pause
 
-What a request costs an episode is decided here: one that cannot be answered fails it, as a server
-of the trained policy would.
+A request that cannot be answered fails its episode, as a server of the trained policy would.
 """
 
 import asyncio
@@ -16,12 +15,13 @@ from time import sleep as pause
 from typing import Any
 
 import aiohttp
+from typing_extensions import override
 
 from jaxtrain.config import Config
 from jaxtrain.config.policies import PolicyConfig
 from jaxtrain.config.secrets import reveal, reveal_url
 from jaxtrain.errors import UserError
-from jaxtrain.generation.engine import EpisodeFailed, PolicyReply, pause_before
+from jaxtrain.generation.engine import EpisodeFailed, FrozenPolicy, PolicyReply, pause_before
 from jaxtrain.generation.vllm.control import ServerGone, ServerRefused, call, explain, headers
 from jaxtrain.text_safety import escape_control_chars
 
@@ -33,8 +33,8 @@ MOST_BYTES = 2**24
 """Of an answer."""
 
 
-class ServedPolicy:
-    """`types.Speaker` over HTTP. May be used from several event loops."""
+class ServedPolicy(FrozenPolicy):
+    """`FrozenPolicy` over HTTP. May be used from several event loops."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ServedPolicy:
         self._counted = dict.fromkeys(("requests", "retries", "failed"), 0)
 
     def check(self, sleep: Callable[[float], Any] = pause) -> None:
-        """Ask every server who it is; UserError where one is not there or has another model."""
+        """Check every server; raises UserError if one does not answer or serves another model."""
         for url in self._busy:
             self.model = self.model or self._look(url, sleep)
             listed = self._list(url, sleep)
@@ -68,16 +68,16 @@ class ServedPolicy:
         return listed[0]
 
     def _list(self, url: str, sleep: Callable[[float], Any]) -> list[str]:
-        """The models that a server says it has; empty where it does not say."""
+        """Return the models that a server lists; empty if it does not say."""
         section, reason = self.section, ""
         for attempt in range(LOOKS):
             if attempt:
                 sleep(pause_before(attempt))
             try:
-                found = call(
+                answer = call(
                     url, "GET", "/v1/models", timeout=LOOK_SECONDS, api_key=section.api_key
                 )
-                return [str(one["id"]) for one in found["data"]]
+                return [str(model["id"]) for model in answer["data"]]
             except ServerRefused as refused:
                 if refused.status in (404, 405):
                     return []  # it does not offer that route
@@ -93,8 +93,8 @@ class ServedPolicy:
             f" address or {self.key}.api_key"
         )
 
+    @override
     async def reply(self, messages: Sequence[Mapping[str, Any]], index: int = 0) -> PolicyReply:
-        """See types.Speaker."""
         section = self.section
         body = {
             **section.options,
@@ -138,10 +138,12 @@ class ServedPolicy:
 
     @contextmanager
     def _choose(self, tried: set[str]) -> Iterator[str]:
-        """The least busy server, one that this request has not met yet where there is any."""
+        """Yield the least busy server, preferably one that this request has not tried."""
         if len(tried) == len(self._busy):
             tried.clear()
-        url = min((one for one in self._busy if one not in tried), key=self._busy.__getitem__)
+        url = min(
+            (server for server in self._busy if server not in tried), key=self._busy.__getitem__
+        )
         tried.add(url)
         self._busy[url] += 1
         try:
@@ -150,15 +152,15 @@ class ServedPolicy:
             self._busy[url] -= 1
 
     async def _post(self, session: aiohttp.ClientSession, url: str, body: dict) -> Any:
-        """The answer's JSON; ServerGone or ServerRefused."""
+        """Return the answer's JSON; raises ServerGone or ServerRefused."""
         self._counted["requests"] += 1
         limit = self.section.seconds
         timeout = aiohttp.ClientTimeout(total=limit, sock_connect=10)
         try:
             async with session.post(f"{url}{ROUTE}", json=body, timeout=timeout) as answer:
                 raw = await answer.content.read(MOST_BYTES)
-                while len(raw) < MOST_BYTES and (more := await answer.content.read(MOST_BYTES)):
-                    raw += more
+                while len(raw) < MOST_BYTES and (chunk := await answer.content.read(MOST_BYTES)):
+                    raw += chunk
         except TimeoutError:
             raise ServerGone(f"no answer within {limit:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -171,9 +173,9 @@ class ServedPolicy:
             raise ServerGone(f"{ROUTE} answers what is no JSON") from None
 
     def counters(self) -> dict[str, float]:
-        """Requests, retries and failures since the start: {"judge/requests": 4.0}."""
+        """Return requests, retries and failures since the start: {"judge/requests": 4.0}."""
         name = self.key.removeprefix("policies.")
-        return {f"{name}/{what}": float(count) for what, count in self._counted.items()}
+        return {f"{name}/{counter}": float(count) for counter, count in self._counted.items()}
 
     async def close(self) -> None:
         """Close the connections of the running event loop."""
@@ -192,30 +194,34 @@ class ServedPolicy:
         return self._lines[loop]
 
 
-def read_reply(found: Any) -> PolicyReply:
-    """What a chat completion says; ServerGone for what is none, which another try may mend."""
+def read_reply(answer: Any) -> PolicyReply:
+    """Return the reply of a chat completion; raises ServerGone for anything else, which another try
+    may fix."""
     try:
-        choice = found["choices"][0]
+        choice = answer["choices"][0]
         text = choice["message"]["content"]
         return PolicyReply(
             "" if text is None else str(text), choice.get("finish_reason") != "length"
         )
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise ServerGone(f"{ROUTE} answers {str(found)[:120]!r}, no chat completion") from None
+        raise ServerGone(f"{ROUTE} answers {str(answer)[:120]!r}, no chat completion") from None
 
 
 def open_frozen(config: Config) -> dict[str, ServedPolicy]:
-    """The frozen policies behind servers by name, each of which has answered; UserError."""
-    found = {}
+    """Open the frozen policies behind servers by name, each of which has answered; raises
+    UserError."""
+    policies = {}
     for name, section in config.policies.items():
         if not section.servers:
             continue
         key = f"policies.{name}"
         servers = [
-            reveal_url(url, f"{key}.servers.{place}") for place, url in enumerate(section.servers)
+            reveal_url(url, f"{key}.servers.{index}") for index, url in enumerate(section.servers)
         ]
         secrets = {"api_key": section.api_key} if section.api_key else {}
         update = {**reveal(secrets, key), "options": reveal(section.options, f"{key}.options")}
-        found[name] = ServedPolicy(name, section.model_copy(update={**update, "servers": servers}))
-        found[name].check()
-    return found
+        policies[name] = ServedPolicy(
+            name, section.model_copy(update={**update, "servers": servers})
+        )
+        policies[name].check()
+    return policies

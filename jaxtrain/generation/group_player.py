@@ -78,7 +78,7 @@ usable answer."""
 
 
 class GroundTruthSource(Protocol):
-    """What the data say that the answers to a prompt should be."""
+    """Source of the ground truths of prompts."""
 
     def __call__(self, request: PromptRequest) -> Episode:
         """Return the ground truth; raises EpisodeFailed for a row without one."""
@@ -91,7 +91,7 @@ class GroundTruthSource(Protocol):
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What a method takes from the data besides prompts, and what it needs of rewards."""
+    """Data of a method beside prompts, and its need of rewards."""
 
     offline: OfflineSource | None = None
     """The data's own answers to some prompts, instead of drawn ones."""

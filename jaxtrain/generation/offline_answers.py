@@ -25,24 +25,27 @@ class OfflineAnswers:
         tokenizer: Any,
         *,
         row_tokens: int,
-        own_share: float,
+        drawn_share: float,
         seed: int,
     ):
-        """own_share: of the prompts, which are played. row_tokens: longest sequence."""
-        self.tokenize = [RowTokenizer(one, tokenizer, row_tokens, "drop") for one in datasets]
-        self.tokenizer, self.own_share, self.seed = tokenizer, own_share, seed
+        """drawn_share: of the prompts, which are played. row_tokens: longest sequence."""
+        self.tokenize = [
+            RowTokenizer(dataset, tokenizer, row_tokens, "drop") for dataset in datasets
+        ]
+        self.tokenizer, self.own_share, self.seed = tokenizer, drawn_share, seed
 
-    def __call__(self, ask: PromptRequest) -> list[Episode] | None:
-        """Return the data's answer, or None for a prompt that is played: a group_player.OfflineSource."""
-        if np.random.default_rng((self.seed, ask.draw)).random() < self.own_share:
+    def __call__(self, request: PromptRequest) -> list[Episode] | None:
+        """Return the data's answer, or None for a prompt that is played: a
+        group_player.OfflineSource."""
+        if np.random.default_rng((self.seed, request.draw)).random() < self.own_share:
             return None
-        name = f"prompt {ask.draw}"
-        return [read_episode(self.tokenize[ask.dataset], self.tokenizer, ask.row, name)]
+        name = f"prompt {request.draw}"
+        return [read_episode(self.tokenize[request.dataset], self.tokenizer, request.row, name)]
 
 
 def read_episode(tokenize: Any, tokenizer: Any, row: Any, name: str) -> Episode:
-    """What a row of training data says, its trained tokens as `sampled`; raises EpisodeFailed where
-    it gives no sample. tokenize: a RowTokenizer."""
+    """Return a row of training data as an episode, with its trained tokens as `sampled`; raises
+    EpisodeFailed if it gives no sample. tokenize: of formats.RowTokenizer."""
     items = tokenize(row, name)
     samples = [item for item in items if isinstance(item, Sample)]
     if not samples:
@@ -50,12 +53,12 @@ def read_episode(tokenize: Any, tokenizer: Any, row: Any, name: str) -> Episode:
         raise EpisodeFailed(f"row: {reasons[0] if reasons else 'gives nothing'}", again=False)
     sequences = [
         TokenSequence(
-            one.tokens.tolist(),
-            (one.weights > 0).tolist(),
-            [0.0] * len(one.tokens),
-            [-1] * len(one.tokens),
+            sample.tokens.tolist(),
+            (sample.weights > 0).tolist(),
+            [0.0] * len(sample.tokens),
+            [-1] * len(sample.tokens),
         )
-        for one in samples
+        for sample in samples
     ]
     *earlier, last = sequences
     first = int(np.argmax(samples[-1].weights > 0))

@@ -6,8 +6,8 @@
 
 A slot is a place in a round: it gives one group, or the reason why there is none. Slots are started
 by next_slots() alone, and never more than were requested so far plus `ahead`; that bound is the
-bounded queue. With ahead = 0 a round is drawn after the last one was trained; with ahead = one round
-while it is trained (lag 1); with ahead = max_lag rounds and ordered=False all the time.
+bounded queue. With ahead = 0 a round is drawn after the last one was trained; with ahead = one
+round while it is trained (lag 1); with ahead = max_lag rounds and ordered=False all the time.
 
 Which slot leaves first: the first one started, or, unordered, the one with the oldest tokens
 (earliest deadline first), then the first one started. If the lag is bounded, a group that is played
@@ -42,7 +42,7 @@ MAX_TRIES = 3
 
 @dataclass(frozen=True)
 class ProducerOptions:
-    """How far, and in which order, slots are played ahead of the trainer."""
+    """Number and order of slots that are played ahead of the trainer."""
 
     ahead: int = 0
     """Slots beyond those that were requested."""

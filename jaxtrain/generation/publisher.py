@@ -25,7 +25,7 @@ class Publisher(Protocol):
 
 @runtime_checkable
 class DraftPublisher(Publisher, Protocol):
-    """That of an engine which guesses with a draft."""
+    """Publisher of an engine that guesses with a draft."""
 
     def use_draft(self, draft: Any) -> None:
         """Guess with this draft from the next publish on, a core.roles.Held whose weights may

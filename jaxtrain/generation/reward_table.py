@@ -28,8 +28,8 @@ def reward_table(groups: Sequence[Group], names: Sequence[str]) -> np.ndarray:
 def turn_tables(groups: Sequence[Group], names: Sequence[str]) -> list[np.ndarray]:
     """Return the rewards-to-go [N, K] of the groups' episodes at each turn.
 
-    The first table is `reward_table`, the rewards of whole episodes; each further one subtracts what
-    the previous turn earned. There are as many tables as the longest list of rewarded turns. An
+    The first table is `reward_table`, the rewards of whole episodes; each further one subtracts
+    what the previous turn earned. There are as many tables as the longest list of rewarded turns. An
     episode that ended before a turn keeps the rewards that were given for the episode as a whole.
     """
     table_NK = reward_table(groups, names)
@@ -56,7 +56,8 @@ def weigh(
     weights_K: Sequence[float],
     clip: tuple[float, float] | None = None,
 ) -> np.ndarray:
-    """Return the weighted sum [N] of the rewards that are not NaN, within `clip`; NaN if all are."""
+    """Return the weighted sum [N] of the rewards that are not NaN, within `clip`; NaN if all are.
+    """
     weighted_NK = rewards_NK * np.asarray(weights_K, np.float64)
     totals_N = np.nansum(weighted_NK, axis=1)
     if clip is not None:
@@ -80,7 +81,8 @@ def is_flat(
 
 
 def is_worthless(group: Group) -> bool:
-    """Return whether no episode earned anything, so that a better policy may deserve a second try."""
+    """Return whether no episode earned anything, so that a better policy may deserve a second try.
+    """
     values = [value for row in group.rewards for value in row.values() if value is not None]
     return bool(values) and max(abs(value) for value in values) < 1e-6
 

@@ -127,7 +127,7 @@ def test_the_datas_answers():
     row = {"prompt": "one and one is ", "completion": "two"}
 
     def make(share):
-        return OfflineAnswers(datasets, tokenizer, row_tokens=64, own_share=share, seed=3)
+        return OfflineAnswers(datasets, tokenizer, row_tokens=64, drawn_share=share, seed=3)
 
     own = [make(0.3)(PromptRequest(draw, 0, row)) is None for draw in range(300)]
     assert own == [make(0.3)(PromptRequest(draw, 1, row)) is None for draw in range(300)]

@@ -31,7 +31,7 @@ all, between rounds."""
 
 
 class BackgroundResult(NamedTuple):
-    """An evaluation that is over."""
+    """A finished evaluation."""
 
     step: int
     numbers: dict[str, float]
@@ -40,7 +40,7 @@ class BackgroundResult(NamedTuple):
 
 
 class BackgroundEval:
-    """On process 0. Used by the loop thread."""
+    """Evaluation beside training, on process 0. Used by the loop thread."""
 
     def __init__(
         self,
@@ -62,24 +62,26 @@ class BackgroundEval:
         self._error: BaseException | None = None
 
     def begin(self, step: int) -> bool:
-        """Have the sets answered by the engine's newest weights, those of `step`; False: no server
-        can be spared."""
+        """Begin to answer the sets with the engine's newest weights, those of `step`; returns False
+        if no server can be spared."""
         assert self._thread is None, "one evaluation at a time"
-        kept = self.engine.keep() if self._in_a_row < MAX_LOSSES else None
-        if kept is None:
+        engine = self.engine.keep() if self._in_a_row < MAX_LOSSES else None
+        if engine is None:
             return False
         with contextlib.suppress(OSError):  # a full disk costs the note, never the run
             write_atomically(self.note, json.dumps({"step": step}), durable=False)
         self.step, self._found, self._error = step, None, None
         self._thread = threading.Thread(
-            target=self._answer, args=(kept, step), name="evaluation", daemon=True
+            target=self._answer, args=(engine, step), name="evaluation", daemon=True
         )
         self._thread.start()
         return True
 
     def collect(self, *, wait: bool = False) -> tuple[BackgroundResult | None, bool]:
-        """(what is over, whether it is to be asked again); raises what ended it otherwise. wait:
-        until the one under way is over; Interrupted once the run is to stop."""
+        """Return (finished evaluation, whether it must be repeated); raises what else ended it.
+
+        wait: until the current one has finished; Interrupted once the run is to stop.
+        """
         thread = self._thread
         if thread is None or (thread.is_alive() and not wait):
             return None, False
@@ -99,26 +101,26 @@ class BackgroundEval:
         return self._found, False
 
     def written(self) -> None:
-        """The numbers of what was collected are in the run's folder."""
+        """Note that the collected numbers are in the run's folder."""
         with contextlib.suppress(OSError):
             self.note.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Break off what is under way; the note stays, so that a resumed run asks again."""
+        """Stop the current evaluation; the note stays, so that a resumed run repeats it."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
 
-    def _answer(self, kept: KeptEngine, step: int) -> None:
-        """The thread."""
+    def _answer(self, engine: KeptEngine, step: int) -> None:
+        """Run the thread."""
         samples: list[dict[str, Any]] = []
 
         def keep_samples(_: int, lines: Iterable[dict[str, Any]]) -> None:
             samples.extend(lines)
 
-        start, version = time.monotonic(), kept.version
+        start, version = time.monotonic(), engine.version
         try:
-            numbers = self.sets.run(kept, step, keep_samples, self._closed.is_set)
+            numbers = self.sets.run(engine, step, keep_samples, self._closed.is_set)
             numbers |= {
                 "eval/policy_version": float(version),
                 "eval/seconds": time.monotonic() - start,
@@ -129,33 +131,35 @@ class BackgroundEval:
         except BaseException as error:  # handed over to the loop thread
             self._error = Interrupted() if self._closed.is_set() else error
         finally:
-            kept.release()
+            engine.release()
 
 
 def find_broken_off(folder: Path, step: int) -> int | None:
-    """Step of an evaluation that the last attempt of a run, which goes on after `step`, began and
-    did not end; None: there is none, or it comes up again by itself."""
+    """Return the step of an evaluation that the previous attempt of a run, which continues after
+    `step`, began and did not finish; None if there is none, or if it comes up again by itself."""
     note = folder / NOTE
     try:
-        begun = int(json.loads(read_text(note, 1024))["step"])
+        eval_step = int(json.loads(read_text(note, 1024))["step"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
     with contextlib.suppress(OSError):
         note.unlink()
-    if begun > step or any(done >= begun for done in read_evaluated(folder / "metrics.jsonl")):
+    if eval_step > step or any(
+        done >= eval_step for done in read_evaluated(folder / "metrics.jsonl")
+    ):
         return None
-    return begun
+    return eval_step
 
 
 def read_evaluated(path: Path) -> Iterable[int]:
-    """Steps whose sets a metrics.jsonl has numbers of."""
+    """Yield the steps for which a metrics.jsonl has numbers of sets."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                found = json.loads(line) if '"eval/' in line else {}
-                if any(name.startswith("eval/") for name in found):
-                    yield int(found["step"])
+                entry = json.loads(line) if '"eval/' in line else {}
+                if any(name.startswith("eval/") for name in entry):
+                    yield int(entry["step"])
             except (ValueError, TypeError, KeyError, AttributeError):  # a line that was cut off
                 continue

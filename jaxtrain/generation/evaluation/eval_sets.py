@@ -30,7 +30,7 @@ FIRST_INDEX = 1 << 40
 
 @dataclass
 class AnsweredProblem:
-    """One problem with its answers."""
+    """A problem with its answers."""
 
     row: Mapping[str, Any]
     episodes: list[Episode] = field(default_factory=list)
@@ -46,19 +46,20 @@ class AnsweredProblem:
     of the first episode of each game."""
 
     def add(self, episode: Episode, score: dict[str, float | None], total: float | None) -> None:
-        """One more answer; total: None where nothing judged it."""
+        """Add an answer; total: None if nothing judged it."""
         self.episodes.append(episode)
         self.scores.append(score)
         self.totals.append(total or 0.0)
         self.unjudged += total is None
 
     def of(self, speaker: str) -> "AnsweredProblem":
-        """Of one speaker; where it did not play, what failed may have been its answers."""
+        """Return the answers of one speaker; if it did not play, the failed ones may have been its
+        own."""
         return self.speakers.get(speaker) or AnsweredProblem(self.row, failed=self.failed)
 
     @property
     def everybody(self) -> "list[AnsweredProblem]":
-        """Of each speaker, or of the only one."""
+        """The answers of each speaker, or of the only one."""
         return list(self.speakers.values()) or [self]
 
 
@@ -73,12 +74,12 @@ async def answer_set(
     failures: Failures | None = None,
     policies: Mapping[str, Sequence[str]] | None = None,
 ) -> list[AnsweredProblem]:
-    """Let the engine answer every row k times, at most `max_running` episodes at once. policies: as
-    GroupRules.policies.
+    """Answer every row k times, with at most `max_running` episodes at once.
 
-    The same rows, weights and sampling.seed give the same answers, wherever in a run it happens.
-    Episodes and judgments that fail are counted, and told to `failures`; they end nothing, unless
-    it is a mistake that a person must mend and nothing has worked yet.
+    policies: as GroupRules.policies. The same rows, weights and sampling.seed give the same
+    answers, wherever in a run that happens. Episodes and judgments that fail are counted, and
+    reported to `failures`; they do not end the run, unless a mistake must be corrected and nothing
+    has worked yet.
     """
     gate = asyncio.Semaphore(max_running)
     failures = failures or Failures()
@@ -94,102 +95,109 @@ async def answer_set(
             failures.add(None)
             return episode
 
-    async def judge(found: list[Episode], row: Mapping[str, Any]) -> list[dict[str, float | None]]:
+    async def judge(
+        episodes: list[Episode], row: Mapping[str, Any]
+    ) -> list[dict[str, float | None]]:
         try:
-            return await score_policies(rewards, policies or {}, found, dict(row))
+            return await score_policies(rewards, policies or {}, episodes, dict(row))
         except EpisodeFailed as failure:
             if failure.mistake:
                 raise UserError(failure.cause) from None
             failures.log_once(failure)
-            return [dict.fromkeys(one.label for one in rewards.functions) for _ in found]
+            return [
+                dict.fromkeys(function.label for function in rewards.functions) for _ in episodes
+            ]
 
     async def answer(number: int, row: Mapping[str, Any]) -> AnsweredProblem:
         first = FIRST_INDEX + number * k
         played = await asyncio.gather(*(play(row, first + i) for i in range(k)))
         games = [episode for episode in played if episode is not None]
-        found = list_episodes(games, list(policies or {}))
-        scores = await judge(found, row) if found else []
+        episodes = list_episodes(games, list(policies or {}))
+        scores = await judge(episodes, row) if episodes else []
         answered = AnsweredProblem(row, failed=k - len(games))
         firsts = {id(game) for game in games}
-        for episode, score in zip(found, scores, strict=True):
+        for episode, score in zip(episodes, scores, strict=True):
             total = rewards.total(score)
             if id(episode) in firsts:
                 answered.add(episode, score, total)
             if name := episode.policy or episode.agent:
-                own = answered.speakers.setdefault(
+                by_speaker = answered.speakers.setdefault(
                     name, AnsweredProblem(row, failed=answered.failed)
                 )
-                own.add(episode, score, total)
+                by_speaker.add(episode, score, total)
         return answered
 
     return list(await asyncio.gather(*(answer(i, row) for i, row in enumerate(rows))))
 
 
 def pass_at(j: int, k: int, solved: int) -> float:
-    """Chance that j of k answers, drawn without replacement, hold one of the `solved`."""
+    """Return the probability that j of k answers, drawn without replacement, include one of the
+    `solved`."""
     assert 1 <= j <= k and 0 <= solved <= k, f"pass@{j} of {solved} in {k}"
     return 1.0 - comb(k - solved, j) / comb(k, j)
 
 
 def summarize(answered: Sequence[AnsweredProblem], k: int, threshold: float) -> dict[str, float]:
-    """Means over problems: reward, avg@k (share of solving answers), pass@j for powers of two up
-    to k, length, share cut off, each reward function by name, and what the environment measured
-    (over all episodes that did not fail). Then the same of each speaker behind its name."""
-    found = summarize_one(answered, k, threshold)
-    for name in dict.fromkeys(name for one in answered for name in one.speakers):
-        own = summarize_one([one.of(name) for one in answered], k, threshold)
-        found |= {f"{name}/{key}": value for key, value in own.items()}
-    return found
+    """Return means over problems: reward, avg@k (share of solving answers), pass@j for powers of
+    two up to k, length, share cut off, each reward function by name, and what the environment
+    measured (over all episodes that did not fail); then those of each speaker behind its name."""
+    numbers = summarize_one(answered, k, threshold)
+    for name in dict.fromkeys(name for problem in answered for name in problem.speakers):
+        of_speaker = summarize_one([problem.of(name) for problem in answered], k, threshold)
+        numbers |= {f"{name}/{key}": value for key, value in of_speaker.items()}
+    return numbers
 
 
 def summarize_one(
     answered: Sequence[AnsweredProblem], k: int, threshold: float
 ) -> dict[str, float]:
-    """As summarize, of one speaker: over the problems of which it has an answer, and pass@j over
-    those of which it has j, for it need not have played in each game."""
-    numbers = [len(one.totals) + one.failed for one in answered]
-    solved = [sum(total >= threshold for total in one.totals) for one in answered]
-    counts = [(n, count) for n, count in zip(numbers, solved, strict=True) if n]
-    totals = [total for one in answered for total in [*one.totals, *[0.0] * one.failed]]
-    found = {"reward": mean(totals), f"avg@{k}": mean([count / n for n, count in counts])}
-    wanted = [1 << power for power in range(k.bit_length()) if 1 << power <= k]
-    for j in sorted({*wanted, k}):
-        if there := [pass_at(j, n, count) for n, count in counts if n >= j]:
-            found[f"pass@{j}"] = mean(there)
-    episodes = [episode for one in answered for episode in one.episodes]
-    found["mean_length"] = mean([episode.num_sampled for episode in episodes])
-    found["clipped_ratio"] = mean([episode.finish_reason == "length" for episode in episodes])
-    scores = [score for one in answered for score in one.scores]
+    """Return the means of one speaker over the problems that it answered, and pass@j over those
+    that it answered j times: it need not have played in each game."""
+    num_answers = [len(problem.totals) + problem.failed for problem in answered]
+    solved = [sum(total >= threshold for total in problem.totals) for problem in answered]
+    counts = [(n, count) for n, count in zip(num_answers, solved, strict=True) if n]
+    totals = [total for problem in answered for total in [*problem.totals, *[0.0] * problem.failed]]
+    metrics = {"reward": mean(totals), f"avg@{k}": mean([count / n for n, count in counts])}
+    powers = [1 << power for power in range(k.bit_length()) if 1 << power <= k]
+    for j in sorted({*powers, k}):
+        if chances := [pass_at(j, n, count) for n, count in counts if n >= j]:
+            metrics[f"pass@{j}"] = mean(chances)
+    episodes = [episode for problem in answered for episode in problem.episodes]
+    metrics["mean_length"] = mean([episode.num_sampled for episode in episodes])
+    metrics["clipped_ratio"] = mean([episode.finish_reason == "length" for episode in episodes])
+    scores = [score for problem in answered for score in problem.scores]
     for name in dict.fromkeys(name for score in scores for name in score):
-        there = [value for score in scores if (value := score.get(name)) is not None]
-        if there and len(scores[0]) > 1:
-            found[f"rewards/{name}"] = mean(there)
-    found |= average_env_metrics(episodes)
+        values = [value for score in scores if (value := score.get(name)) is not None]
+        if values and len(scores[0]) > 1:
+            metrics[f"rewards/{name}"] = mean(values)
+    metrics |= average_env_metrics(episodes)
     for name in ("failed", "unjudged"):
-        if count := sum(getattr(one, name) for one in answered):
-            found[name] = float(count)
-    return found
+        if count := sum(getattr(problem, name) for problem in answered):
+            metrics[name] = float(count)
+    return metrics
 
 
 def mean(numbers: Sequence[float]) -> float:
-    """Arithmetic mean; 0 of nothing."""
+    """Return the arithmetic mean; 0 of nothing."""
     return sum(numbers) / len(numbers) if numbers else 0.0
 
 
 def list_answers(name: str, answered: Sequence[AnsweredProblem]) -> Iterator[dict[str, Any]]:
-    """A line for samples.jsonl for each answer to the set `name`."""
-    for one in (own for problem in answered for own in problem.everybody):
-        for episode, score, total in zip(one.episodes, one.scores, one.totals, strict=True):
+    """Yield a line for samples.jsonl for each answer to the set `name`."""
+    for answers in (speaker for problem in answered for speaker in problem.everybody):
+        for episode, score, total in zip(
+            answers.episodes, answers.scores, answers.totals, strict=True
+        ):
             yield {"set": name, **describe_sample(episode, total, score)}
 
 
 def show_extremes(answered: Sequence[AnsweredProblem], count: int, width: int = 200) -> list[str]:
-    """The best and the worst `count` answers, a few lines each; the first of equals."""
+    """Return the best and the worst `count` answers, a few lines each; the first among equals."""
     pairs = [
         (total, episode)
         for problem in answered
-        for one in problem.everybody
-        for total, episode in zip(one.totals, one.episodes, strict=True)
+        for answers in problem.everybody
+        for total, episode in zip(answers.totals, answers.episodes, strict=True)
     ]
     order = sorted(range(len(pairs)), key=lambda i: (-pairs[i][0], i))
     best, worst = order[:count], [i for i in order[::-1] if i not in order[:count]][:count]
@@ -207,21 +215,28 @@ def show_extremes(answered: Sequence[AnsweredProblem], count: int, width: int = 
 
 
 def list_turns(episode: Episode) -> list[tuple[str, str]]:
-    """(role, text) of the last message before the policy spoke and of all that follow it."""
-    asked, said = episode.prompt, episode.completion
-    asked = [{"role": "prompt", "content": asked}] if isinstance(asked, str) else asked
-    said = [{"role": "completion", "content": said}] if isinstance(said, str) else said
-    return [(str(turn.get("role")), turn.get("content") or "") for turn in [*asked[-1:], *said]]
+    """Return (role, text) of the last message before the policy spoke, and of all that follow it.
+    """
+    prompt, completion = episode.prompt, episode.completion
+    prompt = [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt
+    completion = (
+        [{"role": "completion", "content": completion}]
+        if isinstance(completion, str)
+        else completion
+    )
+    return [
+        (str(turn.get("role")), turn.get("content") or "") for turn in [*prompt[-1:], *completion]
+    ]
 
 
 def shorten(text: str, width: int) -> str:
-    """One line; the middle of a long text is left out, for its end says how it came out."""
+    """Return a text on one line, without its middle if it is long: the end shows the outcome."""
     text = " ".join(text.split())
     half = (width - 5) // 2
     return text if len(text) <= width else f"{text[:half]} ... {text[-half:]}"
 
 
-def set_sampling(sampling: Sampling, one: EvalSetConfig) -> Sampling:
-    """The run's sampling with what the set changes."""
-    given = {"temperature": one.temperature, "max_new_tokens": one.max_new_tokens}
-    return sampling.model_copy(update={k: v for k, v in given.items() if v is not None})
+def set_sampling(sampling: Sampling, section: EvalSetConfig) -> Sampling:
+    """Return the run's sampling with the changes of the set."""
+    changes = {"temperature": section.temperature, "max_new_tokens": section.max_new_tokens}
+    return sampling.model_copy(update={k: v for k, v in changes.items() if v is not None})

@@ -36,8 +36,8 @@ from jaxtrain.generation.prompts import check_columns, rename
 
 
 class ProblemSets:
-    """All sets with what plays and judges them; their environments and reward workers are their
-    own, so that training may go on with its own beside them."""
+    """Problem sets with environments and reward workers of their own, so that training can go on
+    with its own at the same time."""
 
     def __init__(
         self,
@@ -49,16 +49,19 @@ class ProblemSets:
         show: int = 0,
         patience: float | None = None,
         log: Callable[[str], None] = print,
-        others: Mapping[str, Any] | None = None,
+        frozen: Mapping[str, Any] | None = None,
         policies: Mapping[str, Sequence[str]] | None = None,
     ):
-        """Reads all rows. envs: one for each set. others: the frozen policies. policies: the
-        trained ones, where they have names, as GroupRules.policies. show: best and
-        worst answers of each set to tell; UserError for a set that cannot be read."""
-        self.sets = [(one, read_problems(i, one)) for i, one in enumerate(sets)]
+        """Read all rows.
+
+        envs: one for each set. frozen: the frozen policies. policies: the trained ones, if they
+        have names, as GroupRules.policies. show: best and worst answers of each set to log. Raises
+        UserError for a set that cannot be read.
+        """
+        self.sets = [(section, read_problems(i, section)) for i, section in enumerate(sets)]
         self.envs, self.rewards, self.sampling = envs, rewards, sampling
         self.show, self.patience, self.log = show, patience, log
-        self.others, self.policies = dict(others or {}), policies
+        self.others, self.policies = dict(frozen or {}), policies
 
     def run(
         self,
@@ -67,56 +70,58 @@ class ProblemSets:
         sampled: Callable[[int, Iterable], Any],
         should_stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
-        """Let the engine answer all sets; `sampled` gets every answer's line.
+        """Answer all sets with an engine; `sampled` receives every answer's line.
 
         Blocks; the answers are drawn in an event loop's own thread. Raises UserError for answers
-        that nothing judges, RunStopped where no engine is left, and Interrupted once should_stop()
-        says so.
+        that nothing judges, RunStopped if no engine is left, and Interrupted once should_stop()
+        returns True.
         """
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         engine = with_policies(engine, self.others)
-        for index, (one, rows) in enumerate(self.sets):
+        for index, (section, rows) in enumerate(self.sets):
             loop = EventLoop("evaluation", self.patience, self.log)
             loop.should_stop = should_stop
             try:
-                answered = loop.run(self.answer(index, one, rows, engine))
+                answered = loop.run(self.answer(index, section, rows, engine))
             finally:
                 loop.close(engine.close)
-            numbers = summarize(answered, one.k, one.threshold)
-            found |= {f"eval/{one.label}/{name}": value for name, value in numbers.items()}
-            sampled(step, list_answers(one.label, answered))
+            numbers = summarize(answered, section.k, section.threshold)
+            metrics |= {f"eval/{section.label}/{name}": value for name, value in numbers.items()}
+            sampled(step, list_answers(section.label, answered))
             if self.show:
                 lines = show_extremes(answered, self.show)
-                self.log("\n".join([f"{one.label}, {len(rows)} problems at step {step}", *lines]))
-        return found
+                self.log(
+                    "\n".join([f"{section.label}, {len(rows)} problems at step {step}", *lines])
+                )
+        return metrics
 
     async def answer(
-        self, index: int, one: EvalSetConfig, rows: Sequence[Mapping[str, Any]], engine: Engine
+        self, index: int, section: EvalSetConfig, rows: Sequence[Mapping[str, Any]], engine: Engine
     ) -> list[AnsweredProblem]:
-        """One set's answers, judged."""
+        """Return one set's answers, judged."""
         try:
             answered = await answer_set(
                 rows,
                 self.envs[index],
                 engine,
-                self.rewards.only(one.rewards),
-                set_sampling(self.sampling, one),
-                one.k,
+                self.rewards.only(section.rewards),
+                set_sampling(self.sampling, section),
+                section.k,
                 failures=Failures(log=self.log),
                 policies=self.policies,
             )
         except UserError as error:
-            raise UserError(f"eval.sets.{index} ({one.path}): {error}") from None
+            raise UserError(f"eval.sets.{index} ({section.path}): {error}") from None
         scores = [score for problem in answered for score in problem.scores]
         if scores and not any(scores):
             raise UserError(
-                f"eval.sets.{index} ({one.path}): no reward judges the answers: add a [[rewards]]"
+                f"eval.sets.{index} ({section.path}): no reward judges the answers: add a [[rewards]]"
                 " table with a function, or an env that gives rewards itself for rows such as these"
             )
         return answered
 
     def close(self) -> None:
-        """End the reward workers and what environments hold."""
+        """Close the reward workers and the environments."""
         self.rewards.close()
         for env in self.envs:
             if (close := getattr(env, "close", None)) is not None:
@@ -124,10 +129,10 @@ class ProblemSets:
 
 
 def open_problem_sets(
-    config: Config, parts: ModelBundle, log: Callable[[str], None]
+    config: Config, bundle: ModelBundle, log: Callable[[str], None]
 ) -> ProblemSets | None:
-    """What section eval.sets asks for, on process 0, which answers for all; None where it is empty.
-    UserError before anything runs."""
+    """Open section eval.sets on process 0, which answers for all; returns None if it is empty, and
+    raises UserError before anything runs."""
     if not config.eval.sets or not is_main_process():
         return None
     with ExitStack() as stack:
@@ -135,17 +140,17 @@ def open_problem_sets(
             config.rewards, config.rollout.reward_workers, config.rollout.retries
         )
         stack.callback(rewards.close)
-        tokenizer, media = parts.tokenizer, parts.architecture.media_tokens
-        room = min(config.data.sequence_len, parts.architecture.longest)
+        tokenizer, media = bundle.tokenizer, bundle.architecture.media_tokens
+        room = min(config.data.sequence_len, bundle.architecture.longest)
         envs: list[GuardedEnv] = []
-        for index, one in enumerate(config.eval.sets):
+        for index, eval_set in enumerate(config.eval.sets):
             section, key = config.env, "env"
-            if one.env is not None:
-                section, key = one.env, f"eval.sets.{index}.env"
+            if eval_set.env is not None:
+                section, key = eval_set.env, f"eval.sets.{index}.env"
             folder = config.run.output_dir
             envs.append(open_guarded(section, tokenizer, room, key, media, folder))
             stack.callback(envs[-1].close)
-        made = ProblemSets(
+        sets = ProblemSets(
             config.eval.sets,
             envs,
             rewards,
@@ -153,29 +158,32 @@ def open_problem_sets(
             show=config.eval.show,
             patience=config.env.step_timeout,
             log=log,
-            others=open_frozen(config),
+            frozen=open_frozen(config),
             policies=list_judges(config),
         )
-        for env, (_, rows) in zip(envs, made.sets, strict=True):
+        for env, (_, rows) in zip(envs, sets.sets, strict=True):
             env.inspect(rows, log)
         stack.pop_all()
-        return made
+        return sets
 
 
-def read_problems(index: int, one: EvalSetConfig) -> list[dict[str, Any]]:
-    """All rows of eval.sets.`index`, columns renamed as its `fields` say; UserError."""
+def read_problems(index: int, section: EvalSetConfig) -> list[dict[str, Any]]:
+    """Return all rows of eval.sets.`index`, with columns renamed by its `fields`; raises UserError.
+    """
     key = f"eval.sets.{index}"
-    if one.benchmark:
-        found = read_prompt_set(one.benchmark, one.path, f"{key}.path", one.max_rows)
-        check_columns(found.rows, one.fields, f"{key}.fields", one.path)
+    if section.benchmark:
+        benchmark = read_prompt_set(
+            section.benchmark, section.path, f"{key}.path", section.max_rows
+        )
+        check_columns(benchmark.rows, section.fields, f"{key}.fields", section.path)
         return [
-            {**rename(row, one.fields), "prompt": turns[0]}
-            for row, turns in zip(found.rows, found.turns, strict=True)
+            {**rename(row, section.fields), "prompt": turns[0]}
+            for row, turns in zip(benchmark.rows, benchmark.turns, strict=True)
         ]
     try:
-        rows = open_rows(one.dataset())
+        rows = open_rows(section.dataset())
     except UserError as error:
         text = str(error).replace("data.datasets[]", key)
         raise UserError(text if key in text else f"{key}: {text}") from None
-    check_columns(rows, one.fields, f"{key}.fields", one.path)
-    return [rename(rows[i], one.fields) for i in range(len(rows))]
+    check_columns(rows, section.fields, f"{key}.fields", section.path)
+    return [rename(rows[i], section.fields) for i in range(len(rows))]

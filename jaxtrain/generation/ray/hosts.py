@@ -38,8 +38,10 @@ HOST, PORT = "{host}", "{port}"
 
 
 class ServerHost:
-    """One server process of this machine, in a process group of its own that ends with the actor.
-    Ray's CUDA_VISIBLE_DEVICES says which GPUs it sees."""
+    """A server process of this machine, in a process group of its own that ends with the actor.
+
+    Ray's CUDA_VISIBLE_DEVICES decides which GPUs it sees.
+    """
 
     def __init__(
         self,
@@ -55,8 +57,8 @@ class ServerHost:
         address: None asks Ray for this machine's. key: asked of whoever sends it requests."""
         self.host = address or find_address()
         self.port = find_ports(1, self.host)[0]
-        there = Path(folder) if Path(folder).is_dir() else Path(tempfile.gettempdir())
-        self.log = there / "servers" / f"{number}.log"
+        log_folder = Path(folder) if Path(folder).is_dir() else Path(tempfile.gettempdir())
+        self.log = log_folder / "servers" / f"{number}.log"
         self.key = key
         env = build_environment(self._make_folder(), key, None, command[0])
         words = [word.replace(HOST, self.host).replace(PORT, str(self.port)) for word in command]
@@ -68,14 +70,14 @@ class ServerHost:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def where(self) -> dict[str, Any]:
-        """{"url"}, or {"failed"} for a server that ended."""
+        """Return {"url"}, or {"failed"} for a server that ended."""
         if self.failed:
             return {"failed": self.failed}
         url, node = f"http://{self.host}:{self.port}", os.uname().nodename
         return {"url": url, "key": self.key, "node": node, "log": str(self.log)}
 
     def stop(self, seconds: float = 10.0) -> dict[str, Any]:
-        """End the server, for good."""
+        """Stop the server, for good."""
         self.failed = "it was stopped"
         self.process.stop(seconds)
         return {}
@@ -119,27 +121,27 @@ class RaySource:
         self._told: set[str] = set()
 
     def poll(self) -> list[DiscoveredServer] | None:
-        """See discover.Source; hosts that are being started are not listed."""
+        """Return the servers that answer; hosts that are being started are not listed."""
         if self.cluster.error is not None:
             return None
-        found, deadline = [], time.monotonic() + self.seconds
-        for place, host in enumerate(self.find_hosts()):
+        servers, deadline = [], time.monotonic() + self.seconds
+        for index, host in enumerate(self.find_hosts()):
             # A host that is being started answers once it is; it is asked once until then.
-            answer = self._asked.pop(place, None) or host.call("where")
+            answer = self._asked.pop(index, None) or host.call("where")
             try:
-                told = answer.result(max(0.0, deadline - time.monotonic()))
+                status = answer.result(max(0.0, deadline - time.monotonic()))
             except NotYet:
-                self._asked[place] = answer
+                self._asked[index] = answer
                 continue
             except (RemoteLost, RunStopped, RuntimeError) as error:
-                self._tell(f"server {place}: {error}")
+                self._tell(f"server {index}: {error}")
                 continue
-            if "failed" in told:
-                self._tell(f"server {place} ended: {told['failed']}")
+            if "failed" in status:
+                self._tell(f"server {index} ended: {status['failed']}")
             else:
-                os.environ.setdefault(KEY_VARIABLE, told["key"])
-                found.append(DiscoveredServer(told["url"]))
-        return found
+                os.environ.setdefault(KEY_VARIABLE, status["key"])
+                servers.append(DiscoveredServer(status["url"]))
+        return servers
 
     def _tell(self, text: str) -> None:
         if text not in self._told:
@@ -155,12 +157,15 @@ def start_hosts(
     gpus: float,
     name: str | None = None,
 ) -> list[RayRemote]:
-    """So many servers, each on `gpus` GPUs of one machine. folder: of the run. name: of a service
-    that they belong to, with which they outlive this process."""
-    key, made = make_key(), []
+    """Start servers, each on `gpus` GPUs of one machine.
+
+    folder: of the run. name: of a service that they belong to, with which they outlive this
+    process.
+    """
+    key, hosts = make_key(), []
     for number in range(replicas):
-        kept = {"name": host_name(name, number), "lifetime": "detached"} if name else {}
-        made.append(
+        detached = {"name": host_name(name, number), "lifetime": "detached"} if name else {}
+        hosts.append(
             cluster.start(
                 ServerHost,
                 (
@@ -176,47 +181,51 @@ def start_hosts(
                 max_concurrency=4,
                 scheduling_strategy="SPREAD",
                 runtime_env=cluster.environment(),
-                **kept,
+                **detached,
             )
         )
-    return made
+    return hosts
 
 
 def find_hosts(cluster: RayCluster, name: str) -> list[RayRemote]:
-    """The servers of a service."""
-    found: list[RayRemote] = []
+    """Return the servers of a service."""
+    hosts: list[RayRemote] = []
     while True:
         try:
-            found.append(cluster.find(host_name(name, len(found))))
+            hosts.append(cluster.find(host_name(name, len(hosts))))
         except UserError:
-            return found
+            return hosts
 
 
 def describe_hosts(hosts: Sequence[RemoteObject], seconds: float = 2.0) -> Iterator[str]:
-    """A line for each: where its log is, which its machine alone knows. seconds: for all of them;
-    those that wait for room are said to."""
+    """Yield a line for each host: its log file, which only its machine knows.
+
+    seconds: for all of them; those that still wait for room are named.
+    """
     deadline = time.monotonic() + seconds
-    asked = [host.call("where") for host in hosts]
-    for number, answer in enumerate(asked):
+    answers = [host.call("where") for host in hosts]
+    for number, answer in enumerate(answers):
         try:
-            told = answer.result(max(0.0, deadline - time.monotonic()))
+            status = answer.result(max(0.0, deadline - time.monotonic()))
         except (NotYet, RemoteLost, RuntimeError) as error:
             why = "it waits for room" if isinstance(error, NotYet) else error
             yield f"server {number} is not there yet: {why}; see ray status"
         else:
-            place = f"log {told['log']} on {told['node']}" if "url" in told else told["failed"]
-            yield f"server {number}: {place}"
+            text = (
+                f"log {status['log']} on {status['node']}" if "url" in status else status["failed"]
+            )
+            yield f"server {number}: {text}"
 
 
 def host_name(name: str, number: int) -> str:
-    """The Ray name of a service's server."""
+    """Return the Ray name of a service's server."""
     return f"{name}-server-{number}"
 
 
 def launch(
     cluster: RayCluster, config: Config, longest: int | None, name: str | None
 ) -> list[RayRemote]:
-    """The servers that the config asks for. longest: see command.build_command. name: as for
+    """Start the servers of the config. longest: see command.build_command. name: as for
     start_hosts."""
     vllm = config.rollout.vllm
     gpus = vllm.gpus / vllm.replicas if vllm.gpus is not None else float(cluster.has_gpus())
@@ -227,8 +236,8 @@ def launch(
 
 
 def open_source(config: Config, longest: int | None, log: Callable[[str], None]) -> RaySource:
-    """Of rollout.vllm.launch ray: servers of the run's own, or those of the service that it uses;
-    UserError."""
+    """Open the servers of rollout.vllm.launch ray, the run's own or those of the service that it
+    uses; raises UserError."""
     cluster, name = join(config.rollout.ray), service_name(config.rollout.service)
     if name is None:
         hosts = launch(cluster, config, longest, None)
@@ -242,13 +251,13 @@ def open_source(config: Config, longest: int | None, log: Callable[[str], None])
 
 
 def make_key() -> str:
-    """What servers ask of whoever sends them requests: this process's, or a new one, which this
-    process and the workers that it starts use from now on."""
+    """Return the key that servers require of their clients: this process's, or a new one, which
+    this process and the workers that it starts use from then on."""
     return os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
 
 
 def find_address() -> str:
-    """This machine's address as the cluster knows it."""
+    """Return this machine's address as the cluster knows it."""
     import ray
 
     return ray.util.get_node_ip_address()

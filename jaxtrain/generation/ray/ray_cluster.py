@@ -1,7 +1,7 @@
-"""Ray, as far as this house uses it: a cluster joined, actors as `Far`, errors as ours.
+"""Ray as far as jaxtrain uses it: joining a cluster, actors as RemoteObject, errors as ours.
 
-Ray is imported when a function here is called. Its own ports carry pickled objects: they belong
-inside a network that only the cluster's own machines reach (docs/cluster.md).
+Ray is imported when a function of this module is called. Its ports carry pickled objects: they
+belong inside a network that only the cluster's own machines reach (docs/cluster.md).
 """
 
 import os
@@ -15,10 +15,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 import jaxtrain
 from jaxtrain.config.ray import RayConfig
 from jaxtrain.errors import RunStopped, UserError
-from jaxtrain.generation.ray.remote import RemoteLost
+from jaxtrain.generation.ray.remote import RemoteLost, RemoteObject
 
 LOOK_SECONDS = 5.0
 LOOPBACK = "127.0.0.1"
@@ -32,7 +34,7 @@ LOST_CLUSTER = (
 
 
 def import_ray() -> Any:
-    """The package; UserError where it is not installed."""
+    """Import the package; raises UserError if it is not installed."""
     # Before the import, which reads them; nobody here wants to be counted or warned of the future.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
@@ -47,11 +49,14 @@ def import_ray() -> Any:
 
 
 class RayCluster:
-    """The cluster that this process is a driver of; joined once a process."""
+    """The cluster that this process is a driver of; joined once per process."""
 
     def __init__(self, config: RayConfig, cpus: float = 0.0):
-        """cpus: those that a Ray of its own says it has, at least, whatever the machine has: actors
-        shall not wait for each other."""
+        """Join the cluster.
+
+        cpus: least number that a Ray of its own announces, whatever the machine has, so that actors
+        do not wait for each other.
+        """
         self.config, self.ray = config, import_ray()
         self.own = config.address is None
         self.error: RunStopped | None = None
@@ -91,44 +96,45 @@ class RayCluster:
         return self._closed.is_set()
 
     def describe(self) -> str:
-        """For people: where it is and how large."""
+        """Return its address and size, for people."""
         alive = [node for node in self.ray.nodes() if node["Alive"]]
         where = "of this machine alone" if self.own else f"at {self.config.address}"
         return f"{where} ({len(alive)} node{'s' if len(alive) > 1 else ''})"
 
     def has_gpus(self) -> bool:
-        """Whether any of its machines has some."""
+        """Return whether any of its machines has GPUs."""
         return self.ray.cluster_resources().get("GPU", 0) > 0
 
     @property
     def address(self) -> str:
-        """This machine's, as the cluster knows it."""
+        """This machine's address as the cluster knows it."""
         return LOOPBACK if self.own else self.ray.util.get_node_ip_address()
 
     def close(self) -> None:
-        """Leave it; actors that are not detached end with that, and a Ray of its own does."""
+        """Leave the cluster; this ends actors that are not detached, and a Ray of its own."""
         if not self.closed:
             self._closed.set()
             if self.error is None:  # without its head, Ray would end this process over it
                 self.ray.shutdown()
 
-    def environment(self, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """runtime_env of an actor: this package on its path, and the variables to pass."""
-        given = dict(more or {})
+    def environment(self, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the runtime_env of an actor: this package on its path, and the variables to pass.
+        """
+        runtime_env = dict(overrides or {})
         passed = {name: os.environ[name] for name in self.config.pass_env if name in os.environ}
         paths = [str(Path(jaxtrain.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         paths += [path for path in sys.path if path and Path(path).is_dir() and ".zip" not in path]
-        own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths)))}
-        given["env_vars"] = {**own, **passed, **given.get("env_vars", {})}
-        return given
+        python_path = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths)))}
+        runtime_env["env_vars"] = {**python_path, **passed, **runtime_env.get("env_vars", {})}
+        return runtime_env
 
     def start(self, kind: type, arguments: Sequence[Any], **options: Any) -> "RayRemote":
-        """An actor of this class, that is started again wherever there is room for it."""
+        """Start an actor of this class, which is started again wherever there is room for it."""
         options = {"max_restarts": -1, "max_task_retries": 0, **options}
         return RayRemote(self, self.ray.remote(**options)(kind).remote(*arguments))
 
     def has(self, name: str) -> bool:
-        """Whether there is an actor of this name."""
+        """Return whether there is an actor of this name."""
         try:
             self.ray.get_actor(name, namespace=self.config.namespace)
         except ValueError:
@@ -136,7 +142,7 @@ class RayCluster:
         return True
 
     def find(self, name: str) -> "RayRemote":
-        """A named actor; UserError where there is none."""
+        """Return a named actor; raises UserError if there is none."""
         try:
             return RayRemote(self, self.ray.get_actor(name, namespace=self.config.namespace))
         except ValueError:
@@ -147,7 +153,8 @@ class RayCluster:
             ) from None
 
     def _watch(self, head: str) -> None:
-        """The thread that notices that the head is gone: calls to actors would wait for it."""
+        """Run the thread that notices the loss of the head, for which calls to actors would wait.
+        """
         host, _, port = head.rpartition(":")
         answered = time.monotonic()
         while not self._closed.wait(LOOK_SECONDS):
@@ -160,7 +167,7 @@ class RayCluster:
 
 
 def join(config: RayConfig) -> RayCluster:
-    """The cluster of this process, joined by the first who asks."""
+    """Return the cluster of this process, joining it at the first call."""
     # The service, and room for what its workers and servers say that they take.
     cpus = 2 + config.episode_workers * config.worker_cpus
     if not _JOINED or _JOINED[0].closed:
@@ -168,44 +175,44 @@ def join(config: RayConfig) -> RayCluster:
     return _JOINED[0]
 
 
-class RayRemote:
-    """An actor as `Far`."""
+class RayRemote(RemoteObject):
+    """An actor as `RemoteObject`."""
 
     def __init__(self, cluster: RayCluster, handle: Any):
         self.cluster, self.handle = cluster, handle
 
+    @override
     @property
     def error(self) -> RunStopped | None:
-        """See Far."""
         return self.cluster.error
 
+    @override
     def call(self, name: str, *arguments: Any) -> Future:
-        """See Far."""
         answer: Future = Future()
         if self.error is not None:
             answer.set_exception(self.error)
             return answer
         try:
-            made = getattr(self.handle, name).remote(*arguments).future()
+            ray_future = getattr(self.handle, name).remote(*arguments).future()
         except Exception as error:  # the border: Ray says in many ways that it is not there
             answer.set_exception(translate(error, self.cluster.ray))
             return answer
 
-        def give(made: Future) -> None:
-            error = made.exception()
+        def give(ray_future: Future) -> None:
+            error = ray_future.exception()
             try:
                 if error is None:
-                    answer.set_result(made.result())
+                    answer.set_result(ray_future.result())
                 else:
                     answer.set_exception(translate(error, self.cluster.ray))
             except Exception:  # cancelled by whoever waited for it
                 pass
 
-        made.add_done_callback(give)
+        ray_future.add_done_callback(give)
         return answer
 
+    @override
     def end(self) -> None:
-        """See Far."""
         self.cluster.ray.kill(self.handle, no_restart=False)
 
     def kill(self) -> None:
@@ -214,7 +221,7 @@ class RayRemote:
 
 
 def translate(error: BaseException, ray: Any) -> BaseException:
-    """A Ray error as one of ours."""
+    """Return a Ray error as one of ours."""
     kinds = ray.exceptions
     if isinstance(error, kinds.RayTaskError):
         return RuntimeError(str(error))

@@ -36,10 +36,10 @@ def unpack_request(packed: dict[str, Any]) -> PromptRequest:
 def pack_slot(slot: RoundSlot) -> dict[str, Any]:
     """Pack a slot that was filled."""
     # The group may be one of the flat ones; sent as an index, it is the same object again there.
-    place = next((i for i, group in enumerate(slot.flat) if group is slot.group), None)
+    index = next((i for i, group in enumerate(slot.flat) if group is slot.group), None)
     return {
-        "place": place,
-        "group": pack_all(slot.group) if place is None else None,
+        "place": index,
+        "group": pack_all(slot.group) if index is None else None,
         "asks": [pack_request(request) for request in slot.requests],
         "flat": [pack_all(group) for group in slot.flat],
         "dropped": dict(slot.dropped),
@@ -48,9 +48,9 @@ def pack_slot(slot: RoundSlot) -> dict[str, Any]:
 
 
 def unpack_slot(packed: dict[str, Any]) -> RoundSlot:
-    flat, place = [unpack(group) for group in packed["flat"]], packed["place"]
+    flat, index = [unpack(group) for group in packed["flat"]], packed["place"]
     return RoundSlot(
-        unpack(packed["group"]) if place is None else flat[place],
+        unpack(packed["group"]) if index is None else flat[index],
         [unpack_request(request) for request in packed["asks"]],
         flat,
         Counter(packed["dropped"]),

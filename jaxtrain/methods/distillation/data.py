@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from typing_extensions import override
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow
@@ -60,8 +61,8 @@ class TeacherRecipe(Sequences):
         self.component, self.fields = component, fields
         self.streams, self.top_k = streams, top_k
 
+    @override
     def open(self, dataset: DatasetConfig) -> MixturePart:
-        """See pipeline.Recipe."""
         part = super().open(without_columns(dataset))
         renamed = {w: f for w, f in dataset.fields.items() if w in (*COLUMNS, *TOKENS)}
         reader = None
@@ -74,14 +75,14 @@ class TeacherRecipe(Sequences):
     open_held_out = open
 
     def settings(self, dataset: DatasetConfig) -> str | None:
-        """Nothing is kept between runs: log-probs are larger than what is saved."""
+        """Return nothing: log-probs are larger than what a cache would save."""
         return None
 
     def probe(self, dataset: DatasetConfig) -> Probe:
-        """See pipeline.Recipe; UserError where hardly a row has log-probs that fit its tokens."""
-        found = probe_samples(without_columns(dataset), self.tokenizer, self.data, self.trees)
+        """Check a dataset; raises UserError if hardly a row has log-probs that fit its tokens."""
+        probe = probe_samples(without_columns(dataset), self.tokenizer, self.data, self.trees)
         if self.streams is None:
-            return found
+            return probe
         part, rows = self.open(dataset), open_rows(dataset)
         reasons: list[str] = []
         for index, row in enumerate(rows if not hasattr(rows, "__len__") else map_rows(rows)):
@@ -89,7 +90,7 @@ class TeacherRecipe(Sequences):
                 break
             items = part.tokenize(row, f"row {index}")
             if any(isinstance(item, Tree) for item in items):
-                return found
+                return probe
             reasons += [item.reason for item in items if isinstance(item, Dropped)]
         common = max(set(reasons), key=reasons.count, default="no row gives anything")
         raise UserError(
@@ -98,9 +99,9 @@ class TeacherRecipe(Sequences):
             " logprobs or prompt_logprobs (docs/distillation.md); fields renames others"
         )
 
-    def show_example(self, found: Probe, console: Console) -> None:
-        """See pipeline.Recipe."""
-        super().show_example(found, console)
+    @override
+    def show_example(self, probe: Probe, console: Console) -> None:
+        super().show_example(probe, console)
         if self.streams is not None:
             console.print(f"with the teacher's {self.top_k} likeliest tokens of each", markup=False)
 
@@ -117,7 +118,8 @@ def without_columns(dataset: DatasetConfig) -> DatasetConfig:
 
 
 class TeacherTokenizer:
-    """(row, origin) -> trees and drops: what another row_tokenizer makes, under another component."""
+    """(row, origin) -> trees and drops: what another row_tokenizer makes, under another component.
+    """
 
     def __init__(self, tokenize: Any, component: str, reader: "LogProbReader | None"):
         self.tokenize, self.component, self.reader = tokenize, component, reader
@@ -162,11 +164,12 @@ class LogProbReader:
         self.names, self.k, self.renamed, self.vocabulary = names, k, dict(renamed), vocabulary
 
     def __call__(self, row: Mapping[str, Any], sample: Sample) -> dict[str, np.ndarray]:
-        """Raises Malformed for what does not belong to the sample's tokens."""
+        """Return the streams of a sample; raises MalformedRow for log-probs that do not belong to
+        its tokens."""
         length = len(sample.tokens)
         for name in TOKENS:
-            given = self._column(row, name)
-            if given is not None and list(given)[-length:] != sample.tokens.tolist():
+            tokens = self._column(row, name)
+            if tokens is not None and list(tokens)[-length:] != sample.tokens.tolist():
                 raise MalformedRow(f"{name} are not the tokens that the tokenizer makes of the row")
         entries = self._entries(row)
         if len(entries) > length:
@@ -174,25 +177,25 @@ class LogProbReader:
         ids = np.full((length, self.k), NOTHING, np.int32)
         logp = np.zeros((length, self.k), np.float32)
         first = length - len(entries)
-        for place in np.flatnonzero(sample.weights):
-            pairs = entries[place - first] if place >= first else []
+        for position in np.flatnonzero(sample.weights):
+            pairs = entries[position - first] if position >= first else []
             if not pairs:
                 raise MalformedRow("a trained token has none")
             pairs = sorted(pairs, key=lambda pair: -pair[1])[: self.k]
-            ids[place, : len(pairs)] = [pair[0] for pair in pairs]
-            logp[place, : len(pairs)] = [pair[1] for pair in pairs]
+            ids[position, : len(pairs)] = [pair[0] for pair in pairs]
+            logp[position, : len(pairs)] = [pair[1] for pair in pairs]
         return dict(zip(self.names, (ids, logp), strict=True))
 
     def _column(self, row: Mapping[str, Any], name: str) -> Any:
-        for one in (self.renamed.get(name, name), *ALSO_CALLED.get(name, ())):
-            if row.get(one) is not None:
-                return row[one]
+        for column in (self.renamed.get(name, name), *ALSO_CALLED.get(name, ())):
+            if row.get(column) is not None:
+                return row[column]
         return None
 
     def _entries(self, row: Mapping[str, Any]) -> list[list[tuple[int, float]]]:
         ids = self._column(row, "target_token_ids")
-        given = {name: self._column(row, name) for name in COLUMNS[1:]}
-        values = next((value for value in given.values() if value is not None), None)
+        columns = {name: self._column(row, name) for name in COLUMNS[1:]}
+        values = next((value for value in columns.values() if value is not None), None)
         if values is None:
             raise MalformedRow("no column target_logprobs, logprobs or prompt_logprobs")
         if isinstance(values, Mapping) and "content" in values:
@@ -204,13 +207,15 @@ class LogProbReader:
         if len(ids) != len(values):
             raise MalformedRow(f"{len(ids)} target_token_ids for {len(values)} log-probs")
         return [
-            self._checked(list(zip(own, numbers, strict=True))) if len(own) == len(numbers) else []
-            for own, numbers in zip(ids, values, strict=True)
+            self._checked(list(zip(token_ids, numbers, strict=True)))
+            if len(token_ids) == len(numbers)
+            else []
+            for token_ids, numbers in zip(ids, values, strict=True)
         ]
 
     def _checked(self, pairs: list[tuple[Any, Any]]) -> list[tuple[int, float]]:
         """Pairs of which something is known; Malformed for what is no log-prob of a token."""
-        kept = []
+        checked = []
         for token, value in pairs:
             if value is None or value == -math.inf:
                 continue
@@ -226,10 +231,10 @@ class LogProbReader:
                 )
             if not value < 1e-3:  # a little above 0 is rounding
                 raise MalformedRow(f"{value:g} is no log-probability")
-            kept.append((token, min(value, 0.0)))
-        if len({token for token, _ in kept}) < len(kept):
+            checked.append((token, min(value, 0.0)))
+        if len({token for token, _ in checked}) < len(checked):
             raise MalformedRow("a token occurs twice in one entry")
-        return kept
+        return checked
 
 
 def read_entry(entry: Any) -> list[tuple[Any, Any]]:
@@ -247,13 +252,13 @@ def read_entry(entry: Any) -> list[tuple[Any, Any]]:
     if not isinstance(entry, Sequence | np.ndarray) or isinstance(entry, str):
         raise MalformedRow(f"an entry must be a list or a table, found {show(entry)}")
     pairs = []
-    for one in entry:
-        if not isinstance(one, Mapping) or "logprob" not in one:
+    for candidate in entry:
+        if not isinstance(candidate, Mapping) or "logprob" not in candidate:
             raise MalformedRow(
-                f"without target_token_ids an entry needs token and logprob: {show(one)}"
+                f"without target_token_ids an entry needs token and logprob: {show(candidate)}"
             )
-        token = one.get("token_id", one.get("token"))
+        token = candidate.get("token_id", candidate.get("token"))
         if isinstance(token, str):
             token = token.removeprefix("token_id:")
-        pairs.append((token, one["logprob"]))
+        pairs.append((token, candidate["logprob"]))
     return pairs

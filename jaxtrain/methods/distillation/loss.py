@@ -90,38 +90,40 @@ def distillation_loss(model, teacher, batch: Batch, numbers: Distillation):
     if own_BT is not None:
         ce_BT = jnp.where(own_BT > 0, jnp.zeros_like(ce_BT), ce_BT)
     if teacher is None:
-        known = TopK(batch.streams[IDS], batch.streams[LOGP])
+        targets = TopK(batch.streams[IDS], batch.streams[LOGP])
     else:
         states_BTE, _ = predictions(teacher, batch)
-        known = (lax.stop_gradient(states_BTE), lax.stop_gradient(teacher.head()))
+        targets = (lax.stop_gradient(states_BTE), lax.stop_gradient(teacher.head()))
     head_VD = model.head()
-    if teacher is not None:  # rows beyond the smaller one only fill a table up: no token has them
-        size = min(head_VD.shape[0], known[1].shape[0])
-        head_VD, known = head_VD[:size], (known[0], known[1][:size])
+    if teacher is not None:
+        # Vocabularies are padded to different sizes; no token has an id beyond the smaller one.
+        size = min(head_VD.shape[0], targets[1].shape[0])
+        head_VD, targets = head_VD[:size], (targets[0], targets[1][:size])
     caps = (model.logit_softcap, None if teacher is None else teacher.logit_softcap)
-    total, found = sum_divergence(
-        hidden_BTD, head_VD, known, target_BT, weight_BT, ce_BT, numbers, caps
+    total, tokens = sum_divergence(
+        hidden_BTD, head_VD, targets, target_BT, weight_BT, ce_BT, numbers, caps
     )
-    return {COMPONENT: total}, describe(found, weight_BT, own_BT, numbers.beta)
+    return {COMPONENT: total}, describe(tokens, weight_BT, own_BT, numbers.beta)
 
 
-def describe(found: TokenDivergence, weight_BT, own_BT, beta: float) -> dict[str, Any]:
-    """Weighted means as (sum, weight); with own samples the divergence of both kinds of tokens."""
-    weight_BT = weight_BT.astype(found.nll.dtype)
+def describe(tokens: TokenDivergence, weight_BT, own_BT, beta: float) -> dict[str, Any]:
+    """Return weighted means as (sum, weight); with drawn samples, the divergence of both kinds of
+    tokens."""
+    weight_BT = weight_BT.astype(tokens.nll.dtype)
     name = "kl" if beta in (0.0, 1.0) else "jsd"
     values = {
-        name: found.divergence,
-        "nll": found.nll,
-        "teacher_entropy": found.teacher_entropy,
-        "entropy": found.student_entropy,
-        "agreement": found.agree,
+        name: tokens.divergence,
+        "nll": tokens.nll,
+        "teacher_entropy": tokens.teacher_entropy,
+        "entropy": tokens.student_entropy,
+        "agreement": tokens.agree,
     }
     weight = jnp.sum(weight_BT)
     metrics = {key: (jnp.sum(weight_BT * value), weight) for key, value in values.items()}
     if own_BT is not None:
         for kind, here_BT in (("own", own_BT > 0), ("data", own_BT <= 0)):
             part_BT = jnp.where(here_BT, weight_BT, 0.0)
-            pair = (jnp.sum(part_BT * found.divergence), jnp.sum(part_BT))
+            pair = (jnp.sum(part_BT * tokens.divergence), jnp.sum(part_BT))
             metrics[f"{name}/{kind}"] = pair
     return metrics
 
@@ -129,7 +131,7 @@ def describe(found: TokenDivergence, weight_BT, own_BT, beta: float) -> dict[str
 def sum_divergence(
     hidden_BTD,
     head_VD,
-    known,
+    teacher,
     target_BT,
     weight_BT,
     ce_BT,
@@ -139,47 +141,47 @@ def sum_divergence(
     """(sum of weight x scale x divergence + ce x nll, numbers of each token [B, T], which carry no
     gradient).
 
-    known: (the teacher's states [B, T, E], its head [V, E]) or TopK of [B, T, k]. Gradients flow to
-    hidden and head. The arrays may be sharded in any way.
+    teacher: (the teacher's states [B, T, E], its head [V, E]) or TopK of [B, T, k]. Gradients flow
+    to hidden and head. The arrays may be sharded in any way.
     """
-    is_topk = isinstance(known, TopK)
+    is_topk = isinstance(teacher, TopK)
 
-    def local(axis, hidden_BTD, head_VD, states, other, target_BT, weight_BT, ce_BT):
+    def local(axis, hidden_BTD, head_VD, states, weights, target_BT, weight_BT, ce_BT):
         flat = lambda x: x.reshape(-1, x.shape[-1])  # noqa: E731
-        known = TopK(flat(states), flat(other)) if is_topk else (flat(states), other)
+        teacher = TopK(flat(states), flat(weights)) if is_topk else (flat(states), weights)
         spec = DivergenceSpec(numbers, axis, softcaps)
-        given: Any = divergence_sum(
+        sums: Any = divergence_sum(
             spec,
             flat(hidden_BTD),
             head_VD,
-            known,
+            teacher,
             target_BT.reshape(-1).astype(jnp.int32),
             weight_BT.reshape(-1),
             ce_BT.reshape(-1),
         )
-        total, found = given
-        return total, TokenDivergence(*(field.reshape(target_BT.shape) for field in found))
+        total, tokens = sums
+        return total, TokenDivergence(*(field.reshape(target_BT.shape) for field in tokens))
 
-    states, other = known[0], known[1]
+    states, weights = teacher[0], teacher[1]
     per_token = (target_BT, weight_BT, ce_BT)
     spec_BTD, vocabulary = place_tokens(hidden_BTD, head_VD)
     if spec_BTD is None:
-        return local(None, hidden_BTD, head_VD, states, other, *per_token)
+        return local(None, hidden_BTD, head_VD, states, weights, *per_token)
     by_token = PartitionSpec(*spec_BTD[:2])
     shards: list[str] = []
     for axes in by_token:
         shards += [axes] if isinstance(axes, str) else axes or ()
     stored = stored_axes(head_VD)
-    others = () if is_topk else stored_axes(other)
+    teacher_axes = () if is_topk else stored_axes(weights)
 
-    def summed(hidden_BTD, head_VD, states, other, *per_token):
+    def summed(hidden_BTD, head_VD, states, weights, *per_token):
         head_VD = whole_head(head_VD, hidden_BTD.dtype, stored)
         if not is_topk:
-            other = whole_head(other, states.dtype, others)
-        total, found = local(vocabulary, hidden_BTD, head_VD, states, other, *per_token)
-        return jax.lax.psum(total, tuple(shards)) if shards else total, found
+            weights = whole_head(weights, states.dtype, teacher_axes)
+        total, tokens = local(vocabulary, hidden_BTD, head_VD, states, weights, *per_token)
+        return jax.lax.psum(total, tuple(shards)) if shards else total, tokens
 
-    other_spec = by_token if is_topk else PartitionSpec(vocabulary, others or None)
+    other_spec = by_token if is_topk else PartitionSpec(vocabulary, teacher_axes or None)
     return jax.shard_map(
         summed,
         in_specs=(
@@ -193,11 +195,11 @@ def sum_divergence(
         ),
         out_specs=(PartitionSpec(), by_token),
         check_vma=False,
-    )(hidden_BTD, head_VD, states, other, *per_token)
+    )(hidden_BTD, head_VD, states, weights, *per_token)
 
 
 class DivergenceSpec(NamedTuple):
-    """What the compiled program depends on, beside shapes."""
+    """Static arguments of the compiled program, beside shapes."""
 
     numbers: Distillation
     axis: Axis
@@ -205,20 +207,20 @@ class DivergenceSpec(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def divergence_sum(spec: DivergenceSpec, hidden_TD, head_VD, known, target_T, weight_T, ce_T):
+def divergence_sum(spec: DivergenceSpec, hidden_TD, head_VD, teacher, target_T, weight_T, ce_T):
     """(sum, Measured) of flat local tokens."""
-    total, found, _ = walk(spec, hidden_TD, head_VD, known, target_T, weight_T, ce_T, None)
-    return total, found
+    total, tokens, _ = walk(spec, hidden_TD, head_VD, teacher, target_T, weight_T, ce_T, None)
+    return total, tokens
 
 
-def _fwd(spec, hidden, head, known, target, weight, ce):
+def _fwd(spec, hidden, head, teacher, target, weight, ce):
     # Who is perturbed is differentiated: a frozen head's gradient is never made.
-    given = (hidden, head, *jax.tree.leaves(known), target, weight, ce)
-    values = [one.value for one in given]
-    rest = jax.tree.unflatten(jax.tree.structure(known, is_leaf=_is_primal), values[2:-3])
-    wanted = (hidden.perturbed, head.perturbed)
-    total, found, grads = walk(spec, values[0], values[1], rest, *values[-3:], wanted)
-    return (total, found), grads
+    arguments = (hidden, head, *jax.tree.leaves(teacher), target, weight, ce)
+    values = [argument.value for argument in arguments]
+    rest = jax.tree.unflatten(jax.tree.structure(teacher, is_leaf=_is_primal), values[2:-3])
+    needs_grad = (hidden.perturbed, head.perturbed)
+    total, tokens, grads = walk(spec, values[0], values[1], rest, *values[-3:], needs_grad)
+    return (total, tokens), grads
 
 
 def _is_primal(leaf) -> bool:
@@ -241,10 +243,12 @@ def _bwd(spec: DivergenceSpec, grads, cotangents):
 divergence_sum.defvjp(_fwd, _bwd, symbolic_zeros=True)
 
 
-def walk(spec: DivergenceSpec, hidden_TD, head_VD, known, target_T, weight_T, ce_T, wanted: Any):
-    """(sum, Measured, (d hidden, d head)) chunk by chunk over the tokens that train.
+def walk(
+    spec: DivergenceSpec, hidden_TD, head_VD, teacher, target_T, weight_T, ce_T, needs_grad: Any
+):
+    """Compute (sum, TokenDivergence, (d hidden, d head)) over the trained tokens, chunk by chunk.
 
-    wanted: whether the gradients by hidden and by head are, or None for neither.
+    needs_grad: whether the gradients by hidden and by head are needed; None for neither.
     """
     numbers, _, (softcap, other_softcap) = spec
     T, V = hidden_TD.shape[0], head_VD.shape[0]
@@ -259,9 +263,9 @@ def walk(spec: DivergenceSpec, hidden_TD, head_VD, known, target_T, weight_T, ce
     order = jnp.pad(order, (0, -T % chunk), constant_values=T)
     low_VD = head_VD.astype(hidden_TD.dtype)
     d_hidden = d_head = None
-    if wanted is not None and wanted[0]:
+    if needs_grad is not None and needs_grad[0]:
         d_hidden = jnp.zeros_like(hidden_TD)
-    if wanted is not None and wanted[1]:
+    if needs_grad is not None and needs_grad[1]:
         d_head = jnp.zeros(head_VD.shape, compute)
     zeros_T = jnp.zeros(T, compute)
     start = (jnp.zeros((), compute), TokenDivergence(*[zeros_T] * 5), d_hidden, d_head)
@@ -270,27 +274,27 @@ def walk(spec: DivergenceSpec, hidden_TD, head_VD, known, target_T, weight_T, ce
         return x.at[index_C].get(mode="fill", fill_value=0)
 
     def step(number, carry):
-        total, found, d_hidden, d_head = carry
+        total, tokens, d_hidden, d_head = carry
         index_C = lax.dynamic_slice(order, (number * chunk,), (chunk,))
         h_CD = pick(hidden_TD, index_C)
         z_CV = jnp.einsum("CD,VD->CV", h_CD, low_VD, preferred_element_type=compute)
         z_CV = capped(z_CV, softcap)
-        if isinstance(known, TopK):
-            ids_Ck = known.ids.at[index_C].get(mode="fill", fill_value=-1)
-            teacher: Any = TopK(ids_Ck, pick(known.logp, index_C))
+        if isinstance(teacher, TopK):
+            ids_Ck = teacher.ids.at[index_C].get(mode="fill", fill_value=-1)
+            teacher_C: Any = TopK(ids_Ck, pick(teacher.logp, index_C))
         else:
-            states_TE, other_VE = known
+            states_TE, other_VE = teacher
             s_CE = pick(states_TE, index_C)
             low_VE = other_VE.astype(s_CE.dtype)
-            teacher = jnp.einsum("CE,VE->CV", s_CE, low_VE, preferred_element_type=compute)
-            teacher = capped(teacher, other_softcap)
+            teacher_C = jnp.einsum("CE,VE->CV", s_CE, low_VE, preferred_element_type=compute)
+            teacher_C = capped(teacher_C, other_softcap)
         weight_C, ce_C = pick(weight_T, index_C), pick(ce_T, index_C)
-        here, dz_CV = measure(
-            z_CV, teacher, pick(target_T, index_C), weight_C * numbers.scale, ce_C, spec
+        chunk_sums, dz_CV = measure(
+            z_CV, teacher_C, pick(target_T, index_C), weight_C * numbers.scale, ce_C, spec
         )
-        total += jnp.sum(weight_C * numbers.scale * here.divergence + ce_C * here.nll)
-        found = TokenDivergence(
-            *(x.at[index_C].set(y, mode="drop") for x, y in zip(found, here, strict=True))
+        total += jnp.sum(weight_C * numbers.scale * chunk_sums.divergence + ce_C * chunk_sums.nll)
+        tokens = TokenDivergence(
+            *(x.at[index_C].set(y, mode="drop") for x, y in zip(tokens, chunk_sums, strict=True))
         )
         if softcap is not None:
             dz_CV *= 1.0 - jnp.square(z_CV / softcap)
@@ -300,29 +304,32 @@ def walk(spec: DivergenceSpec, hidden_TD, head_VD, known, target_T, weight_T, ce
             d_hidden = d_hidden.at[index_C].set(d_CD.astype(d_hidden.dtype), mode="drop")
         if d_head is not None:
             d_head += jnp.einsum("CV,CD->VD", dz_CV, h_CD, preferred_element_type=compute)
-        return total, found, d_hidden, d_head
+        return total, tokens, d_hidden, d_head
 
-    total, found, d_hidden, d_head = lax.fori_loop(0, -(-count // chunk), step, start)
+    total, tokens, d_hidden, d_head = lax.fori_loop(0, -(-count // chunk), step, start)
     d_head = None if d_head is None else d_head.astype(head_VD.dtype)
-    return total, found, (d_hidden, d_head)
+    return total, tokens, (d_hidden, d_head)
 
 
 def measure(
     z_CV, teacher, target_C, weight_C, ce_C, spec: DivergenceSpec
 ) -> tuple[TokenDivergence, jax.Array]:
-    """(numbers of each token, gradient [C, V] of sum(weight x divergence + ce x nll) by the
-    student's logits z). teacher: logits [C, V], or TopK of temperature 1."""
+    """Compute the numbers of each token, and the gradient [C, V] of sum(weight x divergence + ce x
+    nll) by the student's logits z.
+
+    teacher: logits [C, V], or TopK of temperature 1.
+    """
     numbers, axis, _ = spec
     tau = numbers.temperature
     u_CV = z_CV / tau
     if isinstance(teacher, TopK):
-        known = TopK(teacher.ids, teacher.logp / tau)
-        found, d_CV = compare_topk(u_CV, known, numbers.beta, numbers.rest, axis)
+        tempered = TopK(teacher.ids, teacher.logp / tau)
+        compared, d_CV = compare_topk(u_CV, tempered, numbers.beta, numbers.rest, axis)
     elif numbers.top_k is not None:
-        known = take_topk(teacher / tau, numbers.top_k, axis)
-        found, d_CV = compare_topk(u_CV, known, numbers.beta, numbers.rest, axis)
+        tempered = take_topk(teacher / tau, numbers.top_k, axis)
+        compared, d_CV = compare_topk(u_CV, tempered, numbers.beta, numbers.rest, axis)
     else:
-        found, d_CV = compare_all(u_CV, teacher / tau, numbers.beta, axis)
+        compared, d_CV = compare_all(u_CV, teacher / tau, numbers.beta, axis)
     lq_CV = log_softmax(z_CV, axis)
     mine_C, here_C = local_targets(target_C, z_CV.shape[1], axis)
     hit_CV = (mine_C[:, None] == jnp.arange(z_CV.shape[1])[None]) & here_C[:, None]
@@ -330,10 +337,10 @@ def measure(
     d_CV = d_CV * (weight_C / tau)[:, None]
     if numbers.ce_weight:
         d_CV += ce_C[:, None] * (jnp.exp(lq_CV) - hit_CV)
-    return TokenDivergence(*_as_zero(found, weight_C, ce_C), nll_C), d_CV
+    return TokenDivergence(*_as_zero(compared, weight_C, ce_C), nll_C), d_CV
 
 
-def _as_zero(found: ComparedTokens, weight_C, ce_C):
-    """What fills up a chunk says nothing, and must not be NaN times 0."""
+def _as_zero(compared: ComparedTokens, weight_C, ce_C):
+    """Set padding of a chunk to zero, since NaN times a weight of 0 is NaN."""
     real_C = (weight_C != 0) | (ce_C != 0)
-    return ComparedTokens(*(jnp.where(real_C, field, 0.0) for field in found))
+    return ComparedTokens(*(jnp.where(real_C, field, 0.0) for field in compared))

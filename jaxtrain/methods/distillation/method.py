@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
@@ -49,7 +50,7 @@ TEACHER = "teacher"
 
 
 def open_data(config: Config, tokenizer: Any) -> "TeacherData | OnPolicyData":
-    """Sequences as SFT reads them, or prompts."""
+    """Return sequences as for SFT, or prompts."""
     return _open(config, tokenizer, follows=True)
 
 
@@ -72,7 +73,7 @@ def _open(config: Config, tokenizer: Any, *, follows: bool) -> "TeacherData | On
         config.data.datasets,
         tokenizer,
         row_tokens=config.data.sequence_len,
-        own_share=task.on_policy_share,
+        drawn_share=task.on_policy_share,
         seed=config.run.seed,
     )
     plan = RoundPlan(
@@ -89,7 +90,7 @@ def _open(config: Config, tokenizer: Any, *, follows: bool) -> "TeacherData | On
 
 
 def make(config: Config) -> Task:
-    """The student, its teacher, and the loss between them."""
+    """Build the student, its teacher, and the loss between them."""
     task = config.task
     assert isinstance(task, DistillationTask)
     draws = task.on_policy_share > 0
@@ -105,8 +106,8 @@ def make(config: Config) -> Task:
     for architecture in architectures:
         check_packing(config, architecture)
         if draws and task.share_prompts:
-            found = "task.share_prompts packs answers behind one prompt"
-            require_trees(architecture, found, "set task.share_prompts and data.packing to false")
+            option = "task.share_prompts packs answers behind one prompt"
+            require_trees(architecture, option, "set task.share_prompts and data.packing to false")
     follows = all(follows_trees(architecture) for architecture in architectures)
     data = _open(config, parts.tokenizer, follows=follows)
     return Task(
@@ -119,13 +120,13 @@ def make(config: Config) -> Task:
 
 
 def distil(models: Models, batch: Batch, numbers: Distillation):
-    """The loss of the student beside its teacher, where that is a model of this process."""
+    """Compute the loss of the student against its teacher, if that is a model of this process."""
     return distillation_loss(models[POLICY], models.get(TEACHER), batch, numbers)
 
 
 def open_teacher(task: DistillationTask, parts: ModelBundle, row_tokens: int) -> Role | None:
-    """The teacher's role; None: it is no model of this process. UserError for one whose token ids
-    mean something else than the student's."""
+    """Return the teacher's role, None if it is no model of this process; raises UserError for one
+    whose token ids differ in meaning from the student's."""
     teacher = task.teacher
     if teacher.kind == "self":
         adapter = parts.adapter
@@ -181,7 +182,8 @@ def read_streams(task: DistillationTask, draws: bool) -> dict[str, Any]:
 
 
 def read_builder(task: DistillationTask, config: Config, rows: int) -> BatchBuilder:
-    """How a round becomes batches of `rows` rows a microstep: all trained tokens count alike."""
+    """Return how a round becomes batches with `rows` rows in a microstep; all trained tokens count
+    alike."""
     data = config.data
     return BatchBuilder(
         StepShape(rows, 1, data.sequence_len, tuple(data.length_buckets), units=1),
@@ -201,7 +203,7 @@ class TeacherData(OfflineData):
         self.server = open_server(config)
 
     def prepare(self, round: Round, scorer: Scorer) -> Round:
-        """See Task.prepare."""
+        """Add the teacher's log-probs to the batches; see Task.prepare."""
         return round._replace(batches=[ask(self.server, batch) for batch in round.batches])
 
 
@@ -214,37 +216,37 @@ class OnPolicyData(PromptData):
         self.recipe, self.server = recipe, open_server(config)
         self.held_out = OfflineData(config, recipe)
 
+    @override
     def check(self) -> Iterator[str]:
-        """See task.Data."""
         yield from super().check()
         for dataset in self.config.data.eval_datasets:
             yield str(self.recipe.probe(dataset))
 
+    @override
     def eval_batches(self, dataset: DatasetConfig, parts: ModelBundle) -> Iterator[Batch]:
-        """See task.Data."""
         return self.held_out.eval_batches(dataset, parts)
 
     def prepare(self, round: Round, scorer: Scorer) -> Round:
-        """See Task.prepare: of what describes answers the loss needs who drew them; held-out rows
-        were drawn by nobody."""
+        """Add the teacher's log-probs, and keep only the stream of drawn tokens; held-out rows have
+        none."""
         batches = [
             ask(self.server, batch._replace(streams={OWN: batch.streams.get(DRAWN, nobody(batch))}))
             for batch in round.batches
         ]
         weights = [batch.weights[COMPONENT] for batch in batches]
         total = sum(float(weight.sum()) for weight in weights)
-        own = sum(float((b.weights[COMPONENT] * b.streams[OWN]).sum()) for b in batches)
-        metrics = {"own_token_share": own / total} if total else {}
+        drawn = sum(float((b.weights[COMPONENT] * b.streams[OWN]).sum()) for b in batches)
+        metrics = {"own_token_share": drawn / total} if total else {}
         return round._replace(batches=batches, metrics={**round.metrics, **metrics})
 
 
 def nobody(batch: Batch) -> np.ndarray:
-    """The stream OWN of rows of data."""
+    """Return the stream OWN of rows of data: nothing was drawn."""
     return np.zeros(batch.tokens.shape, np.float32)
 
 
 def open_server(config: Config) -> TeacherServer | None:
-    """Who tells the teacher's log-probs, where that is a server; nothing is asked yet."""
+    """Return the server of the teacher's log-probs, if there is one; sends no request yet."""
     task = config.task
     assert isinstance(task, DistillationTask)
     teacher = task.teacher
@@ -260,7 +262,8 @@ def open_server(config: Config) -> TeacherServer | None:
 
 
 def ask(server: TeacherServer | None, batch: Batch) -> Batch:
-    """The batch with the teacher's likeliest tokens, by process 0; as it is without a server."""
+    """Return the batch with the teacher's likeliest tokens, requested by process 0; unchanged
+    without a server."""
     if server is None:
         return batch
     ids, logp = broadcast_or_raise(

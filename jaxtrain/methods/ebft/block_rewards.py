@@ -49,7 +49,7 @@ class BlockRewardOptions:
 
 
 class BlockRewards(NamedTuple):
-    """What blocks are worth; it means nothing where there is no block."""
+    """Rewards of blocks; undefined where there is no block."""
 
     advantage: jax.Array
     """[B, A, N]."""
@@ -71,14 +71,14 @@ def judge(
     weights_1Pu = jnp.asarray(weights_PG[None, :, used])
     states_BUF = model.captured(forest, how.layers)
 
-    def features(at: jax.Array) -> jax.Array:
+    def features(positions: jax.Array) -> jax.Array:
         """[B, ..., P * F] of windows [B, ..., G] of row indices."""
-        at = at[..., used]
-        flat = jnp.minimum(at, U - 1).reshape(B, -1, 1)
-        found = jnp.take_along_axis(states_BUF, flat, axis=1)
-        wide = found.astype(jnp.promote_types(found.dtype, jnp.float32))
-        by_layer = normalize(wide.reshape(*at.shape, len(how.layers), -1))
-        return pool(by_layer.reshape(*at.shape, -1), weights_1Pu)[..., 0, :]
+        positions = positions[..., used]
+        flat = jnp.minimum(positions, U - 1).reshape(B, -1, 1)
+        pooled = jnp.take_along_axis(states_BUF, flat, axis=1)
+        wide = pooled.astype(jnp.promote_types(pooled.dtype, jnp.float32))
+        by_layer = normalize(wide.reshape(*positions.shape, len(how.layers), -1))
+        return pool(by_layer.reshape(*positions.shape, -1), weights_1Pu)[..., 0, :]
 
     offset_N = G * jnp.arange(N, dtype=jnp.int32)
     first_BAN1 = (start_BA[:, :, None] + offset_N)[..., None]
@@ -104,7 +104,7 @@ def advantages(reward_BAN: jax.Array, estimator: Estimator) -> jax.Array:
     if N == 1 or estimator == "reinforce":
         return reward_BAN
     if estimator == "rloo":
-        others = reward_BAN.sum(-1, keepdims=True) - reward_BAN
-        return reward_BAN - others / (N - 1)
+        other_rewards = reward_BAN.sum(-1, keepdims=True) - reward_BAN
+        return reward_BAN - other_rewards / (N - 1)
     centered = reward_BAN - reward_BAN.mean(-1, keepdims=True)
     return centered / (reward_BAN.std(-1, ddof=1, keepdims=True) + 1e-8)

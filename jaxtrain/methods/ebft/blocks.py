@@ -28,7 +28,7 @@ MULTIPLE = 64
 
 @dataclass(frozen=True)
 class BlockStrides:
-    """Where blocks begin, and how many there are."""
+    """Positions at which blocks begin, and their number."""
 
     stride: int
     """Tokens from one anchor to the next."""
@@ -52,15 +52,15 @@ class BlockStrides:
         start = self.context if first <= 1 else max(first + self.prefix, self.context)
         anchors = np.arange(start, n - self.length + 1, self.stride)
         if self.trained_only and len(anchors):
-            whole = (answer[anchors[:, None] + np.arange(self.length)] > 0).all(1)
-            anchors = anchors[whole]
+            complete = (answer[anchors[:, None] + np.arange(self.length)] > 0).all(1)
+            anchors = anchors[complete]
         return anchors
 
     def most(self, row_tokens: int) -> int:
         """A: most blocks of a row of T tokens, however many documents it holds; at least 1."""
         least = self.context + self.length
-        one = (row_tokens - least) // self.stride + 1 if row_tokens >= least else 0
-        return max(one, row_tokens // least, 1)
+        per_text = (row_tokens - least) // self.stride + 1 if row_tokens >= least else 0
+        return max(per_text, row_tokens // least, 1)
 
     def grown(self, row_tokens: int) -> int:
         """U of rows of T tokens."""
@@ -69,22 +69,25 @@ class BlockStrides:
 
 
 class BlockPositions(NamedTuple):
-    """Where the blocks of rows stand; int32, arrays [M, B, ...] or [B, ...]."""
+    """Positions of the blocks of rows; int32 arrays [M, B, ...] or [B, ...]."""
 
     predictor: Any
     """[A] index in the row of the token before the anchor, ascending; T: no block."""
     start: Any
     """[A] index in the forest of the first sample's first token, of sample n G * n later; U: no
     block."""
-    place: Any
+    column: Any
     """[T] index in the forest of each of the row's tokens; U: padding."""
     truth: Any
     """[A * G] index in the forest of the tokens that a block stands for; 0: no block."""
 
 
 def lay_blocks(batch: Batch, strides: BlockStrides) -> tuple[Batch, BlockPositions]:
-    """The forest [M, B, U] of documents [M, B, T] and their blocks, whose tokens are 0 so far, and
-    where these stand. Weights: CE those of the documents, RL 1 on every token of a block."""
+    """Lay out documents [M, B, T] and their blocks as a forest [M, B, U], whose block tokens are
+    still 0; also returns the positions.
+
+    Weights: CE those of the documents, RL 1 on every token of a block.
+    """
     lead, T = batch.tokens.shape[:-1], batch.tokens.shape[-1]
     A, U = strides.most(T), strides.grown(T)
     flat = [np.asarray(x).reshape(-1, T) for x in (batch.tokens, batch.positions, batch.prev)]
@@ -111,30 +114,32 @@ def lay_blocks(batch: Batch, strides: BlockStrides) -> tuple[Batch, BlockPositio
         count = len(before)
         real = (prev[row] >= 0) | (until[row] > np.arange(T) + 1)
         size = strides.samples * strides.length
-        place = np.arange(T) + size * np.searchsorted(before, np.arange(T))
-        own = place[real]
-        forest.tokens[row, own] = tokens[row, real]
-        forest.positions[row, own] = positions[row, real]
-        forest.prev[row, own] = np.where(prev[row] >= 0, place[np.maximum(prev[row], 0)], -1)[real]
+        column = np.arange(T) + size * np.searchsorted(before, np.arange(T))
+        real_columns = column[real]
+        forest.tokens[row, real_columns] = tokens[row, real]
+        forest.positions[row, real_columns] = positions[row, real]
+        forest.prev[row, real_columns] = np.where(
+            prev[row] >= 0, column[np.maximum(prev[row], 0)], -1
+        )[real]
         # The last token of a document has no branches: the subtree ends right behind it.
-        forest.until[row, own] = (place[until[row] - 1] + 1)[real]
-        owners[row, own] = owner[row, real]
-        forest.weights[CE][row, own] = nll[row, real]
-        spots.place[row, real] = own
+        forest.until[row, real_columns] = (column[until[row] - 1] + 1)[real]
+        owners[row, real_columns] = owner[row, real]
+        forest.weights[CE][row, real_columns] = nll[row, real]
+        spots.column[row, real] = real_columns
         if not count:
             continue
-        start = place[before] + 1
+        start = column[before] + 1
         spots.predictor[row, :count], spots.start[row, :count] = before, start
         step = np.arange(strides.length)
-        spots.truth[row, :count] = place[before[:, None] + 1 + step]
+        spots.truth[row, :count] = column[before[:, None] + 1 + step]
         branch = start[:, None] + strides.length * np.arange(strides.samples)
-        at = branch[:, :, None] + step
-        forest.positions[row, at] = (positions[row, before] + 1)[:, None, None] + step
-        forest.prev[row, at] = np.where(step > 0, at - 1, place[before][:, None, None])
-        forest.until[row, at] = (branch + strides.length)[:, :, None]
+        columns = branch[:, :, None] + step
+        forest.positions[row, columns] = (positions[row, before] + 1)[:, None, None] + step
+        forest.prev[row, columns] = np.where(step > 0, columns - 1, column[before][:, None, None])
+        forest.until[row, columns] = (branch + strides.length)[:, :, None]
         numbers = owner[row].max() + 1 + np.arange(branch.size).reshape(branch.shape)
-        owners[row, at] = numbers[:, :, None]
-        forest.weights[RL][row, at] = 1.0
+        owners[row, columns] = numbers[:, :, None]
+        forest.weights[RL][row, columns] = 1.0
 
     def shaped(x: np.ndarray) -> np.ndarray:
         return x.reshape(*lead, -1)
@@ -152,8 +157,8 @@ def find_predictors(
 ) -> np.ndarray:
     """int64 indices of the tokens before the anchors of a row's documents, ascending."""
     roots = np.flatnonzero((prev_T < 0) & (until_T > np.arange(len(prev_T)) + 1))
-    found = [root + strides.find(answer_T[root : until_T[root]]) - 1 for root in roots]
-    return np.concatenate([np.zeros(0, np.int64), *found])
+    predictors = [root + strides.find(answer_T[root : until_T[root]]) - 1 for root in roots]
+    return np.concatenate([np.zeros(0, np.int64), *predictors])
 
 
 def count_documents(batch: Batch, spots: BlockPositions) -> tuple[int, int, int]:
@@ -166,7 +171,7 @@ def count_documents(batch: Batch, spots: BlockPositions) -> tuple[int, int, int]
         [np.searchsorted(predictor[r], root) for r, root in zip(rows, roots, strict=True)]
     )
     without = sum(
-        at >= predictor.shape[1] or predictor[r, at] >= until[r, root]
-        for r, root, at in zip(rows, roots, first, strict=True)
+        anchor >= predictor.shape[1] or predictor[r, anchor] >= until[r, root]
+        for r, root, anchor in zip(rows, roots, first, strict=True)
     )
     return int((predictor < T).sum()), len(roots), int(without)

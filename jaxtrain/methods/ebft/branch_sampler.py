@@ -28,7 +28,7 @@ MOST_LOGITS = 2**26
 
 
 class SamplingOptions(NamedTuple):
-    """How tokens are drawn."""
+    """Temperature and cuts of drawn tokens."""
 
     samples: int
     """N."""
@@ -166,14 +166,14 @@ def _draw(
     vocabulary = model.head().shape[0]
     piece = max(1, min(Q, MOST_LOGITS // (B * times * vocabulary)))
     pieces = -(-Q // piece)
-    more = ((0, 0), (0, pieces * piece - Q), (0, 0))
-    hidden = jnp.pad(hidden_BQD, more).reshape(B, pieces, piece, D)
-    keys = jnp.pad(jax.random.key_data(keys_BQ), (*more, (0, 0)))
+    padding = ((0, 0), (0, pieces * piece - Q), (0, 0))
+    hidden = jnp.pad(hidden_BQD, padding).reshape(B, pieces, piece, D)
+    keys = jnp.pad(jax.random.key_data(keys_BQ), (*padding, (0, 0)))
     keys = keys.reshape(B, pieces, piece * times, -1)
     kind = DrawKind(how.temperature > 0, how.top_p < 1)
 
-    def of_piece(given):
-        hidden_BPD, keys_BPx = given
+    def of_piece(arrays):
+        hidden_BPD, keys_BPx = arrays
         logits = jnp.repeat(model.logits(hidden_BPD), times, axis=1)
         count = logits.shape[0] * logits.shape[1]
         numbers = (how.temperature, 0, how.top_p, 0.0)
@@ -183,5 +183,5 @@ def _draw(
         token, _ = sample(logits.reshape(count, -1), flat, draw, kind)
         return token.reshape(logits.shape[:2])
 
-    found = jax.lax.map(of_piece, (jnp.moveaxis(hidden, 1, 0), jnp.moveaxis(keys, 1, 0)))
-    return jnp.moveaxis(found, 0, 1).reshape(B, -1)[:, : Q * times]
+    drawn = jax.lax.map(of_piece, (jnp.moveaxis(hidden, 1, 0), jnp.moveaxis(keys, 1, 0)))
+    return jnp.moveaxis(drawn, 0, 1).reshape(B, -1)[:, : Q * times]

@@ -80,15 +80,15 @@ def whiten(generated_GD: jax.Array, truth_D: jax.Array) -> tuple[jax.Array, jax.
     return V * keep_G[..., None, :], along_G * inverse_G
 
 
-def multiply(dims: str, left: jax.Array, right: jax.Array) -> jax.Array:
+def multiply(dims: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """einsum of the last axes, whatever stands before them, in full precision."""
     pair, out = dims.split("->")
     dims = "...{},...{}->...{}".format(*pair.split(","), out)
-    return jnp.einsum(dims, left, right, precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum(dims, lhs, rhs, precision=jax.lax.Precision.HIGHEST)
 
 
 class FeatureRewards(NamedTuple):
-    """What the answers to each prompt are worth; shapes for features [..., G, D]."""
+    """Rewards of the answers to each prompt; shapes for features [..., G, D]."""
 
     rewards: jax.Array
     """[..., G]: alignment and diversity by their coefficients."""
@@ -125,8 +125,8 @@ def rewards(
     dots = multiply("gd,d->g", generated, truth)
     aligned = 2 * dots / jnp.maximum(norms, TINY)
     gram = multiply("gd,hd->gh", generated, generated)
-    others = jnp.sum(gram, axis=-1) - jnp.diagonal(gram, axis1=-2, axis2=-1)
-    alike = 2 * others / max(num_answers - 1, 1)
+    cross_terms = jnp.sum(gram, axis=-1) - jnp.diagonal(gram, axis1=-2, axis2=-1)
+    alike = 2 * cross_terms / max(num_answers - 1, 1)
     gap = jnp.mean(generated, axis=-2) - truth
     return FeatureRewards(
         alignment * aligned - diversity * alike, aligned, alike, jnp.sum(gap**2, axis=-1)

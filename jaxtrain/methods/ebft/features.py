@@ -88,7 +88,7 @@ def _open_beside(path: str, config: Config, parts: ModelBundle) -> ModelBundle:
 
 
 class FeatureSequence(NamedTuple):
-    """One token sequence of which a feature is wanted."""
+    """A token sequence that needs a feature."""
 
     tokens: np.ndarray
     """int32 [n], the prompt first."""
@@ -107,19 +107,22 @@ class FeatureRequest(NamedTuple):
 def ask(
     groups: Sequence[Sequence[FeatureSequence]], method: Pooling, shape: StepShape, *, share: bool
 ) -> FeatureRequest:
-    """A batch of the sequences of some groups, in order. share: what the sequences of a group begin
-    with is computed once; else each stands in a row alone. Longer ones are cut to a row."""
+    """Return a batch of the sequences of some groups, in order.
+
+    share: compute the common beginning of a group's sequences once; else each is a row of its own.
+    Longer sequences are cut to a row.
+    """
     trees: list[Tree] = []
     members: list[list[tuple[int, FeatureSequence]]] = []
     number = 0
     for group in groups:
         numbered = [
-            (number + place, one._replace(tokens=one.tokens[: shape.row_tokens]))
-            for place, one in enumerate(group)
+            (number + member, sequence._replace(tokens=sequence.tokens[: shape.row_tokens]))
+            for member, sequence in enumerate(group)
         ]
         number += len(group)
         for together in _partition(numbered):
-            branches = [FlatSequence(one.tokens, {}) for _, one in together]
+            branches = [FlatSequence(sequence.tokens, {}) for _, sequence in together]
             grown = grow(branches, shape.row_tokens, share)
             taken = 0
             for tree in grown:
@@ -134,14 +137,14 @@ def ask(
     places: list[tuple[int, int, int]] = [(-1, -1, -1)] * number
     packed = []
     for index, row in enumerate(rows):
-        at, first = [], 0
+        packed_row, first = [], 0
         for i in row:
             for k, (owner, _) in enumerate(members[i]):
                 places[owner] = (index // shape.rows, index % shape.rows, first + k)
-            sequences = [one for _, one in members[i]]
-            at.append(_weigh(trees[i], sequences, method, first, width, P))
+            sequences = [sequence for _, sequence in members[i]]
+            packed_row.append(_weigh(trees[i], sequences, method, first, width, P))
             first += trees[i].num_branches
-        packed.append(at)
+        packed.append(packed_row)
     fields = Fields((), {POOLING: np.dtype((np.float32, (width * P,)))})
     return FeatureRequest(replace(shape, fields=fields).build(packed), places)
 
@@ -149,11 +152,11 @@ def ask(
 def _partition(
     numbered: Sequence[tuple[int, FeatureSequence]],
 ) -> list[list[tuple[int, FeatureSequence]]]:
-    """By the first token: what a tree can hold."""
-    found: dict[int, list[tuple[int, FeatureSequence]]] = {}
-    for number, one in numbered:
-        found.setdefault(int(one.tokens[0]), []).append((number, one))
-    return list(found.values())
+    """Group the sequences by their first token: a tree has one root."""
+    by_tree: dict[int, list[tuple[int, FeatureSequence]]] = {}
+    for number, sequence in numbered:
+        by_tree.setdefault(int(sequence.tokens[0]), []).append((number, sequence))
+    return list(by_tree.values())
 
 
 def _weigh(
@@ -168,14 +171,14 @@ def _weigh(
     `width` of its row."""
     packed = lay_out(tree, "branch")
     weights_TN = np.zeros((len(packed.tokens), width, P), np.float32)
-    for place, (end, one) in enumerate(zip(tree.ends, sequences, strict=True)):
+    for index, (end, sequence) in enumerate(zip(tree.ends, sequences, strict=True)):
         path, node = [], end
         while node >= 0:
             path.append(node)
             node = tree.nodes[node].parent
         on_path = np.flatnonzero(np.isin(packed.node, path))  # in preorder: root first
-        counts_PT = pooling_weights(method, len(on_path), one.prompt)
-        weights_TN[on_path, first + place] = counts_PT.T
+        counts_PT = pooling_weights(method, len(on_path), sequence.prompt)
+        weights_TN[on_path, first + index] = counts_PT.T
     return replace(packed, streams={POOLING: weights_TN.reshape(len(packed.tokens), -1)})
 
 
@@ -188,12 +191,14 @@ class FeatureCache:
         self._found: OrderedDict[bytes, np.ndarray] = OrderedDict()
 
     @staticmethod
-    def key(one: FeatureSequence) -> bytes:
-        """The same for the same tokens and prompt."""
-        return hashlib.blake2b(one.tokens.tobytes() + b"%d" % one.prompt, digest_size=16).digest()
+    def key(sequence: FeatureSequence) -> bytes:
+        """Return a key that is equal for equal tokens and prompt."""
+        return hashlib.blake2b(
+            sequence.tokens.tobytes() + b"%d" % sequence.prompt, digest_size=16
+        ).digest()
 
     def get(self, key: bytes) -> np.ndarray | None:
-        """What was kept."""
+        """Return the feature, or None."""
         if key in self._found:
             self._found.move_to_end(key)
         return self._found.get(key)

@@ -35,8 +35,8 @@ ANSWER, REMAINING = "ground_truth_message", "remaining_turns"
 
 
 class GroundTruthRows:
-    """A dataset's rows as examples, with random access; a row without a ground truth is Unreadable,
-    which whoever asks for it counts as failed."""
+    """Rows of a dataset as examples, with random access; a row without a ground truth is an
+    UnreadableRow, whose episodes count as failed."""
 
     def __init__(self, rows: PromptRows, turns: Turns, thinking: Thinking, column: str, key: str):
         """UserError where none of the first rows has one."""
@@ -48,7 +48,7 @@ class GroundTruthRows:
         self.places = count_examples(rows, turns) if turns == "all" else None
         if len(self) == 0:
             return
-        looked = [self[place] for place in range(min(len(self), LOOKED_AT))]
+        looked = [self[index] for index in range(min(len(self), LOOKED_AT))]
         unusable = [row for row in looked if isinstance(row, UnreadableRow)]
         if len(unusable) == len(looked):
             raise UserError(
@@ -61,32 +61,33 @@ class GroundTruthRows:
         return len(self.rows) if self.places is None else len(self.places)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        at, place = (index, None) if self.places is None else self.places[index]
-        row = self.rows[at]
+        row_index, turn = (index, None) if self.places is None else self.places[index]
+        row = self.rows[row_index]
         if isinstance(row, UnreadableRow):
             return row
         try:
-            if place is None:
+            if turn is None:
                 places = list_turns(row, self.turns)
-                place = places[0] if places else -1
-            if place < 0:
+                turn = places[0] if places else -1
+            if turn < 0:
                 raise MalformedRow(
                     "no ground truth: the conversation has no turn of the assistant's"
                 )
-            found = read_example(row, place, self.thinking, self.column)
+            example = read_example(row, turn, self.thinking, self.column)
         except MalformedRow as error:
             return UnreadableRow(f"malformed row: {error}")
         return {
             **{name: value for name, value in row.items() if name != "messages"},
-            self.column: found.prompt,
-            "ground_truth": write_answer(found.answer),
-            ANSWER: found.answer,
-            REMAINING: found.remaining if self.turns == "first" else [],
+            self.column: example.prompt,
+            "ground_truth": write_answer(example.answer),
+            ANSWER: example.answer,
+            REMAINING: example.remaining if self.turns == "first" else [],
         }
 
 
 class GroundTruths:
-    """What a group's answers are compared with, and the longest answer that it allows."""
+    """Ground truths that a group's answers are compared with, and the longest answer that each
+    allows."""
 
     def __init__(
         self,
@@ -111,36 +112,44 @@ class GroundTruths:
         form = {"fields": {}, "roles": {}, "as_chat": False, "train_on": "last"}
         form["format"] = "prompt_completion" if self.raw else "chat"
         self.tokenize = [
-            RowTokenizer(one.model_copy(update=form), tokenizer, row_tokens, "drop")
-            for one in datasets
+            RowTokenizer(dataset.model_copy(update=form), tokenizer, row_tokens, "drop")
+            for dataset in datasets
         ]
 
-    def __call__(self, ask: PromptRequest) -> Episode:
-        """The ground truth behind its prompt, as an episode whose `sampled` tokens are the truth's.
-        With remaining turns its last sequence is the whole conversation, of which nothing is
-        `sampled`. Raises EpisodeFailed for a row that gives none."""
-        found = self.read(ask, [])
-        remaining = ask.row[REMAINING] if self.played else []
-        if not remaining:
-            return found
-        whole = self.read(ask, remaining)
-        whole.earlier, whole.sampled = found.sequences, [False] * len(whole.tokens)
-        return whole
+    def __call__(self, request: PromptRequest) -> Episode:
+        """Return the ground truth behind its prompt, as an episode whose `sampled` tokens are the
+        truth's.
 
-    def read(self, ask: PromptRequest, remaining: Sequence[Mapping[str, Any]]) -> Episode:
-        """The prompt, its answer and what remains, the last turn `sampled`; nothing of what the
-        template writes behind it, which no answer has either."""
-        made = self.write(ask.row, remaining)
-        found = read_episode(self.tokenize[ask.dataset], self.tokenizer, made, f"prompt {ask.draw}")
-        end = len(found.sampled) - found.sampled[::-1].index(True)
+        With remaining turns its last sequence is the whole conversation, of which nothing is
+        `sampled`. Raises EpisodeFailed for a row without a ground truth.
+        """
+        truth = self.read(request, [])
+        remaining = request.row[REMAINING] if self.played else []
+        if not remaining:
+            return truth
+        conversation = self.read(request, remaining)
+        conversation.earlier, conversation.sampled = (
+            truth.sequences,
+            [False] * len(conversation.tokens),
+        )
+        return conversation
+
+    def read(self, request: PromptRequest, remaining: Sequence[Mapping[str, Any]]) -> Episode:
+        """Return the prompt, its answer and the remaining turns, with the last turn `sampled` and
+        without what the template writes behind it, which no answer has either."""
+        training_row = self.write(request.row, remaining)
+        truth = read_episode(
+            self.tokenize[request.dataset], self.tokenizer, training_row, f"prompt {request.draw}"
+        )
+        end = len(truth.sampled) - truth.sampled[::-1].index(True)
         for name in ("tokens", "sampled", "logprobs", "versions"):
-            setattr(found, name, getattr(found, name)[:end])
-        return found
+            setattr(truth, name, getattr(truth, name)[:end])
+        return truth
 
     def write(
         self, row: Mapping[str, Any], remaining: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """A row of training data."""
+        """Return a row of training data."""
         prompt = row[self.column]
         if self.raw:
             return {"prompt": prompt, "completion": row["ground_truth"]}
@@ -151,8 +160,8 @@ class GroundTruths:
         return {"messages": [*messages, row[ANSWER], *remaining], **tools}
 
     def limit(self, truth: Episode, sampling: Sampling) -> Sampling:
-        """Sampling with this prompt's own budget: `multiplier` times the ground truth's tokens, its
-        end aside, at least `least`, and never more than sampling.max_new_tokens."""
+        """Return the sampling with this prompt's own budget: `multiplier` times the ground truth's
+        tokens without its end, at least `least`, and at most sampling.max_new_tokens."""
         if self.multiplier is None:
             return sampling
         length = len(truth.tokens) - count_prompt(truth)
@@ -164,5 +173,5 @@ class GroundTruths:
 
 
 def count_prompt(episode: Episode) -> int:
-    """Tokens before the first one that was drawn, or is the ground truth's."""
+    """Return the number of tokens before the first drawn, or ground-truth, token."""
     return episode.sequences[0].sampled.index(True)

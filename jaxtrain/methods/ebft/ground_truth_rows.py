@@ -40,22 +40,22 @@ class GroundTruthExample(NamedTuple):
 
 
 def list_turns(row: Mapping[str, Any], turns: Turns) -> list[int]:
-    """Places of the assistant's turns in a row's messages of which examples are made; [0] for a row
-    of another form, [] for a conversation without any."""
+    """Return the indices of the assistant's turns in a row's messages that become examples; [0] for
+    a row of another form, [] for a conversation without any."""
     messages = _conversation(row)
     if messages is None:
         return [0]
-    found = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     match turns:
         case "first":
-            return found[:1]
+            return indices[:1]
         case "last":
-            return found[-1:]
-    return found
+            return indices[-1:]
+    return indices
 
 
 def read_example(
-    row: Mapping[str, Any], place: int, thinking: Thinking = "keep", column: str = "prompt"
+    row: Mapping[str, Any], turn: int, thinking: Thinking = "keep", column: str = "prompt"
 ) -> GroundTruthExample:
     """The example of a row at one of `list_turns`; raises Malformed where there is no prompt or no
     ground truth.
@@ -66,8 +66,8 @@ def read_example(
     """
     messages = _conversation(row)
     if messages is not None:
-        prompt: Any = messages[:place]
-        answer, remaining = messages[place], messages[place + 1 :]
+        prompt: Any = messages[:turn]
+        answer, remaining = messages[turn], messages[turn + 1 :]
         while remaining and remaining[-1]["role"] != "assistant":
             remaining = remaining[:-1]
     else:
@@ -111,51 +111,51 @@ def _pair(row: Mapping[str, Any], column: str) -> tuple[Any, dict[str, Any]]:
         prompt = read_messages(prompt, {}, {})
     if isinstance(answer, str):
         return prompt, {"role": "assistant", "content": answer}
-    found = read_messages(answer, {}, {})
-    if [message["role"] for message in found] != ["assistant"]:
+    messages = read_messages(answer, {}, {})
+    if [message["role"] for message in messages] != ["assistant"]:
         raise MalformedRow("the ground truth must be a text, or one message of the assistant's")
-    return prompt, found[0]
+    return prompt, messages[0]
 
 
 def split_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
     """An assistant's message with the thoughts of its text as reasoning_content; others, and those
     that have it already, as they are."""
-    found = dict(message)
-    text = found.get("content")
-    if found["role"] != "assistant" or found.get("reasoning_content") or not isinstance(text, str):
-        return found
+    split = dict(message)
+    text = split.get("content")
+    if split["role"] != "assistant" or split.get("reasoning_content") or not isinstance(text, str):
+        return split
     for opening, closing in TAGS:
         match = re.search(f"{re.escape(opening)}(.*?){re.escape(closing)}", text, re.DOTALL)
         if match:
-            found["reasoning_content"] = match[1].strip()
-            found["content"] = (text[: match.start()] + text[match.end() :]).strip()
+            split["reasoning_content"] = match[1].strip()
+            split["content"] = (text[: match.start()] + text[match.end() :]).strip()
             break
-    return found
+    return split
 
 
 def drop_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
     """An assistant's message without its thoughts, tagged or apart."""
-    found = {key: value for key, value in message.items() if key != "reasoning_content"}
-    if isinstance(found.get("content"), str):
-        text = re.sub(r"<think>.*?</think>\s*", "", found["content"], flags=re.DOTALL)
-        found["content"] = text.strip()
-    return found
+    bare = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if isinstance(bare.get("content"), str):
+        text = re.sub(r"<think>.*?</think>\s*", "", bare["content"], flags=re.DOTALL)
+        bare["content"] = text.strip()
+    return bare
 
 
 def write_answer(message: Mapping[str, Any]) -> str:
     """An assistant's message as one text, its thoughts in <think> tags: for people and rewards."""
-    thoughts, said = message.get("reasoning_content"), message.get("content") or ""
-    return f"<think>\n{thoughts}\n</think>\n\n{said}" if thoughts else said
+    thoughts, text = message.get("reasoning_content"), message.get("content") or ""
+    return f"<think>\n{thoughts}\n</think>\n\n{text}" if thoughts else text
 
 
 def count_examples(rows: Any, turns: Turns) -> list[tuple[int, int]]:
     """(row, place of the turn) of every example of rows with random access; a row that gives none,
     or cannot be read, stands there once, so that it is counted where it is asked for."""
-    found: list[tuple[int, int]] = []
+    examples: list[tuple[int, int]] = []
     for index in range(len(rows)):
         try:
             places = list_turns(rows[index] or {}, turns)
         except MalformedRow:
             places = []
-        found += [(index, place) for place in places] or [(index, -1)]
-    return found
+        examples += [(index, turn) for turn in places] or [(index, -1)]
+    return examples

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from typing_extensions import override
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
@@ -88,8 +89,8 @@ class FeatureMatchingData(PromptData):
         super().__init__(config, tokenizer, plan)
         self.task, self.held_out = task, OfflineData(config, Sequences(config.data, tokenizer))
 
+    @override
     def check(self) -> Iterator[str]:
-        """See task.Data."""
         yield from super().check()
         for dataset in self.config.data.eval_datasets:
             yield str(self.held_out.recipe.probe(dataset))
@@ -103,13 +104,15 @@ class FeatureMatchingData(PromptData):
         task, column = self.task, self.config.env.prompt_column
         return GroundTruthRows(rows, task.turns, task.thinking, column, key)
 
-    def evaluate(self, parts: ModelBundle, held: ModelSnapshot, scorer: Scorer) -> dict[str, float]:
-        """Cross-entropy of the held-out data, as SFT has it: eval/loss, eval/perplexity."""
-        found = {}
+    def evaluate(
+        self, bundle: ModelBundle, snapshot: ModelSnapshot, scorer: Scorer
+    ) -> dict[str, float]:
+        """Return cross-entropy of the held-out data as for SFT: eval/loss, eval/perplexity."""
+        numbers = {}
         for index, dataset in enumerate(self.config.data.eval_datasets):
             name, total, weight = "eval" if index == 0 else f"eval/{index}", 0.0, 0.0
             most = self.config.eval.max_batches or math.inf
-            for number, batch in enumerate(self.held_out.eval_batches(dataset, parts)):
+            for number, batch in enumerate(self.held_out.eval_batches(dataset, bundle)):
                 if number >= most:
                     break
                 weights = batch.weights["nll"].astype(np.float64)
@@ -117,18 +120,18 @@ class FeatureMatchingData(PromptData):
                 total -= float(np.where(weights != 0, weights * logp, 0.0).sum())
                 weight += float(weights.sum())
             if weight:
-                found[f"{name}/loss"] = total / weight
-                found[f"{name}/perplexity"] = math.exp(min(total / weight, 80.0))
-        return found
+                numbers[f"{name}/loss"] = total / weight
+                numbers[f"{name}/perplexity"] = math.exp(min(total / weight, 80.0))
+        return numbers
 
 
 def open_data(config: Config, tokenizer: Any) -> FeatureMatchingData:
-    """Prompts with ground truths."""
+    """Return prompts with ground truths."""
     return FeatureMatchingData(config, tokenizer)
 
 
 def make(config: Config) -> Task:
-    """Reinforcement learning with the feature network beside the policy."""
+    """Build reinforcement learning with a feature network beside the policy."""
     task = config.task
     assert isinstance(task, EBFTTask)
     base = rl.make(config)
@@ -149,7 +152,7 @@ def make(config: Config) -> Task:
 
 
 def read_coef(task: EBFTTask) -> dict[str, float]:
-    """Factor of each component of the loss."""
+    """Return the factor of each component of the loss."""
     return rl.rl_coef(task) | ({COMPONENT: task.ce_coef} if task.ce_coef > 0 else {})
 
 
@@ -161,7 +164,7 @@ def read_builder(task: EBFTTask, config: Config, rows: int) -> BatchBuilder:
 
 
 class FeatureMatchingPreparation(rl.PolicyPreparation):
-    """What reinforcement learning prepares, after the answers were rewarded by their features."""
+    """Preparation of reinforcement learning, after the answers were rewarded by their features."""
 
     def __init__(
         self,
@@ -197,8 +200,8 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
             )
         )
 
+    @override
     def __call__(self, round: Round, scorer: Scorer) -> Round:
-        """See rl.Preparation."""
         if round.batches:
             self.reward_answers(scorer)
         return super().__call__(round, scorer)
@@ -210,52 +213,54 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
         return self.data.rounds
 
     def reward_answers(self, scorer: Scorer) -> None:
-        """Rewards of the part's episodes, for `judge`; features are computed by all processes."""
-        start, asked = time.monotonic(), []
+        """Compute the rewards of the part's episodes, for `judge`; all processes compute features.
+        """
+        start, requests = time.monotonic(), []
 
         def begin() -> Batch:
-            asked.append(self.collect(self.rounds.groups))
-            return asked[0].batch
+            requests.append(self.collect(self.rounds.groups))
+            return requests[0].batch
 
         batch = broadcast_or_raise("answers that need features", begin)
         places = 3 if self.features.pooling == "concat" else 1
-        found = scorer.features(batch, FEATURES, self.layers, places)
+        features = scorer.features(batch, FEATURES, self.layers, places)
         if is_main_process():
-            features_NF = np.stack([found[place] for place in asked[0].places])
+            features_NF = np.stack([features[index] for index in requests[0].places])
             self.settle(self.rounds.groups, features_NF)
             self.numbers["ebft/feature_seconds"] = time.monotonic() - start
 
     def collect(self, groups: Sequence[Group]) -> FeatureRequest:
-        """The answers of all groups, and the ground truths whose features are not known yet."""
-        told = []
+        """Return a request for the features of all answers, and of ground truths that are not
+        cached."""
+        sequences = []
         for group in groups:
-            own = [self.tell(episode) for episode in group.episodes]
+            answers = [self.tell(episode) for episode in group.episodes]
             truth = self.tell(truth_of(group))
-            told.append(
-                own if self.kept.get(FeatureCache.key(truth)) is not None else [*own, truth]
+            sequences.append(
+                answers if self.kept.get(FeatureCache.key(truth)) is not None else [*answers, truth]
             )
-        return ask(told, self.features.pooling, self.shape, share=self.share)
+        return ask(sequences, self.features.pooling, self.shape, share=self.share)
 
     def tell(self, episode: Episode) -> FeatureSequence:
-        """The sequence that an episode is seen as: the last one, without the token that ended it,
-        which an answer that was cut off has not."""
+        """Return the last sequence of an episode without the token that ended it, which an answer
+        that was cut off lacks."""
         tokens = episode.tokens
         if len(tokens) > 1 and tokens[-1] in self.ends:
             tokens = tokens[:-1]
         return FeatureSequence(np.asarray(tokens, np.int32), count_prompt(episode))
 
     def settle(self, groups: Sequence[Group], features_NF: np.ndarray) -> None:
-        """Rewards and metrics from what `collect` asked for. Raises RunStopped for features that
-        are no numbers."""
+        """Compute rewards and metrics from the features that `collect` requested. Raises RunStopped
+        if they are not finite."""
         if not np.isfinite(features_NF).all():
             raise RunStopped("the feature network's hidden states are not finite")
-        generated, truths, start, known = [], [], 0, 0
+        generated, truths, start, cached = [], [], 0, 0
         for group in groups:
             stop = start + len(group.episodes)
             generated.append(features_NF[start:stop])
             key = FeatureCache.key(self.tell(truth_of(group)))
             feature = self.kept.get(key)
-            known += feature is not None
+            cached += feature is not None
             if feature is None:
                 feature, stop = features_NF[stop], stop + 1
             truths.append((key, feature))
@@ -264,28 +269,29 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
         for key, feature in truths:
             self.kept.put(key, feature)
         count, empty = len(groups), max(self.most_groups - len(groups), 0)
-        found = self.match(  # as many as a round has: one program
+        padded = self.match(  # as many as a round has: one program
             np.pad(np.stack(generated), ((0, empty), (0, 0), (0, 0))),
             np.pad(np.stack([feature for _, feature in truths]), ((0, empty), (0, 0))),
         )
-        matched = jax.tree.map(lambda values: np.asarray(values)[:count], found)
+        matched = jax.tree.map(lambda values: np.asarray(values)[:count], padded)
         self.rewards_N = matched.rewards.reshape(-1).astype(np.float64)
-        for group, own in zip(groups, matched.rewards, strict=True):
+        for group, rewards_G in zip(groups, matched.rewards, strict=True):
             group.rewards = [
-                {**row, REWARD: float(value)} for row, value in zip(group.rewards, own, strict=True)
+                {**row, REWARD: float(value)}
+                for row, value in zip(group.rewards, rewards_G, strict=True)
             ]
         self.numbers = {
             "ebft/reward": float(matched.rewards.mean()),
             "ebft/alignment": float(matched.alignment.mean()),
             "ebft/diversity": float(matched.diversity.mean()),
             "ebft/cfm_loss": float(matched.cfm.mean()),
-            "ebft/cached_truths": known / count,
+            "ebft/cached_truths": cached / count,
         }
 
+    @override
     def judge(
         self, table: RewardTable, batches: list[Batch]
     ) -> tuple[RewardTable, dict[str, float]]:
-        """See rl.Preparation; on process 0."""
         assert self.rewards_N is not None, "answers were rewarded before"
         table = add_column(table, self.rewards_N[:, None], 1.0)
         table, metrics = super().judge(table, batches)
@@ -295,6 +301,6 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
 
 
 def truth_of(group: Group) -> Episode:
-    """What the data say; every group of this method has it."""
+    """Return a group's ground truth, which every group of this method has."""
     assert group.truth is not None, "groups are played with their ground truths"
     return group.truth

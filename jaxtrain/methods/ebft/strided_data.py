@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.packing.pack import Fields
@@ -44,8 +45,8 @@ class BlockSequences(Sequences):
             )
         self.fields = Fields((CE, RL), dtype=dtype)
 
+    @override
     def open(self, dataset: DatasetConfig) -> MixturePart:
-        """See pipeline.Recipe."""
         part = super().open(dataset)
         tokenize = PaddedTokenizer(part.tokenize, self.strides, self.keep_short, self.tags)
         return MixturePart(part.name, part.rows, tokenize, part.weight)
@@ -53,25 +54,25 @@ class BlockSequences(Sequences):
     open_held_out = open
 
     def probe(self, dataset: DatasetConfig) -> Probe:
-        """See pipeline.Recipe; UserError also where no row has room for a block."""
-        found = super().probe(dataset)
-        samples = [sample for sample in found.samples if isinstance(sample, Sample)]
+        """Check a dataset; raises UserError if no row has room for a block."""
+        probe = super().probe(dataset)
+        samples = [sample for sample in probe.samples if isinstance(sample, Sample)]
         if any(len(self.strides.find(sample.weights)) for sample in samples):
-            return found
+            return probe
         part, longest = super().open(dataset), 0
-        rows, which = iter(part.rows), "no row"
+        rows, name = iter(part.rows), "no row"
         if not hasattr(part.rows, "__len__"):
             rows = itertools.islice(rows, STREAM_ROWS)
-            which = f"none of the first {STREAM_ROWS} rows"
+            name = f"none of the first {STREAM_ROWS} rows"
         for index, row in enumerate(rows):
             for item in part.tokenize(row, f"{dataset.path} row {index}"):
                 if isinstance(item, Sample):
                     if len(self.strides.find(item.weights)):
-                        return found
+                        return probe
                     longest = max(longest, len(item.tokens))
         strides = self.strides
         raise UserError(
-            f"{dataset.path}: {which} has room for a block; the longest has {longest} tokens. A"
+            f"{dataset.path}: {name} has room for a block; the longest has {longest} tokens. A"
             f" block needs task.generate_max_len {strides.length} tokens of an answer behind"
             f" task.context_length {strides.context} tokens and task.min_completion_prefix"
             f" {strides.prefix} of the answer; lower these, or choose longer rows"
@@ -79,7 +80,8 @@ class BlockSequences(Sequences):
 
 
 class PaddedTokenizer:
-    """(row, origin) -> what another row_tokenizer makes, as documents with weights of both losses."""
+    """(row, origin) -> what another row_tokenizer makes, as documents with weights of both losses.
+    """
 
     def __init__(
         self,
@@ -111,29 +113,29 @@ class PaddedTokenizer:
 
 
 def between(tokens: np.ndarray, opened: Sequence[int], closed: Sequence[int]) -> np.ndarray:
-    """bool [n]: tokens of the tags and between them; what is opened and not closed goes to the
-    end."""
+    """Return the tokens of the tags and between them, bool [n]; a tag that is not closed reaches to
+    the end."""
     marks = sorted(
-        [(at, 1) for at in find_all(tokens, opened)]
-        + [(at + len(closed), -1) for at in find_all(tokens, closed)]
+        [(index, 1) for index in find_all(tokens, opened)]
+        + [(index + len(closed), -1) for index in find_all(tokens, closed)]
     )
     inside = np.zeros(len(tokens), bool)
     start = None
-    for at, kind in marks:
+    for index, kind in marks:
         if kind == 1 and start is None:
-            start = at
+            start = index
         elif kind == -1 and start is not None:
-            inside[start:at] = True
+            inside[start:index] = True
             start = None
     if start is not None:
         inside[start:] = True
     return inside
 
 
-def find_all(tokens: np.ndarray, wanted: Sequence[int]) -> list[int]:
-    """Where a sequence of ids begins."""
-    size = len(wanted)
+def find_all(tokens: np.ndarray, pattern: Sequence[int]) -> list[int]:
+    """Return the positions where a sequence of ids begins."""
+    size = len(pattern)
     if not size or size > len(tokens):
         return []
     windows = np.lib.stride_tricks.sliding_window_view(tokens, size)
-    return np.flatnonzero((windows == np.asarray(wanted)).all(1)).tolist()
+    return np.flatnonzero((windows == np.asarray(pattern)).all(1)).tolist()

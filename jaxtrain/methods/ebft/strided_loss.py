@@ -70,14 +70,14 @@ def score(hidden_BUD, head_VD, batch: Batch, weight_BU, factor_BU, most: int, op
     index_BQ = jax.vmap(of_row)(weight_BU)
 
     def at(values_BU: jax.Array) -> jax.Array:
-        found = jnp.take_along_axis(values_BU, jnp.minimum(index_BQ, U - 1), axis=1)
-        return jnp.where(index_BQ < U, found, jnp.zeros_like(found))
+        gathered_BQ = jnp.take_along_axis(values_BU, jnp.minimum(index_BQ, U - 1), axis=1)
+        return jnp.where(index_BQ < U, gathered_BQ, jnp.zeros_like(gathered_BQ))
 
     before_BQ = jnp.maximum(at(batch.prev), 0)
     hidden_BQD = jnp.take_along_axis(hidden_BUD, before_BQ[:, :, None], axis=1)
     weight_BQ = at(weight_BU)
-    total, found = sum_logp(
+    total, tokens = sum_logp(
         hidden_BQD, head_VD, at(batch.tokens), weight_BQ * at(factor_BU), **options
     )
-    entropy_BQ = found.entropy
+    entropy_BQ = tokens.entropy
     return total, jnp.sum(weight_BQ.astype(entropy_BQ.dtype) * entropy_BQ)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
+from typing_extensions import override
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
@@ -63,12 +64,12 @@ def make(config: Config) -> Task:
     task = config.task
     assert isinstance(task, EBFTStridedTask)
     parts = build_model_bundle(config)
-    found = 'task.kind "ebft_strided" lets blocks branch off inside of a text'
-    require_trees(parts.architecture, found, 'use task.kind "ebft"')
+    option = 'task.kind "ebft_strided" lets blocks branch off inside of a text'
+    require_trees(parts.architecture, option, 'use task.kind "ebft"')
     features = feature_role(task.features, config, parts)
     depth = features.bundle.architecture.num_hidden_layers
     require_trees(
-        features.bundle.architecture, found, "choose another network", "task.features.network"
+        features.bundle.architecture, option, "choose another network", "task.features.network"
     )
     data = StridedData(config, parts.tokenizer)
     draws = BlockSampling(
@@ -103,7 +104,7 @@ def make(config: Config) -> Task:
 
 
 def read_strides(task: EBFTStridedTask) -> BlockStrides:
-    """Where blocks begin."""
+    """Return the positions at which blocks begin."""
     return BlockStrides(
         stride=task.stride,
         context=task.context_length,
@@ -134,14 +135,14 @@ class StridedData(OfflineData):
     @property
     def sizes(self) -> dict[int, tuple[int, int]]:
         """{U: (T, drawn tokens)} of every length that rows can have."""
-        found: dict[int, tuple[int, int]] = {}
+        sizes: dict[int, tuple[int, int]] = {}
         size = self.strides.samples * self.strides.length
         for length in sorted({*self.config.data.length_buckets, self.row_tokens}):
-            found[self.strides.grown(length)] = (length, self.strides.most(length) * size)
-        return found
+            sizes[self.strides.grown(length)] = (length, self.strides.most(length) * size)
+        return sizes
 
+    @override
     def describe(self, console: Console) -> None:
-        """See task.Data."""
         super().describe(console)
         length, grown = self.row_tokens, self.strides.grown(self.row_tokens)
         console.print(
@@ -217,8 +218,8 @@ def make_draw(
     """Compiled once (parameters of both, documents [M, B, T], forest [M, B, U], Spots, noise) ->
     (tokens [M, B, U], streams ADVANTAGE and NUMBERS); placed as batches are."""
 
-    def of_micro(policy_params: Params, feature_params: Params, given):
-        documents, forest, spots, keys_B = given
+    def of_micro(policy_params: Params, feature_params: Params, arrays):
+        documents, forest, spots, keys_B = arrays
         (B, U), A = forest.tokens.shape, spots.predictor.shape[1]
         drawn = draw_blocks(policy(policy_params), documents, forest, spots, keys_B, drawing)
         step_G = jnp.arange(drawing.length, dtype=jnp.int32)
@@ -226,19 +227,19 @@ def make_draw(
         rows_B1, at_BMG = jnp.arange(B)[:, None], first_BM[:, :, None] + step_G
         at_BMG = jnp.where(first_BM[:, :, None] < U, at_BMG, U).reshape(B, -1)
 
-        def put_at(at: jax.Array, values: jax.Array) -> jax.Array:
+        def put_at(positions: jax.Array, values: jax.Array) -> jax.Array:
             empty = jnp.zeros((B, U, *values.shape[2:]), values.dtype)
-            return empty.at[rows_B1, at].set(values, mode="drop")
+            return empty.at[rows_B1, positions].set(values, mode="drop")
 
         tokens = forest.tokens.at[rows_B1, at_BMG].set(drawn.reshape(B, -1), mode="drop")
         forest = forest._replace(tokens=tokens)
         truth = spots.truth.reshape(B, A, drawing.length)
-        found = judge(features(feature_params), forest, spots.start, truth, judging)
-        advantage = jnp.repeat(found.advantage.reshape(B, -1), drawing.length, axis=1)
-        real_BA = (spots.start < U).astype(found.reward.dtype)
-        squares = (found.advantage**2).mean(-1) * real_BA
-        mean = found.advantage.mean(-1) * real_BA
-        numbers = (jnp.ones_like(real_BA), *found[1:])
+        judged = judge(features(feature_params), forest, spots.start, truth, judging)
+        advantage = jnp.repeat(judged.advantage.reshape(B, -1), drawing.length, axis=1)
+        real_BA = (spots.start < U).astype(judged.reward.dtype)
+        squares = (judged.advantage**2).mean(-1) * real_BA
+        mean = judged.advantage.mean(-1) * real_BA
+        numbers = (jnp.ones_like(real_BA), *judged[1:])
         return (
             tokens,
             put_at(at_BMG, advantage.astype(jnp.float32)),
@@ -250,8 +251,8 @@ def make_draw(
         key = jax.random.wrap_key_data(noise)
         M, B = documents.tokens.shape[:2]
         keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(M * B)).reshape(M, B)
-        one = partial(of_micro, policy_params, feature_params)
-        tokens, advantage, numbers, sums = jax.lax.map(one, (documents, forest, spots, keys))
+        draw_micro = partial(of_micro, policy_params, feature_params)
+        tokens, advantage, numbers, sums = jax.lax.map(draw_micro, (documents, forest, spots, keys))
         squares, mean, count = sums.sum(0) / jnp.maximum(sums[:, 2].sum(), 1.0)
         deviation = jnp.sqrt(jnp.maximum(squares - mean**2, 0.0))
         spread = deviation.astype(jnp.float32) * numbers[..., :1]

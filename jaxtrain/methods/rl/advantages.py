@@ -18,7 +18,7 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class AdvantageOptions:
-    """How rewards become advantages.
+    """Estimator of advantages from rewards.
 
     baseline group | leave_one_out | batch | none, scale group | batch | none: see section task.
     combine normalize_then_sum is GDPO (arXiv 2601.05242): every reward is normalized within its

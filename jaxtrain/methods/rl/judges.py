@@ -31,7 +31,7 @@ from jaxtrain.models.scores import split_architecture
 
 @dataclass(frozen=True)
 class RewardModelJudge:
-    """One [[rewards]] with a model."""
+    """A [[rewards]] table with a model."""
 
     role: str
     label: str
@@ -41,9 +41,9 @@ class RewardModelJudge:
 
 
 def open_judges(config: Config, parts: ModelBundle) -> dict[RewardModelJudge, Role]:
-    """The judges of a run and their models; UserError for a folder that is no reward model, or
-    reads other tokens than the policy."""
-    found = {}
+    """Return the judges of a run with the roles of their models; raises UserError for a folder that
+    is no reward model, or that reads other tokens than the policy."""
+    judges = {}
     for index, reward in enumerate(config.rewards):
         if reward.model is None:
             continue
@@ -62,30 +62,31 @@ def open_judges(config: Config, parts: ModelBundle) -> dict[RewardModelJudge, Ro
                 ' with vLLM and use function "vllm_reward", which sends texts'
             )
         role = Role(build_auxiliary_bundle(reward.model, parts, key, head), "own", in_loss=False)
-        found[RewardModelJudge(f"judge_{index}", reward.label, reward.weight, per == "token")] = (
+        judges[RewardModelJudge(f"judge_{index}", reward.label, reward.weight, per == "token")] = (
             role
         )
-    return found
+    return judges
 
 
 def ask_judges(
     judges: Sequence[RewardModelJudge], batch: Batch, scorer: Scorer
 ) -> dict[str, np.ndarray]:
-    """{role: float [A, B, T]}: what each says at every token of a batch; on all processes."""
-    found = {}
+    """Return {role: float [A, B, T]}, the score of each judge at every token of a batch; on all
+    processes."""
+    answers = {}
     for judge in judges:
         scores = scorer.scores(batch, judge.role).astype(np.float64)
         gap = scores[..., -1] - scores[..., 0]
-        found[judge.role] = 1 / (1 + np.exp(-gap)) if judge.steps else scores[..., 0]
-    return found
+        answers[judge.role] = 1 / (1 + np.exp(-gap)) if judge.steps else scores[..., 0]
+    return answers
 
 
 def judge_table(
     table: RewardTable, judges: Sequence[RewardModelJudge], batches: Sequence[Batch]
 ) -> tuple[RewardTable, dict[str, float]]:
-    """The rewards with a column for each judge, and the metrics that change by it.
+    """Return the rewards with a column for each judge, and the metrics that change with it.
 
-    batches: with the judges' answers among the streams.
+    batches: with the judges' scores among the streams.
     """
     num_episodes, metrics = len(table.rewards_TNK[0]), {}
     for judge in judges:
@@ -93,16 +94,16 @@ def judge_table(
         if not judge.steps:
             earned_NT = keep_last(earned_NT)
         table = add_column(table, earned_NT, judge.weight)
-        there = table.rewards_TNK[0][:, -1]
-        there = there[~np.isnan(there)]
-        if len(there):
-            metrics[f"rewards/{judge.label}/mean"] = float(there.mean())
-            metrics[f"rewards/{judge.label}/std"] = float(deviation(there))
+        earned = table.rewards_TNK[0][:, -1]
+        earned = earned[~np.isnan(earned)]
+        if len(earned):
+            metrics[f"rewards/{judge.label}/mean"] = float(earned.mean())
+            metrics[f"rewards/{judge.label}/std"] = float(deviation(earned))
     return table, metrics | describe_table(table)
 
 
 def describe_table(table: RewardTable) -> dict[str, float]:
-    """Means and spreads of the weighted rewards, under TRL's names."""
+    """Return means and spreads of the weighted rewards, under TRL's names."""
     totals_N = weigh(table.rewards_TNK[0], table.weights)
     spreads = [float(deviation(p)) for p in np.split(totals_N, np.cumsum(table.sizes)[:-1])]
     return {
@@ -113,11 +114,12 @@ def describe_table(table: RewardTable) -> dict[str, float]:
 
 
 def read_turns(batches: Sequence[Batch], name: str, num_episodes: int) -> np.ndarray:
-    """float64 [N, turns]: a stream at the last drawn token of each turn; NaN where none trains."""
-    own = [batch.streams[EPISODE] >= 0 for batch in batches]
+    """Return a stream at the last drawn token of each turn, float64 [N, turns]; NaN for turns
+    without a trained token."""
+    masks = [batch.streams[EPISODE] >= 0 for batch in batches]
     episode, turn, position, value = (
         np.concatenate(
-            [np.asarray(of(batch))[mask] for batch, mask in zip(batches, own, strict=True)]
+            [np.asarray(of(batch))[mask] for batch, mask in zip(batches, masks, strict=True)]
         )
         for of in (
             lambda batch: batch.streams[EPISODE],
@@ -126,21 +128,21 @@ def read_turns(batches: Sequence[Batch], name: str, num_episodes: int) -> np.nda
             lambda batch: batch.streams[name],
         )
     )
-    found = np.full((num_episodes, int(turn.max(initial=0)) + 1), np.nan)
+    values_NT = np.full((num_episodes, int(turn.max(initial=0)) + 1), np.nan)
     order = np.lexsort((position, turn, episode))
-    found[episode[order], turn[order]] = value[order]  # the last one of a place stays
-    return found
+    values_NT[episode[order], turn[order]] = value[order]  # the last one of a place stays
+    return values_NT
 
 
 def keep_last(values_NT: np.ndarray) -> np.ndarray:
-    """[N, 1]: the last value of each row that is not NaN; NaN of a row without any."""
-    there = ~np.isnan(values_NT)
-    last = values_NT.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
-    return np.where(there.any(axis=1), values_NT[np.arange(len(values_NT)), last], np.nan)[:, None]
+    """Return the last value of each row that is not NaN, [N, 1]; NaN for a row without any."""
+    valid = ~np.isnan(values_NT)
+    last = values_NT.shape[1] - 1 - valid[:, ::-1].argmax(axis=1)
+    return np.where(valid.any(axis=1), values_NT[np.arange(len(values_NT)), last], np.nan)[:, None]
 
 
 def add_column(table: RewardTable, earned_NT: np.ndarray, weight: float) -> RewardTable:
-    """The table with one reward more, as seen from each turn: what of it is still to come.
+    """Return the table with another reward, as rewards-to-go at each turn.
 
     earned [N, turns]; with one column it is earned by the episode as a whole.
     """

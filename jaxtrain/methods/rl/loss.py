@@ -87,7 +87,7 @@ def policy_loss(model, batch: Batch, objective: PolicyObjective, impl: str = "au
 
 
 def policy_terms(logp_BT, entropy_BT, batch: Batch, objective: PolicyObjective):
-    """The same from the policy's log-probs and entropies [B, T]."""
+    """Compute the loss from the policy's log-probs and entropies [B, T]."""
     weight_BT = batch.weights["pg"].astype(logp_BT.dtype)
     mask_BT = weight_BT != 0
     streams = {name: value.astype(logp_BT.dtype) for name, value in batch.streams.items()}
@@ -139,8 +139,8 @@ def policy_terms(logp_BT, entropy_BT, batch: Batch, objective: PolicyObjective):
     )
     metrics |= describe_gap(old_BT - sampler_BT, importance_BT, mask_BT)
     metrics["trained_share"] = _mean(kept_BT, mask_BT)
-    one = jnp.ones((), logp_BT.dtype)
-    metrics |= {name: (value.astype(logp_BT.dtype), one) for name, value in m2.items()}
+    unit = jnp.ones((), logp_BT.dtype)
+    metrics |= {name: (value.astype(logp_BT.dtype), unit) for name, value in m2.items()}
     if objective.kl is not None:
         divergence_BT = kl_estimate(logp_BT, _floor(streams["ref_logp"], mask_BT), objective.kl)
         metrics["kl"] = _mean(jax.lax.stop_gradient(divergence_BT), mask_BT)
@@ -290,11 +290,11 @@ def top_entropy_mask(entropy_BT, mask_BT, share: float):
     sorted_N = jnp.sort(jnp.where(mask_BT, entropy_BT, jnp.inf).reshape(-1))
     # numpy's linear quantile among the first `count` values.
     count = jnp.sum(mask_BT)
-    place = (1.0 - share) * jnp.maximum(count - 1, 0).astype(entropy_BT.dtype)
-    below = jnp.floor(place).astype(jnp.int32)
+    rank = (1.0 - share) * jnp.maximum(count - 1, 0).astype(entropy_BT.dtype)
+    below = jnp.floor(rank).astype(jnp.int32)
     above = jnp.minimum(below + 1, jnp.maximum(count - 1, 0))
     lower, upper = sorted_N[below], sorted_N[above]
-    threshold = lower + (upper - lower) * (place - below)
+    threshold = lower + (upper - lower) * (rank - below)
     return entropy_BT >= jnp.where(count > 0, threshold, 0.0)
 
 
@@ -304,7 +304,7 @@ def describe_tokens(
     """Entropy, ratios and how often the clip bit, as (sum, weight) pairs or extremes; low_min and
     high_max are those of single branches (TRL: of sequences)."""
     ratio_BT = jax.lax.stop_gradient(ratio_BT)
-    found = {
+    metrics = {
         "entropy": _mean(entropy_BT, mask_BT),
         "ratio/mean": _mean(ratio_BT, mask_BT),
         "ratio/min": _extreme(ratio_BT, mask_BT, jnp.min, jnp.inf),
@@ -313,22 +313,22 @@ def describe_tokens(
     if objective.clip == "ppo":
         low_BT = (ratio_BT < 1.0 - low) & (advantage_BT < 0)
         high_BT = (ratio_BT > 1.0 + high) & (advantage_BT > 0)
-        found["clip_ratio/low_mean"] = _mean(low_BT, mask_BT)
-        found["clip_ratio/high_mean"] = _mean(high_BT, mask_BT)
-        found["clip_ratio/region_mean"] = _mean(low_BT | high_BT, mask_BT)
+        metrics["clip_ratio/low_mean"] = _mean(low_BT, mask_BT)
+        metrics["clip_ratio/high_mean"] = _mean(high_BT, mask_BT)
+        metrics["clip_ratio/region_mean"] = _mean(low_BT | high_BT, mask_BT)
         low_BT, high_BT = (
             segment_mean(bit_BT.astype(ratio_BT.dtype), mask_BT, owner_BT)
             for bit_BT in (low_BT, high_BT)
         )
-        found["clip_ratio/low_min"] = _extreme(low_BT, mask_BT, jnp.min, jnp.inf)
-        found["clip_ratio/high_max"] = _extreme(high_BT, mask_BT, jnp.max, -jnp.inf)
+        metrics["clip_ratio/low_min"] = _extreme(low_BT, mask_BT, jnp.min, jnp.inf)
+        metrics["clip_ratio/high_max"] = _extreme(high_BT, mask_BT, jnp.max, -jnp.inf)
     if objective.clip == "cispo":
-        found["cispo_clip_ratio"] = _mean((ratio_BT > high) & (advantage_BT > 0), mask_BT)
-    return found
+        metrics["cispo_clip_ratio"] = _mean((ratio_BT > high) & (advantage_BT > 0), mask_BT)
+    return metrics
 
 
 def describe_gap(log_ratio_BT, importance_BT, mask_BT) -> dict[str, Any]:
-    """How far sampler and old policy are apart; log_ratio: old policy - sampler."""
+    """Describe how far sampler and old policy are apart; log_ratio: old policy - sampler."""
     log_ratio_BT = jax.lax.stop_gradient(log_ratio_BT)
     size_BT, ratio_BT = jnp.abs(log_ratio_BT), jnp.exp(_limit(log_ratio_BT))
     name = "sampling/importance_sampling_ratio"
@@ -351,8 +351,8 @@ def _mean(values_BT, mask_BT):
 
 
 def _extreme(values_BT, mask_BT, reduce, nothing: float):
-    some = mask_BT.any().astype(values_BT.dtype)
-    return reduce(jnp.where(mask_BT, values_BT, nothing)), some
+    any_token = mask_BT.any().astype(values_BT.dtype)
+    return reduce(jnp.where(mask_BT, values_BT, nothing)), any_token
 
 
 def _floor(logp_BT, mask_BT):

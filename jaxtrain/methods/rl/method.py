@@ -40,12 +40,12 @@ Section = RLTask
 
 
 def open_data(config: Config, tokenizer: Any) -> PromptData:
-    """Prompts, and how the answers to them become batches."""
+    """Return the prompts, and how answers to them become batches."""
     return PromptData(config, tokenizer, make_plan(config))
 
 
 def make_plan(config: Config) -> RoundPlan:
-    """What the method makes of a round."""
+    """Return how a round is made and trained."""
     task = config.task
     assert isinstance(task, PolicyTask)
     return RoundPlan(
@@ -68,31 +68,31 @@ def make_plan(config: Config) -> RoundPlan:
 
 
 def make(config: Config) -> Task:
-    """The policy, its reference where one is needed, and what stands around a round."""
+    """Build the policy, its reference if one is needed, and everything around a round."""
     task = config.task
     assert isinstance(task, PolicyTask)
     engine = find_engine(config)
-    parts = build_model_bundle(config, engine.reserved(config))
-    engine.check(config, parts)
-    if list_trained(config) and parts.adapter is not None and parts.adapter.full:
+    bundle = build_model_bundle(config, engine.reserved(config))
+    engine.check(config, bundle)
+    if list_trained(config) and bundle.adapter is not None and bundle.adapter.full:
         raise UserError(
             f"policies share one base, but the adapter of adapter.path trains"
-            f" {', '.join(parts.adapter.full)} in full; choose another one"
+            f" {', '.join(bundle.adapter.full)} in full; choose another one"
         )
     for name in list_trained(config):
         if (folder := config.policies[name].path) is not None:
-            read_start(folder, parts, f"policies.{name}.path")
+            read_start(folder, bundle, f"policies.{name}.path")
     if task.share_prompts:
-        found = "task.share_prompts packs answers behind one prompt"
+        option = "task.share_prompts packs answers behind one prompt"
         fix = "set task.share_prompts and data.packing to false"
-        require_trees(parts.architecture, found, fix)
-    check_packing(config, parts.architecture)
-    roles, judges = {POLICY: Role(parts)}, open_judges(config, parts)
+        require_trees(bundle.architecture, option, fix)
+    check_packing(config, bundle.architecture)
+    roles, judges = {POLICY: Role(bundle)}, open_judges(config, bundle)
     roles |= {judge.role: role for judge, role in judges.items()}
-    kind = find_reference(task.reference, parts.adapter) if scores_reference(task) else None
+    kind = find_reference(task.reference, bundle.adapter) if scores_reference(task) else None
     if kind is not None:
-        roles[REFERENCE] = Role(parts, kind, in_loss=False)
-    data = open_data(config, parts.tokenizer)
+        roles[REFERENCE] = Role(bundle, kind, in_loss=False)
+    data = open_data(config, bundle.tokenizer)
     return Task(
         roles=roles,
         loss=of_policy(
@@ -106,7 +106,7 @@ def make(config: Config) -> Task:
 
 
 def rl_coef(task: PolicyTask) -> dict[str, float]:
-    """Factor of each component of the loss."""
+    """Return the factor of each component of the loss."""
     coef = {"pg": 1.0}
     if task.beta > 0 and task.resolved("kl_in") == "loss":
         coef["kl"] = task.beta
@@ -116,10 +116,10 @@ def rl_coef(task: PolicyTask) -> dict[str, float]:
 
 
 def scores_policy(task: PolicyTask, streaming: bool = False) -> bool:
-    """Whether the policy's log-probs are computed before a round's first update.
+    """Return whether the policy's log-probs are computed before a round's first update.
 
-    Not for one update a round, nor for the parts of a streamed one, each of which is judged by the
-    weights that it meets: there they are those of the update itself.
+    They are not needed for a single update per round, nor for the parts of a streamed round, each
+    of which is evaluated by the weights that it meets: there they are those of the update itself.
     """
     if task.objective == "m2po_mask" or (task.beta > 0 and task.resolved("kl_in") == "reward"):
         return True
@@ -128,12 +128,12 @@ def scores_policy(task: PolicyTask, streaming: bool = False) -> bool:
 
 
 def scores_reference(task: PolicyTask) -> bool:
-    """Whether a reference policy is needed."""
+    """Return whether a reference policy is needed."""
     return task.beta > 0
 
 
 def read_objective(task: PolicyTask, config: Config) -> PolicyObjective:
-    """The numbers of the loss."""
+    """Return the numbers of the loss."""
     temperature = config.sampling.temperature
     from_sampler = task.resolved("old_logp") == "sampler"
     return PolicyObjective(
@@ -162,7 +162,7 @@ def read_objective(task: PolicyTask, config: Config) -> PolicyObjective:
 
 
 def read_builder(task: PolicyTask, config: Config, rows: int) -> BatchBuilder:
-    """How a round becomes batches of `rows` rows a microstep."""
+    """Return how a round becomes batches with `rows` rows in a microstep."""
     data = config.data
     # units: the number of microsteps follows from what the groups fill.
     shape = StepShape(rows, 1, data.sequence_len, tuple(data.length_buckets), units=1)
@@ -182,8 +182,8 @@ def read_builder(task: PolicyTask, config: Config, rows: int) -> BatchBuilder:
 
 
 def find_routes(config: Config) -> RouteShape | None:
-    """What is recorded of the experts that tokens go to; None: nothing. UserError where the model
-    has none."""
+    """Return the shape of the records of expert routing, None if none are kept; raises UserError
+    for a model without experts."""
     if not config.rollout.router_replay:
         return None
     architecture = read_architecture(config.model)
@@ -195,16 +195,16 @@ def find_routes(config: Config) -> RouteShape | None:
     return route_shape(architecture)
 
 
-LOOK_EVERY = 20
-"""Of the rounds' versions, those that it divides are looked at where that costs a forward pass of
-its own: a resumed run looks where one that was never stopped does."""
+COMPARE_EVERY = 20
+"""Versions whose rounds are compared, if that costs a forward pass of its own. By version and not
+by time, so that a resumed run compares the rounds that one compares which was never stopped."""
 
 
 class PolicyPreparation:
-    """Everything about a round that needs the current weights, before its first update.
+    """Preparation of a round by the current weights, before its first update.
 
-    Every process scores, for that takes all devices; what follows from the scores is computed on
-    process 0 and told to the others.
+    Every process scores, since that takes all devices; what follows from the scores is computed on
+    process 0 and broadcast.
     """
 
     def __init__(
@@ -214,31 +214,31 @@ class PolicyPreparation:
         data: PromptData,
         judges: Sequence[RewardModelJudge] = (),
     ):
-        """data: opened when the first round comes. judges: models that reward, among the roles."""
+        """data: opened before the first round. judges: models that reward, among the roles."""
         self.task, self.data, self.judges = task, data, judges
         self.judges_late = bool(judges)
-        """Whether some rewards are known only here."""
+        """Whether some rewards are known only after the answers were scored."""
         temperature = config.sampling.temperature
         self.temperature = None if temperature == 1.0 else temperature
         self.comparison = RoundComparison(temperature, lambda text: data.log(text))
         self.scores_policy = scores_policy(task, config.rollout.streaming)
-        self._looked: set[str] = set()
-        """Policies of which a round was looked at since the start."""
+        self._compared: set[str] = set()
+        """Policies of which a round was compared since the start."""
 
     def __call__(self, round: Round, scorer: Scorer) -> Round:
-        """The round as it is trained: streams filled in, one batch for each update.
+        """Return the round as it is trained: streams filled in, one batch for each update.
 
-        Sampler and trainer are compared on the first part of a streamed round: those that follow
-        meet other weights. After a start the first round is looked at, whatever its version, for
-        servers may have changed; its numbers are then told by what is wrong with them alone.
+        Sampler and trainer are compared on the first part of a streamed round: the later ones meet
+        other weights. The first round after a start is compared whatever its version, since servers
+        may have changed; its numbers are then only used to log what is wrong with them.
         """
         if not round.batches:
             return round
         first = round.part == 0 or round.policy != ""
-        due = first and (self.scores_policy or round.version % LOOK_EVERY == 0)
-        compares = due or (first and round.policy not in self._looked)
+        due = first and (self.scores_policy or round.version % COMPARE_EVERY == 0)
+        compares = due or (first and round.policy not in self._compared)
         if first:
-            self._looked.add(round.policy)
+            self._compared.add(round.policy)
         scored = [self.score(batch, scorer, compares) for batch in round.batches]
         if any(scored) or self.judges_late:
             parts, metrics = broadcast(
@@ -246,6 +246,7 @@ class PolicyPreparation:
             )
         else:
             parts, metrics = self.finish(round.batches, scored, compares, due)
+        # Only what the update reads travels to the devices; scores stay behind.
         slim = [
             batch._replace(weights=weights, streams=streams)
             for batch, (weights, streams) in zip(round.batches, parts, strict=True)
@@ -253,48 +254,54 @@ class PolicyPreparation:
         return round._replace(batches=slim * self.task.num_iterations, metrics=metrics)
 
     def score(self, batch: Batch, scorer: Scorer, compares: bool) -> dict[str, np.ndarray]:
-        """The log-probs that a batch needs; on all processes."""
-        found = {}
+        """Return the log-probs that a batch needs; on all processes."""
+        scores = {}
         if self.scores_policy or compares:
-            found["policy_logp"] = scorer.logp(batch, POLICY, self.temperature)
+            scores["policy_logp"] = scorer.logp(batch, POLICY, self.temperature)
         if scores_reference(self.task):
-            found["ref_logp"] = scorer.logp(batch, REFERENCE, self.temperature)
-        return {**found, **ask_judges(self.judges, batch, scorer)}
+            scores["ref_logp"] = scorer.logp(batch, REFERENCE, self.temperature)
+        return {**scores, **ask_judges(self.judges, batch, scorer)}
 
     def finish(
-        self, batches: list[Batch], scored: list[dict[str, np.ndarray]], compares: bool, tells: bool
+        self,
+        batches: list[Batch],
+        scored: list[dict[str, np.ndarray]],
+        compares: bool,
+        reports: bool,
     ) -> tuple[list[tuple[dict, dict]], dict[str, float]]:
-        """([(weights, streams) of each batch], metrics). tells: how the sampler compares is among
-        the metrics."""
+        """Return ([(weights, streams) of each batch], metrics).
+
+        reports: whether the comparison with the sampler is among the metrics.
+        """
         task, metrics = self.task, {}
         from_sampler = task.resolved("old_logp") == "sampler"
         old = "sampler_logp" if from_sampler else "policy_logp"
         filled = []
-        for batch, found in zip(batches, scored, strict=True):
-            streams = {**batch.streams, **found}
+        for batch, scores in zip(batches, scored, strict=True):
+            streams = {**batch.streams, **scores}
             streams["old_logp"] = streams.get(old, streams["old_logp"])
             filled.append(batch._replace(streams=streams))
         if compares:
             compared = self.compare(filled)
-            metrics |= compared if tells else {}
+            metrics |= compared if reports else {}
         in_reward = task.beta > 0 and task.resolved("kl_in") == "reward"
         if self.judges_late or in_reward:
-            filled, found = self.reward(filled, in_reward)
-            metrics |= found
+            filled, changed_metrics = self.reward(filled, in_reward)
+            metrics |= changed_metrics
         if task.objective == "m2po_mask":
             filled, metrics["m2/masked_share"] = self.mask(filled)
-        wanted = ["advantage", "sampler_logp"]
+        names = ["advantage", "sampler_logp"]
         if self.scores_policy or from_sampler:
-            wanted.append("old_logp")
+            names.append("old_logp")
         if "kl" in rl_coef(task):
-            wanted.append("ref_logp")
+            names.append("ref_logp")
         if filled and ROUTED in filled[0].streams:
-            wanted.append(ROUTED)
-        parts = [(b.weights, {name: b.streams[name] for name in wanted}) for b in filled]
+            names.append(ROUTED)
+        parts = [(b.weights, {name: b.streams[name] for name in names}) for b in filled]
         return parts, metrics
 
     def compare(self, batches: list[Batch]) -> dict[str, float]:
-        """The sampler's log-probs of the round's trained tokens beside the trainer's."""
+        """Compare the sampler's log-probs of the round's trained tokens with the trainer's."""
         masks = [batch.weights["pg"] != 0 for batch in batches]
         sampler, trainer = (
             np.concatenate([b.streams[name][m] for b, m in zip(batches, masks, strict=True)])
@@ -305,8 +312,9 @@ class PolicyPreparation:
         return self.comparison(sampler, trainer, rounds.metrics.get("lag/max") == 0)
 
     def reward(self, batches: list[Batch], in_reward: bool) -> tuple[list[Batch], dict[str, float]]:
-        """Advantages anew, with what the judges say, and, if `in_reward`, with beta
-        sum_t (old - reference) off each episode's clipped reward; and metrics."""
+        """Compute the advantages again with the judges' rewards and, if `in_reward`, with beta
+        sum_t (old - reference) subtracted from each episode's clipped reward; returns metrics, too.
+        """
         rounds = self.data.rounds
         assert rounds is not None and rounds.table is not None, "process 0 has drawn a round"
         table, metrics = self.judge(rounds.table, batches)
@@ -322,52 +330,54 @@ class PolicyPreparation:
         last = advantages_NT.shape[1] - 1
         changed = []
         for batch in batches:
-            place = np.maximum(batch.streams[EPISODE], 0).astype(int)
+            episode = np.maximum(batch.streams[EPISODE], 0).astype(int)
             turn = np.clip(batch.streams[TURN], 0, last).astype(int)
-            found = np.where(batch.weights["pg"] != 0, advantages_NT[place, turn], 0.0)
-            streams = {**batch.streams, "advantage": found.astype(np.float32)}
+            advantages = np.where(batch.weights["pg"] != 0, advantages_NT[episode, turn], 0.0)
+            streams = {**batch.streams, "advantage": advantages.astype(np.float32)}
             changed.append(batch._replace(streams=streams))
         return changed, metrics
 
     def judge(
         self, table: RewardTable, batches: list[Batch]
     ) -> tuple[RewardTable, dict[str, float]]:
-        """The table with the rewards that are known only now, and what metrics change by them."""
+        """Return the table with the rewards that are known only now, and the metrics that they
+        change."""
         return judge_table(table, self.judges, batches) if self.judges else (table, {})
 
     def mask(self, batches: list[Batch]) -> tuple[list[Batch], float]:
-        """M2PO's hard mask over the tokens of the whole round; the share that it leaves out."""
+        """Apply M2PO's hard mask over the tokens of the whole round; returns the share that it
+        drops, too."""
         masks = [batch.weights["pg"] != 0 for batch in batches]
         gaps = [
             np.maximum(b.streams["sampler_logp"][m], LOGP_FLOOR)
             - np.maximum(b.streams["policy_logp"][m], LOGP_FLOOR)
             for b, m in zip(batches, masks, strict=True)
         ]
-        kept = m2_mask(np.concatenate(gaps).astype(np.float64), self.task.m2_threshold)
-        parts = np.split(kept, np.cumsum([len(gap) for gap in gaps])[:-1])
+        kept_tokens = m2_mask(np.concatenate(gaps).astype(np.float64), self.task.m2_threshold)
+        parts = np.split(kept_tokens, np.cumsum([len(gap) for gap in gaps])[:-1])
         changed = []
         for batch, mask, part in zip(batches, masks, parts, strict=True):
             keep = np.zeros(mask.shape, bool)
             keep[mask] = part
             weights = {name: np.where(keep, w, 0) for name, w in batch.weights.items()}
             changed.append(batch._replace(weights=weights))
-        return changed, 1.0 - float(kept.mean())
+        return changed, 1.0 - float(kept_tokens.mean())
 
 
 def m2_mask(log_ratio_n: np.ndarray, threshold: float) -> np.ndarray:
-    """bool [n]: tokens that M2PO's hard mask keeps (arXiv 2510.01161, AReaL's form).
+    """Return the tokens that M2PO's hard mask keeps, bool [n] (arXiv 2510.01161, AReaL's form).
 
-    The largest squared log-ratios are dropped until the mean of the rest is below `threshold`; one
-    token always stays. log_ratio: sampler - policy before the update.
+    The largest squared log-ratios are dropped until the mean of the others is below `threshold`; at
+    least one token stays. log_ratio: sampler - policy before the update.
     """
     if not len(log_ratio_n):
         return np.zeros(0, bool)
     squares = log_ratio_n**2
     order = np.argsort(-squares, kind="stable")
-    left = np.arange(len(squares), 0, -1)
-    suffix_means = np.cumsum(squares[order][::-1])[::-1] / left
+    counts = np.arange(len(squares), 0, -1)
+    suffix_means = np.cumsum(squares[order][::-1])[::-1] / counts
     good = np.flatnonzero(suffix_means < threshold)
     first = int(good[0]) if len(good) else len(squares) - 1
-    kept = np.zeros(len(squares), bool)
-    kept[order[first:]] = True
-    return kept
+    kept_tokens = np.zeros(len(squares), bool)
+    kept_tokens[order[first:]] = True
+    return kept_tokens

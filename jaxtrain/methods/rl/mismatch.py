@@ -21,7 +21,7 @@ EXACT, COARSE = 1e-3, 0.15
 
 
 class Mismatch(NamedTuple):
-    """Of one batch."""
+    """Comparison of one batch."""
 
     metrics: dict[str, float]
     cause: str | None
@@ -42,12 +42,12 @@ class RoundComparison:
     ) -> dict[str, float]:
         """Metrics of a round's trained tokens; fresh: the trainer's present weights drew it."""
         mask = np.full(np.shape(sampler_logp), fresh)
-        found = compare(sampler_logp, trainer_logp, self.temperature, mask)
-        small = found.cause == "precision" and np.std(trainer_logp - sampler_logp) < HARMLESS
-        if found.cause is not None and found.cause not in self._said and not small:
-            self._said.add(found.cause)
-            self.log(f"sampler and trainer disagree ({found.cause}): {found.sentence}")
-        return {name: x for name, x in found.metrics.items() if name.startswith("mismatch/")}
+        numbers = compare(sampler_logp, trainer_logp, self.temperature, mask)
+        small = numbers.cause == "precision" and np.std(trainer_logp - sampler_logp) < HARMLESS
+        if numbers.cause is not None and numbers.cause not in self._said and not small:
+            self._said.add(numbers.cause)
+            self.log(f"sampler and trainer disagree ({numbers.cause}): {numbers.sentence}")
+        return {name: x for name, x in numbers.metrics.items() if name.startswith("mismatch/")}
 
 
 def compare(

@@ -1,4 +1,5 @@
-"""Data that are drawn: rounds of answers to prompts, for all methods that sample what they train on.
+"""Data that are drawn: rounds of answers to prompts, for all methods that sample what they train
+on.
 
 Prompts, environment, rewards and engine live on process 0; the others receive its rounds, and take
 part where weights are gathered for the engine. With a rollout service (rollout.service), producer
@@ -50,7 +51,7 @@ OPENER = "jaxtrain.methods.rl.prompt_data:open_producer"
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What a method does with a round."""
+    """A method's rounds: how they are played, compared and packed."""
 
     make_builder: Callable[[int], BatchBuilder]
     """Rows of a microstep -> how a round becomes batches."""

@@ -32,14 +32,19 @@ def rehearse(
     *,
     need_reward: bool = True,
 ) -> None:
-    """Play and judge one row of each dataset. parts: (its key and path, rows, environment, rewards
-    or None) of each. need_reward: whether there must be a reward. Raises UserError with what went wrong.
+    """Play and judge one row of each dataset with a scripted model.
+
+    parts: (its key and path, rows, environment, rewards or None) of each dataset. need_reward:
+    whether there must be a reward. Raises UserError with what went wrong.
     """
     for name, rows, env, rewards in parts:
         if getattr(env, "remote", False):
             log(f"{name}: its environment plays in servers, where a dry run plays nothing")
             continue
-        row = next((one for one in (rows[i] for i in range(len(rows))) if one), UnreadableRow(""))
+        row = next(
+            (candidate for candidate in (rows[i] for i in range(len(rows))) if candidate),
+            UnreadableRow(""),
+        )
         try:
             episode, scores = asyncio.run(
                 asyncio.wait_for(play(config, tokenizer, row, env, rewards), SECONDS)
@@ -50,9 +55,9 @@ def rehearse(
                 " for what waits in the environment or the rewards"
             ) from None
         except EpisodeFailed as failure:
-            more = f"\n{failure.trace}" if failure.trace else ""
+            trace = f"\n{failure.trace}" if failure.trace else ""
             raise UserError(
-                shorten(f"{name}: a first episode failed ({failure}): {failure.cause}{more}")
+                shorten(f"{name}: a first episode failed ({failure}): {failure.cause}{trace}")
             ) from None
         if need_reward and not scores:
             raise UserError(
@@ -69,14 +74,14 @@ def rehearse(
 async def play(
     config: Config, tokenizer: Any, row: dict[str, Any], env: Env, rewards: Any
 ) -> tuple[Episode, dict[str, float | None]]:
-    """A row's episode by an engine that always says the same, and what it is worth."""
-    others = {
+    """Return a row's episode by an engine that always answers the same, and its rewards."""
+    policies = {
         name: ScriptedEngine(tokenizer, [SAYS] * 1000)
-        if one.trained
+        if policy.trained
         else ScriptedSpeaker([SAYS] * 1000)
-        for name, one in config.policies.items()
+        for name, policy in config.policies.items()
     }
-    engine = ScriptedEngine(tokenizer, [SAYS] * 1000, others)
+    engine = ScriptedEngine(tokenizer, [SAYS] * 1000, policies)
     episode = await env.run(dict(row), engine, config.sampling, 0)
     if rewards is None:
         return episode, dict(episode.all_rewards)

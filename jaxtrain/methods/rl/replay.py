@@ -30,8 +30,8 @@ class ReplayBuffer:
         return len(self._heap)
 
     def store(self, groups: Sequence[Group], version: int) -> None:
-        """Keep fresh groups with advantages, trained under `version`, while they are among the best
-        so far; a full buffer lets the least informative one go."""
+        """Store fresh groups with advantages, trained under `version`, while they are among the
+        best so far; a full buffer drops the least informative one."""
         for group in groups:
             spread = float(np.std(group.totals, ddof=1)) if len(group.totals) > 1 else 0.0
             sizes_G = np.abs(np.reshape(group.advantages, (len(group.advantages), -1))).mean(1)
@@ -46,9 +46,12 @@ class ReplayBuffer:
                 heapq.heapreplace(self._heap, entry)
 
     def draw(self, count: int, version: int) -> list[Group]:
-        """At most `count` different groups, by chance in proportion to their score, each marked as
-        replayed. Those older than max_lag are let go first. None is given out twice under a version
-        or under that which trained it first."""
+        """Draw at most `count` different groups, with probabilities in proportion to their score,
+        each marked as replayed.
+
+        Groups older than max_lag are dropped first. No group is returned twice under a version, or
+        under the one that trained it first.
+        """
         self._heap = [e for e in self._heap if version - e[2] <= self.max_lag]
         heapq.heapify(self._heap)
         if self._drawn[0] != version:
@@ -62,19 +65,20 @@ class ReplayBuffer:
         scores = np.array([max(score, 1e-8) for score, *_ in entries])
         rng = np.random.default_rng((self.seed, version, len(drawn)))
         chosen = rng.choice(len(entries), count, replace=False, p=scores / scores.sum())
-        found = []
+        groups = []
         for index in chosen:
             _, number, _, old = entries[index]
             drawn.add(number)
-            found.append(
+            groups.append(
                 Group(
                     old.draw, old.row, old.episodes, old.rewards, replayed=True, dataset=old.dataset
                 )
             )
-        return found
+        return groups
 
     def state(self) -> dict[str, Any]:
-        """JSON-able: the groups with what is needed to draw and to train them again."""
+        """Return a JSON-able state: the groups with what is needed to draw and to train them again.
+        """
         self._packed = {
             number: self._packed.get(number) or pack(group) for _, number, _, group in self._heap
         }
@@ -83,7 +87,7 @@ class ReplayBuffer:
         return {"entries": entries, "count": self._count, "drawn": [version, *sorted(drawn)]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on with these groups, the best `size` of them."""
+        """Continue with these groups, the best `size` of them."""
         entries = [(*entry[:3], unpack(entry[3])) for entry in state["entries"]]
         self._heap = heapq.nlargest(self.size, entries)
         heapq.heapify(self._heap)

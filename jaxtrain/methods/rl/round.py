@@ -9,8 +9,8 @@ places may be the replay buffer's; the producer fills the others. Every group th
 is trained here exactly once, or counted under the reason why it was not. A round with nothing to
 learn from has no batches, but numbers and samples; after too many of them in a row the run ends.
 
-Prompts, replay, drops and advantages live on process 0 alone, and so does the cursor: nothing can be
-trained twice, whatever the number of processes.
+Prompts, replay, drops and advantages live on process 0 alone, and so does the cursor: nothing can
+be trained twice, whatever the number of processes.
 
 With several trained policies a round comes in parts, one for each: its own groups, with their own
 advantages. When streaming, a round comes in parts of one minibatch each, while its other places are
@@ -72,7 +72,7 @@ class RoundOptions:
 
 @dataclass(frozen=True, eq=False)
 class RoundStages:
-    """What process 0 makes rounds with."""
+    """Stages of a round on process 0."""
 
     producer: Producer | RemoteProducer
     builder: BatchBuilder
@@ -84,7 +84,7 @@ class RoundStages:
 
 @dataclass(frozen=True, eq=False)
 class EngineAccess:
-    """What draws answers, and what brings weights to it."""
+    """Engine of a run, and the publisher of its weights."""
 
     engine: Engine | None
     """On process 0; no other process samples."""

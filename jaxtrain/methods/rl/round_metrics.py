@@ -16,7 +16,7 @@ from jaxtrain.generation.reward_table import deviation, reward_names, reward_tab
 
 @dataclass(eq=False)
 class RoundTally:
-    """What was taken from the producer, and what became of it: for a part, or a round so far."""
+    """Slots taken from the producer and their outcome, for a part or for a round so far."""
 
     slots: list[RoundSlot] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
