@@ -6,8 +6,8 @@
                                 with engine.waiting(): ...               time that is not the env's
 
 A run opens one EpisodeEngine for all of its policies (`with_policies`, `combine_engines`) and
-closes it. Every episode plays with a view of it (`open_view`), which notes the versions that draw its
-tokens, refuses media tokens in prompts, and measures how long the episode itself has been busy.
+closes it. Every episode plays with a view of it (`open_view`), which notes the versions that draw
+its tokens, refuses media tokens in prompts, and measures how long the episode has been busy.
 """
 
 import time

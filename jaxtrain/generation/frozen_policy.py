@@ -89,8 +89,8 @@ class ServedPolicy(FrozenPolicy):
             except (KeyError, TypeError):
                 return []
         raise UserError(
-            f"{self.key}.servers: {url} does not answer: {escape_control_chars(reason)}; start it, or mend its"
-            f" address or {self.key}.api_key"
+            f"{self.key}.servers: {url} does not answer: {escape_control_chars(reason)}; start it,"
+            f" or mend its address or {self.key}.api_key"
         )
 
     @override

@@ -29,8 +29,8 @@ def turn_tables(groups: Sequence[Group], names: Sequence[str]) -> list[np.ndarra
     """Return the rewards-to-go [N, K] of the groups' episodes at each turn.
 
     The first table is `reward_table`, the rewards of whole episodes; each further one subtracts
-    what the previous turn earned. There are as many tables as the longest list of rewarded turns. An
-    episode that ended before a turn keeps the rewards that were given for the episode as a whole.
+    what the previous turn earned. There are as many tables as the longest list of rewarded turns.
+    An episode that ended before a turn keeps what it was given as a whole.
     """
     table_NK = reward_table(groups, names)
     episodes = [episode for group in groups for episode in group.episodes]

@@ -115,8 +115,8 @@ class ProblemSets:
         scores = [score for problem in answered for score in problem.scores]
         if scores and not any(scores):
             raise UserError(
-                f"eval.sets.{index} ({section.path}): no reward judges the answers: add a [[rewards]]"
-                " table with a function, or an env that gives rewards itself for rows such as these"
+                f"eval.sets.{index} ({section.path}): no reward judges the answers: add a"
+                " [[rewards]] table with a function, or an env that gives rewards itself for rows such as these"
             )
         return answered
 

@@ -83,8 +83,8 @@ class RolloutService:
             if attached is not None and taken and self.clock() < self._expires:
                 return refuse(
                     UserError(
-                        f"the rollout service is held by {attached.trainer}; end that run first, or wait"
-                        f" {self.lease_seconds:g} s after its end (rollout.ray.lease_seconds)"
+                        f"the rollout service is held by {attached.trainer}; end that run first, or"
+                        f" wait {self.lease_seconds:g} s after its end (rollout.ray.lease_seconds)"
                     )
                 )
             self._drop()
