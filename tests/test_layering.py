@@ -31,7 +31,8 @@ LAYERS = [
     ["runs.dashboard"],
     ["runs.report", "runs.doctor", "runs.observers"],
     ["core"],
-    ["generation.engine", "generation.episodes", "generation.publisher"],
+    ["generation.engine", "generation.episodes", "generation.publisher"]
+    + ["generation.episode_engine", "generation.version_tracker"],
     ["environments"],
     ["generation"],
     ["methods"],
@@ -49,6 +50,7 @@ SHARED = {
     "reference_model": "the reference that a policy is held to",
     "registry": "from task.kind to a method",
     "reopen": "trained runs, opened again",
+    "rl.advantages": "how rewards become advantages",
     "rl.batch_builder": "episodes as batches, of every method that trains on what is drawn",
     "rl.config": "keys that all policies have",
     "rl.judges": "columns of tables of rewards",

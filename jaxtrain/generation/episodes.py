@@ -5,12 +5,14 @@ row ──Env.run──> Episode ─┼─ rewards ─> Group ─ advantages ─
 row ──Env.run──> Episode ─┘
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
 
-from jaxtrain.generation.engine import Engine, Sampling
+from jaxtrain.generation.engine import Engine, PromptRequest, Sampling
+from jaxtrain.generation.version_tracker import VersionTracker
 
 
 @dataclass(eq=False)
@@ -203,3 +205,26 @@ class Group:
         episodes = [self.episodes[i] for i in indices]
         rewards = [self.rewards[i] for i in indices]
         return replace(self, episodes=episodes, rewards=rewards) if indices else None
+
+
+@dataclass(eq=False)
+class RoundSlot:
+    """A place in a round, and what filled it."""
+
+    group: Group | None
+    """None: dropped, for a reason that `dropped` counts."""
+    requests: list[PromptRequest]
+    """Prompts that it used, all of them done once the slot is marked so."""
+    flat: list[Group] = field(default_factory=list)
+    """Groups whose rewards were all equal."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Groups left out, by reason."""
+    redone: int = 0
+    """Episodes that failed and were played again."""
+    tracker: VersionTracker = field(default_factory=VersionTracker)
+    """Versions of what is being played."""
+
+    @property
+    def min_version(self) -> int:
+        """Oldest version of what is to be trained; -1 if nothing is, or versions are unknown."""
+        return -1 if self.group is None else self.group.min_version

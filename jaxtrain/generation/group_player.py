@@ -7,7 +7,6 @@ ends the run where that persists.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,35 +17,11 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.dataset_envs import DatasetEnvs
 from jaxtrain.generation.engine import Engine, EpisodeFailed, PromptRequest, Sampling, pause_before
 from jaxtrain.generation.episode_engine import open_view
-from jaxtrain.generation.episodes import Env, Episode, Group
+from jaxtrain.generation.episodes import Env, Episode, Group, RoundSlot
 from jaxtrain.generation.failures import Failures
 from jaxtrain.generation.prompts import MAX_ATTEMPTS
 from jaxtrain.generation.reward_table import is_flat, reward_names, reward_table, turn_tables, weigh
-from jaxtrain.generation.version_tracker import VersionTracker
 from jaxtrain.safe_io import UnreadableRow
-
-
-@dataclass(eq=False)
-class RoundSlot:
-    """A place in a round, and what filled it."""
-
-    group: Group | None
-    """None: dropped, for a reason that `dropped` counts."""
-    requests: list[PromptRequest]
-    """Prompts that it used, all of them done once the slot is marked so."""
-    flat: list[Group] = field(default_factory=list)
-    """Groups whose rewards were all equal."""
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Groups left out, by reason."""
-    redone: int = 0
-    """Episodes that failed and were played again."""
-    tracker: VersionTracker = field(default_factory=VersionTracker)
-    """Versions of what is being played."""
-
-    @property
-    def min_version(self) -> int:
-        """Oldest version of what is to be trained; -1 if nothing is, or versions are unknown."""
-        return -1 if self.group is None else self.group.min_version
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from typing import Any, TypeVar
 
 from jaxtrain.errors import RunStopped
 from jaxtrain.generation.engine import PromptRequest
-from jaxtrain.generation.episodes import Group
+from jaxtrain.generation.episodes import Group, RoundSlot
 from jaxtrain.generation.event_loop import EventLoop
-from jaxtrain.generation.group_player import GroupPlayer, RoundSlot
+from jaxtrain.generation.group_player import GroupPlayer
 from jaxtrain.generation.prompts import PromptOrder
 from jaxtrain.generation.reward_table import is_worthless
 from jaxtrain.generation.version_tracker import VersionTracker

@@ -16,8 +16,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.dataset_envs import DatasetEnvs
 from jaxtrain.generation.engine import EpisodeFailed, PromptRequest
 from jaxtrain.generation.episode_engine import with_policies
+from jaxtrain.generation.episodes import RoundSlot
 from jaxtrain.generation.frozen_policy import ServedPolicy, open_frozen
-from jaxtrain.generation.group_player import GroupPlayer, GroupRules, RoundSlot
+from jaxtrain.generation.group_player import GroupPlayer, GroupRules
 
 JUDGED = """
 async def judged(row, chat):

@@ -12,7 +12,8 @@ from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.errors import UserError
 from jaxtrain.generation.dataset_envs import DatasetEnvs
 from jaxtrain.generation.engine import EpisodeFailed, PromptRequest
-from jaxtrain.generation.group_player import AnswerOptions, GroupPlayer, GroupRules, RoundSlot
+from jaxtrain.generation.episodes import RoundSlot
+from jaxtrain.generation.group_player import AnswerOptions, GroupPlayer, GroupRules
 from jaxtrain.generation.prompts import open_prompts
 from jaxtrain.methods.ebft.ground_truth import GroundTruthRows, GroundTruths, count_prompt
 from jaxtrain.safe_io import UnreadableRow

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxtrain.errors import Interrupted, RunStopped
-from jaxtrain.generation.group_player import GroupRules, RoundSlot
+from jaxtrain.generation.episodes import RoundSlot
+from jaxtrain.generation.group_player import GroupRules
 from jaxtrain.generation.ray.remote import RemoteLost, RemoteObject, read
 from jaxtrain.generation.ray.wire import pack_request, pack_slot, slim, unpack_slot
 

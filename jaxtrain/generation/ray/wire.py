@@ -13,8 +13,7 @@ from jaxtrain import plugins
 from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain.generation.engine import EpisodeFailed, PromptRequest
 from jaxtrain.generation.episode_codec import as_array, pack, unpack
-from jaxtrain.generation.episodes import Group
-from jaxtrain.generation.group_player import RoundSlot
+from jaxtrain.generation.episodes import Group, RoundSlot
 
 ERRORS = {kind.__name__: kind for kind in (UserError, RunStopped, Interrupted)}
 """Errors that end a run, by name; any other is a bug."""

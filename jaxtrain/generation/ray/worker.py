@@ -19,7 +19,8 @@ from typing import Any, Protocol
 from jaxtrain.config import SamplingConfig
 from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain.generation.engine import EpisodeFailed
-from jaxtrain.generation.group_player import GroupPlayer, RoundSlot
+from jaxtrain.generation.episodes import RoundSlot
+from jaxtrain.generation.group_player import GroupPlayer
 from jaxtrain.generation.ray.wire import (
     pack_all,
     pack_error,
@@ -98,8 +99,7 @@ class EpisodeWorker:
         sampling: dict[str, Any],
         table: tuple[int, Any],
     ) -> dict[str, Any]:
-        """Return one prompt's episodes and rewards, packed; {"closed"} if it must be opened first.
-        """
+        """Return one prompt's episodes and rewards, packed; {"closed"} if it must be opened first."""
         if self._opened is None or self._key != key:
             return {"closed": True}
         opened = self._opened
@@ -136,8 +136,7 @@ class EpisodeWorker:
         return {}
 
     async def beat(self, key: str, table: tuple[int, Any]) -> dict[str, Any]:
-        """Show that the event loop turns; takes the newest table, returns what there is to report.
-        """
+        """Show that the event loop turns; takes the newest table, returns what there is to report."""
         if self._opened is None or self._key != key:
             return {}
         self._update(self._opened, table)

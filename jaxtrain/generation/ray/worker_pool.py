@@ -17,7 +17,8 @@ from typing import Any
 from typing_extensions import override
 
 from jaxtrain.generation.engine import EpisodeFailed, PromptRequest, Sampling
-from jaxtrain.generation.group_player import DrawnGroup, GroupPlayer, RoundSlot
+from jaxtrain.generation.episodes import RoundSlot
+from jaxtrain.generation.group_player import DrawnGroup, GroupPlayer
 from jaxtrain.generation.ray.remote import RemoteLost, RemoteObject, call
 from jaxtrain.generation.ray.wire import pack_request, unpack, unpack_failure
 
@@ -68,8 +69,7 @@ class RolloutWorkers:
         self._numbers = itertools.count()
 
     def use(self, table: tuple[int, Any]) -> None:
-        """Send the servers' new state to all workers, without waiting; an older table is ignored.
-        """
+        """Send the servers' new state to all workers, without waiting; an older table is ignored."""
         if table[0] <= self.table[0]:
             return
         self.table = table

@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxtrain.generation.engine import EpisodeFailed
 from jaxtrain.generation.episode_metrics import describe_episodes, describe_sample, excerpt
-from jaxtrain.generation.episodes import Group
-from jaxtrain.generation.group_player import GroupRules, RoundSlot
+from jaxtrain.generation.episodes import Group, RoundSlot
+from jaxtrain.generation.group_player import GroupRules
 from jaxtrain.generation.reward_table import deviation, reward_names, reward_table, weigh
 
 
