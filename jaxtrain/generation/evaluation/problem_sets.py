@@ -168,8 +168,7 @@ def open_problem_sets(
 
 
 def read_problems(index: int, section: EvalSetConfig) -> list[dict[str, Any]]:
-    """Return all rows of eval.sets.`index`, with columns renamed by its `fields`; raises UserError.
-    """
+    """Return all rows of eval.sets.`index`, with columns renamed by its `fields`; raises UserError."""
     key = f"eval.sets.{index}"
     if section.benchmark:
         benchmark = read_prompt_set(

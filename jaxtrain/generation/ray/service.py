@@ -186,8 +186,7 @@ class RolloutService:
         return {}
 
     def status(self) -> dict[str, Any]:
-        """Return the trainer that it serves, and the seconds of its lease; empty if there is none.
-        """
+        """Return the trainer that it serves, and the seconds of its lease; empty if there is none."""
         attached = self._attached
         if attached is None:
             return {}

@@ -213,8 +213,7 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
         return self.data.rounds
 
     def reward_answers(self, scorer: Scorer) -> None:
-        """Compute the rewards of the part's episodes, for `judge`; all processes compute features.
-        """
+        """Compute the rewards of the part's episodes, for `judge`; all processes compute features."""
         start, requests = time.monotonic(), []
 
         def begin() -> Batch:
