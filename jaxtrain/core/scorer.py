@@ -1,4 +1,4 @@
-"""What a model of a run says of a batch, without gradients: log-probs, scores, hidden states."""
+"""Log-probs, scores and hidden states of a batch under the models of a run, without gradients."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class Scorer:
     """Scores host batches with the models as they are when asked; called on every process."""
 
     def __init__(self, snapshot: Callable[[], ModelSnapshot], *, impl: str = "auto"):
-        """held: gives the models of the moment. impl: backend of the log-prob op."""
+        """snapshot: returns the current models. impl: backend of the log-prob op."""
         self.snapshot, self.impl = snapshot, impl
 
     def logp(self, batch: Batch, role: str, temperature: float | None = None) -> np.ndarray:

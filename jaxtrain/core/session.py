@@ -1,4 +1,4 @@
-"""What a training run works with: task, models, optimizer, compiled functions, in one place."""
+"""The session of a training run: task, models, optimizer, compiled functions, state."""
 
 import functools
 import math
@@ -41,7 +41,7 @@ from jaxtrain.runs.checkpoint import Checkpoints
 
 @dataclass
 class Session:
-    """What the loop works with, and, as `core.task.Live`, what rounds and methods see of it."""
+    """State of a run that the loop works on; to rounds and methods it is a `TrainingContext`."""
 
     config: Config
     task: Task
@@ -54,13 +54,13 @@ class Session:
     state: State
     """Shapes until `start_state` has filled it."""
     frozen: Params
-    """What no step changes, of all roles; shapes until then, too."""
+    """Parameters of all roles that no step changes; shapes until then, too."""
     auxiliary: Mapping[str, Any] = field(default_factory=dict)
-    """See task.Live; shapes until then, too."""
+    """`AuxiliaryModel`s by name; shapes until then, too."""
     policies: tuple[str, ...] = ()
     """Names of several adapters that are trained; none: there is one, without a name."""
     policy: str = ""
-    """Which of them `state` is of."""
+    """The policy that `state` belongs to."""
     waiting: dict[str, State] = field(default_factory=dict)
     """The states of the others."""
     updates: Counter[str] = field(default_factory=Counter)
@@ -90,7 +90,7 @@ class Session:
         return ModelSnapshot(self.roles, {**self.frozen, **state.copies, **state.params}, self.step)
 
     def activate_policy(self, policy: str) -> None:
-        """See task.Live."""
+        """Make this one of several trained policies the one that is scored and updated."""
         if policy and policy != self.policy:
             self.waiting[self.policy] = self.state
             self.policy, self.state = policy, self.waiting.pop(policy)
@@ -104,7 +104,7 @@ class Session:
         return {**self.state.tree(), **beside}
 
     def prepare(self, round: Round) -> Round:
-        """See task.Live."""
+        """Apply `Task.prepare` with the session's scorer."""
         return self.task.prepare(round, self.scorer)
 
     def update(self, batch: Any) -> Any:
@@ -117,7 +117,7 @@ class Session:
         return output
 
     def mix(self, role: str, share: float) -> None:
-        """See task.Live."""
+        """Mix `share` of the trained parameters into a role that is a moving copy."""
         self.state = mix_copies(self.state, role, share)
 
     def accept_stop(self) -> None:
@@ -126,7 +126,7 @@ class Session:
         self.signals.name = self.signals.name or stop_requested()
 
     def stop_requested(self) -> bool:
-        """See task.Live."""
+        """Return whether a signal, here or elsewhere, asks for the end of the run."""
         return bool(self.signals and self.signals.stop) or bool(stop_requested())
 
 

@@ -39,7 +39,7 @@ class OfflineData:
         self.fields = recipe.fields
 
     def check(self) -> Iterator[str]:
-        """See task.Data."""
+        """Probe every dataset and yield a line about each; UserError if it would not train."""
         for dataset in self._all():
             yield str(self.recipe.probe(dataset))
         if self.note:
@@ -98,7 +98,7 @@ class OfflineData:
             self.log(f"{what}: {line}")
 
     def eval_batches(self, dataset: DatasetConfig, bundle: ModelBundle) -> Iterator[Batch]:
-        """See task.Data."""
+        """Yield batches [1, B, T] of a held-out dataset."""
         rows = self.config.data.micro_batch_size * row_shards(bundle.mesh)
 
         def done(counts: Mapping[str, int]) -> None:
@@ -113,14 +113,14 @@ class OfflineData:
         return eval_batches(dataset, self.config.data, self.recipe, rows, done, part)
 
     def show(self, console: Console, num_samples: int) -> None:
-        """See task.Data."""
+        """Print what the rows become."""
         for dataset in self._all():
             console.print(str(self.recipe.probe(dataset)), style="bold", markup=False)
             self.recipe.show(dataset, num_samples, console)
         self.show_packing(console)
 
     def describe(self, console: Console) -> None:
-        """See task.Data."""
+        """Print a line about each dataset, how rows fill up, and an example."""
         probes = [self.recipe.probe(dataset) for dataset in self._all()]
         for found in probes:
             console.print(str(found), markup=False)
@@ -214,7 +214,7 @@ class OfflineRounds:
         return self.source.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See task.Rounds."""
+        """Continue with exactly what would have followed."""
         self.source.restore(state)
 
     def counters(self) -> dict[str, Any]:
