@@ -19,16 +19,12 @@ peak GiB  jaxtrain: arguments, outputs and temporaries of the compiled program; 
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import numpy as np
+from harness import Table, append_line, command_line, make_parser, planned_gib, run_child
 
 SIDES = ("jaxtrain", "trl", "chunked")
 CHUNK = 512
@@ -109,12 +105,10 @@ def run_jaxtrain(options) -> dict:
             jax.block_until_ready(state)
             seconds.append(time.perf_counter() - began)
     memory = compiled.memory_analysis()
-    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-    peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
         "seconds": seconds,
         "loss": losses[0],
-        "peak_gib": peak / 2**30,
+        "peak_gib": planned_gib(compiled),
         "temporaries_gib": memory.temp_size_in_bytes / 2**30,
         "compile_s": compile_s,
         "hardware": jax.devices()[0].device_kind,
@@ -151,23 +145,23 @@ def run_torch(options, chunked: bool) -> dict:
 
     def of_logits(micro):
         with torch.autocast(device, torch.bfloat16):
-            ours = student(input_ids=micro, use_cache=False).logits[:, :-1]
+            actual_values = student(input_ids=micro, use_cache=False).logits[:, :-1]
             with torch.no_grad():
-                theirs = teacher(input_ids=micro, use_cache=False).logits[:, :-1]
-        return diverge(ours, theirs)
+                reference = teacher(input_ids=micro, use_cache=False).logits[:, :-1]
+        return diverge(actual_values, reference)
 
     def of_chunks(micro):
         with torch.autocast(device, torch.bfloat16):
-            ours = student.model(input_ids=micro, use_cache=False).last_hidden_state[:, :-1]
+            actual_values = student.model(input_ids=micro, use_cache=False).last_hidden_state[:, :-1]
             with torch.no_grad():
-                theirs = teacher.model(input_ids=micro, use_cache=False).last_hidden_state[:, :-1]
+                reference = teacher.model(input_ids=micro, use_cache=False).last_hidden_state[:, :-1]
 
             def part(x, y):
                 return diverge(student.lm_head(x), teacher.lm_head(y))
 
             total = 0.0
             for x, y in zip(
-                ours.flatten(0, 1).split(CHUNK), theirs.flatten(0, 1).split(CHUNK), strict=True
+                actual_values.flatten(0, 1).split(CHUNK), reference.flatten(0, 1).split(CHUNK), strict=True
             ):
                 total = total + checkpoint(part, x, y, use_reentrant=False)
         return total
@@ -198,39 +192,30 @@ def run_torch(options, chunked: bool) -> dict:
     }
 
 
-def torch_divergence(ours, theirs, beta: float):
+def torch_divergence(actual_values, reference, beta: float):
     """Sum over tokens of the generalized Jensen-Shannon divergence, from logits."""
     import torch
     import torch.nn.functional as F
 
-    lq, lp = F.log_softmax(ours.float(), -1), F.log_softmax(theirs.float(), -1)
+    lq, lp = F.log_softmax(actual_values.float(), -1), F.log_softmax(reference.float(), -1)
     lm = torch.logaddexp(lp + float(np.log(beta)), lq + float(np.log1p(-beta)))
     of_teacher = F.kl_div(lm, lp, reduction="sum", log_target=True)
     of_student = F.kl_div(lm, lq, reduction="sum", log_target=True)
     return beta * of_teacher + (1 - beta) * of_student
 
 
-def measure(side: str, arguments: list[str], seconds: float) -> dict:
-    """One side in a process of its own; what went wrong instead of numbers."""
-    began = time.perf_counter()
-    command = [sys.executable, __file__, *arguments, "--side", side]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, env=environment, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"took longer than {seconds:.0f} s"}
-    wall = time.perf_counter() - began
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        error = done.stderr.strip().splitlines() or ["no output"]
-        return {"failed": f"exit {done.returncode}: {' '.join(error[-3:])[-600:]}", "wall_s": wall}
-    return {**json.loads(lines[-1]), "wall_s": wall}
+COLUMNS = (
+    ("by", "by", "<10"),
+    ("step s", "step_s", ">9.4f"),
+    ("tok/s", "tokens_per_s", ">10,.0f"),
+    ("peak GiB", "peak_gib", ">10.1f"),
+    ("loss", "loss", ">10.5f"),
+    ("process s", "wall_s", ">11.0f"),
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__, out="JSON file")
     parser.add_argument("--student", default="qwen3-0.6b")
     parser.add_argument("--teacher", default="qwen3-8b")
     parser.add_argument("--rows", type=int, default=1, help="rows of a microstep")
@@ -242,39 +227,28 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--seconds", type=float, default=60.0, help="longest of one side")
-    parser.add_argument("--out", type=Path, help="JSON file")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=60.0, help="limit of one side")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.side:
-        run = run_jaxtrain if options.side == "jaxtrain" else None
-        found = run(options) if run else run_torch(options, options.side == "chunked")
-        print(json.dumps(found), flush=True)
-        return
-    given = sys.argv[1:]
-    command = " ".join(["python benchmarks/distillation.py", *given]).split(" --out")[0]
-    report = {"command": command, "rows": []}
+    if options.child:
+        side, path = options.child
+        actual_values = side == "jaxtrain"
+        row = run_jaxtrain(options) if actual_values else run_torch(options, side == "chunked")
+        return append_line(path, row)
+    table = Table(COLUMNS, options.out, command_line())
     tokens = options.rows * options.microsteps * options.length
     print(f"{tokens} tokens a step: {options.student} follows {options.teacher}")
     for side in options.sides:
-        found = measure(side, given, options.seconds)
-        row = {"by": side, **found}
-        if "failed" in found:
-            print(f"{side:<10} failed: {found['failed']}", flush=True)
+        start = time.perf_counter()
+        rows, failed = run_child(__file__, [side], options.seconds)
+        row = {"by": side, "wall_s": time.perf_counter() - start, **(rows[0] if rows else {})}
+        if failed:
+            row["failed"] = failed
         else:
-            row["step_s"] = statistics.median(found["seconds"][options.warm_up :])
+            row["step_s"] = statistics.median(row["seconds"][options.warm_up :])
             row["tokens_per_s"] = tokens / row["step_s"]
-            peak = "-" if found["peak_gib"] is None else f"{found['peak_gib']:.1f}"
-            print(
-                f"{side:<10} step {row['step_s']:.4f} s  {row['tokens_per_s']:,.0f} tok/s  peak"
-                f" {peak} GiB  loss {found['loss']:.5f}  process {found['wall_s']:.0f} s "
-                f" {found['hardware']}, {found['version']}",
-                flush=True,
-            )
-        report["rows"].append(row)
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
+            row["how"] = f"{row['hardware']}, {row['version']}"
+        table.add(row)
 
 
 if __name__ == "__main__":

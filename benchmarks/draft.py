@@ -2,6 +2,7 @@
 
 python benchmarks/draft.py --out benchmarks/results/draft_h200
 python benchmarks/draft.py --size tiny --seconds 300      # on a CPU, to see that it works
+python benchmarks/draft.py --splits 0 1 2 --out benchmarks/results/draft_splits_h200
 
 Qwen3-8B's shape with random weights as the target, rows of random tokens that all train. DFlash:
 5 layers, 512 anchors of 16 tokens. Eagle3: unroll of 7, 32,000 of the tokens in the draft's head.
@@ -10,7 +11,7 @@ bfloat16 products with float32 masters, AdamW, clipping. Each side of each metho
 of its own under a time limit; rows are written as they come.
 
 jaxtrain  the training code as it runs: task, roles, step; the same batch again and again
-torch     draft_peers.py: FlexAttention, torch.compile, TorchSpec's layout
+torch     peers/drafts.py: FlexAttention, torch.compile, TorchSpec's layout
 
 step s    median of the steps after warm-up, and target s that of the target's forward pass alone
 ideal s   target s plus the draft's own operations (see count_draft) at half of the data sheet's
@@ -18,6 +19,12 @@ ideal s   target s plus the draft's own operations (see count_draft) at half of 
 MFU       operations of target and draft over step s and that rate
 peak GiB  jaxtrain: arguments, outputs and temporaries of the compiled program; PyTorch: the
           allocator's peak
+
+--splits: DFlash on several GPUs by the training command, one process for each split: 0 runs the
+target in the step, sharded over all devices, n gives the last n devices to the target
+(task.target.source = "ahead") and trains on the others. A row of --lengths tokens for each device
+that trains. rows/s: rows that were trained a second, in the steps after the warm-up; busy: share of
+the time in which the target's devices worked; starved: in which those that train had no states.
 """
 
 import argparse
@@ -30,9 +37,22 @@ import time
 from pathlib import Path
 
 import numpy as np
-from apart import run_apart
-from preference import write_tokenizer
-from step_work import MODELS
+from harness import (
+    Table,
+    allocated_gib,
+    append_line,
+    command_line,
+    log,
+    make_parser,
+    planned_gib,
+    query_gpu,
+    read_lines,
+    run_child,
+    run_limited,
+    shorten,
+    time_queued,
+)
+from step_work import MODELS, write_tokenizer
 
 KINDS, SIDES = ("dflash", "eagle3"), ("jaxtrain", "torch")
 PEAK = 989e12
@@ -142,8 +162,8 @@ def write_config(options, kind: str, folder: Path) -> dict:
     }
 
 
-def run_jaxtrain(options, kind: str, tell) -> None:
-    """The compiled step of the task; `tell` takes each length's numbers."""
+def run_jaxtrain(options, kind: str, report) -> None:
+    """The compiled step of the task; `report` takes each length's numbers."""
     import jax
 
     from jaxtrain.config.load import validate_config
@@ -161,8 +181,8 @@ def run_jaxtrain(options, kind: str, tell) -> None:
 
     if options.apart:
         linear.MANY = 2**30
-    with tempfile.TemporaryDirectory() as place:
-        config = validate_config(write_config(options, kind, Path(place)), "draft.py")
+    with tempfile.TemporaryDirectory() as position:
+        config = validate_config(write_config(options, kind, Path(position)), "draft.py")
         task = make_task(config)
         roles = Roles(task.roles)
         mesh = task.mesh
@@ -200,218 +220,218 @@ def run_jaxtrain(options, kind: str, tell) -> None:
                 compiled = step.lower(state, placed, frozen).compile()
                 compile_s = time.perf_counter() - began
                 log(f"{kind} {length}: step compiled in {compile_s:.0f} s")
-                losses = []
-                for _ in range(options.warm_up):
+
+                def run(compiled=compiled, placed=placed):
+                    nonlocal state
                     state, output = compiled(state, placed, frozen)
-                    losses.append(float(output.metrics["loss"][0]))
+                    return output
+
+                losses = [float(run().metrics["loss"][0]) for _ in range(options.warm_up)]
                 alone = of_target.lower(frozen, placed).compile()
                 jax.block_until_ready(alone(frozen, placed))
-                wait(options, kind, "jaxtrain")
-                ends = []
-                for _ in range(options.steps + 2):  # two in flight, as in training
-                    state, after = compiled(state, placed, frozen)
-                    jax.block_until_ready(output)
-                    ends.append(time.perf_counter())
-                    output = after
-                jax.block_until_ready(state)
-                memory = compiled.memory_analysis()
-                peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-                peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
-                held = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-                found = {
-                    "seconds": np.diff(ends[1:]).tolist(),
+                seconds = time_queued(run, options.steps)
+                temporaries = compiled.memory_analysis().temp_size_in_bytes
+                row = {
+                    "seconds": seconds,
                     "loss": losses[0],
                     "loss_after": losses[-1],
                     "compile_s": compile_s,
-                    "peak_gib": peak / 2**30,
-                    "temporaries_gib": memory.temp_size_in_bytes / 2**30,
-                    "held_gib": held / 2**30,
+                    "peak_gib": planned_gib(compiled),
+                    "temporaries_gib": temporaries / 2**30,
+                    "held_gib": allocated_gib(),
                     "pairs": unrolled_pairs(length),
                     "hardware": jax.devices()[0].device_kind,
                     "version": f"jax {jax.__version__}",
                 }
                 if kind == "dflash":
                     anchors = np.flatnonzero(batch.streams[ANCHOR])
-                    found["pairs"] = int(anchors.sum() * BLOCK + len(anchors) * BLOCK**2)
-                    found["anchors"] = len(anchors)
-                tell(length, found)
-                target = []
+                    row["pairs"] = int(anchors.sum() * BLOCK + len(anchors) * BLOCK**2)
+                    row["anchors"] = len(anchors)
+                target_s = []
                 for _ in range(options.steps):
-                    began = time.perf_counter()
+                    start = time.perf_counter()
                     jax.block_until_ready(alone(frozen, placed))
-                    target.append(time.perf_counter() - began)
-                tell(length, found | {"target_s": statistics.median(target)})
+                    target_s.append(time.perf_counter() - start)
+                report(length, row | {"target_s": statistics.median(target_s)})
                 if options.trace:
                     with jax.profiler.trace(f"{options.trace}/{kind}-{length}"):
-                        state, output = compiled(state, placed, frozen)
+                        run()
                         jax.block_until_ready(state)
 
 
-def run_torch(options, kind: str, tell) -> None:
+def run_torch(options, kind: str, report) -> None:
     """PyTorch's step on rows of the same shape."""
-    import draft_peers
     import torch
+    from peers import drafts
+    from peers.timing import warm_up
 
     cuda = torch.cuda.is_available()
-    how = draft_peers.Options(torch.bfloat16 if cuda else torch.float32, "cuda" if cuda else "cpu")
+    how = drafts.Options(torch.bfloat16 if cuda else torch.float32, "cuda" if cuda else "cpu")
     torch.manual_seed(0)
     raw, size = target_sizes(options), SIZES[options.size]
     count = size["layers"] if kind == "dflash" else 3
     layers = captured(kind, raw["num_hidden_layers"], count)
     depth = raw["num_hidden_layers"] if kind == "eagle3" else max(layers) + 1
-    target = draft_peers.Target(raw, depth, how)
+    target = drafts.Target(raw, depth, how)
     work = {"layers": layers, "block_size": BLOCK, "decay": DECAY, "steps": STEPS}
     work |= {"num_anchors": size["anchors"], "factor": FACTOR, "mask_id": raw["vocab_size"] - 1}
     work["kept"] = np.arange(0, raw["vocab_size"], raw["vocab_size"] // KEPT[options.size])
     work["kept"] = work["kept"][: KEPT[options.size]]
     with torch.device(how.device):
         if kind == "dflash":
-            draft = draft_peers.DFlash(raw | {"num_hidden_layers": size["layers"]}, count)
-            step = draft_peers.DFlashStep(target, draft, work, how)
+            draft = drafts.DFlash(raw | {"num_hidden_layers": size["layers"]}, count)
+            step = drafts.DFlashStep(target, draft, work, how)
         else:
-            draft = draft_peers.Eagle3(raw, count, KEPT[options.size])
-            step = draft_peers.Eagle3Step(target, draft, work, how)
+            draft = drafts.Eagle3(raw, count, KEPT[options.size])
+            step = drafts.Eagle3Step(target, draft, work, how)
     log("weights drawn")
-    rows = {}
     for length in options.lengths or size["lengths"]:
         rng = np.random.default_rng(1)
         tokens = torch.from_numpy(rng.integers(2, raw["vocab_size"] - 8, (1, length)))
+        tokens = tokens.to(how.device)
         trained = torch.ones(1, length, device=how.device)
         trained[:, 0] = 0
-        rows[length] = tokens.to(how.device), trained
-    firsts = {}
-    if options.gate is not None:
-        for length, row in rows.items():
-            firsts[length] = draft_peers.warm_up(step, *row, options.warm_up)
-        wait(options, kind, "torch")
-    for length, (tokens, trained) in rows.items():
-        first = firsts.get(length) or draft_peers.warm_up(step, tokens, trained, options.warm_up)
-        found = first | draft_peers.measure(step, tokens, trained, options.steps)
-        name = torch.cuda.get_device_name() if cuda else "cpu"
+        row = warm_up(lambda t=tokens, w=trained: step.run(t, w), options.warm_up)
+        row |= drafts.measure(step, tokens, trained, options.steps)
         pairs = unrolled_pairs(length)
         if kind == "dflash":  # on average over draws
             pairs = int(size["anchors"] * BLOCK * (length / 2 + BLOCK))
-        tell(
-            length,
-            found | {"pairs": pairs, "hardware": name, "version": f"torch {torch.__version__}"},
-        )
+        name = torch.cuda.get_device_name() if cuda else "cpu"
+        report(length, row | {"pairs": pairs, "hardware": name, "version": torch.__version__})
 
 
-def log(text: str) -> None:
-    """A line of progress."""
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
-
-
-def wait(options, kind: str, side: str) -> None:
-    """With --gate: tell that all is compiled and warm, and go on once that is allowed."""
-    if options.gate is None:
-        return
-    (options.gate / f"{kind}-{side}.ready").touch()
-    log(f"{kind}, {side}: ready")
-    while not (options.gate / f"{kind}-{side}.go").exists():
-        time.sleep(0.2)
-
-
-def work_out(options, kind: str, length: int, found: dict) -> dict:
+def derive(options, kind: str, length: int, numbers: dict) -> dict:
     """The derived numbers of a row."""
     raw = target_sizes(options)
     count = SIZES[options.size]["layers"] if kind == "dflash" else 3
     layers = captured(kind, raw["num_hidden_layers"], count)
-    row = dict(found)
-    row["step_s"] = statistics.median(found["seconds"])
+    row = dict(numbers)
+    row["step_s"] = statistics.median(numbers["seconds"])
     row["target_tflop"] = count_target(kind, raw, length, layers) / 1e12
-    row["draft_tflop"] = count_draft(kind, options, length, found["pairs"]) / 1e12
+    row["draft_tflop"] = count_draft(kind, options, length, numbers["pairs"]) / 1e12
     total = (row["target_tflop"] + row["draft_tflop"]) * 1e12
     row["mfu"] = total / row["step_s"] / PEAK
-    if "target_s" in found:
-        row["ideal_s"] = found["target_s"] + row["draft_tflop"] * 1e12 / (0.5 * PEAK)
+    if "target_s" in numbers:
+        row["ideal_s"] = numbers["target_s"] + row["draft_tflop"] * 1e12 / (0.5 * PEAK)
         row["x_ideal"] = row["step_s"] / row["ideal_s"]
     return row
 
 
-HEADER = (
-    f"{'method':<8}{'row':>6}{'by':>10}{'step s':>9}{'steps/s':>9}{'target s':>10}{'ideal s':>9}"
-    f"{'x ideal':>9}{'MFU':>7}{'peak GiB':>10}{'compile s':>11}{'loss':>9}"
+def measure_sides(options) -> None:
+    """Measure every method by every side, each in a process of its own."""
+    table = Table(COLUMNS, options.out, command_line())
+    for kind in options.kinds.split(","):
+        for side in options.sides.split(","):
+            log(f"{kind}, {side}")
+            rows, failed = run_child(__file__, [kind, side], options.seconds)
+            for row in rows:
+                table.add(row)
+            if failed:
+                last = max((row["length"] for row in rows), default=0)
+                table.add({"kind": kind, "by": side, "length": last, "failed": failed})
+
+
+COLUMNS = (
+    ("method", "kind", "<8"),
+    ("row", "length", ">6"),
+    ("by", "by", ">10"),
+    ("step s", "step_s", ">9.4f"),
+    ("target s", "target_s", ">10.4f"),
+    ("ideal s", "ideal_s", ">9.4f"),
+    ("x ideal", "x_ideal", ">9.2f"),
+    ("MFU", "mfu", ">7.1%"),
+    ("peak GiB", "peak_gib", ">10.1f"),
+    ("compile s", "compile_s", ">11.0f"),
+    ("loss", "loss", ">9.3f"),
 )
+SPLIT_COLUMNS = (
+    ("target devices", "target_devices", "<15"),
+    ("rows/s", "rows_per_s", ">9.2f"),
+    ("step s", "step_s", ">9.4f"),
+    ("rows", "rows_per_step", ">6.0f"),
+    ("peak GiB", "peak_gib", ">10.1f"),
+    ("busy", "busy", ">7.0%"),
+    ("starved", "starved", ">9.0%"),
+    ("process s", "whole_s", ">11.0f"),
+)
+SPLIT_WARM_UP, SPLIT_STEPS = 4, 12
 
 
-def table_line(row: dict) -> str:
-    """One line of the table."""
-    start = f"{row['kind']:<8}{row['length']:>6}{row['by']:>10}"
-    if "failed" in row:
-        return f"{start}  failed: {row['failed']}"
+def run_split(options, split: int, folder: Path) -> dict:
+    """Return the rates of a run that gives `split` devices to the target; 0: none."""
+    name, length = f"split{split}", (options.lengths or [2048])[0]
+    table = write_config(options, "dflash", folder)
+    table["run"]["output_dir"] = str(folder / name)
+    table["data"]["sequence_len"] = length
+    table["checkpoint"] = {"every": 10**6, "every_minutes": None}
+    table["log"] = {"plot": False, "console": "off"}
+    if split:
+        table["task"]["target"] = {"source": "ahead", "devices": split}
+    config, metrics = folder / f"{name}.json", folder / name / "metrics.jsonl"
+    config.write_text(json.dumps(table))
 
-    def shown(key: str, width: int, digits: int) -> str:
-        return f"{row[key]:>{width}.{digits}f}" if key in row else f"{'-':>{width}}"
+    def read_steps() -> list[dict]:
+        return [line for line in read_lines(metrics) if "loss" in line]
 
-    return (
-        f"{start}{row['step_s']:>9.4f}{1 / row['step_s']:>9.2f}{shown('target_s', 10, 4)}"
-        f"{shown('ideal_s', 9, 4)}{shown('x_ideal', 9, 2)}{row['mfu']:>7.1%}"
-        f"{row['peak_gib']:>10.1f}{row['compile_s']:>11.0f}{row['loss']:>9.3f}"
-    )
+    def done() -> bool:
+        return len(read_steps()) >= SPLIT_WARM_UP + SPLIT_STEPS
+
+    command = [sys.executable, "-m", "jaxtrain.main", "--config", str(config)]
+    start = time.perf_counter()
+    output, late = run_limited(command, options.seconds, done)
+    steps = read_steps()
+    row = {"target_devices": split, "whole_s": time.perf_counter() - start}
+    if len(steps) < SPLIT_WARM_UP + 3:
+        return row | {"failed": late or shorten(output, 700)}
+    timed = steps[SPLIT_WARM_UP:]
+    times = [line["time"] for line in timed]
+    tokens = sum(line["tokens"] for line in timed[1:])
+    return row | {
+        "rows_per_s": tokens / length / (times[-1] - times[0]),
+        "rows_per_step": tokens / length / (len(timed) - 1),
+        "step_s": statistics.median(np.diff(times).tolist()),
+        "peak_gib": timed[-1]["peak_memory_gib"],
+        "busy": timed[-1].get("target/busy"),
+        "starved": timed[-1].get("target/starved"),
+        "loss": [steps[0]["loss"], steps[-1]["loss"]],
+    }
+
+
+def measure_splits(options) -> None:
+    """Measure the training command for every split of the devices."""
+    table = Table(SPLIT_COLUMNS, options.out, command_line(), hardware=query_gpu())
+    with tempfile.TemporaryDirectory() as folder:
+        for split in options.splits:
+            table.add(run_split(options, split, Path(folder)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--size", default="full", choices=[*SIZES])
     parser.add_argument("--kinds", default="dflash,eagle3", help="methods, with commas")
     parser.add_argument("--sides", default="jaxtrain,torch", help="sides, with commas")
+    parser.add_argument("--splits", type=int, nargs="+", help="devices of the target; see above")
     parser.add_argument("--lengths", type=lambda text: [*map(int, text.split(","))])
     parser.add_argument("--remat", default="none", help="jaxtrain: of the draft")
-    parser.add_argument(
-        "--scan", action="store_true", help="jaxtrain: one compiled layer of the draft"
-    )
-    parser.add_argument("--unroll", action="store_true", help="jaxtrain: every layer of the target")
-    parser.add_argument(
-        "--apart", action="store_true", help="jaxtrain: q, k, v and gate, up each alone"
-    )
+    parser.add_argument("--scan", action="store_true", help="jaxtrain: one compiled draft layer")
+    parser.add_argument("--unroll", action="store_true", help="jaxtrain: every target layer")
+    parser.add_argument("--apart", action="store_true", help="jaxtrain: q, k, v and gate, up alone")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument(
-        "--seconds", type=float, default=110.0, help="longest of one side's process"
-    )
-    parser.add_argument(
-        "--trace", type=Path, help="jaxtrain: folder for a profile of one step each"
-    )
-    parser.add_argument("--out", type=Path, help="path without suffix for JSON and text")
-    parser.add_argument("--gate", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=120.0, help="limit of one process")
+    parser.add_argument("--trace", type=Path, help="jaxtrain: folder for profiles of one step")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        kind, side, path = options.child
+    if not options.child:
+        return measure_splits(options) if options.splits else measure_sides(options)
+    kind, side, path = options.child
 
-        def tell(length: int, found: dict) -> None:
-            row = work_out(options, kind, length, found)
-            with Path(path).open("a") as file:
-                file.write(json.dumps({"kind": kind, "length": length, "by": side} | row) + "\n")
+    def report(length: int, numbers: dict) -> None:
+        row = derive(options, kind, length, numbers)
+        append_line(path, {"kind": kind, "length": length, "by": side} | row)
 
-        run = run_jaxtrain if side == "jaxtrain" else run_torch
-        run(options, kind, tell)
-        return
-    report = {
-        "command": " ".join(["python benchmarks/draft.py", *sys.argv[1:]]).split(" --out")[0],
-        "rows": [],
-    }
-    with tempfile.TemporaryDirectory() as place:
-        for kind in options.kinds.split(","):
-            for side in options.sides.split(","):
-                log(f"{kind}, {side}")
-                rows = Path(place) / f"{kind}-{side}.jsonl"
-                failed = run_apart(__file__, ["--child", kind, side, str(rows)], options.seconds)
-                lines = rows.read_text().splitlines() if rows.exists() else []
-                found = {row["length"]: row for row in map(json.loads, lines)}
-                report["rows"] += found.values()
-                if failed:
-                    last = max(found, default=0)
-                    gone = {"kind": kind, "by": side, "length": last, "failed": failed}
-                    report["rows"].append(gone)
-                print(HEADER, *map(table_line, report["rows"]), sep="\n", flush=True)
-                if options.out:
-                    options.out.parent.mkdir(parents=True, exist_ok=True)
-                    text = json.dumps(report, indent=1) + "\n"
-                    options.out.with_suffix(".json").write_text(text)
-                    table = "\n".join([report["command"], HEADER, *map(table_line, report["rows"])])
-                    options.out.with_suffix(".txt").write_text(table + "\n")
+    run = run_jaxtrain if side == "jaxtrain" else run_torch
+    run(options, kind, report)
 
 
 if __name__ == "__main__":

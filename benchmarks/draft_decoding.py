@@ -1,4 +1,4 @@
-"""What decodes in draft_pair.py: plainly and with each draft, compiled before there is a model.
+"""Decoding part of draft_pair.py: plainly and with each draft, compiled before there is a model.
 
 python benchmarks/draft_decoding.py DATA --work FOLDER      # called by draft_pair.py
 
@@ -56,17 +56,17 @@ class Decoder:
 
     def prompts(self, path: Path, most: int) -> list[tuple[str, list[int]]]:
         """(question, tokens) of the first rows of a file that have the right length."""
-        found = []
+        actual = []
         for line in path.read_text().strip().split("\n"):
             text = json.loads(line)["question"].removesuffix(SUFFIX) + SUFFIX
             ids = prompt_tokens(self.tokenizer, [{"role": "user", "content": text}], None)
-            if LEAST <= len(ids) <= MOST and len(found) < most:
-                found.append((text, list(ids)))
-        return found
+            if LEAST <= len(ids) <= MOST and len(actual) < most:
+                actual.append((text, list(ids)))
+        return actual
 
     def write_random(self, folder: Path) -> None:
         """Folders of models with the shapes of those that are being trained."""
-        found = {"target": families.config_from_hf(architecture(self.args.size))}
+        actual = {"target": families.config_from_hf(architecture(self.args.size))}
         for kind in DRAFTS:
             table, dtype = make_config(self.args, kind), compute_dtype(self.args.size)
             table["model"] = {
@@ -76,8 +76,8 @@ class Decoder:
                 "compute_dtype": dtype,
             }
             task = make_task(validate_config(table, kind))
-            found[kind] = task.roles["draft"].bundle.architecture
-        for name, config in found.items():
+            actual[kind] = task.roles["draft"].bundle.architecture
+        for name, config in actual.items():
             (folder / name).mkdir(parents=True)
             saving.save(build.init(config, 0), config, folder / name)
 
@@ -130,31 +130,31 @@ class Decoder:
     def answer_questions(self) -> None:
         """The target's own answers to training questions, into answers.jsonl."""
         target, rows, out = self.load(self.args.work / "target/model"), max(self.warmed), []
-        found = self.prompts(self.args.work / "train.jsonl", WAVES[self.args.size] * rows)
-        for start in range(0, len(found) - rows + 1, rows):
-            part = found[start : start + rows]
+        actual = self.prompts(self.args.work / "train.jsonl", WAVES[self.args.size] * rows)
+        for start in range(0, len(actual) - rows + 1, rows):
+            part = actual[start : start + rows]
             _, requests = self.answer("plain", target, [ids for _, ids in part])
-            for (question, _), one in zip(part, requests, strict=True):
-                text = self.tokenizer.decode(one.tokens, skip_special_tokens=True).strip()
-                if one.finish_reason == "stop" and text:
+            for (question, _), request in zip(part, requests, strict=True):
+                text = self.tokenizer.decode(request.tokens, skip_special_tokens=True).strip()
+                if request.finish_reason == "stop" and text:
                     out.append(json.dumps({"question": question, "answer": text}))
-        log(f"{len(out)} of {len(found)} answers ended")
+        log(f"{len(out)} of {len(actual)} answers ended")
         if len(out) > rows:
             (self.args.work / "answers.jsonl").write_text("\n".join(out) + "\n")
 
     def time_rows(self, models: dict, rows: int) -> dict:
-        """One row of the report."""
+        """Return one row of the report."""
         seconds: dict = {kind: [] for kind in KINDS}
         first: dict = {}
         for turn in range(4):
             for kind in KINDS:
                 parts = [self.answer(kind, models[kind], wave) for wave in self.waves(rows)]
-                first.setdefault(kind, [one for _, requests in parts for one in requests])
+                first.setdefault(kind, [request for _, requests in parts for request in requests])
                 if turn:  # the first only has new weights
                     seconds[kind].append(sum(time for time, _ in parts))
         row: dict = {"rows": rows, "answers": len(first["plain"]), "seconds": seconds}
         for kind in KINDS:
-            tokens = sum(len(one.tokens) for one in first[kind])
+            tokens = sum(len(request.tokens) for request in first[kind])
             row[kind] = {
                 "tokens": tokens,
                 "tokens_per_s": tokens / statistics.median(seconds[kind]),
@@ -167,8 +167,8 @@ class Decoder:
 
 def compare(plain: list[Request], drafted: list[Request], num_drafted: int) -> dict:
     """Acceptance, and whether the answers are those of plain decoding."""
-    means = [statistics.fmean(one.lengths) for one in drafted if one.lengths]
-    lengths = [length for one in drafted for length in one.lengths]
+    means = [statistics.fmean(entry.lengths) for entry in drafted if entry.lengths]
+    lengths = [length for entry in drafted for length in entry.lengths]
     largest = 0.0
     for a, b in zip(plain, drafted, strict=True):
         for x, y, p, q in zip(a.tokens, b.tokens, a.logprobs, b.logprobs, strict=False):
@@ -188,10 +188,10 @@ def describe(row: dict) -> str:
     """A line."""
     parts = [f"rows {row['rows']:>2}: plain {row['plain']['tokens_per_s']:,.0f} tok/s"]
     for kind in DRAFTS:
-        own = row[kind]
+        local_value = row[kind]
         parts.append(
-            f"{kind} tau {own['tau']:.2f}, {own['tokens_per_s']:,.0f} tok/s,"
-            f" {own['speedup']:.2f}x, {own['different_answers']} of {row['answers']} differ"
+            f"{kind} tau {local_value['tau']:.2f}, {local_value['tokens_per_s']:,.0f} tok/s,"
+            f" {local_value['speedup']:.2f}x, {local_value['different_answers']} of {row['answers']} differ"
         )
     return "; ".join(parts)
 

@@ -81,7 +81,7 @@ def architecture(size: str) -> dict:
 
 
 def compute_dtype(size: str) -> str:
-    """Of products, and of weights that nothing trains."""
+    """Return the dtype of products, and of weights that are not trained."""
     return "bfloat16" if size == "full" else "float32"
 
 
@@ -104,8 +104,8 @@ def make_config(args, stage: str) -> dict:
     }
     datasets = [dataset]
     if stage != "target" and (work / "answers.jsonl").exists():
-        own = dataset | {"path": str(work / "answers.jsonl"), "weight": 1.0}
-        datasets = [dataset | {"weight": 1.0}, own]
+        local_value = dataset | {"path": str(work / "answers.jsonl"), "weight": 1.0}
+        datasets = [dataset | {"weight": 1.0}, local_value]
     table = {
         "run": {"max_steps": run["steps"], "output_dir": str(work / stage)},
         "data": {
@@ -171,7 +171,7 @@ class Child:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """True until the process ends."""
         return self.process.poll() is None
 
     def end(self) -> None:
@@ -197,7 +197,7 @@ def train(args, stage: str) -> Child:
 
 
 def go_through(args, children: list[Child]) -> None:
-    """All stages; the report is written by the one that decodes."""
+    """Run all stages; the decoding process writes the report."""
     end = time.monotonic() + args.budget
     target = train(args, "target")
     words = [str(args.data), "--size", args.size, "--work", str(args.work)]
@@ -238,7 +238,7 @@ def main() -> None:
     finally:
         for child in children:
             child.end()
-        text = "".join(f"# {one.name}\n{one.log.read_text(errors='replace')}\n" for one in children)
+        text = "".join(f"# {entry.name}\n{entry.log.read_text(errors='replace')}\n" for entry in children)
         print(text[-6000:], flush=True)
         report = args.work / "decoding.json"
         if args.out:

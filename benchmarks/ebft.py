@@ -1,4 +1,4 @@
-"""Whole rounds of structured EBFT with the local sampler: what the features cost.
+"""Rounds of structured EBFT with the local sampler: what the features cost.
 
 python benchmarks/ebft.py --out benchmarks/results/ebft_h200
 python benchmarks/ebft.py --model tiny --prompts 2 --group 2 --prompt 32 --new 16 --rounds 4
@@ -79,7 +79,7 @@ def write_config(args: argparse.Namespace, folder: Path, name: str) -> Path:
 
 
 def summarize(name: str, lines: list[dict]) -> dict:
-    """One row of the table."""
+    """Return one row of the table."""
     rounds = lines[WARM_UP - 1 :]
     times = [line["time"] for line in rounds]
     round_s = statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
@@ -114,15 +114,15 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--out", type=Path, help="PATH.json gets what was measured")
     args = parser.parse_args()
-    found = []
+    actual = []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.runs:
             config = write_config(args, Path(folder), name)
             out = Path(folder) / name.replace(" ", "_")
             out.mkdir()
             row = summarize(name, run_mode(config, "sync", 0, out, []))
-            found.append(row)
-            if len(found) == 1:
+            actual.append(row)
+            if len(actual) == 1:
                 print("  ".join(f"{key:>12}" for key in row))
             print(
                 "  ".join(
@@ -132,7 +132,7 @@ def main() -> None:
     if args.out:
         shape = {key: value for key, value in vars(args).items() if key != "out"}
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.with_suffix(".json").write_text(json.dumps({"shape": shape, "runs": found}))
+        args.out.with_suffix(".json").write_text(json.dumps({"shape": shape, "runs": actual}))
 
 
 if __name__ == "__main__":

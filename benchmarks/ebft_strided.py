@@ -9,7 +9,7 @@ float32 masters, products in bfloat16. A step is all of it: draws, features, los
 runs in a process of its own under a time limit; rows are written as they come.
 
 jaxtrain    the training code as it runs: task.prepare, step
-torch       strided_peers.py: Axolotl's layout and draws, with the right indices
+torch       peers/strided.py: Axolotl's layout and draws, with the right indices
 torch kept  the same with keys and values kept while drawing
 
 step s    median of the steps after warm-up; drawn/s: tokens of blocks a second, text/s of documents
@@ -18,17 +18,25 @@ peak GiB  the allocator's peak
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-from apart import run_apart
-from preference import write_tokenizer
-from step_work import MODELS
+from harness import (
+    Table,
+    allocated_gib,
+    append_line,
+    command_line,
+    log,
+    make_parser,
+    run_child,
+    time_queued,
+)
+from step_work import MODELS, write_tokenizer
 
 SIDES = ("jaxtrain", "torch", "torch kept")
 SIZES = {
@@ -97,8 +105,8 @@ def run_jaxtrain(options) -> dict:
     from jaxtrain.distributed.feed import feed
     from jaxtrain.methods.registry import make_task
 
-    with tempfile.TemporaryDirectory() as place:
-        config = validate_config(write_config(options, Path(place)), "ebft_strided.py")
+    with tempfile.TemporaryDirectory() as position:
+        config = validate_config(write_config(options, Path(position)), "ebft_strided.py")
         task = make_task(config)
     roles, mesh = Roles(task.roles), task.mesh
     with jax.set_mesh(mesh):
@@ -129,57 +137,46 @@ def run_jaxtrain(options) -> dict:
         log(f"jaxtrain: first step in {compile_s:.0f} s")
         for number in range(1, options.warm_up):
             jax.block_until_ready(run(number))
-        ends, output = [], run(options.warm_up)
-        for number in range(options.steps + 1):
-            after = run(options.warm_up + 1 + number)
-            jax.block_until_ready(output)
-            ends.append(time.perf_counter())
-            output = after
-        jax.block_until_ready(state)
+        numbers = itertools.count(options.warm_up)
+        seconds = time_queued(lambda: run(next(numbers)), options.steps)
         if options.trace:
             with jax.profiler.trace(str(options.trace)):
                 jax.block_until_ready(run(0))
-        stats = jax.devices()[0].memory_stats() or {}
-    numbers = {name: total / weight for name, (total, weight) in first.metrics.items() if weight}
+    losses = {name: total / weight for name, (total, weight) in first.metrics.items() if weight}
     return {
-        "seconds": np.diff(ends).tolist(),
+        "seconds": seconds,
         "compile_s": compile_s,
-        "loss": float(numbers["ebft/rl_loss"]),
-        "peak_gib": stats.get("peak_bytes_in_use", 0) / 2**30,
+        "loss": float(losses["ebft/rl_loss"]),
+        "peak_gib": allocated_gib(),
         "hardware": jax.devices()[0].device_kind,
         "version": f"jax {jax.__version__}",
     }
 
 
-def run_torch(options, kept: bool) -> dict:
+def run_torch(options, retained: bool) -> dict:
     """PyTorch's step on the same documents."""
-    import strided_peers
     import torch
+    from peers import strided
 
     cuda = torch.cuda.is_available()
     kind = torch.bfloat16 if cuda else torch.float32
-    how = strided_peers.Options(kind, "cuda" if cuda else "cpu")
+    how = strided.Options(kind, "cuda" if cuda else "cpu", 1e-6)
     size = SIZES[options.size]
     raw = MODELS[size["model"]]
     depth = raw["num_hidden_layers"]
     layers = sorted({max(int(share * depth), 1) - 1 for share in options.layers})
-    geometry = strided_peers.Geometry(size["length"], *size["blocks"])
-    step = strided_peers.Step(raw, geometry, layers, TEMPERATURE, how)
+    geometry = strided.Geometry(size["length"], *size["blocks"])
+    step = strided.Step(raw, geometry, layers, TEMPERATURE, how)
     documents = torch.from_numpy(make_rows(options)).long().to(how.device)
-    return strided_peers.measure(step, documents, kept, options.warm_up, options.steps)
+    return strided.measure(step, documents, retained, options.warm_up, options.steps)
 
 
-def log(text: str) -> None:
-    """A line of progress."""
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
-
-
-def work_out(options, side: str, found: dict) -> dict:
+def derive(options, side: str, actual: dict) -> dict:
     """The derived numbers of a row."""
     size = SIZES[options.size]
     stride, context, block, samples = size["blocks"]
     blocks = (size["length"] - block - context) // stride + 1
-    step_s = statistics.median(found["seconds"])
+    step_s = statistics.median(actual["seconds"])
     drawn = options.rows * blocks * block * samples
     return {
         "by": side,
@@ -187,61 +184,44 @@ def work_out(options, side: str, found: dict) -> dict:
         "step_s": step_s,
         "drawn_per_s": drawn / step_s,
         "text_per_s": options.rows * size["length"] / step_s,
-        **found,
+        **actual,
     }
 
 
-HEADER = (
-    f"{'by':<12}{'rows':>5}{'step s':>9}{'drawn/s':>10}{'text/s':>9}{'peak GiB':>10}"
-    f"{'compile s':>11}{'loss':>10}"
+COLUMNS = (
+    ("by", "by", "<12"),
+    ("rows", "rows", ">5"),
+    ("step s", "step_s", ">9.4f"),
+    ("drawn/s", "drawn_per_s", ">10,.0f"),
+    ("text/s", "text_per_s", ">9,.0f"),
+    ("peak GiB", "peak_gib", ">10.1f"),
+    ("compile s", "compile_s", ">11.0f"),
+    ("loss", "loss", ">10.2g"),
 )
 
 
-def table_line(row: dict) -> str:
-    """One line of the table."""
-    if "failed" in row:
-        return f"{row['by']:<12}  failed: {row['failed']}"
-    return (
-        f"{row['by']:<12}{row['rows']:>5}{row['step_s']:>9.4f}{row['drawn_per_s']:>10,.0f}"
-        f"{row['text_per_s']:>9,.0f}{row['peak_gib']:>10.1f}{row['compile_s']:>11.0f}"
-        f"{row['loss']:>10.2g}"
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--size", default="full", choices=[*SIZES])
     parser.add_argument("--sides", default=",".join(SIDES), help="sides, with commas")
     parser.add_argument("--rows", type=int, default=1, help="documents of a step")
     parser.add_argument("--remat", default="none", help="jaxtrain: model.remat")
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=170.0, help="longest of a side's process")
+    parser.add_argument("--seconds", type=float, default=170.0, help="limit of a side's process")
     parser.add_argument("--trace", type=Path, help="jaxtrain: folder for a profile of a step")
-    parser.add_argument("--out", type=Path, help="path without suffix for JSON and text")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.layers = LAYERS
     if options.child:
         side, path = options.child
-        found = run_jaxtrain(options) if side == "jaxtrain" else run_torch(options, "kept" in side)
-        Path(path).write_text(json.dumps(work_out(options, side, found)))
-        return
-    command = " ".join(["python benchmarks/ebft_strided.py", *sys.argv[1:]]).split(" --out")[0]
-    report: dict = {"command": command, "rows": []}
-    with tempfile.TemporaryDirectory() as place:
-        for side in options.sides.split(","):
-            log(side)
-            path = Path(place) / f"{side}.json"
-            failed = run_apart(__file__, ["--child", side, str(path)], options.seconds)
-            row = {"by": side, "failed": failed} if failed else json.loads(path.read_text())
-            report["rows"].append(row)
-            lines = [HEADER, *map(table_line, report["rows"])]
-            print(*lines, sep="\n", flush=True)
-            if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-                options.out.with_suffix(".txt").write_text("\n".join([command, *lines]) + "\n")
+        row = run_jaxtrain(options) if side == "jaxtrain" else run_torch(options, "kept" in side)
+        return append_line(path, derive(options, side, row))
+    table = Table(COLUMNS, options.out, command_line())
+    for side in options.sides.split(","):
+        log(side)
+        rows, failed = run_child(__file__, [side], options.seconds)
+        table.add({"by": side, "failed": failed} if failed else rows[0])
 
 
 if __name__ == "__main__":

@@ -14,16 +14,14 @@ small, that of the loop itself where it is so large that there is none. Collecti
 device receives a second, of one layer's tokens in bfloat16.
 """
 
-import argparse
 import functools
-import json
 import statistics
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pod
+from harness import command_line, make_parser, write_json
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from pod import Case
@@ -40,10 +38,10 @@ def loss(model, batch):
     sums, metrics = nll_loss(watched, batch)
     (noted,) = watched.noted
     total_LE = noted["expert_load"].sum(1)
-    found = {"load": (total_LE.max(-1) / total_LE.mean(-1)).mean()}
+    actual = {"load": (total_LE.max(-1) / total_LE.mean(-1)).mean()}
     if "expert_rounds" in noted:
-        found["rounds"] = noted["expert_rounds"].mean()
-    return sums, {**metrics, **{name: (value, 1.0) for name, value in found.items()}}
+        actual["rounds"] = noted["expert_rounds"].mean()
+    return sums, {**metrics, **{name: (value, 1.0) for name, value in actual.items()}}
 
 
 class Program(pod.Program):
@@ -71,8 +69,8 @@ def cases(tiny: bool, gpus: int) -> list[Case]:
 
 
 def whole_models(tiny: bool, gpus: int) -> list[Case]:
-    """All layers, 16k tokens a GPU: documents of 4k and of 16k, experts and weights spread in the
-    ways that there are."""
+    """Return cases of all layers with 16k tokens a GPU: documents of 4k and 16k, experts and
+    weights sharded in every way."""
     qwen, oss = ("tiny-moe", "tiny-gpt-oss") if tiny else ("qwen3-30b-a3b", "gpt-oss-20b")
     short, long = (16, 64) if tiny else (4096, 16384)
     make = functools.partial(Case, param_dtype="bfloat16")
@@ -104,12 +102,12 @@ def time_collectives(mesh, tokens: int, features: int, repeats: int = 20) -> lis
         ),
         "all-to-all": (lambda x: lax.all_to_all(x, "expert", 0, 0, tiled=True), n, n - 1),
     }
-    found = []
-    for kind, (one, factor, parts) in kinds.items():
+    actual = []
+    for kind, (entry, factor, parts) in kinds.items():
         shape = (n * factor * tokens, features)
-        place = jax.NamedSharding(mesh, P("expert"))
-        x = jax.device_put(jnp.ones(shape, jnp.bfloat16), place)
-        run = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))
+        named_sharding = jax.NamedSharding(mesh, P("expert"))
+        x = jax.device_put(jnp.ones(shape, jnp.bfloat16), named_sharding)
+        run = jax.jit(jax.shard_map(entry, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))
         jax.block_until_ready(run(x))
         seconds = []
         for _ in range(3):
@@ -120,30 +118,27 @@ def time_collectives(mesh, tokens: int, features: int, repeats: int = 20) -> lis
             seconds.append((time.perf_counter() - start) / repeats)
         received = parts * tokens * features * 2
         second = statistics.median(seconds)
-        found.append({"kind": kind, "ms": second * 1e3, "gb_per_s": received / second / 1e9})
-    return found
+        actual.append({"kind": kind, "ms": second * 1e3, "gb_per_s": received / second / 1e9})
+    return actual
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that it works")
     parser.add_argument("--gpus", type=int, default=2, choices=[2, 4, 8])
-    parser.add_argument("--out", type=Path, help="path without suffix")
     options = parser.parse_args()
-    head = f"python benchmarks/expert_parallel.py{' --tiny' if options.tiny else ''}"
-    head += f" --gpus {options.gpus}" if options.gpus > 2 else ""
     mesh = make_mesh(jax.devices()[: options.gpus], expert=options.gpus)
     collectives = time_collectives(mesh, *((64, 32) if options.tiny else (16384, 2048)))
     for row in collectives:
         print(f"{row['kind']:<16}{row['ms']:>9.3f} ms{row['gb_per_s']:>9.1f} GB/s", flush=True)
-    report = pod.run(cases(options.tiny, options.gpus), options.out, head, Program)
-    for row in report["rows"]:
+    table = pod.run(cases(options.tiny, options.gpus), options.out, command_line(), Program)
+    for row in table.rows:
         if "metrics" in row:
             rounds, load = (row["metrics"].get(name) for name in ("rounds", "load"))
             print(f"{row['name']:<6}{row['how']:<44} rounds {rounds} load {load:.2f}")
     if options.out is not None:
-        report["collectives"] = collectives
-        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        table.extra["collectives"] = collectives
+        write_json(options.out.with_suffix(".json"), table.report)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ python benchmarks/experts_step.py --cases tiny      # on a CPU, to see that it w
 
 Shapes of Qwen3-30B-A3B and gpt-oss-20b with random weights, rows of one document of random tokens.
 Each case runs in a process of its own under a time limit, jaxtrain's (train_step.py's Program) and
-PyTorch's (experts_peers.py) in turn; rows are written as they come.
+PyTorch's (peers/experts.py) in turn; rows are written as they come.
 
 step s       median; tok/s: tokens a second. Cases are cut to `layers` where that is given
 peak GiB     jaxtrain: the compiler's sum of arguments and temporaries; PyTorch: allocator's peak
@@ -16,20 +16,16 @@ process GiB  jaxtrain: the allocator's peak from the start, so with drawing and 
 import argparse
 import contextlib
 import dataclasses
-import json
-import sys
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
-from apart import run_apart
+from harness import Table, allocated_gib, append_line, command_line, make_parser, run_child, shorten
 from step_work import MODELS, WORKS
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to run a step."""
+    """A way to run a step."""
 
     by: str
     """jaxtrain | torch | torch eager (without torch.compile) | unpack (a layer's dequantization)"""
@@ -44,7 +40,7 @@ class Case:
     remat: str = "full"
 
     def label(self) -> str:
-        """What the table calls it."""
+        """Return the description in the table."""
         words = [f"{self.layers} layers"] if self.layers else []
         words += [f"LoRA {self.lora} {self.target}"] if self.lora else ["full"]
         words += [self.quantize] if self.quantize != "none" else []
@@ -115,18 +111,17 @@ def run_jaxtrain(case: Case, timed: int) -> dict:
         dtype="float32" if on_cpu else "bfloat16",
     )
     program = Program(setting)
-    found = program.measure(timed)
-    stats = jax.devices()[0].memory_stats() or {}
-    found["process_gib"] = stats.get("peak_bytes_in_use", 0) / 2**30
-    found["trained"] = sum(value.size for value in program.state.params.values())
-    return found | {"version": f"jax {jax.__version__}", "hardware": jax.devices()[0].device_kind}
+    actual = program.measure(timed)
+    actual["process_gib"] = allocated_gib()
+    actual["trained"] = sum(value.size for value in program.state.params.values())
+    return actual | {"version": f"jax {jax.__version__}", "hardware": jax.devices()[0].device_kind}
 
 
 def run_unpack(case: Case) -> dict:
     """Milliseconds to unpack the matrices of a layer's experts, as each pass does."""
     import jax
     import jax.numpy as jnp
-    from timing import jax_ms
+    from harness import jax_ms
 
     from jaxtrain.adapters.storage import STORAGES
 
@@ -134,13 +129,13 @@ def run_unpack(case: Case) -> dict:
     shape = (raw["num_experts"], raw["hidden_size"], raw["moe_intermediate_size"])
     parts = {name: jnp.ones(part.shape, part.dtype) for name, part in storage.shapes(shape).items()}
     unpack = jax.jit(lambda parts: storage.dequantize(parts, jnp.bfloat16))
-    found = jax_ms(unpack, parts)
+    actual = jax_ms(unpack, parts)
     moved = sum(part.nbytes for part in parts.values()) + 2 * np.prod(shape)
-    seconds = found["ms"] / 1e3
+    seconds = actual["ms"] / 1e3
     return {
         "step_s": 3 * seconds,
-        "compile_s": found["compile_s"],
-        "peak_gib": found["temp_mib"] / 1024,
+        "compile_s": actual["compile_s"],
+        "peak_gib": actual["temp_mib"] / 1024,
         "gb_per_s": float(moved / seconds / 1e9),
         "loss": 0.0,
     }
@@ -148,7 +143,7 @@ def run_unpack(case: Case) -> dict:
 
 def run_torch(case: Case, timed: int) -> dict:
     """The step of transformers and PEFT."""
-    import experts_peers
+    from peers import experts
 
     raw = config_of(case)
     length = WORKS[case.work].row
@@ -156,83 +151,66 @@ def run_torch(case: Case, timed: int) -> dict:
     tokens = rng.integers(0, raw["vocab_size"], (case.rows, length), np.int64)
     compile = case.by == "torch"
     how = (case.lora, case.target, timed, compile, case.quantize)
-    return experts_peers.measure(raw, tokens, *how)
+    return experts.measure(raw, tokens, *how)
 
 
 def run_case(case: Case, timed: int) -> dict:
-    """One row of the report."""
+    """Return a row of the report."""
     if case.by == "unpack":
-        found = run_unpack(case)
+        actual = run_unpack(case)
     else:
-        found = run_jaxtrain(case, timed) if case.by == "jaxtrain" else run_torch(case, timed)
+        actual = run_jaxtrain(case, timed) if case.by == "jaxtrain" else run_torch(case, timed)
     tokens = case.rows * WORKS[case.work].row
-    rates = {} if case.by == "unpack" else {"tokens_per_s": tokens / found["step_s"]}
-    return {**dataclasses.asdict(case), "how": case.label(), "tokens": tokens, **found, **rates}
+    rates = {} if case.by == "unpack" else {"tokens_per_s": tokens / actual["step_s"]}
+    return {**dataclasses.asdict(case), "how": case.label(), "tokens": tokens, **actual, **rates}
 
 
-HEADER = (
-    f"{'model':<15}{'by':<12}{'tokens':>7}{'step s':>9}{'tok/s':>9}{'peak GiB':>10}"
-    f"{'process':>9}{'compile s':>11}{'loss':>9}  how"
+COLUMNS = (
+    ("model", "model", "<15"),
+    ("by", "by", "<12"),
+    ("tokens", "tokens", ">7"),
+    ("step s", "step_s", ">9.4f"),
+    ("tok/s", "tokens_per_s", ">9,.0f"),
+    ("peak GiB", "peak_gib", ">10.1f"),
+    ("process", "process_gib", ">9.1f"),
+    ("compile s", "compile_s", ">11.0f"),
+    ("loss", "loss", ">9.3f"),
 )
 
 
-def table_line(row: dict) -> str:
-    """One line of the table."""
-    start = f"{row['model']:<15}{row['by']:<12}"
-    if "failed" in row:
-        return f"{start}  failed: {row['how']}: {row['failed']}"
-    rate, process = row.get("tokens_per_s"), row.get("process_gib")
-    return (
-        f"{start}{row['tokens']:>7}{row['step_s']:>9.4f}"
-        + (f"{rate:>9,.0f}" if rate else f"{'-':>9}")
-        + f"{row['peak_gib']:>10.1f}"
-        + (f"{process:>9.1f}" if process else f"{'-':>9}")
-        + f"{row['compile_s']:>11.0f}{row['loss']:>9.3f}  {row['how']}"
-    )
+def run_as_child(name: str, index: str, path: str, timed: int) -> None:
+    """Measure one case and write its row; an error is a row, too."""
+    case = CASES[name][int(index)]
+    try:
+        row = run_case(case, timed)
+    except Exception as reason:
+        failed = shorten(f"{type(reason).__name__}: {reason}", 400)
+        row = {**dataclasses.asdict(case), "how": case.label(), "failed": failed}
+    append_line(path, row)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     chosen = [name for name in CASES if name != "tiny"]
     parser.add_argument("--cases", nargs="+", choices=[*CASES], default=chosen)
     parser.add_argument("--steps", type=int, default=5, help="that are timed")
-    parser.add_argument("--seconds", type=float, default=110.0, help="longest of a case's process")
-    parser.add_argument("--budget", type=float, default=470.0, help="seconds of all; then no more")
-    parser.add_argument("--out", type=Path, help="path without suffix for JSON and text")
+    parser.add_argument("--seconds", type=float, default=110.0, help="limit of a case's process")
+    parser.add_argument("--budget", type=float, default=470.0, help="limit of all, in seconds")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        name, index, path = options.child
-        case = CASES[name][int(index)]
-        try:
-            row = run_case(case, options.steps)
-        except Exception as reason:  # the other cases still count
-            failed = " ".join(f"{type(reason).__name__}: {reason}".split())[:400]
+        return run_as_child(*options.child, options.steps)
+    table = Table(COLUMNS, options.out, command_line())
+    deadline = time.perf_counter() + options.budget
+    for name in options.cases:
+        for index, case in enumerate(CASES[name]):
+            remaining = deadline - time.perf_counter()
+            rows, failed = [], "no time left"
+            if remaining >= 20:
+                limit = min(options.seconds, remaining)
+                rows, failed = run_child(__file__, [name, str(index)], limit)
             row = {**dataclasses.asdict(case), "how": case.label(), "failed": failed}
-        Path(path).write_text(json.dumps(row))
-        return
-    command = " ".join(["python benchmarks/experts_step.py", *sys.argv[1:]]).split(" --out")[0]
-    report: dict = {"command": command, "rows": []}
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as place:
-        for name in options.cases:
-            for index, case in enumerate(CASES[name]):
-                left = options.budget - (time.perf_counter() - started)
-                path = Path(place) / f"{name}{index}.json"
-                row = {**dataclasses.asdict(case), "how": case.label()}
-                if left < 20:
-                    row["failed"] = "no time left"
-                else:
-                    child = ["--child", name, str(index), str(path)]
-                    failed = run_apart(__file__, child, min(options.seconds, left))
-                    row = row | {"failed": failed} if failed else json.loads(path.read_text())
-                report["rows"].append(row)
-                print(HEADER, table_line(row), sep="\n", flush=True)
-                if options.out:
-                    lines = [command, HEADER, *map(table_line, report["rows"])]
-                    options.out.parent.mkdir(parents=True, exist_ok=True)
-                    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-                    options.out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+            table.add(rows[0] if rows else row)
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def functions(case, impl: str):
 
 
 def inputs(case, dtype="bfloat16"):
-    found = {n: jnp.asarray(x) for n, x in case.inputs().items() if n in NAMES}
-    return found | {n: found[n].astype(dtype) for n in NAMES[:4]}
+    actual = {n: jnp.asarray(x) for n, x in case.inputs().items() if n in NAMES}
+    return actual | {n: actual[n].astype(dtype) for n in NAMES[:4]}
 
 
 def write(case, target: int, folder: Path) -> None:
@@ -52,15 +52,15 @@ def write(case, target: int, folder: Path) -> None:
     shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in inputs(case).items()}
     checks = [export.DisabledSafetyCheck.custom_call(jax_triton.CUSTOM_CALL_TARGET_NAME)]
     with triton_call.compile_for(target):
-        for what, function in functions(case, "triton").items():
-            made = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)
-            path = folder / f"{case.name}.{what}.sm_{target}.jaxexport"
-            path.write_bytes(made(shapes).serialize())
+        for label, function in functions(case, "triton").items():
+            created = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)
+            path = folder / f"{case.name}.{label}.sm_{target}.jaxexport"
+            path.write_bytes(created(shapes).serialize())
             print(f"{path}: {path.stat().st_size:,} bytes", flush=True)
 
 
 def run(folder: Path, out: Path | None, named: str) -> None:
-    from report import Report
+    from harness import Report
 
     report = Report(out)
     for case in CASES:
@@ -70,7 +70,7 @@ def run(folder: Path, out: Path | None, named: str) -> None:
 
 
 def run_case(case, paths: list[Path], report) -> None:
-    from timing import jax_ms
+    from harness import jax_ms
 
     arrays = inputs(case)
     for path in paths:
@@ -84,18 +84,18 @@ def run_case(case, paths: list[Path], report) -> None:
             with jax.default_matmul_precision("highest"):
                 wide = arrays | {n: arrays[n].astype(jnp.float32) for n in NAMES[:4]}
                 exact = xla(wide)
-            found = [
-                [np.asarray(x.astype(jnp.float32)) for x in some]
-                for some in (call(arrays), exact, xla(arrays))
+            actual = [
+                [np.asarray(x.astype(jnp.float32)) for x in subset]
+                for subset in (call(arrays), exact, xla(arrays))
             ]
-            report.errors(("out", "dq", "dk", "dv"), *found, **labels)
+            report.errors(("out", "dq", "dk", "dv"), *actual, **labels)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--to", type=Path, help="folder to write artifacts to")
-    place.add_argument("--run", type=Path, help="folder of artifacts to time")
+    position = parser.add_mutually_exclusive_group(required=True)
+    position.add_argument("--to", type=Path, help="folder to write artifacts to")
+    position.add_argument("--run", type=Path, help="folder of artifacts to time")
     parser.add_argument("--target", type=int, nargs="+", default=[80], help="80, 89, 90, 100, 120")
     parser.add_argument("--case", default="tree8k_h16_8_d128", help="part of case names")
     parser.add_argument("--out", type=Path)

@@ -1,4 +1,4 @@
-"""Where a step's time goes on a GPU: kernel durations of a jax profile, summed by what they do.
+"""Kernel durations of a jax profile, summed by what the kernels do.
 
 python benchmarks/train_step.py --trace profiles ...
 python benchmarks/gpu_profile.py profiles/0 --steps 3
@@ -27,7 +27,7 @@ KINDS = [
 
 def read_events(folder: Path) -> list[dict]:
     """Kernels and copies of all GPUs of the newest trace in `folder`, with name, dur and args."""
-    path = max(folder.rglob("*.trace.json.gz"), key=lambda found: found.stat().st_mtime)
+    path = max(folder.rglob("*.trace.json.gz"), key=lambda actual: actual.stat().st_mtime)
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
     devices, streams = set(), set()
@@ -92,8 +92,8 @@ def summarize(folder: Path, steps: int, longest: int) -> str:
     lines.append("")
     for key, total in kernels.most_common(longest):
         kind, name, source = key
-        each = f"{calls[key] / steps:6.0f} x {total / calls[key]:8.1f} us"
-        lines.append(f"{total / steps / 1e3:9.3f} ms {each}  {kind:<20} {name}  {source}")
+        per_entry = f"{calls[key] / steps:6.0f} x {total / calls[key]:8.1f} us"
+        lines.append(f"{total / steps / 1e3:9.3f} ms {per_entry}  {kind:<20} {name}  {source}")
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from report import Report
+from harness import Report
 
 from jaxtrain.runs.checkpoint import load_checkpoint
 from jaxtrain.runs.checkpoint_folder import find_good_step
@@ -146,10 +146,10 @@ def read_state(folder: Path) -> dict[str, bytes]:
     """Every array of the last checkpoint."""
     step, problems = find_good_step(folder / "checkpoints")
     assert step == STEPS and not problems, (step, problems)
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    single_device_sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     saved = read_manifest(folder / "checkpoints" / str(step))["arrays"]
     shapes = {
-        name: jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=place)
+        name: jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=single_device_sharding)
         for name, (shape, dtype) in saved.items()
     }
     arrays = load_checkpoint(folder / "checkpoints", shapes)[1]
@@ -164,23 +164,23 @@ def read_numbers(folder: Path) -> list[dict]:
     ]
 
 
-def find_differences(found: list[dict], expected: list[dict]) -> str:
+def find_differences(actual: list[dict], expected: list[dict]) -> str:
     """The first few keys that differ, with their line; "none" where all lines are equal."""
-    if len(found) != len(expected):
-        return f"{len(found)} lines for {len(expected)}"
+    if len(actual) != len(expected):
+        return f"{len(actual)} lines for {len(expected)}"
     keys = [
         f"{key}@{number}"
-        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True))
-        for key in sorted(ours.keys() | theirs.keys())
-        if ours.get(key) != theirs.get(key)
+        for number, (actual_values, reference) in enumerate(zip(actual, expected, strict=True))
+        for key in sorted(actual_values.keys() | reference.keys())
+        if actual_values.get(key) != reference.get(key)
     ]
     return " ".join(keys[:5]) or "none"
 
 
-def compare(name: str, folder: Path, whole: Path) -> dict[str, int | str]:
-    """What was lost, doubled, or differs."""
+def compare(name: str, folder: Path, full: Path) -> dict[str, int | str]:
+    """Return counts of lost, doubled and differing entries."""
     steps = Counter(line["step"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line)
-    found: dict[str, int | str] = {
+    actual: dict[str, int | str] = {
         "steps_lost": sum(step not in steps for step in range(1, STEPS + 1)),
         "steps_doubled": sum(count > 1 for count in steps.values()),
     }
@@ -189,13 +189,13 @@ def compare(name: str, folder: Path, whole: Path) -> dict[str, int | str]:
         assert samples, "no samples were written"
         trained = {(line["step"], line["prompt_number"]) for line in samples}
         prompts = Counter(number for _, number in trained)
-        found["prompts"] = len(prompts)
-        found["prompts_doubled"] = sum(count > 1 for count in prompts.values())
+        actual["prompts"] = len(prompts)
+        actual["prompts_doubled"] = sum(count > 1 for count in prompts.values())
     if name != "rl async":
-        found["numbers_differ"] = find_differences(read_numbers(folder), read_numbers(whole))
-        ours, theirs = read_state(folder), read_state(whole)
-        found["arrays_differ"] = sum(ours.get(key) != theirs[key] for key in theirs)
-    return found
+        actual["numbers_differ"] = find_differences(read_numbers(folder), read_numbers(full))
+        actual_values, reference = read_state(folder), read_state(full)
+        actual["arrays_differ"] = sum(actual_values.get(key) != reference[key] for key in reference)
+    return actual
 
 
 def main() -> None:
@@ -205,20 +205,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     report, moments = Report(arguments.out), random.Random(arguments.seed)
-    with tempfile.TemporaryDirectory() as place:
-        left, number = arguments.kills, 0
+    with tempfile.TemporaryDirectory() as position:
+        remaining, number = arguments.kills, 0
         for name, text in RUNS.items():
-            whole = Path(place) / f"{name.replace(' ', '_')}_whole"
-            assert start(whole, COMMON + text).wait(PATIENCE) == 0, whole.with_suffix(
+            full = Path(position) / f"{name.replace(' ', '_')}_whole"
+            assert start(full, COMMON + text).wait(PATIENCE) == 0, full.with_suffix(
                 ".log"
             ).read_text()
-        while left > 0:
+        while remaining > 0:
             name = list(RUNS)[number % len(RUNS)]
-            folder = Path(place) / f"run{number}"
-            whole = Path(place) / f"{name.replace(' ', '_')}_whole"
-            kills = run_with_kills(folder, COMMON + RUNS[name], moments, min(left, 8))
-            report.add(run=name, kills=kills, **compare(name, folder, whole))
-            left, number = left - kills, number + 1
+            folder = Path(position) / f"run{number}"
+            full = Path(position) / f"{name.replace(' ', '_')}_whole"
+            kills = run_with_kills(folder, COMMON + RUNS[name], moments, min(remaining, 8))
+            report.add(run=name, kills=kills, **compare(name, folder, full))
+            remaining, number = remaining - kills, number + 1
             shutil.rmtree(folder)
 
 

@@ -14,15 +14,14 @@ Tokens come from a random Markov chain, so that there is something to learn. Pri
 run's loss is from xla's, writes OUT.json, OUT.txt and OUT.png.
 """
 
-import argparse
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
+from harness import command_line, describe_devices, make_figure, make_parser
 from jaxtrain_kernels.testing import agent_tree
 from train_step import Program, Setting
 
@@ -111,21 +110,17 @@ def compare(losses: dict[str, list[float]]) -> list[str]:
 
 def draw(losses: dict[str, list[float]], path: Path) -> None:
     """Losses, and their distance from xla's."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    figure = make_figure((10, 3.6))
+    losses_axes, distance_axes = figure.subplots(1, 2)
     base = np.array(losses["xla"])
     for name, values in losses.items():
-        left.plot(values, label=name, linewidth=1)
+        losses_axes.plot(values, label=name, linewidth=1)
         if name != "xla":
-            right.plot(np.abs(np.array(values) - base), label=name, linewidth=0.8)
-    left.set_title("loss", loc="left")
-    right.set_title("|loss - loss of xla|", loc="left")
-    right.set_yscale("log")
-    for axes in (left, right):
+            distance_axes.plot(np.abs(np.array(values) - base), label=name, linewidth=0.8)
+    losses_axes.set_title("loss", loc="left")
+    distance_axes.set_title("|loss - loss of xla|", loc="left")
+    distance_axes.set_yscale("log")
+    for axes in (losses_axes, distance_axes):
         axes.set_xlabel("step")
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
@@ -133,7 +128,7 @@ def draw(losses: dict[str, list[float]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__, out="path without suffix; .json, .txt, .png")
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16")
@@ -141,15 +136,12 @@ def main(arguments: list[str] | None = None) -> dict:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--float32", action="store_true")
-    parser.add_argument("--out", type=Path, help="path without suffix; .json, .txt, .png")
     options = parser.parse_args(arguments)
-    given = sys.argv[1:] if arguments is None else arguments
     setting = Setting(options.model, "tree8k", depth=options.depth, dtype=options.dtype)
     data = Data(families.config_from_hf(setting.raw()).vocab_size, options.length)
     report = {
-        "command": "python benchmarks/loss_parity.py " + " ".join(given).split(" --out")[0],
-        "hardware": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        "command": command_line(arguments, "loss_parity.py"),
+        **describe_devices(),
         "setting": dataclasses.asdict(setting),
         "seconds": {},
         "losses": {},
@@ -158,7 +150,7 @@ def main(arguments: list[str] | None = None) -> dict:
         if name != "float32" or options.float32:
             losses, seconds = train(name, setting, data, options.steps, options.rate)
             report["losses"][name], report["seconds"][name] = losses, seconds
-    head = [report["command"], f"one {report['hardware']}, jax {report['jax']}", ""]
+    head = [report["command"], f"{report['hardware']}, jax {report['jax']}", ""]
     report["table"] = head + compare(report["losses"])
     print("\n".join(report["table"]))
     if options.out is not None:

@@ -1,4 +1,4 @@
-"""What it costs a run to talk to many vLLM servers: 5,000 requests at once over 64 of them.
+"""Cost of many vLLM servers for a run: 5,000 requests at once over 64 of them.
 
     python benchmarks/many_servers.py
 
@@ -26,12 +26,12 @@ FILES = 40_000
 
 def serve(count: int) -> None:
     """So many servers; prints their URLs as JSON, then {port: requests} when its input ends."""
-    asked: Counter[int] = Counter()
+    requests: Counter[int] = Counter()
 
     async def generate(request: web.Request) -> web.Response:
         body = await request.json()
         number = body["sampling_params"]["max_tokens"]
-        asked[request.transport.get_extra_info("sockname")[1]] += 1
+        requests[request.transport.get_extra_info("sockname")[1]] += 1
         content = [{"token_id": 7, "logprob": -0.5}] * number
         choice = {"index": 0, "finish_reason": "length", "token_ids": [7] * number}
         return web.json_response({"choices": [{**choice, "logprobs": {"content": content}}]})
@@ -57,7 +57,7 @@ def serve(count: int) -> None:
         ports = [address[1] for address in runner.addresses]
         print(json.dumps([f"http://127.0.0.1:{port}" for port in ports]), flush=True)
         await asyncio.to_thread(sys.stdin.read)
-        print(json.dumps([asked[port] for port in ports]), flush=True)
+        print(json.dumps([requests[port] for port in ports]), flush=True)
 
     asyncio.run(run())
 
@@ -82,10 +82,10 @@ def main() -> None:
     from jaxtrain.generation.vllm.servers import Servers
 
     command = [sys.executable, __file__, "--serve", "--servers", str(options.servers)]
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     total = options.groups * options.size
     try:
-        urls = json.loads(other.stdout.readline())
+        urls = json.loads(popen.stdout.readline())
         sampling = Sampling(max_new_tokens=options.tokens)
         config = VllmConfig(servers=urls, concurrency=total, health_seconds=60)
         servers = Servers(config, sampling, lambda line: None)
@@ -96,9 +96,9 @@ def main() -> None:
 
         async def draw() -> list:
             prompt = list(range(3, 67))
-            asked = (engine.generate(prompt, sampling, (), i) for i in range(total))
+            payload = (engine.generate(prompt, sampling, (), i) for i in range(total))
             try:
-                return await asyncio.gather(*asked)
+                return await asyncio.gather(*payload)
             finally:
                 await engine.close()
 
@@ -108,14 +108,14 @@ def main() -> None:
         counted = engine.counters()
         servers.close()
     finally:
-        found, _ = other.communicate("")
-    asked = json.loads(found.splitlines()[-1])
+        actual, _ = popen.communicate("")
+    payload = json.loads(actual.splitlines()[-1])
     answered = sum(len(answer.tokens) == options.tokens for answer in answers)
-    probes = sum(asked) - total
+    probes = sum(payload) - total
     print(f"{answered} of {total} answered, {probes} requests more than that (probes, retries)")
     retries, lost = (counted.get(f"vllm/{name}", 0) for name in ("retries", "servers_lost"))
     print(f"retries {retries:g}, servers lost {lost:g}")
-    print(f"requests of a server: {min(asked)} to {max(asked)}")
+    print(f"requests of a server: {min(payload)} to {max(payload)}")
     print(f"{seconds:.2f} s; CPU {1e3 * cpu / options.groups:.2f} ms a group of {options.size}")
 
 

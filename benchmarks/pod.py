@@ -1,4 +1,4 @@
-"""Whole training steps on one GPU and on several: rates, scaling, memory, at published sizes.
+"""Training steps on one GPU and on several: rates, scaling, memory, at published sizes.
 
 python benchmarks/pod.py --cases 0.6b llama-8b 128k --out benchmarks/results/pod_h200
 
@@ -15,11 +15,9 @@ peak GiB  most bytes that the allocator of GPU 0 had in use, where that is a new
           is the compiler's own sum of arguments and temporaries
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
 import gc
-import json
 import re
 import statistics
 import time
@@ -30,6 +28,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from harness import Table, allocated_gib, command_line, describe_devices, make_parser
+from harness import planned_gib, shorten
 from step_work import MODELS
 
 from jaxtrain.batch import Batch
@@ -53,7 +53,7 @@ OPTIM = OptimConfig(learning_rate=1e-5)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One program."""
+    """A program: model, mesh and how its step runs."""
 
     name: str
     model: str
@@ -146,7 +146,7 @@ class Program:
 
     def measure(self) -> dict:
         """Rates and memory of this case."""
-        before = peak_memory()
+        before = allocated_gib()
         with jax.set_mesh(self.mesh):
             params = self.fill() if self.fill else open_params(self.parts, 0)
             trained, frozen = split_trained(params, self.parts.adapter)
@@ -154,7 +154,7 @@ class Program:
             state, placed = init_state(trained, self.optimizer), feed(self.batch, self.mesh)
             del trained
             jax.block_until_ready(state)
-            opened = peak_memory()
+            opened = allocated_gib()
             losses, seconds = [], []
             timed = TIMED if self.case.tokens < 100_000 else 2
             for _ in range(WARM_UP + timed):
@@ -162,10 +162,7 @@ class Program:
                 state, output = self.compiled(state, placed, frozen)
                 losses.append(float(output.metrics["loss"][0]))
                 seconds.append(time.perf_counter() - start)
-        memory = self.compiled.memory_analysis()
-        plan = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-        plan += memory.output_size_in_bytes - memory.alias_size_in_bytes
-        after = peak_memory()
+        after = allocated_gib()
         step_s = statistics.median(seconds[WARM_UP:])
         return {
             "step_s": step_s,
@@ -174,7 +171,7 @@ class Program:
             "metrics": {name: float(s / w) for name, (s, w) in output.metrics.items()},
             "peak_gib": after if after > before else None,
             "peak_opening_gib": opened if opened > before else None,
-            "plan_gib": plan / 2**30,
+            "plan_gib": planned_gib(self.compiled),
             "compile_s": self.compile_s,
             "collectives": count_collectives(self.compiled.as_text()),
         } | self.rates(step_s)
@@ -200,8 +197,8 @@ def fill_params(shapes: dict) -> dict:
             return jnp.ones(shape.shape, shape.dtype)
         index, stride = jnp.full(shape.shape, zlib.crc32(path.encode()), jnp.uint32), 1
         for dim in reversed(range(len(shape.shape))):
-            place = jax.lax.broadcasted_iota(jnp.uint32, shape.shape, dim)
-            index, stride = index + place * np.uint32(stride % 2**32), stride * shape.shape[dim]
+            position = jax.lax.broadcasted_iota(jnp.uint32, shape.shape, dim)
+            index, stride = index + position * np.uint32(stride % 2**32), stride * shape.shape[dim]
         for factor, shift in ((0x7FEB352D, 16), (0x846CA68B, 15), (0x9E3779B1, 16)):
             index = (index ^ (index >> shift)) * np.uint32(factor)
         unit = (index >> 8).astype(jnp.float32) / 2**23 - 1
@@ -220,25 +217,31 @@ def one_document(rows: int, length: int, vocabulary: int) -> Batch:
     return Batch(tokens, index.copy(), (index - 1).astype(np.int32), until, weights)
 
 
-def peak_memory() -> float:
-    """GiB, of the first device, since the process began."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use", 0) / 2**30
-
-
 def count_collectives(text: str) -> dict[str, int]:
     """Collectives in a compiled program by kind; those of one device do not count."""
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     return dict(Counter(re.findall(rf" ({kinds})(?:-start)?\(", text)))
 
 
+COLUMNS = (
+    ("case", "name", "<12"),
+    ("GPUs", "devices", ">5"),
+    ("step s", "step_s", ">9.4f"),
+    ("tok/s/GPU", "tokens_per_s_per_gpu", ">11,.0f"),
+    ("MFU", "mfu", ">7.1%"),
+    ("eff.", "efficiency", ">7.1%"),
+    ("peak GiB", "peak_gib", ">10.1f"),
+    ("plan", "plan_gib", ">7.1f"),
+    ("compile s", "compile_s", ">11.1f"),
+    ("loss", "loss", ">9.4f"),
+)
+
+
 def run(
     cases: list[Case], out: Path | None, command: str, program: type[Program] = Program
-) -> dict:
-    """Compile all, run each, write the report after each; the report."""
-    head = f"{command}\n{jax.device_count()} {jax.devices()[0].device_kind}, jax {jax.__version__}"
-    report = {"command": command, "hardware": head.splitlines()[1], "rows": []}
-    print(f"{head}\n{HEADER}", flush=True)
+) -> Table:
+    """Compile all cases, run each, and write the report after each."""
+    table = Table(COLUMNS, out, command, **describe_devices())
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         programs = [pool.submit(program, case) for case in cases]
         concurrent.futures.wait(programs)  # nothing compiles while steps are timed
@@ -246,47 +249,25 @@ def run(
             row = dataclasses.asdict(case) | {"devices": case.devices, "how": case.label()}
             try:
                 row |= programs.pop(0).result().measure()
+                rows = [*table.rows, row]
+                base = next(r for r in rows if r["name"] == case.name and "failed" not in r)
+                rate = row["tokens_per_s_per_gpu"]
+                row |= {"efficiency": rate / base["tokens_per_s_per_gpu"]}
+                row |= {"loss": row["losses"][0]}
             except Exception as reason:  # the other cases still count
-                row["failed"] = " ".join(str(reason).split())[:300]
+                row["failed"] = shorten(reason)
             gc.collect()
-            report["rows"].append(row)
-            print(describe(row, report["rows"]), flush=True)
-            if out is not None:
-                out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    return report
-
-
-HEADER = (
-    f"{'case':<12}{'GPUs':>5}{'step s':>9}{'tok/s/GPU':>11}{'MFU':>7}{'eff.':>7}{'peak GiB':>10}"
-    f"{'plan':>7}{'compile s':>11}{'loss':>9}  how"
-)
-
-
-def describe(row: dict, rows: list[dict]) -> str:
-    """One line of the table."""
-    start = f"{row['name']:<12}{row['devices']:>5}"
-    if "failed" in row:
-        return f"{start}  {row['how']}: failed: {row['failed']}"
-    base = next(r for r in rows if r["name"] == row["name"] and "failed" not in r)
-    share = row["tokens_per_s_per_gpu"] / base["tokens_per_s_per_gpu"]
-    mfu = f"{row['mfu']:.1%}" if row["mfu"] else "-"
-    peak = f"{row['peak_gib']:.1f}" if row["peak_gib"] else "-"
-    return (
-        f"{start}{row['step_s']:>9.4f}{row['tokens_per_s_per_gpu']:>11,.0f}{mfu:>7}{share:>7.1%}"
-        f"{peak:>10}{row['plan_gib']:>7.1f}{row['compile_s']:>11.1f}{row['losses'][0]:>9.4f}"
-        f"  {row['how']}  {row['collectives']}"
-    )
+            table.add(row)
+    return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--cases", nargs="+", default=["0.6b", "llama-8b", "8b", "4b", "128k"])
-    parser.add_argument("--out", type=Path, help="path without suffix")
     options = parser.parse_args()
     chosen = [case for name in options.cases for case in CASES if case.name == name]
     fits = [case for case in chosen if case.devices <= jax.device_count()]
-    command = "python benchmarks/pod.py --cases " + " ".join(options.cases)
-    run(fits, options.out, command)
+    run(fits, options.out, command_line())
 
 
 if __name__ == "__main__":

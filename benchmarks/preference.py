@@ -11,7 +11,7 @@ dpo-lora-8b    Qwen3-8B shape, LoRA of rank 16, the reference is the model witho
 reward         Qwen3-0.6B shape with a score head, Bradley-Terry
 
 Ours is the ordinary command: a pair is a tree, trees are packed into rows, the reference's
-log-probs are made before each step. TRL (preference_peers.py) runs its own trainer in several
+log-probs are made before each step. TRL (peers/preference.py) runs its own trainer in several
 settings: pairs of like length together, so that little is padding, and Liger's kernels. (Its
 padding-free mode is switched off in the version measured here.) Both: float32 masters and bf16
 products, unless the row says otherwise; steps of about 30 pairs (LoRA: ours 15); AdamW; clipping.
@@ -24,19 +24,16 @@ peak GiB   the allocator's peak
 
 import argparse
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-from step_work import MODELS
+from harness import Table, command_line, make_parser, query_gpu, read_lines, run_limited, shorten
+from step_work import MODELS, write_tokenizer
 
 HERE = Path(__file__).parent
 WARM_UP = 4
@@ -80,11 +77,11 @@ def draw_lengths(count: int, divisor: int = 1, seed: int = 0) -> np.ndarray:
     normal = rng.multivariate_normal(np.zeros(3), CORRELATION, count)
     share = (normal.argsort(0).argsort(0) + 0.5) / count * 100
     columns = (PROMPT, CHOSEN, REJECTED)
-    found = np.stack([np.interp(share[:, i], QUANTILES, columns[i]) for i in range(3)], 1)
-    answers = found[:, 1:].sum()
-    found[:, 0] *= PROMPT_SHARE / (1 - PROMPT_SHARE) * answers / (2 * found[:, 0].sum())
-    found[:, 0] = np.minimum(found[:, 0], LONGEST - 1 - found[:, 1:].max(1))
-    return np.maximum(found / divisor, 2).astype(int)
+    array = np.stack([np.interp(share[:, i], QUANTILES, columns[i]) for i in range(3)], 1)
+    answers = array[:, 1:].sum()
+    array[:, 0] *= PROMPT_SHARE / (1 - PROMPT_SHARE) * answers / (2 * array[:, 0].sum())
+    array[:, 0] = np.minimum(array[:, 0], LONGEST - 1 - array[:, 1:].max(1))
+    return np.maximum(array / divisor, 2).astype(int)
 
 
 def write_pairs(path: Path, lengths: np.ndarray, vocabulary: int) -> None:
@@ -97,20 +94,6 @@ def write_pairs(path: Path, lengths: np.ndarray, vocabulary: int) -> None:
             pair = dict(zip(names, texts, strict=True))
             pair["prompt"] += " "
             file.write(json.dumps(pair) + "\n")
-
-
-def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A tokenizer whose words are w2, w3, ...; 0 is padding and 1 the end."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<eos>"] + [f"w{i}" for i in range(2, vocabulary)]
-    level = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
-    tokenizer = Tokenizer(level)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>"
-    ).save_pretrained(folder)
 
 
 def write_config(part: dict, args: argparse.Namespace, folder: Path, name: str) -> Path:
@@ -148,50 +131,26 @@ def write_config(part: dict, args: argparse.Namespace, folder: Path, name: str) 
     return path
 
 
-def run_limited(
-    command: list[str], limit: float, done: Callable[[], bool] = lambda: False
-) -> tuple[str, bool]:
-    """(what it printed at the end, whether it was cut off) of a process and all it started; once
-    it is done it is ended, too."""
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "HF_HUB_OFFLINE": "1"}
-    deadline = time.monotonic() + limit
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, start_new_session=True, env=environment
-        )
-        while process.poll() is None and time.monotonic() < deadline and not done():
-            time.sleep(0.25)
-        cut = process.poll() is None and not done()
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        log.seek(0)
-        return log.read()[-1500:], cut
-
-
 def run_ours(
     part: dict, args: argparse.Namespace, folder: Path, name: str, limit: float, mean: float
 ) -> list[dict]:
-    """One row: our run of a part."""
+    """Return one row: our run of a part."""
     config = write_config(part, args, folder, name)
     path = folder / name / "metrics.jsonl"
 
     def read_steps() -> list[dict]:
-        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
-        lines = map(json.loads, whole.splitlines())
-        return [line for line in lines if "loss" in line and "tokens" in line]
+        return [line for line in read_lines(path) if "loss" in line and "tokens" in line]
 
     command = [sys.executable, "-m", "jaxtrain.main", "--config", str(config), *args.words]
     start = time.perf_counter()
     # It is ended before its last step, which would save gigabytes.
-    wanted = WARM_UP + part["steps"]
-    log, cut = run_limited(command, limit, lambda: len(read_steps()) >= wanted)
+    expected = WARM_UP + part["steps"]
+    output, late = run_limited(command, limit, lambda: len(read_steps()) >= expected)
     seconds = time.perf_counter() - start
-    steps = read_steps()[:wanted]
+    steps = read_steps()[:expected]
     how = "trees, packed" + (", LoRA on bf16 weights" if part["rank"] else "")
     if len(steps) < WARM_UP + 3:
-        reason = f"cut off after {limit:.0f} s" if cut else log.strip()
-        return [{"how": how, "failed": reason, "whole_s": seconds}]
+        return [{"how": how, "failed": shorten(late or output, 600), "whole_s": seconds}]
     timed = steps[WARM_UP:]
     times = [line["time"] for line in timed]
     tokens = sum(line["tokens"] for line in timed[1:])
@@ -229,67 +188,52 @@ def run_trl(
     }
     path = folder / f"{name}.job.json"
     path.write_text(json.dumps(job))
-    log, cut = run_limited([sys.executable, str(HERE / "preference_peers.py"), str(path)], limit)
-    found = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
-    if cut or not found:
-        reason = f"cut off after {limit:.0f} s" if cut else log.strip()
-        found.append({"how": "the rest", "failed": reason})
-    return found
+    output, late = run_limited([sys.executable, str(HERE / "peers/preference.py"), str(path)], limit)
+    lines = read_lines(rows)
+    if late or not lines:
+        lines.append({"how": "the rest", "failed": shorten(late or output, 600)})
+    return lines
 
 
-HEADER = (
-    f"{'part':<13}{'by':<10}{'pairs/s':>8}{'x best':>8}{'tok/s':>9}{'step s':>9}{'peak GiB':>10}"
-    f"{'whole s':>9}  how"
+COLUMNS = (
+    ("part", "part", "<13"),
+    ("by", "by", "<10"),
+    ("pairs/s", "pairs_per_s", ">8.2f"),
+    ("x best", "x_best", ">8.2f"),
+    ("tok/s", "tokens_per_s", ">9,.0f"),
+    ("step s", "step_s", ">9.3f"),
+    ("peak GiB", "peak_gib", ">10.2f"),
+    ("whole s", "whole_s", ">9.1f"),
 )
 
 
-def table_line(row: dict, best: float | None) -> str:
-    """One line of the table; best: TRL's best pairs/s in the same part."""
-    start = f"{row['part']:<13}{row['by']:<10}"
-    if "failed" in row:
-        return f"{start}  failed: {row['how']}: {' '.join(row['failed'].split())[-600:]}"
-    ratio = f"{row['pairs_per_s'] / best:.2f}x" if best else "-"
-    return (
-        f"{start}{row['pairs_per_s']:>8.2f}{ratio:>8}{row['tokens_per_s']:>9,.0f}"
-        f"{row['step_s']:>9.3f}{row['peak_gib']:>10.2f}{row.get('whole_s', 0):>9.1f}  {row['how']}"
-    )
-
-
-def make_table(report: dict) -> str:
-    """The report as text."""
-    lines = [report["command"], report["hardware"], "", HEADER]
-    for row in report["rows"]:
-        speeds = [
-            other["pairs_per_s"]
-            for other in report["rows"]
-            if other["part"] == row["part"] and other["by"] == "TRL" and "failed" not in other
-        ]
-        lines.append(table_line(row, max(speeds, default=None)))
-    return "\n".join(lines) + "\n"
-
-
-def describe_hardware() -> str:
-    """The GPU by name, without opening it in this process."""
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "CPU"
-    except OSError:
-        return "CPU"
+def compare(rows: list[dict]) -> None:
+    """Set "x_best": pairs/s over TRL's best pairs/s in the same part."""
+    for row in (row for row in rows if "failed" not in row):
+        best = max(
+            (
+                peer["pairs_per_s"]
+                for peer in rows
+                if (peer["part"], peer["by"]) == (row["part"], "TRL") and "failed" not in peer
+            ),
+            default=None,
+        )
+        row["x_best"] = best and row["pairs_per_s"] / best
 
 
 def find_versions() -> str:
     """Versions of what is compared."""
-    found = []
+    actual = []
     for name in ("jax", "torch", "transformers", "trl", "peft", "liger-kernel"):
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            actual.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(actual)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--size", default="full", choices=("full", "tiny"))
     parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=[*PARTS])
     parser.add_argument("--by", nargs="+", default=["jaxtrain", "TRL"])
@@ -297,48 +241,39 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=9.0, help="TRL's timed steps, a setting")
     parser.add_argument("--budget", type=float, default=560.0, help="seconds for all parts")
     parser.add_argument("--scan", action="store_true", help="one compiled layer: starts sooner")
-    parser.add_argument("--out", type=Path, help="path without suffix for JSON and text")
     parser.add_argument("words", nargs="*", help="further keys for our runs, section.key=value")
     args = parser.parse_args()
-    if args.size == "tiny":
+    tiny = args.size == "tiny"
+    if tiny:
         for part in PARTS.values():
             part |= {"model": "tiny", "limit": (300, 300)}
     deadline = time.monotonic() + args.budget
-    report = {
-        "command": "python benchmarks/preference.py " + " ".join(sys.argv[1:]).split(" --out")[0],
-        "hardware": f"{describe_hardware()}; {find_versions()}",
-        "rows": [],
-    }
-    lengths = draw_lengths(args.pairs, 16 if args.size == "tiny" else 1)
+    lengths = draw_lengths(args.pairs, 16 if tiny else 1)
     # Each answer's end counts, too.
     means = {"jaxtrain": float(lengths.sum(1).mean()) + 2}
     means["TRL"] = means["jaxtrain"] + float(lengths[:, 0].mean())
-    report["mean_tokens"] = means
-    print(f"{report['hardware']}; tokens of a pair: {means}", flush=True)
-    print(HEADER, flush=True)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        vocabulary = MODELS["tiny" if args.size == "tiny" else "qwen3-0.6b"]["vocab_size"]
+    hardware = f"{query_gpu()}; {find_versions()}"
+    table = Table(COLUMNS, args.out, command_line(), hardware=hardware, mean_tokens=means)
+    print(f"{hardware}; tokens of a pair: {means}", flush=True)
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        vocabulary = MODELS["tiny" if tiny else "qwen3-0.6b"]["vocab_size"]
         write_pairs(folder / "pairs.jsonl", lengths, vocabulary)
         write_tokenizer(folder / "tokenizer", vocabulary)
         for name, by in ORDER:
-            left = deadline - time.monotonic()
             if name not in args.parts or by not in args.by:
                 continue
             run = run_ours if by == "jaxtrain" else run_trl
-            limit = min(left, PARTS[name]["limit"][by == "TRL"])
+            limit = min(deadline - time.monotonic(), PARTS[name]["limit"][by == "TRL"])
             if limit < 25:
-                found = [{"how": "not begun", "failed": "no time left"}]
+                rows = [{"how": "not started", "failed": "no time left"}]
             else:
-                found = run(PARTS[name], args, folder, f"{name}-{by}", limit, means[by])
-            for row in found:
-                report["rows"].append({"part": name, "by": by, **row})
-                print(table_line(report["rows"][-1], None), flush=True)
-            if args.out:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-                args.out.with_suffix(".txt").write_text(make_table(report))
-    print("\n" + make_table(report), flush=True)
+                rows = run(PARTS[name], args, folder, f"{name}-{by}", limit, means[by])
+            for row in rows:
+                row |= {"part": name, "by": by}
+                compare([*table.rows, row])
+                table.add(row)
+    print("\n" + table.text(), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whole rounds of GRPO with the local sampler: synchronous against ahead of the trainer.
+"""Rounds of GRPO with the local sampler: synchronous against ahead of the trainer.
 
 python benchmarks/rl.py --modes sync prefetch async --spread --out benchmarks/results/rl_h200
 python benchmarks/rl.py --modes sync streaming --minibatches 2 --spread
@@ -80,15 +80,15 @@ def run_mode(config: Path, mode: str, devices: int, folder: Path, words: list[st
     streaming = mode == "streaming"
     command += [f"rollout.mode={'sync' if streaming else mode}"]
     command += [f"rollout.streaming={'true' if streaming else 'false'}"]
-    found = subprocess.run([*command, *words], capture_output=True, text=True)
-    if found.returncode:
-        raise SystemExit(f"{mode}: exit {found.returncode}\n{found.stdout[-1500:]}{found.stderr}")
+    completed = subprocess.run([*command, *words], capture_output=True, text=True)
+    if completed.returncode:
+        raise SystemExit(f"{mode}: exit {completed.returncode}\n{completed.stdout[-1500:]}{completed.stderr}")
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if "loss" in line]
 
 
 def summarize(mode: str, lines: list[dict], minibatches: int) -> dict:
-    """One row of the table."""
+    """Return one row of the table."""
     # A round's numbers stand in one of its lines.
     rounds = [line for line in lines if "num_sampled_tokens" in line][WARM_UP - 1 :]
 

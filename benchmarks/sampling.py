@@ -113,18 +113,18 @@ def main() -> None:
     mesh = make_mesh(jax.devices()[:1])
     model = open_model(args.model, args.weights, args.cache, args.stacked, mesh)
     stored = {"weights": args.weights, "cache": args.cache}
-    found = []
+    actual = []
     for rows in args.rows:
         groups = min(args.prompts, rows)
-        found.append(stored | measure(model, mesh, rows, groups, args.prompt, args.new, args.trace))
+        actual.append(stored | measure(model, mesh, rows, groups, args.prompt, args.new, args.trace))
         cells = (
             f"{name} {v if isinstance(v, str) else f'{round(v, 2):g}'}"
-            for name, v in found[-1].items()
+            for name, v in actual[-1].items()
         )
         print(args.model, "  ".join(cells))
     if args.out:
         device = jax.devices()[0].device_kind
-        args.out.write_text(json.dumps({"device": device, "cases": found}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"device": device, "cases": actual}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

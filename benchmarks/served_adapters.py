@@ -64,22 +64,22 @@ def run(
             "adapter": str(work / name / PLACE),
             **({"modules": modules} if narrow else {}),
         }
-    found = {}
+    actual = {}
     for name, answer in served.ask_vllm(folders, prompts, work, seconds).items():
         if "error" in answer:
-            said = answer["error"].replace(str(work / name / PLACE), "it")
-            found[name] = {"error": served.shorten(said)}
+            output = answer["error"].replace(str(work / name / PLACE), "it")
+            actual[name] = {"error": served.shorten(output)}
         else:
             texts = [p + a for p, a in zip(prompts, answer["answers"], strict=True)]
             base = served.score(loading.load(work / name, param_dtype="float32"), texts)
-            ours = served.score(models[name], texts)
-            found[name] = {
+            actual_values = served.score(models[name], texts)
+            actual[name] = {
                 "difference": served.compare(answer, prompts, models[name]),
-                "moved": max(float(abs(o - b).max()) for o, b in zip(ours, base, strict=True)),
+                "moved": max(float(abs(o - b).max()) for o, b in zip(actual_values, base, strict=True)),
             }
-        found[name]["dtype"] = dtype
-        print(f"{name}: {found[name]}", flush=True)
-    return found
+        actual[name]["dtype"] = dtype
+        print(f"{name}: {actual[name]}", flush=True)
+    return actual
 
 
 def main() -> int:
@@ -91,12 +91,12 @@ def main() -> int:
         work = args.keep or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         names = args.names or sorted(served.served_configs())
-        found = run(names, work, args.dtype, args.seconds, args.target, args.modules)
+        completed = run(names, work, args.dtype, args.seconds, args.target, args.modules)
     if not args.dry:
         kind = " ".join(args.target)
-        known = json.loads(ADAPTED.read_text()) if ADAPTED.exists() else {}
-        known[kind] = {**known.get(kind, {}), **found}
-        ADAPTED.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        recorded = json.loads(ADAPTED.read_text()) if ADAPTED.exists() else {}
+        recorded[kind] = {**recorded.get(kind, {}), **completed}
+        ADAPTED.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
     return 0
 
 

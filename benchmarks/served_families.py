@@ -123,8 +123,8 @@ def fit_to_vllm(raw: dict) -> dict:
 def fit_rope(rope: dict) -> dict:
     """Numbers for each pair of longer heads, YaRN for as many positions as the model has, for vLLM
     has a table of no more. No growing queries: vLLM reads those of Mistral's own files alone."""
-    if all(isinstance(one, dict) for one in rope.values()):
-        return {kind: fit_rope(one) for kind, one in rope.items()}
+    if all(isinstance(entry, dict) for entry in rope.values()):
+        return {kind: fit_rope(entry) for kind, entry in rope.items()}
     rope = {k: [f for f in v for _ in range(4)] if k in FACTORS else v for k, v in rope.items()}
     if rope.get("rope_type") == "yarn":
         length = SIZES["max_position_embeddings"] / rope["factor"]
@@ -180,9 +180,9 @@ def ask_vllm(folders: dict[str, dict], prompts: list, work: Path, seconds: float
     env = {**os.environ, "PYTHONPATH": ":".join(paths), "VLLM_PLUGINS": ""}
     for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
         env.pop(name, None)
-    while left := {n: f for n, f in folders.items() if n not in read_answers(work)}:
+    while remaining := {n: f for n, f in folders.items() if n not in read_answers(work)}:
         job, log = work / "job.json", (work / "vllm.log").open("ab")
-        job.write_text(json.dumps({"prompts": prompts, "new": NEW, "folders": left}))
+        job.write_text(json.dumps({"prompts": prompts, "new": NEW, "folders": remaining}))
         command = [os.environ["JAXTRAIN_VLLM_PYTHON"], str(CHILD), str(job), str(work / ANSWERS)]
         child = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=work)
         try:
@@ -192,16 +192,16 @@ def ask_vllm(folders: dict[str, dict], prompts: list, work: Path, seconds: float
         finally:
             child.kill()
             child.wait()
-        if missing := next((name for name in left if name not in read_answers(work)), None):
+        if missing := next((name for name in remaining if name not in read_answers(work)), None):
             with (work / ANSWERS).open("a") as file:
                 file.write(json.dumps({"name": missing, "error": f"it ended with {code}"}) + "\n")
-    return {name: one for name, one in read_answers(work).items() if name in folders}
+    return {name: entry for name, entry in read_answers(work).items() if name in folders}
 
 
 def read_answers(work: Path) -> dict[str, dict]:
     file = work / ANSWERS
     lines = file.read_text().splitlines() if file.exists() else []
-    return {one["name"]: one for one in map(json.loads, lines)}
+    return {entry["name"]: entry for entry in map(json.loads, lines)}
 
 
 MOST_WORDS = 120
@@ -211,9 +211,9 @@ CHILD, ANSWERS = Path(__file__).parent / "served_logprobs.py", "answers.jsonl"
 def compare(answer: dict, prompts: list[list[int]], model: Any) -> float:
     """The largest difference between vLLM's log-probs and our model's."""
     texts = [p + a for p, a in zip(prompts, answer["answers"], strict=True)]
-    theirs = [p + d for p, d in zip(answer["prompts"], answer["drawn"], strict=True)]
-    ours = score(model, texts)
-    off = [np.abs(o[-len(t) :] - np.array(t)).max() for o, t in zip(ours, theirs, strict=True)]
+    reference = [p + d for p, d in zip(answer["prompts"], answer["drawn"], strict=True)]
+    actual_values = score(model, texts)
+    off = [np.abs(o[-len(t) :] - np.array(t)).max() for o, t in zip(actual_values, reference, strict=True)]
     return float(np.max(off))
 
 
@@ -241,16 +241,16 @@ def run(names: list[str], work: Path, dtype: str, seconds: float) -> dict[str, d
         if not (work / name / "config.json").exists():
             write_model(configs[name], work / name)
         folders[name] = {"path": str(work / name), "dtype": dtype}
-    found = {}
+    actual = {}
     for name, answer in ask_vllm(folders, prompts, work, seconds).items():
         if "error" in answer:
-            found[name] = {"error": shorten(answer["error"])}
+            actual[name] = {"error": shorten(answer["error"])}
         else:
             model = loading.load(work / name, param_dtype="float32")
-            found[name] = {"difference": compare(answer, prompts, model)}
-        found[name]["dtype"] = dtype
-        print(f"{name}: {found[name]}", flush=True)
-    return found
+            actual[name] = {"difference": compare(answer, prompts, model)}
+        actual[name]["dtype"] = dtype
+        print(f"{name}: {actual[name]}", flush=True)
+    return actual
 
 
 def make_parser(about: str) -> argparse.ArgumentParser:
@@ -270,10 +270,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         work = args.keep or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        found = run(args.names or sorted(served_configs()), work, args.dtype, args.seconds)
+        completed = run(args.names or sorted(served_configs()), work, args.dtype, args.seconds)
     if not args.dry:
-        known = json.loads(SERVED.read_text()) if SERVED.exists() else {}
-        SERVED.write_text(json.dumps({**known, **found}, indent=1, sort_keys=True) + "\n")
+        recorded = json.loads(SERVED.read_text()) if SERVED.exists() else {}
+        SERVED.write_text(json.dumps({**recorded, **completed}, indent=1, sort_keys=True) + "\n")
     return 0
 
 

@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def ask(folder: dict, prompts: list[list[int]], new: int) -> dict:
-    """What one folder's model says; the answers are its own, the likeliest token each time."""
+    """Return the log-probs of one folder's model; its answers are greedy."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -64,7 +64,7 @@ def ask(folder: dict, prompts: list[list[int]], new: int) -> dict:
 
 def read(logprobs: list[dict], tokens: list[int]) -> list[float]:
     """The log-prob of each of the tokens."""
-    return [at[token].logprob for at, token in zip(logprobs, tokens, strict=True)]
+    return [logprob[token].logprob for logprob, token in zip(logprobs, tokens, strict=True)]
 
 
 def main() -> int:
@@ -77,8 +77,8 @@ def main() -> int:
             line = ask(folder, job["prompts"], job["new"])
         except Exception as error:  # a folder's failure is what is asked for
             where = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{os.path.basename(where.filename)}, {where.name}"
-            line = {"error": f"{type(error).__name__}: {error} ({place})"}
+            position = f"{os.path.basename(where.filename)}, {where.name}"
+            line = {"error": f"{type(error).__name__}: {error} ({position})"}
         with open(sys.argv[2], "a") as file:
             file.write(json.dumps({"name": name, **line}) + "\n")
         gc.collect()

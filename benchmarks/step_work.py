@@ -1,4 +1,4 @@
-"""What whole training steps are measured on: shapes of models, and rows of tokens. No framework.
+"""Shapes of models and rows of tokens that training steps are measured on. No framework.
 
 Works: an agent's tree of 7,889 or 31,972 packed tokens (20 or 28 leaves), and a row of packed
 documents of unequal length. All tokens train but the first of each tree or document.
@@ -6,6 +6,7 @@ documents of unequal length. All tokens train but the first of each tree or docu
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from jaxtrain.data.packing.pack import build_batch, fit_rows, lay_out, stack_bat
 from jaxtrain.data.packing.tree import Tree, build_tree, chain, split_branches
 
 
-def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool, **other) -> dict:
+def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool, **second) -> dict:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -34,10 +35,10 @@ def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool, **othe
         "attention_bias": False,
         "tie_word_embeddings": tied,
         "initializer_range": 0.02,
-    } | other
+    } | second
 
 
-def _qwen3_5(hidden: int, ffn: int, layers: int, heads: tuple[int, int], **other) -> dict:
+def _qwen3_5(hidden: int, ffn: int, layers: int, heads: tuple[int, int], **second) -> dict:
     """The text of a Qwen3.5 with (key, value) heads of linear attention."""
     return {
         "architectures": ["Qwen3_5ForCausalLM"],
@@ -65,10 +66,10 @@ def _qwen3_5(hidden: int, ffn: int, layers: int, heads: tuple[int, int], **other
             "rope_theta": 10000000.0,
             "partial_rotary_factor": 0.25,
         },
-    } | other
+    } | second
 
 
-def _qwen3_moe(hidden: int, ffn: int, layers: int, heads: int, **other) -> dict:
+def _qwen3_moe(hidden: int, ffn: int, layers: int, heads: int, **second) -> dict:
     """ffn: of an expert."""
     return _qwen3(hidden, 3 * hidden, layers, heads, tied=False) | {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -79,7 +80,7 @@ def _qwen3_moe(hidden: int, ffn: int, layers: int, heads: int, **other) -> dict:
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
         "rope_theta": 1000000.0,
-        **other,
+        **second,
     }
 
 
@@ -180,7 +181,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One row's forest; every row of a step has other tokens in the same forest."""
+    """A row's forest; every row of a step has other tokens in the same forest."""
 
     forest: Callable[[], list[tuple[int, int]]]
     """(size, parent) of its nodes."""
@@ -234,3 +235,17 @@ WORKS: dict[str, Work] = {
     "tree32k": Work(lambda: agent_tree(28, 1000, 170), 32000),
     "docs8k": Work(lambda: documents([2900, 410, 1290, 160, 730, 1980, 90, 620]), 8192),
 }
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """A tokenizer whose words are w2, w3, ...; 0 is padding and 1 the end."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>"] + [f"w{i}" for i in range(2, vocabulary)]
+    level = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
+    tokenizer = Tokenizer(level)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>"
+    ).save_pretrained(folder)

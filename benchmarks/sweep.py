@@ -21,8 +21,8 @@ from jaxtrain_kernels.tree_attention import (
     gpu_gather,
     gpu_tiles,
 )
-from report import Report
-from timing import jax_ms
+from harness import Report
+from harness import jax_ms
 
 SHARED = {"programs": 0}  # thread blocks that go through many tiles, one per multiprocessor
 MORE = {"compute_registers": 240, "memory_registers": 24}
@@ -78,9 +78,9 @@ class Inputs:
             arrays[n].astype(jnp.bfloat16) for n in ("q", "k", "v", "d_out")
         )
         self.case, self.T, self.H = case, self.q.shape[1], case.head_dim
-        own = blocks.normalize(Context(arrays["until"], arrays.get("since")))
-        arranged, arrangement = jax.jit(lambda c: blocks.arrange(c, self.T, None))(own)
-        self.contexts = {False: own, True: arranged}
+        local_value = blocks.normalize(Context(arrays["until"], arrays.get("since")))
+        arranged, arrangement = jax.jit(lambda c: blocks.arrange(c, self.T, None))(local_value)
+        self.contexts = {False: local_value, True: arranged}
         self.arrangement = arrangement
         swapped = jax.jit(gpu_gather.gather)(arrangement.order, arrangement.moved, self.k, self.v)
         self.moved = {False: None, True: gpu_tiles.Moved(*swapped, arrangement.moved)}
@@ -121,8 +121,8 @@ class Inputs:
 
 
 def around(inputs, case, report):
-    """What stands around the kernels: the order of the keys, lists, copies, delta."""
-    own, order = inputs.contexts[False], inputs.arrangement
+    """Time the work around the kernels: the order of the keys, lists, copies, delta."""
+    local_value, order = inputs.contexts[False], inputs.arrangement
 
     def metadata(context):
         arranged, order = blocks.arrange(context, inputs.T, None)
@@ -136,8 +136,8 @@ def around(inputs, case, report):
         return blocks.lists(*blocks.meet(context, inputs.T, gpu_tiles.TILE, 128, None))
 
     work = {
-        "arrange + lists": (metadata, (own,)),
-        "lists": (lists, (own,)),
+        "arrange + lists": (metadata, (local_value,)),
+        "lists": (lists, (local_value,)),
         "gather": (gpu_gather.gather, (order.order, order.moved, inputs.k, inputs.v)),
         "gather back": (
             lambda back, k, v: gpu_gather.gather(back, None, k, v),

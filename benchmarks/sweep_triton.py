@@ -23,8 +23,8 @@ from jaxtrain_kernels.logp_gather import triton_gpu as gather
 from jaxtrain_kernels.tree_attention import cases as attention_cases
 from jaxtrain_kernels.tree_attention import triton_gpu as tree
 from jaxtrain_kernels.tree_attention.gpu_tiles import Settings
-from report import Report
-from timing import jax_ms
+from harness import Report
+from harness import jax_ms
 
 GAIN = 0.99  # share of the heuristic's time that a variant must stay below to be saved
 TILES = [
@@ -57,7 +57,7 @@ BLOCKS = [
 
 
 class Work(NamedTuple):
-    """One kernel on one case."""
+    """A kernel on a case."""
 
     table: str
     case: str
@@ -147,8 +147,8 @@ def attention(case) -> Iterator[Work]:
 
         def run(config, q, k, v, d_out, lse, delta, context, order, name=name):
             inputs = (q, k, v) if name == "forward" else (q, k, v, d_out, lse, delta)
-            like = {"forward": (d_out, lse), "queries_gradient": (q,), "keys_gradient": (k, v)}
-            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like[name]]
+            template = {"forward": (d_out, lse), "queries_gradient": (q,), "keys_gradient": (k, v)}
+            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in template[name]]
             return tree.launch_kernel(name, config, options, inputs, shapes, context, order)
 
         amount = case.flops() * {"forward": 1.0, "dq": 1.5, "dkv": 2.0}[table]
@@ -197,7 +197,7 @@ def measure(work: Work, report) -> dict:
     if not times:
         return {}
     ms, change = min(times, key=lambda pair: pair[0])
-    default = [each for each, chosen in times if not chosen]
+    default = [per_entry for per_entry, chosen in times if not chosen]
     if default and ms > GAIN * default[0]:
         ms, change = default[0], {}
     return {"key": work.key, "near": work.near, "config": change, "ms": round(ms, 3)}
@@ -211,14 +211,14 @@ def main():
     parser.add_argument("--save", action="store_true", help="winners go into the tuned tables")
     options = parser.parse_args()
     triton_call.require_triton()
-    report, found = Report(options.out), {}
+    report, actual = Report(options.out), {}
     for work in find_work(options.kernel, options.case):
         if entry := measure(work, report):
-            found.setdefault(work.table, []).append(entry)
+            actual.setdefault(work.table, []).append(entry)
     header = report.header
     source = f"{header['command']}, {header['hardware']}, jax {header['jax']}"
     if options.save:
-        for table, entries in found.items():
+        for table, entries in actual.items():
             print(autotune.save(table, autotune.device_kind(), source, entries))
 
 

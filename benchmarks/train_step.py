@@ -15,10 +15,10 @@ peak GiB  jax: arguments and temporaries of the compiled program, per device; Py
 
 Every value of --impl, --remat and --layers is measured in turn with the others. `--impl xla` is the
 reference path without kernels. `--mesh fsdp=4` runs on several devices, a row for each row shard.
-Peers (torch_model.py): `torch` is FlexAttention and torch.compile on the same rows, `torch-full`
+Peers (peers/): `torch` is FlexAttention and torch.compile on the same rows, `torch-full`
 the same with every block checkpointed, `torch-branches` the tree's branches each alone, packed into
 rows of documents, one a microstep, as trainers without trees do it. Models with linear attention
-(torch_hybrid.py) are measured on branches by each of them, and without torch.compile where it
+are measured on branches by each of them, and without torch.compile where it
 fails or `--eager` says so; `how` says what ran.
 """
 
@@ -27,16 +27,23 @@ import dataclasses
 import functools
 import gzip
 import itertools
-import json
 import os
 import re
-import statistics
-import sys
 import time
 from pathlib import Path
 
 import jax
-import numpy as np
+from harness import (
+    Table,
+    command_line,
+    describe_devices,
+    draw_bars,
+    make_parser,
+    planned_gib,
+    shorten,
+    summarize_seconds,
+    time_queued,
+)
 from step_work import MODELS, WORKS
 
 from jaxtrain.batch import Batch
@@ -61,7 +68,7 @@ OPTIM = OptimConfig(learning_rate=1e-5)
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One way to run the step."""
+    """A way to run the step."""
 
     model: str
     work: str
@@ -91,11 +98,11 @@ class Setting:
 
     def raw(self) -> dict:
         """The model's config.json."""
-        other = {"num_hidden_layers": self.depth} if self.depth else {}
-        return MODELS[self.model] | other
+        second = {"num_hidden_layers": self.depth} if self.depth else {}
+        return MODELS[self.model] | second
 
     def label(self) -> str:
-        """What the table calls it."""
+        """Return the description in the table."""
         parts = [self.impl, self.layers, f"remat={self.remat}"]
         parts += [f"depth={self.depth}"] if self.depth else []
         if self.lora:
@@ -153,7 +160,7 @@ class Program:
             self.compile_s = time.perf_counter() - start
 
     def run(self):
-        """One step; returns its output."""
+        """Run one step and return its output."""
         self.state, output = self.compiled(self.state, self.placed, self.frozen)
         return output
 
@@ -162,28 +169,15 @@ class Program:
         with jax.set_mesh(self.mesh):
             losses = [float(self.run().metrics["loss"][0]) for _ in range(WARM_UP)]
             jax.block_until_ready(self.state)
-            ends, waiting = [], None
-            for _ in range(timed + 2):
-                output = self.run()
-                if waiting is not None:
-                    jax.block_until_ready(waiting)
-                    ends.append(time.perf_counter())
-                waiting = output
-            jax.block_until_ready(self.state)
-        seconds = np.diff(ends).tolist()
-        memory = self.compiled.memory_analysis()
-        peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-        peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
-        found = {
+            seconds = summarize_seconds(time_queued(self.run, timed))
+        row = {
             "loss": losses[0],
             "loss_after": losses[-1],
-            "step_s": statistics.median(seconds),
-            "step_s_min": min(seconds),
-            "step_s_max": max(seconds),
+            **seconds,
             "compile_s": self.compile_s,
-            "peak_gib": peak / 2**30,
+            "peak_gib": planned_gib(self.compiled),
         }
-        return found | self.rates(found["step_s"])
+        return row | self.rates(row["step_s"])
 
     def rates(self, seconds: float) -> dict:
         """Tokens a second and MFU of a step that takes `seconds`."""
@@ -230,36 +224,27 @@ def choose_settings(options: argparse.Namespace) -> list[Setting]:
         "mesh": tuple((a, int(n)) for a, n in (part.split("=") for part in options.mesh)),
         "flags": tuple(tuple(flag.split("=", 1)) for flag in options.flags),
     }
-    each = itertools.product(
+    per_entry = itertools.product(
         options.model, options.work, options.impl, options.remat, options.layers
     )
-    return [Setting(*one, **shared, matmul=how) for one in each for how in options.matmul]
+    return [Setting(*entry, **shared, matmul=how) for entry in per_entry for how in options.matmul]
 
 
-def run(
-    settings: list[Setting],
-    asked: list[Setting],
-    peers: list[str],
-    out: Path | None,
-    command: str,
-    trace: Path | None,
-    eager: bool = False,
-) -> dict:
-    """Measure each setting, then PyTorch on the work that was asked for; the report is written
-    after each."""
-    report = start_report(command)
-    for index, setting in enumerate(settings):
-        add(report, measure_setting(setting, trace and trace / str(index)), out)
-    works = dict.fromkeys(
-        dataclasses.replace(s, impl="", remat="", layers="", flags=()) for s in asked
-    )
-    for setting, peer in itertools.product(works, peers):
-        add(report, measure_peer(setting, peer, eager), out)
-    return report
+COLUMNS = (
+    ("model", "model", "<12"),
+    ("work", "work", "<11"),
+    ("by", "by", "<10"),
+    ("step s", "step_s", ">9.4f"),
+    ("tok/s", "tokens_per_s", ">10,.0f"),
+    ("MFU", "mfu", ">7.1%"),
+    ("peak GiB", "peak_gib", ">10.2f"),
+    ("compile s", "compile_s", ">11.1f"),
+    ("loss", "loss", ">9.4f"),
+)
 
 
 def measure_setting(setting: Setting, trace: Path | None = None) -> dict:
-    """One row of the report; a setting that cannot run says why."""
+    """Return one row of the report; a setting that cannot run has "failed"."""
     row = {"by": "jaxtrain", "how": setting.label()} | dataclasses.asdict(setting)
     try:
         program = Program(setting)
@@ -267,7 +252,7 @@ def measure_setting(setting: Setting, trace: Path | None = None) -> dict:
         if trace is not None:
             program.trace(trace)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as reason:
-        row["failed"] = " ".join(str(reason).split())[:300]
+        row["failed"] = shorten(reason)
     return row
 
 
@@ -275,10 +260,10 @@ PEERS = ("torch", "torch-full", "torch-branches")
 
 
 def measure_peer(setting: Setting, peer: str, eager: bool = False) -> dict:
-    """One row of the report by PyTorch, for the same model and work; what ran is in `how`. Where
-    torch.compile fails, a model with linear attention runs without it."""
+    """Return PyTorch's row for the same model and work; `how` says what ran. Where torch.compile
+    fails, a model with linear attention runs without it."""
     import torch
-    import torch_model
+    from peers import train_step as torch_step
 
     architecture = families.config_from_hf(setting.raw())
     work, vocabulary = WORKS[setting.work], architecture.vocab_size
@@ -292,7 +277,7 @@ def measure_peer(setting: Setting, peer: str, eager: bool = False) -> dict:
         packed = work.packed_branches(vocabulary)
         notes.append(f"branches alone, {len(packed.tokens)} rows")
     cuda = torch.cuda.is_available()
-    options = torch_model.Options(
+    options = torch_step.Options(
         dtype=getattr(torch, setting.dtype),
         remat="full" if peer == "torch-full" else "none",
         device="cuda" if cuda else "cpu",
@@ -305,10 +290,10 @@ def measure_peer(setting: Setting, peer: str, eager: bool = False) -> dict:
         how = f"{kernels} + compile" if options.compile else f"{kernels}, eager"
         row["how"] = ", ".join([how, *notes])
         try:
-            step = torch_model.build_step(setting.raw(), tuple(frequency), packed, options)
+            step = torch_step.build_step(setting.raw(), tuple(frequency), packed, options)
             row |= step.measure()
         except (RuntimeError, ImportError, AttributeError) as reason:
-            why = " ".join(str(reason).split())[:300]
+            why = shorten(reason)
             if not (hybrid and options.compile):
                 return row | {"failed": why}
             print(f"torch.compile failed, so without it: {why}", flush=True)
@@ -318,84 +303,21 @@ def measure_peer(setting: Setting, peer: str, eager: bool = False) -> dict:
         return row | count_rates(build.abstract(architecture), batch, row["step_s"])
 
 
-def start_report(command: str) -> dict:
-    """A report without rows."""
-    return {
-        "command": command,
-        "hardware": f"{jax.device_count()} {jax.devices()[0].device_kind}",
-        "jax": jax.__version__,
-        "rows": [],
-    }
-
-
-def add(report: dict, row: dict, out: Path | None) -> None:
-    """Put a row into the report, print it, and write the files."""
-    report["rows"].append(row)
-    print(table_line(row), flush=True)
-    if out is None:
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    out.with_suffix(".txt").write_text(make_table(report))
-    draw(report, out.with_suffix(".png"))
-
-
-HEADER = (
-    f"{'model':<12}{'work':<11}{'by':<10}{'step s':>9}{'tok/s':>10}{'MFU':>7}{'peak GiB':>10}"
-    f"{'compile s':>11}{'loss':>9}  how"
-)
-
-
-def table_line(row: dict) -> str:
-    """One line of the table."""
-    start = f"{row['model']:<12}{row['work']:<11}{row['by']:<10}"
-    if "failed" in row:
-        return f"{start}  failed: {row['how']}: {row['failed']}"
-    mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
-    return (
-        f"{start}{row['step_s']:>9.4f}{row['tokens_per_s']:>10,.0f}{mfu:>7}"
-        f"{row['peak_gib']:>10.2f}{row['compile_s']:>11.1f}{row['loss']:>9.4f}  {row['how']}"
-    )
-
-
-def make_table(report: dict) -> str:
-    """The report as text."""
-    head = f"{report['command']}\n{report['hardware']}, jax {report['jax']}\n\n"
-    return head + "\n".join([HEADER, *map(table_line, report["rows"])]) + "\n"
-
-
 def draw(report: dict, path: Path) -> None:
     """Bars of step time and peak memory."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = [row for row in report["rows"] if "failed" not in row]
     names = [f"{row['model']} {row['work']}\n{row['by']} {row['how']}" for row in rows]
-    figure = Figure(figsize=(11, 0.55 * len(rows) + 1.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
     colors = ["C2" if row["by"] == "jaxtrain" else "0.6" for row in rows]
-    for axes, key, title, style in zip(
-        panels,
-        ("step_s", "peak_gib"),
-        ("seconds a step", "peak memory, GiB"),
-        ("{:.3f}", "{:.1f}"),
-        strict=True,
-    ):
-        values = [row[key] for row in rows]
-        drawn = axes.barh(range(len(rows)), values, color=colors)
-        axes.bar_label(drawn, [style.format(v) for v in values], padding=3, fontsize=8)
-        axes.set_title(title, loc="left")
-        axes.set_xlim(0, 1.15 * max(values, default=1))
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(range(len(rows)), names, fontsize=7)
-    panels[0].invert_yaxis()
-    figure.suptitle(f"One optimizer step, {report['hardware']}", fontsize=10)
-    figure.savefig(path)
+    panels = (
+        ("seconds a step", [row["step_s"] for row in rows], "{:.3f}"),
+        ("peak memory, GiB", [row["peak_gib"] for row in rows], "{:.1f}"),
+    )
+    draw_bars(path, f"One optimizer step, {report['hardware']}", names, colors, panels)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = make_parser(__doc__, out="path without suffix; .json, .txt, .png")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["qwen3-0.6b"])
     parser.add_argument("--work", nargs="+", choices=WORKS, default=["tree8k"])
     parser.add_argument(
@@ -419,21 +341,25 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer", nargs="*", choices=PEERS, default=[])
     parser.add_argument("--eager", action="store_true", help="peers without torch.compile")
     parser.add_argument("--trace", type=Path, help="folder for profiles and compiled programs")
-    parser.add_argument("--out", type=Path, help="path without suffix; .json, .txt, .png")
-    return parser
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    options = make_parser().parse_args(arguments)
-    given = sys.argv[1:] if arguments is None else arguments
-    command = "python benchmarks/train_step.py " + " ".join(given).split(" --out")[0]
-    print(HEADER)
+    options = parse(arguments)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory, too
-    settings = choose_settings(options)
+    command = command_line(arguments, "train_step.py")
+    table = Table(COLUMNS, options.out, command, **describe_devices())
+    for index, setting in enumerate(choose_settings(options)):
+        trace = options.trace and options.trace / str(index)
+        table.add(measure_setting(setting, trace), draw)
     options.impl = options.impl or [""]
-    asked = choose_settings(options)
-    files = {"out": options.out, "command": command, "trace": options.trace}
-    return run(settings, asked, options.peer, **files, eager=options.eager)
+    works = dict.fromkeys(
+        dataclasses.replace(setting, impl="", remat="", layers="", flags=())
+        for setting in choose_settings(options)
+    )
+    for setting, peer in itertools.product(works, options.peer):
+        table.add(measure_peer(setting, peer, options.eager), draw)
+    return table.report
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One optimizer step on an agent's tree: packed, and as its baselines, with time and memory.
+"""An optimizer step on an agent's tree: packed, and as its baselines, with time and memory.
 
 python benchmarks/tree_vs_flat.py --size full --out benchmarks/results/tree_vs_flat_h200
 
@@ -20,12 +20,8 @@ steps that were queued together, so they are the device's, not the dispatch's. M
 compiled program allocates: arguments and temporaries.
 """
 
-import argparse
 import dataclasses
-import json
 import logging
-import statistics
-import sys
 import time
 import tomllib
 from collections.abc import Callable
@@ -36,6 +32,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from harness import (
+    Table,
+    command_line,
+    describe_devices,
+    draw_bars,
+    make_parser,
+    planned_gib,
+    summarize_seconds,
+    time_queued,
+)
 from jaxtrain_kernels.testing import agent_tree
 
 from jaxtrain.batch import Batch
@@ -216,31 +222,19 @@ def measure(work: Work, architecture, options: dict, impl: str) -> dict:
         for _ in range(WARM_UP - 1):
             state, _ = compiled(state, arguments)
         jax.block_until_ready(state)
-        seconds = time_queued(compiled, state, arguments)
-    memory = compiled.memory_analysis()
-    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-    peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+        def run():
+            nonlocal state
+            state, output = compiled(state, arguments)
+            return output
+
+        seconds = time_queued(run, TIMED)
     return {
         "loss": float(first.metrics["loss"][0] if len(batches) == 1 else first),
-        "step_s": statistics.median(seconds),
-        "step_s_min": min(seconds),
-        "step_s_max": max(seconds),
+        **summarize_seconds(seconds),
         "compile_s": compile_s,
-        "peak_gib": peak / 2**30,
+        "peak_gib": planned_gib(compiled),
     }
-
-
-def time_queued(compiled, state: State, arguments) -> list[float]:
-    """Seconds between the ends of TIMED steps; the next one is queued before one is waited for."""
-    ends, waiting = [], None
-    for _ in range(TIMED + 2):
-        state, output = compiled(state, arguments)
-        if waiting is not None:
-            jax.block_until_ready(waiting)
-            ends.append(time.perf_counter())
-        waiting = output
-    jax.block_until_ready(state)
-    return np.diff(ends).tolist()
 
 
 class Chosen(logging.Handler):
@@ -260,138 +254,100 @@ class Chosen(logging.Handler):
             self.backends[op] = name
 
 
+COLUMNS = (
+    ("mode", "mode", "<11"),
+    ("attention", "attention", "<12"),
+    ("step s", "step_s", ">8.4f"),
+    ("speed", "speed", ">7.1f"),
+    ("peak GiB", "peak_gib", ">10.2f"),
+    ("units/s", "units_per_s", ">9.1f"),
+    ("unit tok/s", "unit_tokens_per_s", ">12,.0f"),
+    ("computed/s", "slots_per_s", ">12,.0f"),
+    ("loss", "loss", ">9.4f"),
+)
+NOTE = (
+    "A unit is a branch (current_rl: a flat sample); computed/s counts token slots, padding"
+    " included. tree, per_branch and grouped have the same loss but for rounding. speed is"
+    " against the first per_branch row."
+)
+
+
 def run(size: Size, modes: list[str], impls: list[str], out: Path | None, command: str) -> dict:
     """Measure every mode with every attention backend; the report is written after each."""
     preset = tomllib.loads((files("jaxtrain") / f"presets/model/{size.preset}.toml").read_text())
     architecture = families.config_from_hf(preset["architecture"])
     tree, samples = make_trajectory(size, architecture.vocab_size)
-    report = {
-        "command": command,
-        "hardware": f"one {jax.devices()[0].device_kind}",
-        "jax": jax.__version__,
-        "model": f"{size.preset}, {build.param_count(architecture) / 1e6:.1f}M parameters, random",
-        "compute_dtype": size.compute_dtype,
-        "packed_tokens": tree.num_tokens,
-        "branches": tree.num_branches,
-        "branch_tokens": sum(tree.branch_lengths()),
-        "note": "",
-        "torch": {"source": TORCH_PEER, **TORCH} if size is SIZES["full"] else None,
-        "rows": [],
-    }
+    table = Table(
+        COLUMNS,
+        out,
+        command,
+        **describe_devices(),
+        model=f"{size.preset}, {build.param_count(architecture) / 1e6:.1f}M parameters, random",
+        compute_dtype=size.compute_dtype,
+        packed_tokens=tree.num_tokens,
+        branches=tree.num_branches,
+        branch_tokens=sum(tree.branch_lengths()),
+        note=NOTE,
+        torch={"source": TORCH_PEER, **TORCH} if size is SIZES["full"] else None,
+    )
     chosen = Chosen()
     options = {"param_dtype": "float32", "dtype": size.compute_dtype}
     for impl in impls:
         for mode in modes:
             work = make_work(mode, tree, samples, size)
-            found = measure(work, architecture, options, impl)
-            used = chosen.backends["attention"] if impl == "auto" else impl
-            row = {"mode": mode, "attention": used, "how": work.how}
-            row |= {"units": work.units, "unit_tokens": work.unit_tokens, "slots": work.slots}
-            row |= found | {
-                "units_per_s": work.units / found["step_s"],
-                "unit_tokens_per_s": work.unit_tokens / found["step_s"],
-                "slots_per_s": work.slots / found["step_s"],
+            row = measure(work, architecture, options, impl)
+            backend = chosen.backends["attention"] if impl == "auto" else impl
+            step_s = row["step_s"]
+            flat = [r for r in table.rows if r["mode"] == "per_branch"]
+            row = {
+                "mode": mode,
+                "attention": backend,
+                "how": work.how,
+                "units": work.units,
+                "unit_tokens": work.unit_tokens,
+                "slots": work.slots,
+                **row,
+                "speed": flat[0]["step_s"] / step_s if flat else None,
+                "units_per_s": work.units / step_s,
+                "unit_tokens_per_s": work.unit_tokens / step_s,
+                "slots_per_s": work.slots / step_s,
             }
-            report["rows"].append(row)
-            print(json.dumps(row), flush=True)
-            if out is not None:
-                write(report, out)
-    return report
-
-
-def write(report: dict, out: Path) -> None:
-    """OUT.json, OUT.txt and OUT.png."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    out.with_suffix(".txt").write_text(make_table(report))
-    draw(report, out.with_suffix(".png"))
-
-
-def make_table(report: dict) -> str:
-    """The report as text."""
-    lines = [
-        f"{report['command']}",
-        f"{report['hardware']}, jax {report['jax']}; {report['model']};"
-        f" {report['compute_dtype']} compute, float32 masters, AdamW",
-        f"{report['packed_tokens']:,} packed tokens, {report['branches']} branches of"
-        f" {report['branch_tokens']:,} tokens together",
-        "",
-        f"{'mode':<11}{'attention':<12}{'step s':>8}{'speed':>7}{'peak GiB':>10}{'units/s':>9}"
-        f"{'unit tok/s':>12}{'computed/s':>12}{'loss':>9}  what is batched how",
-    ]
-    flat = [row for row in report["rows"] if row["mode"] == "per_branch"] or report["rows"]
-    base_s = flat[0]["step_s"]
-    for row in report["rows"]:
-        lines.append(
-            f"{row['mode']:<11}{row['attention']:<12}{row['step_s']:>8.4f}"
-            f"{base_s / row['step_s']:>6.1f}x{row['peak_gib']:>10.2f}{row['units_per_s']:>9.1f}"
-            f"{row['unit_tokens_per_s']:>12,.0f}{row['slots_per_s']:>12,.0f}{row['loss']:>9.4f}"
-            f"  {row['how']}"
-        )
-    if report["torch"]:
-        lines += ["", report["torch"]["source"] + ":"]
-        for name, peer in TORCH.items():
-            lines.append(f"{name:<32}{peer['step_s']:.4f} s{peer['peak_gib']:>10.2f} GiB")
-    lines += [
-        "",
-        "A unit is a branch (current_rl: a flat sample); computed/s counts token slots, padding",
-        "included. tree, per_branch and grouped have the same loss but for rounding.",
-        "speed is against the first per_branch row.",
-    ]
-    if report["note"]:
-        lines.append(report["note"])
-    return "\n".join(lines) + "\n"
+            table.add(row, draw)
+    return table.report
 
 
 def draw(report: dict, path: Path) -> None:
-    """Bars of step time and of branch tokens a second, PyTorch beside."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Draw bars of step time and of branch tokens a second, with PyTorch's."""
     bars = [
         (f"{row['mode'].replace('_', '-')}\n{row['attention']}", row["step_s"], row["unit_tokens"])
         for row in report["rows"]
     ]
     colors = ["C2" if row["mode"] == "tree" else "C0" for row in report["rows"]]
-    if report["torch"]:
-        for name, peer in TORCH.items():
-            bars.append((f"PyTorch\n{name}", peer["step_s"], report["branch_tokens"]))
-            colors.append("0.6")
-    names = [name for name, *_ in bars]
-    figure = Figure(figsize=(11, 0.5 * len(bars) + 1.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    panels[0].set_title("seconds a step", loc="left")
-    panels[1].set_title("branch (sample) tokens a second, thousands", loc="left")
-    values = ([s for _, s, _ in bars], [tokens / s / 1e3 for _, s, tokens in bars])
-    for axes, numbers, style in zip(panels, values, ("{:.3f}", "{:,.0f}"), strict=True):
-        drawn = axes.barh(names, numbers, color=colors)
-        axes.bar_label(drawn, [style.format(n) for n in numbers], padding=3)
-        axes.set_xlim(0, 1.15 * max(numbers))
-        axes.invert_yaxis() if axes is panels[0] else None
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(axis="y", labelsize=8)
-    figure.suptitle(
+    for name, peer in TORCH.items() if report["torch"] else ():
+        bars.append((f"PyTorch\n{name}", peer["step_s"], report["branch_tokens"]))
+        colors.append("0.6")
+    names, seconds, tokens = zip(*bars, strict=True)
+    rates = [count / s / 1e3 for count, s in zip(tokens, seconds, strict=True)]
+    panels = (
+        ("seconds a step", seconds, "{:.3f}"),
+        ("branch (sample) tokens a second, thousands", rates, "{:,.0f}"),
+    )
+    title = (
         f"One step on an agent's tree: {report['packed_tokens']:,} packed tokens,"
         f" {report['branches']} branches of {report['branch_tokens']:,};"
-        f" {report['model'].split(',')[0]}, {report['hardware']}",
-        fontsize=10,
+        f" {report['model'].split(',')[0]}, {report['hardware']}"
     )
-    figure.savefig(path)
+    draw_bars(path, title, names, colors, panels)
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__, out="path without suffix; .json, .txt, .png")
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--mode", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument("--impl", nargs="*", default=["auto"], help="backends of attention")
-    parser.add_argument("--out", type=Path, help="path without suffix; .json, .txt, .png")
     options = parser.parse_args(arguments)
-    given = sys.argv[1:] if arguments is None else arguments
-    command = "python benchmarks/tree_vs_flat.py " + " ".join(given).split(" --out")[0]
-    report = run(SIZES[options.size], options.mode, options.impl, options.out, command)
-    print(make_table(report))
-    return report
+    command = command_line(arguments, "tree_vs_flat.py")
+    return run(SIZES[options.size], options.mode, options.impl, options.out, command)
 
 
 if __name__ == "__main__":

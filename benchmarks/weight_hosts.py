@@ -63,10 +63,10 @@ def work(port: int, token: str, server: str, rate: float) -> None:
     answer = shelf.answer
 
     def commit_too(header, payload):
-        found = answer(header, payload)
-        if header["command"] == "stage" and "staged" in found:
+        actual = answer(header, payload)
+        if header["command"] == "stage" and "staged" in actual:
             shelf.commit(header["version"], lambda tensors: None)
-        return found
+        return actual
 
     shelf.answer = commit_too
     shelf.listen(link)
@@ -95,17 +95,17 @@ def measure(
         counted[name] = counted.get(name, 0.0) + number
 
     staging = Staging(count, offers=links.offers, streams=streams, fan_out=fan_out)
-    workers, found = [], []
+    workers, actual = [], []
     try:
         for host, size in enumerate(sizes):
-            for place in range(size):
-                server = f"{host}/{place}"
-                told = links.describe(server)
-                command = [sys.executable, __file__, "--worker", str(told["port"]), told["token"]]
+            for position in range(size):
+                server = f"{host}/{position}"
+                messages = links.describe(server)
+                command = [sys.executable, __file__, "--worker", str(messages["port"]), messages["token"]]
                 workers.append(subprocess.Popen([*command, server, str(rate)]))
                 (link,) = links.wait_for(server, 1, 60)
                 link.host, link.local_host, link.can_share = str(host), "trainer", share
-                found.append(link)
+                actual.append(link)
         rows, newest = [], None
         for version in range(2):
             if newest is None:
@@ -137,14 +137,14 @@ def measure(
                 except BaseException as error:
                     errors.append(error)
 
-            threads = [threading.Thread(target=one, args=(link,)) for link in found]
+            threads = [threading.Thread(target=one, args=(link,)) for link in actual]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
             if errors:
                 raise errors[0]
-            for link in found:
+            for link in actual:
                 link.served = (version, checksum)
             seconds = time.perf_counter() - start
             kind = "whole" if changes is None else "delta"
@@ -171,9 +171,9 @@ def main() -> None:
         return work(int(port), token, server, float(rate))
     pace(options.rate)
     print(f"{'case':14} {'':12} {'':6} {'GiB sent':>9} {'seconds':>8}")
-    one, many = [1], [1] * HOSTS
+    entry, many = [1], [1] * HOSTS
     if options.streams:
-        cases = [("1 host", one, f"{n} streams", True, n, 0) for n in options.streams]
+        cases = [("1 host", entry, f"{n} streams", True, n, 0) for n in options.streams]
     elif options.relay:
         cases = [(f"{HOSTS} hosts", many, f"fan_out {n}", True, 1, n) for n in options.relay]
     else:

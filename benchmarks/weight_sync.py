@@ -47,7 +47,7 @@ class Receiver(BaseHTTPRequestHandler):
     """The routes of a server; its worker is one shelf."""
 
     shelf, held, device, loaded, label = None, {}, None, {}, "default"
-    paused = wanted = listener = None
+    paused = pending_version = listener = None
 
     def log_message(self, *arguments):
         pass
@@ -62,13 +62,13 @@ class Receiver(BaseHTTPRequestHandler):
     def answer(self, body):
         path = self.path.split("?")[0]
         try:
-            found = ROUTES[path](body)
+            actual = ROUTES[path](body)
             status = 200
         except KeyError:
-            found, status = {"detail": "Not Found"}, 404
+            actual, status = {"detail": "Not Found"}, 404
         except ValueError as error:
-            found, status = {"error": {"message": str(error)}}, 500
-        raw = json.dumps(found).encode()
+            actual, status = {"error": {"message": str(error)}}, 500
+        raw = json.dumps(actual).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
@@ -91,8 +91,8 @@ def connect(body):
 
 
 def check(body):
-    Receiver.wanted = body["update_info"]["version"]
-    Receiver.shelf.check(Receiver.wanted, body["update_info"]["checksum"])
+    Receiver.pending_version = body["update_info"]["version"]
+    Receiver.shelf.check(Receiver.pending_version, body["update_info"]["checksum"])
 
 
 def load(tensors):
@@ -115,7 +115,7 @@ def load(tensors):
 def commit(body):
     if Receiver.device is not None:
         Receiver.device.take(Receiver.shelf.memory, find_device())
-    Receiver.shelf.commit(Receiver.wanted, load)
+    Receiver.shelf.commit(Receiver.pending_version, load)
 
 
 def digest(body):
@@ -126,13 +126,13 @@ def digest(body):
 
     largest = max(tensor.nbytes for tensor in Receiver.loaded.values())
     room = torch.empty(largest, dtype=torch.uint8, pin_memory=find_device() == "cuda")
-    found = {}
+    actual = {}
     for name, tensor in Receiver.loaded.items():
         part = room[: tensor.nbytes]
         part.copy_(tensor.view(-1).view(torch.uint8))
         bits = part.numpy().view(wire.BITS[tensor.itemsize])
-        found[name] = wire.checksum({name: wire.WireTensor(tuple(tensor.shape), "bfloat16", bits)})
-    return found
+        actual[name] = wire.checksum({name: wire.WireTensor(tuple(tensor.shape), "bfloat16", bits)})
+    return actual
 
 
 def find_device():
@@ -142,7 +142,7 @@ def find_device():
 
 
 def open_shelf(transport):
-    """What receives, by one transport."""
+    """Return the receiver of a transport."""
     from jaxtrain_vllm.shared_memory import SharedMemorySegment
     from jaxtrain_vllm.weight_receiver import WeightReceiver
 
@@ -150,7 +150,7 @@ def open_shelf(transport):
         from jaxtrain_vllm.cuda_ipc import CudaIpcMemory, open_ipc_memory
 
         opened = open_ipc_memory(find_device())
-        return WeightReceiver(opened or (lambda told: CudaIpcMemory(told, "cpu", stand_in())))
+        return WeightReceiver(opened or (lambda messages: CudaIpcMemory(messages, "cpu", stand_in())))
     if transport == "tcp":
 
         def attach(described):
@@ -206,14 +206,14 @@ def serve(options):
 
 def start_servers(count, options):
     """Processes that will be servers once they are told what they hold (`tell_servers`)."""
-    own = [sys.executable, __file__, "--serve", "--transport", options.transport]
-    own += ["--load"] if options.load else []
+    local_value = [sys.executable, __file__, "--serve", "--transport", options.transport]
+    local_value += ["--load"] if options.load else []
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    found = []
+    actual = []
     for _ in range(count):
         pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        found.append(subprocess.Popen(own, env=env, **pipe))
-    return found
+        actual.append(subprocess.Popen(local_value, env=env, **pipe))
+    return actual
 
 
 def tell_servers(started, shapes):
@@ -233,8 +233,8 @@ def make_model(shape):
 
     raw = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **SHAPES[shape]}
     config = families.config_from_hf(raw)
-    like = split_model(build.abstract(config))[0]
-    shapes = {path: tuple(jax.numpy.shape(value)) for path, value in like.items()}
+    template = split_model(build.abstract(config))[0]
+    shapes = {path: tuple(jax.numpy.shape(value)) for path, value in template.items()}
     entries = [e for e in families.family(config).names(config) if e.param in shapes]
     named = {}
     for entry in entries:
@@ -281,16 +281,17 @@ def measure(started, options, model, params):
     servers = Servers(config, SamplingConfig(), lambda line: print("!", line, flush=True))
     servers.open()
 
-    kept = PublishedCopy() if options.base == "device" else None
+    retained = PublishedCopy() if options.base == "device" else None
 
     def write(params):
-        return list_pieces(params, entries, "bfloat16", kept)
+        return list_pieces(params, entries, "bfloat16", retained)
 
     def find(params):
-        return list_pieces(params, entries, "bfloat16", kept, compare=True)
+        return list_pieces(params, entries, "bfloat16", retained, compare=True)
 
     publisher = WeightPublisher(
-        servers, write, TensorSet(named), delta=True, ahead=True, find=find if kept else None,
+        servers, write, TensorSet(named), delta=True, ahead=True,
+        find=find if retained else None,
         device=open_device(named, entries) if options.transport == "device" else None,
     )  # fmt: skip
     rows, version = [], -1
@@ -369,7 +370,7 @@ def verify(urls, entries, params):
     start = time.perf_counter()
     with ThreadPoolExecutor() as pool:
         held = [pool.submit(call, url, "GET", "/digest", timeout=60) for url in urls]
-        room, filled, wanted = np.zeros(0, "<u2"), 0, {}
+        room, filled, expected = np.zeros(0, "<u2"), 0, {}
         for piece in look_ahead(list_pieces(params, entries, "bfloat16")):
             size = int(np.prod(piece.shape))  # the pieces of a tensor come one after the other
             if room.size < size:
@@ -379,12 +380,12 @@ def verify(urls, entries, params):
             filled += array.size
             if filled == size:
                 tensor = wire.WireTensor(piece.shape, "bfloat16", bits)
-                wanted[piece.name], filled = wire.checksum({piece.name: tensor}), 0
-        found = [done.result() for done in held]
-    differ = [name for name in wanted for held in found if held.get(name) != wanted[name]]
-    told = {"verified": len(found), "tensors": len(wanted), "differ": len(differ)}
-    show(told | {"seconds": time.perf_counter() - start})
-    assert not differ and set(wanted) == set(found[0]), f"other bytes in {differ[:5]}"
+                expected[piece.name], filled = wire.checksum({piece.name: tensor}), 0
+        actual = [done.result() for done in held]
+    differ = [name for name in expected for held in actual if held.get(name) != expected[name]]
+    messages = {"verified": len(actual), "tensors": len(expected), "differ": len(differ)}
+    show(messages | {"seconds": time.perf_counter() - start})
+    assert not differ and set(expected) == set(actual[0]), f"other bytes in {differ[:5]}"
 
 
 def compare_with_plain(publisher, entries, named, params):

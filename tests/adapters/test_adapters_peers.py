@@ -1,6 +1,6 @@
 """The benchmark of experts in NF4: PyTorch's side computes the same loss and gradients."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from test_adapters_experts import open_model
 from tiny_models import documents, pack
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("step_work", "experts_nf4", "experts_peers")
+NAMES = ("step_work", "peers.experts_nf4", "peers.experts")
 LENGTH = 40
 
 
@@ -25,14 +25,13 @@ LENGTH = 40
 def benchmarks():
     """The modules by name; scripts are no package."""
     pytest.importorskip("torch")
-    found = {}
-    for name in NAMES:
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        found[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found[name])
-    yield found
-    for name in NAMES:
-        del sys.modules[name]
+    sys.path.insert(0, str(FOLDER))
+    before = set(sys.modules)
+    yield {name: importlib.import_module(name) for name in NAMES}
+    sys.path.remove(str(FOLDER))
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
 
 
 def test_pytorchs_experts_in_nf4_have_our_loss_and_gradients(benchmarks, tmp_path):
@@ -60,7 +59,7 @@ def test_pytorchs_experts_in_nf4_have_our_loss_and_gradients(benchmarks, tmp_pat
     model.requires_grad_(False)
     place = "stack.block.mlp.experts"
     for index, layer in enumerate(model.model.layers):
-        benchmarks["experts_nf4"].pack_layer(layer, 4, "all-linear")
+        benchmarks["peers.experts_nf4"].pack_layer(layer, 4, "all-linear")
         experts = layer.mlp.experts
         factors = {name: np.asarray(trained[name][index]) for name in trained}
         gate, up, down = (f"{place}.{part}.adapter" for part in ("gate", "up", "down"))
@@ -72,9 +71,9 @@ def test_pytorchs_experts_in_nf4_have_our_loss_and_gradients(benchmarks, tmp_pat
             (experts.down_lora.b[0], factors[f"{down}.b"]),
         ]:
             weight.data = torch.from_numpy(value.copy())
-    benchmarks["experts_peers"].checkpoint_blocks(model)
+    benchmarks["peers.experts"].checkpoint_blocks(model)
     tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
-    step = benchmarks["experts_peers"].Step(model, tokens, compile=False)
+    step = benchmarks["peers.experts"].Step(model, tokens, compile=False)
     found = step.loss()
     found.backward()
     # fp32 sums in another order.

@@ -1,7 +1,7 @@
 """The benchmark of whole steps: its work is what it says, and PyTorch's side is the same model."""
 
 import gzip
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("step_work", "torch_model", "torch_hybrid", "train_step", "gpu_profile", "loss_parity")
+NAMES = ("step_work", "peers.train_step", "train_step", "gpu_profile", "loss_parity")
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +25,12 @@ def benchmarks():
     """The modules by name; scripts are no package."""
     pytest.importorskip("torch")
     sys.path.insert(0, str(FOLDER))
-    found = {}
-    for name in NAMES:
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        found[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found[name])
-    yield found
+    before = set(sys.modules)
+    yield {name: importlib.import_module(name) for name in NAMES}
     sys.path.remove(str(FOLDER))
-    for name in NAMES:
-        del sys.modules[name]
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
 
 
 def test_the_works_are_those_of_the_recorded_peers(benchmarks):
@@ -124,7 +121,7 @@ def copy_hybrid_weights(model, params: dict) -> None:
 @pytest.mark.slow
 def test_the_hybrid_torch_model_is_the_same_model(benchmarks):
     """Loss and gradients in float32 on packed documents, from the same weights."""
-    torch_model, raw = benchmarks["torch_model"], benchmarks["step_work"].MODELS["tiny-hybrid"]
+    torch_step, raw = benchmarks["peers.train_step"], benchmarks["step_work"].MODELS["tiny-hybrid"]
     architecture = families.config_from_hf(raw)
     batch = benchmarks["step_work"].WORKS["tiny-docs"].batch(architecture.vocab_size)
     params, rebuild = split_model(build.init(architecture, 0))
@@ -134,9 +131,9 @@ def test_the_hybrid_torch_model_is_the_same_model(benchmarks):
 
     import torch
 
-    options = torch_model.Options(dtype=torch.float32, compile=False, device="cpu")
+    options = torch_step.Options(dtype=torch.float32, compile=False, device="cpu")
     frequency, _ = architecture.encodings()["default"]
-    step = torch_model.build_step(raw, tuple(frequency), batch, options)
+    step = torch_step.build_step(raw, tuple(frequency), batch, options)
     copy_hybrid_weights(step.model, params)
     (rows,) = step.rows
     assert rows.ends.tolist() == [0, 100, 130, 190, 207, 256]
@@ -159,7 +156,7 @@ def test_the_hybrid_torch_model_is_the_same_model(benchmarks):
 @pytest.mark.slow
 def test_the_torch_model_is_the_same_model(benchmarks):
     """Loss and gradients in float32 on one tree, from the same weights."""
-    torch_model, raw = benchmarks["torch_model"], benchmarks["step_work"].MODELS["tiny"]
+    torch_step, raw = benchmarks["peers.train_step"], benchmarks["step_work"].MODELS["tiny"]
     architecture = families.config_from_hf(raw)
     batch = benchmarks["step_work"].WORKS["tiny-tree"].batch(architecture.vocab_size)
     params, rebuild = split_model(build.init(architecture, 0))
@@ -169,9 +166,9 @@ def test_the_torch_model_is_the_same_model(benchmarks):
 
     import torch
 
-    options = torch_model.Options(dtype=torch.float32, compile=False, device="cpu")
+    options = torch_step.Options(dtype=torch.float32, compile=False, device="cpu")
     frequency, _ = frequencies(architecture.head_size, dict(architecture.rope))
-    step = torch_model.build_step(raw, tuple(frequency), batch, options)
+    step = torch_step.build_step(raw, tuple(frequency), batch, options)
     copy_weights(step.model, raw, params)
     (rows,) = step.rows
     peer = step.model.loss(rows)
@@ -195,7 +192,7 @@ def ours_width(grads: dict) -> int:
 
 @pytest.mark.slow
 def test_a_small_run_writes_table_json_and_plot(benchmarks, tmp_path, monkeypatch):
-    for module in ("train_step", "torch_model"):
+    for module in ("train_step", "peers.train_step"):
         monkeypatch.setattr(benchmarks[module], "WARM_UP", 2)
         monkeypatch.setattr(benchmarks[module], "TIMED", 2)
     out = tmp_path / "result"

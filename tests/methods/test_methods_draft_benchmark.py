@@ -1,6 +1,6 @@
 """The benchmark of draft training: PyTorch's side is the same work, to float32 rounding."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from jaxtrain.models import build, dflash, eagle3, families
 from jaxtrain.models.parameters import split_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("step_work", "torch_model", "draft_peers", "preference", "draft")
+NAMES = ("step_work", "peers.drafts", "draft")
 T, SLOTS, ANCHORS, CAPTURE = 48, 4, 6, (0, 3)
 
 
@@ -29,15 +29,12 @@ def benchmarks():
     """The modules by name; scripts are no package."""
     pytest.importorskip("torch")
     sys.path.insert(0, str(FOLDER))
-    found = {}
-    for name in NAMES:
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        found[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found[name])
-    yield found
+    before = set(sys.modules)
+    yield {name: importlib.import_module(name) for name in NAMES}
     sys.path.remove(str(FOLDER))
-    for name in NAMES:
-        del sys.modules[name]
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +42,7 @@ def target(benchmarks):
     """(config.json, ours, PyTorch's) with the same weights."""
     raw = benchmarks["step_work"].MODELS["tiny"] | {"num_hidden_layers": 4}
     model = build.init(families.config_from_hf(raw), 0)
-    peers = benchmarks["draft_peers"]
+    peers = benchmarks["peers.drafts"]
     import torch
 
     peer = peers.Target(raw, 4, peers.Options(torch.float32, "cpu"))
@@ -127,7 +124,7 @@ def test_dflash_is_the_same_loss(benchmarks, target):
         return dflash_loss(rebuild(values), model, micro, numbers)[0]["draft"]
 
     value, grads = loss(params)
-    peers = benchmarks["draft_peers"]
+    peers = benchmarks["peers.drafts"]
     options = peers.Options(torch.float32, "cpu")
     draft = peers.DFlash(raw | {"num_hidden_layers": 2}, len(CAPTURE))
     fill(draft.fc.weight, params["fc.kernel"])
@@ -185,7 +182,7 @@ def test_eagle3_is_the_same_loss(benchmarks, target):
         return eagle3_loss(draft, model, micro, Unroll(length))[0]["draft"]
 
     value, grads = loss({path: x for path, x in params.items() if path != "kept"})
-    peers = benchmarks["draft_peers"]
+    peers = benchmarks["peers.drafts"]
     options = peers.Options(torch.float32, "cpu")
     draft = peers.Eagle3(raw, len(CAPTURE), len(kept))
     fill(draft.fc.weight, params["fc.kernel"])

@@ -1,6 +1,6 @@
 """The benchmark of strided EBFT: PyTorch's side is the same work, to float32 rounding."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("step_work", "torch_model", "draft_peers", "strided_peers")
+NAMES = ("step_work", "peers.strided")
 T, N, G = 40, 3, 4
 STRIDES = BlockStrides(stride=5, context=6, length=G, samples=N)
 LAYERS = (0, 2)
@@ -29,15 +29,12 @@ def benchmarks():
     """The modules by name; scripts are no package."""
     pytest.importorskip("torch")
     sys.path.insert(0, str(FOLDER))
-    found = {}
-    for name in NAMES:
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        found[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found[name])
-    yield found
+    before = set(sys.modules)
+    yield {name: importlib.import_module(name) for name in NAMES}
     sys.path.remove(str(FOLDER))
-    for name in NAMES:
-        del sys.modules[name]
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
 
 
 def fill(policy, model) -> None:
@@ -74,7 +71,7 @@ def test_pytorch_does_the_same_work(benchmarks):
     random tokens in the blocks."""
     import torch
 
-    peers = benchmarks["strided_peers"]
+    peers = benchmarks["peers.strided"]
     raw = benchmarks["step_work"].MODELS["tiny"] | {"num_hidden_layers": 3}
     raw |= {"initializer_range": 0.2}
     model = build.init(families.config_from_hf(raw), 0)

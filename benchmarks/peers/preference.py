@@ -26,7 +26,7 @@ EOS = 1
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One way to set TRL up."""
+    """A configuration of TRL."""
 
     batch: int
     """Pairs of a forward pass."""
@@ -36,7 +36,7 @@ class Setting:
     liger: bool = True
 
     def label(self) -> str:
-        """What the table calls it."""
+        """Return the description in the table."""
         words = [f"{self.batch} pairs a pass", f"{self.weights} weights"]
         words += ["Liger"] if self.liger else []
         words += ["checkpointing"] if self.checkpointing else []
@@ -74,15 +74,15 @@ class Clock(transformers.TrainerCallback):
 
 def read_pairs(path: str) -> list[tuple[list[int], list[int], list[int]]]:
     """Token ids of (prompt, chosen, rejected)."""
-    found = []
+    actual = []
     for line in Path(path).read_text().splitlines():
         row = json.loads(line)
         prompt, *answers = (
             [int(word[1:]) for word in row[name].split()]
             for name in ("prompt", "chosen", "rejected")
         )
-        found.append((prompt, *(answer + [EOS] for answer in answers)))
-    return found
+        actual.append((prompt, *(answer + [EOS] for answer in answers)))
+    return actual
 
 
 def order_pairs(pairs, batch: int):
@@ -91,7 +91,7 @@ def order_pairs(pairs, batch: int):
     order = np.argsort(longest, kind="stable")
     batches = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)]
     shuffled = np.random.default_rng(0).permutation(len(batches))
-    return [pairs[i] for place in shuffled for i in batches[place]]
+    return [pairs[i] for position in shuffled for i in batches[position]]
 
 
 def make_model(job: dict, dtype: str):
@@ -140,17 +140,17 @@ def measure(job: dict, pairs, setting: Setting) -> dict:
         "disable_tqdm": True,
     }
     model = make_model(job, setting.weights)
-    others = {}
+    peers = {}
     if job["rank"]:
         from peft import LoraConfig
 
         rank = job["rank"]
-        others["peft_config"] = LoraConfig(
+        peers["peft_config"] = LoraConfig(
             r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
         )
     elif not reward:
         # As the fastest reference: its weights need no casts.
-        others["ref_model"] = make_model(job, "bfloat16" if GPU else "float32")
+        peers["ref_model"] = make_model(job, "bfloat16" if GPU else "float32")
     clock = Clock(job["seconds"])
     trainer = Prepared(
         model=model,
@@ -158,7 +158,7 @@ def measure(job: dict, pairs, setting: Setting) -> dict:
         train_dataset=Dataset.from_list(rows),
         processing_class=transformers.AutoTokenizer.from_pretrained(job["tokenizer"]),
         callbacks=[clock],
-        **others,
+        **peers,
     )
     trainer.train()
     steps = len(clock.ends) - WARM_UP

@@ -2,16 +2,17 @@
 
 Its Triton kernels do the convolution with silu, the rule with unit length, gates and decay inside,
 and the gated norm; torch.compile what stands around them (without it, norms, gates and the
-cross-entropy are its kernels, too); full layers are torch_model's, with
+cross-entropy are its kernels, too); full layers are decoder.py's, with
 gates and partial rotation. flash-linear-attention knows documents (cu_seqlens), no trees, so trees
 are measured as branches. On a CPU, where Triton does not run, plain loops stand in for it.
 """
 
 import torch
 import torch.nn.functional as F
-import torch_model
 from torch import nn
-from torch_model import Linear, rotate
+
+from peers import decoder
+from peers.decoder import Linear, rotate
 
 
 class Norm(nn.Module):
@@ -78,7 +79,7 @@ class FullBlock(nn.Module):
         k, v = self.kv(h).view(rows, length, -1, self.size).chunk(2, 2)
         q, k = (self.turn(norm(y), cos, sin) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        y = torch_model.attend(q, k, v, mask).transpose(1, 2) * gate.sigmoid()
+        y = decoder.attend(q, k, v, mask).transpose(1, 2) * gate.sigmoid()
         return self.mlp(x + self.out(y.reshape(rows, length, -1)))
 
     def turn(self, x, cos, sin):
@@ -156,7 +157,7 @@ def fla_mix(block: LinearBlock, qkv, z, b, a, conv, ends):
 
 def plain_mix(block: LinearBlock, qkv, z, b, a, conv, ends):
     """The formulas, token by token."""
-    found = []
+    actual = []
     for first, last in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
         taps = conv.shape[1]
         x = F.pad(qkv[:, first:last], (0, 0, taps - 1, 0))
@@ -173,18 +174,18 @@ def plain_mix(block: LinearBlock, qkv, z, b, a, conv, ends):
             delta = beta[:, t, :, None] * (v[:, t] - seen)
             S = S + k[:, t, ..., None] * delta[:, :, None]
             out.append(torch.einsum("bnkv,bnk->bnv", S, q[:, t]))
-        found.append(torch.stack(out, 1))
-    y = torch.cat(found, 1)
+        actual.append(torch.stack(out, 1))
+    y = torch.cat(actual, 1)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + block.eps) * block.scale
     return y * F.silu(z.view_as(y))
 
 
-class Decoder(torch_model.Decoder):
+class Decoder(decoder.Decoder):
     """Three layers of linear attention, one of full attention, and so on."""
 
     norm_kind = Norm
 
-    def __init__(self, raw: dict, frequency: tuple[float, ...], options: torch_model.Options):
+    def __init__(self, raw: dict, frequency: tuple[float, ...], options: decoder.Options):
         super().__init__(raw, frequency, options)
         for module in self.modules():
             if isinstance(module, (Norm, MLP)):

@@ -26,17 +26,17 @@ STD = 0.02
 
 def make_tables(device) -> tuple[torch.Tensor, torch.Tensor]:
     """The 16 levels of weights and the 256 of their blocks' magnitudes, float32, ascending."""
-    found = [0.0, 1.0]
+    actual = [0.0, 1.0]
     for i in range(7):
         bounds = torch.linspace(0.1, 1, 2**i + 1)
         middles = 10.0 ** (i - 6) * (bounds[1:] + bounds[:-1]) / 2
-        found += [*middles.tolist(), *(-middles).tolist()]
-    return torch.tensor(LEVELS, device=device), torch.tensor(sorted(found), device=device)
+        actual += [*middles.tolist(), *(-middles).tolist()]
+    return torch.tensor(LEVELS, device=device), torch.tensor(sorted(actual), device=device)
 
 
 def quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of a tensor, flat: codes, two a byte; largest magnitudes of blocks in 8 bits, their scales
-    and mean; the tables of both."""
+    """Quantize a tensor, flat: codes, two a byte; largest magnitudes of blocks in 8 bits, their
+    scales and mean; the tables of both."""
     levels, dynamic = make_tables(weight.device)
     middles, nibbles, absmax = (levels[1:] + levels[:-1]) / 2, [], []
     for part in weight.reshape(-1, BLOCK).split(CHUNK // BLOCK):
@@ -46,13 +46,13 @@ def quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         codes = codes.to(torch.uint8)
         nibbles.append(codes[:, ::2] << 4 | codes[:, 1::2])
         absmax.append(top)
-    found = torch.cat(absmax)
-    offset = found.mean()
-    groups = F.pad(found - offset, (0, -len(found) % OUTER)).view(-1, OUTER)
+    actual = torch.cat(absmax)
+    offset = actual.mean()
+    groups = F.pad(actual - offset, (0, -len(actual) % OUTER)).view(-1, OUTER)
     scales = groups.abs().amax(1)
     unit = groups / scales.clamp(min=1e-38)[:, None]
     codes = torch.bucketize(unit, (dynamic[1:] + dynamic[:-1]) / 2, out_int32=True)
-    codes = codes.to(torch.uint8).view(-1)[: len(found)]
+    codes = codes.to(torch.uint8).view(-1)[: len(actual)]
     return {
         "nibbles": torch.cat(nibbles),
         "absmax": codes,
@@ -121,7 +121,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """What stands in the place of transformers' experts."""
+    """Replacement of transformers' experts with matrices in NF4."""
 
     def __init__(self, experts: nn.Module, rank: int):
         super().__init__()

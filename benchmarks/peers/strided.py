@@ -9,29 +9,17 @@ it does not). Rewards, advantages and loss are this project's on the same tokens
 """
 
 import dataclasses
-import time
 
 import torch
 import torch.nn.functional as F
-from draft_peers import Angles, Masters, attend
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
-from torch_model import Block, Norm, rotate
+
+from peers.decoder import Block, Norm, rotate
+from peers.drafts import Angles, Masters, Options, attend
+from peers.timing import time_steps, warm_up
 
 torch._dynamo.config.recompile_limit = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How the models run."""
-
-    dtype: torch.dtype = torch.bfloat16
-    device: str = "cuda"
-    learning_rate: float = 1e-6
-
-    def compiled(self, function, **how):
-        """The function through torch.compile, on a GPU."""
-        return torch.compile(function, dynamic=False, **how) if self.device == "cuda" else function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +43,18 @@ class Geometry:
 class KeptBlock(Block):
     """A block that may keep keys and values in a buffer."""
 
-    def forward(self, x, cos, sin, mask, kept=None, slots=None):
-        """kept: (k, v) [R, slots, heads, H], into whose `slots` the new ones go."""
-        if kept is None:
+    def forward(self, x, cos, sin, mask, retained=None, slots=None):
+        """retained: (k, v) [R, slots, heads, H], into whose `slots` the new ones go."""
+        if retained is None:
             return super().forward(x, cos, sin, mask)
         rows, length, _ = x.shape
         heads = (self.heads, self.kv_heads, self.kv_heads)
         qkv = self.qkv(self.attention_norm(x)).view(rows, length, -1, self.size)
         q, k, v = qkv.split(heads, 2)
         q, k = (rotate(norm(y), cos, sin) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
-        for buffer, new in zip(kept, (k, v), strict=True):
+        for buffer, new in zip(retained, (k, v), strict=True):
             buffer.index_copy_(1, slots, new)
-        y = attend(q, *kept, mask)
+        y = attend(q, *retained, mask)
         x = x + self.out(y.reshape(rows, length, -1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
@@ -90,18 +78,18 @@ class Policy(nn.Module):
             for block in self.blocks:
                 block.compile(dynamic=False)
 
-    def run(self, tokens, positions, mask, layers=(), kept=None, slots=None):
+    def run(self, tokens, positions, mask, layers=(), retained=None, slots=None):
         """(what comes out of the last layer that is needed [R, T, D], those of `layers`)."""
-        x, found = F.embedding(tokens, self.embed), []
+        x, actual = F.embedding(tokens, self.embed), []
         cos, sin = self.angles(positions)
         for index, block in enumerate(self.blocks):
-            own = (None,) if kept is None else (kept[index], slots)
-            x = block(x, cos, sin, mask, *own)
+            local_value = (None,) if retained is None else (retained[index], slots)
+            x = block(x, cos, sin, mask, *local_value)
             if index in layers:
-                found.append(x)
-                if len(found) == len(layers):
+                actual.append(x)
+                if len(actual) == len(layers):
                     break
-        return x, found
+        return x, actual
 
 
 class Step:
@@ -131,9 +119,9 @@ class Step:
         self.positions = torch.cat(
             [torch.arange(S, device=device), (anchors + steps[:, None]).flatten()]
         )[None]
-        own = S + torch.arange(NB * G, device=device)
+        local_value = S + torch.arange(NB * G, device=device)
         # The token itself predicts nothing here: each is predicted by its own predecessor.
-        self.predictor = torch.cat([anchors - 1, own[: (G - 1) * NB]])
+        self.predictor = torch.cat([anchors - 1, local_value[: (G - 1) * NB]])
         self.truth = anchors[:, None] + steps
 
         def visible(b, h, q, k):
@@ -178,35 +166,35 @@ class Step:
         full = F.pad(full, (0, self.total - g.length))
         for step in range(g.block):
             hidden, _ = self.policy.run(full, self.positions, self.mask)
-            at = self.predictor[step * g.blocks : (step + 1) * g.blocks]
-            tokens = self.draw(hidden[:, at], self.policy.head, 1)
+            index = self.predictor[step * g.blocks : (step + 1) * g.blocks]
+            tokens = self.draw(hidden[:, index], self.policy.head, 1)
             first = g.length + step * g.blocks
             full[:, first : first + g.blocks] = tokens
         return full
 
     @torch.no_grad()
     def draw_kept(self, documents):
-        """The same, by keys and values kept of the documents."""
+        """Draw with keys and values kept of the documents."""
         g, rows = self.geometry, len(documents)
         S, NB, N = g.length, g.blocks, g.samples
         first = self.policy.blocks[0]
         shape = (rows, S + NB * (g.block - 1), first.kv_heads, first.size)
         kind = {"dtype": self.options.dtype, "device": documents.device}
-        kept = [
+        retained = [
             (torch.zeros(shape, **kind), torch.zeros(shape, **kind)) for _ in self.policy.blocks
         ]
         positions = self.positions[:, :S]
         slots = torch.arange(self.total, device=documents.device)
-        hidden, _ = self.policy.run(documents, positions, self.document_mask, (), kept, slots[:S])
-        at = g.anchors(documents.device) - 1
-        token = self.draw(hidden[:, at], self.policy.head, N)
-        kept = [tuple(x.repeat_interleave(N, 0) for x in pair) for pair in kept]
+        hidden, _ = self.policy.run(documents, positions, self.document_mask, (), retained, slots[:S])
+        index = g.anchors(documents.device) - 1
+        token = self.draw(hidden[:, index], self.policy.head, N)
+        retained = [tuple(x.repeat_interleave(N, 0) for x in pair) for pair in retained]
         drawn = [token]
         for step in range(1, g.block):
             new = slots[S + (step - 1) * NB :][:NB]
             self.now.fill_(step)
             mask = self.step_masks[step - 1]
-            hidden, _ = self.policy.run(token, self.positions[:, new], mask, (), kept, new)
+            hidden, _ = self.policy.run(token, self.positions[:, new], mask, (), retained, new)
             token = self.draw(hidden, self.policy.head, 1)
             drawn.append(token)
         return torch.cat([documents.repeat_interleave(N, 0), *drawn], 1)
@@ -218,18 +206,18 @@ class Step:
         _, states = self.frozen.run(full, self.positions, self.mask, self.layers)
         drawn = self.total - g.blocks + torch.arange(g.blocks, device=full.device)
 
-        def feature(at):
-            found = [F.normalize(x[:, at].float(), dim=-1) for x in states]
-            return F.normalize(torch.cat(found, -1), dim=-1).view(-1, g.samples, g.blocks, width)
+        def feature(index):
+            actual = [F.normalize(x[:, index].float(), dim=-1) for x in states]
+            return F.normalize(torch.cat(actual, -1), dim=-1).view(-1, g.samples, g.blocks, width)
 
         width = sum(x.shape[-1] for x in states)
-        made, truth = feature(drawn), feature(self.truth[:, -1])
-        aligned = 2 * (made * truth).sum(-1)
-        gram = torch.einsum("rnbd,rmbd->rbnm", made, made)
+        created, truth = feature(drawn), feature(self.truth[:, -1])
+        aligned = 2 * (created * truth).sum(-1)
+        gram = torch.einsum("rnbd,rmbd->rbnm", created, created)
         alike = 2 * (gram.sum(-1) - gram.diagonal(dim1=-2, dim2=-1)) / max(g.samples - 1, 1)
         rewards = aligned - alike.transpose(1, 2)
-        others = rewards.sum(1, keepdim=True) - rewards
-        return rewards - others / (g.samples - 1), rewards
+        peers = rewards.sum(1, keepdim=True) - rewards
+        return rewards - peers / (g.samples - 1), rewards
 
     def _end(self, hidden, head, tokens, advantage):
         """Sum of -log p * advantage of [R, Q] tokens."""
@@ -247,13 +235,13 @@ class Step:
         before = hidden[:, self.predictor]
         total = 0.0
         for row in range(len(full)):
-            one = slice(row, row + 1)
-            total = total + self.end(before[one], self.policy.head, tokens[one], weights[one])
+            entry = slice(row, row + 1)
+            total = total + self.end(before[entry], self.policy.head, tokens[entry], weights[entry])
         return total / tokens.numel()
 
-    def run(self, documents, kept: bool):
-        """One step; returns the loss, still on the device."""
-        full = (self.draw_kept if kept else self.draw_again)(documents)
+    def run(self, documents, retained: bool):
+        """Run a step and return the loss, still on the device."""
+        full = (self.draw_kept if retained else self.draw_again)(documents)
         advantage, _ = self.judge(full)
         loss = self.loss(full, advantage)
         loss.backward()
@@ -261,27 +249,10 @@ class Step:
         return loss.detach()
 
 
-def measure(step: Step, documents, kept: bool, warm_up: int, steps: int) -> dict:
-    """Seconds of each step, of the first (which compiles), and the allocator's peak."""
+def measure(step: Step, documents, retained: bool, warm: int, steps: int) -> dict:
+    """Return seconds of each step, of the first one (which compiles), and the allocator's peak."""
     cuda = documents.is_cuda
-    start = time.perf_counter()
-    losses = [float(step.run(documents, kept))]
-    compile_s = time.perf_counter() - start
-    losses += [float(step.run(documents, kept)) for _ in range(warm_up - 1)]
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        losses.append(float(step.run(documents, kept)))  # waits for the device
-        seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-    return {
-        "seconds": seconds,
-        "compile_s": compile_s,
-        "loss": losses[0],
-        "peak_gib": peak,
-        "hardware": torch.cuda.get_device_name() if cuda else "cpu",
-        "version": f"torch {torch.__version__}",
-    }
+    row = warm_up(lambda: step.run(documents, retained), warm)
+    row |= time_steps(lambda: step.run(documents, retained), steps, cuda, wait=True)
+    hardware = torch.cuda.get_device_name() if cuda else "cpu"
+    return row | {"hardware": hardware, "version": f"torch {torch.__version__}"}

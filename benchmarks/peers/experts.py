@@ -8,14 +8,14 @@ sinks. LoRA is PEFT's: on attention, and by `target_parameters` on the matrices 
 matrices in NF4 it is experts_nf4.py's.
 """
 
-import statistics
-import time
 
-import experts_nf4
 import torch
 import torch.nn.functional as F
 import transformers
 from torch.utils.checkpoint import checkpoint
+
+from peers import experts_nf4
+from peers.timing import measure_steps
 
 WARM_UP = 3
 PIECE = 4096  # tokens of the head's cross-entropy at once
@@ -98,7 +98,7 @@ class Step:
         return total / targets.numel()
 
     def run(self):
-        """One step; the mean loss, still on the device."""
+        """Run a step and return the mean loss, still on the device."""
         loss = self.loss()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0, foreach=True)
@@ -115,25 +115,8 @@ def measure(
     device = "cuda" if cuda else "cpu"
     model = build_model(raw, lora, target, device, quantize)
     step = Step(model, torch.from_numpy(tokens).to(device), compile and cuda)
-    start = time.perf_counter()
-    losses = [float(step.run())]
-    compile_s = time.perf_counter() - start
-    losses += [float(step.run()) for _ in range(WARM_UP - 1)]
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(timed):
-        start = time.perf_counter()
-        float(step.run())
-        seconds.append(time.perf_counter() - start)
-    return {
-        "loss": losses[0],
-        "loss_after": losses[-1],
-        "step_s": statistics.median(seconds),
-        "step_s_min": min(seconds),
-        "step_s_max": max(seconds),
-        "compile_s": compile_s,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
-        "trained": sum(p.numel() for p in step.trained),
+    row = measure_steps(step.run, WARM_UP, timed, cuda, wait=True)
+    row["trained"] = sum(p.numel() for p in step.trained)
+    return row | {
         "version": f"torch {torch.__version__}, transformers {transformers.__version__}",
     }

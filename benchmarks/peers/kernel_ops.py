@@ -8,6 +8,7 @@ moe_ffn: torch.compile of sort, grouped_mm, activation, grouped_mm and combine.
 """
 
 import functools
+import importlib.util
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ def on_gpu(array: np.ndarray) -> torch.Tensor:
 
 
 def flex(case, inputs):
-    """(forward, backward) callables of FlexAttention for an attention case."""
+    """Build forward and backward pass of FlexAttention for an attention case."""
     q, k, v, d_out = (
         on_gpu(inputs[n]).transpose(1, 2).contiguous().requires_grad_(n != "d_out")
         for n in ("q", "k", "v", "d_out")
@@ -53,11 +54,11 @@ def flex(case, inputs):
     def backward():
         return torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
 
-    return forward, backward
+    return {"forward": forward, "backward": backward}
 
 
 def sdpa(case, inputs, backend="cudnn"):
-    """(forward, backward) of scaled_dot_product_attention; None unless documents of one size."""
+    """Build scaled_dot_product_attention's; None unless the case is documents of one size."""
     sizes = {size for size, _ in case.forest()}
     if case.layout or len(sizes) != 1 or any(parent >= 0 for _, parent in case.forest()):
         return None
@@ -82,7 +83,7 @@ def sdpa(case, inputs, backend="cudnn"):
     def backward():
         return torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
 
-    return forward, backward
+    return {"forward": forward, "backward": backward}
 
 
 def decode_arrays(case):
@@ -146,7 +147,7 @@ def compiled_logp(inputs, chunks: int = 1):
 
 
 def hidden_of(case, up, gate):
-    """What goes into an expert's second matrix, of the products with its first."""
+    """Return the input of an expert's second matrix, given the products with its first."""
     activation = case.activation
     if not isinstance(activation, str):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
@@ -160,13 +161,13 @@ def hidden_of(case, up, gate):
 
 
 def grouped_layer(case, inputs):
-    """(forward, forward + backward) of a compiled mixture-of-experts layer on grouped_mm."""
+    """Build a compiled mixture-of-experts layer on grouped_mm."""
     names = ["gate", "up"] if case.gated else ["up"]
     inputs = inputs | {"w_in": np.concatenate([inputs["w_" + n] for n in names], -1)}
     if case.biased:
         inputs["b_in"] = np.concatenate([inputs["b_" + n] for n in names], -1)
     trained = [n for n in ("x", "gates", "w_in", "w_down", "b_in", "b_down") if n in inputs]
-    given = [on_gpu(inputs[n]).requires_grad_() for n in trained]
+    provided = [on_gpu(inputs[n]).requires_grad_() for n in trained]
     experts, g = on_gpu(inputs["experts"]), on_gpu(inputs["g"])
     T, top = experts.shape
 
@@ -189,9 +190,143 @@ def grouped_layer(case, inputs):
 
     def forward():
         with torch.no_grad():
-            return layer(*given)
+            return layer(*provided)
 
     def both():
-        return torch.autograd.grad(layer(*given), given, g)
+        return torch.autograd.grad(layer(*provided), provided, g)
 
-    return forward, both
+    return {"forward": forward, "both": both}
+
+
+def compiled_rotation(case, layers: int):
+    """Build torch.compile of norm and rotation of as many layers."""
+    H, R = case.head_dim, 2 * case.half
+    inputs = case.inputs()
+    cos, sin = (torch.from_numpy(inputs[n]).cuda()[:, :, None] for n in ("cos", "sin"))
+    parts = [*case.counts, *([case.passed] if case.passed else [])]
+    x = on_gpu(inputs["x"])
+    xs = [torch.randn_like(x).requires_grad_() for _ in range(layers)]
+    shapes = [(*x.shape[:2], count, H) for count in parts]
+    d_outs = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for _ in xs for s in shapes]
+    scales = (
+        [[on_gpu(scale).requires_grad_() for scale in inputs["scales"]] for _ in xs]
+        if case.normed
+        else [None] * layers
+    )
+
+    def turn(z):
+        first, second, passed = z.float().split([R // 2, R // 2, H - R], dim=-1)
+        turned = [first * cos - second * sin, second * cos + first * sin, passed]
+        return torch.cat(turned, dim=-1).bfloat16()
+
+    @torch.compile(dynamic=False)
+    def run(xs, scales):
+        actual = []
+        for x, scale in zip(xs, scales, strict=True):
+            pieces = x.split([count * H for count in parts], dim=-1)
+            for position, piece in enumerate(pieces):
+                z = piece.unflatten(-1, (-1, H))
+                if position == len(case.counts):
+                    actual.append(z.contiguous())
+                    continue
+                if scale is not None:
+                    z = F.rms_norm(z, (H,), scale[position], 1e-6)
+                actual.append(turn(z))
+        return actual
+
+    def forward():
+        with torch.no_grad():
+            return run(xs, scales)
+
+    outs = run(xs, scales)
+    trained = [*xs, *(scale for local_value in scales if local_value is not None for scale in local_value)]
+
+    def backward():
+        return torch.autograd.grad(outs, trained, d_outs, retain_graph=True)
+
+    return {"forward": forward, "backward": backward}
+
+
+def require(module: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise NotImplementedError(f"{module} is not installed")
+
+
+def loss_arrays(inputs):
+    hidden, head = (on_gpu(inputs[n]).requires_grad_() for n in ("hidden", "head"))
+    return hidden, head, on_gpu(inputs["targets"]).long()
+
+
+def liger(inputs):
+    """Loss and gradients by Liger Kernel's fused linear cross-entropy."""
+    require("liger_kernel")
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    hidden, head, targets = loss_arrays(inputs)
+
+    def step():
+        hidden.grad = head.grad = None
+        arguments = (hidden, head, targets, None, None, -100, 0.0, 0.0, "sum")
+        actual = LigerFusedLinearCrossEntropyFunction.apply(*arguments)
+        (actual[0] if isinstance(actual, tuple) else actual).backward()
+
+    return step
+
+
+def cut_cross_entropy(inputs, exact: bool = False):
+    """Loss and gradients by cut-cross-entropy; `exact`: without its filter on small gradients."""
+    require("cut_cross_entropy")
+    from cut_cross_entropy import linear_cross_entropy
+
+    hidden, head, targets = loss_arrays(inputs)
+    options = {"filter_eps": None} if exact else {}
+
+    def step():
+        hidden.grad = head.grad = None
+        linear_cross_entropy(hidden, head, targets, reduction="sum", **options).backward()
+
+    return step
+
+
+def gated_delta_rule(arrays, index, ends):
+    """Build flash-linear-attention's chunked rule on these tokens of the first row."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    def put(name):
+        tensor = from_jax(arrays[name][:1, index])
+        return tensor.requires_grad_(name != "d_out")
+
+    inputs, d_out = [put(name) for name in ("q", "k", "v", "g", "beta")], put("d_out")
+    bounds = torch.from_numpy(ends).cuda() if len(ends) > 2 else None
+    attend = functools.partial(chunk_gated_delta_rule, scale=1.0, cu_seqlens=bounds)
+
+    def forward():
+        with torch.no_grad():
+            return attend(*inputs)[0]
+
+    out = attend(*inputs)[0]
+
+    def backward():
+        return torch.autograd.grad(out, inputs, d_out, retain_graph=True)
+
+    return {"forward": forward, "backward": backward}
+
+
+def gated_delta_step(arrays, state):
+    """Return one step of flash-linear-attention's recurrent kernel; arrays: q, k, v, g, beta."""
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    inputs, first = [from_jax(x) for x in arrays], from_jax(state)
+    options = {"scale": 1.0, "initial_state": first, "output_final_state": True}
+
+    @torch.no_grad()
+    def run():
+        return fused_recurrent_gated_delta_rule(*inputs, **options)
+
+    return run
+
+
+def from_jax(x) -> torch.Tensor:
+    """Return a jax array on the GPU; its dtype is bfloat16 or float32."""
+    dtype = torch.bfloat16 if x.dtype == "bfloat16" else torch.float32
+    return torch.from_numpy(np.array(x.astype("float32"))).cuda().to(dtype)

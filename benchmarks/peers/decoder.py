@@ -10,22 +10,17 @@ torch.compile, which needs the Triton that PyTorch came with, documents are atte
 
 import dataclasses
 import itertools
-import statistics
-import time
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
-
-WARM_UP, TIMED = 3, 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How the model runs."""
+    """Dtype, device, recomputation and compilation of the model."""
 
     dtype: torch.dtype = torch.bfloat16
     """Of activations and matmuls."""
@@ -175,7 +170,7 @@ class Decoder(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """One microstep on the device, with the block mask of its intervals."""
+    """A microstep on the device, with the block mask of its intervals."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -184,117 +179,3 @@ class Rows:
     mask: object
     ends: torch.Tensor
     """Where each document of the first row begins, and the row's end; what pads it is one more."""
-
-
-def put_rows(batch, options: Options) -> list[Rows]:
-    """The microsteps of a host Batch [A, B, T]. Raises RuntimeError for trees without
-    torch.compile."""
-    device = options.device
-
-    def one(index: int) -> Rows:
-        def tensor(array, dtype=np.int64):
-            return torch.from_numpy(np.asarray(array[index], dtype)).to(device)
-
-        until = tensor(batch.until)
-        rows, length = until.shape
-
-        def visible(b, h, q, k):
-            return (k <= q) & (q < until[b, k])
-
-        host = find_ends(batch.prev[index, 0], batch.until[index, 0])
-        if options.fused:
-            jumps = (batch.prev[index] >= 0) & (batch.prev[index] != np.arange(length) - 1)
-            if rows > 1 or jumps.any():
-                raise RuntimeError("without torch.compile: one row of documents, no trees")
-            mask = host.tolist()
-        elif device == "cuda":
-            mask = create_block_mask(visible, rows, None, length, length, _compile=True)
-        else:  # FlexAttention has no backward pass on a CPU
-            row, slot = torch.arange(rows)[:, None, None, None], torch.arange(length)
-            mask = visible(row, 0, slot[:, None], slot)
-        weights = tensor(batch.weights["nll"], np.float32)
-        by_token = (tensor(x) for x in (batch.tokens, batch.positions, batch.prev))
-        return Rows(*by_token, weights, mask, torch.from_numpy(host).to(device))
-
-    return [one(index) for index in range(len(batch.tokens))]
-
-
-def find_ends(prev: np.ndarray, until: np.ndarray) -> np.ndarray:
-    """int32 [documents + 1]: see Rows."""
-    index = np.arange(len(prev))
-    padding = (prev < 0) & (until == index + 1)
-    fresh = (prev < 0) & ~(padding & np.roll(padding, 1) & (index > 0))
-    return np.append(np.flatnonzero(fresh), len(prev)).astype(np.int32)
-
-
-class Step:
-    """A whole optimizer step: forward, backward, clipping at 1, AdamW, over all microsteps."""
-
-    def __init__(self, model: Decoder, rows: list[Rows], learning_rate: float = 1e-5):
-        self.model, self.rows = model, rows
-        self.total = float(sum(micro.weights.sum() for micro in rows))
-        fused = rows[0].tokens.is_cuda
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), learning_rate, (0.9, 0.999), 1e-8, weight_decay=0.0, fused=fused
-        )
-
-    def run(self):
-        """One step; returns the loss, still on the device."""
-        loss = 0.0
-        for micro in self.rows:
-            part = self.model.loss(micro) / self.total
-            part.backward()
-            loss = loss + part.detach()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    def measure(self) -> dict:
-        """Loss of the first step, seconds a step, compile seconds and the allocator's peak."""
-        start = time.perf_counter()
-        losses = [float(self.run())]
-        compile_s = time.perf_counter() - start
-        losses += [float(self.run()) for _ in range(WARM_UP - 1)]
-        seconds, peak = self.time()
-        return {
-            "loss": losses[0],
-            "loss_after": losses[-1],
-            "step_s": statistics.median(seconds),
-            "step_s_min": min(seconds),
-            "step_s_max": max(seconds),
-            "compile_s": compile_s,
-            "peak_gib": peak,
-        }
-
-    def time(self) -> tuple[list[float], float]:
-        """(seconds of each timed step, GiB at the peak; 0 on a CPU)."""
-        if not self.rows[0].tokens.is_cuda:
-            ends = [time.perf_counter()]
-            for _ in range(TIMED):
-                self.run()
-                ends.append(time.perf_counter())
-            return np.diff(ends).tolist(), 0.0
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED + 1)]
-        events[0].record()
-        for event in events[1:]:
-            self.run()
-            event.record()
-        torch.cuda.synchronize()
-        seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
-        return seconds, torch.cuda.max_memory_allocated() / 2**30
-
-
-def build_step(raw: dict, frequency: tuple[float, ...], batch, options: Options) -> Step:
-    """The step of a config.json's keys on the rows of a host Batch [A, B, T]."""
-    kind = Decoder
-    if raw["model_type"] == "qwen3_5_text":
-        import torch_hybrid
-
-        kind = torch_hybrid.Decoder
-    torch.manual_seed(0)
-    with torch.device(options.device):
-        model = kind(raw, frequency, options)
-    return Step(model, put_rows(batch, options))

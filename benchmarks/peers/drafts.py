@@ -12,21 +12,22 @@ The same loss as this project's on the same weights and anchors (tests/methods/t
 
 import dataclasses
 import statistics
-import time
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch_model import Block, Linear, Norm, rotate
+
+from peers.decoder import Block, Linear, Norm, rotate
+from peers.timing import time_calls, time_steps
 
 torch._dynamo.config.recompile_limit = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How the models run."""
+    """Dtype, device and learning rate of the models."""
 
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
@@ -60,13 +61,13 @@ class Target(nn.Module):
     @torch.no_grad()
     def read(self, tokens, layers: tuple[int, ...]):
         """(what the named layers return, one behind the other [B, T, C*D]; the last layer's)."""
-        x, found = F.embedding(tokens, self.embed), {}
+        x, actual = F.embedding(tokens, self.embed), {}
         cos, sin = self.angles(torch.arange(tokens.shape[1], device=tokens.device)[None])
         for index, block in enumerate(self.blocks):
             x = block(x, cos, sin, None)
             if index in layers:
-                found[index] = x
-        return torch.cat([found[layer] for layer in layers], -1), x
+                actual[index] = x
+        return torch.cat([actual[layer] for layer in layers], -1), x
 
 
 class Angles:
@@ -100,7 +101,7 @@ def attend(q, k, v, mask, lse: bool = False):
 
 
 def make_mask(visible, rows: int, queries: int, keys: int, device: str):
-    """What `attend` takes for visible(b, h, q, k)."""
+    """Return the mask argument of `attend` for visible(b, h, q, k)."""
     if device == "cuda":
         return create_block_mask(visible, rows, None, queries, keys, device, _compile=True)
     row = torch.arange(rows)[:, None, None, None]
@@ -120,15 +121,15 @@ def tile_blocks(anchors, length: int, size: int, visible) -> BlockMask:
     tile = torch.arange(keys // TILE, device=anchors.device)
     first = tile * TILE
     context = first < length
-    some = context & (first < of_tile.amax(-1)[..., None])
+    subset = context & (first < of_tile.amax(-1)[..., None])
     every = context & (first + TILE <= of_tile.amin(-1)[..., None])
-    own = tile - length // TILE == torch.arange(of_tile.shape[2], device=anchors.device)[:, None]
+    local_value = tile - length // TILE == torch.arange(of_tile.shape[2], device=anchors.device)[:, None]
 
     def ordered(chosen):
         order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
         return chosen.sum(-1, dtype=torch.int32), order.int()
 
-    lists = (*ordered((some & ~every) | own), *ordered(every))
+    lists = (*ordered((subset & ~every) | local_value), *ordered(every))
     lengths = (count * size, keys)
     return BlockMask.from_kv_blocks(*lists, TILE, visible, seq_lengths=lengths)
 
@@ -204,25 +205,25 @@ class DFlashStep:
         states, _ = self.target.read(tokens, self.layers)
         context = self.prepare(states)
         places = anchors[..., None] + torch.arange(size, device=device)
-        inside, at = places < length, places.clamp(max=length - 1).flatten(1)
+        inside, index = places < length, places.clamp(max=length - 1).flatten(1)
         ids = torch.full_like(places, self.mask_id)
         ids[..., 0] = tokens.gather(1, anchors)
         # All layers alike: one whose input has no gradient would be compiled for itself.
         x = F.embedding(ids.flatten(1), self.target.embed).requires_grad_()
-        own = torch.arange(length, device=device).expand(rows, -1)
-        cos, sin = self.target.angles(torch.cat([own, places.flatten(1)], 1))
+        local_value = torch.arange(length, device=device).expand(rows, -1)
+        cos, sin = self.target.angles(torch.cat([local_value, places.flatten(1)], 1))
         for block in self.draft.blocks:
             x = block(x, context, cos, sin, mask)
         x = self.draft.norm(x).view(rows, count, size, -1)[:, :, 1:]
-        label = tokens.gather(1, at).view_as(places)[..., 1:]
-        weight = (trained.gather(1, at).view_as(places) * inside)[..., 1:].float()
+        label = tokens.gather(1, index).view_as(places)[..., 1:]
+        weight = (trained.gather(1, index).view_as(places) * inside)[..., 1:].float()
         fade = torch.arange(size - 1, device=device) / self.decay
         weight = weight * torch.exp(-fade)
         total = self.end(x.reshape(-1, x.shape[-1]), self.target.head, label.flatten(), weight)
         return total, weight.sum()
 
     def run(self, tokens, trained):
-        """One step; returns the loss, still on the device."""
+        """Run a step and return the loss, still on the device."""
         total, weight = self.loss(tokens, self.draw(*tokens.shape), trained)
         loss = total / weight
         loss.backward()
@@ -237,7 +238,7 @@ def sum_nll(x, head, labels, weight):
 
 
 class Eagle3(nn.Module):
-    """One layer over [embedding | hidden state], and a head of its own over few tokens."""
+    """A layer over [embedding | hidden state] and a head over few tokens."""
 
     def __init__(self, raw: dict, num_captured: int, draft_vocabulary: int):
         super().__init__()
@@ -254,8 +255,8 @@ class Eagle3(nn.Module):
 
     def project(self, x, h, cos, sin):
         """Queries, keys and values of one step."""
-        both = torch.cat([self.input_norm(x), self.hidden_norm(h)], -1)
-        qkv = self.qkv(both).view(*x.shape[:2], -1, self.size)
+        pair = torch.cat([self.input_norm(x), self.hidden_norm(h)], -1)
+        qkv = self.qkv(pair).view(*x.shape[:2], -1, self.size)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 2)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
@@ -273,8 +274,8 @@ def join(y, lse, q, k, v):
     score = torch.einsum("btkgh,sbtkh->sbtkg", grouped, k.float()) * size**-0.5
     lse = lse.view(1, rows, length, k.shape[3], -1).float()
     weight = torch.cat([lse, score]).softmax(0)
-    more = torch.einsum("sbtkg,sbtkh->btkgh", weight[1:], v.float())
-    y = y.reshape(grouped.shape).float() * weight[0, ..., None] + more
+    extra = torch.einsum("sbtkg,sbtkh->btkgh", weight[1:], v.float())
+    y = y.reshape(grouped.shape).float() * weight[0, ..., None] + extra
     return y.view(rows, length, heads, size).to(q.dtype)
 
 
@@ -301,9 +302,9 @@ class Eagle3Step:
     def _teach(self, x):
         """The teacher's logits of kept tokens, and whether the likeliest of all is one of them."""
         logits = self.target.norm(x) @ self.target.head.T
-        kept = torch.zeros(logits.shape[-1], dtype=torch.bool, device=x.device)
-        kept[self.kept] = True
-        return logits[..., self.kept], kept[logits.argmax(-1)]
+        retained = torch.zeros(logits.shape[-1], dtype=torch.bool, device=x.device)
+        retained[self.kept] = True
+        return logits[..., self.kept], retained[logits.argmax(-1)]
 
     def loss(self, tokens, trained):
         """(sum over steps of factor^i x weight x cross-entropy, sum of weights)
@@ -322,11 +323,11 @@ class Eagle3Step:
             return F.pad(x[:, by:], (0, 0) * (x.dim() - 2) + (0, by))
 
         h, total = self.draft.fc(states), 0.0
-        own = torch.arange(length, device=tokens.device)[None]
+        local_value = torch.arange(length, device=tokens.device)[None]
         keys, values = [], []
         for step in range(self.steps):
             x = F.embedding(ahead(tokens, step + 1), self.target.embed)
-            q, k, v = self.project(x, h, *self.target.angles(own + step))
+            q, k, v = self.project(x, h, *self.target.angles(local_value + step))
             if step == 0:
                 first = k, v
             else:
@@ -342,7 +343,7 @@ class Eagle3Step:
         return total, trained.sum()
 
     def run(self, tokens, trained):
-        """One step; returns the loss, still on the device."""
+        """Run a step and return the loss, still on the device."""
         total, weight = self.loss(tokens, trained)
         loss = total / weight
         loss.backward()
@@ -379,45 +380,9 @@ class Masters:
             param.grad = None
 
 
-def warm_up(step, tokens, trained, count: int) -> dict:
-    """Loss of the first step, which compiles, and its seconds."""
-    start = time.perf_counter()
-    losses = [float(step.run(tokens, trained))]
-    compile_s = time.perf_counter() - start
-    print(f"first step of {tokens.shape[1]} tokens in {compile_s:.0f} s", flush=True)
-    losses += [float(step.run(tokens, trained)) for _ in range(count - 1)]
-    return {"loss": losses[0], "loss_after": losses[-1], "compile_s": compile_s}
-
-
 def measure(step, tokens, trained, steps: int) -> dict:
-    """Seconds of each step, the target's alone, and the allocator's peak."""
+    """Return seconds of each step, the target's seconds alone, and the allocator's peak."""
     cuda = tokens.is_cuda
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    seconds = time_calls(lambda: step.run(tokens, trained), steps, cuda)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    row = time_steps(lambda: step.run(tokens, trained), steps, cuda)
     target = time_calls(lambda: step.target.read(tokens, step.layers), steps, cuda)
-    return {
-        "seconds": seconds,
-        "step_s": statistics.median(seconds),
-        "target_s": statistics.median(target),
-        "peak_gib": peak,
-    }
-
-
-def time_calls(function, count: int, cuda: bool) -> list[float]:
-    """Seconds of each call, by the device's clock where there is one."""
-    if not cuda:
-        ends = [time.perf_counter()]
-        for _ in range(count):
-            function()
-            ends.append(time.perf_counter())
-        return np.diff(ends).tolist()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        function()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
+    return row | {"target_s": statistics.median(target)}

@@ -1,0 +1,1 @@
+"""PyTorch sides of the benchmarks: models, steps and kernels as fast as PyTorch allows."""
