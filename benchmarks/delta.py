@@ -76,9 +76,7 @@ def compare_norms(forest: str, gates: str) -> dict:
     norm = np.linalg.norm
     table = {
         name: [float(norm(x - e) / norm(e)) for x in (a, p)]
-        for name, a, p, e in zip(
-            ("out", *GatedDelta.inputs), actual, plain, exact, strict=True
-        )
+        for name, a, p, e in zip(("out", *GatedDelta.inputs), actual, plain, exact, strict=True)
     }
     same = all((a == b).all() for a, b in zip(actual, again, strict=True))
     return table | {"same bits twice": same}

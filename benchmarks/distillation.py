@@ -152,16 +152,22 @@ def run_torch(options, chunked: bool) -> dict:
 
     def of_chunks(micro):
         with torch.autocast(device, torch.bfloat16):
-            actual_values = student.model(input_ids=micro, use_cache=False).last_hidden_state[:, :-1]
+            actual_values = student.model(input_ids=micro, use_cache=False).last_hidden_state[
+                :, :-1
+            ]
             with torch.no_grad():
-                reference = teacher.model(input_ids=micro, use_cache=False).last_hidden_state[:, :-1]
+                reference = teacher.model(input_ids=micro, use_cache=False).last_hidden_state[
+                    :, :-1
+                ]
 
             def part(x, y):
                 return diverge(student.lm_head(x), teacher.lm_head(y))
 
             total = 0.0
             for x, y in zip(
-                actual_values.flatten(0, 1).split(CHUNK), reference.flatten(0, 1).split(CHUNK), strict=True
+                actual_values.flatten(0, 1).split(CHUNK),
+                reference.flatten(0, 1).split(CHUNK),
+                strict=True,
             ):
                 total = total + checkpoint(part, x, y, use_reentrant=False)
         return total

@@ -238,7 +238,9 @@ def main() -> None:
     finally:
         for child in children:
             child.end()
-        text = "".join(f"# {entry.name}\n{entry.log.read_text(errors='replace')}\n" for entry in children)
+        text = "".join(
+            f"# {entry.name}\n{entry.log.read_text(errors='replace')}\n" for entry in children
+        )
         print(text[-6000:], flush=True)
         report = args.work / "decoding.json"
         if args.out:

@@ -357,9 +357,7 @@ def make_figure(size: tuple[float, float], title: str | None = None):
 def draw_bars(path: Path, title: str, names: list[str], colors: list[str], panels) -> None:
     """Draw horizontal bars in two panels; panels: (title, values, format) each."""
     figure = make_figure((11, 0.55 * len(names) + 1.6), title)
-    for axes, (name, values, style) in zip(
-        figure.subplots(1, 2, sharey=True), panels, strict=True
-    ):
+    for axes, (name, values, style) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
         bars = axes.barh(range(len(names)), values, color=colors)
         axes.bar_label(bars, [style.format(value) for value in values], padding=3, fontsize=8)
         axes.set_title(name, loc="left")

@@ -143,7 +143,9 @@ class Attention(Op):
         flops = self.case.flops()
         work = {"forward": flops, "backward": 2.5 * flops}
         builds = {"torch_flex": kernel_ops.flex, "torch_sdpa": kernel_ops.sdpa}
-        return {n: (functools.partial(f, self.case, self.inputs), work, 1) for n, f in builds.items()}
+        return {
+            n: (functools.partial(f, self.case, self.inputs), work, 1) for n, f in builds.items()
+        }
 
 
 def backward_program(function, arguments, cotangent) -> tuple:

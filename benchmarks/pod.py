@@ -28,8 +28,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import Table, allocated_gib, command_line, describe_devices, make_parser
-from harness import planned_gib, shorten
+from harness import (
+    Table,
+    allocated_gib,
+    command_line,
+    describe_devices,
+    make_parser,
+    planned_gib,
+    shorten,
+)
 from step_work import MODELS
 
 from jaxtrain.batch import Batch

@@ -188,7 +188,9 @@ def run_trl(
     }
     path = folder / f"{name}.job.json"
     path.write_text(json.dumps(job))
-    output, late = run_limited([sys.executable, str(HERE / "peers/preference.py"), str(path)], limit)
+    output, late = run_limited(
+        [sys.executable, str(HERE / "peers/preference.py"), str(path)], limit
+    )
     lines = read_lines(rows)
     if late or not lines:
         lines.append({"how": "the rest", "failed": shorten(late or output, 600)})

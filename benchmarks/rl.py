@@ -82,7 +82,9 @@ def run_mode(config: Path, mode: str, devices: int, folder: Path, words: list[st
     command += [f"rollout.streaming={'true' if streaming else 'false'}"]
     completed = subprocess.run([*command, *words], capture_output=True, text=True)
     if completed.returncode:
-        raise SystemExit(f"{mode}: exit {completed.returncode}\n{completed.stdout[-1500:]}{completed.stderr}")
+        raise SystemExit(
+            f"{mode}: exit {completed.returncode}\n{completed.stdout[-1500:]}{completed.stderr}"
+        )
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if "loss" in line]
 

@@ -116,7 +116,9 @@ def main() -> None:
     actual = []
     for rows in args.rows:
         groups = min(args.prompts, rows)
-        actual.append(stored | measure(model, mesh, rows, groups, args.prompt, args.new, args.trace))
+        actual.append(
+            stored | measure(model, mesh, rows, groups, args.prompt, args.new, args.trace)
+        )
         cells = (
             f"{name} {v if isinstance(v, str) else f'{round(v, 2):g}'}"
             for name, v in actual[-1].items()

@@ -75,7 +75,9 @@ def run(
             actual_values = served.score(models[name], texts)
             actual[name] = {
                 "difference": served.compare(answer, prompts, models[name]),
-                "moved": max(float(abs(o - b).max()) for o, b in zip(actual_values, base, strict=True)),
+                "moved": max(
+                    float(abs(o - b).max()) for o, b in zip(actual_values, base, strict=True)
+                ),
             }
         actual[name]["dtype"] = dtype
         print(f"{name}: {actual[name]}", flush=True)

@@ -213,7 +213,10 @@ def compare(answer: dict, prompts: list[list[int]], model: Any) -> float:
     texts = [p + a for p, a in zip(prompts, answer["answers"], strict=True)]
     reference = [p + d for p, d in zip(answer["prompts"], answer["drawn"], strict=True)]
     actual_values = score(model, texts)
-    off = [np.abs(o[-len(t) :] - np.array(t)).max() for o, t in zip(actual_values, reference, strict=True)]
+    off = [
+        np.abs(o[-len(t) :] - np.array(t)).max()
+        for o, t in zip(actual_values, reference, strict=True)
+    ]
     return float(np.max(off))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from harness import Report, jax_ms
 from jaxtrain_kernels import Context, autotune
 from jaxtrain_kernels.tree_attention import (
     blocks,
@@ -21,8 +22,6 @@ from jaxtrain_kernels.tree_attention import (
     gpu_gather,
     gpu_tiles,
 )
-from harness import Report
-from harness import jax_ms
 
 SHARED = {"programs": 0}  # thread blocks that go through many tiles, one per multiprocessor
 MORE = {"compute_registers": 240, "memory_registers": 24}

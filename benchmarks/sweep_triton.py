@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from harness import Report, jax_ms
 from jaxtrain_kernels import Context, autotune, triton_call
 from jaxtrain_kernels.grouped_matmul import cases as moe_cases
 from jaxtrain_kernels.grouped_matmul import routing
@@ -23,8 +24,6 @@ from jaxtrain_kernels.logp_gather import triton_gpu as gather
 from jaxtrain_kernels.tree_attention import cases as attention_cases
 from jaxtrain_kernels.tree_attention import triton_gpu as tree
 from jaxtrain_kernels.tree_attention.gpu_tiles import Settings
-from harness import Report
-from harness import jax_ms
 
 GAIN = 0.99  # share of the heuristic's time that a variant must stay below to be saved
 TILES = [

@@ -101,7 +101,13 @@ def measure(
             for position in range(size):
                 server = f"{host}/{position}"
                 messages = links.describe(server)
-                command = [sys.executable, __file__, "--worker", str(messages["port"]), messages["token"]]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--worker",
+                    str(messages["port"]),
+                    messages["token"],
+                ]
                 workers.append(subprocess.Popen([*command, server, str(rate)]))
                 (link,) = links.wait_for(server, 1, 60)
                 link.host, link.local_host, link.can_share = str(host), "trainer", share

@@ -150,7 +150,9 @@ def open_shelf(transport):
         from jaxtrain_vllm.cuda_ipc import CudaIpcMemory, open_ipc_memory
 
         opened = open_ipc_memory(find_device())
-        return WeightReceiver(opened or (lambda messages: CudaIpcMemory(messages, "cpu", stand_in())))
+        return WeightReceiver(
+            opened or (lambda messages: CudaIpcMemory(messages, "cpu", stand_in()))
+        )
     if transport == "tcp":
 
         def attach(described):

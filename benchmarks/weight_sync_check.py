@@ -59,7 +59,9 @@ def borrow(folder):
             actual.zero_()
             cuda.copy(0, actual.data_ptr(), position, SIZE, stream)
             torch.cuda.synchronize()
-            print(f"{label}: {'the right bytes' if torch.equal(actual, expected) else 'OTHER BYTES'}")
+            print(
+                f"{label}: {'the right bytes' if torch.equal(actual, expected) else 'OTHER BYTES'}"
+            )
         except (OSError, RuntimeError) as error:
             print(f"{label}: {error!r:.300}", flush=True)
 
@@ -162,8 +164,20 @@ def main():
                 share = min(0.75, (0.97 * total - peers) / total)
                 env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{share:.2f}"
             out = folder / f"{transport}{number}.json"
-            local_value = [sys.executable, str(ROOT / "benchmarks" / "weight_sync.py"), "--repeat", "2"]
-            local_value += ["--shape", options.shape, "--servers", str(number), "--transport", transport]
+            local_value = [
+                sys.executable,
+                str(ROOT / "benchmarks" / "weight_sync.py"),
+                "--repeat",
+                "2",
+            ]
+            local_value += [
+                "--shape",
+                options.shape,
+                "--servers",
+                str(number),
+                "--transport",
+                transport,
+            ]
             local_value += [*extra, "--out", str(out)]
             messages[name] = run_case(name, local_value, min(remaining, options.case_seconds), env)
             if out.exists():

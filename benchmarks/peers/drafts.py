@@ -123,7 +123,9 @@ def tile_blocks(anchors, length: int, size: int, visible) -> BlockMask:
     context = first < length
     subset = context & (first < of_tile.amax(-1)[..., None])
     every = context & (first + TILE <= of_tile.amin(-1)[..., None])
-    local_value = tile - length // TILE == torch.arange(of_tile.shape[2], device=anchors.device)[:, None]
+    local_value = (
+        tile - length // TILE == torch.arange(of_tile.shape[2], device=anchors.device)[:, None]
+    )
 
     def ordered(chosen):
         order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)

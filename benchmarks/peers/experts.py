@@ -8,7 +8,6 @@ sinks. LoRA is PEFT's: on attention, and by `target_parameters` on the matrices 
 matrices in NF4 it is experts_nf4.py's.
 """
 
-
 import torch
 import torch.nn.functional as F
 import transformers

@@ -239,7 +239,10 @@ def compiled_rotation(case, layers: int):
             return run(xs, scales)
 
     outs = run(xs, scales)
-    trained = [*xs, *(scale for local_value in scales if local_value is not None for scale in local_value)]
+    trained = [
+        *xs,
+        *(scale for local_value in scales if local_value is not None for scale in local_value),
+    ]
 
     def backward():
         return torch.autograd.grad(outs, trained, d_outs, retain_graph=True)

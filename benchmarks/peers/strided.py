@@ -185,7 +185,9 @@ class Step:
         ]
         positions = self.positions[:, :S]
         slots = torch.arange(self.total, device=documents.device)
-        hidden, _ = self.policy.run(documents, positions, self.document_mask, (), retained, slots[:S])
+        hidden, _ = self.policy.run(
+            documents, positions, self.document_mask, (), retained, slots[:S]
+        )
         index = g.anchors(documents.device) - 1
         token = self.draw(hidden[:, index], self.policy.head, N)
         retained = [tuple(x.repeat_interleave(N, 0) for x in pair) for pair in retained]
