@@ -18,14 +18,14 @@ WINDOW = 5
 
 def draw(output: str, files: list[str]) -> None:
     """One color a file: rounds as dots, their running mean as a line, evaluations at the right."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    figure, (first, right) = plt.subplots(1, 2, figsize=(9, 3.4))
     for number, file in enumerate(files):
         lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
         steps = [line["step"] for line in lines if "reward" in line]
         rewards = np.array([line["reward"] for line in lines if "reward" in line])
         means = [rewards[max(0, i - WINDOW + 1) : i + 1].mean() for i in range(len(rewards))]
-        (line,) = left.plot(steps, means, label=f"seed {number}")
-        left.plot(steps, rewards, ".", color=line.get_color(), alpha=0.3)
+        (line,) = first.plot(steps, means, label=f"seed {number}")
+        first.plot(steps, rewards, ".", color=line.get_color(), alpha=0.3)
         held_out = [
             (line["step"], value)
             for line in lines
@@ -33,11 +33,11 @@ def draw(output: str, files: list[str]) -> None:
             if name.startswith("eval/") and name.endswith("accuracy")
         ]
         right.plot(*zip(*held_out, strict=True), "o-", color=line.get_color())
-    left.set(title=f"mean reward of a round (mean of {WINDOW})", xlabel="step", ylim=(0, 1))
+    first.set(title=f"mean reward of a round (mean of {WINDOW})", xlabel="step", ylim=(0, 1))
     right.set(title="held-out questions right, temperature 1", xlabel="step", ylim=(0, 1))
-    for axis in (left, right):
+    for axis in (first, right):
         axis.grid(alpha=0.3)
-    left.legend()
+    first.legend()
     figure.tight_layout()
     figure.savefig(output, dpi=110)
 

@@ -70,9 +70,13 @@ def draw_nodes(axes, tree: Tree, packed: PackedTree) -> None:
             column, -row - 0.19, weight, ha="center", va="center", fontsize=7.5, color="white"
         )
         if parent >= 0:
-            left, top = NODES[parent][4]
+            remaining, top = NODES[parent][4]
             axes.plot(
-                [left + width / 2, column - width / 2], [-top, -row], color="0.4", lw=1.4, zorder=0
+                [remaining + width / 2, column - width / 2],
+                [-top, -row],
+                color="0.4",
+                lw=1.4,
+                zorder=0,
             )
     for end, label in zip(tree.ends, ("branch 1", "branch 2", "branch 3"), strict=True):
         column, row = NODES[end][4]
@@ -131,11 +135,11 @@ def draw(output: Path) -> None:
     packed = lay_out(tree)
     figure = Figure(figsize=(13, 5.6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
-    draw_nodes(left, tree, packed)
+    first, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    draw_nodes(first, tree, packed)
     draw_mask(right, tree, packed)
     branches = sum(tree.branch_lengths())
-    left.set_title(
+    first.set_title(
         f"Three branches: {branches} tokens apart, {tree.num_tokens} in one packed row",
         loc="left",
         pad=14,

@@ -118,8 +118,8 @@ def write_tables(rules: Mapping) -> Iterator[str]:
         groups[kind].append((f"`{key}`", counterpart.replace("|", r"\|").replace("<", "&lt;")))
     titles = ("Keys and what they are here", "Keys that are not needed", "Keys without counterpart")
     heads = (("there", "here"), ("there", "because"), ("there", "instead"))
-    for title, (left, right), rows in zip(titles, heads, groups.values(), strict=True):
-        yield from ("", f"## {title}", "", f"| {left} | {right} |", "|---|---|")
+    for title, (first, right), rows in zip(titles, heads, groups.values(), strict=True):
+        yield from ("", f"## {title}", "", f"| {first} | {right} |", "|---|---|")
         yield from (f"| {key} | {counterpart} |" for key, counterpart in rows)
 
 

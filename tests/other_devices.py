@@ -23,8 +23,8 @@ def need_hopper_compiler(ptxas: Path | None = None) -> None:
 def set_cpus(count: int) -> dict[str, str]:
     """Set a process up with so many fake CPU devices and the compilation of the tests."""
     flag = "--xla_force_host_platform_device_count="
-    kept = [word for word in os.environ["XLA_FLAGS"].split() if not word.startswith(flag)]
-    return {"XLA_FLAGS": " ".join([*kept, f"{flag}{count}"])}
+    retained = [word for word in os.environ["XLA_FLAGS"].split() if not word.startswith(flag)]
+    return {"XLA_FLAGS": " ".join([*retained, f"{flag}{count}"])}
 
 
 def run_script(script: Path, *words: str, **variables: str) -> str:

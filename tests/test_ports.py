@@ -48,28 +48,28 @@ IMPORTS = re.compile(r"^\s*(?:import|from)\s+([\w.]+)", re.MULTILINE)
 
 
 def test_nothing_that_comes_from_elsewhere_is_unpickled():
-    found = {}
+    actual = {}
     for path in SOURCES:
         name, text = str(path.relative_to(ROOT)), path.read_text()
         modules = IMPORTS.findall(text)
         imported = {module.split(".")[0] for module in modules} & UNPICKLES
         imported |= {module for module in modules if "multiprocessing" in module}
-        found |= {name: imported} if imported else {}
+        actual |= {name: imported} if imported else {}
         assert "allow_pickle=True" not in text and "yaml.unsafe_load" not in text, name
         assert not re.search(r"torch\.load\((?!.*weights_only=True)", text), name
         assert len(re.findall(r"np\.load\(", text)) == text.count("allow_pickle=False"), name
-    assert set(found) == set(PICKLES_ALLOWED), found
+    assert set(actual) == set(PICKLES_ALLOWED), actual
 
 
 def test_every_port_is_known():
     """A new port belongs in the list, with its protection, and below."""
-    found = {
+    actual = {
         str(path.relative_to(ROOT)) for path in SOURCES if LISTENS.search(path.read_text())
     } - {
         "jaxtrain_vllm/weight_receiver.py",
         "jaxtrain_vllm/engine.py",
     }  # their "listen" reads a link
-    assert found == set(LISTENS_ALLOWED)
+    assert actual == set(LISTENS_ALLOWED)
 
 
 def test_ports_are_this_machines_own_unless_told():
@@ -90,28 +90,30 @@ def test_ports_are_this_machines_own_unless_told():
 
 async def app(scope, receive, send):
     """Reads all of the body and says how long it was."""
-    size, more = 0, True
-    while more:
+    size, extra = 0, True
+    while extra:
         message = await receive()
-        size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+        size, extra = size + len(message.get("body", b"")), message.get("more_body", False)
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": str(size).encode()})
 
 
 def ask(guard, path, *parts, kind="http", **headers):
     """(status, body) of one request; of a websocket what it was closed with."""
-    said, left = [], list(parts)
-    given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    output, remaining = [], list(parts)
+    provided = [
+        (name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()
+    ]
 
     async def receive():
-        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+        return {"type": "http.request", "body": remaining.pop(0), "more_body": bool(remaining)}
 
     async def send(message):
-        said.append(message)
+        output.append(message)
 
-    scope = {"type": kind, "path": path, "headers": given}
+    scope = {"type": kind, "path": path, "headers": provided}
     asyncio.run(guard(scope, receive, send))
-    return said[0].get("status", said[0].get("code")), said[-1].get("body")
+    return output[0].get("status", output[0].get("code")), output[-1].get("body")
 
 
 def test_a_server_with_a_key_asks_for_it_at_every_route(monkeypatch):
@@ -130,10 +132,10 @@ def test_a_server_with_a_key_asks_for_it_at_every_route(monkeypatch):
     assert (module, name) == (RequestGuard.__module__, RequestGuard.__name__)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_bodies_are_bounded_whether_told_or_not(told):
+@pytest.mark.parametrize("messages", [True, False])
+def test_bodies_are_bounded_whether_told_or_not(messages):
     part = bytes(MAX_BODY_BYTES // 2)
-    length = {"content_length": str(3 * len(part))} if told else {}
+    length = {"content_length": str(3 * len(part))} if messages else {}
     assert ask(RequestGuard(app, ""), "/v1/models", part, part, part, **length)[0] == 413
     assert ask(RequestGuard(app, ""), "/v1/models", part, part)[0] == 200
     assert ask(RequestGuard(app, ""), "/v1/models", b"", content_length="-1")[0] == 413

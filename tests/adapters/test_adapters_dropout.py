@@ -73,27 +73,27 @@ def test_output_and_gradients_are_those_of_peft_under_the_same_mask(dora):
     layer.lora_A["default"].weight.data = torch.tensor(a.T)
     layer.lora_B["default"].weight.data = torch.tensor(b.T)
     layer.lora_dropout["default"] = Masked(mask)
-    theirs = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    reference = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
     if dora:
         layer.lora_magnitude_vector["default"].weight.data = torch.tensor(magnitude)
-        theirs.append(layer.lora_magnitude_vector["default"].weight)
+        reference.append(layer.lora_magnitude_vector["default"].weight)
     expected = model(torch.tensor(x))
     expected.square().sum().backward()
 
     def ours(factors):
         axes = ("embed", "mlp")
-        found = (
+        actual = (
             DoRA(*factors, 2.0, axes, rate, salt) if dora else LoRA(*factors, 2.0, axes, rate, salt)
         )
-        found.rng_bits = jnp.asarray(WORDS)
-        return found(jnp.asarray(x), jnp.asarray(x @ kernel), jnp.asarray(kernel))
+        actual.rng_bits = jnp.asarray(WORDS)
+        return actual(jnp.asarray(x), jnp.asarray(x @ kernel), jnp.asarray(kernel))
 
-    factors = [jnp.asarray(one) for one in (a, b, *([magnitude] if dora else []))]
-    found = ours(factors)
+    factors = [jnp.asarray(entry) for entry in (a, b, *([magnitude] if dora else []))]
+    actual = ours(factors)
     # float32 products in another order.
-    np.testing.assert_allclose(found, expected.detach(), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(actual, expected.detach(), rtol=1e-4, atol=1e-4)
     grads = jax.grad(lambda factors: jnp.square(ours(factors)).sum())(factors)
-    for grad, parameter in zip(grads, theirs, strict=True):
+    for grad, parameter in zip(grads, reference, strict=True):
         np.testing.assert_allclose(grad, parameter.grad.numpy().T, rtol=1e-3, atol=1e-3)
 
 
@@ -107,25 +107,25 @@ def test_masks_are_drawn_anew_for_each_token_layer_matrix_and_step():
     first = mask()
     # Five standard deviations of 4,000 draws are 0.034; of 40,000, 0.011.
     assert np.abs(first.mean(-1) - 0.75).max() < 0.034
-    others = [mask(step=4), mask(layer=2), mask(salt=8), np.roll(first, 1, 1), np.roll(first, 1, 2)]
-    for other in others:
-        assert abs((first & other).mean() - 0.75**2) < 0.012
+    peers = [mask(step=4), mask(layer=2), mask(salt=8), np.roll(first, 1, 1), np.roll(first, 1, 2)]
+    for second in peers:
+        assert abs((first & second).mean() - 0.75**2) < 0.012
     np.testing.assert_array_equal(first, mask())
 
 
 def test_noise_reaches_as_far_as_in_transformers_and_goes_by_the_texts_own_length():
     alpha, T, D = 5.0, 6, 64
     hook = SimpleNamespace(training=True, neftune_noise_alpha=alpha)
-    theirs = neftune_post_forward_hook(hook, None, torch.zeros(1, T, D)).abs().max().item()
+    reference = neftune_post_forward_hook(hook, None, torch.zeros(1, T, D)).abs().max().item()
     rng_bits = token_rng_bits(row_rng_bits(0, jnp.int32(0), jnp.arange(1)), 2 * T)
     positions = jnp.arange(2 * T)[None] % T
     until = jnp.where(jnp.arange(2 * T) < T, T, 2 * T)[None]
-    found = np.asarray(
+    array = np.asarray(
         add_embedding_noise(jnp.zeros((1, 2 * T, D)), rng_bits, positions, until, alpha)
     )
     reach = alpha / np.sqrt(T * D)
-    assert 0.97 * reach < np.abs(found).max() <= reach and 0.97 * reach < theirs <= reach
-    assert abs(found.mean()) < 0.1 * reach
+    assert 0.97 * reach < np.abs(array).max() <= reach and 0.97 * reach < reference <= reach
+    assert abs(array.mean()) < 0.1 * reach
 
 
 def test_the_longest_branch_through_a_token():
@@ -146,8 +146,8 @@ def test_the_longest_branch_through_a_token():
         for t in range(len(prev))
     ]
     expected = [max(positions[t : ends[t]]) + 1 for t in range(len(prev))]
-    found = longest(jnp.array([positions]), jnp.array([ends]))
-    np.testing.assert_array_equal(found[0], expected)
+    actual = longest(jnp.array([positions]), jnp.array([ends]))
+    np.testing.assert_array_equal(actual[0], expected)
 
 
 ADAPTER = make_adapter(("all-linear",), full=("embed.embedding",))
@@ -188,11 +188,11 @@ def test_a_step_draws_the_same_on_any_mesh_and_split_and_anew_in_the_next():
     grads, loss = trained_step()
     split = trained_step(make_mesh(data=2, fsdp=2), 1, remat="full", scan_layers=False)
     accumulated = trained_step(None, 2, remat="full")
-    for other, other_loss in (split, accumulated):
+    for second, other_loss in (split, accumulated):
         assert abs(loss - other_loss) < 1e-5
         for path, value in grads.items():
             # fp32 sums in another order.
-            np.testing.assert_allclose(other[path], value, atol=1e-5 * np.abs(value).max())
+            np.testing.assert_allclose(second[path], value, atol=1e-5 * np.abs(value).max())
     assert abs(trained_step(step=1)[1] - loss) > 1e-3
 
 
@@ -218,7 +218,7 @@ def test_nothing_is_drawn_outside_of_training():
 
 
 def test_what_cannot_drop_says_so():
-    found = LoRA(jnp.ones((4, 2)), jnp.ones((2, 4)), 1.0, ("embed", "mlp"), 0.5)
-    found.rng_bits = jnp.zeros((2, 3), jnp.uint32)
+    lo_ra = LoRA(jnp.ones((4, 2)), jnp.ones((2, 4)), 1.0, ("embed", "mlp"), 0.5)
+    lo_ra.rng_bits = jnp.zeros((2, 3), jnp.uint32)
     with pytest.raises(UserError, match="adapter.dropout"):
-        found(jnp.ones((5, 4)), jnp.ones((5, 4)), None)
+        lo_ra(jnp.ones((5, 4)), jnp.ones((5, 4)), None)

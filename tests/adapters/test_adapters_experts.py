@@ -51,7 +51,7 @@ def open_model(kind, mesh, folder=None, **sizes):
     model = attach(build.abstract(config), adapter)
     shapes, rebuild = split_model(model)
     placed = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), mesh))
-    places = {name_path(path): place for path, place in placed}
+    places = {name_path(path): position for path, position in placed}
     shapes = {
         path: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=places[path])
         for path, s in shapes.items()
@@ -152,8 +152,8 @@ def test_no_layer_keeps_its_unpacked_matrices():
 @pytest.mark.slow
 def test_packed_experts_over_several_devices(kind, sizes, model):
     """Each device unpacks its own experts, or its piece of each matrix."""
-    whole, mesh = make_mesh(jax.devices()[:1]), make_mesh(jax.devices()[:4], **sizes)
-    *_, trained, frozen, rebuild = open_model(kind, whole, **model)
+    full, mesh = make_mesh(jax.devices()[:1]), make_mesh(jax.devices()[:4], **sizes)
+    *_, trained, frozen, rebuild = open_model(kind, full, **model)
     expected_loss, expected = value_and_grads(rebuild, trained, frozen)
     with jax.set_mesh(mesh):
         *_, trained, frozen, rebuild = open_model(kind, mesh, **model)
@@ -166,11 +166,11 @@ def test_packed_experts_over_several_devices(kind, sizes, model):
 
 def test_blocks_that_tensor_parallelism_would_cut_are_refused():
     mesh = make_mesh(jax.devices()[:2], tensor=2)
-    place = functools.partial(partition_spec, mesh=mesh)
+    position = functools.partial(partition_spec, mesh=mesh)
     down, up = (PackedNF4(**nf4_shapes((6, *shape))) for shape in ((192, 128), (128, 192)))
-    assert up.specs(("experts", None, "mlp"), place).nibbles[1] == "tensor"
+    assert up.specs(("experts", None, "mlp"), position).nibbles[1] == "tensor"
     with pytest.raises(UserError, match="192 in blocks of 64 cannot be"):
-        down.specs(("experts", "mlp", None), place)
+        down.specs(("experts", "mlp", None), position)
 
 
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
@@ -197,8 +197,8 @@ def test_merging_puts_every_matrix_through_the_storage_by_itself(name, tmp_path)
     def logits(model):
         return np.asarray(model.logits(model.hidden(BATCH).hidden))
 
-    ours = logits(rebuild({**frozen, **trained}))
-    scale = np.abs(ours).max()
+    actual_values = logits(rebuild({**frozen, **trained}))
+    scale = np.abs(actual_values).max()
     # fp32 sums in another order; without the round trip the quantization's error shows.
-    assert np.abs(logits(loading.load(tmp_path / "out")) - ours).max() < 1e-4 * scale
-    assert np.abs(logits(loading.load(tmp_path / "plain")) - ours).max() > 1e-3 * scale
+    assert np.abs(logits(loading.load(tmp_path / "out")) - actual_values).max() < 1e-4 * scale
+    assert np.abs(logits(loading.load(tmp_path / "plain")) - actual_values).max() > 1e-3 * scale

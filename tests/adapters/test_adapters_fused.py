@@ -48,16 +48,16 @@ def test_matrices_of_a_tensor_equal_the_definition_on_all_of_it(num, rows, parts
     tensor *= np.linspace(0.5, 2, num * rows, dtype=np.float32).reshape(num, rows, 1)
     expected, *_ = plain_round_trip(tensor)
     places = [TensorPart("t", runs, rows, num) for runs in parts]
-    kernels = [jnp.asarray(tensor[:, place.rows].swapaxes(1, 2)) for place in places]
+    kernels = [jnp.asarray(tensor[:, position.rows].swapaxes(1, 2)) for position in places]
     stored = nf4.quantize_together(kernels, places)
-    for place, kernel, one in zip(places, kernels, stored, strict=True):
-        shapes = nf4.nf4_shapes(kernel.shape, place)
-        assert {k: v.shape for k, v in one.items()} == {k: v.shape for k, v in shapes.items()}
-        group = None if place.is_even(4) else place.groups(4)
+    for position, kernel, entry in zip(places, kernels, stored, strict=True):
+        shapes = nf4.nf4_shapes(kernel.shape, position)
+        assert {k: v.shape for k, v in entry.items()} == {k: v.shape for k, v in shapes.items()}
+        group = None if position.is_even(4) else position.groups(4)
         assert (group is None) == (num == 3 and rows == 128)
-        ours = np.asarray(nf4.dequantize_nf4(one, jnp.float32, group)).swapaxes(1, 2)
+        actual_values = np.asarray(nf4.dequantize_nf4(entry, jnp.float32, group)).swapaxes(1, 2)
         # One rounding more or less in absmax; a code that differs would be off by a tenth.
-        np.testing.assert_allclose(ours, expected[:, place.rows], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual_values, expected[:, position.rows], rtol=1e-5, atol=1e-6)
     alone, *_ = plain_round_trip(tensor[0, places[0].rows])
     assert np.abs(alone - expected[0, places[0].rows]).max() > 1e-3
 
@@ -65,16 +65,16 @@ def test_matrices_of_a_tensor_equal_the_definition_on_all_of_it(num, rows, parts
 def fuse(folder, name):
     """{what transformers calls a tensor of experts: it} of a folder, in numpy."""
     files = open_folder(folder)
-    found = {n: files.fetch(n, full_index(t.shape)) for n, t in files.tensors.items()}
+    actual = {n: files.fetch(n, full_index(t.shape)) for n, t in files.tensors.items()}
     if name == "granitemoe":
-        return {n: array for n, array in found.items() if array.ndim == 3}
+        return {n: array for n, array in actual.items() if array.ndim == 3}
     fused = {}
     for layer in range(SIZES["num_hidden_layers"]):
         experts = f"model.layers.{layer}.mlp.experts"
 
         def get(part, experts=experts):
             count = SIZES["num_local_experts"]
-            return np.stack([found[f"{experts}.{e}.{part}_proj.weight"] for e in range(count)])
+            return np.stack([actual[f"{experts}.{e}.{part}_proj.weight"] for e in range(count)])
 
         fused[f"{experts}.gate_up"] = np.concatenate([get("gate"), get("up")], 1)
         fused[f"{experts}.down"] = get("down")
@@ -101,10 +101,12 @@ def test_a_run_and_its_merged_folder_have_the_tensors_of_bitsandbytes(name, tmp_
     def logits(model):
         return np.asarray(model.logits(model.hidden(BATCH).hidden))
 
-    ours = logits(rebuild({**frozen, **trained}))
-    scale = np.abs(ours).max()
+    actual_values = logits(rebuild({**frozen, **trained}))
+    scale = np.abs(actual_values).max()
     # fp32 sums in another order.
-    assert np.abs(logits(loading.load(tmp_path / "adapter-out")) - ours).max() < 1e-4 * scale
+    assert (
+        np.abs(logits(loading.load(tmp_path / "adapter-out")) - actual_values).max() < 1e-4 * scale
+    )
 
 
 def test_tensors_whose_blocks_are_of_many_outputs_are_refused():

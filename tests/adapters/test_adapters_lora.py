@@ -45,13 +45,13 @@ def open_model(adapter, mesh=None, seed=0, noise=0.0, **options):
     model = attach(build.abstract(CONFIG, **options), adapter)
     shapes, rebuild = split_model(model)
     places = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), mesh))
-    places = {name_path(path): place for path, place in places}
+    places = {name_path(path): position for path, position in places}
     shapes = {
         p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=places[p]) for p, s in shapes.items()
     }
     base = split_model(build.init(CONFIG, seed, mesh=mesh, **options))[0]
-    wanted, _ = split_trained(shapes, adapter)
-    trained = draw_trained(wanted, base, adapter, seed)
+    expected, _ = split_trained(shapes, adapter)
+    trained = draw_trained(expected, base, adapter, seed)
     rng = np.random.default_rng(1)
     trained = {
         path: jax.device_put(value + noise * rng.standard_normal(value.shape), value.sharding)
@@ -73,9 +73,9 @@ def test_the_start_is_the_identity(dora, scan):
     trained, frozen, rebuild = open_model(make_adapter(dora=dora), scan_layers=scan)
     batch = documents_batch(rows=2)
     plain = logits_of(build.init(CONFIG, 0, scan_layers=scan), batch)
-    ours = logits_of(rebuild({**frozen, **trained}), batch)
+    actual_values = logits_of(rebuild({**frozen, **trained}), batch)
     # LoRA adds zeros (XLA fuses them with other roundings); DoRA multiplies by norm / norm.
-    np.testing.assert_allclose(ours, plain, atol=1e-5 if dora else 1e-6)
+    np.testing.assert_allclose(actual_values, plain, atol=1e-5 if dora else 1e-6)
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -87,8 +87,8 @@ def test_adapted_equals_the_weight_that_the_papers_write(dora, rslora):
     merged = dict(frozen)
     scale = 8.0 / (2.0 if rslora else 4.0)
     for path in adapter.slots:
-        at = {name: np.asarray(params[f"{path}.adapter.{name}"], np.float64) for name in "ab"}
-        weight = np.asarray(params[f"{path}.kernel"], np.float64) + scale * at["a"] @ at["b"]
+        index = {name: np.asarray(params[f"{path}.adapter.{name}"], np.float64) for name in "ab"}
+        weight = np.asarray(params[f"{path}.kernel"], np.float64) + scale * index["a"] @ index["b"]
         if dora:
             length = np.linalg.norm(weight, axis=-2, keepdims=True)
             weight *= np.asarray(params[f"{path}.adapter.magnitude"])[..., None, :] / length
@@ -97,9 +97,9 @@ def test_adapted_equals_the_weight_that_the_papers_write(dora, rslora):
     assert set(plain) == set(merged)
     batch = documents_batch(rows=2)
     expected = logits_of(rebuild_plain(merged), batch)
-    ours = logits_of(rebuild(params), batch)
+    actual_values = logits_of(rebuild(params), batch)
     # fp32 products in another order; logits are about 1.
-    np.testing.assert_allclose(ours, expected, atol=1e-4 * np.abs(expected).max())
+    np.testing.assert_allclose(actual_values, expected, atol=1e-4 * np.abs(expected).max())
     assert np.abs(expected - logits_of(rebuild_plain(plain), batch)).max() > 0.1
 
 
@@ -146,9 +146,9 @@ def run_step(adapter, batch, mesh, noise=0.02):
         optimizer = optax.sgd(1.0)
         step = make_step(rebuild, nll_loss, {"nll": 1.0}, optimizer, None)
         before = jax.device_get(trained)
-        kept = jax.device_get(frozen)
+        retained = jax.device_get(frozen)
         state, output = step(init_state(trained, optimizer), feed(batch, mesh), frozen)
-        assert all(np.array_equal(kept[path], frozen[path]) for path in kept)
+        assert all(np.array_equal(retained[path], frozen[path]) for path in retained)
         after = jax.device_get(state.params)
         grads = {path: before[path] - after[path] for path in before}
         return grads, jax.device_get(output)
@@ -178,10 +178,10 @@ def meshed_batch():
 )
 def test_meshes_give_the_same_loss_and_gradients(sizes, dora):
     adapter, batch = trained_adapter(dora), meshed_batch()
-    one, one_out = one_device(dora)
+    entry, one_out = one_device(dora)
     many, many_out = run_step(adapter, batch, make_mesh(**sizes))
     np.testing.assert_allclose(many_out.metrics["loss"][0], one_out.metrics["loss"][0], rtol=1e-6)
-    for path, grad in one.items():
+    for path, grad in entry.items():
         # fp32 sums in another order, then a subtraction of weights of about 1.
         np.testing.assert_allclose(many[path], grad, atol=2e-6, err_msg=path)
         assert np.abs(grad).max() > 1e-5, path
@@ -251,10 +251,10 @@ def test_the_backward_pass_keeps_of_an_adapted_product_what_it_keeps_of_a_plain_
     options = {"remat": remat, "scan_layers": False}
 
     def kept(rebuild, frozen, trained):
-        found = saved_residuals(
+        actual = saved_residuals(
             lambda trained: rebuild({**frozen, **trained}).hidden(micro).hidden.sum(), trained
         )
-        shapes = Counter(value.shape for value, _ in found)
+        shapes = Counter(value.shape for value, _ in actual)
         # Of tokens, wider than the rank; 32, 16 and 64 are all widths of Linears here.
         wide = [(*micro.tokens.shape, width) for width in (16, 32, 64)]
         return {shape: shapes[shape] for shape in wide}

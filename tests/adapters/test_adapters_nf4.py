@@ -84,12 +84,12 @@ def test_round_trip_equals_the_definition():
     weight = np.random.default_rng(0).standard_normal((96, 192)).astype(np.float32)
     expected, absmax, restored = plain_round_trip(weight)
     parts = nf4.quantize_nf4(jnp.asarray(weight.T))
-    ours = np.asarray(nf4.dequantize_nf4(parts, jnp.float32)).T
+    actual_values = np.asarray(nf4.dequantize_nf4(parts, jnp.float32)).T
     # One rounding more or less in absmax; a code that differs would be off by a tenth.
-    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(actual_values, expected, rtol=1e-5, atol=1e-6)
     # Half the widest gap between levels, and what double quantization adds to the scale.
     bound = 0.152 * absmax + np.abs(restored - absmax)
-    error = np.abs(ours - weight).reshape(-1, 64).max(1)
+    error = np.abs(actual_values - weight).reshape(-1, 64).max(1)
     assert (error <= bound + 1e-6).all() and error.max() > 0.05
     # Half the widest gap between the outer levels, of the largest distance from the mean.
     assert np.abs(restored - absmax).max() <= 0.008 * np.abs(absmax - absmax.mean()).max()
@@ -110,9 +110,10 @@ def quantized_model(tmp_path, kind):
     adapter = Adapter(slots, quantize=kind)
     shapes, rebuild = split_model(attach(build.abstract(config), adapter))
     mesh = make_mesh(jax.devices()[:1])
-    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    named_sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shapes = {
-        path: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here) for path, s in shapes.items()
+        path: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=named_sharding)
+        for path, s in shapes.items()
     }
     frozen = quantize_params(loading.read_params(tmp_path / "base"), shapes, kind)
     trained, _ = split_trained(shapes, adapter)
@@ -136,11 +137,11 @@ def test_a_quantized_model_is_its_merged_folder(kind, tmp_path):
     def logits(model):
         return np.asarray(model.logits(model.hidden(batch).hidden))
 
-    ours = logits(rebuild({**frozen, **trained}))
-    scale = np.abs(ours).max()
+    actual_values = logits(rebuild({**frozen, **trained}))
+    scale = np.abs(actual_values).max()
     # fp32 sums in another order; without the round trip the quantization's error shows.
-    assert np.abs(logits(loading.load(tmp_path / "out")) - ours).max() < 1e-4 * scale
-    assert np.abs(logits(loading.load(tmp_path / "plain")) - ours).max() > 1e-3 * scale
+    assert np.abs(logits(loading.load(tmp_path / "out")) - actual_values).max() < 1e-4 * scale
+    assert np.abs(logits(loading.load(tmp_path / "plain")) - actual_values).max() > 1e-3 * scale
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("nf4", (4.1, 4.3)), ("int8", (8.0, 8.5))])
@@ -161,9 +162,9 @@ def test_gradients_pass_through_and_weights_are_counted(kind, bits, tmp_path):
 
         return jax.jit(jax.grad(loss))(trained)
 
-    ours, expected = grads(rebuild, frozen), grads(rebuild_dense, dense)
+    actual_values, expected = grads(rebuild, frozen), grads(rebuild_dense, dense)
     for path, grad in expected.items():
-        assert np.abs(ours[path] - grad).max() < 1e-4 * np.abs(grad).max() + 1e-9, path
+        assert np.abs(actual_values[path] - grad).max() < 1e-4 * np.abs(grad).max() + 1e-9, path
     counted = sum(count_weights(path, value) for path, value in frozen.items())
     assert counted == build.param_count(config)
     kernels = [v for path, v in frozen.items() if ".kernel." in path]

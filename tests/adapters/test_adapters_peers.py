@@ -57,12 +57,12 @@ def test_pytorchs_experts_in_nf4_have_our_loss_and_gradients(benchmarks, tmp_pat
         tmp_path / "base", dtype=torch.float32, attn_implementation="sdpa"
     )
     model.requires_grad_(False)
-    place = "stack.block.mlp.experts"
+    position = "stack.block.mlp.experts"
     for index, layer in enumerate(model.model.layers):
         benchmarks["peers.experts_nf4"].pack_layer(layer, 4, "all-linear")
         experts = layer.mlp.experts
         factors = {name: np.asarray(trained[name][index]) for name in trained}
-        gate, up, down = (f"{place}.{part}.adapter" for part in ("gate", "up", "down"))
+        gate, up, down = (f"{position}.{part}.adapter" for part in ("gate", "up", "down"))
         for weight, value in [
             (experts.gate_up_lora.a, np.concatenate([factors[f"{p}.a"] for p in (gate, up)], -1)),
             (experts.gate_up_lora.b[0], factors[f"{gate}.b"]),
@@ -74,15 +74,18 @@ def test_pytorchs_experts_in_nf4_have_our_loss_and_gradients(benchmarks, tmp_pat
     benchmarks["peers.experts"].checkpoint_blocks(model)
     tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
     step = benchmarks["peers.experts"].Step(model, tokens, compile=False)
-    found = step.loss()
-    found.backward()
+    actual = step.loss()
+    actual.backward()
     # fp32 sums in another order.
-    assert abs(found.item() - float(expected)) < 1e-4
+    assert abs(actual.item() - float(expected)) < 1e-4
     for index, layer in enumerate(model.model.layers):
         lora = layer.mlp.experts.down_lora
-        for name, theirs in [("a", lora.a.grad), ("b", lora.b[0].grad)]:
-            ours = np.asarray(grads[f"{place}.down.adapter.{name}"][index])
-            assert np.abs(theirs.numpy() - ours).max() < 1e-4 * np.abs(ours).max(), (index, name)
+        for name, reference in [("a", lora.a.grad), ("b", lora.b[0].grad)]:
+            array = np.asarray(grads[f"{position}.down.adapter.{name}"][index])
+            assert np.abs(reference.numpy() - array).max() < 1e-4 * np.abs(array).max(), (
+                index,
+                name,
+            )
     step.optimizer.zero_grad()
     step.run()
-    assert step.loss().item() < found.item()
+    assert step.loss().item() < actual.item()

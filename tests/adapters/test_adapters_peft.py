@@ -61,10 +61,10 @@ def make_params(config, adapter, seed=0):
     """(shapes with places, random values, rebuild) of the adapted model."""
     mesh = make_mesh(jax.devices()[:1])
     shapes, rebuild = split_model(attach(build.abstract(config), adapter))
-    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    named_sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     rng = np.random.default_rng(seed)
     shapes = {
-        path: jax.ShapeDtypeStruct(s.shape, jnp.float32, sharding=here)
+        path: jax.ShapeDtypeStruct(s.shape, jnp.float32, sharding=named_sharding)
         for path, s in sorted(shapes.items())
         if adapter.trains(path)
     }
@@ -130,9 +130,9 @@ def test_peft_loads_what_we_write(case, name, tmp_path):
     model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     with torch.no_grad():
         expected = model(torch.from_numpy(TOKENS).long()).logits.numpy()
-    ours = our_logits(tmp_path / "base", values, rebuild, TOKENS)
+    actual_values = our_logits(tmp_path / "base", values, rebuild, TOKENS)
     # fp32 sums in another order.
-    assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
+    assert np.abs(actual_values - expected).max() < 1e-4 * np.abs(expected).max()
     plain = loading.load(tmp_path / "base")
     plain = np.asarray(plain.logits(plain.hidden(pack([[row] for row in TOKENS], 30)).hidden))
     assert np.abs(plain - expected).max() > 0.1 * np.abs(expected).max()
@@ -161,9 +161,9 @@ def test_recurrent_layers_go_to_peft_and_come_back(name, target, tmp_path):
         with torch.no_grad():
             return model(torch.from_numpy(TOKENS).long(), use_cache=False).logits.numpy()
 
-    def assert_same(ours, theirs):
-        assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
-        assert np.abs(theirs - plain).max() > 0.1 * np.abs(theirs).max()
+    def assert_same(actual_values, reference):
+        assert np.abs(actual_values - reference).max() < 1e-4 * np.abs(reference).max()
+        assert np.abs(reference - plain).max() > 0.1 * np.abs(reference).max()
 
     plain = run(load(tmp_path / "base", attn_implementation="eager"))
     adapter = Adapter(choose_slots(find_linears(config), target, LoRASpec(4, 6.0), {}, {}))
@@ -173,11 +173,11 @@ def test_recurrent_layers_go_to_peft_and_come_back(name, target, tmp_path):
     model = peft.PeftModel.from_pretrained(base, str(tmp_path / "ours"))
     assert_same(our_logits(tmp_path / "base", values, rebuild, TOKENS), run(model))
 
-    said = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    payload = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
     settings = peft.LoraConfig(
         r=4,
         lora_alpha=5,
-        target_modules=said["target_modules"],
+        target_modules=payload["target_modules"],
         init_lora_weights=False,
         task_type="CAUSAL_LM",
     )
@@ -243,30 +243,32 @@ def test_the_joint_pair_is_the_sum_of_ours(name, target, rslora, tmp_path):
     adapter = make_adapter(config, target, rslora=rslora)
     _, values, _ = make_params(config, adapter)
     write_peft(values, config, adapter, tmp_path, None)
-    wanted = {}
+    expected = {}
     for entry in families.family(config).names(config):
         path = entry.param.removesuffix(".kernel")
         if path in adapter.slots:
             a, b = (np.asarray(values[f"{path}.adapter.{part}"], np.float64) for part in "ab")
             for piece in entry.op.write(adapter.slots[path].scale * (a @ b), np.asarray):
-                whole = wanted.setdefault(piece.name, np.zeros(piece.shape))
-                whole[piece.index] = piece.array
-    found = load_file(tmp_path / "adapter_model.safetensors")
+                full = expected.setdefault(piece.name, np.zeros(piece.shape))
+                full[piece.index] = piece.array
+    actual = load_file(tmp_path / "adapter_model.safetensors")
     slots = open_peft(tmp_path).modules()
-    assert {f"{module}.weight" for module in slots} == set(wanted)
+    assert {f"{module}.weight" for module in slots} == set(expected)
     for module, slot in slots.items():
         name = f"base_model.model.{module}.lora_"
-        a, b = (found[f"{name}{part}.weight"].astype(np.float64) for part in "AB")
+        a, b = (actual[f"{name}{part}.weight"].astype(np.float64) for part in "AB")
         product = slot.scale * (b @ a)
-        assert np.abs(product - wanted[f"{module}.weight"]).max() < 1e-12 * np.abs(product).max()
+        assert np.abs(product - expected[f"{module}.weight"]).max() < 1e-12 * np.abs(product).max()
     again = read_adapter(tmp_path, config, "float32")
     loaded = load_trained(make_params(config, again)[0], config, again)
     for path, slot in adapter.slots.items():
-        ours, theirs = (
-            given.scale * np.asarray(v[f"{path}.adapter.a"] @ v[f"{path}.adapter.b"])
-            for given, v in ((slot, values), (again.slots[path], loaded))
+        actual_values, reference = (
+            provided.scale * np.asarray(v[f"{path}.adapter.a"] @ v[f"{path}.adapter.b"])
+            for provided, v in ((slot, values), (again.slots[path], loaded))
         )
-        np.testing.assert_allclose(theirs, ours, atol=1e-5 * np.abs(ours).max())
+        np.testing.assert_allclose(
+            reference, actual_values, atol=1e-5 * np.abs(actual_values).max()
+        )
 
 
 def test_parts_of_one_matrix_need_one_rank(tmp_path):
@@ -307,18 +309,18 @@ def test_we_load_what_peft_writes(dora, tmp_path):
     adapter = read_adapter(tmp_path / "adapter", config, "float32")
     shapes, _, rebuild = make_params(config, adapter)
     values = load_trained(shapes, config, adapter)
-    ours = our_logits(tmp_path / "base", values, rebuild, TOKENS)
-    assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
+    actual_values = our_logits(tmp_path / "base", values, rebuild, TOKENS)
+    assert np.abs(actual_values - expected).max() < 1e-4 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(("case", "name"), [*((case, "qwen3") for case in CASES), *EXPERTS])
 def test_round_trip_is_bit_identical(case, name, tmp_path):
     config, adapter, values, _ = write_case(tmp_path, case, name)
-    found = read_adapter(tmp_path / "adapter", config, "float32")
-    assert found.slots == adapter.slots and found.full == adapter.full
-    assert found.dropout == adapter.dropout
-    shapes, _, _ = make_params(config, found)
-    loaded = load_trained(shapes, config, found)
+    actual = read_adapter(tmp_path / "adapter", config, "float32")
+    assert actual.slots == adapter.slots and actual.full == adapter.full
+    assert actual.dropout == adapter.dropout
+    shapes, _, _ = make_params(config, actual)
+    loaded = load_trained(shapes, config, actual)
     assert set(loaded) == set(values)
     for path, value in values.items():
         np.testing.assert_array_equal(loaded[path], value)
@@ -333,9 +335,9 @@ def test_merged_equals_unmerged(case, name, tmp_path):
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1, "shard by shard"
     merged = loading.load(tmp_path / "out")
     logits = np.asarray(merged.logits(merged.hidden(pack([[row] for row in TOKENS], 30)).hidden))
-    ours = our_logits(tmp_path / "base", values, rebuild, TOKENS)
+    actual_values = our_logits(tmp_path / "base", values, rebuild, TOKENS)
     # fp32 sums in another order.
-    assert np.abs(logits - ours).max() < 1e-4 * np.abs(ours).max()
+    assert np.abs(logits - actual_values).max() < 1e-4 * np.abs(actual_values).max()
 
 
 def test_merging_to_bfloat16_rounds_once(tmp_path):
@@ -376,13 +378,13 @@ def test_what_we_do_not_compute_is_refused(change, words, tmp_path):
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     write_case(tmp_path, "lora")
     raw = {**RAW["qwen3"], "hidden_size": 64}
-    other = families.config_from_hf(raw)
-    saving.save(build.init(other, seed=0), other, tmp_path / "other")
+    second = families.config_from_hf(raw)
+    saving.save(build.init(second, seed=0), second, tmp_path / "other")
     with pytest.raises(UserError, match=r"cannot be merged.*is \(.*and \d+ more"):
         merge_adapter(tmp_path / "other", tmp_path / "adapter", tmp_path / "out")
-    adapter = read_adapter(tmp_path / "adapter", other, "float32")
+    adapter = read_adapter(tmp_path / "adapter", second, "float32")
     with pytest.raises(UserError, match="this model needs"):
-        load_trained(make_params(other, adapter)[0], other, adapter)
+        load_trained(make_params(second, adapter)[0], second, adapter)
 
 
 def test_an_adapter_that_holds_no_numbers_is_named(tmp_path):

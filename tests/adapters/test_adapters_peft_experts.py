@@ -55,9 +55,9 @@ def run(model):
         return model(torch.from_numpy(TOKENS).long()).logits.numpy()
 
 
-def assert_close(found, expected, plain):
+def assert_close(actual, expected, plain):
     # fp32 sums in another order; and the adapter does something.
-    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+    assert np.abs(actual - expected).max() < 1e-4 * np.abs(expected).max()
     assert np.abs(plain - expected).max() > 0.05 * np.abs(expected).max()
 
 
@@ -134,22 +134,24 @@ def written(tmp_path):
 
 def test_the_layout_is_expert_major_and_rank_major(written, tmp_path):
     config, _, values = written
-    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    actual = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     raw = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert raw["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     assert raw["r"] == 8 and raw["lora_alpha"] == 12  # gate and up are one pair
     assert raw["rank_pattern"] == {"mlp.experts.down_proj": 2}
     start = "base_model.model.model.layers.1.mlp.experts."
-    a, b = (found[f"{start}base_layer.lora_{part}.weight"] for part in "AB")
+    a, b = (actual[f"{start}base_layer.lora_{part}.weight"] for part in "AB")
     experts, width, hidden = 5, config.hidden_size, config.intermediate_size
     assert a.shape == (experts * 8, width) and b.shape == (2 * hidden, 8 * experts)
     path = "stack.block.mlp.experts.{}.adapter.{}"
     for e in range(experts):
         product = b[:, e::experts] @ a[8 * e : 8 * e + 8]
-        for place, part in enumerate(("gate", "up")):
-            ours = [np.asarray(values[path.format(part, factor)][1, e]) for factor in "ab"]
-            np.testing.assert_allclose(product[place::2], (ours[0] @ ours[1]).T, atol=1e-6)
-    assert found[f"{start}lora_A.weight"].shape == (experts * 2, hidden)
+        for position, part in enumerate(("gate", "up")):
+            actual_values = [np.asarray(values[path.format(part, factor)][1, e]) for factor in "ab"]
+            np.testing.assert_allclose(
+                product[position::2], (actual_values[0] @ actual_values[1]).T, atol=1e-6
+            )
+    assert actual[f"{start}lora_A.weight"].shape == (experts * 2, hidden)
 
 
 @pytest.mark.parametrize(

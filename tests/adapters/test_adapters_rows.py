@@ -42,16 +42,16 @@ def test_rows_stand_in_for_the_table_s_and_alone_have_a_gradient():
     table = jnp.arange(12.0).reshape(6, 2)
     tokens = jnp.asarray([[5, 0, 2, 4]])
     # In any order, and with the largest and a small id.
-    own = TokenRows(jnp.asarray([[50.0, 51], [20, 21]]), (5, 2))
-    found = own.look_up(table[tokens], tokens)
-    np.testing.assert_array_equal(found[0], [[50, 51], [0, 1], [20, 21], [8, 9]])
-    np.testing.assert_array_equal(own.place(table)[tokens], found)
-    assert own.place(table.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    token_rows = TokenRows(jnp.asarray([[50.0, 51], [20, 21]]), (5, 2))
+    actual = token_rows.look_up(table[tokens], tokens)
+    np.testing.assert_array_equal(actual[0], [[50, 51], [0, 1], [20, 21], [8, 9]])
+    np.testing.assert_array_equal(token_rows.place(table)[tokens], actual)
+    assert token_rows.place(table.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
     def loss(rows):
         return TokenRows(rows, (5, 2)).look_up(table[tokens], tokens).sum()
 
-    np.testing.assert_array_equal(jax.grad(loss)(own.rows[...]), np.ones((2, 2)))
+    np.testing.assert_array_equal(jax.grad(loss)(token_rows.rows[...]), np.ones((2, 2)))
 
 
 class Case(NamedTuple):
@@ -144,27 +144,27 @@ def test_peft_computes_what_was_trained_and_merging_keeps_it(base, adapter, tmp_
     parts.tokenizer.save_pretrained(folder)
     again = parts_of(base, path=str(folder))
     with jax.set_mesh(again.mesh):
-        found = open_params(again, 0)
+        actual = open_params(again, 0)
     for path, value in case.values.items():
-        np.testing.assert_array_equal(found[path], value)
+        np.testing.assert_array_equal(actual[path], value)
     merge_adapter(base, folder, merged, keys={"eos_token_id": 514})
     raw = json.loads((merged / "config.json").read_text())
     assert (raw["vocab_size"], raw["eos_token_id"]) == (515, 514)
     assert len(load_tokenizer(str(merged))) == 515
-    whole = split_model(loading.load(merged))[0]
+    full = split_model(loading.load(merged))[0]
     for name in {"embed"} if tied else TABLES:
-        wanted = np.array(case.params[f"{name}.embedding"])
+        array = np.array(case.params[f"{name}.embedding"])
         if adapter:
-            wanted = case.values[f"{name}.embedding"]
+            array = case.values[f"{name}.embedding"]
         else:
-            wanted[list(IDS)] = case.values[f"{name}.adapter.rows"]
-        np.testing.assert_array_equal(whole[f"{name}.embedding"], wanted)
+            array[list(IDS)] = case.values[f"{name}.adapter.rows"]
+        np.testing.assert_array_equal(full[f"{name}.embedding"], array)
     model = peft_model(case, folder)
     import torch
 
     with torch.no_grad():
-        theirs = model(input_ids=torch.tensor(TOKENS)).logits.numpy()
-    np.testing.assert_allclose(theirs, case.logits, atol=2e-5)
+        reference = model(input_ids=torch.tensor(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(reference, case.logits, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -180,14 +180,14 @@ def test_rows_of_peft_are_read(base, tmp_path):
         "target_modules": ["q_proj", "up_proj"],
         "trainable_token_indices": [514, 3, 512, 513],
     }
-    theirs = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options))
+    reference = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options))
     with torch.no_grad():
-        for name, weight in theirs.named_parameters():
+        for name, weight in reference.named_parameters():
             if "trainable_tokens_delta" in name:
                 weight.add_(torch.randn_like(weight))
-        wanted = theirs(input_ids=torch.tensor(TOKENS)).logits.numpy()
-    theirs.save_pretrained(tmp_path)
+        expected = reference(input_ids=torch.tensor(TOKENS)).logits.numpy()
+    reference.save_pretrained(tmp_path)
     parts = parts_of(base, path=str(tmp_path))
     with jax.set_mesh(parts.mesh):
         params = open_params(parts, 0)
-    np.testing.assert_allclose(logits_of(parts, params), wanted, atol=2e-5)
+    np.testing.assert_allclose(logits_of(parts, params), expected, atol=2e-5)

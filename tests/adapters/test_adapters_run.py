@@ -118,8 +118,8 @@ def test_resuming_repeats_the_uninterrupted_run(config, trained, tmp_path):
     constant = "optim.lr_scheduler=constant"
     assert run("--config", config, folder, constant, "run.max_steps=2", "run.export=false") == 0
     assert run("--config", config, folder, constant) == 0
-    whole = f"run.output_dir={tmp_path / 'whole'}"
-    assert run("--config", config, whole, constant, "run.export=false") == 0
+    full = f"run.output_dir={tmp_path / 'whole'}"
+    assert run("--config", config, full, constant, "run.export=false") == 0
     assert losses(tmp_path / "two") == losses(tmp_path / "whole")
 
 
@@ -144,28 +144,28 @@ def test_export_merge_and_eval_give_the_same_loss(config, base, trained, tmp_pat
     assert shown_loss(capsys) == pytest.approx(last, rel=1e-5)
 
     assert run("merge", tmp_path / "adapter", "--output", tmp_path / "merged2") == 0
-    one, two = SafetensorsFolder(tmp_path / "merged"), SafetensorsFolder(tmp_path / "merged2")
-    assert set(one.tensors) == set(two.tensors) == set(SafetensorsFolder(base).tensors)
-    for name, stored in one.tensors.items():
+    entry, two = SafetensorsFolder(tmp_path / "merged"), SafetensorsFolder(tmp_path / "merged2")
+    assert set(entry.tensors) == set(two.tensors) == set(SafetensorsFolder(base).tensors)
+    for name, stored in entry.tensors.items():
         everything = tuple(slice(0, size) for size in stored.shape)
-        np.testing.assert_array_equal(one.fetch(name, everything), two.fetch(name, everything))
+        np.testing.assert_array_equal(entry.fetch(name, everything), two.fetch(name, everything))
     # Answers end as the adapter's own template ends them, whatever the base's files say.
     end = load_tokenizer(str(tmp_path / "adapter")).convert_tokens_to_ids("<|im_end|>")
     for folder in ("merged", "merged2"):
-        told = json.loads((tmp_path / folder / "generation_config.json").read_text())
-        assert end in told["eos_token_id"]
+        payload = json.loads((tmp_path / folder / "generation_config.json").read_text())
+        assert end in payload["eos_token_id"]
 
 
 def test_merge_overwrites_neither_base_nor_adapter(trained, base, tmp_path, monkeypatch, capsys):
-    mine = tmp_path / "base"
-    shutil.copytree(base, mine)
+    local_copy = tmp_path / "base"
+    shutil.copytree(base, local_copy)
     assert run("export", trained, "--output", tmp_path / "adapter") == 0
-    (tmp_path / "link").symlink_to(mine)
+    (tmp_path / "link").symlink_to(local_copy)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     monkeypatch.chdir(tmp_path)
-    for output in (mine, "base/", "link", "link/../base", tmp_path / "adapter", trained, "."):
+    for output in (local_copy, "base/", "link", "link/../base", tmp_path / "adapter", trained, "."):
         for source in (tmp_path / "adapter", trained):
-            assert run("merge", source, "--base", mine, "--output", output) == 2, output
+            assert run("merge", source, "--base", local_copy, "--output", output) == 2, output
             assert "is there already and holds" in capsys.readouterr().err
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
     assert run("merge", trained) == run("merge", trained) == 0

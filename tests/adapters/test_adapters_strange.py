@@ -45,11 +45,11 @@ def put(folder, config=CONFIG, tensors=TENSORS):
 
 def refuse(folder) -> str:
     start = time.monotonic()
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as actual:
         open_peft(folder).modules()
-    assert time.monotonic() - start < 15 and len(str(found.value)) < 2000
-    assert "\x1b" not in str(found.value)
-    return str(found.value)
+    assert time.monotonic() - start < 15 and len(str(actual.value)) < 2000
+    assert "\x1b" not in str(actual.value)
+    return str(actual.value)
 
 
 def test_the_folder_as_it_is_opens(tmp_path):

@@ -60,9 +60,9 @@ def test_logits_and_logprobs_are_transformers(folder, model):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found, scored = model.logits(TEXTS), model.logprobs(TEXTS)
-    assert len(found) == len(scored) == len(TEXTS)
-    for ids, logits, logp in zip(model.encode(TEXTS), found, scored, strict=True):
+    actual, scored = model.logits(TEXTS), model.logprobs(TEXTS)
+    assert len(actual) == len(scored) == len(TEXTS)
+    for ids, logits, logp in zip(model.encode(TEXTS), actual, scored, strict=True):
         assert logits.shape == (len(ids), 512) and logp.shape == (len(ids),)
         assert logits.dtype == logp.dtype == np.float32
         if not len(ids):
@@ -115,9 +115,9 @@ junk = st.recursive(
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(junk)
-def test_anything_is_ids_or_named(model, given):
+def test_anything_is_ids_or_named(model, content):
     try:
-        for ids in model.encode(given):
+        for ids in model.encode(content):
             assert ids.dtype == np.int32 and ids.ndim == 1
             assert not len(ids) or (0 <= ids.min() and ids.max() < model.vocab_size)
     except UserError as error:
@@ -151,19 +151,19 @@ def make_tree():
 
 
 def test_branches_of_a_tree_and_of_its_row_are_the_same():
-    tree, other = make_tree(), build_tree([(-1, [8, 9], [0, 1], "")])
-    found = api.list_branches(tree)
-    for branch, (tokens, weights) in zip(found, split_branches(tree), strict=True):
+    tree, second = make_tree(), build_tree([(-1, [8, 9], [0, 1], "")])
+    branches = api.list_branches(tree)
+    for branch, (tokens, weights) in zip(branches, split_branches(tree), strict=True):
         np.testing.assert_array_equal(branch.tokens, tokens)
         np.testing.assert_allclose(branch.weights["nll"], weights["nll"])
-    assert [b.tokens.tolist() for b in found] == [[1, 2, 3], [1, 2, 4, 5, 6], [1, 2, 4, 5, 7]]
-    rows = [[lay_out(tree, "branch"), lay_out(other, "branch")], [lay_out(other, "branch")]]
+    assert [b.tokens.tolist() for b in branches] == [[1, 2, 3], [1, 2, 4, 5, 6], [1, 2, 4, 5, 7]]
+    rows = [[lay_out(tree, "branch"), lay_out(second, "branch")], [lay_out(second, "branch")]]
     batch = build_batch(rows, 12)
     flat = api.list_branches(batch)
     want = [[1, 2, 3], [1, 2, 4, 5, 6], [1, 2, 4, 5, 7], [8, 9], [8, 9]]
     assert [branch.tokens.tolist() for branch in flat] == want
     assert [branch.row for branch in flat] == [(0,)] * 4 + [(1,)]
-    for branch, alone in zip(flat, found, strict=False):
+    for branch, alone in zip(flat, branches, strict=False):
         np.testing.assert_allclose(branch.weights["nll"], alone.weights["nll"])
     total = sum(branch.weights["nll"].sum() for branch in flat)
     np.testing.assert_allclose(total, batch.weights["nll"].sum())

@@ -160,9 +160,9 @@ def test_an_exported_model_is_fine_tuned_again(config, trained, tmp_path):
     (line,) = [line for line in read_metrics(folder) if "loss" in line]
     first = read_metrics(trained)[0]["loss"]
     assert line["loss"] < first - 0.1, "starts from the trained weights, not at random"
-    ours = json.loads((folder / "model" / "config.json").read_text())
-    theirs = json.loads((trained / "model" / "config.json").read_text())
-    assert ours == theirs
+    payload = json.loads((folder / "model" / "config.json").read_text())
+    reference = json.loads((trained / "model" / "config.json").read_text())
+    assert payload == reference
 
 
 def test_generate_answers_prompts_and_files(trained, tmp_path, capsys):
@@ -359,7 +359,7 @@ def test_a_run_in_a_folder_with_any_name(config, tmp_path, name, capsys):
 
 
 @pytest.mark.parametrize(
-    "flags, package, left",
+    "flags, package, remaining",
     [
         ("", None, processes.NO_TRITON),
         ("--xla_a=1", None, f"--xla_a=1 {processes.NO_TRITON}"),
@@ -368,11 +368,11 @@ def test_a_run_in_a_folder_with_any_name(config, tmp_path, name, capsys):
     ],
 )
 def test_matmuls_are_left_to_cublas_where_there_may_be_one(
-    tmp_path, monkeypatch, flags, package, left
+    tmp_path, monkeypatch, flags, package, remaining
 ):
     path = tmp_path / "config.toml"
     path.write_text(CONFIG)
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: package)
     processes.settle_before_jax(load_config(path))
-    assert processes.os.environ["XLA_FLAGS"] == left
+    assert processes.os.environ["XLA_FLAGS"] == remaining

@@ -87,14 +87,14 @@ def convert(tmp_path, name, text):
 
 
 def test_an_axolotl_file_loads_and_says_what_is_lost(tmp_path, capsys):
-    code, ours, output = convert(tmp_path, "config.yml", AXOLOTL)
+    code, actual_values, output = convert(tmp_path, "config.yml", AXOLOTL)
     assert code == 0
-    assert ours["adapter"] == {
+    assert actual_values["adapter"] == {
         **{"quantize": "nf4", "kind": "lora", "rank": 8, "target": "all-linear"},
         "dropout": 0.05,
     }
-    assert ours["model"]["neftune_alpha"] == 5
-    first, second = ours["data"]["datasets"]
+    assert actual_values["model"]["neftune_alpha"] == 5
+    first, second = actual_values["data"]["datasets"]
     assert first == {
         "path": "teknium/cleaned",
         "format": "alpaca",
@@ -107,19 +107,22 @@ def test_an_axolotl_file_loads_and_says_what_is_lost(tmp_path, capsys):
         "messages.content": "value",
     }
     assert second["roles"] == {"gpt": "assistant", "model": "assistant"}
-    assert ours["data"]["validation_split"] == 0.1
-    assert ours["eval"] == {"per_epoch": 4}
+    assert actual_values["data"]["validation_split"] == 0.1
+    assert actual_values["eval"] == {"per_epoch": 4}
     # YAML 1.1 reads these as texts.
-    assert (ours["optim"]["learning_rate"], ours["optim"]["weight_decay"]) == (2e-4, 0.01)
-    assert ours["model"]["chat_template"] == "phi3"
+    assert (actual_values["optim"]["learning_rate"], actual_values["optim"]["weight_decay"]) == (
+        2e-4,
+        0.01,
+    )
+    assert actual_values["model"]["chat_template"] == "phi3"
     # Axolotl's own defaults, which are not ours.
-    assert ours["data"]["sequence_len"] == 512
+    assert actual_values["data"]["sequence_len"] == 512
     assert load_config(output).optim.name == "adamw"
-    said = capsys.readouterr().out
-    assert ours["optim"]["moments"] == "int8"
+    printed = capsys.readouterr().out
+    assert actual_values["optim"]["moments"] == "int8"
     for part in ("surprise = 3",):
-        assert part in said
-    assert "flash_attention" not in said and "load_in_4bit" not in said
+        assert part in printed
+    assert "flash_attention" not in printed and "load_in_4bit" not in printed
     with pytest.raises(UserError, match="exists"):
         from jaxtrain.cli.convert import convert as verb
 
@@ -129,8 +132,10 @@ def test_an_axolotl_file_loads_and_says_what_is_lost(tmp_path, capsys):
 def test_axolotls_quantized_experts(tmp_path):
     text = "base_model: m\nquantize_moe_experts: true\nload_in_4bit: true\nadapter: qlora\n"
     text += "lora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]\n"
-    _, ours, output = convert(tmp_path, "config.yml", text + "lora_target_modules: [q_proj]\n")
-    assert ours["adapter"] == {
+    _, actual_values, output = convert(
+        tmp_path, "config.yml", text + "lora_target_modules: [q_proj]\n"
+    )
+    assert actual_values["adapter"] == {
         "quantize": "nf4_fused",
         "kind": "lora",
         "target": ["q_proj", "experts.gate", "experts.up", "experts.down"],
@@ -139,7 +144,7 @@ def test_axolotls_quantized_experts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rules", "theirs", "options"),
+    ("rules", "reference", "options"),
     [
         (
             axolotl.RULES,
@@ -154,56 +159,66 @@ def test_axolotls_quantized_experts(tmp_path):
         (trl.RULES, {"hub_model_id": "me/x", "push_to_hub": False}, None),
     ],
 )
-def test_a_push_to_the_hub_becomes_an_observer(rules, theirs, options):
-    made = Conversion(theirs)
-    made.run(rules, theirs)
-    wanted = None if options is None else [{"kind": "hub", "options": options}]
-    assert made.get("observers") == wanted and not made.missed
+def test_a_push_to_the_hub_becomes_an_observer(rules, reference, options):
+    conversion = Conversion(reference)
+    conversion.run(rules, reference)
+    expected = None if options is None else [{"kind": "hub", "options": options}]
+    assert conversion.get("observers") == expected and not conversion.missed
 
 
 def test_no_evaluation_is_never_and_not_at_the_end():
     for value in (False, "no"):  # YAML 1.1 reads `no` as false
-        made = Conversion({"eval_strategy": value})
-        made.run(axolotl.RULES, made.source)
-        assert made.table == {"eval": {"every": "never"}}
+        conversion = Conversion({"eval_strategy": value})
+        conversion.run(axolotl.RULES, conversion.source)
+        assert conversion.table == {"eval": {"every": "never"}}
 
 
 def test_a_template_that_writes_more_there_is_said():
-    for name, told in (("phi_4", "system message"), ("alpaca", "sentence")):
-        made = Conversion({"chat_template": name})
-        made.run(axolotl.RULES, made.source)
-        assert made.get("model.chat_template") == name.replace("_", "") and told in str(made.notes)
-    made = Conversion({"chat_template": "exaone"})
-    made.run(axolotl.RULES, made.source)
-    assert made.missed
+    for name, messages in (("phi_4", "system message"), ("alpaca", "sentence")):
+        conversion = Conversion({"chat_template": name})
+        conversion.run(axolotl.RULES, conversion.source)
+        assert conversion.get("model.chat_template") == name.replace("_", "") and messages in str(
+            conversion.notes
+        )
+    conversion = Conversion({"chat_template": "exaone"})
+    conversion.run(axolotl.RULES, conversion.source)
+    assert conversion.missed
 
 
 def test_a_trl_command_line_with_trl_s_defaults(tmp_path):
-    code, ours, output = convert(tmp_path, "run.sh", COMMAND)
+    code, actual_values, output = convert(tmp_path, "run.sh", COMMAND)
     assert code == 0
-    assert ours["task"] == {"kind": "rl", "objective": "dapo", "beta": 0.0}
-    assert ours["rollout"]["group_size"] == 8 and ours["rollout"]["engine"] == "vllm"
-    assert ours["rollout"]["vllm"] == {"servers": ["http://127.0.0.1:8001"], "sync": "lora"}
-    assert ours["rewards"] == [
+    assert actual_values["task"] == {"kind": "rl", "objective": "dapo", "beta": 0.0}
+    assert (
+        actual_values["rollout"]["group_size"] == 8 and actual_values["rollout"]["engine"] == "vllm"
+    )
+    assert actual_values["rollout"]["vllm"] == {
+        "servers": ["http://127.0.0.1:8001"],
+        "sync": "lora",
+    }
+    assert actual_values["rewards"] == [
         {"function": "rewards.py:right", "weight": 1.0},
         {"function": "length", "weight": 0.5},
     ]
-    assert ours["run"] == {"max_steps": 10}  # and no 3 epochs beside them
-    assert ours["data"]["shuffle"] is False
-    assert ours["adapter"]["rank"] == 4 and ours["adapter"]["kind"] == "lora"
+    assert actual_values["run"] == {"max_steps": 10}  # and no 3 epochs beside them
+    assert actual_values["data"]["shuffle"] is False
+    assert actual_values["adapter"]["rank"] == 4 and actual_values["adapter"]["kind"] == "lora"
     config = load_config(output)
     assert config.optim.learning_rate == 1e-6 and config.sampling.temperature == 1.0
 
 
 def test_a_prime_rl_file_tells_what_it_still_needs(tmp_path, capsys):
-    code, ours, _ = convert(tmp_path, "rl.toml", PRIME)
+    code, actual_values, _ = convert(tmp_path, "rl.toml", PRIME)
     assert code == 1
-    assert ours["rollout"] == {"group_size": 16, "prompts_per_step": 32}
-    assert ours["adapter"] == {"rank": 8, "kind": "lora"}
-    assert ours["optim"]["learning_rate"] == 3e-6 and ours["sampling"]["max_new_tokens"] == 64
-    said = capsys.readouterr().out
-    assert "orchestrator.env" in said and "data.datasets is empty" in said
-    assert ours["env"] == {"kind": "verifiers", "verifiers": {"taskset": "some/env"}}
+    assert actual_values["rollout"] == {"group_size": 16, "prompts_per_step": 32}
+    assert actual_values["adapter"] == {"rank": 8, "kind": "lora"}
+    assert (
+        actual_values["optim"]["learning_rate"] == 3e-6
+        and actual_values["sampling"]["max_new_tokens"] == 64
+    )
+    output = capsys.readouterr().out
+    assert "orchestrator.env" in output and "data.datasets is empty" in output
+    assert actual_values["env"] == {"kind": "verifiers", "verifiers": {"taskset": "some/env"}}
 
 
 GYM = """
@@ -225,17 +240,17 @@ max_steps: 5
 
 def test_axolotls_nemo_gym(tmp_path, capsys):
     """A Gym that runs needs no more; of one to be started it is said what is still to be added."""
-    code, ours, output = convert(tmp_path, "gym.yml", GYM)
+    code, actual_values, output = convert(tmp_path, "gym.yml", GYM)
     assert code == 0, capsys.readouterr().out
     gym = load_config(output).env.gym
     assert (gym.head, gym.agent, gym.mode) == ("http://127.0.0.1:11000", "sudoku", "verify")
-    assert ours["data"]["datasets"] == [{"path": "rows.jsonl", "max_rows": 100}]
-    assert "rewards" not in ours and ours["env"]["kind"] == "nemo_gym"
+    assert actual_values["data"]["datasets"] == [{"path": "rows.jsonl", "max_rows": 100}]
+    assert "rewards" not in actual_values and actual_values["env"]["kind"] == "nemo_gym"
     started = GYM.replace("auto_start: false", "config_paths: [a.yaml]\nnemo_gym_multi_turn: true")
     output.unlink()
-    code, ours, _ = convert(tmp_path, "start.yml", started)
+    code, actual_values, _ = convert(tmp_path, "start.yml", started)
     assert code == 1 and "env.gym.python" in capsys.readouterr().out
-    assert ours["env"]["gym"] == {
+    assert actual_values["env"]["gym"] == {
         "mode": "agent",
         "start_seconds": 360,
         "start": True,
@@ -260,10 +275,10 @@ def test_what_is_no_config_of_theirs_is_refused(tmp_path, capsys, name, text, pa
 
 def test_every_key_that_the_tables_name_exists_here():
     """A key that is renamed here must be renamed there."""
-    ours = set()
+    actual_values = set()
     for title, section in list_sections():
-        place = title.split(" ")[0].strip("[]")
-        ours |= {f"{place}.{key}" for key, *_ in list_keys(section)}
+        position = title.split(" ")[0].strip("[]")
+        actual_values |= {f"{position}.{key}" for key, *_ in list_keys(section)}
     tables = [system.RULES for system in SYSTEMS.values()]
     tables += [
         trl.GRPO,
@@ -274,22 +289,22 @@ def test_every_key_that_the_tables_name_exists_here():
         r for t in tables for r in t.values() if isinstance(r, ConversionRule) and r.key is not None
     ]
     assert len(rules) > 150
-    assert {rule.key for rule in rules} <= ours
+    assert {rule.key for rule in rules} <= actual_values
     inner = {f"data.datasets.{rule.key}" for rule in axolotl.DATASET.values() if rule.key}
-    assert inner and inner <= ours
+    assert inner and inner <= actual_values
 
 
 def test_optimizers_in_8_bits_and_paged_ones_keep_what_they_save():
-    made = Conversion({})
-    made.run(trl.RULES, {"optim": "paged_adamw_8bit"})
-    assert made.table["optim"] == {"name": "adamw", "moments": "int8", "offload": True}
+    conversion = Conversion({})
+    conversion.run(trl.RULES, {"optim": "paged_adamw_8bit"})
+    assert conversion.table["optim"] == {"name": "adamw", "moments": "int8", "offload": True}
 
 
 def test_values_without_counterpart_are_told():
-    made = Conversion({})
-    made.run(trl.RULES, {"optim": "galore_adamw", "lr_scheduler_type": "polynomial"})
-    assert [key for key, *_ in made.missed] == ["optim", "lr_scheduler_type"]
-    assert "adamw" in made.missed[0][2]
+    conversion = Conversion({})
+    conversion.run(trl.RULES, {"optim": "galore_adamw", "lr_scheduler_type": "polynomial"})
+    assert [key for key, *_ in conversion.missed] == ["optim", "lr_scheduler_type"]
+    assert "adamw" in conversion.missed[0][2]
 
 
 def test_keys_of_other_systems_are_answered_with_ours():
@@ -297,8 +312,8 @@ def test_keys_of_other_systems_are_answered_with_ours():
     assert "sampling.max_new_tokens" in suggest("max_completion_length", ["seed"])
     assert "kernel follows" in suggest("flash_attention", ["seed"])
     assert "checkpoint.every" in suggest("save_steps", ["every", "profile_steps"])
-    for key, ours in ELSEWHERE.items():
-        assert ours in suggest(key, ["seed"]), key
+    for key, actual_values in ELSEWHERE.items():
+        assert actual_values in suggest(key, ["seed"]), key
     # One that task has, in a section with a key that is nearly the same.
     assert "did you mean 'beta1'" in suggest("beta", ["beta1", "eps"])
 
@@ -311,19 +326,22 @@ def test_the_defaults_are_trl_s():
 
     for method, defaults in trl.DEFAULTS.items():
         name = {"reward": "RewardConfig"}.get(method, f"{method.upper()}Config")
-        theirs = {f.name: f.default for f in fields(getattr(module, name))}
-        wanted = trl.COMMON_DEFAULTS | defaults
+        reference = {f.name: f.default for f in fields(getattr(module, name))}
+        expected = trl.COMMON_DEFAULTS | defaults
         if method in ("grpo", "rloo"):
-            wanted |= trl.SAMPLING_DEFAULTS
-        assert {key: theirs[key] for key in wanted} == wanted, method
+            expected |= trl.SAMPLING_DEFAULTS
+        assert {key: reference[key] for key in expected} == expected, method
 
 
 def test_version_tells_what_is_installed(capsys):
     import jaxtrain
 
     assert main(["--version"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(f"jaxtrain {jaxtrain.__version__}, python 3.") and ", jax 0." in told
+    messages = capsys.readouterr().out
+    assert (
+        messages.startswith(f"jaxtrain {jaxtrain.__version__}, python 3.")
+        and ", jax 0." in messages
+    )
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -344,8 +362,8 @@ def test_values_of_any_kind_end_in_a_config_or_a_line(name):
     )
     for key in system.RULES:
         for value in odd:
-            made = system.convert({key: value})
-            tomllib.loads(made.write("head"))
+            created = system.convert({key: value})
+            tomllib.loads(created.write("head"))
     for value in odd:
         data = {"datasets": [{"path": "a.jsonl", "split": value}, value], "val_set_size": value}
         tomllib.loads(axolotl.convert(data).write("head"))

@@ -76,8 +76,8 @@ def test_whatever_a_file_has_become(run, capsys, name, how):
 def test_verbs_on_a_damaged_config(run, capsys, how):
     damage(run / "config.json", how)
     for verb in (["eval"], ["export"], ["generate", "--prompt", "x"], ["merge"]):
-        code, said = run_verb([verb[0], str(run), *verb[1:]], capsys)
-        assert code == 2 and said.startswith("error: ")
+        code, output = run_verb([verb[0], str(run), *verb[1:]], capsys)
+        assert code == 2 and output.startswith("error: ")
 
 
 def test_checkpoint_folders_of_odd_names(run):
@@ -138,8 +138,8 @@ def test_odd_names_and_sizes_are_drawn(tmp_path, capsys):
     rows += [{"step": 10**30, "loss": 1}, {"step": 4, "loss": float("nan"), "mfu": -1e-300}]
     rows += [{"step": 5, "eval/$a_{accuracy": 0.5}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, said = run_verb(["plot", str(folder)], capsys)
-    assert code == 0, said
+    code, output = run_verb(["plot", str(folder)], capsys)
+    assert code == 0, output
 
 
 def test_what_models_say_is_shown_without_control_characters(tmp_path):
@@ -195,8 +195,8 @@ def test_a_full_disk_is_told_once_by_the_event_loop(tmp_path, caplog):
         asyncio.run(run())
         gc.collect()
     checkpoints.close()
-    told = [record for record in caplog.records if "never retrieved" in record.getMessage()]
-    assert len(told) == 1 and "a bug" in str(told[0].exc_info)
+    messages = [record for record in caplog.records if "never retrieved" in record.getMessage()]
+    assert len(messages) == 1 and "a bug" in str(messages[0].exc_info)
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_a_full_disk_is_told_once_by_the_event_loop(tmp_path, caplog):
     ],
 )
 def test_command_lines_of_all_kinds(argv, capsys, monkeypatch):
-    code, said = run_verb(argv, capsys)
-    assert code == 2 and said.startswith("error: ")
+    code, output = run_verb(argv, capsys)
+    assert code == 2 and output.startswith("error: ")
 
 
 def test_overrides_stand_anywhere(tmp_path, capsys):
@@ -228,10 +228,10 @@ def test_overrides_stand_anywhere(tmp_path, capsys):
         str(path),
         "log.every=2",
     ]
-    code, said = run_verb(words, capsys)
-    found = json.loads(said)
-    assert code == 0 and found["optim"]["beta1"] == 0.5
-    assert (found["run"]["seed"], found["log"]["every"]) == (7, 2)
+    code, output = run_verb(words, capsys)
+    payload = json.loads(output)
+    assert code == 0 and payload["optim"]["beta1"] == 0.5
+    assert (payload["run"]["seed"], payload["log"]["every"]) == (7, 2)
 
 
 def test_secrets_stay_out_of_the_folder(tmp_path):

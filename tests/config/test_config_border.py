@@ -229,12 +229,12 @@ JSON = st.recursive(
 
 @TRIES
 @given(st.sampled_from(["toml", "yaml", "json"]), st.binary(max_size=60) | JSON, st.integers(0, 9))
-def test_any_file(tmp_path, kind, content, place):
+def test_any_file(tmp_path, kind, content, number):
     """Bytes of all kinds, and values of all kinds where a section or a key should be."""
     if not isinstance(content, bytes):
-        section = sorted(Config.model_fields)[place]
+        section = sorted(Config.model_fields)[number]
         key = next(iter(getattr(Config.model_fields[section].annotation, "model_fields", {"x": 0})))
-        table = {section: {key: content}} if place % 2 else {section: content}
+        table = {section: {key: content}} if number % 2 else {section: content}
         content = json.dumps(table).encode()
         kind = "json" if kind == "toml" else kind
     try:
@@ -250,9 +250,9 @@ def test_secrets_are_named_not_kept(tmp_path, monkeypatch):
         'url = "https://me:sk-123@host/?key=sk-123"\nanswer_key = "label"\n'
     )
     config = load_config(write(tmp_path, text))
-    kept = json.dumps(config.saved())
-    assert "sk-123" not in kept and kept.count(HIDDEN) == 4
-    assert all(word in kept for word in ("$HF", "label", "all", '"longest": 5'))
+    retained = json.dumps(config.saved())
+    assert "sk-123" not in retained and retained.count(HIDDEN) == 4
+    assert all(word in retained for word in ("$HF", "label", "all", '"longest": 5'))
     assert "sk-123" in config.model_dump_json()
     monkeypatch.setenv("HF", "hf-1")
     options = config.rewards[0].options

@@ -142,7 +142,7 @@ def test_shipped_configs_are_valid(path):
 
 def test_presets_parse():
     folder = Path(__file__).parents[2] / "jaxtrain" / "presets"
-    found = list(folder.glob("*/*.toml"))
-    assert found
-    for path in found:
+    actual = list(folder.glob("*/*.toml"))
+    assert actual
+    for path in actual:
         assert tomllib.loads(path.read_text())

@@ -30,7 +30,7 @@ SERVED = 'rollout.vllm.servers=["http://127.0.0.1:8000"]'
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["rollout.service=rya", SERVED], "'rya' is none of"),
         (["rollout.service=ray://", SERVED], "is none of"),
@@ -39,11 +39,11 @@ SERVED = 'rollout.vllm.servers=["http://127.0.0.1:8000"]'
         (["rollout.vllm.launch=ray", "rollout.vllm.sleep=true"], "GPUs of their own"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path, words, said):
+def test_what_cannot_be_is_refused(tmp_path, words, output):
     (tmp_path / "c.toml").write_text(RL)
     with pytest.raises(UserError) as error:
         load_config(tmp_path / "c.toml", words)
-    assert said in str(error.value)
+    assert output in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_what_cannot_be_is_refused(tmp_path, words, said):
 )
 def test_what_can_be_is_taken(tmp_path, words):
     (tmp_path / "c.toml").write_text(RL)
-    found = load_config(tmp_path / "c.toml", [*words, "rollout.ray.episode_workers=4"])
-    assert found.rollout.ray.episode_workers == 4
-    assert service_name(found.rollout.service) in ("a", None)
+    config = load_config(tmp_path / "c.toml", [*words, "rollout.ray.episode_workers=4"])
+    assert config.rollout.ray.episode_workers == 4
+    assert service_name(config.rollout.service) in ("a", None)
 
 
 def test_a_missing_ray_is_said_with_what_to_install(monkeypatch):

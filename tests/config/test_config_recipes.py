@@ -41,9 +41,9 @@ def test_init_copies_a_config(tmp_path, monkeypatch, capsys):
     assert main(["init", "sft_qwen3"]) == 2
     assert main(["init", "nothing"]) == 2
     assert main(["init", "quickstart", "--output", "no/such/folder.toml"]) == 2
-    said = capsys.readouterr().err
-    assert "sft_qwen3.toml is there already" in said and "there is no 'nothing'" in said
-    assert "no/such/folder.toml cannot be written: No such file" in said
+    output = capsys.readouterr().err
+    assert "sft_qwen3.toml is there already" in output and "there is no 'nothing'" in output
+    assert "no/such/folder.toml cannot be written: No such file" in output
     assert main(["init"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(list_recipes())

@@ -69,8 +69,8 @@ def test_values_presets_and_strangers():
 
 def test_editors_are_offered_the_names_that_are_built_in():
     optim = SCHEMA["$defs"]["OptimConfig"]["properties"]
-    offered, other = optim["name"]["anyOf"]
-    assert {"adamw", "muon"} <= set(offered["enum"]) and "file.py:name" in other["examples"]
+    offered, second = optim["name"]["anyOf"]
+    assert {"adamw", "muon"} <= set(offered["enum"]) and "file.py:name" in second["examples"]
     assert optim["name"]["default"] == "adamw"
     for name in ("muon", "optax:adan", "an_entry_point"):
         assert VALIDATOR.is_valid({"optim": {"name": name}})

@@ -48,8 +48,8 @@ def random_batch(rng, microsteps=2, rows=3):
 
 
 def lay(batch, seed=0, num_anchors=6, **options):
-    given = {"num_anchors": num_anchors, "block_size": K, "decay": 2.0, "component": "draft"}
-    return lay_blocks(batch, np.random.default_rng(seed), **given, **options)
+    provided = {"num_anchors": num_anchors, "block_size": K, "decay": 2.0, "component": "draft"}
+    return lay_blocks(batch, np.random.default_rng(seed), **provided, **options)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -73,10 +73,12 @@ def test_properties_of_blocks(seed):
     total = 0.0
     share = laid.weights["nll"].reshape(-1, T)
     for row, t in zip(*np.nonzero(anchor), strict=True):
-        at = t
+        index = t
         for slot in range(1, K):
-            at = after[row, at] if at >= 0 else -1
-            total += anchor[row, t] * share[row, at] * np.exp(-(slot - 1) / 2.0) if at >= 0 else 0
+            index = after[row, index] if index >= 0 else -1
+            total += (
+                anchor[row, t] * share[row, index] * np.exp(-(slot - 1) / 2.0) if index >= 0 else 0
+            )
     assert laid.denoms["draft"] == pytest.approx([total, total])
     assert laid.denoms["draft"].shape == (2,)
     by_block = lay(batch, 1, by_block=True).denoms["draft"][0]
@@ -84,17 +86,17 @@ def test_properties_of_blocks(seed):
     np.testing.assert_array_equal(laid.streams[ANCHOR], again.streams[ANCHOR])
     np.testing.assert_array_equal(laid.streams[NEXT], again.streams[NEXT])
     few = [lay(batch, draw, num_anchors=1).streams[ANCHOR] for draw in range(4)]
-    assert any((one != few[0]).any() for one in few)
+    assert any((entry != few[0]).any() for entry in few)
 
 
 def test_branches_are_leaves_below():
     rng = np.random.default_rng(0)
     batch = build_batch([[lay_out(random_tree(rng)) for _ in range(2)] for _ in range(4)], 80)
-    found = count_branches(batch)
+    branches = count_branches(batch)
     for row in range(4):
         for t in range(80):
             leaves = [q for q in range(t, batch.until[row, t]) if not (batch.prev[row] == q).any()]
-            assert found[row, t] == len(leaves)
+            assert branches[row, t] == len(leaves)
 
 
 def test_a_tree_is_its_branches_on_average():
@@ -112,19 +114,21 @@ def test_a_tree_is_its_branches_on_average():
         weights={"nll": np.repeat(batch.weights["nll"][None].astype(np.float64), draws, 1)},
     )
     laid = lay(many, num_anchors=20)
-    found = np.zeros((20, 20))
-    weights, (_, rows, place) = block_weights(laid, K), np.nonzero(laid.streams[ANCHOR])
-    at = place.copy()
+    actual = np.zeros((20, 20))
+    weights, (_, rows, position) = block_weights(laid, K), np.nonzero(laid.streams[ANCHOR])
+    index = position.copy()
     for slot in range(1, K):
-        at = np.where(at >= 0, laid.streams[NEXT][0][rows, np.maximum(at, 0)], -1)
-        np.add.at(found, (place[at >= 0], at[at >= 0]), weights[at >= 0, slot] / draws)
-    wanted = np.zeros((20, 20))
+        index = np.where(index >= 0, laid.streams[NEXT][0][rows, np.maximum(index, 0)], -1)
+        np.add.at(
+            actual, (position[index >= 0], index[index >= 0]), weights[index >= 0, slot] / draws
+        )
+    expected = np.zeros((20, 20))
     for t in range(14):
-        at, steps = t, 0
-        while (at := int(prev[at])) >= 0 and (steps := steps + 1) < K:
-            if at > 0:  # nothing predicts the first token, so it is no anchor
-                wanted[at, t] = branches[t] / 3
-    np.testing.assert_allclose(found, wanted, atol=0.06)
+        index, steps = t, 0
+        while (index := int(prev[index])) >= 0 and (steps := steps + 1) < K:
+            if index > 0:  # nothing predicts the first token, so it is no anchor
+                expected[index, t] = branches[t] / 3
+    np.testing.assert_allclose(actual, expected, atol=0.06)
 
 
 def test_decay():
@@ -143,5 +147,5 @@ def test_decay():
 )
 def test_what_is_left_out(weights, reason):
     sample = Sample(np.arange(1, len(weights) + 1), np.array(weights, np.float32), "row 3")
-    (found,) = MinLengthTokenizer(lambda row, origin: [sample], 4)({}, "row 3")
-    assert found is sample if reason is None else found == Dropped(reason, "row 3")
+    (actual,) = MinLengthTokenizer(lambda row, origin: [sample], 4)({}, "row 3")
+    assert actual is sample if reason is None else actual == Dropped(reason, "row 3")

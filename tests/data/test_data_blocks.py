@@ -25,17 +25,17 @@ def document(rng, length: int, prompt: int = 0):
 def pack(*rows):
     """[1, B, T] of documents (tokens, of these the prompt's)."""
     rng = np.random.default_rng(0)
-    packed = [[document(rng, *one) for one in row] for row in rows]
+    packed = [[document(rng, *entry) for entry in row] for row in rows]
     return stack_batches([build_batch(packed, T, Fields((CE, RL)))])
 
 
-def branch(batch, at: int, row: int = 0) -> list[int]:
+def branch(batch, index: int, row: int = 0) -> list[int]:
     """The tokens from the root to a place of a row."""
-    found = []
-    while at >= 0:
-        found.append(int(batch.tokens[0, row, at]))
-        at = batch.prev[0, row, at]
-    return found[::-1]
+    actual = []
+    while index >= 0:
+        actual.append(int(batch.tokens[0, row, index]))
+        index = batch.prev[0, row, index]
+    return actual[::-1]
 
 
 @pytest.mark.parametrize("stride, length", [(3, 4), (4, 4), (7, 2), (1, 1), (9, 3)])
@@ -50,15 +50,15 @@ def test_blocks_are_branches_of_their_own_document(stride, length):
     for row, lengths in enumerate(
         [[(0, 20, 4), (20, 9, 5), (29, 3, 4)], [(0, 40, 7)], [(0, 33, 4)]]
     ):
-        wanted = [
+        expected = [
             (root, root + a)
             for root, n, first in lengths
             for a in range(first, n - length + 1, stride)
         ]
         predictors = spots.predictor[0, row]
-        assert predictors[predictors < T].tolist() == [a - 1 for _, a in wanted]
-        assert len(wanted) <= strides.most(T)
-        for index, (root, anchor) in enumerate(wanted):
+        assert predictors[predictors < T].tolist() == [a - 1 for _, a in expected]
+        assert len(expected) <= strides.most(T)
+        for index, (root, anchor) in enumerate(expected):
             before = batch.tokens[0, row, root:anchor].tolist()
             truth = spots.truth[0, row].reshape(-1, length)[index]
             window = batch.tokens[0, row, anchor : anchor + length].tolist()
@@ -68,7 +68,7 @@ def test_blocks_are_branches_of_their_own_document(stride, length):
                 assert branch(forest, first + length - 1, row) == before + [0] * length
                 assert forest.positions[0, row, first] == anchor - root
                 assert (forest.until[0, row, first : first + length] == first + length).all()
-        total += len(wanted)
+        total += len(expected)
     assert forest.weights[RL].sum() == total * 2 * length
     assert forest.weights[CE].sum() == batch.weights[CE].sum()
     assert count_documents(batch, spots)[0] == total
@@ -89,8 +89,8 @@ def test_every_document_has_its_own_offset():
     document without a prompt goes by the context alone."""
     strides = BlockStrides(stride=4, context=3, length=2, samples=1, prefix=2)
     answers = [np.arange(20) >= prompt for prompt in (0, 1, 2, 9, 17, 20)]
-    found = [strides.find(answer.astype(float)).tolist() for answer in answers]
-    assert found == [[3, 7, 11, 15], [3, 7, 11, 15], [4, 8, 12, 16], [11, 15], [], []]
+    actual = [strides.find(answer.astype(float)).tolist() for answer in answers]
+    assert actual == [[3, 7, 11, 15], [3, 7, 11, 15], [4, 8, 12, 16], [11, 15], [], []]
     _, spots = lay_blocks(pack([(20, 9), (20, 2)]), strides)
     assert spots.predictor[0, 0, :6].tolist() == [10, 14, 23, 27, 31, 35]
 
@@ -109,8 +109,8 @@ def test_blocks_may_keep_to_trained_tokens():
     answer = np.array([0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1])
     strides = BlockStrides(stride=1, context=1, length=3, samples=1)
     assert strides.find(answer).tolist() == list(range(2, 11))
-    kept = BlockStrides(stride=1, context=1, length=3, samples=1, trained_only=True)
-    assert kept.find(answer).tolist() == [2, 3, 8, 9, 10]
+    block_strides = BlockStrides(stride=1, context=1, length=3, samples=1, trained_only=True)
+    assert block_strides.find(answer).tolist() == [2, 3, 8, 9, 10]
 
 
 def test_thoughts_have_no_likelihood_but_blocks():

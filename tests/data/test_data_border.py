@@ -100,8 +100,8 @@ def refuse(dataset):
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
 def test_bad_rows_are_dropped_under_a_reason(tokenize, row, reason):
-    (found,) = tokenize(row, "x.jsonl row 1")
-    assert isinstance(found, Dropped) and reason in found.reason and len(found.reason) < 200
+    (actual,) = tokenize(row, "x.jsonl row 1")
+    assert isinstance(actual, Dropped) and reason in actual.reason and len(actual.reason) < 200
 
 
 def test_calls_and_tools_as_json_strings():
@@ -145,11 +145,11 @@ def test_rows_that_no_memory_needs_to_hold(tmp_path, monkeypatch):
     lines = ['{"text": "a"}', "", '{"text": "' + "b" * 200 + '"}', "  ", '  {"text": "c"}\r', DEEP]
     dataset = write(tmp_path, "\n".join(lines))
     rows = open_rows(dataset)
-    found = [rows[index] for index in range(len(rows))]
-    assert [row.get("text") for row in found] == ["a", None, "c", None]
+    actual = [rows[index] for index in range(len(rows))]
+    assert [row.get("text") for row in actual] == ["a", None, "c", None]
     assert [rows.origin(i) for i in range(4)] == [f"x.jsonl line {n}" for n in (1, 3, 5, 6)]
-    assert isinstance(found[1], UnreadableRow) and "MiB" in found[1].reason
-    assert list(jsonl.read_lines(dataset.path)) == found
+    assert isinstance(actual[1], UnreadableRow) and "MiB" in actual[1].reason
+    assert list(jsonl.read_lines(dataset.path)) == actual
     monkeypatch.setattr(jsonl, "MOST_ROW", 10_000)
     assert "nested" in open_rows(dataset)[3].reason
 
@@ -229,12 +229,12 @@ MESSAGES = st.lists(
 @TRIES
 @given(st.dictionaries(COLUMNS, VALUES) | st.fixed_dictionaries({"messages": MESSAGES}))
 def test_any_row(tokenize, row):
-    for found in tokenize(row, "x row 1"):
-        if isinstance(found, Dropped):
-            assert found.reason and len(found.reason) < 300
+    for actual in tokenize(row, "x row 1"):
+        if isinstance(actual, Dropped):
+            assert actual.reason and len(actual.reason) < 300
         else:
-            assert len(found.tokens) == len(found.weights) <= 64
-            assert np.isfinite(found.weights).all()
+            assert len(actual.tokens) == len(actual.weights) <= 64
+            assert np.isfinite(actual.weights).all()
 
 
 PAIRS = [
@@ -260,13 +260,13 @@ def test_any_preference(tokenizer, row, changed, want, group):
     reader.key(row)
     results = reader({"group": [row, row, {}]} if group else row, "x row 1")
     assert results
-    for found in results:
-        if isinstance(found, Dropped):
-            assert found.reason and len(found.reason) < 300
+    for result in results:
+        if isinstance(result, Dropped):
+            assert result.reason and len(result.reason) < 300
         else:
-            assert bool(found.pairs) != bool(found.labels) and len(found.prompt)
-            for answer in found.answers:
-                assert len(found.prompt) + len(answer.tokens) <= 64 and answer.weights.any()
+            assert bool(result.pairs) != bool(result.labels) and len(result.prompt)
+            for answer in result.answers:
+                assert len(result.prompt) + len(answer.tokens) <= 64 and answer.weights.any()
 
 
 @TRIES

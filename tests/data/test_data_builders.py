@@ -95,12 +95,14 @@ def test_limits_on_paths_and_on_the_packed_tree(path, packed, fits):
     assert isinstance(unit, Dropped) != fits
 
 
-@pytest.mark.parametrize(("mode", "kept"), [("per_branch", 2), ("grouped", 0), ("current_rl", 0)])
-def test_limits_of_the_baselines(mode, kept):
+@pytest.mark.parametrize(
+    ("mode", "retained"), [("per_branch", 2), ("grouped", 0), ("current_rl", 0)]
+)
+def test_limits_of_the_baselines(mode, retained):
     turns = make_turns([([1, 2], [3], [4]), ([5], [6], [7, 8, 9])])  # branches of 3, 5 and 7
-    found = units(turns, mode, limits=LengthLimits(5, 100))
-    assert sum(not isinstance(unit, Dropped) for unit in found) == kept
-    assert {unit.reason for unit in found if isinstance(unit, Dropped)} == {"too long"}
+    actual = units(turns, mode, limits=LengthLimits(5, 100))
+    assert sum(not isinstance(unit, Dropped) for unit in actual) == retained
+    assert {unit.reason for unit in actual if isinstance(unit, Dropped)} == {"too long"}
 
 
 def test_two_assistants_in_a_row_are_no_tree_but_flat_samples():
@@ -139,10 +141,10 @@ def loss_of(tree, cost):
     packed = lay_out(tree)
     total = 0.0
     for t, weight in enumerate(packed.weights["nll"]):
-        prefix, at = [], t
-        while at >= 0:
-            prefix.append(int(packed.tokens[at]))
-            at = packed.prev[at]
+        prefix, index = [], t
+        while index >= 0:
+            prefix.append(int(packed.tokens[index]))
+            index = packed.prev[index]
         total += weight * cost(tuple(prefix[::-1]))
     return total, packed.weights["nll"].sum()
 
@@ -176,11 +178,11 @@ def test_a_group_of_trials_is_one_tree_of_all_their_branches(group):
     ]
     (tree,) = build_units(shared, "tree", BOTH, WIDE)
     apart = [build_caterpillar(turns, BOTH) for turns in shared]
-    count = sum(one.num_branches for one in apart)
+    count = sum(entry.num_branches for entry in apart)
     assert tree.num_branches == count
-    losses = [np.array(loss_of(one, cost)) * one.num_branches for one in apart]
+    losses = [np.array(loss_of(entry, cost)) * entry.num_branches for entry in apart]
     np.testing.assert_allclose(loss_of(tree, cost), np.sum(losses, 0) / count, rtol=1e-12)
-    assert tree.num_tokens <= sum(one.num_tokens for one in apart) - (len(group) - 1)
+    assert tree.num_tokens <= sum(entry.num_tokens for entry in apart) - (len(group) - 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -207,8 +209,8 @@ def test_synthetic_rows_are_their_seed_and_keep_their_bounds():
     rows = SyntheticTurns(**options, seed=10)
     again = SyntheticTurns(**options, seed=12)
     assert len(rows) == 5
-    for left, right in zip(rows[3]["turns"], again[1]["turns"], strict=True):
-        for a, b in zip(left, right, strict=True):
+    for first, right in zip(rows[3]["turns"], again[1]["turns"], strict=True):
+        for a, b in zip(first, right, strict=True):
             np.testing.assert_array_equal(a, b)
     rng = np.random.default_rng(10)
     user, think, response = rows[0]["turns"][0]

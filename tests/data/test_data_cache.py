@@ -41,7 +41,7 @@ def make_data(tmp_path, texts=("one", "1" * 99, "two", None), **changes):
     return DataConfig(datasets=[DatasetConfig(path=str(path))], **{"sequence_len": 32, **changes})
 
 
-def keep(recipe, data, tokenizer, folder, said=None):
+def keep(recipe, data, tokenizer, folder, output=None):
     [dataset] = data.datasets
     return cache_part(
         recipe.open(dataset),
@@ -50,24 +50,24 @@ def keep(recipe, data, tokenizer, folder, said=None):
         folder,
         row_tokens=recipe.row_tokens,
         num_workers=0,
-        log=(said if said is not None else []).append,
+        log=(output if output is not None else []).append,
     )
 
 
 def flat(items):
     """Everything of what a row became, to compare."""
-    found = []
+    actual = []
     for item in items:
-        for one in item.trees if isinstance(item, TreeGroup | Forest) else [item]:
-            if isinstance(one, Dropped):
-                found.append(one)
+        for entry in item.trees if isinstance(item, TreeGroup | Forest) else [item]:
+            if isinstance(entry, Dropped):
+                actual.append(entry)
                 continue
             nodes = [
                 (n.parent, n.tokens.tolist(), n.role, _values(n.weights), n.streams.keys())
-                for n in one.nodes
+                for n in entry.nodes
             ]
-            found.append((type(item), nodes, one.ends, one.origin, one.controls))
-    return found
+            actual.append((type(item), nodes, entry.ends, entry.origin, entry.controls))
+    return actual
 
 
 def _values(named):
@@ -77,17 +77,17 @@ def _values(named):
 def assert_same(part, cached, row_tokens):
     assert len(part.rows) == len(cached.rows)
     for index in range(len(part.rows)):
-        wanted = to_trees(part.tokenize(part.rows[index], part.origin(index)), row_tokens)
-        assert flat(cached.rows[index]) == flat(wanted)
+        expected = to_trees(part.tokenize(part.rows[index], part.origin(index)), row_tokens)
+        assert flat(cached.rows[index]) == flat(expected)
 
 
 def test_rows_come_back_as_they_were(tokenizer, tmp_path):
-    data, said = make_data(tmp_path), []
+    data, output = make_data(tmp_path), []
     recipe = Sequences(data, tokenizer)
-    first = keep(recipe, data, tokenizer, tmp_path / "cache", said)
-    assert not said
-    again = keep(recipe, data, tokenizer, tmp_path / "cache", said)
-    assert "tokenized before" in said[0]
+    first = keep(recipe, data, tokenizer, tmp_path / "cache", output)
+    assert not output
+    again = keep(recipe, data, tokenizer, tmp_path / "cache", output)
+    assert "tokenized before" in output[0]
     for cached in (first, again, pickle.loads(pickle.dumps(again))):
         assert_same(recipe.open(data.datasets[0]), cached, 32)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [again.rows.entry.name]
@@ -120,15 +120,15 @@ def test_pairs_come_back_as_they_were(tokenizer, tmp_path, share):
     cached = keep(recipe, data, tokenizer, tmp_path)
     assert_same(recipe.open(dataset), cached, recipe.row_tokens)
     assert cached.rows.entry.parent == tmp_path
-    [made], [kept] = recipe.open(dataset).tokenize(dataset_row(dataset), "x"), cached.rows[0]
-    for tree, back in zip(*map(trees_of, (made, kept)), strict=True):
+    [created], [retained] = recipe.open(dataset).tokenize(dataset_row(dataset), "x"), cached.rows[0]
+    for tree, back in zip(*map(trees_of, (created, retained)), strict=True):
         for node, again in zip(tree.nodes, back.nodes, strict=True):
             assert {n: v.dtype for n, v in node.streams.items()} == {
                 n: v.dtype for n, v in again.streams.items()
             }
             assert _values(node.streams) == _values(again.streams)
-    other = Preferences(data, tokenizer, PairTrees(share, tail=0.5), fields)
-    assert other.settings(dataset) != recipe.settings(dataset)
+    preferences = Preferences(data, tokenizer, PairTrees(share, tail=0.5), fields)
+    assert preferences.settings(dataset) != recipe.settings(dataset)
     outside = Preferences(data, tokenizer, lambda ranked: None, fields)
     assert outside.settings(dataset) is None
 
@@ -140,9 +140,9 @@ def test_batches_and_cursors_do_not_depend_on_the_cache(tokenizer, tmp_path):
     assert plan_steps(data, recipe, **STEP) == plan_steps(data, recipe, **STEP, opened=opened)
     plain = open_source(data, recipe, **STEP, num_epochs=2)
     cached = open_source(data, recipe, **STEP, num_epochs=2, opened=opened)
-    for [left], [right] in zip(plain, cached, strict=True):
-        np.testing.assert_array_equal(left.tokens, right.tokens)
-        np.testing.assert_array_equal(left.weights["nll"], right.weights["nll"])
+    for [first], [right] in zip(plain, cached, strict=True):
+        np.testing.assert_array_equal(first.tokens, right.tokens)
+        np.testing.assert_array_equal(first.weights["nll"], right.weights["nll"])
         assert plain.state() == cached.state()
     plain.close()
     cached.close()
@@ -150,17 +150,17 @@ def test_batches_and_cursors_do_not_depend_on_the_cache(tokenizer, tmp_path):
 
 def test_only_the_same_content_is_found(tokenizer, tmp_path):
     folder, entries = tmp_path / "cache", set()
-    other = load_tokenizer("builtin")
-    other.chat_template = other.chat_template + " "
+    second = load_tokenizer("builtin")
+    second.chat_template = second.chat_template + " "
     base = make_data(tmp_path)
     [dataset] = base.datasets
     changed = [dataset.model_copy(update=u) for u in ({"train_on": "all"}, {"as_chat": True})]
     variants = [
         (base, tokenizer),
-        (base, other),
+        (base, second),
         (base.model_copy(update={"sequence_len": 31}), tokenizer),
         (base.model_copy(update={"too_long": "truncate"}), tokenizer),
-        *((base.model_copy(update={"datasets": [one]}), tokenizer) for one in changed),
+        *((base.model_copy(update={"datasets": [entry]}), tokenizer) for entry in changed),
     ]
     for data, reader in variants:
         entries.add(keep(Sequences(data, reader), data, reader, folder).rows.entry)
@@ -195,36 +195,38 @@ def test_a_damaged_entry_is_made_anew(tokenizer, tmp_path, name):
 
 def test_two_at_once_and_a_kill_leave_one_whole_entry(tokenizer, tmp_path):
     data, folder = make_data(tmp_path, ["one"] * 200), tmp_path / "cache"
-    left = folder / ("0" * 64 + ".1-2.unfinished")
-    left.mkdir(parents=True)
-    (left / "tokens.bin").write_bytes(b"1")
+    remaining = folder / ("0" * 64 + ".1-2.unfinished")
+    remaining.mkdir(parents=True)
+    (remaining / "tokens.bin").write_bytes(b"1")
     old = time.time() - 3 * 86400
     import os
 
-    os.utime(left, (old, old))
-    found = []
-    work = lambda: found.append(keep(Sequences(data, tokenizer), data, tokenizer, folder))  # noqa: E731
+    os.utime(remaining, (old, old))
+    actual = []
+    work = lambda: actual.append(keep(Sequences(data, tokenizer), data, tokenizer, folder))  # noqa: E731
     threads = [threading.Thread(target=work) for _ in range(3)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    assert len(found) == 3 and [path.name for path in folder.iterdir()] == [
-        found[0].rows.entry.name
+    assert len(actual) == 3 and [path.name for path in folder.iterdir()] == [
+        actual[0].rows.entry.name
     ]
 
 
 def test_a_disk_that_refuses_costs_the_cache_alone(tokenizer, tmp_path):
-    data, said = make_data(tmp_path), []
+    data, output = make_data(tmp_path), []
     (tmp_path / "file").touch()
-    part = keep(Sequences(data, tokenizer), data, tokenizer, tmp_path / "file" / "x", said)
-    assert "are not kept in" in said[0] and len(part.rows) == 4 and not hasattr(part.rows, "entry")
+    part = keep(Sequences(data, tokenizer), data, tokenizer, tmp_path / "file" / "x", output)
+    assert (
+        "are not kept in" in output[0] and len(part.rows) == 4 and not hasattr(part.rows, "entry")
+    )
 
 
 def test_progress_is_told(monkeypatch):
-    said, clock = [], iter(range(0, 1000, 4))
+    output, clock = [], iter(range(0, 1000, 4))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    for _ in Progress("tokenizing x", 10, said.append).each(range(10)):
+    for _ in Progress("tokenizing x", 10, output.append).each(range(10)):
         pass
-    assert said[0] == "tokenizing x: 3 of 10 rows (30%), 0 rows/s, 28 s left" and len(said) == 3
+    assert output[0] == "tokenizing x: 3 of 10 rows (30%), 0 rows/s, 28 s left" and len(output) == 3
 
 
 @pytest.mark.parametrize(

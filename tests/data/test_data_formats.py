@@ -25,8 +25,8 @@ def tokenizer():
 
 
 def tokenize(tokenizer, row, length=512, too_long="drop", **dataset):
-    made = RowTokenizer(DatasetConfig(path="x", **dataset), tokenizer, length, too_long)
-    results = made(row, "x row 1")
+    row_tokenizer = RowTokenizer(DatasetConfig(path="x", **dataset), tokenizer, length, too_long)
+    results = row_tokenizer(row, "x row 1")
     assert all(isinstance(result, Sample | Dropped) for result in results)
     assert all(result.origin.startswith("x row 1") for result in results)
     return results
@@ -45,8 +45,8 @@ def trained(tokenizer, sample):
     ]
 
 
-def log(role, content, **more):
-    return {"role": role, "content": content, **more}
+def log(role, content, **extra):
+    return {"role": role, "content": content, **extra}
 
 
 TALK = [log("user", "one"), log("assistant", "A"), log("user", "two"), log("assistant", "B")]
@@ -178,18 +178,18 @@ def test_prompt_completion_of_messages_trains_the_completion_only(tokenizer):
     row = {"prompt": TALK[:3], "completion": TALK[3]}
     [sample] = tokenize(tokenizer, row)
     assert trained(tokenizer, sample) == ["B<|im_end|>"]
-    [other] = tokenize(tokenizer, {"prompt": TALK[:3], "completion": "B"})
-    assert other.tokens.tolist() == sample.tokens.tolist()
+    [second] = tokenize(tokenizer, {"prompt": TALK[:3], "completion": "B"})
+    assert second.tokens.tolist() == sample.tokens.tolist()
 
 
-@pytest.mark.parametrize("given", ["", "data", None])
+@pytest.mark.parametrize("provided", ["", "data", None])
 @pytest.mark.parametrize("as_chat", [False, True])
-def test_alpaca(tokenizer, given, as_chat):
-    row = {"instruction": "do", "input": given, "output": "done"}
+def test_alpaca(tokenizer, provided, as_chat):
+    row = {"instruction": "do", "input": provided, "output": "done"}
     [sample] = tokenize(tokenizer, row, as_chat=as_chat)
     text = tokenizer.decode(sample.tokens.tolist())
     assert trained(tokenizer, sample) == ["done<|im_end|>"]
-    assert ("data" in text) == (given == "data") and "None" not in text
+    assert ("data" in text) == (provided == "data") and "None" not in text
     assert ("### Response:\n" in text) is not as_chat and (HEADER in text) is as_chat
 
 
@@ -211,26 +211,26 @@ def test_input_output(tokenizer):
 def test_completion_predicts_each_token_once(tokenizer, count):
     text = "1234567890123456789012345"[:count]
     samples = tokenize(tokenizer, {"text": text}, length=8)
-    whole = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    full = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     learned = []
     for sample in samples:
         assert 2 <= len(sample.tokens) <= 8
         learned += sample.tokens[sample.weights > 0].tolist()
-    assert learned == whole[1:]
+    assert learned == full[1:]
 
 
 def test_completion_with_bos(tokenizer):
-    other = load_tokenizer("builtin")
+    second = load_tokenizer("builtin")
     from tokenizers.processors import TemplateProcessing
 
-    other.bos_token = "<|im_start|>"
-    bos = other.bos_token_id
-    other.backend_tokenizer.post_processor = TemplateProcessing(
+    second.bos_token = "<|im_start|>"
+    bos = second.bos_token_id
+    second.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
     )
-    [sample] = tokenize(other, {"text": "hi"})
+    [sample] = tokenize(second, {"text": "hi"})
     assert sample.tokens[0] == bos and sample.tokens.tolist().count(bos) == 1
-    [sample] = tokenize(other, {"prompt": "hi", "completion": "ho"})
+    [sample] = tokenize(second, {"prompt": "hi", "completion": "ho"})
     assert sample.tokens.tolist().count(bos) == 1
 
 
@@ -239,9 +239,9 @@ def test_too_long_drop(tokenizer):
 
 
 def test_too_long_truncate(tokenizer):
-    [whole] = tokenize(tokenizer, {"messages": TALK})
+    [full] = tokenize(tokenizer, {"messages": TALK})
     [sample] = tokenize(tokenizer, {"messages": TALK}, length=12, too_long="truncate")
-    assert sample.tokens.tolist() == whole.tokens[:12].tolist()
+    assert sample.tokens.tolist() == full.tokens[:12].tolist()
     # Cut before the first trained token, nothing is left to learn.
     [dropped] = tokenize(tokenizer, {"messages": TALK}, length=8, too_long="truncate")
     assert dropped.reason == "no trained token"
@@ -253,8 +253,8 @@ def test_too_long_error_names_row_and_keys(tokenizer):
 
 
 def test_exact_length_is_not_too_long(tokenizer):
-    [whole] = tokenize(tokenizer, {"messages": TALK})
-    length = len(whole.tokens)
+    [full] = tokenize(tokenizer, {"messages": TALK})
+    length = len(full.tokens)
     [sample] = tokenize(tokenizer, {"messages": TALK}, length=length, too_long="error")
     assert len(sample.tokens) == length
 
@@ -324,15 +324,15 @@ def test_empty_keys_of_a_table_do_not_matter(tokenizer):
     nulls = {"tool_calls": None, "reasoning_content": None, "name": None, "train": None}
     [plain] = tokenize(tokenizer, {"messages": TALK})
     row = {"messages": [{**message, **nulls} for message in TALK], "tools": None}
-    [other] = tokenize(tokenizer, row)
-    assert plain.tokens.tolist() == other.tokens.tolist()
+    [second] = tokenize(tokenizer, row)
+    assert plain.tokens.tolist() == second.tokens.tolist()
 
 
 def test_system_column_and_system_message(tokenizer):
     with_own = [log("system", "own"), *TALK]
     [sample] = tokenize(tokenizer, {"messages": with_own, "system": "column"})
-    [other] = tokenize(tokenizer, {"messages": with_own})
-    assert sample.tokens.tolist() == other.tokens.tolist()
+    [second] = tokenize(tokenizer, {"messages": with_own})
+    assert sample.tokens.tolist() == second.tokens.tolist()
 
 
 @pytest.mark.parametrize(
@@ -349,9 +349,12 @@ def test_names_that_nothing_reads(tokenizer, options, message):
 
 
 def test_tokenizer_pickles(tokenizer):
-    made = RowTokenizer(DatasetConfig(path="x"), tokenizer, 512, "drop")
-    [mine], [theirs] = (f({"messages": TALK}, "") for f in (made, pickle.loads(pickle.dumps(made))))
-    assert mine.tokens.tolist() == theirs.tokens.tolist()
+    row_tokenizer = RowTokenizer(DatasetConfig(path="x"), tokenizer, 512, "drop")
+    [local_copy], [reference] = (
+        f({"messages": TALK}, "")
+        for f in (row_tokenizer, pickle.loads(pickle.dumps(row_tokenizer)))
+    )
+    assert local_copy.tokens.tolist() == reference.tokens.tolist()
 
 
 def write(path, rows):
@@ -361,16 +364,16 @@ def write(path, rows):
 
 def test_probe_names_the_format(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"messages": TALK, "id": i} for i in range(40)])
-    found = probe_samples(DatasetConfig(path=path), tokenizer, DataConfig())
-    assert (found.format, found.columns, found.num_rows) == ("chat", ("messages", "id"), 40)
-    assert len(found.samples) == 16 and not found.dropped
-    assert "format chat" in str(found) and "messages, id" in str(found)
+    actual = probe_samples(DatasetConfig(path=path), tokenizer, DataConfig())
+    assert (actual.format, actual.columns, actual.num_rows) == ("chat", ("messages", "id"), 40)
+    assert len(actual.samples) == 16 and not actual.dropped
+    assert "format chat" in str(actual) and "messages, id" in str(actual)
 
 
 def test_probe_of_a_stream(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"text": "hi there"}] * 40)
-    found = probe_samples(DatasetConfig(path=path, streaming=True), tokenizer, DataConfig())
-    assert found.format == "completion" and found.num_rows is None and len(found.samples) == 16
+    actual = probe_samples(DatasetConfig(path=path, streaming=True), tokenizer, DataConfig())
+    assert actual.format == "completion" and actual.num_rows is None and len(actual.samples) == 16
 
 
 def test_probe_lists_the_accepted_columns(tmp_path, tokenizer):
@@ -404,15 +407,15 @@ def test_probe_refuses_what_is_all_too_long(tmp_path, tokenizer):
 
 def test_probe_lets_some_bad_rows_pass(tmp_path, tokenizer):
     rows = [{"messages": TALK}] * 8 + [{"messages": [log("wizard", "a")]}] * 8
-    found = probe_samples(
+    actual = probe_samples(
         DatasetConfig(path=write(tmp_path / "a.jsonl", rows)), tokenizer, DataConfig()
     )
-    assert found.dropped == {"malformed row: unknown role 'wizard'": 8}
+    assert actual.dropped == {"malformed row: unknown role 'wizard'": 8}
 
 
 def test_probe_refuses_a_template_that_leaves_out_a_part(tmp_path):
-    other = load_tokenizer("builtin")
-    other.chat_template = (
+    second = load_tokenizer("builtin")
+    second.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
@@ -420,28 +423,28 @@ def test_probe_refuses_a_template_that_leaves_out_a_part(tmp_path):
     rows = [{"messages": TALK}] * 15 + [{"messages": thinking}]
     dataset = DatasetConfig(path=write(tmp_path / "a.jsonl", rows))
     with pytest.raises(UserError, match="leaves out reasoning_content.*model.chat_template"):
-        probe_samples(dataset, other, DataConfig())
+        probe_samples(dataset, second, DataConfig())
 
 
 def test_chat_without_a_template(tokenizer):
-    other = load_tokenizer("builtin")
-    other.chat_template = None
+    second = load_tokenizer("builtin")
+    second.chat_template = None
     with pytest.raises(UserError, match="x row 1: the tokenizer.*no chat template"):
-        tokenize(other, {"messages": TALK})
-    assert isinstance(tokenize(other, {"text": "plain text needs none"})[0], Sample)
+        tokenize(second, {"messages": TALK})
+    assert isinstance(tokenize(second, {"text": "plain text needs none"})[0], Sample)
 
 
 def test_text_without_an_eos():
-    other = load_tokenizer("builtin")
-    other.eos_token = None
+    second = load_tokenizer("builtin")
+    second.eos_token = None
     with pytest.raises(UserError, match="eos"):
-        tokenize(other, {"text": "a"})
+        tokenize(second, {"text": "a"})
 
 
 def test_builtin_calculator(tokenizer):
-    found = probe_samples(DatasetConfig(path="builtin:calculator"), tokenizer, DataConfig())
-    assert found.format == "chat" and not found.dropped
-    lengths = [len(sample.tokens) for sample in found.samples]
+    actual = probe_samples(DatasetConfig(path="builtin:calculator"), tokenizer, DataConfig())
+    assert actual.format == "chat" and not actual.dropped
+    lengths = [len(sample.tokens) for sample in actual.samples]
     assert 100 < min(lengths) and max(lengths) < 320
 
 
@@ -464,24 +467,24 @@ def test_gsm8k(qwen2):
     dataset = DatasetConfig(
         path=path, fields={"prompt": "question", "completion": "answer"}, as_chat=True
     )
-    made = RowTokenizer(dataset, qwen2, 2048, "error")
+    row_tokenizer = RowTokenizer(dataset, qwen2, 2048, "error")
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()[:200]]
     for row in rows:
-        [sample] = made(row, "")
+        [sample] = row_tokenizer(row, "")
         assert trained(qwen2, sample) == [row["answer"] + "<|im_end|>"]
 
 
 def test_tau_bench_trajectories_with_tools(qwen2):
     path = real("tau_airline_trajectories.jsonl")
     tools = json.loads(Path(real("tau_airline_tools.json")).read_text())
-    made = RowTokenizer(DatasetConfig(path=path), qwen2, 32768, "error")
+    row_tokenizer = RowTokenizer(DatasetConfig(path=path), qwen2, 32768, "error")
     for line in Path(path).read_text().splitlines()[:20]:
         row = json.loads(line)
-        [sample] = made({**row, "tools": tools}, "")
-        said = [m for m in row["messages"] if m["role"] == "assistant"]
+        [sample] = row_tokenizer({**row, "tools": tools}, "")
+        output = [m for m in row["messages"] if m["role"] == "assistant"]
         texts = trained(qwen2, sample)
-        assert len(texts) == len(said)
-        for message, text in zip(said, texts, strict=True):
+        assert len(texts) == len(output)
+        for message, text in zip(output, texts, strict=True):
             assert text.startswith(message["content"] or "") and text.endswith("<|im_end|>")
             for call in message.get("tool_calls") or []:
                 body = json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0])
@@ -491,8 +494,8 @@ def test_tau_bench_trajectories_with_tools(qwen2):
 
 def test_preference_data_reads_as_prompt_and_chosen(qwen2):
     path = real("preference_dpo_en.jsonl")
-    found = probe_samples(
+    actual = probe_samples(
         DatasetConfig(path=path, fields={"completion": "chosen"}), qwen2, DataConfig()
     )
-    assert found.format == "prompt_completion"
-    assert all(len(trained(qwen2, sample)) == 1 for sample in found.samples)
+    assert actual.format == "prompt_completion"
+    assert all(len(trained(qwen2, sample)) == 1 for sample in actual.samples)

@@ -30,19 +30,19 @@ TALK = [
     ],
 )
 def test_two_columns(row):
-    found = read_example(row, *list_turns(row, "first"))
-    assert (found.prompt, write_answer(found.answer), found.remaining) == ("Q", "A", [])
+    example = read_example(row, *list_turns(row, "first"))
+    assert (example.prompt, write_answer(example.answer), example.remaining) == ("Q", "A", [])
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
 def test_turns_of_a_conversation(column):
     row = {column: TALK}
     (first,), (last,) = list_turns(row, "first"), list_turns(row, "last")
-    found = read_example(row, first)
-    assert found.prompt == TALK[:2] and found.answer["content"].endswith("first")
-    assert found.remaining == TALK[3:5]  # nobody answers the last thanks
-    found = read_example(row, last)
-    assert found.prompt == TALK[:4] and found.answer == TALK[4] and not found.remaining
+    example = read_example(row, first)
+    assert example.prompt == TALK[:2] and example.answer["content"].endswith("first")
+    assert example.remaining == TALK[3:5]  # nobody answers the last thanks
+    example = read_example(row, last)
+    assert example.prompt == TALK[:4] and example.answer == TALK[4] and not example.remaining
     assert list_turns(row, "all") == [2, 4]
     assert count_examples([row, {"prompt": "Q", "ground_truth": "A"}, {}], "all") == [
         *[(0, 2), (0, 4)],
@@ -70,12 +70,12 @@ def test_thoughts_are_kept_split_or_left_out():
 )
 def test_other_tags_of_thoughts(opening, closing):
     row = {"prompt": "Q", "ground_truth": f"{opening} a\nb {closing}\nA"}
-    found = read_example(row, 0, "split").answer
-    assert (found["reasoning_content"], found["content"]) == ("a\nb", "A")
+    actual = read_example(row, 0, "split").answer
+    assert (actual["reasoning_content"], actual["content"]) == ("a\nb", "A")
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "output"),
     [
         ({"prompt": "Q"}, "no ground truth"),
         ({"prompt": "Q", "ground_truth": ""}, "empty"),
@@ -83,8 +83,8 @@ def test_other_tags_of_thoughts(opening, closing):
         ({"messages": [{"role": "assistant", "content": "A"}]}, "no prompt"),
     ],
 )
-def test_no_ground_truth_is_told(row, said):
-    with pytest.raises(MalformedRow, match=said):
+def test_no_ground_truth_is_told(row, output):
+    with pytest.raises(MalformedRow, match=output):
         read_example(row, 0)
 
 

@@ -18,7 +18,7 @@ def write(path, rows):
 
 def sides(path, share, **keys):
     data = DataConfig(datasets=[DatasetConfig(path=path, **keys)], validation_split=share)
-    rows = [open_rows(one) for one in (data.datasets[0], data.eval_datasets[0])]
+    rows = [open_rows(entry) for entry in (data.datasets[0], data.eval_datasets[0])]
     return [[part[index] for index in range(len(part))] for part in rows]
 
 
@@ -55,11 +55,11 @@ def test_a_prompt_is_on_one_side(make, keys, tmp_path):
     ]
     train, held = sides(write(tmp_path / "a.jsonl", rows), 0.25, **keys)
     assert len(train) + len(held) == 120 and len(held) == 30
-    asked = [
+    requests = [
         {json.dumps(row).split("question ")[1].split('"')[0] for row in side}
         for side in (train, held)
     ]
-    assert not asked[0] & asked[1]
+    assert not requests[0] & requests[1]
 
 
 def test_the_same_rows_in_any_order_and_nearly_the_same_among_more(tmp_path):
@@ -68,20 +68,20 @@ def test_the_same_rows_in_any_order_and_nearly_the_same_among_more(tmp_path):
     _, held = sides(write(tmp_path / "a.jsonl", rows), 10)
     _, turned = sides(write(tmp_path / "b.jsonl", rows[::-1]), 10)
     assert len(held) == 10 and texts(held) == texts(turned)
-    more = [*rows, *(chat(f"new {number}", "answer") for number in range(10))]
-    _, after = sides(write(tmp_path / "c.jsonl", more), 0.1)
+    extra = [*rows, *(chat(f"new {number}", "answer") for number in range(10))]
+    _, after = sides(write(tmp_path / "c.jsonl", extra), 0.1)
     assert len(texts(held) & texts(after)) >= 7
 
 
 def test_rows_keep_their_names_and_travel_to_workers(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"text": f"text {number}"} for number in range(9)])
-    whole = open_rows(DatasetConfig(path=path))
+    full = open_rows(DatasetConfig(path=path))
     rows = open_rows(DatasetConfig(path=path, held_out=3, part="held_out"))
     again = pickle.loads(pickle.dumps(rows))
     for index in range(3):
         number = int(rows[index]["text"].split()[-1])
-        assert again[index] == rows[index] == whole[number]
-        assert rows.origin(index) == whole.origin(number)
+        assert again[index] == rows[index] == full[number]
+        assert rows.origin(index) == full.origin(number)
 
 
 def config(tmp_path, text):
@@ -94,29 +94,34 @@ SPLIT = '[data]\nvalidation_split = 0.1\n[[data.datasets]]\npath = "a.jsonl"\nwe
 
 
 def test_a_saved_config_divides_as_it_did(tmp_path):
-    found = config(tmp_path, SPLIT + "[eval]\nevery = 1\n")
-    again = type(found).model_validate(found.model_dump())
-    assert again == found
-    assert [one.part for one in found.data.eval_datasets] == ["held_out"]
-    assert found.data.datasets[0].held_out == found.data.eval_datasets[0].held_out == 0.1
+    actual = config(tmp_path, SPLIT + "[eval]\nevery = 1\n")
+    again = type(actual).model_validate(actual.model_dump())
+    assert again == actual
+    assert [eval_dataset.part for eval_dataset in actual.data.eval_datasets] == ["held_out"]
+    assert actual.data.datasets[0].held_out == actual.data.eval_datasets[0].held_out == 0.1
 
 
 def test_a_dataset_s_own_number_counts_for_it_alone(tmp_path):
-    other = '[[data.datasets]]\npath = "b.jsonl"\nheld_out = 7\n'
-    found = config(tmp_path, SPLIT + other)
-    sides = [found.data.datasets, found.data.eval_datasets]
-    assert [[one.held_out for one in side] for side in sides] == [[0.1, 7], [0.1, 7]]
-    alone = "[data]\n" + other.replace("7", "0.2") + '[[data.eval_datasets]]\npath = "c.jsonl"\n'
-    found = config(tmp_path, alone)
-    assert [(one.path, one.part) for one in found.data.eval_datasets] == [
+    second = '[[data.datasets]]\npath = "b.jsonl"\nheld_out = 7\n'
+    actual = config(tmp_path, SPLIT + second)
+    sides = [actual.data.datasets, actual.data.eval_datasets]
+    assert [[eval_dataset.held_out for eval_dataset in side] for side in sides] == [
+        [0.1, 7],
+        [0.1, 7],
+    ]
+    alone = "[data]\n" + second.replace("7", "0.2") + '[[data.eval_datasets]]\npath = "c.jsonl"\n'
+    actual = config(tmp_path, alone)
+    assert [
+        (eval_dataset.path, eval_dataset.part) for eval_dataset in actual.data.eval_datasets
+    ] == [
         ("c.jsonl", "train"),
         ("b.jsonl", "held_out"),
     ]
-    assert type(found).model_validate(found.model_dump()) == found
+    assert type(actual).model_validate(actual.model_dump()) == actual
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "messages"),
     [
         (SPLIT + '[[data.eval_datasets]]\npath = "b.jsonl"\n', "both set"),
         (SPLIT.replace("0.1", "1.5"), "neither a share"),
@@ -125,8 +130,8 @@ def test_a_dataset_s_own_number_counts_for_it_alone(tmp_path):
         (SPLIT.replace("a.jsonl", "builtin:calculator"), "makes its rows"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(text, told, tmp_path):
-    with pytest.raises(UserError, match=told):
+def test_what_cannot_be_divided_is_refused(text, messages, tmp_path):
+    with pytest.raises(UserError, match=messages):
         config(tmp_path, text)
 
 

@@ -89,21 +89,21 @@ TALK = st.lists(MESSAGE, min_size=1, max_size=7)
 @given(talk=TALK, tools=st.sampled_from([None, TOOLS]))
 def test_every_beginning_is_as_it_renders_alone(name, talk, tools):
     tokenizer = TOKENIZERS[name]
-    found = render_prefixes(tokenizer, talk, tools)
+    actual = render_prefixes(tokenizer, talk, tools)
     for count in range(1, len(talk) + 1):
         for generation in (False, True):
             try:
                 alone = render(tokenizer, talk[:count], tools, generation)
             except TemplateFailed:
-                assert found is None
+                assert actual is None
                 return
-            assert found is not None and found.render(count, generation) == alone
-    assert found.text == found.render(len(talk))
+            assert actual is not None and actual.render(count, generation) == alone
+    assert actual.text == actual.render(len(talk))
 
 
-def outcome(renderer, talk, tools, wanted):
+def outcome(renderer, talk, tools, expected):
     try:
-        return [(list(part.tokens), list(part.author)) for part in renderer(talk, tools, wanted)]
+        return [(list(part.tokens), list(part.author)) for part in renderer(talk, tools, expected)]
     except (TemplateFailed, RetokenizationError, TemplateOmission, UserError) as error:
         return type(error), str(error)
 
@@ -113,13 +113,13 @@ def outcome(renderer, talk, tools, wanted):
 @given(talk=TALK, tools=st.sampled_from([None, TOOLS]), data=st.data())
 def test_turns_lie_where_rendering_each_of_them_puts_them(name, talk, tools, data):
     """Marks, errors and further renderings are those of the slow way, for any template."""
-    wanted = sorted(data.draw(st.sets(st.integers(0, len(talk) - 1), min_size=1)))
+    expected = sorted(data.draw(st.sets(st.integers(0, len(talk) - 1), min_size=1)))
     renderer = Renderer(TOKENIZERS[name])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(template, "FEW", 10**9)
-        slow = outcome(renderer, talk, tools, wanted)
+        slow = outcome(renderer, talk, tools, expected)
         patch.setattr(template, "FEW", 0)
-        assert outcome(renderer, talk, tools, wanted) == slow
+        assert outcome(renderer, talk, tools, expected) == slow
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def test_a_thousand_turns_are_rendered_twice_not_two_thousand_times(monkeypatch)
     ]
     request = chat_template._request
     monkeypatch.setattr(chat_template, "_request", lambda *a: count.append(1) or request(*a))
-    wanted = range(1, 2000, 2)
-    (found,) = Renderer(tokenizer)(talk, None, wanted)
+    expected = range(1, 2000, 2)
+    (actual,) = Renderer(tokenizer)(talk, None, expected)
     assert len(count) == 2
-    assert set(np.unique(found.author)) == {-1, *wanted}
+    assert set(np.unique(actual.author)) == {-1, *expected}
     with pytest.raises(TemplateFailed, match="more than 1,000 messages for a chat template"):
-        Renderer(TOKENIZERS["qwen3"])(talk, None, wanted)
+        Renderer(TOKENIZERS["qwen3"])(talk, None, expected)

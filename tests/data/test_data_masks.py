@@ -38,13 +38,13 @@ STARTS = [(0, 0, 9), (0, 9, 21), (1, 0, 20), (2, 0, 5), (2, 5, 11), (2, 11, 18)]
 
 def ratios(batch):
     """p of each document, by the masked tokens in it; they must agree."""
-    found = []
+    actual = []
     for row, start, stop in STARTS:
-        here = batch.streams[RATIO][0, row, start:stop]
-        values = np.unique(here[here > 0])
+        local_result = batch.streams[RATIO][0, row, start:stop]
+        values = np.unique(local_result[local_result > 0])
         assert len(values) <= 1, "one document, one p"
-        found.append(values[0] if len(values) else None)
-    return found
+        actual.append(values[0] if len(values) else None)
+    return actual
 
 
 def test_only_trained_tokens_are_masked_each_document_by_its_own_p():
@@ -57,9 +57,9 @@ def test_only_trained_tokens_are_masked_each_document_by_its_own_p():
         np.testing.assert_array_equal(masked, drawn.weights["nll"] > 0)
         np.testing.assert_array_equal(drawn.streams[TARGET], BATCH.tokens)
         np.testing.assert_array_equal(np.where(masked, BATCH.tokens, drawn.tokens), BATCH.tokens)
-        found = [p for p in ratios(drawn) if p is not None]
-        assert len(set(found)) == len(found), "t is a document's, not a row's or a batch's"
-        seen |= set(found)
+        actual = [p for p in ratios(drawn) if p is not None]
+        assert len(set(actual)) == len(actual), "t is a document's, not a row's or a batch's"
+        seen |= set(actual)
         check_batch(drawn._replace(tokens=BATCH.tokens))
     assert len(seen) > 60
 
@@ -79,11 +79,11 @@ def test_the_mean_over_draws_is_the_full_cross_entropy(normalize):
     ce = np.random.default_rng(3).random(BATCH.tokens.shape)
     weights = BATCH.weights["nll"]
     if normalize == "document":
-        wanted = np.mean(
+        expected = np.mean(
             [(ce * weights)[0, r, a:b].sum() / weights[0, r, a:b].sum() for r, a, b in STARTS]
         )
     else:
-        wanted = (ce * weights).sum() / weights.sum()
+        expected = (ce * weights).sum() / weights.sum()
     for schedule, low in (("linear", 1e-3), ("cosine", 0.3), ("quadratic", 0.1)):
         noise = Noise(MASK, schedule, low=low, normalize=normalize)
         values = []
@@ -91,11 +91,11 @@ def test_the_mean_over_draws_is_the_full_cross_entropy(normalize):
             drawn = mask(BATCH, noise, [1, step]).batch
             values.append((ce * drawn.weights["nll"]).sum() / drawn.denoms["masked"][0])
         error = np.std(values) / len(values) ** 0.5
-        assert abs(np.mean(values) - wanted) < 4 * error, schedule
-        assert error < 0.08 * wanted
+        assert abs(np.mean(values) - expected) < 4 * error, schedule
+        assert error < 0.08 * expected
     held = mask_held_out(BATCH, Noise(MASK, normalize=normalize), 0, 500)
-    values = [(ce * one.weights["nll"]).sum() / one.denoms["masked"][0] for one in held]
-    assert abs(np.mean(values) - wanted) < 0.05 * wanted
+    values = [(ce * entry.weights["nll"]).sum() / entry.denoms["masked"][0] for entry in held]
+    assert abs(np.mean(values) - expected) < 0.05 * expected
 
 
 def test_without_weights_every_masked_token_counts_alike():
@@ -116,11 +116,11 @@ def test_schedules_and_bounds_are_used():
     np.testing.assert_allclose(half["linear"], 0.4)
     np.testing.assert_allclose(half["cosine"], 0.2 + 0.4 * np.sqrt(0.5))
     np.testing.assert_allclose(half["quadratic"], 0.3)
-    found = []
+    actual = []
     for step in range(30):
-        found += ratios(mask(BATCH, Noise(MASK, low=0.2, high=0.6), [0, step]).batch)
-    found = [p for p in found if p is not None]
-    assert 0.2 <= min(found) < 0.25 and 0.55 < max(found) <= 0.6
+        actual += ratios(mask(BATCH, Noise(MASK, low=0.2, high=0.6), [0, step]).batch)
+    actual = [p for p in actual if p is not None]
+    assert 0.2 <= min(actual) < 0.25 and 0.55 < max(actual) <= 0.6
 
 
 def test_the_draw_does_not_depend_on_the_microsteps():
@@ -132,10 +132,10 @@ def test_the_draw_does_not_depend_on_the_microsteps():
         since=batch.since.reshape(4, 1, 24),
         weights={"nll": batch.weights["nll"].reshape(4, 1, 24)},
     )
-    one, other = (mask(b, Noise(MASK), [0, 1]).batch for b in (batch, apart))
-    np.testing.assert_array_equal(one.tokens[0], other.tokens[:, 0])
-    np.testing.assert_array_equal(one.weights["nll"][0], other.weights["nll"][:, 0])
-    assert set(one.denoms["masked"]) == set(other.denoms["masked"]) == {6.0 + 1.0}
+    entry, second = (mask(b, Noise(MASK), [0, 1]).batch for b in (batch, apart))
+    np.testing.assert_array_equal(entry.tokens[0], second.tokens[:, 0])
+    np.testing.assert_array_equal(entry.weights["nll"][0], second.weights["nll"][:, 0])
+    assert set(entry.denoms["masked"]) == set(second.denoms["masked"]) == {6.0 + 1.0}
 
 
 def test_times_are_spread_evenly():
@@ -145,7 +145,7 @@ def test_times_are_spread_evenly():
             [p for p in ratios(mask(BATCH, noise, [0, s]).batch) if p is not None]
             for s in range(120)
         ]
-        return np.var([np.mean(one) for one in sets if len(one) == 6])
+        return np.var([np.mean(entry) for entry in sets if len(entry) == 6])
 
     assert spread(True) < 0.2 * spread(False)
 
@@ -153,23 +153,24 @@ def test_times_are_spread_evenly():
 def test_held_out_masks_are_fixed_and_cover_all_numbers():
     held = mask_held_out(BATCH, Noise(MASK), 0, 4)
     again = mask_held_out(BATCH, Noise(MASK), 0, 4)
-    for one, other in zip(held, again, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
+    for entry, second in zip(held, again, strict=True):
+        np.testing.assert_array_equal(entry.tokens, second.tokens)
     assert any((a.tokens != b.tokens).any() for a, b in zip(held, held[1:], strict=False))
     for row, start, stop in STARTS:
         length = int((BATCH.weights["nll"][0, row, start:stop] > 0).sum())
-        counts = [int((one.tokens[0, row, start:stop] == MASK).sum()) for one in held]
+        counts = [int((entry.tokens[0, row, start:stop] == MASK).sum()) for entry in held]
         assert 1 <= min(counts) and max(counts) <= length
         quarters = {min(3, (n - 1) * 4 // length) for n in counts}
         assert len(quarters) >= min(3, length), "numbers of masks lie evenly"
-        for one, count in zip(held, counts, strict=True):
-            here = one.streams[RATIO][0, row, start:stop]
-            np.testing.assert_allclose(here[here > 0], count / length, rtol=1e-6)
-            total = one.weights["nll"][0, row, start:stop].sum()
+        for entry, count in zip(held, counts, strict=True):
+            local_result = entry.streams[RATIO][0, row, start:stop]
+            np.testing.assert_allclose(local_result[local_result > 0], count / length, rtol=1e-6)
+            total = entry.weights["nll"][0, row, start:stop].sum()
             np.testing.assert_allclose(total, 1.0, rtol=1e-5)  # n / l times l of n
-    other = mask_held_out(BATCH._replace(tokens=BATCH.tokens + 1), Noise(MASK), 0, 4)
+    second = mask_held_out(BATCH._replace(tokens=BATCH.tokens + 1), Noise(MASK), 0, 4)
     assert any(
-        (a.tokens != b.tokens - 1)[a.tokens != MASK].any() for a, b in zip(held, other, strict=True)
+        (a.tokens != b.tokens - 1)[a.tokens != MASK].any()
+        for a, b in zip(held, second, strict=True)
     )
 
 
@@ -204,17 +205,17 @@ def test_an_answer_does_not_see_what_was_said_after_it():
     assert second.tokens.tolist() == tokens[:7]
     assert second.weights.tolist() == [0, 0, 0, 0, 0, 1, 1], "the first answer is context now"
     assert (first.controls, second.controls) == (2, 0)
-    (whole,) = cut(tokens, weights, split=False)
-    assert whole.tokens.tolist() == tokens and whole.weights.tolist() == weights
+    (full,) = cut(tokens, weights, split=False)
+    assert full.tokens.tolist() == tokens and full.weights.tolist() == weights
 
 
 def test_end_tokens_behind_an_answer():
     lengths = set()
     for token in range(30):
-        (one,) = cut([token, 3, END], [0, 1, 1], padding=5)
-        more = len(one.tokens) - 3
-        assert (one.tokens[2:] == END).all() and (one.weights[1:] == 1).all()
-        lengths.add(more)
+        (entry,) = cut([token, 3, END], [0, 1, 1], padding=5)
+        extra = len(entry.tokens) - 3
+        assert (entry.tokens[2:] == END).all() and (entry.weights[1:] == 1).all()
+        lengths.add(extra)
     assert lengths == set(range(6))
     again = cut([3, 3, END], [0, 1, 1], padding=5)[0].tokens
     assert again.tolist() == cut([3, 3, END], [0, 1, 1], padding=5)[0].tokens.tolist()

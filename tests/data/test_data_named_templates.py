@@ -95,9 +95,9 @@ def test_a_named_template_writes_what_the_models_read(name):
     before, after = PUBLISHED[name].split("second")[0], render_text(tokenizer, TALK[:4], None, True)
     assert after.endswith(PROMPTS[name]) and before.startswith(after)
     [rendering] = Renderer(tokenizer)(TALK, None, [2, 4])
-    found = {index: text.lstrip(" ") for index, text in marked(tokenizer, rendering).items()}
+    actual = {index: text.lstrip(" ") for index, text in marked(tokenizer, rendering).items()}
     end = ENDS.get(name, "<eos>")
-    assert found == {2: f"first{end}", 4: f"second{end}"}
+    assert actual == {2: f"first{end}", 4: f"second{end}"}
     # Without a system message, too.
     assert len(Renderer(tokenizer)(TALK[1:], None, [1, 3])) == 1
 

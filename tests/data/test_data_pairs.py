@@ -18,27 +18,27 @@ STREAMS = {"chosen": np.int32, "rejected": np.int32, "margin": np.float32, "shar
 
 
 def ranked(*answers, prompt=(1, 2, 3), pairs=(), labels=(), untrained=()):
-    made = [
+    created = [
         RankedAnswer(np.array(a), np.array([t not in untrained for t in a], float)) for a in answers
     ]
     return Ranked(
-        np.array(prompt), tuple(made), tuple(RankedPair(*p) for p in pairs), labels, "row 0"
+        np.array(prompt), tuple(created), tuple(RankedPair(*p) for p in pairs), labels, "row 0"
     )
 
 
 def read_slots(batch):
     """[(chosen tokens, rejected tokens, weight, margin)] of a batch [B, T], through `owner`."""
-    found = []
+    actual = []
     for b, t in zip(*np.nonzero(batch.weights["preference"]), strict=True):
         sides = []
         for name in ("chosen", "rejected"):
             distance = batch.streams[name][b, t]
-            mine = batch.owner[b] == batch.owner[b, t + max(distance, -t)]
-            mine &= batch.weights["score"][b] != 0
-            sides.append(None if distance == NO_SIDE else batch.tokens[b][mine].tolist())
-        found.append((*sides, float(batch.weights["preference"][b, t]),
+            local_copy = batch.owner[b] == batch.owner[b, t + max(distance, -t)]
+            local_copy &= batch.weights["score"][b] != 0
+            sides.append(None if distance == NO_SIDE else batch.tokens[b][local_copy].tolist())
+        actual.append((*sides, float(batch.weights["preference"][b, t]),
                       float(batch.streams["margin"][b, t])))  # fmt: skip
-    return found
+    return actual
 
 
 def pack(*items, row_tokens=40, nll=False):
@@ -80,21 +80,21 @@ def test_slots_find_their_answers_wherever_the_tree_lies(share):
 
 
 def test_prompts_count_once_and_likelihood_counts_as_its_pairs_do():
-    one = ranked([11, 12], [21], [31, 39], pairs=[(0, 1), (0, 2)], untrained=(39,))
-    for average, each in (("pairs", 1.0), ("prompts", 0.5)):
+    entry = ranked([11, 12], [21], [31, 39], pairs=[(0, 1), (0, 2)], untrained=(39,))
+    for average, per_entry in (("pairs", 1.0), ("prompts", 0.5)):
         for share in (True, False):
             rule = PairTrees(share_prompts=share, nll="sequence", average=average)
-            batch = pack(rule(one), nll=True)
-            assert [slot[2] for slot in read_slots(batch)] == [each, each]
+            batch = pack(rule(entry), nll=True)
+            assert [slot[2] for slot in read_slots(batch)] == [per_entry, per_entry]
             real = batch.tokens[0] > 0
-            assert batch.weights["nll"][0][real].sum() == 2 * each * 4  # 2, 3, 11, 12
-        answer = pack(PairTrees(nll="answer", average=average)(one), nll=True)
-        assert answer.weights["nll"][0].sum() == 2 * each * 2
+            assert batch.weights["nll"][0][real].sum() == 2 * per_entry * 4  # 2, 3, 11, 12
+        answer = pack(PairTrees(nll="answer", average=average)(entry), nll=True)
+        assert answer.weights["nll"][0].sum() == 2 * per_entry * 2
 
 
 def test_tails_are_those_of_each_pair():
-    one = ranked([11, 12, 19, 13], [21], [31, 32], pairs=[(0, 1), (0, 2)], untrained=(19,))
-    batch = pack(PairTrees(tail=0.25)(one))
+    entry = ranked([11, 12, 19, 13], [21], [31, 32], pairs=[(0, 1), (0, 2)], untrained=(19,))
+    batch = pack(PairTrees(tail=0.25)(entry))
     assert batch.tokens[0][batch.tokens[0] > 0].tolist() == [
         *(1, 2, 3), *(11, 12, 19, 13), 21, *(11, 12, 19, 13), 31, 32,
     ]  # fmt: skip
@@ -121,16 +121,16 @@ def test_a_forest_packs_as_its_trees_do():
     line = build_tree([(-1, [5, 6], [1, 1], "")])
     forest = Forest((fork, line, fork))
     apart = build_batch([[lay_out(tree) for tree in forest.trees]], 12)
-    whole = build_batch([[lay_out(forest)]], 12)
-    check_batch(whole)
+    batch = build_batch([[lay_out(forest)]], 12)
+    check_batch(batch)
     for name in ("tokens", "positions", "prev", "until", "owner"):
-        np.testing.assert_array_equal(getattr(whole, name), getattr(apart, name))
-    np.testing.assert_array_equal(whole.weights["nll"], apart.weights["nll"])
+        np.testing.assert_array_equal(getattr(batch, name), getattr(apart, name))
+    np.testing.assert_array_equal(batch.weights["nll"], apart.weights["nll"])
     assert (forest.num_tokens, forest.flat_tokens, forest.num_branches) == (10, 14, 5)
     assert len(list_branches(forest)) == 5
     assert lay_out(forest).node.tolist() == [0, 0, 1, 2, 3, 3, 4, 4, 5, 6]
-    [kept, dropped] = to_trees([forest, Forest((line,) * 9)], row_tokens=12)
-    assert kept is forest and dropped.reason == "too long for a row"
+    [retained, dropped] = to_trees([forest, Forest((line,) * 9)], row_tokens=12)
+    assert retained is forest and dropped.reason == "too long for a row"
 
     class Reader:
         pass_len = None

@@ -71,9 +71,9 @@ def test_steps_of_units_resume_and_count(tokenizer, mode, packing):
     for cut, state in enumerate(states):
         resumed = open_source(data, Trees(task, data, tokenizer), **STEP)
         resumed.restore(state)
-        for left, right in zip(read(resumed, 6 - cut), expected[cut:], strict=True):
-            np.testing.assert_array_equal(left.tokens, right.tokens)
-            np.testing.assert_array_equal(left.weights["nll"], right.weights["nll"])
+        for first, right in zip(read(resumed, 6 - cut), expected[cut:], strict=True):
+            np.testing.assert_array_equal(first.tokens, right.tokens)
+            np.testing.assert_array_equal(first.weights["nll"], right.weights["nll"])
         resumed.close()
     finite = open_source(data, Trees(task, data, tokenizer), **STEP, num_epochs=2)
     steps = plan_steps(data, Trees(task, data, tokenizer), **STEP, num_epochs=2)[0]
@@ -122,8 +122,8 @@ def test_evaluation_is_on_whole_trees_whatever_the_mode(tokenizer):
             eval_batches(TREES, make_data(), Trees(TreeTask(mode=mode), make_data(), tokenizer), 2)
         )
 
-    for left, right in zip(evaluate("tree"), evaluate("per_branch"), strict=True):
-        np.testing.assert_array_equal(left.tokens, right.tokens)
+    for first, right in zip(evaluate("tree"), evaluate("per_branch"), strict=True):
+        np.testing.assert_array_equal(first.tokens, right.tokens)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_trials_of_a_task_share_their_beginning(tokenizer, rendering):
 
 
 def test_a_probe_says_how_the_data_branch_or_why_they_do_not(tokenizer):
-    found = Trees(TreeTask(mode="grouped"), make_data(), tokenizer).probe(TREES)
-    assert str(found) == (
+    actual = Trees(TreeTask(mode="grouped"), make_data(), tokenizer).probe(TREES)
+    assert str(actual) == (
         "builtin:caterpillar: 7 rows, the first 28 trees have 1.0 branches on average"
     )
     assert "have 4.0 branches" in str(Trees(TreeTask(), make_data(), tokenizer).probe(TREES))

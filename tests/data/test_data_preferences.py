@@ -36,8 +36,8 @@ def tokenizer():
     return load_tokenizer("builtin")
 
 
-def log(role, content, **more):
-    return {"role": role, "content": content, **more}
+def log(role, content, **extra):
+    return {"role": role, "content": content, **extra}
 
 
 def branches(ranked):
@@ -55,8 +55,8 @@ def read(tokenizer, row, want="pairs", length=512, too_long="drop", **dataset):
 
 def only(tokenizer, row, **options):
     """(prompt, answers, trained texts) of a row that becomes one Ranked, and that."""
-    found = read(tokenizer, row, **options)
-    [ranked] = [one for one in found if isinstance(one, Ranked)]
+    actual = read(tokenizer, row, **options)
+    [ranked] = [entry for entry in actual if isinstance(entry, Ranked)]
     return texts(tokenizer, ranked), ranked
 
 
@@ -66,7 +66,7 @@ def texts(tokenizer, ranked):
 
 
 def reasons(tokenizer, row, **options):
-    return [one.reason for one in read(tokenizer, row, **options) if isinstance(one, Dropped)]
+    return [entry.reason for entry in read(tokenizer, row, **options) if isinstance(entry, Dropped)]
 
 
 TALK = [log("user", "How?")]
@@ -151,9 +151,9 @@ def test_tokens_are_those_of_the_template(tokenizer):
     (prompt, answers), ranked = only(tokenizer, row)
     before = [log("system", "Be."), *TALK]
     assert ranked.prompt.tolist() == prompt_tokens(tokenizer, before, tools)
-    kept = read_judged(row, DatasetConfig(path="x")).answers[0]
-    whole = render_text(tokenizer, [*before, *kept], tools)
-    assert (prompt + answers[0] + "\n") == whole and answers[1] == "2<|im_end|>"
+    retained = read_judged(row, DatasetConfig(path="x")).answers[0]
+    full = render_text(tokenizer, [*before, *retained], tools)
+    assert (prompt + answers[0] + "\n") == full and answers[1] == "2<|im_end|>"
     # What the tool says is no trained token.
     first = ranked.answers[0]
     silent = tokenizer.decode(first.tokens[first.weights == 0].tolist())
@@ -209,8 +209,8 @@ def test_labels(tokenizer):
     ],
 )
 def test_scores_become_pairs(pairing, pairs, ties):
-    found, left_out = rank_pairs([3.0, 5.0, 1.0, 5.0, None], pairing)
-    assert [pair[:2] for pair in found] == pairs
+    actual, left_out = rank_pairs([3.0, 5.0, 1.0, 5.0, None], pairing)
+    assert [pair[:2] for pair in actual] == pairs
     assert left_out == ["answer without a score", *["equal scores"] * ties]
     assert rank_pairs([1.0, 1.0], pairing) == ([], ["equal scores"])
     assert rank_pairs([1.0, None], pairing)[0] == []
@@ -240,14 +240,14 @@ def test_a_prompt_that_the_answer_rewrites(tokenizer):
     assert "Hm." not in answers[1]
     for answer, last in zip(ranked.answers, ("d", "f"), strict=True):
         assert answer.weights[0] == 0 and answer.weights[-1] == 1
-        said = qwen.decode(answer.tokens[answer.weights > 0].tolist())
-        assert said.endswith(f"{last}<|im_end|>") and "b" not in said
+        output = qwen.decode(answer.tokens[answer.weights > 0].tolist())
+        assert output.endswith(f"{last}<|im_end|>") and "b" not in output
 
 
 def test_lengths(tokenizer):
     row = {"prompt": "a b c d", "chosen": " e f g h i j", "rejected": [" k", " e f g h i j l"]}
-    whole = only(tokenizer, row)[1]
-    n = len(whole.prompt) + len(whole.answers[1].tokens)
+    full = only(tokenizer, row)[1]
+    n = len(full.prompt) + len(full.answers[1].tokens)
     assert reasons(tokenizer, row, length=n) == ["too long", "too long"]
     _, cut = only(tokenizer, row, length=n, too_long="truncate")
     # The long rejected one is then the chosen one: no pair.
@@ -256,7 +256,7 @@ def test_lengths(tokenizer):
     assert reasons(tokenizer, row, length=n, too_long="truncate") == [
         "malformed row: chosen and rejected are the same"
     ]
-    short = len(whole.prompt)
+    short = len(full.prompt)
     for too_long in ("drop", "truncate"):
         assert set(reasons(tokenizer, row, length=short, too_long=too_long)) == {"prompt too long"}
     with pytest.raises(UserError, match=r"x row 1: .*data.sequence_len is 9"):
@@ -292,8 +292,8 @@ def test_lengths(tokenizer):
     ],
 )
 def test_bad_rows_are_counted_drops(tokenizer, row, reason):
-    [found] = reasons(tokenizer, row)
-    assert found.startswith(f"malformed row: {reason}") or reason in found
+    [actual] = reasons(tokenizer, row)
+    assert actual.startswith(f"malformed row: {reason}") or reason in actual
 
 
 def test_deep_rows(tokenizer):
@@ -334,9 +334,9 @@ def test_rows_of_one_prompt_share_it(tokenizer, tmp_path):
     ]
     dataset = DatasetConfig(path=write(tmp_path, rows), group_prompts=True)
     part = recipe(tokenizer).open(dataset)
-    made = [part.tokenize(part.rows[i], part.origin(i)) for i in range(len(part.rows))]
-    assert [type(items[0]).__name__ for items in made] == ["Tree", "Tree", "Dropped"]
-    assert made[0][0].num_branches == 3
+    created = [part.tokenize(part.rows[i], part.origin(i)) for i in range(len(part.rows))]
+    assert [type(items[0]).__name__ for items in created] == ["Tree", "Tree", "Dropped"]
+    assert created[0][0].num_branches == 3
     [ranked] = recipe(tokenizer).reader(dataset)(part.rows[0], "x")
     assert ranked.pairs == (RankedPair(0, 1), RankedPair(0, 2))
 
@@ -348,54 +348,54 @@ def test_labels_of_one_prompt_become_pairs(tokenizer, tmp_path):
     path = write(tmp_path, rows)
     dataset = DatasetConfig(path=path, group_prompts=True)
     part = recipe(tokenizer).open(dataset)
-    found, left = recipe(tokenizer).reader(dataset)(part.rows[0], "x")
+    actual, remaining = recipe(tokenizer).reader(dataset)(part.rows[0], "x")
     assert (
-        found.pairs == (RankedPair(0, 1), RankedPair(0, 2))
-        and left.reason == "answer with both labels"
+        actual.pairs == (RankedPair(0, 1), RankedPair(0, 2))
+        and remaining.reason == "answer with both labels"
     )
     [alone] = part.tokenize(part.rows[1], "x")
     assert alone.reason == "prompt whose labels are all alike"
     with pytest.raises(UserError, match="one answer with a label each.*group_prompts = true"):
         recipe(tokenizer).probe(DatasetConfig(path=path))
-    both = recipe(tokenizer, want="labels").reader(dataset)(part.rows[0], "x")
-    assert both[0].labels == (True, False, False, True, False)
+    pair = recipe(tokenizer, want="labels").reader(dataset)(part.rows[0], "x")
+    assert pair[0].labels == (True, False, False, True, False)
 
 
 def test_many_answers_become_several_trees(tokenizer, tmp_path):
     answers = [f"{'x ' * 20}{number}" for number in range(9)]
     row = {"prompt": TALK, "completions": answers, "scores": list(range(9))}
     dataset = DatasetConfig(path=write(tmp_path, [row]), pairing="all")
-    made = recipe(tokenizer, 64)
-    [ranked] = made.reader(dataset)(row, "x")
-    part = made.open(dataset)
+    created = recipe(tokenizer, 64)
+    [ranked] = created.reader(dataset)(row, "x")
+    part = created.open(dataset)
     trees = part.tokenize(row, "x")
     assert len(ranked.pairs) == 36 and len(trees) > 1
-    assert all(tree.num_tokens <= made.row_tokens == 128 for tree in trees)
+    assert all(tree.num_tokens <= created.row_tokens == 128 for tree in trees)
     prompts = {tuple(tree.nodes[0].tokens.tolist()) for tree in trees}
     assert prompts == {tuple(ranked.prompt.tolist())}
-    said = lambda r, p: tuple(tuple(r.answers[i].tokens.tolist()) for i in p[:2])  # noqa: E731
-    left, smallest = [ranked], []
-    while left:
-        one = left.pop()
-        halves = halve(one)
-        left += halves
-        smallest += [] if halves else [one]
-    assert sorted(said(r, p) for r in smallest for p in r.pairs) == sorted(
-        said(ranked, p) for p in ranked.pairs
+    output = lambda r, p: tuple(tuple(r.answers[i].tokens.tolist()) for i in p[:2])  # noqa: E731
+    remaining, smallest = [ranked], []
+    while remaining:
+        entry = remaining.pop()
+        halves = halve(entry)
+        remaining += halves
+        smallest += [] if halves else [entry]
+    assert sorted(output(r, p) for r in smallest for p in r.pairs) == sorted(
+        output(ranked, p) for p in ranked.pairs
     )
 
 
 def test_probe_preview_and_packing(tokenizer, tmp_path):
     rows = [{"prompt": TALK, "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(9)]
     rows.append({"prompt": TALK, "chosen": "a", "rejected": "a"})
-    made = recipe(tokenizer)
+    created = recipe(tokenizer)
     dataset = DatasetConfig(path=write(tmp_path, rows))
-    found = made.probe(dataset)
-    assert "10 rows of pairs, columns prompt, chosen, rejected" in str(found)
-    assert "9 pairs of 18 answers" in str(found) and "1 x malformed row" in str(found)
-    assert "shared prefixes save" in str(found) and found.dropped
+    actual = created.probe(dataset)
+    assert "10 rows of pairs, columns prompt, chosen, rejected" in str(actual)
+    assert "9 pairs of 18 answers" in str(actual) and "1 x malformed row" in str(actual)
+    assert "shared prefixes save" in str(actual) and actual.dropped
     console = Console(record=True, width=200, force_terminal=False)
-    made.show(dataset, 1, console)
+    created.show(dataset, 1, console)
     shown = console.export_text()
     assert "chosen: 5 tokens" in shown and "rejected:" in shown and "⟦" in shown
     assert (
@@ -403,13 +403,13 @@ def test_probe_preview_and_packing(tokenizer, tmp_path):
     )
     data = DataConfig(sequence_len=128, datasets=[dataset], shuffle=False)
     shape = {"seed": 0, "rows_per_microstep": 1, "microsteps": 1, "num_epochs": 1.0}
-    source = open_source(data, made, **shape)
+    source = open_source(data, created, **shape)
     [batch] = next(source)
     assert int((batch.weights["nll"] > 0).sum()) == sum(
-        int(answer.weights.sum()) for one in found.samples for answer in one.answers
+        int(answer.weights.sum()) for sample in actual.samples for answer in sample.answers
     )
     source.close()
-    assert plan_steps(data, made, **shape)[0] == 1
+    assert plan_steps(data, created, **shape)[0] == 1
 
 
 def test_a_format_from_outside_and_a_stream(tokenizer, tmp_path):
@@ -423,16 +423,18 @@ def test_a_format_from_outside_and_a_stream(tokenizer, tmp_path):
     dataset = DatasetConfig(
         path=write(tmp_path, rows), format=f"{tmp_path / 'own.py'}:votes", streaming=True
     )
-    made = recipe(tokenizer)
-    found = made.probe(dataset)
-    assert "a stream of format" in str(found) and found.samples[0].pairs == (
+    created = recipe(tokenizer)
+    actual = created.probe(dataset)
+    assert "a stream of format" in str(actual) and actual.samples[0].pairs == (
         RankedPair(0, 1),
         RankedPair(0, 2),
     )
-    assert found.dropped == {"malformed row: nobody voted": 1} and made.settings(dataset) is None
-    made.show(dataset, 1, Console(quiet=True))
+    assert (
+        actual.dropped == {"malformed row: nobody voted": 1} and created.settings(dataset) is None
+    )
+    created.show(dataset, 1, Console(quiet=True))
     with pytest.raises(UserError, match="group_prompts needs all rows"):
-        made.open(dataset.model_copy(update={"group_prompts": True}))
+        created.open(dataset.model_copy(update={"group_prompts": True}))
 
 
 def test_columns_that_are_none(tokenizer, tmp_path):
@@ -489,10 +491,10 @@ def test_a_real_set():
     if not (DATA / "preference_dpo_en.jsonl").is_file():
         pytest.skip(f"no preference_dpo_en.jsonl in {DATA}; set JAXTRAIN_TEST_DATA")
     qwen = load_tokenizer(str(DATA / "qwen2_tokenizer"))
-    made = recipe(qwen, 4096)
-    part = made.open(DatasetConfig(path=str(DATA / "preference_dpo_en.jsonl")))
-    counts, whole = count_part(part, made.row_tokens, 600.0)
-    assert whole and counts["draws"] == 299
+    created = recipe(qwen, 4096)
+    part = created.open(DatasetConfig(path=str(DATA / "preference_dpo_en.jsonl")))
+    counts, full = count_part(part, created.row_tokens, 600.0)
+    assert full and counts["draws"] == 299
     # Each is a pair of up to 4,096 tokens; sharing their prompts saves 28 % of the tokens.
     assert counts["trees"] == 299 and not drops_of(counts)
     assert (counts["packed_tokens"], counts["flat_tokens"]) == (309_595, 432_748)

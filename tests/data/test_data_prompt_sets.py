@@ -70,7 +70,7 @@ def test_the_words_of_each_set(name, row, turns):
 
 def test_every_set_can_be_named_in_a_config():
     assert tuple(SETS) == get_args(Benchmark)
-    assert {name: one.size for name, one in SETS.items() if one.size != 128} == {
+    assert {name: entry.size for name, entry in SETS.items() if entry.size != 128} == {
         "aime24": 30,
         "aime25": 30,
         "humaneval": 164,
@@ -95,12 +95,12 @@ def write(path, rows):
 
 def test_rows_of_files(tmp_path):
     file = write(tmp_path / "gsm8k.jsonl", [{"question": f"{i}?", "id": i} for i in range(200)])
-    found = open_prompt_set(f"gsm8k={file}")
+    prompt_set = open_prompt_set(f"gsm8k={file}")
     order = sample(200, 128)
-    assert [row["id"] for row in found.rows] == order
-    assert found.turns[3] == (f"{order[3]}?{BOXED}",)
-    assert found.origins[3] == f"gsm8k.jsonl line {order[3] + 1}"
-    assert open_prompt_set(f"gsm8k={file}", most=2).turns == found.turns[:2]
+    assert [row["id"] for row in prompt_set.rows] == order
+    assert prompt_set.turns[3] == (f"{order[3]}?{BOXED}",)
+    assert prompt_set.origins[3] == f"gsm8k.jsonl line {order[3] + 1}"
+    assert open_prompt_set(f"gsm8k={file}", most=2).turns == prompt_set.turns[:2]
     # Files of a folder are read in their order, though "test2" does not carry the split's name.
     folder = tmp_path / "lcb"
     folder.mkdir()
@@ -115,7 +115,7 @@ def test_rows_of_files(tmp_path):
 
 def test_what_is_missing_is_named(tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"question": "q", "id": 1}])
-    for given, words in [
+    for provided, words in [
         ("gsm9k", r"no prompt set 'gsm9k': there are gsm8k, math500, .*, alpaca; with a file"),
         (f"math500={file}", r"math500: rows.jsonl line 1 has no column 'problem'; its columns"),
         (f"math500={file}", r"'question', 'id'.*https://huggingface.co/datasets/HuggingFaceH4/MA"),
@@ -124,7 +124,7 @@ def test_what_is_missing_is_named(tmp_path):
         ("aime24", r"cannot be reached.*aime24=PATH.*split train of https://.*/aime_2024"),
     ]:
         with pytest.raises(UserError, match=words):
-            open_prompt_set(given)
+            open_prompt_set(provided)
     for name, row in [
         ("gsm8k", {"question": None}),
         ("mbpp", {"prompt": 3}),
@@ -139,17 +139,17 @@ def test_what_is_missing_is_named(tmp_path):
 
 def test_a_set_of_problems_may_be_a_benchmark(tmp_path):
     rows = [{"problem": f"p{i}", "solution": "s", "prompt": "?"} for i in range(40)]
-    one = EvalSetConfig(
+    eval_set_config = EvalSetConfig(
         path=str(write(tmp_path / "aime.jsonl", rows)),
         benchmark="aime24",
         fields={"answer": "solution"},
     )
-    problems = read_problems(0, one)
+    problems = read_problems(0, eval_set_config)
     assert [row["prompt"] for row in problems] == [f"p{i}{BOXED}" for i in sample(40, 30)]
     assert problems[0]["answer"] == "s"
-    assert len(read_problems(0, one.model_copy(update={"max_rows": 5}))) == 5
+    assert len(read_problems(0, eval_set_config.model_copy(update={"max_rows": 5}))) == 5
     with pytest.raises(UserError, match="eval.sets.0.path"):
-        read_problems(0, one.model_copy(update={"path": "no.jsonl"}))
+        read_problems(0, eval_set_config.model_copy(update={"path": "no.jsonl"}))
     base = {"run": {"max_steps": 1}, "model": {"path": "m"}, "data": {"datasets": [{"path": "d"}]}}
     sets = [{"path": "a", "benchmark": "mbpp", "split": "train"}]
     with pytest.raises(UserError, match="eval.sets.0.split has no effect while eval.sets.0.bench"):
@@ -167,7 +167,7 @@ def test_a_set_of_problems_may_be_a_benchmark(tmp_path):
 def test_real_files(name, file, rows, begins):
     if not (DATA / file).exists():
         pytest.skip(f"no {DATA / file}; JAXTRAIN_TEST_DATA names the folder")
-    found = open_prompt_set(f"{name}={DATA / file}", all_turns=True)
-    assert len(found.turns) == len({turns[0] for turns in found.turns}) == rows
-    assert found.turns[0][0].startswith(begins or "")
-    assert {len(turns) for turns in found.turns} == ({2} if name == "mt-bench" else {1})
+    prompt_set = open_prompt_set(f"{name}={DATA / file}", all_turns=True)
+    assert len(prompt_set.turns) == len({turns[0] for turns in prompt_set.turns}) == rows
+    assert prompt_set.turns[0][0].startswith(begins or "")
+    assert {len(turns) for turns in prompt_set.turns} == ({2} if name == "mt-bench" else {1})

@@ -47,20 +47,20 @@ def make_talk(turns, thoughts=True, tools=True):
 def both(tokenizer, row, length=4096, too_long="drop"):
     """(flat samples and drops, trees and drops) of a row."""
     dataset = DatasetConfig(path="x")
-    made = [RowTokenizer(dataset, tokenizer, length, too_long, trees) for trees in (False, True)]
-    return [one(row, "x row 1") for one in made]
+    created = [RowTokenizer(dataset, tokenizer, length, too_long, trees) for trees in (False, True)]
+    return [entry(row, "x row 1") for entry in created]
 
 
 def sequences(items):
     """{tokens: weights} of all branches, those that are alike added up."""
-    found = {}
+    actual = {}
     for item in items:
         if isinstance(item, Dropped):
             continue
         tree = item if isinstance(item, Tree) else to_tree(item)
         for tokens, _ in split_branches(tree):
-            found[tuple(tokens.tolist())] = found.get(tuple(tokens.tolist()), 0) + 1
-    return found
+            actual[tuple(tokens.tolist())] = actual.get(tuple(tokens.tolist()), 0) + 1
+    return actual
 
 
 def total_weights(items):
@@ -80,8 +80,8 @@ def test_a_conversation_is_one_tree_of_its_samples(tokenizer, thoughts):
 
 def test_a_template_that_keeps_history_gives_the_sample_as_ever():
     flat, shared = both(load_tokenizer("builtin"), {"messages": make_talk(4)})
-    [left], [right] = flat, shared
-    assert isinstance(right, Sample) and (left.tokens == right.tokens).all()
+    [first], [right] = flat, shared
+    assert isinstance(right, Sample) and (first.tokens == right.tokens).all()
 
 
 SIZES = {
@@ -121,8 +121,8 @@ def test_loss_and_gradients_are_those_of_the_flat_samples(tokenizer):
             batch = build_batch([row], length, Fields(dtype=np.float64))
             check_batch(batch)
             results.append(jax.device_get(loss(params, batch)))
-        (left, left_grads), (right, right_grads) = results
-    np.testing.assert_allclose(right, left, rtol=1e-13)
+        (first, left_grads), (right, right_grads) = results
+    np.testing.assert_allclose(right, first, rtol=1e-13)
     largest = max(np.abs(grad).max() for grad in left_grads.values())
     for path, grad in left_grads.items():
         np.testing.assert_allclose(right_grads[path], grad, rtol=0, atol=1e-12 * largest)
@@ -138,8 +138,8 @@ def test_nothing_is_lost_that_fits_flat(tokenizer, length, too_long):
     assert drops[0] == drops[1]
     trees = to_trees(shared, length)
     assert not any(isinstance(t, Dropped) and "row" in t.reason for t in trees)
-    kept = [items for items in shared if not isinstance(items, Dropped)]
-    assert total_weights(kept) == sum(s.weights.sum() for s in flat if isinstance(s, Sample))
+    retained = [items for items in shared if not isinstance(items, Dropped)]
+    assert total_weights(retained) == sum(s.weights.sum() for s in flat if isinstance(s, Sample))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -152,12 +152,12 @@ def test_any_samples_keep_their_tokens_and_weights(drawn, limit):
         Sample(np.array(t, np.int32), np.array([0, *[1.0] * (len(t) - 1)], np.float32))
         for t in drawn
     ]
-    made = share_prefixes(samples, limit)
-    assert sequences(made) == sequences(samples)
-    assert total_weights(made) == sum(sample.weights.sum() for sample in samples)
-    sizes = [item.num_tokens if isinstance(item, Tree) else len(item.tokens) for item in made]
+    created = share_prefixes(samples, limit)
+    assert sequences(created) == sequences(samples)
+    assert total_weights(created) == sum(sample.weights.sum() for sample in samples)
+    sizes = [item.num_tokens if isinstance(item, Tree) else len(item.tokens) for item in created]
     assert max(sizes) <= limit and sum(sizes) <= sum(len(sample.tokens) for sample in samples)
-    assert [one for group in group_samples(samples, limit) for one in group] == samples
+    assert [entry for group in group_samples(samples, limit) for entry in group] == samples
 
 
 def test_a_long_conversation_takes_a_moment(tokenizer):
@@ -172,6 +172,6 @@ def test_the_saving_is_told(tokenizer, tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"messages": make_talk(5)}) + "\n")
     data = DataConfig(sequence_len=2048)
-    found = probe_samples(DatasetConfig(path=str(path)), tokenizer, data, True)
-    assert "shared prefixes save " in str(found)
+    actual = probe_samples(DatasetConfig(path=str(path)), tokenizer, data, True)
+    assert "shared prefixes save " in str(actual)
     assert "shared" not in str(probe_samples(DatasetConfig(path=str(path)), tokenizer, data))

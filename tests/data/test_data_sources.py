@@ -52,10 +52,10 @@ KINDS = ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.arrow"]
 def test_every_kind_of_file(tmp_path, name):
     rows = opened(write(tmp_path / name))
     as_text = name.endswith("csv")
-    wanted = [{**row, "n": str(row["n"])} if as_text else row for row in ROWS]
-    assert len(rows) == 10 and [rows[i] for i in range(10)] == wanted
+    expected = [{**row, "n": str(row["n"])} if as_text else row for row in ROWS]
+    assert len(rows) == 10 and [rows[i] for i in range(10)] == expected
     copy = pickle.loads(pickle.dumps(rows))
-    assert copy[7] == rows[7] == wanted[7]
+    assert copy[7] == rows[7] == expected[7]
     assert rows.origin(0).startswith(name)
 
 
@@ -75,28 +75,28 @@ def test_arrow_file_form(tmp_path):
     assert [rows[i] for i in range(len(rows))] == ROWS
 
 
-@pytest.mark.parametrize("split, wanted", [("train", ROWS), ("test", ROWS[:2])])
-def test_saved_dataset(tmp_path, split, wanted):
+@pytest.mark.parametrize("split, expected", [("train", ROWS), ("test", ROWS[:2])])
+def test_saved_dataset(tmp_path, split, expected):
     from datasets import Dataset, DatasetDict
 
-    both = DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:2]))
-    both.save_to_disk(tmp_path / "saved")
+    dataset_dict = DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:2]))
+    dataset_dict.save_to_disk(tmp_path / "saved")
     rows = opened(tmp_path / "saved", split=split)
-    assert [rows[i] for i in range(len(rows))] == wanted
+    assert [rows[i] for i in range(len(rows))] == expected
     with pytest.raises(UserError, match="no split 'dev', only train, test"):
         opened(tmp_path / "saved", split="dev")
 
 
 def test_nulls_of_a_table_are_absent_keys(tmp_path):
     call = {"name": "f", "arguments": {"x": 1}}
-    other = {"name": "g", "arguments": {"y": "2"}}
-    messages = [{"role": "user"}, {"role": "assistant", "calls": [call, other]}]
+    second = {"name": "g", "arguments": {"y": "2"}}
+    messages = [{"role": "user"}, {"role": "assistant", "calls": [call, second]}]
     rows = opened(write(tmp_path / "a.parquet", [{"messages": messages, "tools": None}]))
     assert rows[0] == {"messages": messages, "tools": None}
 
 
 @pytest.mark.parametrize(
-    "split, wanted",
+    "split, expected",
     [
         ("train", range(10)),
         ("train[:50%]", range(5)),
@@ -110,9 +110,9 @@ def test_nulls_of_a_table_are_absent_keys(tmp_path):
     ],
 )
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_split_slices(tmp_path, name, split, wanted):
+def test_split_slices(tmp_path, name, split, expected):
     rows = opened(write(tmp_path / name), split=split)
-    assert [rows[i]["n"] for i in range(len(rows))] == list(wanted)
+    assert [rows[i]["n"] for i in range(len(rows))] == list(expected)
     with pytest.raises(IndexError):
         rows[len(rows)]
 
@@ -205,7 +205,7 @@ def test_broken_json_line_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, wanted",
+    "text, expected",
     [
         ('{"n": 0}\n{"n": 1}\n', [{"n": 0}, {"n": 1}]),
         ('{"n": 0}\n', [{"n": 0}]),
@@ -214,10 +214,10 @@ def test_broken_json_line_is_named(tmp_path):
         ('{\n"data": [\n{"n": 0}]}', [{"n": 0}]),
     ],
 )
-def test_json_in_its_forms(tmp_path, text, wanted):
+def test_json_in_its_forms(tmp_path, text, expected):
     (tmp_path / "a.json").write_text(text)
     rows = opened(tmp_path / "a.json")
-    assert [rows[i] for i in range(len(rows))] == wanted
+    assert [rows[i] for i in range(len(rows))] == expected
 
 
 @pytest.mark.parametrize(
@@ -282,16 +282,16 @@ def test_hub_out_of_reach(monkeypatch, streaming):
 def test_hub_rows(monkeypatch):
     from datasets import Dataset
 
-    asked = {}
+    requests = {}
 
     def load(path, name, **options):
-        asked.update(path=path, name=name, **options)
+        requests.update(path=path, name=name, **options)
         table = Dataset.from_list(ROWS)
         return table.to_iterable_dataset() if options["streaming"] else table
 
     monkeypatch.setattr("datasets.load_dataset", load)
     rows = opened("someone/something", name="main", split="test[5:7]")
-    assert asked == {
+    assert requests == {
         "path": "someone/something",
         "name": "main",
         "split": "test",
@@ -299,9 +299,9 @@ def test_hub_rows(monkeypatch):
     }
     assert [rows[i] for i in range(len(rows))] == ROWS[5:7]
     stream = opened("someone/something", streaming=True)
-    place = stream.state_dict()
+    position = stream.state_dict()
     assert list(stream) == ROWS
-    stream.load_state_dict(place)
+    stream.load_state_dict(position)
     assert next(iter(stream)) == ROWS[0]
 
 

@@ -51,9 +51,9 @@ def open_writer(folder: Path, about=ABOUT) -> StateWriter:
 
 
 def add(writer: StateWriter, batch: Batch) -> int:
-    found = states_of(batch)
+    actual = states_of(batch)
     return sum(
-        writer.add(s.key, {n: v[s.row][s.start : s.stop] for n, v in found.items()})
+        writer.add(s.key, {n: v[s.row][s.start : s.stop] for n, v in actual.items()})
         for s in list_samples(batch)
     )
 
@@ -70,11 +70,11 @@ def write(folder: Path, *batches) -> None:
 
 def content(folder: Path) -> dict[str, bytes]:
     names = [p for p in folder.rglob("*") if p.is_file() and p.suffix != ".npz"]
-    found = {str(p.relative_to(folder)): p.read_bytes() for p in names}
+    actual = {str(p.relative_to(folder)): p.read_bytes() for p in names}
     for path in folder.glob("index/*.npz"):
         with np.load(path) as arrays:
-            found[path.name] = b"".join(arrays[name].tobytes() for name in arrays)
-    return found
+            actual[path.name] = b"".join(arrays[name].tobytes() for name in arrays)
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -89,21 +89,21 @@ def test_states_come_back_however_the_samples_are_packed(written):
     assert len(store.places) == 10
     for rows in ([[9, 0], [4, 6]], [[2], [3, 8, 1]]):
         batch = pack(rows)
-        found, wanted = store.read(batch, ("captured", "last")), states_of(batch)
+        actual, expected = store.read(batch, ("captured", "last")), states_of(batch)
         real = (batch.owner >= 0)[..., None]
         for name in WIDTHS:
-            assert found[name].dtype == ml_dtypes.bfloat16
-            np.testing.assert_array_equal(found[name], np.where(real, wanted[name], 0))
+            assert actual[name].dtype == ml_dtypes.bfloat16
+            np.testing.assert_array_equal(actual[name], np.where(real, expected[name], 0))
         second = store.read(batch, ("captured",), {1})["captured"]
-        np.testing.assert_array_equal(second[1], found["captured"][1])
+        np.testing.assert_array_equal(second[1], actual["captured"][1])
         assert not second[0].any()
 
 
 def test_a_tree_is_no_chain_of_the_same_tokens():
     batch = pack([[3]])
     chain = batch._replace(prev=np.where(batch.owner >= 0, np.arange(32) - 1, -1).astype(np.int32))
-    (one,), (other,) = list_samples(batch), list_samples(chain)
-    assert one[:3] == other[:3] and one.key != other.key
+    (entry,), (second,) = list_samples(batch), list_samples(chain)
+    assert entry[:3] == second[:3] and entry.key != second.key
 
 
 def test_unknown_samples_are_told_as_such(written):
@@ -119,10 +119,10 @@ def test_an_interrupted_capture_ends_in_the_same_bytes(written, tmp_path, before
     with pytest.raises(UserError, match="interrupted"):
         StateStore(tmp_path / "states")
     with open_writer(tmp_path / "states") as writer:
-        kept = len(writer.keys)
+        retained = len(writer.keys)
         added = add(writer, pack(FIRST)) + add(writer, pack(SECOND))
         writer.finish({"digest": "rows.jsonl"})
-    assert kept + added == 10 and (kept > 0) == (before != [[[0]]])
+    assert retained + added == 10 and (retained > 0) == (before != [[[0]]])
     assert content(tmp_path / "states") == content(written)
 
 

@@ -62,21 +62,21 @@ def open_source(parts, data, **changes):
 
 def make_parts(kind="indexed", tokenize=None):
     tokenize = tokenize or Tokenize()
-    one, two = make_rows(23), make_rows(11, first=100, seed=1)
+    entry, two = make_rows(23), make_rows(11, first=100, seed=1)
     if kind == "indexed":
-        return [MixturePart("one", one, tokenize), MixturePart("two", two, tokenize)]
+        return [MixturePart("one", entry, tokenize), MixturePart("two", two, tokenize)]
     if kind == "weighted":
-        return [MixturePart("one", one, tokenize, 3.0), MixturePart("two", two, tokenize, 1.0)]
+        return [MixturePart("one", entry, tokenize, 3.0), MixturePart("two", two, tokenize, 1.0)]
     if kind == "stream":
         return [
-            MixturePart("one", Once(one), tokenize, 2.0),
+            MixturePart("one", Once(entry), tokenize, 2.0),
             MixturePart("two", Once(two), tokenize, 1.0),
         ]
     if kind == "mixed":
-        return [MixturePart("one", Once(one), tokenize), MixturePart("two", two, tokenize)]
+        return [MixturePart("one", Once(entry), tokenize), MixturePart("two", two, tokenize)]
     import datasets
 
-    stream = datasets.Dataset.from_list(one).to_iterable_dataset(num_shards=3)
+    stream = datasets.Dataset.from_list(entry).to_iterable_dataset(num_shards=3)
     return [MixturePart("hub", stream, tokenize)]
 
 
@@ -86,16 +86,16 @@ def read(source, count):
 
 def ids_of(batches):
     """Ids of the trees in the order of rows, once for each tree."""
-    found = []
+    actual = []
     for batch in batches:
         roots = (np.asarray(batch.prev) == -1) & (batch.owner >= 0)
-        found += batch.tokens[roots].tolist()
-    return found
+        actual += batch.tokens[roots].tolist()
+    return actual
 
 
-def assert_same(left, right):
-    assert len(left) == len(right)
-    for a, b in zip(left, right, strict=True):
+def assert_same(first, right):
+    assert len(first) == len(right)
+    for a, b in zip(first, right, strict=True):
         for x, y in zip(a[:4], b[:4], strict=True):
             np.testing.assert_array_equal(x, y)
         np.testing.assert_array_equal(a.weights["nll"], b.weights["nll"])
@@ -153,13 +153,13 @@ def test_workers_give_the_same_batches_and_take_over_each_others_cursor():
 def test_a_cursor_of_other_data_is_refused_and_what_it_no_longer_needs_is_ignored():
     source = open_source(make_parts(), make_data())
     state, first = source.state(), read(source, 1)
-    other = open_source(make_parts(), make_data(packing_window=2), seed=4)
+    second = open_source(make_parts(), make_data(packing_window=2), seed=4)
     with pytest.raises(UserError, match=r"seed: 3 then, 4 now; packing_window: \d+ then, 2 now"):
-        other.restore(state)
+        second.restore(state)
     source.restore({**state, "layout": {**state["layout"], "gone": 1}})
     assert_same(read(source, 1), first)
     source.close()
-    other.close()
+    second.close()
 
 
 def test_weights_share_out_the_draws_and_restart_the_smaller_dataset():
@@ -269,9 +269,9 @@ def test_buckets_cut_a_step_to_its_longest_row():
 
 def test_a_cursor_of_other_data_is_refused():
     state = open_source(make_parts(), make_data()).state()
-    other = open_source([MixturePart("one", make_rows(9), Tokenize())], make_data())
+    source = open_source([MixturePart("one", make_rows(9), Tokenize())], make_data())
     with pytest.raises(UserError, match="rows: .* then, .* now"):
-        other.restore(state)
+        source.restore(state)
 
 
 def test_microsteps_of_a_number_of_units_take_few_values():

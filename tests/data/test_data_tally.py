@@ -38,13 +38,13 @@ def test_counts_and_metrics_say_what_was_dropped_and_why(tokenizer, tmp_path):
     assert "1 x malformed row: " in line and "kept: 98" in line and "sequence_len is 16" in line
     source = open_source(data, Sequences(data, tokenizer), **STEP, num_epochs=1)
     batches = list(source)
-    found = source.counters()
+    actual = source.counters()
     source.close()
-    assert len(batches) == steps and found["counts"] == counts
-    assert found["metrics"] == count_metrics(counts)
-    assert found["metrics"]["data/rows"] == 300 and found["metrics"]["data/lost_rows"] == 202
-    assert found["metrics"]["data/dropped/too_long"] == 200
-    assert found["metrics"]["data/dropped/malformed_row"] == 2
+    assert len(batches) == steps and actual["counts"] == counts
+    assert actual["metrics"] == count_metrics(counts)
+    assert actual["metrics"]["data/rows"] == 300 and actual["metrics"]["data/lost_rows"] == 202
+    assert actual["metrics"]["data/dropped/too_long"] == 200
+    assert actual["metrics"]["data/dropped/malformed_row"] == 2
     seen = []
     held_out = eval_batches(data.datasets[0], data, Sequences(data, tokenizer), 1, seen.append)
     next(held_out)

@@ -43,16 +43,16 @@ def reader(k=2, **renamed):
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form):
     """The k likeliest of the last tokens, each in the place of the token that it is about."""
-    found = reader(logprobs="theirs" if form == "renamed" else "logprobs")(FORMS[form], SAMPLE)
-    np.testing.assert_array_equal(found["ids"][2:], [[5, 8], [9, 2]])
-    np.testing.assert_allclose(found["logp"][2:], [[-0.1, -3.0], [-0.5, -1.0]], rtol=1e-6)
-    assert (found["ids"][:2] == -1).all()
+    actual = reader(logprobs="theirs" if form == "renamed" else "logprobs")(FORMS[form], SAMPLE)
+    np.testing.assert_array_equal(actual["ids"][2:], [[5, 8], [9, 2]])
+    np.testing.assert_allclose(actual["logp"][2:], [[-0.1, -3.0], [-0.5, -1.0]], rtol=1e-6)
+    assert (actual["ids"][:2] == -1).all()
 
 
 def test_fewer_than_k():
     """Places that are not known hold the id -1."""
-    found = reader(k=4)(FORMS["axolotl"], SAMPLE)
-    assert found["ids"].tolist()[2:] == [[5, 8, -1, -1], [9, 2, 4, -1]]
+    actual = reader(k=4)(FORMS["axolotl"], SAMPLE)
+    assert actual["ids"].tolist()[2:] == [[5, 8, -1, -1], [9, 2, 4, -1]]
 
 
 BAD = {
@@ -94,7 +94,7 @@ def test_recipe():
     rows = [{**row, "logprobs": CHAT}, row]
     dataset = DatasetConfig(path="builtin:calculator", fields={"logprobs": "logprobs"})
     tokenize = pickle.loads(pickle.dumps(recipe.open(dataset).tokenize))
-    [tree], [dropped] = (tokenize(one, "row") for one in rows)
+    [tree], [dropped] = (tokenize(entry, "row") for entry in rows)
     batch = build_batch([[lay_out(tree, "branch")]], 64, recipe.fields)
     trained = batch.weights["distillation"] != 0
     assert trained.sum() == 2

@@ -53,8 +53,8 @@ PLAIN = """\
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-def log(role, content, **more):
-    return {"role": role, "content": content, **more}
+def log(role, content, **extra):
+    return {"role": role, "content": content, **extra}
 
 
 TALK = [
@@ -79,12 +79,12 @@ def with_template(text):
 
 def marked(tokenizer, rendering):
     """The text of each marked stretch, by the message it belongs to."""
-    found = {}
+    actual = {}
     for index in sorted(set(rendering.author.tolist()) - {-1}):
         places = np.flatnonzero(rendering.author == index)
         assert (np.diff(places) == 1).all()
-        found[index] = tokenizer.decode(rendering.tokens[places].tolist())
-    return found
+        actual[index] = tokenizer.decode(rendering.tokens[places].tolist())
+    return actual
 
 
 def test_shipped_tokenizer_is_what_the_script_makes(tmp_path):
@@ -149,8 +149,8 @@ def test_prompt_of_a_turn_is_what_inference_sees(shipped):
 
 def test_rewritten_history_gives_a_rendering_for_each_form():
     tokenizer = with_template(FORGETFUL)
-    whole, early = Renderer(tokenizer)(TALK, None, [2, 4])
-    assert marked(tokenizer, whole) == {4: "<think>so</think>second<|im_end|>"}
+    full, early = Renderer(tokenizer)(TALK, None, [2, 4])
+    assert marked(tokenizer, full) == {4: "<think>so</think>second<|im_end|>"}
     assert marked(tokenizer, early) == {2: "<think>hm</think>first<|im_end|>"}
     assert tokenizer.decode(early.tokens.tolist()) == template.render_text(tokenizer, TALK[:3])
 
@@ -166,8 +166,8 @@ def test_rewritten_history_each_turn_trains_once():
             talk.append(log("assistant", f"b{number}", reasoning_content=f"s{number}"))
     turns = [i for i, m in enumerate(talk) if m["role"] == "assistant"]
     renderings = Renderer(tokenizer)(talk, None, turns)
-    found = [index for rendering in renderings for index in marked(tokenizer, rendering)]
-    assert sorted(found) == turns and len(renderings) == 4
+    actual = [index for rendering in renderings for index in marked(tokenizer, rendering)]
+    assert sorted(actual) == turns and len(renderings) == 4
     for rendering in renderings:
         for index, text in marked(tokenizer, rendering).items():
             start = int(np.flatnonzero(rendering.author == index)[0])
@@ -245,9 +245,9 @@ def test_template_that_refuses_the_messages():
 
 
 def test_renderer_pickles(shipped):
-    other = pickle.loads(pickle.dumps(Renderer(shipped)))
-    mine, theirs = Renderer(shipped)(TALK, None, [2]), other(TALK, None, [2])
-    assert (mine[0].tokens == theirs[0].tokens).all()
+    payload = pickle.loads(pickle.dumps(Renderer(shipped)))
+    local_copy, reference = Renderer(shipped)(TALK, None, [2]), payload(TALK, None, [2])
+    assert (local_copy[0].tokens == reference[0].tokens).all()
 
 
 def test_messages_are_not_changed(shipped):
@@ -291,9 +291,9 @@ def test_qwen2_tokenizer():
     assert marked(tokenizer, rendering) == {1: "数学 naïve<|im_end|>"}
     with pytest.raises(TemplateOmission):
         Renderer(tokenizer)(TALK, None, [2, 4])
-    other = load_tokenizer(str(folder), "builtin")
-    [rendering] = Renderer(other)(TALK, None, [2, 4])
-    assert marked(other, rendering)[4] == "<think>so</think>\nsecond<|im_end|>"
+    second = load_tokenizer(str(folder), "builtin")
+    [rendering] = Renderer(second)(TALK, None, [2, 4])
+    assert marked(second, rendering)[4] == "<think>so</think>\nsecond<|im_end|>"
 
 
 def test_slow_tokenizer_is_refused(monkeypatch, tmp_path):

@@ -163,9 +163,9 @@ def test_thinking_is_split_from_the_answer_and_never_from_the_question():
     assert tokenizer.decode(turn.reasoning).endswith("</think>")
     assert "Why <think>not</think>?" in tokenizer.decode(turn.prompt)
     assert tokenizer.decode(turn.response).strip().startswith("So.")
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    full = tokenizer.apply_chat_template(messages, tokenize=False)
     parts = [turn.prompt, turn.reasoning, turn.response]
-    assert "".join(map(tokenizer.decode, parts)) == whole
+    assert "".join(map(tokenizer.decode, parts)) == full
 
 
 @pytest.mark.parametrize("content", ["So.", "<think>open", "</think>odd<think>"])

@@ -91,8 +91,8 @@ def groups(draw):
     return branches
 
 
-def path_of(tree, end, what):
-    return np.concatenate([what(tree.nodes[i]) for i in tree.root_path(end)])
+def path_of(tree, end, label):
+    return np.concatenate([label(tree.nodes[i]) for i in tree.root_path(end)])
 
 
 @settings(max_examples=150, deadline=None)

@@ -85,8 +85,10 @@ def test_going_back_gives_the_same_rows_and_counts(draws, window, packing, endle
     packer = WindowPacker(Replies(draws, endless), **options)
     rows, states = collect(packer)
     cut = data.draw(st.integers(0, len(states) - 1))
-    other = packer if data.draw(st.booleans()) else WindowPacker(Replies(draws, endless), **options)
-    other.restore(states[cut])
-    again, states_again = collect(other, limit=60 - cut)
+    second = (
+        packer if data.draw(st.booleans()) else WindowPacker(Replies(draws, endless), **options)
+    )
+    second.restore(states[cut])
+    again, states_again = collect(second, limit=60 - cut)
     assert again == rows[cut:]
     assert states_again == states[cut:]

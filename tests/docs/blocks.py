@@ -37,10 +37,10 @@ def list_blocks() -> Iterator[Block]:
     """Return every code block in order."""
     for page in list_pages():
         name = str(page.relative_to(ROOT))
-        found = re.finditer(
+        actual = re.finditer(
             r"^( *)```(\S*) *([^\n]*)\n(.*?)^\1```", page.read_text(), flags=re.M | re.S
         )
-        for block in found:
+        for block in actual:
             line = page.read_text()[: block.start()].count("\n") + 1
             yield Block(name, line, block[2], block[3], block[4])
 
@@ -49,10 +49,10 @@ def list_inline() -> Iterator[Block]:
     """Trainings within sentences and tables, such as those of the README's figures."""
     for page in list_pages():
         text = page.read_text()
-        ours = r"`((?:jaxtrain|python -m jaxtrain\.main) --config configs/[^`\[\]]+)`"
-        for found in re.finditer(ours, text):
-            line = text[: found.start()].count("\n") + 1
-            yield Block(str(page.relative_to(ROOT)), line, "sh", "", " ".join(found[1].split()))
+        actual_values = r"`((?:jaxtrain|python -m jaxtrain\.main) --config configs/[^`\[\]]+)`"
+        for actual in re.finditer(actual_values, text):
+            line = text[: actual.start()].count("\n") + 1
+            yield Block(str(page.relative_to(ROOT)), line, "sh", "", " ".join(actual[1].split()))
 
 
 def list_commands(block: Block) -> Iterator[list[str]]:
@@ -61,7 +61,9 @@ def list_commands(block: Block) -> Iterator[list[str]]:
         return
     for line in re.sub(r" *\\\n\s*", " ", block.text).splitlines():
         line = re.sub(r"^\s*([$!]\s*)?(\w+=\S+\s+)*(nohup\s+)?", "", line)
-        ours = re.match(r"(?:\S*/)?jaxtrain\s|\S*python\S*\s+-m\s+jaxtrain\.main\s", line + " ")
-        if ours and "..." not in re.sub(r'"[^"]*"', "", line.partition("#")[0]):
-            words = shlex.split(line[ours.end() :], comments=True)
+        actual_values = re.match(
+            r"(?:\S*/)?jaxtrain\s|\S*python\S*\s+-m\s+jaxtrain\.main\s", line + " "
+        )
+        if actual_values and "..." not in re.sub(r'"[^"]*"', "", line.partition("#")[0]):
+            words = shlex.split(line[actual_values.end() :], comments=True)
             yield [word for word in words if word not in ("&", ">", "|")]

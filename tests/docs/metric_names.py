@@ -33,7 +33,7 @@ def _pattern() -> re.Pattern[str]:
 def is_known(name: str) -> bool:
     """Return whether a row has this name, such as loss or, of a held-out set, eval/1/NAME."""
     bare = re.sub(r"^eval/([0-9]+/)?", "", name)
-    return name in ALWAYS or any(_pattern().fullmatch(one) for one in (name, bare))
+    return name in ALWAYS or any(_pattern().fullmatch(entry) for entry in (name, bare))
 
 
 def require_rows(folder: Path, besides: Iterable[str] = ()) -> None:

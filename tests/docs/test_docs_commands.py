@@ -53,7 +53,7 @@ def is_key(parts: list[str], value: str) -> bool:
     for part in parts:
         if part.isdigit():
             continue
-        fields = [one.model_fields[part] for one in sections if part in one.model_fields]
+        fields = [entry.model_fields[part] for entry in sections if part in entry.model_fields]
         if not fields:
             return False
         if any(_is_table(field.annotation) for field in fields):

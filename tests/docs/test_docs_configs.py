@@ -54,28 +54,28 @@ def complete(table: dict[str, Any]) -> dict[str, Any]:
 
 def lay(above: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
     """above over below, section by section."""
-    whole = dict(below)
+    full = dict(below)
     for key, value in above.items():
-        old = whole.get(key)
-        whole[key] = lay(value, old) if isinstance(value, dict) and isinstance(old, dict) else value
+        old = full.get(key)
+        full[key] = lay(value, old) if isinstance(value, dict) and isinstance(old, dict) else value
     if "num_epochs" in above:
-        whole.pop("max_steps", None)
-    return whole
+        full.pop("max_steps", None)
+    return full
 
 
 @pytest.mark.parametrize("table, page", TABLES)
 def test_config_of_a_page_loads(table, page, monkeypatch):
     monkeypatch.chdir(ROOT)
-    whole = complete(table)
-    validate_config(whole, page)
-    assert not [error.message for error in SCHEMA.iter_errors(whole)]
+    full = complete(table)
+    validate_config(full, page)
+    assert not [error.message for error in SCHEMA.iter_errors(full)]
 
 
 def test_sweeps_of_pages_are_sweeps(monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = [block for block in list_blocks() if block.text.startswith("[sweep]")]
-    assert found
-    for block in found:
+    actual = [block for block in list_blocks() if block.text.startswith("[sweep]")]
+    assert actual
+    for block in actual:
         file = check_sweep(tomllib.loads(block.text), block.place)
         check_trials(file, list_checked(file))
 

@@ -19,23 +19,23 @@ HEADS = {name.partition("/")[0] for name in list_names() if "/" in name}
 
 def logged(path: Path) -> set[str]:
     """Texts in a module that can only be names of metrics: "group/name", the group one of those."""
-    found = {
+    actual = {
         node.value
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    return {name for name in found if NAME.fullmatch(name) and name.partition("/")[0] in HEADS}
+    return {name for name in actual if NAME.fullmatch(name) and name.partition("/")[0] in HEADS}
 
 
 def test_every_name_in_the_code_has_a_row():
-    found = {
+    actual = {
         name: path.relative_to(ROOT)
         for room in ROOMS
         for path in ROOT.glob(f"jaxtrain/{room}/**/*.py")
         for name in logged(path)
     }
-    assert len(found) > 60
-    missing = {name: place for name, place in found.items() if not is_known(name)}
+    assert len(actual) > 60
+    missing = {name: position for name, position in actual.items() if not is_known(name)}
     assert not set(missing) - NO_METRICS, f"docs/metrics.md has no row for {missing}"
 
 

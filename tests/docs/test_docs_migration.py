@@ -16,8 +16,8 @@ PAGES = render_migration()
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_up_to_date(name):
-    found = (DOCS / name).read_text()
-    assert found == PAGES[name], "run python scripts/make_reference.py"
+    text = (DOCS / name).read_text()
+    assert text == PAGES[name], "run python scripts/make_reference.py"
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -70,8 +70,8 @@ def execute(tmp_path, monkeypatch):
         try:
             NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
         except CellExecutionError as error:
-            said = [said_by(cell)[-3000:] for cell in cells]
-            pytest.fail("\n".join([*said, str(error)[-3000:]]))
+            output = [said_by(cell)[-3000:] for cell in cells]
+            pytest.fail("\n".join([*output, str(error)[-3000:]]))
         return cells
 
     return run
@@ -88,6 +88,6 @@ def test_the_notebooks_run(execute):
     cells = execute([page.stem for page in PAGES], left_out, IN_THE_KERNEL)
     results = [said_by(cell) for cell in cells if "metrics.jsonl" in cell.source]
     assert len(results) == 5 and all(
-        "loss" in one or "reward" in one or "tree" in one for one in results
+        "loss" in result or "reward" in result or "tree" in result for result in results
     )
     assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)

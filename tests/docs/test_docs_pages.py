@@ -37,12 +37,12 @@ def test_links_lead_to_files(page):
 
 
 def test_anchors_of_pages_exist():
-    known = {page: _anchors(page.read_text()) for page in DOCS.glob("**/*.md")}
+    recorded = {page: _anchors(page.read_text()) for page in DOCS.glob("**/*.md")}
     for page in list_pages():
         for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text()):
             aim = (page.parent / target).resolve() if target else page
-            if aim in known:
-                assert anchor in known[aim], f"{page.name}: {target}#{anchor}"
+            if aim in recorded:
+                assert anchor in recorded[aim], f"{page.name}: {target}#{anchor}"
 
 
 def _anchors(text: str) -> set[str]:

@@ -26,20 +26,20 @@ NO_ROUTES = {"/dev", "/v1"}
 
 
 def routes_of(section: str) -> set[tuple[str, str]]:
-    found = re.findall(rf"^\| `({METHOD}) (\S+)`", SECTIONS[section], re.MULTILINE)
-    assert len(found) == len(set(found)), "a route stands there twice"
-    return set(found)
+    actual = re.findall(rf"^\| `({METHOD}) (\S+)`", SECTIONS[section], re.MULTILINE)
+    assert len(actual) == len(set(actual)), "a route stands there twice"
+    return set(actual)
 
 
 def test_routes_of_a_vllm_server():
     text = "\n".join(path.read_text() for path in ASKS)
     paths = set(re.findall(r'"(/[a-z][a-z0-9_/]*)"', text)) - NO_ROUTES
-    own = {(method, adapter_store.ROUTE + "NAME") for method in ("PUT", "DELETE")}
-    told = routes_of("A vLLM server")
-    assert {path for _, path in told - own} == paths | set(guard.OPEN)
-    asked = set(re.findall(rf'"({METHOD})",\s*"(/[^"]+)"', text))
-    assert len(asked) > 15 and not asked - told, "another method"
-    assert own <= told
+    local_value = {(method, adapter_store.ROUTE + "NAME") for method in ("PUT", "DELETE")}
+    messages = routes_of("A vLLM server")
+    assert {path for _, path in messages - local_value} == paths | set(guard.OPEN)
+    requests = set(re.findall(rf'"({METHOD})",\s*"(/[^"]+)"', text))
+    assert len(requests) > 15 and not requests - messages, "another method"
+    assert local_value <= messages
     assert f"more than {guard.MAX_BODY_BYTES >> 20} MiB is 413" in PAGE
     assert f"an answer of at most {control.MAX_ANSWER_BYTES >> 20} MiB" in PAGE
     assert f"above {adapter_store.MOST_BYTES >> 30} GiB; 507" in PAGE
@@ -51,8 +51,8 @@ def test_messages_about_weights():
     text = "\n".join(path.read_text() for path in files)
     commands = set(re.findall(r'"command": "(\w+)"', text)) - {"stage"}
     kinds = {f"stage {kind}" for kind in re.findall(r'"kind": "(\w+)"', text)}
-    told = set(re.findall(r"^\| `([a-z ]+)`", SECTIONS["Weights"], re.MULTILINE))
-    assert told == commands | kinds | {"hello", "fetch"}
+    messages = set(re.findall(r"^\| `([a-z ]+)`", SECTIONS["Weights"], re.MULTILINE))
+    assert messages == commands | kinds | {"hello", "fetch"}
     keys = set(re.findall(r'fetch = \{"(\w+)": size, "(\w+)": .*, "(\w+)": seconds\}', text)[0])
     for key in keys | {"from", "place", "pass_on"}:
         assert f"`{key}`" in SECTIONS["Weights"], key
@@ -69,19 +69,19 @@ def test_routes_of_the_policy_endpoint():
     text = Path(policy_server.__file__).read_text()
     routes = re.findall(r'app\.router\.add_(\w+)\(f"\{prefix\}(/[^"]+)"', text)
     assert len(routes) == text.count("app.router.add_")
-    told = routes_of("The policy endpoint")
-    assert told == {(method.upper(), path) for method, path in routes}
+    messages = routes_of("The policy endpoint")
+    assert messages == {(method.upper(), path) for method, path in routes}
     assert f"is at most {policy_server.MOST_BYTES >> 20} MiB (413)" in PAGE
 
 
 def test_calls_of_the_rollout_service():
-    found = {}
+    actual = {}
     for row in re.findall(r"^\| `(\w+\.\w+)` \|([^|]*)\|", PAGE, re.MULTILINE):
-        found[row[0]] = re.findall(r"`(\w+)`", row[1])
-    there = {
+        actual[row[0]] = re.findall(r"`(\w+)`", row[1])
+    remote_result = {
         f"{kind.__name__}.{name}": [*inspect.signature(method).parameters][1:]
         for kind in (RolloutService, EpisodeWorker, ServerHost)
         for name, method in inspect.getmembers(kind, inspect.isfunction)
         if not name.startswith("_")
     }
-    assert found == there
+    assert actual == remote_result

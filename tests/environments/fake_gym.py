@@ -81,13 +81,13 @@ class FakeGym:
     async def config(self, request):
         agent = {"resources_server": {"type": "resources_servers", "name": "calc"}}
         relay = {"agent_server": {"type": "responses_api_agents", "name": "calc_agent"}}
-        found = {
+        actual = {
             "calc": {"resources_servers": {"calc": {"entrypoint": "app.py"}}},
             "calc_agent": {"responses_api_agents": {"simple_agent": agent}},
             "calc_environment_server": {"environment_servers": {"legacy_agent": relay}},
             "policy_model_name": "policy",
         }
-        return web.json_response(yaml.safe_dump(found))
+        return web.json_response(yaml.safe_dump(actual))
 
     async def run(self, request):
         body = await request.json()
@@ -120,9 +120,9 @@ class FakeGym:
         ]
         messages, output, status = list(params["input"]), [], "completed"
         for _ in range(self.max_steps):
-            asked = {key: params[key] for key in PASSED_ON if key in params} | {
+            requests = {key: params[key] for key in PASSED_ON if key in params} | {
                 "messages": messages,
-                "tools": [{"type": "function", "function": one} for one in functions],
+                "tools": [{"type": "function", "function": entry} for entry in functions],
                 "max_tokens": params["max_output_tokens"],
                 "model": "policy",
                 "logprobs": True,
@@ -131,20 +131,20 @@ class FakeGym:
             }
             headers = {"Authorization": f"Bearer {self.token}"}
             url = f"{self.policy_url}/chat/completions"
-            async with session.post(url, json=asked, headers=headers) as answer:
-                found = await answer.json()
-                if answer.status == 400 and "context length" in json.dumps(found):
+            async with session.post(url, json=requests, headers=headers) as answer:
+                payload = await answer.json()
+                if answer.status == 400 and "context length" in json.dumps(payload):
                     text = {"type": "output_text", "text": "", "annotations": []}
                     output.append({"type": "message", "role": "assistant", "content": [text]})
                     status = "incomplete"
                     break
                 if answer.status != 200:
                     return None
-            (choice,) = found["choices"]
+            (choice,) = payload["choices"]
             message = choice["message"]
             messages.append(message)
             ids = {
-                "prompt_token_ids": found["prompt_token_ids"],
+                "prompt_token_ids": payload["prompt_token_ids"],
                 "generation_token_ids": choice["token_ids"],
             }
             calls = message.get("tool_calls") or []
@@ -153,8 +153,8 @@ class FakeGym:
                 output.append({"type": "function_call", "call_id": call["id"], **function, **ids})
                 result = str(eval(json.loads(function["arguments"])["expression"]))  # of the test
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-                told = {"type": "function_call_output", "call_id": call["id"], "output": result}
-                output.append(told)
+                reported = {"type": "function_call_output", "call_id": call["id"], "output": result}
+                output.append(reported)
             if not calls:
                 text = {"type": "output_text", "text": message["content"], "annotations": []}
                 output.append({"type": "message", "role": "assistant", "content": [text], **ids})

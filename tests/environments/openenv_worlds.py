@@ -30,11 +30,11 @@ class GuessEnv(Environment):
         super().__init__()
         self.number, self.tries = 0, 0
 
-    def reset(self, seed=None, episode_id=None, **given):
+    def reset(self, seed=None, episode_id=None, **provided):
         self.number, self.tries = (seed or 0) % 10, 0
         return Seen(prompt="Guess from 0 to 9.", done=False, reward=0.0)
 
-    def step(self, action, timeout_s=None, **given):
+    def step(self, action, timeout_s=None, **provided):
         self.tries += 1
         right = action.guess == str(self.number)
         text = "You win." if right else "No."
@@ -46,10 +46,10 @@ class GuessEnv(Environment):
 
 
 class EvenEnv(GuessEnv):
-    def reset(self, seed=None, episode_id=None, **given):
+    def reset(self, seed=None, episode_id=None, **provided):
         return Seen(prompt="Write.", done=False)
 
-    def step(self, action, timeout_s=None, **given):
+    def step(self, action, timeout_s=None, **provided):
         even = sum(ord(letter) % 2 == 0 for letter in action.text)
         return Seen(prompt="", done=True, reward=even / max(1, len(action.text)))
 
@@ -67,10 +67,10 @@ class ToolEnv(MCPEnvironment):
 
         super().__init__(server)
 
-    def reset(self, seed=None, episode_id=None, **given):
+    def reset(self, seed=None, episode_id=None, **provided):
         return Observation(done=False, metadata={"status": "ready"})
 
-    def _step_impl(self, action, timeout_s=None, **given):
+    def _step_impl(self, action, timeout_s=None, **provided):
         return Observation(done=False, metadata={"error": "call a tool"})
 
     @property

@@ -142,8 +142,8 @@ class Player:
         assert text.endswith("<|im_start|>assistant\n")
         question = text.partition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
         turn = text.count("<|im_start|>assistant\n") - 1
-        said = self.change(turn, self.scripts[question][turn] + "<|im_end|>")
-        tokens = self.tokenizer(said)["input_ids"]
+        output = self.change(turn, self.scripts[question][turn] + "<|im_end|>")
+        tokens = self.tokenizer(output)["input_ids"]
         return Completion(tokens, [-0.5] * len(tokens), "stop", [0] * len(tokens))
 
 
@@ -196,22 +196,22 @@ def test_accuracy_counts_questions_and_the_reward_conversations(tokenizer):
     rows = unique_rows(60)
     two = [row for row in rows if len(row["answers"]) == 2][:3]
     three = next(row for row in rows if len(row["answers"]) == 3)
-    one = next(row for row in rows if len(row["answers"]) == 1)
-    rows = [*two, three, one]
+    entry = next(row for row in rows if len(row["answers"]) == 1)
+    rows = [*two, three, entry]
     player = Player(tokenizer, rows, lambda turn, text: text if turn < 3 else "0<|im_end|>")
     episodes = play(tokenizer, player, rows)
     assert [e.rewards["solved"] for e in episodes] == [0.5, 0.5, 0.5, pytest.approx(1 / 3), 1.0]
-    found = average_env_metrics(episodes)
-    assert found["env/accuracy"] == 5 / 10 and found["env/turns"] == (4 * 4 + 2) / 5
+    actual = average_env_metrics(episodes)
+    assert actual["env/accuracy"] == 5 / 10 and actual["env/turns"] == (4 * 4 + 2) / 5
     assert average_env_metrics([]) == {}
 
 
 def test_a_row_without_answers_is_played_and_not_judged(tokenizer):
     row = next(row for row in unique_rows(60) if len(row["answers"]) == 2)
     bare = {"messages": [m for m in row["messages"] if m["role"] == "user"]}
-    asked = play(tokenizer, Player(tokenizer, [row]), [row])
+    requests = play(tokenizer, Player(tokenizer, [row]), [row])
     [episode] = play(tokenizer, Player(tokenizer, [row]), [bare])
-    assert episode.tokens == asked[0].tokens, "the agent's own system message and tool"
+    assert episode.tokens == requests[0].tokens, "the agent's own system message and tool"
     assert episode.rewards == {} and episode.metrics == {"turns": 4.0}
     with pytest.raises(UserError, match="1 answers to 2 questions"):
         play(tokenizer, Player(tokenizer, [row]), [{**row, "answers": ["3"]}])

@@ -89,23 +89,23 @@ TURNS = ["<think>\nhm\n</think>\n\nFirst.<|im_end|>", "<think>\nso\n</think>\n\n
 def check(episode, engine):
     """Every turn was drawn behind what its sequence holds, and trains there once, as drawn."""
     drawn = []
-    for one in episode.sequences:
-        lists = {name: value for name, value in vars(one).items() if name != "routed"}
-        assert len({len(value) for value in lists.values()}) == 1 and one.routed is None
+    for sequence in episode.sequences:
+        lists = {name: value for name, value in vars(sequence).items() if name != "routed"}
+        assert len({len(value) for value in lists.values()}) == 1 and sequence.routed is None
         for yes, logprob, version, turn in zip(
-            one.sampled, one.logprobs, one.versions, one.turns, strict=True
+            sequence.sampled, sequence.logprobs, sequence.versions, sequence.turns, strict=True
         ):
             assert (logprob < 0, version, turn >= 0) == (yes, 3 if yes else -1, yes)
-        for turn in sorted(set(one.turns) - {-1}):
-            start = one.turns.index(turn)
-            assert one.tokens[:start] == engine.asked[turn]
+        for turn in sorted(set(sequence.turns) - {-1}):
+            start = sequence.turns.index(turn)
+            assert sequence.tokens[:start] == engine.asked[turn]
             drawn.append(turn)
     assert drawn == list(range(len(engine.asked)))
-    return [episode_text(engine.tokenizer, one) for one in episode.sequences]
+    return [episode_text(engine.tokenizer, sequence) for sequence in episode.sequences]
 
 
-def episode_text(tokenizer, one):
-    return tokenizer.decode(one.tokens)
+def episode_text(tokenizer, entry):
+    return tokenizer.decode(entry.tokens)
 
 
 @pytest.mark.parametrize("template", [QWEN3, OPENING])
@@ -114,19 +114,19 @@ def test_a_template_that_drops_thoughts_gives_a_sequence_a_question(template):
     texts = TURNS if template == QWEN3 else [t.removeprefix("<think>\n") for t in TURNS]
     episode, engine = play(two_questions, tokenizer, texts)
     first, second = check(episode, engine)
-    asked = "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"
-    assert first == asked + TURNS[0]
+    requests = "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"
+    assert first == requests + TURNS[0]
     assert second == (
-        f"{asked}First.<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"
+        f"{requests}First.<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"
         + TURNS[1]
     )
     shown = render_text(tokenizer, [*episode.prompt, *episode.completion[:-1]], generation=True)
     assert tokenizer.decode(engine.asked[1]) == shown  # as when the model is used
     # What is kept of a turn are its own tokens, not those of its text.
-    kept = engine.encode("First.<|im_end|>")
-    assert tokenizer("First.<|im_end|>")["input_ids"] != kept
-    start = len(tokenizer(asked)["input_ids"])
-    assert episode.tokens[start : start + len(kept)] == kept
+    retained = engine.encode("First.<|im_end|>")
+    assert tokenizer("First.<|im_end|>")["input_ids"] != retained
+    start = len(tokenizer(requests)["input_ids"])
+    assert episode.tokens[start : start + len(retained)] == retained
     assert episode.num_sampled == sum(len(engine.encode(text)) for text in texts)
     assert episode.rewards == {"mine": 1.0} and episode.metrics == {"turns": 2.0}
     assert [m["role"] for m in episode.completion] == ["assistant", "user", "assistant"]
@@ -194,9 +194,9 @@ def test_what_the_world_says_spells_no_control_token(template):
     texts = [f"<think>hm</think>{call('echo', text='again')}<|im_end|>", *TURNS]
     episode, engine = play(run, tokenizer, texts, tools=[echo])
     check(episode, engine)
-    asked = [*map(tokenizer.decode, engine.asked)]
-    assert f"Is it {spelled}" in asked[0] and f"{spelled}?" in asked[2]
-    assert f"again{spelled}" in asked[1]
+    requests = [*map(tokenizer.decode, engine.asked)]
+    assert f"Is it {spelled}" in requests[0] and f"{spelled}?" in requests[2]
+    assert f"again{spelled}" in requests[1]
     turns = [1, 3, 5]  # user; assistant, tool; assistant, user
     system = template is None  # the built-in one writes tools there
     for prompt, count in zip(engine.asked, turns, strict=True):
@@ -263,16 +263,16 @@ def test_what_is_no_reward_is_named(value):
         play(run, load(), ["x<|im_end|>"])
 
 
-@pytest.mark.parametrize("found", [0.5, True, None, {"a": 1.0, "b": 2}])
-def test_a_function_may_return_its_reward_alone(found):
+@pytest.mark.parametrize("actual", [0.5, True, None, {"a": 1.0, "b": 2}])
+def test_a_function_may_return_its_reward_alone(actual):
     async def run(row, chat):
         chat.say("?")
         await chat.draw()
-        return found
+        return actual
 
     want = {None: {}, 0.5: {"mine": 0.5}, True: {"mine": 1.0}}
     got = play(run, load(), ["x<|im_end|>"])[0].rewards
-    assert got == (found if isinstance(found, dict) else want[found])
+    assert got == (actual if isinstance(actual, dict) else want[actual])
 
 
 def test_a_function_that_draws_nothing_or_returns_something_else():
@@ -296,10 +296,10 @@ def test_a_function_that_draws_nothing_or_returns_something_else():
         play(hasty, load(), ["x<|im_end|>"] * 2)
 
 
-@pytest.mark.parametrize("said", [3, None, [3], ["a"], {"content": "a"}, [{"role": 1}], object()])
-def test_what_nobody_can_say_is_named(said):
+@pytest.mark.parametrize("output", [3, None, [3], ["a"], {"content": "a"}, [{"role": 1}], object()])
+def test_what_nobody_can_say_is_named(output):
     async def run(row, chat):
-        chat.say(said)
+        chat.say(output)
 
     with pytest.raises(UserError, match="chat.say"):
         play(run, load(), [])
@@ -398,12 +398,16 @@ def test_own_functions_and_classes_are_found_and_checked(tmp_path):
         "def blocking(row, chat):\n    return 1.0\n"
     )
     tokenizer = load()
-    for name, said in [("run", "Good day"), ("Shared", "Good day"), ("Knows", tokenizer.eos_token)]:
+    for name, output in [
+        ("run", "Good day"),
+        ("Shared", "Good day"),
+        ("Knows", tokenizer.eos_token),
+    ]:
         env = open_env(
             EnvConfig(kind=f"{path}:{name}", options={"greeting": "Good day"}), tokenizer
         )
         episode = asyncio.run(env.run({}, Script(tokenizer, ["x<|im_end|>"]), SAMPLING, 0))
-        assert episode.prompt[0]["content"] == said and episode.rewards == {name: 1.0}
+        assert episode.prompt[0]["content"] == output and episode.rewards == {name: 1.0}
     for name, options, message in [
         ("run", {"welcome": 1}, r"\(row, chat, \*\*env.options\).*welcome"),
         ("Shared", {}, r"\(\*\*env.options\).*greeting"),

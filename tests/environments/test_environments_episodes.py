@@ -90,24 +90,24 @@ ENDLESS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     [(REWRITING, "leaves out"), (ENDLESS, "no end-of-turn"), (None, "has no chat template")],
 )
 def test_many_turns_need_a_template_that_can_be_continued(template, message):
-    other = load_tokenizer("builtin")
-    other.chat_template = template
+    second = load_tokenizer("builtin")
+    second.chat_template = template
     with pytest.raises(UserError, match=message):
-        env = open_env(EnvConfig(kind="calculator", history="tokens"), other)
-        play(env, CalculatorRows(1)[0], Script(other, [call("1 + 1")]))
+        env = open_env(EnvConfig(kind="calculator", history="tokens"), second)
+        play(env, CalculatorRows(1)[0], Script(second, [call("1 + 1")]))
 
 
 def test_single_turn_renders_texts_and_messages_alike(tokenizer):
     env = open_env(EnvConfig(system="Be short."), tokenizer)
-    one = play(env, {"prompt": "What is 1?"}, first := Script(tokenizer, ["1<|im_end|>"]))
+    entry = play(env, {"prompt": "What is 1?"}, first := Script(tokenizer, ["1<|im_end|>"]))
     messages = [{"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "?"}]
     two = play(env, {"messages": messages}, second := Script(tokenizer, ["1<|im_end|>"]))
     assert first.asked == second.asked
-    assert "Be short." in tokenizer.decode(one.tokens) and one.tokens == two.tokens
-    assert one.completion == "1" and one.prompt == "What is 1?"
+    assert "Be short." in tokenizer.decode(entry.tokens) and entry.tokens == two.tokens
+    assert entry.completion == "1" and entry.prompt == "What is 1?"
     assert two.completion == [{"role": "assistant", "content": "1"}]
     assert two.prompt == messages[:1]
-    assert sum(one.sampled) == 2 and one.sampled[-2:] == [True, True]
+    assert sum(entry.sampled) == 2 and entry.sampled[-2:] == [True, True]
 
 
 def test_raw_texts_are_continued_as_they_are(tokenizer):

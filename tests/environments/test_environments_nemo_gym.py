@@ -61,21 +61,21 @@ def play(tokenizer, texts, fake=None, row=ROW, times=1, row_tokens=400, sampling
     """(episodes or what they raised, the fake Gym) of one row, played as in a run."""
 
     async def work():
-        async with fake or FakeGym() as found:
-            section = {**HEAD, "head": found.url, "port": find_free_port(), **gym}
+        async with fake or FakeGym() as actual:
+            section = {**HEAD, "head": actual.url, "port": find_free_port(), **gym}
             if callable(servers := section.get("servers")):
-                section |= {"servers": servers(found), "head": None}
+                section |= {"servers": servers(actual), "head": None}
             env = open_guarded(EnvConfig(kind="nemo_gym", gym=section), tokenizer, row_tokens)
             try:
                 policy = env.env.servers.policy
-                found.policy_url, found.token = policy.base_url, policy.token
+                actual.policy_url, actual.token = policy.base_url, policy.token
                 engines = [ScriptedEngine(tokenizer, texts) for _ in range(times)]
                 episodes = await asyncio.gather(
                     *(env.run(row, engine, sampling, i) for i, engine in enumerate(engines)),
                     return_exceptions=True,
                 )
                 assert not policy._records, "episodes are forgotten when they have ended"
-                return episodes, found
+                return episodes, actual
             finally:
                 env.close()
 
@@ -212,50 +212,50 @@ def test_a_client_that_gives_up_frees_gym_and_the_engine(tokenizer):
     ],
 )
 def test_mistakes_are_named(tokenizer, row, gym, text):
-    (found,), _ = play(tokenizer, ["4"], row=row, **gym)
+    (actual,), _ = play(tokenizer, ["4"], row=row, **gym)
     if not text:
-        assert found.rewards == {"gym": 1.0}
+        assert actual.rewards == {"gym": 1.0}
         return
-    assert isinstance(found, EpisodeFailed) and found.mistake and text in found.cause
+    assert isinstance(actual, EpisodeFailed) and actual.mistake and text in actual.cause
 
 
 def inspect(tokenizer, fake=None, rows=(ROW,), wait=True, **gym):
     """Report of a Gym before a run."""
 
     async def work():
-        async with fake or FakeGym() as found:
-            section = {"head": found.url, "mode": "verify", "agent": "calc_agent", **gym}
+        async with fake or FakeGym() as actual:
+            section = {"head": actual.url, "mode": "verify", "agent": "calc_agent", **gym}
             if callable(servers := section.get("servers")):
-                section |= {"servers": servers(found), "head": None}
+                section |= {"servers": servers(actual), "head": None}
             env = open_guarded(EnvConfig(kind="nemo_gym", gym=section), tokenizer, 400)
-            said = []
+            output = []
             try:
-                await asyncio.to_thread(env.inspect, iter(rows), said.append, wait)
-                await asyncio.to_thread(env.inspect, iter(rows), said.append, wait)
+                await asyncio.to_thread(env.inspect, iter(rows), output.append, wait)
+                await asyncio.to_thread(env.inspect, iter(rows), output.append, wait)
             finally:
                 env.close()
-            return [text.replace(found.url, "URL") for text in said]
+            return [text.replace(actual.url, "URL") for text in output]
 
     return asyncio.run(work())
 
 
 def test_a_gym_that_runs_is_inspected_before_the_run(tokenizer):
-    found = ["NeMo Gym at URL: resources servers calc"]
-    assert inspect(tokenizer) == found, "said once for all sets that share it"
+    actual = ["NeMo Gym at URL: resources servers calc"]
+    assert inspect(tokenizer) == actual, "said once for all sets that share it"
     agent = {"mode": "agent", "api_key": "x", "port": find_free_port()}
     assert inspect(tokenizer, **agent) == ["NeMo Gym at URL: agents calc_agent"]
-    assert inspect(tokenizer, FakeGym(want="abc"), token="abc") == found
+    assert inspect(tokenizer, FakeGym(want="abc"), token="abc") == actual
     row = {**ROW, "agent_ref": {"name": "calc_agent"}}
-    assert inspect(tokenizer, rows=[row] * 3, agent=None) == found
-    given = {"servers": lambda fake: {"mine": fake.place("res")}, "agent": "mine"}
-    assert inspect(tokenizer, **given) == ["NeMo Gym at URL/0/res: resources servers mine"]
+    assert inspect(tokenizer, rows=[row] * 3, agent=None) == actual
+    provided = {"servers": lambda fake: {"mine": fake.place("res")}, "agent": "mine"}
+    assert inspect(tokenizer, **provided) == ["NeMo Gym at URL/0/res: resources servers mine"]
     nobody = {"head": "http://127.0.0.1:9", "start_seconds": 1e-3}
     (text, _) = inspect(tokenizer, wait=False, **nobody)
     assert text.startswith("warning: env.gym: NeMo Gym at http://127.0.0.1:9 does not answer now")
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("provided", "text"),
     [
         (
             {"agent": "nobody", "rows": []},
@@ -277,11 +277,11 @@ def test_a_gym_that_runs_is_inspected_before_the_run(tokenizer):
         ({"token": "wrong", "start_seconds": 1e-3}, "does not answer .*401"),
     ],
 )
-def test_what_is_not_there_is_said_before_the_run(tokenizer, given, text):
+def test_what_is_not_there_is_said_before_the_run(tokenizer, provided, text):
     rows = [{**ROW, "agent_ref": {"name": name}} for name in ("b", "calc", "a")]
-    fake = FakeGym(want="abc" if "token" in given else "")
+    fake = FakeGym(want="abc" if "token" in provided else "")
     with pytest.raises(UserError, match=text):
-        inspect(tokenizer, fake, **{"rows": rows, **given})
+        inspect(tokenizer, fake, **{"rows": rows, **provided})
 
 
 def test_each_dataset_is_asked_for_in_its_own_gym(tokenizer):
@@ -289,12 +289,12 @@ def test_each_dataset_is_asked_for_in_its_own_gym(tokenizer):
     gyms = [
         {"head": f"http://127.0.0.1:{port}", "mode": "verify", "agent": "calc"} for port in (9, 7)
     ]
-    envs = [open_guarded(EnvConfig(kind="nemo_gym", gym=one), tokenizer, 400) for one in gyms]
-    plain, said = open_guarded(EnvConfig(), tokenizer), []
+    envs = [open_guarded(EnvConfig(kind="nemo_gym", gym=entry), tokenizer, 400) for entry in gyms]
+    plain, output = open_guarded(EnvConfig(), tokenizer), []
     by_dataset = [(env, None) for env in envs]
-    DatasetEnvs(plain, None, by_dataset).inspect([[ROW], []], said.append, wait=False)
-    DatasetEnvs(plain, None).inspect([[ROW]], said.append)
-    for env, text, gym in zip(envs, said, gyms, strict=True):
+    DatasetEnvs(plain, None, by_dataset).inspect([[ROW], []], output.append, wait=False)
+    DatasetEnvs(plain, None).inspect([[ROW]], output.append)
+    for env, text, gym in zip(envs, output, gyms, strict=True):
         assert text.startswith(f"warning: env.gym: NeMo Gym at {gym['head']} does not answer now")
         env.close()
 
@@ -324,8 +324,8 @@ def test_a_gym_that_comes_back_elsewhere_is_found_again(tokenizer):
             run = lambda: env.run(ROW, ScriptedEngine(tokenizer, ["It is 4."]), SAMPLING, 0)  # noqa: E731
             try:
                 lost = await asyncio.gather(*(run() for _ in range(3)), return_exceptions=True)
-                assert {str(one) for one in lost} == {"gym: connection lost"}
-                assert all(one.again for one in lost) and not fake.away
+                assert {str(entry) for entry in lost} == {"gym: connection lost"}
+                assert all(entry.again for entry in lost) and not fake.away
                 assert DatasetEnvs(env, None).counters() == {"gym/restarts": 1.0}
                 episode = await run()
                 assert episode.rewards == {"gym": 1.0} and fake.runs[-1][0] == "/1/env/run"
@@ -378,36 +378,47 @@ def test_keys_that_do_not_go_together(gym, text):
 
 def test_the_config_for_a_gym_that_is_started(tmp_path, tokenizer):
     """Own files before the package's, overrides last; each server in the one environment."""
-    own, packages = tmp_path / "own", tmp_path / "lib"
-    for place in (own / "resources_servers" / "calc", packages / "responses_api_agents" / "simple"):
-        place.mkdir(parents=True)
+    local_value, packages = tmp_path / "own", tmp_path / "lib"
+    for position in (
+        local_value / "resources_servers" / "calc",
+        packages / "responses_api_agents" / "simple",
+    ):
+        position.mkdir(parents=True)
     (tmp_path / "gym").mkdir()
-    (own / "calc.yaml").write_text("")
+    (local_value / "calc.yaml").write_text("")
     overrides = {"policy_model": {"responses_api_models": {"vllm_model": {"num_workers": 2}}}}
     config = GymConfig(
         start=True,
         python="py",
         configs=["calc.yaml", "other.yaml"],
-        directory=str(own),
+        directory=str(local_value),
         overrides=overrides,
     )
     policy = PolicyServer(tokenizer, max_model_len=9, port=7, token="secret")
-    made = make_config(config, policy, 11, tmp_path, packages)
-    assert made["config_paths"][:2] == [str(own / "calc.yaml"), str(packages / "other.yaml")]
-    assert (made["policy_base_url"], made["policy_api_key"]) == ("http://127.0.0.1:7/v1", "secret")
-    block = made["policy_model"]["responses_api_models"]["vllm_model"]
+    created = make_config(config, policy, 11, tmp_path, packages)
+    assert created["config_paths"][:2] == [
+        str(local_value / "calc.yaml"),
+        str(packages / "other.yaml"),
+    ]
+    assert (created["policy_base_url"], created["policy_api_key"]) == (
+        "http://127.0.0.1:7/v1",
+        "secret",
+    )
+    block = created["policy_model"]["responses_api_models"]["vllm_model"]
     assert block["num_workers"] == 2 and block["request_prompt_and_generation_token_ids"]
     for _ in range(2):  # a run that goes on finds the links of the last one
-        link_environments(tmp_path / "venvs", tmp_path / "gym/bin/python", (packages, own))
+        link_environments(tmp_path / "venvs", tmp_path / "gym/bin/python", (packages, local_value))
     links = sorted(str(p.relative_to(tmp_path / "venvs")) for p in tmp_path.glob("venvs/*/*/.venv"))
     assert links == ["resources_servers/calc/.venv", "responses_api_agents/simple/.venv"]
-    assert json.dumps(made) and list_own(own) == []
-    for place in ("resources_servers/calc", "responses_api_agents/mine"):
-        (own / place / "configs").mkdir(parents=True)
-        (own / place / "configs" / "a.yaml").write_text("")
+    assert json.dumps(created) and list_own(local_value) == []
+    for position in ("resources_servers/calc", "responses_api_agents/mine"):
+        (local_value / position / "configs").mkdir(parents=True)
+        (local_value / position / "configs" / "a.yaml").write_text("")
     all_own = config.model_copy(update={"configs": []})
-    made = make_config(all_own, policy, 11, tmp_path, packages)
-    assert [str(Path(place).relative_to(own)) for place in made["config_paths"][:-1]] == [
+    created = make_config(all_own, policy, 11, tmp_path, packages)
+    assert [
+        str(Path(position).relative_to(local_value)) for position in created["config_paths"][:-1]
+    ] == [
         "resources_servers/calc/configs/a.yaml",
         "responses_api_agents/mine/configs/a.yaml",
     ]
@@ -424,12 +435,14 @@ def test_a_run_knows_what_a_gym_of_its_own_leaves_in_its_folder():
         "rewards": [{"function": "length"}],
     }
     gym = {"start": True, "python": "py", "configs": ["a.yaml"], "mode": "verify"}
-    one = validate_config(config | {"env": {"kind": "nemo_gym", "gym": gym}}, "test")
-    assert {"gym", "gym.log"} <= set(list_names(one))
+    entry = validate_config(config | {"env": {"kind": "nemo_gym", "gym": gym}}, "test")
+    assert {"gym", "gym.log"} <= set(list_names(entry))
     assert "gym" not in list_names(validate_config(config, "test"))
-    other = {"kind": "nemo_gym", "gym": {"head": "http://x:1", "mode": "verify", "port": 7}}
-    saved, now = one.saved(), validate_config(config | {"env": other}, "test").saved()
-    assert find_changes(saved, now, None, 1, ["env"])[1] == ["env.gym.configs: ['a.yaml'] -> []"]
+    second = {"kind": "nemo_gym", "gym": {"head": "http://x:1", "mode": "verify", "port": 7}}
+    saved, current_time = entry.saved(), validate_config(config | {"env": second}, "test").saved()
+    assert find_changes(saved, current_time, None, 1, ["env"])[1] == [
+        "env.gym.configs: ['a.yaml'] -> []"
+    ]
 
 
 FAKE_PROGRAM = """#!{python}
@@ -468,8 +481,8 @@ def test_a_gym_of_the_run_is_started_once_and_ended_with_it(tmp_path, tokenizer)
         "agent": "x",
     }
 
-    def open_one(**more):
-        config = EnvConfig(kind="nemo_gym", gym=section | more)
+    def open_one(**extra):
+        config = EnvConfig(kind="nemo_gym", gym=section | extra)
         return open_guarded(config, tokenizer, 400, "env", None, str(tmp_path / "run"))
 
     train, held_out = open_one(), open_one(mode="verify")

@@ -64,10 +64,10 @@ class Server:
     async def serve(self, socket):
         number = 0
         async for message in socket:
-            asked = json.loads(message.data)
-            self.heard.append(asked)
-            data, observe = asked.get("data", {}), self.observe(socket)
-            match asked["type"]:
+            payload = json.loads(message.data)
+            self.heard.append(payload)
+            data, observe = payload.get("data", {}), self.observe(socket)
+            match payload["type"]:
                 case "close":
                     break
                 case "reset" if data.get("broken"):
@@ -91,8 +91,8 @@ class Server:
                     break
                 case "step":
                     right = str(data["guess"]) == str(number)
-                    more = "You win." if right else "Higher or lower."
-                    await observe({"prompt": more, "metadata": {}}, 1.0 if right else -0.25, right)
+                    extra = "You win." if right else "Higher or lower."
+                    await observe({"prompt": extra, "metadata": {}}, 1.0 if right else -0.25, right)
         await socket.close()
 
     def observe(self, socket):
@@ -198,9 +198,11 @@ def test_json_actions_and_what_is_wrong_with_them():
 
 def test_a_text_that_was_cut_off_is_an_answer_and_other_actions_are_not():
     class Short(ScriptedEngine):
-        async def generate(self, *given, **named):
-            found = await super().generate(*given, **named)
-            return found._replace(tokens=found.tokens[:-1], logprobs=[-1.0], finish_reason="length")
+        async def generate(self, *provided, **named):
+            actual = await super().generate(*provided, **named)
+            return actual._replace(
+                tokens=actual.tokens[:-1], logprobs=[-1.0], finish_reason="length"
+            )
 
     async def go(text, **section):
         async with serving(Server()) as url:
@@ -213,10 +215,10 @@ def test_a_text_that_was_cut_off_is_an_answer_and_other_actions_are_not():
 
 
 def test_a_full_row_ends_the_game_with_what_it_earned():
-    whole, _ = play(["3", "4"], {"seed": 7}, env={"max_turns": 2}, **TEXT)
-    cut, server = play(["3", "4"], {"seed": 7}, row_tokens=len(whole.tokens) - 2, **TEXT)
-    assert [one["data"] for one in server.heard if one["type"] == "step"] == [{"guess": "3"}]
-    assert (whole.rewards["openenv"], cut.rewards["openenv"]) == (-0.5, -0.25)
+    full, _ = play(["3", "4"], {"seed": 7}, env={"max_turns": 2}, **TEXT)
+    cut, server = play(["3", "4"], {"seed": 7}, row_tokens=len(full.tokens) - 2, **TEXT)
+    assert [entry["data"] for entry in server.heard if entry["type"] == "step"] == [{"guess": "3"}]
+    assert (full.rewards["openenv"], cut.rewards["openenv"]) == (-0.5, -0.25)
     assert (cut.finish_reason, cut.metrics) == ("length", {"turns": 1.0})
 
 
@@ -276,10 +278,10 @@ def test_nothing_to_say_is_the_rows_mistake():
 
 def test_full_servers_are_waited_for_and_the_emptiest_is_asked(monkeypatch):
     monkeypatch.setattr("jaxtrain.environments.openenv.FULL_PAUSE", 0.01)
-    one, two = Server(places=1), Server(places=2)
+    entry, two = Server(places=1), Server(places=2)
 
     async def go():
-        async with serving(one) as first, serving(two) as second:
+        async with serving(entry) as first, serving(two) as second:
             world = make([first, second], **TEXT)
             tokenizer = world.template.tokenizer
             episodes = [
@@ -290,16 +292,16 @@ def test_full_servers_are_waited_for_and_the_emptiest_is_asked(monkeypatch):
 
     episodes, world = asyncio.run(go())
     assert [e.rewards["openenv"] for e in episodes] == [0.5] * 8
-    assert (one.most, two.most) == (1, 2) and one.refused + two.refused > 0
+    assert (entry.most, two.most) == (1, 2) and entry.refused + two.refused > 0
 
 
 def test_a_wait_for_a_place_is_no_step_of_the_environment(monkeypatch):
     monkeypatch.setattr("jaxtrain.environments.openenv.FULL_PAUSE", 0.2)
 
     class Slow(ScriptedEngine):
-        async def generate(self, *given, **named):
+        async def generate(self, *provided, **named):
             await asyncio.sleep(0.3)
-            return await super().generate(*given, **named)
+            return await super().generate(*provided, **named)
 
     async def go():
         async with serving(Server(places=1)) as url:
@@ -317,9 +319,9 @@ def test_pings_are_answered_while_a_turn_is_drawn():
     """A server that hears no pong hangs up, and a turn may take minutes."""
 
     class Slow(ScriptedEngine):
-        async def generate(self, *given, **named):
+        async def generate(self, *provided, **named):
             await asyncio.sleep(0.3)
-            return await super().generate(*given, **named)
+            return await super().generate(*provided, **named)
 
     async def go():
         async with serving(Server(heartbeat=0.05)) as url:
@@ -333,7 +335,7 @@ def test_an_episode_that_is_given_up_frees_its_place():
     server = Server()
 
     class Never(ScriptedEngine):
-        async def generate(self, *given, **named):
+        async def generate(self, *provided, **named):
             await asyncio.Event().wait()
 
     async def go():
@@ -393,8 +395,8 @@ real = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def package():
     """{name: base URL} of environments served by the openenv package itself."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as actual:
+        port = actual.getsockname()[1]
     script = Path(__file__).parent / "openenv_worlds.py"
     child = subprocess.Popen([PYTHON, str(script), str(port)])
     try:
@@ -434,8 +436,8 @@ def test_the_packages_own_server_plays_the_same_games(package):
         tries = {3: 1, 7: 3}.get(number % 10, 3)
         assert len([m for m in game.completion if m["role"] == "assistant"]) == tries
         assert game.rewards == {"openenv": float(number % 10 in (3, 7))}
-    told = [m["content"] for m in tools.completion if m["role"] == "tool"]
-    assert told[0] == "7" and all(text.startswith("error: ") for text in told[1:])
+    messages = [m["content"] for m in tools.completion if m["role"] == "tool"]
+    assert messages[0] == "7" and all(text.startswith("error: ") for text in messages[1:])
     assert tools.metrics == {"turns": 4.0, "tool_calls": 3.0, "tool_errors": 2.0}
 
 

@@ -28,10 +28,10 @@ ASK = {"role": "user", "content": "What is 2 + 2?"}
 
 @pytest.fixture(scope="module")
 def server():
-    made = PolicyServer(load_tokenizer("builtin"), max_model_len=400)
-    made.open()
-    yield made
-    made.close()
+    policy_server = PolicyServer(load_tokenizer("builtin"), max_model_len=400)
+    policy_server.open()
+    yield policy_server
+    policy_server.close()
 
 
 class Client:
@@ -48,9 +48,9 @@ class Client:
 
     async def chat(self, messages, **keys):
         body = {"messages": messages, "metadata": {"episode": self.record.id}, **keys}
-        status, found = await self.post("/v1/chat/completions", body)
-        assert status == 200, found
-        return found["choices"][0], found
+        status, actual = await self.post("/v1/chat/completions", body)
+        assert status == 200, actual
+        return actual["choices"][0], actual
 
 
 @asynccontextmanager
@@ -66,31 +66,38 @@ def test_turns_with_tools_are_one_sequence_of_the_drawn_tokens(server):
     """Also where the agent writes calls and thoughts in other fields and other JSON."""
 
     async def play():
-        async with agent(server, [CALL, "It is 4.", "Bye."]) as one:
-            asked = {"logprobs": True, "return_token_ids": True, "tools": TOOLS, "max_tokens": 999}
-            choice, found = await one.chat([ASK], **asked)
+        async with agent(server, [CALL, "It is 4.", "Bye."]) as entry:
+            requests = {
+                "logprobs": True,
+                "return_token_ids": True,
+                "tools": TOOLS,
+                "max_tokens": 999,
+            }
+            choice, actual = await entry.chat([ASK], **requests)
             message = choice["message"]
             (call,) = message["tool_calls"]
             assert (
                 choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "calculator"
             )
-            assert found["prompt_token_ids"] == prompt_tokens(
+            assert actual["prompt_token_ids"] == prompt_tokens(
                 server.template.tokenizer, [ASK], TOOLS
             )
             entries = choice["logprobs"]["content"]
             assert [e["token"] for e in entries] == [f"token_id:{t}" for t in choice["token_ids"]]
-            told = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
+            messages = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
             call["function"]["arguments"] = '{ "expression":"2 + 2" }'
-            said = {"role": "assistant", "content": None, "tool_calls": [call]}
-            second, found = await one.chat([ASK, said | {"reasoning": "so"}, told], **asked)
+            output = {"role": "assistant", "content": None, "tool_calls": [call]}
+            second, actual = await entry.chat(
+                [ASK, output | {"reasoning": "so"}, messages], **requests
+            )
             first = [*choice["token_ids"]]
-            assert found["prompt_token_ids"][: len(first) + 1][-1] != -1
-            return one.record.finish(), first, second, found
+            assert actual["prompt_token_ids"][: len(first) + 1][-1] != -1
+            return entry.record.finish(), first, second, actual
 
-    episode, first, second, found = asyncio.run(play())
+    episode, first, second, actual = asyncio.run(play())
     assert not episode.earlier and episode.metrics == {"turns": 2, "branches": 1, "tool_calls": 1}
     assert episode.drawn_tokens == [*first, *second["token_ids"]]
-    assert episode.tokens == [*found["prompt_token_ids"], *second["token_ids"]]
+    assert episode.tokens == [*actual["prompt_token_ids"], *second["token_ids"]]
     assert episode.versions.count(0) == episode.num_sampled and episode.finish_reason == "stop"
     assert [m["role"] for m in episode.completion] == ["assistant", "tool", "assistant"]
     assert episode.prompt == [ASK]
@@ -98,17 +105,17 @@ def test_turns_with_tools_are_one_sequence_of_the_drawn_tokens(server):
 
 def test_an_edited_history_begins_a_branch_and_two_agents_interleave(server):
     async def play():
-        async with agent(server, ["A.", "B.", "C.", "D.", "E."]) as one:
-            other = {"role": "user", "content": "Hello!"}
-            a, _ = await one.chat([ASK])
-            b, _ = await one.chat([other])
-            await one.chat([ASK, a["message"], other])  # goes on with a's
-            await one.chat([other, b["message"], ASK])  # and with b's
-            await one.chat([ASK, a["message"] | {"content": "a."}, other])  # a turn of nobody
-            return one.record.finish()
+        async with agent(server, ["A.", "B.", "C.", "D.", "E."]) as sequence:
+            second = {"role": "user", "content": "Hello!"}
+            a, _ = await sequence.chat([ASK])
+            b, _ = await sequence.chat([second])
+            await sequence.chat([ASK, a["message"], second])  # goes on with a's
+            await sequence.chat([second, b["message"], ASK])  # and with b's
+            await sequence.chat([ASK, a["message"] | {"content": "a."}, second])  # a turn of nobody
+            return sequence.record.finish()
 
     episode = asyncio.run(play())
-    drawn = [[t for t in one.turns if t >= 0] for one in episode.sequences]
+    drawn = [[t for t in sequence.turns if t >= 0] for sequence in episode.sequences]
     assert [sorted(set(turns)) for turns in drawn] == [[0, 2], [1, 3], [4]]
     assert sum(map(len, drawn)) == episode.num_sampled and episode.metrics["branches"] == 3
 
@@ -124,19 +131,19 @@ class Speller(ScriptedEngine):
 
 
 @pytest.mark.parametrize(
-    ("more", "said", "branches"), [([], {}, 1), ([7], {}, 2), ([], {"content": "What is"}, 2)]
+    ("extra", "output", "branches"), [([], {}, 1), ([7], {}, 2), ([], {"content": "What is"}, 2)]
 )
-def test_ids_that_an_agent_hands_back_are_checked(server, more, said, branches):
+def test_ids_that_an_agent_hands_back_are_checked(server, extra, output, branches):
     """A turn stays as it was drawn; one of the same text and other tokens is none of ours, nor one
     of the same tokens and another text, but for thinking that got lost."""
 
     async def play():
         engine = Speller(server.template.tokenizer, ["<think>Hm.</think>What is it", "B."])
-        async with agent(server, [], engine=engine) as one:
-            a, _ = await one.chat([ASK], return_token_ids=True)
-            ids = {"generation_token_ids": [*a["token_ids"], *more]}
-            await one.chat([ASK, a["message"] | {"content": "What is it"} | ids | said, ASK])
-            return one.record.finish()
+        async with agent(server, [], engine=engine) as entry:
+            a, _ = await entry.chat([ASK], return_token_ids=True)
+            ids = {"generation_token_ids": [*a["token_ids"], *extra]}
+            await entry.chat([ASK, a["message"] | {"content": "What is it"} | ids | output, ASK])
+            return entry.record.finish()
 
     assert asyncio.run(play()).metrics["branches"] == branches
 
@@ -145,8 +152,8 @@ def test_ids_that_an_agent_hands_back_are_checked(server, more, said, branches):
 def test_thoughts_that_the_template_drops_or_opens(opens):
     """Qwen3's template drops thoughts before the last question: the next turn is drawn behind
     another sequence, in which the answer stands with the very tokens that were drawn."""
-    place = Path(__file__).parents[1] / "data" / "qwen3.jinja"
-    tokenizer = load_tokenizer("builtin", str(place))
+    position = Path(__file__).parents[1] / "data" / "qwen3.jinja"
+    tokenizer = load_tokenizer("builtin", str(position))
     if opens:
         prompt = "{{- '<|im_start|>assistant\\n' }}\n    {%- if enable_thinking"
         assert prompt in tokenizer.chat_template
@@ -158,11 +165,11 @@ def test_thoughts_that_the_template_drops_or_opens(opens):
 
     async def play():
         engine = Speller(tokenizer, [f"{thought}It is A.", f"{thought}It is B."])
-        async with agent(server, [], engine=engine) as one:
-            first, _ = await one.chat([ASK])
+        async with agent(server, [], engine=engine) as entry:
+            first, _ = await entry.chat([ASK])
             assert first["message"]["content"] == "<think>\nHm.\n</think>\n\nIt is A."
-            await one.chat([ASK, first["message"], {"role": "user", "content": "And now?"}])
-            return one.record.finish()
+            await entry.chat([ASK, first["message"], {"role": "user", "content": "And now?"}])
+            return entry.record.finish()
 
     try:
         episode = asyncio.run(play())
@@ -174,22 +181,22 @@ def test_thoughts_that_the_template_drops_or_opens(opens):
         episode.tokens[: episode.sampled.index(True)]
     )
     letters = [tokenizer(x, add_special_tokens=False)["input_ids"] for x in "It is A."]
-    said = [token for ids in letters for token in ids]
+    output = [token for ids in letters for token in ids]
     text = ",".join(map(str, episode.tokens))
-    assert ",".join(map(str, said)) in text, "the answer as it was drawn, letter by letter"
+    assert ",".join(map(str, output)) in text, "the answer as it was drawn, letter by letter"
 
 
 def test_token_ids_in_and_out(server):
     async def play():
-        async with agent(server, ["A.", "B."]) as one:
-            headers, path = {"X-Session-ID": one.record.id}, "/inference/v1/generate"
+        async with agent(server, ["A.", "B."]) as entry:
+            headers, path = {"X-Session-ID": entry.record.id}, "/inference/v1/generate"
             body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 9, "temperature": 1}}
-            _, found = await one.post(path, body, **headers)
-            first = found["choices"][0]["token_ids"]
+            _, actual = await entry.post(path, body, **headers)
+            first = actual["choices"][0]["token_ids"]
             body["token_ids"] = [5, 6, *first, 8]
-            _, found = await one.post(path, body, **headers)
-            status, _ = await one.post(path, {"token_ids": ["5"]}, **headers)
-            return one.record.finish(), first, found["choices"][0]["token_ids"], status
+            _, actual = await entry.post(path, body, **headers)
+            status, _ = await entry.post(path, {"token_ids": ["5"]}, **headers)
+            return entry.record.finish(), first, actual["choices"][0]["token_ids"], status
 
     episode, first, second, status = asyncio.run(play())
     assert episode.tokens == [5, 6, *first, 8, *second] and status == 400
@@ -198,8 +205,8 @@ def test_token_ids_in_and_out(server):
 
 def test_streams_and_paths_for_agents_that_know_only_a_url(server):
     async def play():
-        async with agent(server, [CALL]) as one:
-            url = f"{one.record.base_url}/chat/completions"
+        async with agent(server, [CALL]) as entry:
+            url = f"{entry.record.base_url}/chat/completions"
             headers = {"Authorization": f"Bearer {server.token}"}
             body = {
                 "messages": [ASK],
@@ -207,9 +214,11 @@ def test_streams_and_paths_for_agents_that_know_only_a_url(server):
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
-            async with one.session.post(url, json=body, headers=headers) as answer:
+            async with entry.session.post(url, json=body, headers=headers) as answer:
                 lines = (await answer.text()).split("\n\n")
-            async with one.session.get(f"{one.record.base_url}/models", headers=headers) as answer:
+            async with entry.session.get(
+                f"{entry.record.base_url}/models", headers=headers
+            ) as answer:
                 models = await answer.json()
             return lines, models
 
@@ -240,21 +249,21 @@ def test_streams_and_paths_for_agents_that_know_only_a_url(server):
 )
 def test_what_is_refused(server, change, status, text):
     async def play():
-        async with agent(server, ["A."]) as one:
-            body = {"messages": [ASK], "metadata": {"episode": one.record.id}, **change}
-            found = await one.post("/v1/chat/completions", body)
-            return found, one.record.num_turns
+        async with agent(server, ["A."]) as entry:
+            body = {"messages": [ASK], "metadata": {"episode": entry.record.id}, **change}
+            actual = await entry.post("/v1/chat/completions", body)
+            return actual, entry.record.num_turns
 
-    (found, body), turns = asyncio.run(play())
-    assert found == status and text in body["message"] and turns == 0
+    (actual, body), turns = asyncio.run(play())
+    assert actual == status and text in body["message"] and turns == 0
 
 
 def test_without_the_token_nothing_is_answered(server):
     async def play():
-        async with agent(server, ["A."]) as one:
-            body = {"messages": [ASK], "metadata": {"episode": one.record.id}}
-            wrong = await one.post("/v1/chat/completions", body, Authorization="Bearer no")
-            async with one.session.get(f"{server.base_url}/models") as answer:
+        async with agent(server, ["A."]) as entry:
+            body = {"messages": [ASK], "metadata": {"episode": entry.record.id}}
+            wrong = await entry.post("/v1/chat/completions", body, Authorization="Bearer no")
+            async with entry.session.get(f"{server.base_url}/models") as answer:
                 return wrong[0], answer.status
 
     assert asyncio.run(play()) == (401, 401)
@@ -268,8 +277,8 @@ def test_an_agent_may_only_cut_answers_shorter(server):
 
     async def play(**keys):
         engine = Long(server.template.tokenizer, ["A."])
-        async with agent(server, [], engine=engine) as one:
-            await one.chat([ASK], **keys)
+        async with agent(server, [], engine=engine) as entry:
+            await entry.chat([ASK], **keys)
         return engine.asked
 
     assert asyncio.run(play(max_tokens=9, stop="\n")) == (9, ["\n"])
@@ -287,28 +296,28 @@ def test_what_the_engine_raises_ends_the_agent_and_reaches_the_environment(serve
             raise error
 
     async def play():
-        async with agent(server, [], engine=Broken(None, [])) as one:
+        async with agent(server, [], engine=Broken(None, [])) as entry:
 
             async def stubborn():
-                body = {"messages": [ASK], "metadata": {"episode": one.record.id}}
-                status, _ = await one.post("/v1/chat/completions", body)
+                body = {"messages": [ASK], "metadata": {"episode": entry.record.id}}
+                status, _ = await entry.post("/v1/chat/completions", body)
                 assert status == 400
                 await asyncio.sleep(60)
 
-            with pytest.raises(type(error)) as found:
-                await one.record.watch(stubborn())
-            return found.value
+            with pytest.raises(type(error)) as actual:
+                await entry.record.watch(stubborn())
+            return actual.value
 
     assert asyncio.run(play()) is error
 
 
 def test_a_client_that_leaves_and_an_episode_that_ends_free_their_requests(server):
     async def play():
-        freed, asked = asyncio.Event(), asyncio.Event()
+        freed, requests = asyncio.Event(), asyncio.Event()
 
         class Slow(ScriptedEngine):
             async def generate(self, *_, **__):
-                asked.set()
+                requests.set()
                 try:
                     await asyncio.sleep(60)
                 finally:
@@ -317,12 +326,12 @@ def test_a_client_that_leaves_and_an_episode_that_ends_free_their_requests(serve
         statuses = []
         for leave in (True, False):
             freed.clear()
-            asked.clear()
-            async with agent(server, [], engine=Slow(None, [])) as one:
-                body = {"messages": [ASK], "metadata": {"episode": one.record.id}}
-                task = asyncio.ensure_future(one.post("/v1/chat/completions", body))
-                await asked.wait()
-                task.cancel() if leave else server.end(one.record.id)
+            requests.clear()
+            async with agent(server, [], engine=Slow(None, [])) as entry:
+                body = {"messages": [ASK], "metadata": {"episode": entry.record.id}}
+                task = asyncio.ensure_future(entry.post("/v1/chat/completions", body))
+                await requests.wait()
+                task.cancel() if leave else server.end(entry.record.id)
                 await asyncio.wait_for(freed.wait(), 5)
                 if not leave:
                     statuses.append((await task)[0])
@@ -337,14 +346,14 @@ def test_the_page_shows_an_environment_of_ones_own(server):
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
     async def my_agent(base_url, token, row):
-        headers, said = {"Authorization": f"Bearer {token}"}, []
+        headers, output = {"Authorization": f"Bearer {token}"}, []
         async with aiohttp.ClientSession(headers=headers) as session:
             for question in row["questions"]:
-                said.append({"role": "user", "content": question})
+                output.append({"role": "user", "content": question})
                 url = f"{base_url}/chat/completions"
-                async with session.post(url, json={"messages": said}) as answer:
-                    said.append((await answer.json())["choices"][0]["message"])
-        return float(said[-1]["content"] == "B.")
+                async with session.post(url, json={"messages": output}) as answer:
+                    output.append((await answer.json())["choices"][0]["message"])
+        return float(output[-1]["content"] == "B.")
 
     names = {"PolicyServer": PolicyServer, "my_agent": my_agent}
     exec(code, names)
@@ -374,8 +383,8 @@ def test_the_page_shows_an_environment_of_ones_own(server):
 )  # fmt: skip
 def test_tool_calls_of_each_family(family, text, content, names):
     """Text in no form of its family stays text, and so do thoughts."""
-    found, calls = split_calls(text, family)
-    assert found == (text if content is None else content)
+    actual, calls = split_calls(text, family)
+    assert actual == (text if content is None else content)
     assert [call.name for call in calls] == names
 
 

@@ -43,8 +43,8 @@ pytestmark = [
 
 
 def call(name, **arguments):
-    found = json.dumps({"name": name, "arguments": arguments})
-    return f"<think>I need {name}.</think>\n<tool_call>{found}</tool_call>"
+    actual = json.dumps({"name": name, "arguments": arguments})
+    return f"<think>I need {name}.</think>\n<tool_call>{actual}</tool_call>"
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +63,16 @@ def gym(tokenizer, tmp_path_factory):
         "configs": [f"resources_servers/{name}/configs/{name}.yaml" for name in CONFIGS],
     }
 
-    def open_one(**more):
-        config = EnvConfig(kind="nemo_gym", gym=section | more)
+    def open_one(**extra):
+        config = EnvConfig(kind="nemo_gym", gym=section | extra)
         opened.append(open_guarded(config, tokenizer, 32768, "env", None, str(folder)))
         return opened[-1]
 
     yield open_one
     for env in opened:
         env.close()
-    left = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True).stdout
-    assert not left, f"processes outlived the run: {left}"
+    remaining = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True).stdout
+    assert not remaining, f"processes outlived the run: {remaining}"
 
 
 def play(env, tokenizer, rows, texts):
@@ -91,15 +91,15 @@ def play(env, tokenizer, rows, texts):
 def check(tokenizer, episodes, texts):
     """Check that each episode is one sequence whose drawn tokens are exactly the policy's."""
     (end,) = tokenizer("<|im_end|>", add_special_tokens=False)["input_ids"]
-    for episode, said in zip(episodes, texts, strict=True):
-        encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
+    for episode, output in zip(episodes, texts, strict=True):
+        encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in output]
         assert episode.drawn_tokens == [token for ids in encoded for token in [*ids, end]]
-        assert episode.metrics["branches"] == 1 and episode.metrics["turns"] == len(said)
+        assert episode.metrics["branches"] == 1 and episode.metrics["turns"] == len(output)
 
 
 def example_rows(name, count):
-    place = PACKAGES / "resources_servers" / name / "data" / "example.jsonl"
-    return [json.loads(line) for line in place.read_text().splitlines()[:count]]
+    position = PACKAGES / "resources_servers" / name / "data" / "example.jsonl"
+    return [json.loads(line) for line in position.read_text().splitlines()[:count]]
 
 
 def calculator_rows(count):
@@ -126,7 +126,7 @@ def test_own_environment_by_its_agent(gym, tokenizer):
     assert [episode.rewards for episode in episodes] == [{"gym": float(i % 2)} for i in range(6)]
     assert all("<tool_response>5<" in tokenizer.decode(episode.tokens) for episode in episodes)
     assert [episode.metrics["called"] for episode in episodes] == [1.0] * 6
-    answers = [said[-1:] for said in texts]
+    answers = [text[-1:] for text in texts]
     judged = play(gym(agent="jx_calc_agent", mode="verify"), tokenizer, rows, answers)
     check(tokenizer, judged, answers)
     assert [episode.rewards["gym"] for episode in judged] == [float(i % 2) for i in range(6)]
@@ -153,8 +153,8 @@ def test_twenty_seven_tools(gym, tokenizer):
     """workplace_assistant: what a call changes in its databases is judged."""
     (row,) = example_rows("workplace_assistant", 1)
     rows, texts = [row, row], [["Done."], []]
-    for wanted in json.loads(json.dumps(row["ground_truth"])):
-        texts[1].append(call(wanted["name"], **json.loads(wanted["arguments"])))
+    for expected in json.loads(json.dumps(row["ground_truth"])):
+        texts[1].append(call(expected["name"], **json.loads(expected["arguments"])))
     texts[1].append("Done.")
     episodes = play(gym(agent="workplace_assistant_simple_agent"), tokenizer, rows, texts)
     check(tokenizer, episodes, texts)
@@ -183,47 +183,49 @@ AGENT_CONFIG = """mine:
 
 def test_a_gym_of_somebody_else_with_own_servers_that_is_started_again(tokenizer, tmp_path):
     """A folder of custom servers: inspected while it starts, lost, and found again."""
-    own = tmp_path / "own"
-    shutil.copytree(EXAMPLE / "resources_servers", own / "resources_servers")
-    place = own / "responses_api_agents" / "mine"
-    (place / "configs").mkdir(parents=True)
-    (place / "app.py").write_text(AGENT)
-    (place / "requirements.txt").write_text("nemo-gym\n")
-    (place / "configs" / "mine.yaml").write_text(AGENT_CONFIG)
+    local_value = tmp_path / "own"
+    shutil.copytree(EXAMPLE / "resources_servers", local_value / "resources_servers")
+    position = local_value / "responses_api_agents" / "mine"
+    (position / "configs").mkdir(parents=True)
+    (position / "app.py").write_text(AGENT)
+    (position / "requirements.txt").write_text("nemo-gym\n")
+    (position / "configs" / "mine.yaml").write_text(AGENT_CONFIG)
     head, port = find_free_port(), find_free_port()
     overrides = {"head_server": {"port": head}}
-    config = GymConfig(start=True, python=PYTHON, directory=str(own), overrides=overrides)
+    config = GymConfig(start=True, python=PYTHON, directory=str(local_value), overrides=overrides)
     policy = PolicyServer(tokenizer, max_model_len=4096, port=port, token="of the test")
     outside = GymProcess(config, policy, tmp_path / "outside", "env.gym")
     outside.start()
     section = {"head": f"http://127.0.0.1:{head}", "port": port, "api_key": "of the test"}
 
-    def open_one(**more):
-        return open_guarded(EnvConfig(kind="nemo_gym", gym=section | more), tokenizer, 4096)
+    def open_one(**extra):
+        return open_guarded(EnvConfig(kind="nemo_gym", gym=section | extra), tokenizer, 4096)
 
-    env, said = open_one(agent="mine"), []
+    env, output = open_one(agent="mine"), []
     try:
-        env.inspect([], said.append)
-        assert said[0].startswith("waiting for NeMo Gym at"), said
-        assert said[1].endswith("agents jx_calc_agent, mine"), said
+        env.inspect([], output.append)
+        assert output[0].startswith("waiting for NeMo Gym at"), output
+        assert output[1].endswith("agents jx_calc_agent, mine"), output
         with pytest.raises(UserError, match=r"'math'; it must be an agent of jx_calc_agent, mine"):
-            open_one(agent="math").inspect([], said.append)
+            open_one(agent="math").inspect([], output.append)
         rows = [calculator_rows(1)[0]] * 3
         texts = [[call("calculator", expression="2 + 3"), "It is 5."]] * 3
         check(tokenizer, play(env, tokenizer, rows, texts), texts)
         outside.stop()
         threading.Timer(5.0, outside.start).start()
-        begun = time.monotonic()
+        started = time.monotonic()
         with pytest.raises(EpisodeFailed, match="connection lost"):
             play(env, tokenizer, rows, texts)
-        print(f"found again after {time.monotonic() - begun:.0f} s")
+        print(f"found again after {time.monotonic() - started:.0f} s")
         assert env.counters() == {"gym/restarts": 1.0}
         check(tokenizer, play(env, tokenizer, rows, texts), texts)
     finally:
         env.close()
         outside.stop()
-    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
-    assert not left, f"processes outlived the run: {left}"
+    remaining = subprocess.run(
+        ["pgrep", "-f", str(tmp_path)], capture_output=True, text=True
+    ).stdout
+    assert not remaining, f"processes outlived the run: {remaining}"
 
 
 def test_a_gym_of_the_run_that_was_killed_is_started_again(gym, tokenizer):
@@ -231,11 +233,11 @@ def test_a_gym_of_the_run_that_was_killed_is_started_again(gym, tokenizer):
     rows, texts = calculator_rows(2), [["It is 5."]] * 2
     check(tokenizer, play(env, tokenizer, rows, texts), texts)
     servers = env.env.servers
-    found = subprocess.run(
+    completed = subprocess.run(
         ["pgrep", "-fa", f"gym env start .*{servers.folder}"], capture_output=True, text=True
     )
     (pid,) = [
-        line.split()[0] for line in found.stdout.splitlines() if "run_supervised.py" not in line
+        line.split()[0] for line in completed.stdout.splitlines() if "run_supervised.py" not in line
     ]
     os.kill(int(pid), signal.SIGKILL)
     end = time.monotonic() + 30

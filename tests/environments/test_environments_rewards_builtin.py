@@ -47,16 +47,16 @@ def test_math_judges_real_gsm8k_solutions():
         pytest.skip(f"{path} is missing: GSM8K's test set")
     rows = [json.loads(line) for line in path.read_text().splitlines()[:40]]
     finals = [row["answer"].rsplit("####", 1)[1].strip() for row in rows]
-    said = [f"The answer is \\boxed{{{final}}}." for final in finals]
-    assert judge("math", said, answer=[row["answer"] for row in rows]) == [1.0] * 40
+    output = [f"The answer is \\boxed{{{final}}}." for final in finals]
+    assert judge("math", output, answer=[row["answer"] for row in rows]) == [1.0] * 40
     turned = [row["answer"] for row in rows[1:] + rows[:1]]
     expected = [float(a == b) for a, b in zip(finals, finals[1:] + finals[:1], strict=True)]
-    assert judge("math", said, answer=turned) == expected
+    assert judge("math", output, answer=turned) == expected
 
 
 def test_exact_match_ignores_thoughts_blanks_and_case():
-    said = ["<think>hm</think> Paris ", "paris", "Lyon", "<think>Paris"]
-    assert judge("exact_match", said, answer=["Paris"] * 4) == [1, 1, 0, 0]
+    output = ["<think>hm</think> Paris ", "paris", "Lyon", "<think>Paris"]
+    assert judge("exact_match", output, answer=["Paris"] * 4) == [1, 1, 0, 0]
     assert judge("exact_match", ["paris"], answer=["Paris"], ignore_case=False) == [0]
     assert judge("exact_match", ["7"], column_name="gold", gold=[7]) == [1]
 
@@ -67,8 +67,8 @@ def test_missing_column_is_named_with_those_that_there_are():
 
 
 def test_format_wants_one_thought_and_then_an_answer():
-    said = ["<think>a</think> b", "b", "<think>a</think>", "<think>a</think> <think>c</think> b"]
-    assert judge("format", said) == [1, 0, 0, 0]
+    output = ["<think>a</think> b", "b", "<think>a</think>", "<think>a</think> <think>c</think> b"]
+    assert judge("format", output) == [1, 0, 0, 0]
     assert judge("regex", ["ab12", "ab"], pattern=r"\d+") == [1, 0]
     with pytest.raises(UserError, match="pattern"):
         judge("regex", ["a"], pattern="(")
@@ -83,15 +83,15 @@ def test_length_falls_linearly_in_the_cache_as_in_dapo():
 def test_json_schema_reads_plain_and_fenced_answers():
     pytest.importorskip("jsonschema")
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
-    said = ['{"a": 1}', '```json\n{"a": 2}\n```', '{"a": "x"}', "{", "[" * 5000]
-    assert judge("json_schema", said, schema=schema) == [1, 1, 0, 0, 0]
+    output = ['{"a": 1}', '```json\n{"a": 2}\n```', '{"a": "x"}', "{", "[" * 5000]
+    assert judge("json_schema", output, schema=schema) == [1, 1, 0, 0, 0]
 
 
 def test_conversations_are_judged_by_the_last_assistant_turn():
-    said = [{"role": "assistant", "content": "1"}, {"role": "tool", "content": "9"}]
-    said += [{"role": "assistant", "content": "2"}]
-    assert text_of(said) == "2" and text_of([]) == ""
-    assert judge("exact_match", [said], answer=["2"]) == [1]
+    output = [{"role": "assistant", "content": "1"}, {"role": "tool", "content": "9"}]
+    output += [{"role": "assistant", "content": "2"}]
+    assert text_of(output) == "2" and text_of([]) == ""
+    assert judge("exact_match", [output], answer=["2"]) == [1]
 
 
 PROGRAM = "Here:\n```python\ndef add(a, b):\n    return a + b\n```"
@@ -109,8 +109,8 @@ def test_python_tests_run_the_last_block():
 def test_python_tests_judge_a_group_side_by_side_and_in_order():
     sleeps = "```python\nimport time\ntime.sleep(60)\n```"
     tests = [["assert add(1, 2) == 3"]] * 4
-    found = python_tests([sleeps, PROGRAM, "none", sleeps], tests=tests, seconds=0.5)
-    assert found == [0.0, 1.0, 0.0, 0.0]
+    actual = python_tests([sleeps, PROGRAM, "none", sleeps], tests=tests, seconds=0.5)
+    assert actual == [0.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("options", [{"seconds": 0}, {"memory_mib": 8}, {"tests": [[1]]}])

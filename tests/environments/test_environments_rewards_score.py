@@ -71,7 +71,7 @@ def make(tmp_path):
         rewards.close()
 
 
-def score(rewards, completions, row=None, lengths=None, own=()):
+def score(rewards, completions, row=None, lengths=None, local_value=()):
     """Scores of episodes with these completions, of so many drawn tokens after a prompt of one."""
     lengths = lengths or [1] * len(completions)
     episodes = [
@@ -82,7 +82,7 @@ def score(rewards, completions, row=None, lengths=None, own=()):
             versions=[-1] * (length + 1),
             finish_reason="stop",
             completion=completion,
-            rewards=dict(own),
+            rewards=dict(local_value),
         )
         for completion, length in zip(completions, lengths, strict=True)
     ]
@@ -92,8 +92,8 @@ def score(rewards, completions, row=None, lengths=None, own=()):
 def test_functions_are_called_as_trl_calls_them(make):
     rewards = make("count", "uses_columns", "later")
     row = {"gold": "2", "unused": 1}
-    found = score(rewards, ["aab", "skip"], row, lengths=[1, 2])
-    assert found == [
+    actual = score(rewards, ["aab", "skip"], row, lengths=[1, 2])
+    assert actual == [
         {"count": 2.0, "uses_columns": 3.0, "later": 1.0},
         {"count": 0.0, "uses_columns": 4.0, "later": None},
     ]
@@ -111,9 +111,9 @@ def test_total_is_the_weighted_sum_of_what_is_there(make):
 
 
 def test_what_the_environment_gave_is_part_of_the_sum(make):
-    found = score(make("count"), ["aa"], own={"solved": 1.0})
-    assert found == [{"solved": 1.0, "count": 2.0}] and make("count").total(found[0]) == 3.0
-    assert score(open_rewards([]), ["aa"], own={"solved": 0.5}) == [{"solved": 0.5}]
+    actual = score(make("count"), ["aa"], local_value={"solved": 1.0})
+    assert actual == [{"solved": 1.0, "count": 2.0}] and make("count").total(actual[0]) == 3.0
+    assert score(open_rewards([]), ["aa"], local_value={"solved": 0.5}) == [{"solved": 0.5}]
 
 
 def test_options_reach_the_function(make):
@@ -154,8 +154,8 @@ def test_a_result_of_the_wrong_length_is_a_mistake(make):
 
 
 def test_functions_run_elsewhere_and_may_print(make):
-    found = score(make("pid"), ["a"])[0]["pid"]
-    assert found != os.getpid()
+    actual = score(make("pid"), ["a"])[0]["pid"]
+    assert actual != os.getpid()
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,8 @@ def test_a_hanging_worker_ends_with_its_parent(tmp_path):
 def wait_for(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if found := condition():
-            return found
+        if actual := condition():
+            return actual
         time.sleep(0.1)
     return False
 

@@ -35,9 +35,9 @@ def server():
     def log(path, body):
         texts = body.get("input", [body.get("messages")])
         if path == "/pooling":
-            return {"data": [{"index": i, "data": [[0.9, 1 / (1 + at)] for at in range(len(one))]}
-                             for i, one in enumerate(texts)]}  # fmt: skip
-        entries = [{"index": i, "probs": [float(len(one))]} for i, one in enumerate(texts)]
+            return {"data": [{"index": i, "data": [[0.9, 1 / (1 + index)] for index in range(len(text))]}
+                             for i, text in enumerate(texts)]}  # fmt: skip
+        entries = [{"index": i, "probs": [float(len(text))]} for i, text in enumerate(texts)]
         return {"data": entries[::-1]}
 
     seen, script = [], []
@@ -56,16 +56,16 @@ def judge(completions=ANSWERS, prompt=PROMPT, **options):
 
 
 def test_answers_go_as_token_ids_that_end_with_the_turn(server):
-    found = judge(url=server.url, tokenizer="builtin", model="rm", api_key="k")
+    actual = judge(url=server.url, tokenizer="builtin", model="rm", api_key="k")
     ((route, key, body),) = server.seen
     assert (route, key, body["model"]) == ("/classify", "Bearer k", "rm")
     assert body["use_activation"] is False
     tokenizer = load_tokenizer("builtin")
     assert all(ids[-1] == end_of_turn(tokenizer) for ids in body["input"])
     assert tokenizer.decode(body["input"][1]).count("it is 4 indeed") == 1
-    assert found == [float(len(ids)) for ids in body["input"]]
+    assert actual == [float(len(ids)) for ids in body["input"]]
     long = judge(url=server.url, tokenizer="builtin", max_tokens=len(body["input"][0]))
-    assert long == [found[0], None, found[2]]
+    assert long == [actual[0], None, actual[2]]
 
 
 def test_without_a_tokenizer_messages_and_texts_go_as_they_are(server):
@@ -88,7 +88,7 @@ def test_steps_are_scored_where_they_end(server):
 
 
 @pytest.mark.parametrize(
-    ("script", "options", "error", "said"),
+    ("script", "options", "error", "output"),
     [
         ([(503, "loading")], {}, OSError, "HTTP 503"),
         ([(404, {"error": "no model x"})], {}, UserError, "no model x"),
@@ -100,8 +100,8 @@ def test_steps_are_scored_where_they_end(server):
     ],
 )
 def test_servers_that_fail_are_asked_again_and_those_that_refuse_are_told(
-    server, script, options, error, said
+    server, script, options, error, output
 ):
     server.script.extend(script)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=output):
         judge(["b"], prompt="a", **{"url": server.url, **options})

@@ -325,10 +325,10 @@ def test_nothing_outlives_a_case(box, limits):
     """Daemons with sessions of their own, the cells, a folder: all gone with the verdict."""
     before = processes()
     assert passes(box, LEAVES, "assert leave()", limits)
-    left = processes() - before
-    if left:  # the guard itself, in its last microseconds
+    remaining = processes() - before
+    if remaining:  # the guard itself, in its last microseconds
         time.sleep(0.5)
-    assert len(left) <= 1 and not any(map(alive, left))
+    assert len(remaining) <= 1 and not any(map(alive, remaining))
     assert not list(Path(tempfile.gettempdir()).glob("jaxtrain_cell_*"))
 
 
@@ -377,10 +377,10 @@ def family(root: int) -> list[int]:
             )
         except OSError:
             continue
-    found = [pid for pid, parent in parents.items() if parent == root]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found
+    actual = [pid for pid, parent in parents.items() if parent == root]
+    for pid in actual:
+        actual += [child for child, parent in parents.items() if parent == pid]
+    return actual
 
 
 def alive(pid: int) -> bool:

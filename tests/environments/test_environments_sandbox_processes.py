@@ -36,12 +36,12 @@ time.sleep(600)
 """
 
 
-def wait_for(what, seconds=10.0):
+def wait_for(label, seconds=10.0):
     end = time.monotonic() + seconds
-    while not (found := what()):
+    while not (actual := label()):
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.02)
-    return found
+    return actual
 
 
 def pids(log):
@@ -59,29 +59,31 @@ def alive(pid):
 
 def test_stopped_with_all_that_it_started(tmp_path):
     log = tmp_path / "logs" / "one.log"
-    one = ServerProcess([sys.executable, "-c", STUBBORN], None, log, 0)
-    one.start()
-    both = wait_for(lambda: pids(log))
-    assert one.poll() is None
-    assert one.stop(0.2) == 128 + signal.SIGKILL == one.stop()
-    assert not any(map(alive, both))
+    server_process = ServerProcess([sys.executable, "-c", STUBBORN], None, log, 0)
+    server_process.start()
+    pair = wait_for(lambda: pids(log))
+    assert server_process.poll() is None
+    assert server_process.stop(0.2) == 128 + signal.SIGKILL == server_process.stop()
+    assert not any(map(alive, pair))
 
 
 def test_a_killed_run_leaves_nothing(tmp_path):
     log = tmp_path / "one.log"
     server = STUBBORN.replace("SIG_IGN", "SIG_DFL")
     run = subprocess.Popen([sys.executable, "-c", TRAINER, server, str(log)])
-    both = wait_for(lambda: pids(log))
-    assert all(map(alive, both))
+    pair = wait_for(lambda: pids(log))
+    assert all(map(alive, pair))
     run.kill()
     run.wait()
-    wait_for(lambda: not any(map(alive, both)))
+    wait_for(lambda: not any(map(alive, pair)))
 
 
 def test_what_ends_by_itself_says_how(tmp_path):
-    one = ServerProcess([sys.executable, "-c", "exit(7)"], None, tmp_path / "log", 0, tmp_path)
-    one.start()
-    assert wait_for(one.poll) == 7 == one.stop()
+    server_process = ServerProcess(
+        [sys.executable, "-c", "exit(7)"], None, tmp_path / "log", 0, tmp_path
+    )
+    server_process.start()
+    assert wait_for(server_process.poll) == 7 == server_process.stop()
     quick = ServerProcess(["/bin/false"], None, tmp_path / "log", 0)
     quick.start()
     assert wait_for(quick.poll) == 1
@@ -105,28 +107,28 @@ def find_keeper(pid):
 
 def test_a_killed_keeper_takes_the_rest_along(tmp_path):
     log, note = tmp_path / "log", tmp_path / "note"
-    one = ServerProcess([sys.executable, "-c", PAIR], None, log, 0, note=note)
-    one.start()
-    both = wait_for(lambda: pids(log))
+    server_process = ServerProcess([sys.executable, "-c", PAIR], None, log, 0, note=note)
+    server_process.start()
+    pair = wait_for(lambda: pids(log))
     assert end_orphans(note) == 0 and note.exists()  # its run is there
-    os.kill(find_keeper(both[0]), signal.SIGKILL)
-    assert wait_for(one.poll) == 128 + signal.SIGKILL
-    wait_for(lambda: not any(map(alive, both)))
-    assert one.stop() == 128 + signal.SIGKILL and not note.exists()
+    os.kill(find_keeper(pair[0]), signal.SIGKILL)
+    assert wait_for(server_process.poll) == 128 + signal.SIGKILL
+    wait_for(lambda: not any(map(alive, pair)))
+    assert server_process.stop() == 128 + signal.SIGKILL and not note.exists()
 
 
 def test_what_a_run_killed_with_its_keeper_left_is_ended_by_the_next(tmp_path):
     log, note = tmp_path / "log", tmp_path / "note"
     run = subprocess.Popen([sys.executable, "-c", TRAINER, PAIR, str(log)])
-    both = wait_for(lambda: pids(log))
+    pair = wait_for(lambda: pids(log))
     wait_for(note.exists)
     run.send_signal(signal.SIGSTOP)  # so that it sees nothing of what follows
-    os.kill(find_keeper(both[0]), signal.SIGKILL)
+    os.kill(find_keeper(pair[0]), signal.SIGKILL)
     run.kill()
     run.wait()
-    left = [pid for pid in both if alive(pid)]
-    assert left, "a child of the server has nobody who would end it"
+    remaining = [pid for pid in pair if alive(pid)]
+    assert remaining, "a child of the server has nobody who would end it"
     assert end_orphans(note) >= 1
-    assert not any(map(alive, both)) and not note.exists()
+    assert not any(map(alive, pair)) and not note.exists()
     note.write_text("no note")
     assert end_orphans(note) == 0 and not note.exists()

@@ -157,8 +157,8 @@ def test_processes_are_counted_and_none_is_left(box, limits):
     ran = run(box, program, limits)
     assert ran.finished and 1 <= int(ran.output) <= 32
     deadline = time.monotonic() + 2  # the guard itself, in its last microseconds
-    while left := [pid for pid in filter(str.isdigit, os.listdir("/proc")) if lives(pid, box)]:
-        assert time.monotonic() < deadline, left
+    while remaining := [pid for pid in filter(str.isdigit, os.listdir("/proc")) if lives(pid, box)]:
+        assert time.monotonic() < deadline, remaining
         time.sleep(0.02)
 
 
@@ -188,9 +188,9 @@ def test_an_environment_awaits_programs_side_by_side():
                 ticks += 1
 
         beside = asyncio.ensure_future(tick())
-        found = await asyncio.gather(*map(run_python, programs))
+        actual = await asyncio.gather(*map(run_python, programs))
         beside.cancel()
-        return [ran.output for ran in found], ticks
+        return [ran.output for ran in actual], ticks
 
     outputs, ticks = asyncio.run(go())
     assert outputs == ["0\n", "1\n", "2\n"] and ticks > 5

@@ -43,27 +43,29 @@ messages = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4), max_
 @given(values)
 def test_plain_values_come_back(value):
     peer = SandboxPeer(socket.socket(), None, RemoteHandle)
-    found = peer.unpack(json.loads(json.dumps(peer.pack(value))))
-    assert repr(found) == repr(value)
+    actual = peer.unpack(json.loads(json.dumps(peer.pack(value))))
+    assert repr(actual) == repr(value)
 
 
 @BOUNDED
 @given(st.lists(messages, max_size=4), st.binary(max_size=20))
 def test_a_foreign_reply_is_a_value_an_error_or_the_end(replies, rest):
-    ours, theirs = socket.socketpair()
-    data = b"".join(json.dumps(["value", one]).encode() + b"\n" for one in replies) + rest + b"\n"
+    actual_values, reference = socket.socketpair()
+    data = (
+        b"".join(json.dumps(["value", reply]).encode() + b"\n" for reply in replies) + rest + b"\n"
+    )
 
     def speak():
-        theirs.sendall(data)
-        theirs.shutdown(socket.SHUT_WR)
-        while theirs.recv(4096):
+        reference.sendall(data)
+        reference.shutdown(socket.SHUT_WR)
+        while reference.recv(4096):
             pass
 
     speaker = threading.Thread(target=speak)
     speaker.start()
-    with theirs:
-        with ours:
-            peer = TestPeer(ours, answer, RemoteHandle)
+    with reference:
+        with actual_values:
+            peer = TestPeer(actual_values, answer, RemoteHandle)
             for _ in range(len(replies) + 1):
                 try:
                     peer.use("call", 0, (), {})

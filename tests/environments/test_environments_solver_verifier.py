@@ -49,8 +49,8 @@ def test_each_is_rewarded_for_its_own(env, claim, verdict, rewards):
     right, agrees = rewards
     assert second.metrics["trusted"] == (right * agrees, right)
     assert second.metrics["caught"] == ((1 - right) * agrees, 1 - right)
-    asked = f"What is 2 + 3? Somebody says {claim}. Right or wrong?"
-    assert second.prompt[-1]["content"] == asked
+    requests = f"What is 2 + 3? Somebody says {claim}. Right or wrong?"
+    assert second.prompt[-1]["content"] == requests
     drawn = load_tokenizer("builtin").decode(second.drawn_tokens)
     assert verdict in drawn and "Somebody" not in drawn
 
@@ -65,7 +65,7 @@ def test_the_duet_of_the_page(tmp_path):
         ("6.", "Right.", [{"solved": 0.0}, {"agrees": 0.0}]),
     ):
         first = play(env, [answer], [verdict], {"question": "What is 2 + 3?", "answer": "5"})
-        assert [one.all_rewards for one in (first, *first.others)] == rewards
+        assert [entry.all_rewards for entry in (first, *first.others)] == rewards
 
 
 def test_without_a_number_nothing_is_verified(env):
@@ -74,14 +74,14 @@ def test_without_a_number_nothing_is_verified(env):
 
 def test_rows_that_check_claims():
     rows = CalculatorRows(num_rows=200, follow_up=0.0, claims=0.5)
-    found = {"right": 0, "wrong": 0}
+    actual = {"right": 0, "wrong": 0}
     for row, plain in zip(rows, CalculatorRows(num_rows=200), strict=True):
         (answer,), question = row["answers"], row["messages"][1]["content"]
         if "Somebody" not in question:
             continue
-        found[answer] += 1
+        actual[answer] += 1
         claim = int(question.split("says ")[1].split(".")[0])
         assert (claim == eval(row["problems"][0])) == (answer == "right")
         assert row["messages"][-1]["content"] == f"It is {answer}."
         assert "Somebody" not in plain["messages"][1]["content"]
-    assert min(found.values()) > 30
+    assert min(actual.values()) > 30

@@ -62,8 +62,8 @@ def call(name, **arguments):
 )
 def test_a_call_is_checked_and_answered(name, arguments, content):
     box = Toolbox([make_tool(search), make_tool(weigh)], seconds=0.3 if "took" in content else 60.0)
-    found = asyncio.run(box.answer(ToolCall(name, arguments)))
-    assert found == {"role": "tool", "name": name, "content": content}
+    completed = asyncio.run(box.answer(ToolCall(name, arguments)))
+    assert completed == {"role": "tool", "name": name, "content": content}
     assert box.num_errors == content.startswith("error")
 
 

@@ -32,8 +32,8 @@ SAMPLING = SamplingConfig(max_new_tokens=50)
 def trace(name, rewards, metrics=None, trainable=True, errors=()):
     rewards = {name: None if v is None else SimpleNamespace(value=v) for name, v in rewards.items()}
     agent = SimpleNamespace(name=name, trainable=trainable)
-    found = {"rewards": rewards, "metrics": metrics or {}, "agent": agent, "errors": list(errors)}
-    return SimpleNamespace(id=f"{name}-{id(agent)}", **found)
+    actual = {"rewards": rewards, "metrics": metrics or {}, "agent": agent, "errors": list(errors)}
+    return SimpleNamespace(id=f"{name}-{id(agent)}", **actual)
 
 
 class FakeStage:
@@ -49,25 +49,30 @@ class FakeStage:
     async def play(self, number, minted, is_full):
         headers = {"Authorization": f"Bearer {self.policy.token}"}
         async with aiohttp.ClientSession(headers=headers) as client:
-            for one in self.traces:
-                await asyncio.to_thread(minted, one)  # as the package does: in a thread of its own
-                if one.metrics.get("silent"):
+            for entry in self.traces:
+                await asyncio.to_thread(
+                    minted, entry
+                )  # as the package does: in a thread of its own
+                if entry.metrics.get("silent"):
                     continue
-                body = {"messages": [{"role": "user", "content": f"You are {one.agent.name}."}]}
-                url, session = f"{self.policy.base_url}/chat/completions", {"X-Session-ID": one.id}
+                body = {"messages": [{"role": "user", "content": f"You are {entry.agent.name}."}]}
+                url, session = (
+                    f"{self.policy.base_url}/chat/completions",
+                    {"X-Session-ID": entry.id},
+                )
                 async with client.post(url, json=body, headers=session) as answer:
-                    assert answer.status == 200 or one.errors, await answer.text()
+                    assert answer.status == 200 or entry.errors, await answer.text()
         return self.played
 
     def close(self):
         pass
 
 
-def play_fake(traces, texts, roles=("solver", "verifier", "judge"), others=None, **section):
+def play_fake(traces, texts, roles=("solver", "verifier", "judge"), peers=None, **section):
     """(the episodes of a game, what it drew of) of a scripted package."""
     world, tokenizer = open_sums(**section), load_tokenizer("builtin")
     world.stage = FakeStage(world.policy, traces, list(roles))
-    engine = ScriptedEngine(tokenizer, texts, others)
+    engine = ScriptedEngine(tokenizer, texts, peers)
     try:
         game = asyncio.run(GuardedEnv(world, "env").run({"task": 0}, engine, SAMPLING, 0))
         assert not world.policy._records, "games are forgotten when they have ended"
@@ -85,12 +90,12 @@ def test_each_agent_has_its_own_rewards_and_one_that_is_not_trained_only_draws()
         trace("solver", {"won": 1.0}, {"silent": 1.0}),
     ]
     games = play_fake(traces, ["five", "fair", "right", "six"])
-    assert [one.agent for one in games] == ["solver", "verifier", "solver"]
+    assert [game.agent for game in games] == ["solver", "verifier", "solver"]
     nothing = {"won": None, "fair": None}
-    assert [one.rewards for one in games] == [{"won": 1.0, "fair": None}, {"won": 0.0}, nothing]
-    assert [one.metrics.get("moves") for one in games] == [3.0, 5.0, None]
+    assert [game.rewards for game in games] == [{"won": 1.0, "fair": None}, {"won": 0.0}, nothing]
+    assert [game.metrics.get("moves") for game in games] == [3.0, 5.0, None]
     decode = load_tokenizer("builtin").decode
-    assert [decode(one.drawn_tokens) for one in games] == [
+    assert [decode(game.drawn_tokens) for game in games] == [
         "five<|im_end|>",
         "right<|im_end|>",
         "six<|im_end|>",
@@ -103,12 +108,12 @@ def test_an_agent_may_be_another_policy():
     tokenizer = load_tokenizer("builtin")
     traces = [trace("solver", {"won": 1.0}), trace("verifier", {"won": 0.0})]
     critic = ScriptedEngine(tokenizer, ["by the critic"])
-    games = play_fake(traces, ["mine"], others={"critic": critic}, policies={"verifier": "critic"})
-    assert [one.policy for one in games] == ["", "critic"]
+    games = play_fake(traces, ["mine"], peers={"critic": critic}, policies={"verifier": "critic"})
+    assert [game.policy for game in games] == ["", "critic"]
     assert tokenizer.decode(games[1].drawn_tokens) == "by the critic<|im_end|>"
     traces = [trace("verifier", {}, errors=["the package's own"])]
     with pytest.raises(EpisodeFailed) as failed:
-        play_fake(traces, [], others={"critic": critic}, policies={"verifier": "none"})
+        play_fake(traces, [], peers={"critic": critic}, policies={"verifier": "none"})
     assert "names 'none'; trained in section policies: critic" in failed.value.cause
 
 
@@ -215,10 +220,10 @@ def test_the_package_plays_and_the_endpoint_has_the_tokens():
 @pytest.mark.slow
 @real
 def test_a_conversation_that_outgrows_its_row_is_judged_as_far_as_it_came():
-    whole, _ = play(["5", "5"], [3, 3])
-    (cut,) = play(["5", "5"], [3], row_tokens=len(whole.tokens) - 8)
+    full, _ = play(["5", "5"], [3, 3])
+    (cut,) = play(["5", "5"], [3], row_tokens=len(full.tokens) - 8)
     assert cut.rewards["right"] == 2.0 and cut.metrics["turns"] == 1.0
-    assert (whole.finish_reason, cut.finish_reason) == ("stop", "length")
+    assert (full.finish_reason, cut.finish_reason) == ("stop", "length")
     (never,) = play(["5"], [3], row_tokens=4)
     assert isinstance(never, EpisodeFailed)
 
@@ -232,19 +237,19 @@ def test_two_agents_train_in_one_episode_and_a_third_only_draws():
     (game,) = play(["5", "right", "yes"], [3], environment=duel, agents=agents)
     tokenizer = load_tokenizer("builtin")
     games = [game, *game.others]
-    assert [one.agent for one in games] == ["solver", "verifier"]
-    shown = [tokenizer.decode(one.tokens) for one in games]
+    assert [entry.agent for entry in games] == ["solver", "verifier"]
+    shown = [tokenizer.decode(entry.tokens) for entry in games]
     assert [text.split("\n")[1:] for text in shown] == [
         ["What is 3 + 2?<|im_end|>", "<|im_start|>assistant", "5<|im_end|>"],
         ["Is 5 right?<|im_end|>", "<|im_start|>assistant", "right<|im_end|>"],
     ]
-    assert [tokenizer.decode(one.drawn_tokens) for one in games] == [
+    assert [tokenizer.decode(entry.drawn_tokens) for entry in games] == [
         "5<|im_end|>",
         "right<|im_end|>",
     ]
     assert games[0].rewards == {"right": 2.0, "even": 0.0, "won": 1.0}
     assert games[1].rewards == {"right": 0.0, "even": 0.6, "won": 0.0}
-    assert [one.metrics["turns"] for one in games] == [1.0, 1.0]
+    assert [entry.metrics["turns"] for entry in games] == [1.0, 1.0]
 
 
 @pytest.mark.slow

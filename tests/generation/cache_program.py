@@ -50,7 +50,7 @@ def compile_chunk(scan: bool, dtype: str, sharding=None, stored: Stored = "defau
 
 def compile_cycles(dtype: str, sharding=None):
     """(speculate_chunk with a DFlash draft for the same rows, shape of one of the target's k)."""
-    own = {
+    local_value = {
         "architectures": ["DFlashDraftModel"],
         "num_hidden_layers": 2,
         "block_size": 8,
@@ -63,7 +63,7 @@ def compile_cycles(dtype: str, sharding=None):
             lambda model: model.unstack(),
             build.abstract(families.config_from_hf(raw), param_dtype=dtype, dtype=dtype),
         )
-        for raw in (RAW, {**RAW, **own})
+        for raw in (RAW, {**RAW, **local_value})
     ]
     return compile_rows(speculation.speculate_chunk, speculation.DraftedModel(*models), sharding)
 
@@ -84,13 +84,17 @@ def describe(compiled, cache) -> dict:
     """List the operations that allocate another array of the size of a layer's keys, and memory:
     {made, temp, cache}; the latter of all layers' keys."""
     size = cache.size
-    made = []
+    created = []
     for line in compiled.as_text().splitlines():
-        found = re.match(r"\s*(?:ROOT )?%?\S+ = \w+\[([\d,]+)\]\S* ([\w-]+)\(", line)
-        if found and math.prod(map(int, found[1].split(","))) == size:
-            made.append(found[2])
+        actual = re.match(r"\s*(?:ROOT )?%?\S+ = \w+\[([\d,]+)\]\S* ([\w-]+)\(", line)
+        if actual and math.prod(map(int, actual[1].split(","))) == size:
+            created.append(actual[2])
     temp = compiled.memory_analysis().temp_size_in_bytes
-    return {"made": sorted(set(made)), "temp": temp, "cache": LAYERS * size * cache.dtype.itemsize}
+    return {
+        "made": sorted(set(created)),
+        "temp": temp,
+        "cache": LAYERS * size * cache.dtype.itemsize,
+    }
 
 
 def main():
@@ -98,14 +102,16 @@ def main():
     from sm90a import make_mesh
 
     mesh = make_mesh()
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    named_sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         for scan in (True, False):
-            print(json.dumps(describe(*compile_chunk(scan, "bfloat16", whole))), flush=True)
+            print(
+                json.dumps(describe(*compile_chunk(scan, "bfloat16", named_sharding))), flush=True
+            )
         for stored in ("int8", "fp8"):
-            found = describe(*compile_chunk(False, "bfloat16", whole, stored))
-            print(json.dumps(found), flush=True)
-        print(json.dumps(describe(*compile_cycles("bfloat16", whole))), flush=True)
+            actual = describe(*compile_chunk(False, "bfloat16", named_sharding, stored))
+            print(json.dumps(actual), flush=True)
+        print(json.dumps(describe(*compile_cycles("bfloat16", named_sharding))), flush=True)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ class FakeVllm:
         tokens, labels = [], []
         done = len(prompt) - len([t for t in prompt if t >= 100])
         while len(tokens) < params["max_tokens"]:
-            place = len(prompt) - done + len(tokens)
+            position = len(prompt) - done + len(tokens)
             aborted = asyncio.ensure_future(self._aborted.wait())
             resumed = asyncio.ensure_future(self._resumed.wait())
             await asyncio.wait({aborted, resumed}, return_when=asyncio.FIRST_COMPLETED)
@@ -229,7 +229,7 @@ class FakeVllm:
             if stop:
                 return tokens, labels, "abort"
             await self._resumed.wait()
-            tokens.append(STOP if place == self.length - 1 else 100 + place)
+            tokens.append(STOP if position == self.length - 1 else 100 + position)
             labels.append(self.label)
             self.drawn += 1
             if tokens[-1] == STOP:
@@ -328,8 +328,8 @@ class FakeVllm:
     async def _load_lora_adapter(self, request):
         name, path = request[BODY]["lora_name"], request[BODY]["lora_path"]
         config = Path(path) / "adapter_config.json"
-        own = Path(path).parent == self.store._folder
-        if not config.is_file() or not (self.sees_disk or own):
+        local_value = Path(path).parent == self.store._folder
+        if not config.is_file() or not (self.sees_disk or local_value):
             error = {"message": f"Loading lora {name} failed: No adapter found for {path}"}
             return web.json_response({"error": error}, status=404)
         if json.loads(config.read_text())["r"] > self.max_rank:
@@ -343,14 +343,14 @@ class FakeVllm:
 
     async def _adapter(self, request):
         name, files = request.match_info["name"], request.headers.get(FILES_HEADER)
-        status, found = await self.store.handle(
+        status, actual = await self.store.handle(
             request.method, name, files, request.content.iter_any()
         )
-        return web.json_response(found, status=status)
+        return web.json_response(actual, status=status)
 
     async def _unload_lora_adapter(self, request):
-        found = self.adapters.pop(request[BODY]["lora_name"], None)
-        return web.json_response("Success", status=200 if found else 404)
+        actual = self.adapters.pop(request[BODY]["lora_name"], None)
+        return web.json_response("Success", status=200 if actual else 404)
 
     async def _sleep(self, request):
         self.asleep = True

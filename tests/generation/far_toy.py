@@ -79,8 +79,8 @@ def claim(mark):
 class World:
     """Single-turn environment; a row may name a failure."""
 
-    def __init__(self, asked):
-        self.asked, self.failed = asked, 0
+    def __init__(self, requests):
+        self.asked, self.failed = requests, 0
 
     async def run(self, row, engine, sampling, index):
         if row["id"] == self.asked.get("fails"):
@@ -91,18 +91,18 @@ class World:
             time.sleep(1000)
         if row["id"] in self.asked.get("holds", ()):
             await asyncio.sleep(1000)
-        found = await engine.generate([row["id"] % 50], sampling, (), index)
+        actual = await engine.generate([row["id"] % 50], sampling, (), index)
         if row["id"] in self.asked.get("lingers", ()):
             if index % GROUP == 1:
                 self.failed += 1
                 raise EpisodeFailed("no such world", again=False)
-            if found.versions[0] == 0:
+            if actual.versions[0] == 0:
                 await asyncio.sleep(1000)
         return Episode(
-            [row["id"] % 50, *found.tokens],
+            [row["id"] % 50, *actual.tokens],
             [False, True, True],
-            [0.0, *found.logprobs],
-            [-1, *found.versions],
+            [0.0, *actual.logprobs],
+            [-1, *actual.versions],
             "stop",
             completion=row["name"],
             metrics={"accuracy": (1, 3)},
@@ -111,13 +111,13 @@ class World:
 
 class Judge:
     async def score(self, episodes, row):
-        return [{"r": float(one.tokens[1]), "none": None} for one in episodes]
+        return [{"r": float(episode.tokens[1]), "none": None} for episode in episodes]
 
 
 class Opened:
-    def __init__(self, asked):
-        self.engine, self.reported = Table(), list(asked.get("reports", ()))
-        self.player = make_player(self.engine, **asked)
+    def __init__(self, requests):
+        self.engine, self.reported = Table(), list(requests.get("reports", ()))
+        self.player = make_player(self.engine, **requests)
 
     def update(self, table):
         self.engine.version = table["version"] if table else 0
@@ -130,5 +130,5 @@ class Opened:
         pass
 
 
-def open_worker(asked):
-    return Opened(asked)
+def open_worker(requests):
+    return Opened(requests)

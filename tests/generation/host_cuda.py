@@ -18,7 +18,7 @@ class HostCuda:
         self.opened: list[int] = []
         self._memory: dict[int, tuple] = {}
 
-    def locate(self, place):
+    def locate(self, position):
         self._try("locate")
         return 0
 
@@ -28,23 +28,23 @@ class HostCuda:
         os.ftruncate(handle, size)
         return self._map(handle, size)
 
-    def free(self, device, place):
-        self.freed.append(place)
+    def free(self, device, position):
+        self.freed.append(position)
 
-    def export(self, device, place):
+    def export(self, device, position):
         self._try("export")
-        handle, size, _ = self._memory[place]
+        handle, size, _ = self._memory[position]
         return f"{os.getpid()} {handle} {size}".encode().ljust(HANDLE_BYTES, b"\0")
 
     def open(self, device, handle):
         self._try("open")
         owner, number, size = handle.rstrip(b"\0").decode().split()
-        place = self._map(os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR), int(size))
-        self.opened.append(place)
-        return place
+        position = self._map(os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR), int(size))
+        self.opened.append(position)
+        return position
 
-    def close(self, device, place):
-        self.opened.remove(place)
+    def close(self, device, position):
+        self.opened.remove(position)
 
     def copy(self, device, target, source, size, stream=None):
         self._try("copy")
@@ -65,9 +65,9 @@ class HostCuda:
 
     def _map(self, handle, size):
         memory = mmap.mmap(handle, size)
-        place = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
-        self._memory[place] = handle, size, memory
-        return place
+        position = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+        self._memory[position] = handle, size, memory
+        return position
 
     def _try(self, name):
         if name in self.refuses:

@@ -29,12 +29,12 @@ class Inline:
 
     def call(self, name, *arguments):
         self.calls.append(name)
-        answer, made, loop = Future(), self.made, self._loop
+        answer, created, loop = Future(), self.made, self._loop
         arguments = pickle.loads(pickle.dumps(arguments))
         self._waiting.add(answer)
 
         def give(value=None, error=None):
-            if self.silent.is_set() or made is not self.made or answer.done():
+            if self.silent.is_set() or created is not self.made or answer.done():
                 return
             self._waiting.discard(answer)
             if error is None:
@@ -42,7 +42,7 @@ class Inline:
             else:
                 answer.set_exception(error)
 
-        method = getattr(made, name)
+        method = getattr(created, name)
         if inspect.iscoroutinefunction(method):
             task = asyncio.run_coroutine_threadsafe(method(*arguments), loop)
             task.add_done_callback(

@@ -81,7 +81,7 @@ class OneToken:
 class Judge:
     """Rewards by a function of (row, place in the group)."""
 
-    def __init__(self, reward=lambda row, place: float(place)):
+    def __init__(self, reward=lambda row, position: float(position)):
         self.reward = reward
 
     async def score(self, episodes, row):

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     from tests.generation.test_generation_ray import Nodes
 
     ray_cluster.GONE_SECONDS, ray_cluster.POLL_SECONDS = 2.0, 0.5
-    nodes = Nodes(others=0)
+    nodes = Nodes(peers=0)
     nodes.config = nodes.config.model_copy(update={"worker_cpus": 1})
     try:
         asked = settings(worker={"holds": range(30)})

@@ -51,8 +51,8 @@ def make_model(folder: Path, seed: int, tied: bool) -> Path:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as actual:
+        return actual.getsockname()[1]
 
 
 class RealServer:
@@ -155,12 +155,12 @@ def cast(params, dtype):
 def worst(engine, rebuild, params, config, version):
     """Largest difference between served log-probs and ours."""
     model = rebuild(params)
-    found = 0.0
+    actual = 0.0
     for prompt, answer in zip(prompts(), ask(engine, prompts(), config.sampling), strict=True):
         assert set(answer.versions) == {version}
-        ours = score(model, prompt, answer.tokens)
-        found = max(found, float(np.abs(ours - answer.logprobs).max()))
-    return found
+        actual_values = score(model, prompt, answer.tokens)
+        actual = max(actual, float(np.abs(actual_values - answer.logprobs).max()))
+    return actual
 
 
 RUN = """
@@ -218,8 +218,8 @@ def write_run(server, folder, engine="vllm", model=None) -> Path:
     text = text.replace("ENV", str(ROOT / "tests" / "methods" / "rl_toy_env.py"))
     text = text.replace("ENGINE", engine).replace("PORT", str(server.port))
     if engine == "local":
-        kept = [line for line in text.splitlines() if not line.startswith(LOCAL_HAS_NO)]
-        text = "\n".join(kept)
+        retained = [line for line in text.splitlines() if not line.startswith(LOCAL_HAS_NO)]
+        text = "\n".join(retained)
     (folder / "run.toml").write_text(text)
     return folder / "run.toml"
 
@@ -240,7 +240,7 @@ def descendants(pid: int) -> list[int]:
         except (OSError, ValueError):
             continue
         parents[int(status.parent.name)] = int(lines["PPid"])
-    found = [pid]
-    for parent in found:
-        found += [child for child, its in parents.items() if its == parent]
-    return found[1:]
+    actual = [pid]
+    for parent in actual:
+        actual += [child for child, its in parents.items() if its == parent]
+    return actual[1:]

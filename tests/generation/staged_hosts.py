@@ -33,15 +33,15 @@ class Worker:
         serves = self.shelf.begin("token")
         if self.links is not None:
             serves = self.shelf.begin(self.links.token)
-            there = connect(self.links.describe(self.host), 0, {}, serves)
+            connection = connect(self.links.describe(self.host), 0, {}, serves)
             (self.link,) = self.links.wait_for(self.host, 1, 10)
         else:
             with socket.create_server(("127.0.0.1", 0)) as listener:
-                there = socket.create_connection(listener.getsockname())
-                here, _ = listener.accept()
-            self.link = WorkerLink(here, {"serves": serves})
-        self.there = there
-        threading.Thread(target=self.shelf.listen, args=(there,), daemon=True).start()
+                connection = socket.create_connection(listener.getsockname())
+                ours_here, _ = listener.accept()
+            self.link = WorkerLink(ours_here, {"serves": serves})
+        self.there = connection
+        threading.Thread(target=self.shelf.listen, args=(connection,), daemon=True).start()
         self.link.host, self.link.local_host = self.host, "trainer"
 
     def commit(self, weights: WeightVersion) -> None:
@@ -66,8 +66,8 @@ class Trainer:
 
     def make(self, *changed: int) -> WeightVersion:
         """The next version; these items of "a" are changed in it, or it is the first."""
-        for place in changed:
-            self.params["a"].reshape(-1)[place] += 1.0
+        for position in changed:
+            self.params["a"].reshape(-1)[position] += 1.0
         pieces = [SplitPiece(n, a.shape, full_index(a.shape), a) for n, a in self.params.items()]
         last = self.newest
         changes = self.image.take(pieces, compare=last is not None)
@@ -86,8 +86,8 @@ class Trainer:
 
         def one(worker: Worker) -> None:
             try:
-                own = self.image.segment
-                self.staging.stage([worker.link], weights, own, Deadline(seconds))
+                local_value = self.image.segment
+                self.staging.stage([worker.link], weights, local_value, Deadline(seconds))
             except ServerGone as error:
                 errors.append(error)
 
@@ -101,6 +101,6 @@ class Trainer:
         for worker in workers:
             worker.commit(weights)
             for name, array in self.params.items():
-                kept = worker.shelf.tensors[name].bits.view(np.float32)
-                np.testing.assert_array_equal(kept, array.ravel())
+                retained = worker.shelf.tensors[name].bits.view(np.float32)
+                np.testing.assert_array_equal(retained, array.ravel())
         return self.counted.get("sync/tcp_bytes", 0)

@@ -51,61 +51,61 @@ class Sets:
 
 
 @pytest.fixture
-def made(tmp_path):
+def background(tmp_path):
     beside = BackgroundEval(Engine(), Sets(), tmp_path)
     yield beside
     beside.close()
 
 
-def test_numbers_come_later_with_their_version_and_step(made):
-    made.engine.version = 7
-    assert made.begin(14)
-    made.engine.version = 9  # training went on
-    assert made.collect() == (None, False) and made.step == 14
-    made.sets.go.set()
-    found, again = made.collect(wait=True)
-    assert found.step == 14 and not again and made.engine.released == 1
-    assert found.numbers.pop("eval/seconds") >= 0
-    assert found.numbers == {"eval/a/avg@1": 0.5, "eval/policy_version": 7.0}
-    assert found.samples == [{"set": "a", "step": 14}]
-    assert made.note.exists()
-    made.written()
-    assert not made.note.exists() and made.collect() == (None, False)
-    made.engine.spare = False
-    assert not made.begin(20) and not made.note.exists()
+def test_numbers_come_later_with_their_version_and_step(background):
+    background.engine.version = 7
+    assert background.begin(14)
+    background.engine.version = 9  # training went on
+    assert background.collect() == (None, False) and background.step == 14
+    background.sets.go.set()
+    actual, again = background.collect(wait=True)
+    assert actual.step == 14 and not again and background.engine.released == 1
+    assert actual.numbers.pop("eval/seconds") >= 0
+    assert actual.numbers == {"eval/a/avg@1": 0.5, "eval/policy_version": 7.0}
+    assert actual.samples == [{"set": "a", "step": 14}]
+    assert background.note.exists()
+    background.written()
+    assert not background.note.exists() and background.collect() == (None, False)
+    background.engine.spare = False
+    assert not background.begin(20) and not background.note.exists()
 
 
-def test_what_lost_its_servers_is_asked_again_and_in_the_end_of_all(made):
-    made.sets.go.set()
-    made.sets.ends = KeepLost("gone")
+def test_what_lost_its_servers_is_asked_again_and_in_the_end_of_all(background):
+    background.sets.go.set()
+    background.sets.ends = KeepLost("gone")
     for count in range(1, MAX_LOSSES + 1):
-        assert made.begin(count)
-        assert made.collect(wait=True) == (None, True) and made.asked_again == count
-    assert not made.begin(9), "all servers answer it, between rounds"
-    assert "asked again: gone" in made.sets.said[0]
-    made._in_a_row, made.sets.ends = 0, None
-    assert made.begin(9)
-    assert made.collect(wait=True)[0].numbers["eval/asked_again"] == 3
+        assert background.begin(count)
+        assert background.collect(wait=True) == (None, True) and background.asked_again == count
+    assert not background.begin(9), "all servers answer it, between rounds"
+    assert "asked again: gone" in background.sets.said[0]
+    background._in_a_row, background.sets.ends = 0, None
+    assert background.begin(9)
+    assert background.collect(wait=True)[0].numbers["eval/asked_again"] == 3
 
 
-def test_other_errors_end_the_run(made):
-    made.sets.go.set()
-    made.sets.ends = RunStopped("no reward judges")
-    made.begin(1)
+def test_other_errors_end_the_run(background):
+    background.sets.go.set()
+    background.sets.ends = RunStopped("no reward judges")
+    background.begin(1)
     with pytest.raises(RunStopped, match="no reward judges"):
-        made.collect(wait=True)
-    assert made.engine.released == 1
+        background.collect(wait=True)
+    assert background.engine.released == 1
 
 
-def test_what_the_end_broke_off_is_asked_again_once(made, tmp_path):
-    made.begin(6)
-    made.should_stop = lambda: True
+def test_what_the_end_broke_off_is_asked_again_once(background, tmp_path):
+    background.begin(6)
+    background.should_stop = lambda: True
     with pytest.raises(Interrupted):
-        made.collect(wait=True)
-    made.close()
-    assert made.engine.released == 1
+        background.collect(wait=True)
+    background.close()
+    assert background.engine.released == 1
     lines = [{"step": 4, "eval/a/avg@1": 0.1}, {"step": 8, "loss": 1.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert find_broken_off(tmp_path, 8) == 6
     assert find_broken_off(tmp_path, 8) is None, "said once"
     (tmp_path / NOTE).write_text('{"step": 6}')

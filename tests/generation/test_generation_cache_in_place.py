@@ -11,12 +11,12 @@ WRITES = {"scatter", "dynamic-update-slice"}  # the latter by XLA's older emitte
 IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "fusion", *WRITES}
 
 
-def check(found):
+def check(actual):
     """Only scatters of new keys, in place: a copy would show in the program and in its memory."""
-    assert WRITES & set(found["made"])
-    assert set(found["made"]) <= IN_PLACE
+    assert WRITES & set(actual["made"])
+    assert set(actual["made"]) <= IN_PLACE
     # A CPU copies one of the four layers of k and of v.
-    assert found["temp"] < found["cache"]
+    assert actual["temp"] < actual["cache"]
 
 
 @pytest.mark.parametrize("scan", [True, False])

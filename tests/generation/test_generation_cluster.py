@@ -61,14 +61,20 @@ class Cluster:
         )
         self.producers = []
 
-    def join(self, who="host 1, process 7", **options):
-        asked = {key: options.pop(key) for key in ("rows", "worker", "ahead") if key in options}
-        said = options.pop("said", [])
-        made = RemoteProducer(
-            self.service, who, OPENER, settings(**asked), rules(), log=said.append, **options
+    def join(self, speaker="host 1, process 7", **options):
+        requests = {key: options.pop(key) for key in ("rows", "worker", "ahead") if key in options}
+        output = options.pop("said", [])
+        created = RemoteProducer(
+            self.service,
+            speaker,
+            OPENER,
+            settings(**requests),
+            rules(),
+            log=output.append,
+            **options,
         )
-        self.producers.append(made)
-        return made
+        self.producers.append(created)
+        return created
 
 
 @pytest.fixture
@@ -76,11 +82,11 @@ def cluster(monkeypatch):
     monkeypatch.setattr(remote_producer, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(remote_producer, "RENEW_SECONDS", 0.02)
     monkeypatch.setattr(crews, "BEAT", 0.02)
-    made = Cluster()
-    yield made
-    for producer in made.producers:
+    created = Cluster()
+    yield created
+    for producer in created.producers:
         producer.close()
-    for process in (made.service, *made.workers):
+    for process in (created.service, *created.workers):
         process.stop()
 
 
@@ -104,14 +110,14 @@ def wait_until(condition, seconds=30.0):
 def test_the_groups_are_those_of_one_process(cluster):
     player = make_player(Table())
     alone = Producer(make_prompts(30), player)
-    there = cluster.join(engine=Pool())
+    remote_result = cluster.join(engine=Pool())
     try:
         for _ in range(2):
-            here, far = take(alone, 4), take(there, 4)
-            assert [pack(slot.group, ()) for slot in here] == [pack(s.group, ()) for s in far]
+            ours_here, far = take(alone, 4), take(remote_result, 4)
+            assert [pack(slot.group, ()) for slot in ours_here] == [pack(s.group, ()) for s in far]
             assert far[0].group.episodes[0].metrics == {"accuracy": (1, 3)}
-        assert alone.state() == there.state()
-        assert (there.prompts.done, there.prompts.waiting) == (8, 0)
+        assert alone.state() == remote_result.state()
+        assert (remote_result.prompts.done, remote_result.prompts.waiting) == (8, 0)
     finally:
         alone.close()
     assert all("draw" in worker.calls for worker in cluster.workers)
@@ -143,23 +149,23 @@ def test_what_overtakes_each_other_counts_once():
 
 
 def test_failures_are_counted_where_the_slots_are(cluster):
-    said = []
-    producer = cluster.join(worker={"fails": 4}, rows=6, said=said)
+    output = []
+    producer = cluster.join(worker={"fails": 4}, rows=6, said=output)
     slots = take(producer, 6)
     lost = [slot for slot in slots if slot.group is None]
     assert [dict(slot.dropped) for slot in lost] == [{"failed: no such world": 1}]
     assert producer.player.failures.newest.cause == "env.kind 'toy': no such world"
-    assert sum("no such world" in line for line in said) == 1
+    assert sum("no such world" in line for line in output) == 1
 
 
 def test_a_lost_worker_costs_another_try(cluster):
-    said = []
-    producer = cluster.join(worker={"holds": range(30)}, said=said)
+    output = []
+    producer = cluster.join(worker={"holds": range(30)}, said=output)
     threading.Thread(target=lambda: end_soon(cluster), daemon=True).start()
     slot = producer.next_slots(1)[0]
     # Both its tries went to workers that were lost: the prompt is given up, the run goes on.
     assert slot.group is None and dict(slot.dropped) == {"failed: worker lost": 1}
-    assert slot.redone == GROUP and any("was lost" in line for line in said)
+    assert slot.redone == GROUP and any("was lost" in line for line in output)
     assert producer.counters()["ray/workers_lost"] >= 1
 
 
@@ -182,8 +188,8 @@ def test_a_worker_that_hangs_is_ended_and_its_prompts_are_asked_again(cluster):
 
 
 def test_a_lost_service_asks_nothing_twice_and_loses_nothing(cluster):
-    said = []
-    producer = cluster.join(rows=12, ahead=2, said=said)
+    output = []
+    producer = cluster.join(rows=12, ahead=2, said=output)
     first = take(producer, 3)
     held = producer.next_slots(2)  # handed out, not done: in the trainer's hands
     cluster.service.end()
@@ -193,7 +199,7 @@ def test_a_lost_service_asks_nothing_twice_and_loses_nothing(cluster):
     producer.mark_done(then)
     rest = take(producer, 4)
     assert sorted(drawn(first + held + then + rest)) == list(range(12))
-    assert producer.restarts == 1 and "was lost" in said[-1]
+    assert producer.restarts == 1 and "was lost" in output[-1]
     assert producer.state()["low"] == 12
     assert state["low"] + len(state["beyond"]) == 5  # `then` would be asked again, `held` not
 
@@ -217,12 +223,12 @@ def test_a_resumed_trainer_gets_what_was_not_done(cluster):
 
 
 def test_a_second_trainer_is_refused_until_the_lease_is_over(cluster):
-    first = cluster.join(who="host 1, process 7")
+    first = cluster.join(speaker="host 1, process 7")
     take(first, 1)
     with pytest.raises(UserError, match="held by host 1, process 7"):
-        cluster.join(who="host 2, process 9")
+        cluster.join(speaker="host 2, process 9")
     cluster.clock.now += 61.0
-    second = cluster.join(who="host 2, process 9")
+    second = cluster.join(speaker="host 2, process 9")
     assert take(second, 1)
     with pytest.raises(RunStopped, match="serves another run now: host 2, process 9"):
         first.next_slots(1)
@@ -235,7 +241,7 @@ def test_a_trainer_that_trains_for_long_keeps_its_lease(cluster):
         calls = len(cluster.service.calls)
         wait_until(lambda calls=calls: cluster.service.calls[calls + 1 :].count("tick") > 1)
     with pytest.raises(UserError, match="held by"):
-        cluster.join(who="another")
+        cluster.join(speaker="another")
     assert take(first, 1)
 
 
@@ -275,24 +281,30 @@ def test_what_became_too_old_is_given_up_where_it_is_played(cluster):
     slots: list = []
     taken.start()
     wait_until(lambda: cluster.service.made._attached is not None)
-    there = cluster.service.made._attached.producer
+    remote_result = cluster.service.made._attached.producer
     worlds = lambda: [worker.made._opened.player.envs.env for worker in cluster.workers]  # noqa: E731
-    wait_until(lambda: len(there._playing) == 8 and sum(one.failed for one in worlds()) == 8)
-    wait_until(lambda: all(slot.tracker.oldest == 0 for slot in list(there._playing.values())))
+    wait_until(
+        lambda: len(remote_result._playing) == 8 and sum(entry.failed for entry in worlds()) == 8
+    )
+    wait_until(
+        lambda: all(slot.tracker.oldest == 0 for slot in list(remote_result._playing.values()))
+    )
     pool.publish(2)
     producer.drop_older(2)
     taken.join(30)
-    assert there.cancelled["stale"] == 8 and [slot.group for slot in slots] == [None] * 4
+    assert remote_result.cancelled["stale"] == 8 and [slot.group for slot in slots] == [None] * 4
     # Those of the groups that were given up, and of the same prompts asked anew.
-    wait_until(lambda: all(task.done() for task in there._running))
+    wait_until(lambda: all(task.done() for task in remote_result._running))
     assert producer.cancelled["stale"] == 8
-    wait_until(lambda: there.player.failures._failed + len(there.player.workers.late) == 16)
+    wait_until(
+        lambda: remote_result.player.failures._failed + len(remote_result.player.workers.late) == 16
+    )
 
 
 def test_hosts_say_where_their_logs_are():
     class Host:
-        def __init__(self, **told):
-            self.told = told
+        def __init__(self, **messages):
+            self.told = messages
 
         def call(self, name):
             answer = Future()
@@ -300,8 +312,8 @@ def test_hosts_say_where_their_logs_are():
                 answer.set_result(self.told)
             return answer
 
-    there = Host(url="http://a:1", key="secret", log="/tmp/servers/0.log", node="node-7")
-    lines = list(describe_hosts([there, Host(), Host(failed="status 1, log X on Y")], 0.01))
+    host = Host(url="http://a:1", key="secret", log="/tmp/servers/0.log", node="node-7")
+    lines = list(describe_hosts([host, Host(), Host(failed="status 1, log X on Y")], 0.01))
     assert lines == [
         "server 0: log /tmp/servers/0.log on node-7",
         "server 1 is not there yet: it waits for room; see ray status",

@@ -63,16 +63,16 @@ def test_rows_are_filled_again_and_answers_do_not_know(models):
             for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
 
-    mine, theirs = make(together), make(alone)
-    ended, steps = run(together, mine)
-    run(alone, theirs)
-    assert {id(one) for one in ended} == {id(one) for one in mine}
-    for one, other in zip(mine, theirs, strict=True):
-        assert one.tokens == other.tokens and one.finish_reason == other.finish_reason
+    local_copy, reference = make(together), make(alone)
+    ended, steps = run(together, local_copy)
+    run(alone, reference)
+    assert {id(entry) for entry in ended} == {id(entry) for entry in local_copy}
+    for entry, second in zip(local_copy, reference, strict=True):
+        assert entry.tokens == second.tokens and entry.finish_reason == second.finish_reason
         # float32 in batches of four and of one.
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+        np.testing.assert_allclose(entry.logprobs, second.logprobs, atol=1e-4)
     # The long answer runs through while the others pass by it.
-    assert ended.index(mine[1]) == len(ended) - 1 or len(mine[1].tokens) < 70
+    assert ended.index(local_copy[1]) == len(ended) - 1 or len(local_copy[1].tokens) < 70
     assert steps < sum(-(-limit // slots.CHUNK) for limit in limits)
     assert together._rows is None, "an idle sampler holds no memory"
 
@@ -131,8 +131,8 @@ def test_new_weights_take_over_between_chunks(models):
         hidden, cache, *_ = decode(models[1], jnp.array([[token]]), cache)
         new.append(hidden[0, 0])
     logp = jax.nn.log_softmax(jnp.stack([*old, *models[1].logits(jnp.stack(new))]))
-    wanted = logp[jnp.arange(50), jnp.array(request.tokens)]
-    np.testing.assert_allclose(request.logprobs, wanted, atol=1e-4)
+    expected = logp[jnp.arange(50), jnp.array(request.tokens)]
+    np.testing.assert_allclose(request.logprobs, expected, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -141,9 +141,9 @@ def test_rows_and_slots_grow_while_others_run(models):
     first = sampler.request([9, 10], Sampling(max_new_tokens=60))
     sampler.add(first)
     sampler.step()
-    more = [sampler.request([i] * 40, Sampling(max_new_tokens=70), number=i) for i in (5, 6, 7)]
-    run(sampler, more)
-    for request in (first, *more):
+    extra = [sampler.request([i] * 40, Sampling(max_new_tokens=70), number=i) for i in (5, 6, 7)]
+    run(sampler, extra)
+    for request in (first, *extra):
         kind, prompt = request.sampling, request.prompt
         (single,) = open_sampler(models[0]).generate([prompt], kind, draws=[request.number])
         assert request.tokens == single.tokens
@@ -186,7 +186,7 @@ def test_turns_meet_and_a_cancelled_coroutine_lets_go(models):
         tasks = [asyncio.create_task(talk(i)) for i in range(5)]
         await asyncio.sleep(0)
         tasks[4].cancel()
-        found = await asyncio.gather(*tasks[:4])
+        completed = await asyncio.gather(*tasks[:4])
         with pytest.raises(asyncio.CancelledError):
             await tasks[4]
         late = asyncio.create_task(talk(5))
@@ -194,11 +194,11 @@ def test_turns_meet_and_a_cancelled_coroutine_lets_go(models):
         await engine.close()
         with pytest.raises(EpisodeFailed, match="closed"):
             await late
-        return found
+        return completed
 
-    found = asyncio.run(play())
-    assert found == asyncio.run(play()), "the engine works again in another event loop"
-    for index, tokens in enumerate(found):
+    completed = asyncio.run(play())
+    assert completed == asyncio.run(play()), "the engine works again in another event loop"
+    for index, tokens in enumerate(completed):
         (answer,) = open_sampler(models[0]).generate([[4 + index]], Sampling(max_new_tokens=6))
         assert tokens[1 : 1 + len(answer.tokens)] == answer.tokens
 
@@ -207,13 +207,13 @@ def test_what_is_given_up_had_told_its_version_and_leaves_no_row(models):
     """The version of the first chunk, once; the coroutine is cancelled behind it."""
     engine = LocalEngine(LocalSampler(None, (), max_len=128))
     engine.use(models[0], 7)
-    ages, told = VersionTracker(), []
-    ages.on_change = lambda: told.append(ages.oldest)
+    ages, messages = VersionTracker(), []
+    ages.on_change = lambda: messages.append(ages.oldest)
     sampling = Sampling(max_new_tokens=120)
 
     async def play():
         old = asyncio.create_task(open_view(engine, tracker=ages, index=0).generate([7], sampling))
-        while not told:
+        while not messages:
             await asyncio.sleep(0.001)
         engine.use(models[0], 8)
         old.cancel()
@@ -223,7 +223,7 @@ def test_what_is_given_up_had_told_its_version_and_leaves_no_row(models):
         await engine.close()
 
     asyncio.run(play())
-    assert told == [7, 7, 7] and ages._found == {(0, 1): 7, (1, 2): 8}
+    assert messages == [7, 7, 7] and ages._found == {(0, 1): 7, (1, 2): 8}
     assert not engine._unbegun and not engine._futures and not engine.sampler.busy
 
 

@@ -110,13 +110,13 @@ def test_datasets_are_played_and_judged_as_their_own(folder):
     assert first["sampling/sampling_logp_difference/max"] < 1e-4
     assert steps[1]["rewards/odd/mean"] == 1.0 and "rewards/ask/mean" not in steps[1]
     assert steps[1]["reward/sums"] == pytest.approx(2.0 + steps[1]["rewards/even/mean"])
-    (found,) = [line for line in lines if "eval/sums/reward" in line]
-    assert found["eval/sums/reward"] == 2.0 and found["eval/sums/avg@1"] == 1.0
+    (actual,) = [line for line in lines if "eval/sums/reward" in line]
+    assert actual["eval/sums/reward"] == 2.0 and actual["eval/sums/avg@1"] == 1.0
     samples = [line for line in read_lines(folder / "run/samples.jsonl") if "set" not in line]
     assert [line["dataset"] for line in samples] == ["talks"] * 12 + ["sums"] * 12 + ["talks"] * 12
-    one = samples[0]
-    assert one["reward"] == pytest.approx(sum(one["rewards"].values()))
-    assert set(one["rewards"]) == {"even", "ask", "length"}
+    entry = samples[0]
+    assert entry["reward"] == pytest.approx(sum(entry["rewards"].values()))
+    assert set(entry["rewards"]) == {"even", "ask", "length"}
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,10 @@ def read(image, cuda):
     tensors = memory.read(described["tensors"])
     integers = {n: t.bits.to_torch(t.shape, t.dtype) for n, t in tensors.items()}
     kinds = {2: torch.int16, 4: torch.int32}
-    found = {n: t.view(kinds[t.itemsize]).numpy().ravel() for n, t in integers.items()}
+    actual = {n: t.view(kinds[t.itemsize]).numpy().ravel() for n, t in integers.items()}
     checksum = memory.checksum(tensors)
     memory.close()
-    return found, checksum
+    return actual, checksum
 
 
 def add_up(tensors):
@@ -73,23 +73,25 @@ def test_a_worker_reads_what_was_laid_out(dtype, sharded, monkeypatch):
     cuda, wide = HostCuda(), WIDE if dtype == "bfloat16" else ()
     image = open_image(ENTRIES, tensor_shapes(), dtype, cuda, wide)
     for seed in (0, 1):
-        params, given = draw(seed), {}
+        params, provided = draw(seed), {}
         mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-        place = {"up": (None, "a", None), "embed": (None, "b"), "q": (None, None, "a")}
+        position = {"up": (None, "a", None), "embed": (None, "b"), "q": (None, None, "a")}
         for name, array in params.items():
-            axes = jax.P(*place.get(name, (None,) * array.ndim))
+            axes = jax.P(*position.get(name, (None,) * array.ndim))
             spot = jax.NamedSharding(mesh, axes) if sharded else jax.devices()[0]
-            given[name] = jax.device_put(array, spot)
-        image.take(given)
+            provided[name] = jax.device_put(array, spot)
+        image.take(provided)
         assert image.state.state() == (-1, 0)
         checksum = image.seal(seed)
         assert image.state.state() == (seed, checksum)
-        wanted = plain(params, dtype, wide)
-        found, same = read(image, cuda)
-        assert set(found) == set(wanted) and checksum == same == add_up(wanted)
-        assert checksum == wire.combine_sums(wanted, {n: wire.add_up(t) for n, t in wanted.items()})
-        for name, tensor in wanted.items():
-            np.testing.assert_array_equal(found[name].view(tensor.bits.dtype), tensor.bits)
+        expected = plain(params, dtype, wide)
+        actual, same = read(image, cuda)
+        assert set(actual) == set(expected) and checksum == same == add_up(expected)
+        assert checksum == wire.combine_sums(
+            expected, {n: wire.add_up(t) for n, t in expected.items()}
+        )
+        for name, tensor in expected.items():
+            np.testing.assert_array_equal(actual[name].view(tensor.bits.dtype), tensor.bits)
     blocks = {spot.block for spot in image._spots.values()}
     assert blocks == set(range(4 if sharded else 1)) and not cuda.opened
     image.free()
@@ -156,11 +158,11 @@ def place(params):
 def assert_loaded(fake, params):
     for rank, loaded in enumerate(fake.loaded):
         assert fake.shelves[rank].version >= 0 and set(loaded) == set(params)
-        for name, wanted in bits(params).items():
-            found = loaded[name]
-            if not isinstance(found, np.ndarray):
-                found = found.view(torch.int16).numpy().view(np.uint16)
-            np.testing.assert_array_equal(found, wanted)
+        for name, expected in bits(params).items():
+            actual = loaded[name]
+            if not isinstance(actual, np.ndarray):
+                actual = actual.view(torch.int16).numpy().view(np.uint16)
+            np.testing.assert_array_equal(actual, expected)
 
 
 def test_weights_go_from_device_to_device_and_none_through_the_host():
@@ -203,7 +205,7 @@ def test_what_does_not_work_goes_through_the_host(case):
         setting.worker.spoils = True
     else:
         setting.trainer.refuses = {case}
-    told = {
+    messages = {
         "no GPU": "a server cannot read it: WireError: this server does not run on an NVIDIA GPU",
         "spoiled": "after the transfer, the trainer has",
         "allocate": "CUDA_ERROR_OF_A_TEST (999), for 0.0 GiB beside jax's pool",
@@ -219,7 +221,7 @@ def test_what_does_not_work_goes_through_the_host(case):
         assert metrics["sync/delta"] == 1, "against what went through the host before"
         assert publisher.device is None and not setting.worker.opened
         [line] = setting.said
-        assert line.startswith("rollout.vllm.transport device: ") and told in line
+        assert line.startswith("rollout.vllm.transport device: ") and messages in line
         assert line.endswith("weights go through the host's memory from now on")
         assert len(setting.trainer.freed) == (case != "allocate")
 
@@ -233,9 +235,9 @@ def test_memory_that_holds_something_else_is_not_served():
         with pytest.raises(RunStopped, match="does not hold what was written there"):
             publisher.publish(1, place(draw_params(1)))
         assert publisher.device is None
-        for name, wanted in bits(draw_params()).items():
-            found = setting.fakes[0].loaded[0][name].view(torch.int16).numpy()
-            np.testing.assert_array_equal(found.view(np.uint16), wanted)
+        for name, expected in bits(draw_params()).items():
+            actual = setting.fakes[0].loaded[0][name].view(torch.int16).numpy()
+            np.testing.assert_array_equal(actual.view(np.uint16), expected)
 
 
 def test_a_server_elsewhere_sends_all_through_the_host(monkeypatch):
@@ -391,17 +393,17 @@ def test_what_the_driver_refuses_is_told_by_its_name():
     driver = Driver(fails="cuIpcOpenMemHandle_v2")
     with pytest.raises(CudaError) as error:
         Cuda(driver).open(0, bytes(HANDLE_BYTES))
-    told = "cuIpcOpenMemHandle_v2: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (217)"
-    assert str(error.value) == told and driver.calls[-2][0] == "cuGetErrorName"
+    messages = "cuIpcOpenMemHandle_v2: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (217)"
+    assert str(error.value) == messages and driver.calls[-2][0] == "cuGetErrorName"
     assert driver.calls[-1][0] == "cuCtxPopCurrent_v2"
     with pytest.raises(CudaError, match="64 bytes, not 3"):
         Cuda(driver).open(0, b"abc")
 
 
 def test_a_trainer_without_gpus_says_so_once():
-    said = []
-    assert open_device_image(SHAPES, "bfloat16", NAMED, said.append) is None
-    assert said == [
+    output = []
+    assert open_device_image(SHAPES, "bfloat16", NAMED, output.append) is None
+    assert output == [
         "rollout.vllm.transport device: the run trains on cpu, not on NVIDIA GPUs; weights go"
         " through the host's memory"
     ]

@@ -49,9 +49,9 @@ def save(config, seed, folder):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """(target, DFlash draft) of random weights."""
-    place = tmp_path_factory.mktemp("models")
-    target = save(families.config_from_hf(TARGET), 0, place / "target")
-    return target, save(make_dflash(TARGET), 1, place / "draft")
+    position = tmp_path_factory.mktemp("models")
+    target = save(families.config_from_hf(TARGET), 0, position / "target")
+    return target, save(make_dflash(TARGET), 1, position / "draft")
 
 
 PROMPTS = [[5, 9, 2], [7, 100, 101, 102], [8, 3]]
@@ -61,8 +61,12 @@ def make_eagle3():
     """A small Eagle3 draft of random weights for the target."""
     raw = {key: value for key, value in TARGET.items() if key != "model_type"}
     layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "ttt_length": 3}
-    own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "rope_theta": 1e4}
-    return build.init(families.config_from_hf({**raw, **own, "eagle_config": layers}), 1)
+    local_value = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "rope_theta": 1e4,
+    }
+    return build.init(families.config_from_hf({**raw, **local_value, "eagle_config": layers}), 1)
 
 
 @pytest.mark.parametrize("family", ["dflash", "eagle3"])
@@ -73,11 +77,11 @@ def test_answers_do_not_depend_on_a_draft(folders, family):
     plain, drafted = (
         LocalSampler(model, (3,), max_len=128) for model in (target, DraftedModel(target, draft))
     )
-    for one, other in zip(
+    for entry, second in zip(
         plain.generate(PROMPTS, sampling), drafted.generate(PROMPTS, sampling), strict=True
     ):
-        assert one.tokens == other.tokens
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        assert entry.tokens == second.tokens
+        np.testing.assert_allclose(entry.logprobs, second.logprobs, atol=1e-5)
     assert drafted.acceptance.cycles > 50
 
 
@@ -85,12 +89,12 @@ def test_answers_do_not_depend_on_a_draft(folders, family):
 def test_generate_and_speculate_use_a_draft(folders, tmp_path, capsys):
     target, draft = map(str, folders)
     words = [target, "model.tokenizer=builtin", "sampling.max_new_tokens=12"]
-    asked = ["--raw", "--prompt", "What is 2 + 3?"]
-    assert main(["generate", *words, *asked]) == 0
+    requests = ["--raw", "--prompt", "What is 2 + 3?"]
+    assert main(["generate", *words, *requests]) == 0
     plain = capsys.readouterr().out
-    assert main(["generate", *words, *asked, "--draft", draft]) == 0
-    found = capsys.readouterr()
-    assert found.out == plain and "tokens a pass" in found.err
+    assert main(["generate", *words, *requests, "--draft", draft]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == plain and "tokens a pass" in captured.err
     report = tmp_path / "report.json"
     rows = ["--input", "builtin:calculator", "--most", "3", "--output", str(report)]
     assert main(["speculate", *words, "--draft", draft, *rows, "--rows", "1;2"]) == 2
@@ -98,13 +102,13 @@ def test_generate_and_speculate_use_a_draft(folders, tmp_path, capsys):
     target, tokenizer, length = words  # overrides may stand behind it
     words = [target, tokenizer, "--draft", draft, *rows, "--rows", "1,2", length]
     assert main(["speculate", *words]) == 0
-    told, (one,) = capsys.readouterr().out, json.loads(report.read_text())["sets"]
-    assert "all 3 equal" in told
-    assert one["prompts"] == 3 and [timing["rows"] for timing in one["timings"]] == [1, 2]
-    assert sum(one["histogram"]) == one["cycles"] and len(one["histogram"]) == 4
-    assert one["tau_pooled"] == 1 + one["accepted"] / one["cycles"]
-    assert sum(one["accepted_by_position"]) == pytest.approx(one["tau_pooled"] - 1)
-    for timing in one["timings"]:
+    messages, (entry,) = capsys.readouterr().out, json.loads(report.read_text())["sets"]
+    assert "all 3 equal" in messages
+    assert entry["prompts"] == 3 and [timing["rows"] for timing in entry["timings"]] == [1, 2]
+    assert sum(entry["histogram"]) == entry["cycles"] and len(entry["histogram"]) == 4
+    assert entry["tau_pooled"] == 1 + entry["accepted"] / entry["cycles"]
+    assert sum(entry["accepted_by_position"]) == pytest.approx(entry["tau_pooled"] - 1)
+    for timing in entry["timings"]:
         assert timing["different_answers"] == 0 and timing["largest_logprob_difference"] < 1e-4
         assert timing["tokens"] <= 36 and timing["drafted_tokens_per_second"] > 0
 

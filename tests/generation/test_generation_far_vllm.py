@@ -67,24 +67,24 @@ def test_a_worker_asks_the_servers_of_the_table():
 def test_a_server_that_dies_under_a_worker_is_found_by_the_trainer():
     fakes = [FakeVllm(), FakeVllm()]
     fakes[0].token_seconds = fakes[1].token_seconds = 0.02
-    with opened(fakes, health_seconds=1000) as (engine, servers, said):
+    with opened(fakes, health_seconds=1000) as (engine, servers, output):
         far, sender = make_worker(engine)
         fakes[0].after(4, fakes[0].kill)
         answers = ask(far, sender, 10)
         assert [answer.tokens for answer in answers] == [ANSWER] * 10
         # Nobody would have looked for 1,000 s: the worker's report made the trainer look.
         assert [server.state for server in servers.all].count("down") == 1
-        assert any("dropped (/health" in line for line in said)
+        assert any("dropped (/health" in line for line in output)
 
 
 def test_weights_of_another_run_are_dropped_everywhere():
     fake = FakeVllm()
-    with opened([fake]) as (engine, servers, said):
+    with opened([fake]) as (engine, servers, output):
         far, sender = make_worker(engine)
         fake.label = "somebody-elses-3"
         [answer] = ask(far, sender)  # the trainer brings the weights again
         assert answer.versions == [0] * 4
-        assert any("this run never sent" in line for line in said)
+        assert any("this run never sent" in line for line in output)
 
 
 def test_requests_of_workers_count_where_servers_are_watched():

@@ -67,10 +67,10 @@ def short_pauses():
 
 
 def open_producer(
-    script, judge=None, said=None, share=1.0, rows=100, retries=1, window=64, step=60.0, **options
+    script, judge=None, output=None, share=1.0, rows=100, retries=1, window=64, step=60.0, **options
 ):
     prompts = PromptOrder([[{"id": i} for i in range(rows)]], seed=0, shuffle=False)
-    log = (lambda text: None) if said is None else said.append
+    log = (lambda text: None) if output is None else output.append
     env = GuardedEnv(Scripted(script), "env.path 'world.py:World'", 60.0, step)
     player = GroupPlayer(
         DatasetEnvs(env, judge or Judge()),
@@ -98,21 +98,21 @@ def open_producer(
 )
 def test_a_fault_costs_a_try_then_the_group_and_is_told_once(fault, reason):
     """Episode 0 of prompt 0 fails once, episode 1 of prompt 1 always."""
-    said = []
+    output = []
     bad = {(0, 0), (4 * GROUP + 1, 0), (4 * GROUP + 1, 1)}
-    made = open_producer(
+    producer = open_producer(
         lambda row, index, count: fault if (index, count) in bad else None,
-        said=said,
+        output=output,
         step=0.2 if fault == "hang" else 60.0,
     )
     try:
-        kept, lost, other = made.next_slots(3)
+        retained, lost, second = producer.next_slots(3)
     finally:
-        made.close()
-    assert kept.group is not None and kept.redone == 1 and other.group is not None
+        producer.close()
+    assert retained.group is not None and retained.redone == 1 and second.group is not None
     (dropped,) = lost.dropped
     assert lost.group is None and dropped.startswith(f"failed: {reason}")
-    (line,) = said
+    (line,) = output
     assert "env.path 'world.py:World'" in line and len(line) < 2000 and "\x1b" not in line
     assert ("Traceback" in line) == (fault in ("raise", "exit"))
 
@@ -126,15 +126,15 @@ def test_every_prompt_is_trained_or_dropped_whatever_its_world_does(faults):
         # The first prompt works, so that a mistake in a row is a failure as any other.
         return faults.get(row - 1) if row and index % GROUP == 2 else None
 
-    made = open_producer(
+    producer = open_producer(
         script, rows=13, retries=0, step=0.2 if "hang" in faults.values() else 60.0
     )
     try:
-        slots = made.next_slots(13)
-        made.mark_done(slots)
-        state = made.state()
+        slots = producer.next_slots(13)
+        producer.mark_done(slots)
+        state = producer.state()
     finally:
-        made.close()
+        producer.close()
     for slot in slots:
         row = slot.requests[0].row["id"]
         assert (slot.group is None) == ((row - 1) in faults) == bool(slot.dropped)
@@ -143,8 +143,8 @@ def test_every_prompt_is_trained_or_dropped_whatever_its_world_does(faults):
 
 def test_only_a_persistent_share_of_failures_ends_the_run():
     # All are under way at once, and those that fail come out last.
-    some = {"share": 0.5, "window": 240}
-    third = open_producer(lambda row, index, count: "raise" if row % 3 == 0 else None, **some)
+    subset = {"share": 0.5, "window": 240}
+    third = open_producer(lambda row, index, count: "raise" if row % 3 == 0 else None, **subset)
     always = open_producer(lambda row, index, count: "raise", share=0.5)
     try:
         assert sum(slot.group is None for slot in third.next_slots(60)) == 20
@@ -180,14 +180,14 @@ def test_a_judge_that_fails_drops_its_groups_and_counts():
                 raise EpisodeFailed("reward x timed out", cause="rewards.0 (function 'x'): late")
             return await super().score(episodes, row)
 
-    made = open_producer(lambda *_: None, Broken(), share=0.4)
+    producer = open_producer(lambda *_: None, Broken(), share=0.4)
     try:
-        slots = made.next_slots(4)
+        slots = producer.next_slots(4)
         assert [slot.dropped["failed: reward x timed out"] for slot in slots] == [0, 1, 0, 1]
         with pytest.raises(RunStopped, match=r"rewards.0 \(function 'x'\): late"):
-            made.next_slots(60)
+            producer.next_slots(60)
     finally:
-        made.close()
+        producer.close()
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -203,17 +203,17 @@ def test_a_signal_ends_a_hanging_world_within_a_second(blocks, monkeypatch):
                 release.wait(30)
             await asyncio.sleep(30)
 
-    said = []
-    made = open_producer(lambda *_: None, said=said)
-    made.player.engine = Hangs()
-    made.stop_when(asleep.is_set)
+    output = []
+    producer = open_producer(lambda *_: None, output=output)
+    producer.player.engine = Hangs()
+    producer.stop_when(asleep.is_set)
     begin = time.monotonic()
     with pytest.raises(Interrupted):
-        made.next_slots(1)
-    assert made.state()["low"] == 0  # the cursor is there, whatever the event loop does
-    made.close()
+        producer.next_slots(1)
+    assert producer.state()["low"] == 0  # the cursor is there, whatever the event loop does
+    producer.close()
     assert time.monotonic() - begin < 15  # not the 30 that it sleeps
-    assert any("test_generation_faults.py" in line for line in said) == blocks
+    assert any("test_generation_faults.py" in line for line in output) == blocks
     release.set()
 
 
@@ -226,21 +226,21 @@ def test_a_world_that_blocks_the_event_loop_is_named_and_ends_the_run(monkeypatc
         async def generate(self, *args, **kwargs):
             release.wait(30)
 
-    said = []
-    made = open_producer(lambda *_: None, said=said, patience=0.5)
-    made.player.engine = Blocks()
+    output = []
+    producer = open_producer(lambda *_: None, output=output, patience=0.5)
+    producer.player.engine = Blocks()
     try:
         with pytest.raises(RunStopped, match=r"env.step_timeout.*test_generation_faults.py:\d+"):
-            made.next_slots(1)
+            producer.next_slots(1)
     finally:
         release.set()
-        made.close()
-    assert "asyncio.to_thread" in said[0]
+        producer.close()
+    assert "asyncio.to_thread" in output[0]
 
 
 def test_epochs_end_by_prompts_not_by_steps():
-    made = open_producer(lambda *_: None, rows=6)
-    source = make_rounds(made, per_round=2, max_prompts=12.0)
+    producer = open_producer(lambda *_: None, rows=6)
+    source = make_rounds(producer, per_round=2, max_prompts=12.0)
     try:
         rounds, shares = 0, []
         with pytest.raises(StopIteration):

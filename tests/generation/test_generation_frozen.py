@@ -56,15 +56,15 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         server.keys.append(self.headers["Authorization"])
-        found = server.script.pop(0) if server.script else 200
-        said = {"message": {"content": "<think>Hm.</think>yes"}, "finish_reason": "stop"}
-        if isinstance(found, int):
-            self.send(found, {"choices": [said]} if found == 200 else {"error": "no"})
+        actual = server.script.pop(0) if server.script else 200
+        output = {"message": {"content": "<think>Hm.</think>yes"}, "finish_reason": "stop"}
+        if isinstance(actual, int):
+            self.send(actual, {"choices": [output]} if actual == 200 else {"error": "no"})
         else:
-            self.send(200, found)
+            self.send(200, actual)
 
-    def send(self, status, found):
-        raw = found if isinstance(found, bytes) else json.dumps(found).encode()
+    def send(self, status, actual):
+        raw = actual if isinstance(actual, bytes) else json.dumps(actual).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
@@ -73,9 +73,9 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def judges():
-    found = Judge(), Judge()
-    yield found
-    for judge in found:
+    actual = Judge(), Judge()
+    yield actual
+    for judge in actual:
         judge.shutdown()
         judge.server_close()
 
@@ -101,11 +101,11 @@ def make(judges, **keys):
 def play(env, judge, row=None):
     async def run():
         engine = ScriptedEngine(load_tokenizer("builtin"), ["2", "Good."])
-        both = with_policies(engine, {"judge": judge})
+        pair = with_policies(engine, {"judge": judge})
         try:
-            return await env.run(row or {"question": "1 + 1?"}, both, SamplingConfig(), 0)
+            return await env.run(row or {"question": "1 + 1?"}, pair, SamplingConfig(), 0)
         finally:
-            await both.close()
+            await pair.close()
 
     return asyncio.run(run())
 
@@ -116,10 +116,10 @@ def test_words_of_a_judge_are_context(judges, env):
     episode = play(env, judge)
     assert episode.all_rewards == {"judged": 1.0} and episode.metrics["seen"] == 2
     tokenizer = load_tokenizer("builtin")
-    said = tokenizer.decode(
+    output = tokenizer.decode(
         [t for t, d in zip(episode.tokens, episode.sampled, strict=True) if not d]
     )
-    assert "yes" in said and "Hm." not in said
+    assert "yes" in output and "Hm." not in output
     assert tokenizer.decode(episode.drawn_tokens, skip_special_tokens=True) == "2Good."
     assert judges[0].asked == [
         {
@@ -140,7 +140,7 @@ def test_what_passes_is_asked_again_of_another_server(judges, env):
     judges[0].script = [503]
     judges[1].script = [b"<html>"]
     assert play(env, judge).all_rewards == {"judged": 1.0}
-    assert [len(one.asked) for one in judges] == [2, 1] and pauses == [1.0, 2.0]
+    assert [len(entry.asked) for entry in judges] == [2, 1] and pauses == [1.0, 2.0]
     assert judge.counters() == {"judge/requests": 3.0, "judge/retries": 2.0, "judge/failed": 0.0}
 
 
@@ -185,19 +185,23 @@ def test_sections_that_cannot_be(judges, monkeypatch):
         "rewards": [{"function": "math"}],
     }
     rl = {"task": {"kind": "rl"}, "sampling": {"temperature": 1.0, "max_new_tokens": 64}}
-    there = {"servers": [judges[0].url], "api_key": "$JUDGE_KEY"}
+    remote_result = {"servers": [judges[0].url], "api_key": "$JUDGE_KEY"}
     with pytest.raises(UserError, match="policies has no effect without an environment"):
-        validate_config({**base, "rewards": [], "policies": {"judge": there}}, "c")
-    for name, section, told in (
-        ("Judge", there, "policies.Judge: a policy's name is small letters"),
+        validate_config({**base, "rewards": [], "policies": {"judge": remote_result}}, "c")
+    for name, section, messages in (
+        ("Judge", remote_result, "policies.Judge: a policy's name is small letters"),
         ("judge", {}, "policies.judge.servers is empty"),
         ("judge", {"servers": ["host:1"]}, "'host:1' is no URL"),
-        ("judge", {**there, "options": {"n": 2}}, "policies.judge.options.n is not to be set"),
-        ("judge", {**there, "server": "x"}, "policies.judge.server: unknown key 'server'"),
+        (
+            "judge",
+            {**remote_result, "options": {"n": 2}},
+            "policies.judge.options.n is not to be set",
+        ),
+        ("judge", {**remote_result, "server": "x"}, "policies.judge.server: unknown key 'server'"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=messages):
             validate_config({**base, **rl, "policies": {name: section}}, "c")
-    config = validate_config({**base, **rl, "policies": {"judge": there}}, "c")
+    config = validate_config({**base, **rl, "policies": {"judge": remote_result}}, "c")
     with pytest.raises(UserError, match="JUDGE_KEY is not set"):
         open_frozen(config)
     monkeypatch.setenv("JUDGE_KEY", "k")

@@ -30,10 +30,10 @@ def folder(tmp_path_factory):
     """A judge whose ids are not those of the builtin tokenizer."""
     folder = make_model(tmp_path_factory.mktemp("judge") / "judge", seed=3, tied=True)
     path = folder / "tokenizer.json"
-    found = json.loads(path.read_text())
-    vocab = found["model"]["vocab"]
+    payload = json.loads(path.read_text())
+    vocab = payload["model"]["vocab"]
     vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(payload))
     return folder
 
 
@@ -68,40 +68,42 @@ RAW = {
 @pytest.mark.slow
 def test_a_folder_answers_by_its_own_template_and_weights(folder, tmp_path):
     config = make_config({"path": str(folder), "max_tokens": TOKENS})
-    parts, said = build_model_bundle(config), []
-    (judge,) = open_folders(config, parts, jax.local_devices()[:1], said.append).values()
-    (again,) = open_folders(config, parts, jax.local_devices()[:1], said.append).values()
-    assert again.sampler._weights[0] is judge.sampler._weights[0] and len(said) == 1
+    parts, output = build_model_bundle(config), []
+    (judge,) = open_folders(config, parts, jax.local_devices()[:1], output.append).values()
+    (again,) = open_folders(config, parts, jax.local_devices()[:1], output.append).values()
+    assert again.sampler._weights[0] is judge.sampler._weights[0] and len(output) == 1
     shapes = frozen_shapes(config, parts)["judge"].values()
     assert all(shape.sharding.is_fully_replicated for shape in shapes), "told as it will be"
     size = sum(shape.size * shape.dtype.itemsize for shape in shapes) / 2**30
-    assert said[0] == f"policies.judge: {folder}, {size:.3f} GiB"
+    assert output[0] == f"policies.judge: {folder}, {size:.3f} GiB"
     (tmp_path / "judged.py").write_text(JUDGED)
     env_config = EnvConfig(kind=f"{tmp_path}/judged.py:judged", history="tokens")
     env = open_guarded(env_config, load_tokenizer("builtin"))
 
     async def run(thread):
-        both = with_policies(
+        pair = with_policies(
             ScriptedEngine(load_tokenizer("builtin"), ["2", "Good."]),
             {"judge": judge.speak(thread)},
         )
         try:
-            return await env.run({"question": "1 + 1?"}, both, SamplingConfig(), 5), both.counters()
+            return await env.run({"question": "1 + 1?"}, pair, SamplingConfig(), 5), pair.counters()
         finally:
-            await both.close()
+            await pair.close()
 
     with ThreadPoolExecutor(1) as thread:
         episode, counted = asyncio.run(run(thread))
     assert counted == {"judge/requests": 1.0, "judge/failed": 0.0}
-    own = load_tokenizer(str(folder))
-    asked = [{"role": "system", "content": "1 + 1? 2"}]
-    prompt = prompt_tokens(own, asked)
-    assert prompt != prompt_tokens(load_tokenizer("builtin"), asked)
-    wanted = take_greedy(folder, prompt)
-    said = load_tokenizer("builtin").decode(
+    tokenizer = load_tokenizer(str(folder))
+    requests = [{"role": "system", "content": "1 + 1? 2"}]
+    prompt = prompt_tokens(tokenizer, requests)
+    assert prompt != prompt_tokens(load_tokenizer("builtin"), requests)
+    expected = take_greedy(folder, prompt)
+    output = load_tokenizer("builtin").decode(
         [t for t, drawn in zip(episode.tokens, episode.sampled, strict=True) if not drawn]
     )
-    assert own.decode(wanted, skip_special_tokens=True).strip() in said, "its words are context"
+    assert tokenizer.decode(expected, skip_special_tokens=True).strip() in output, (
+        "its words are context"
+    )
 
     async def too_long():
         speaker = judge.speak()

@@ -21,7 +21,7 @@ def sequences(draw):
 
 @st.composite
 def episodes(draw):
-    earlier = [TokenSequence(*one) for one in draw(st.lists(sequences(), max_size=2))]
+    earlier = [TokenSequence(*entry) for entry in draw(st.lists(sequences(), max_size=2))]
     turns = draw(st.lists(st.dictionaries(st.text(max_size=3), FLOATS, max_size=2), max_size=2))
     return Episode(*draw(sequences()), "stop", "said", "asked", earlier=earlier, turn_rewards=turns)
 
@@ -33,6 +33,6 @@ def test_a_group_comes_back_through_json(played, rewards):
     group = Group(7, {"prompt": object()}, played, given_rewards, dataset=1)
     back = unpack(json.loads(json.dumps(pack(group))))
     assert (back.draw, back.rewards, back.dataset, back.row) == (7, given_rewards, 1, {})
-    for ours, theirs in zip(back.episodes, played, strict=True):
-        assert ours.completion == ours.prompt == ""
-        assert repr(vars(ours)) == repr({**vars(theirs), "completion": "", "prompt": ""})
+    for episode, reference in zip(back.episodes, played, strict=True):
+        assert episode.completion == episode.prompt == ""
+        assert repr(vars(episode)) == repr({**vars(reference), "completion": "", "prompt": ""})

@@ -35,9 +35,9 @@ class Fleet:
 
     def push_weights(self, server):
         version = max(self.servers.version, 0)
-        place = [fake.url for fake in self.fakes].index(server.url)
-        self.brought.append((place, version))
-        self.fakes[place].label = self.servers.label(version)
+        position = [fake.url for fake in self.fakes].index(server.url)
+        self.brought.append((position, version))
+        self.fakes[position].label = self.servers.label(version)
         self.servers.mark_up(server, version, server.epoch)
 
     def publish(self, version):
@@ -84,74 +84,74 @@ def versions(answers):
 
 def in_thread(work):
     """(thread, where its result or error will be)."""
-    found = []
+    actual = []
 
     def run():
         try:
-            found.append(work())
+            actual.append(work())
         except Exception as error:
-            found.append(error)
+            actual.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
-    return thread, found
+    return thread, actual
 
 
 def test_an_evaluation_is_of_one_version_and_training_of_the_newest(fleets):
     fleet = fleets(2)
-    kept = fleet.engine.keep()
-    (server,) = kept.kept_servers.servers
-    mine, other = fleet.place(server), 1 - fleet.place(server)
-    fleet.fakes[mine].token_seconds = 0.05
-    thread, found = in_thread(lambda: ask(kept, 4))
-    wait_until(lambda: fleet.fakes[mine].drawn > 0)
+    retained = fleet.engine.keep()
+    (server,) = retained.kept_servers.servers
+    local_copy, second = fleet.place(server), 1 - fleet.place(server)
+    fleet.fakes[local_copy].token_seconds = 0.05
+    thread, actual = in_thread(lambda: ask(retained, 4))
+    wait_until(lambda: fleet.fakes[local_copy].drawn > 0)
     for version in (1, 2):
         fleet.publish(version)
         assert versions(ask(fleet.engine, 4)) == {version} and fleet.engine.version == version
     assert fleet.servers.measure()["servers_kept"] == 1
     thread.join()
-    assert versions(found[0]) == {0} == {kept.version}
-    assert (fleet.fakes[mine].answered, fleet.fakes[other].answered) == (4, 8)
-    assert [version for place, version in fleet.brought if place == mine] == [0]
-    kept.release()  # given the newest, without the one between, and asked again
+    assert versions(actual[0]) == {0} == {retained.version}
+    assert (fleet.fakes[local_copy].answered, fleet.fakes[second].answered) == (4, 8)
+    assert [version for position, version in fleet.brought if position == local_copy] == [0]
+    retained.release()  # given the newest, without the one between, and asked again
     wait_until(lambda: server.version == 2)
-    fleet.fakes[mine].token_seconds = 0.0
-    assert versions(ask(fleet.engine, 8)) == {2} and fleet.fakes[mine].answered > 4
-    assert [version for place, version in fleet.brought if place == mine] == [0, 2]
+    fleet.fakes[local_copy].token_seconds = 0.0
+    assert versions(ask(fleet.engine, 8)) == {2} and fleet.fakes[local_copy].answered > 4
+    assert [version for position, version in fleet.brought if position == local_copy] == [0, 2]
     assert not fleet.servers.counters["servers_lost"]
 
 
 def test_an_evaluation_begun_while_weights_are_on_the_way_waits_for_them(fleets):
     fleet = fleets(2)
     fleet.servers.begin_publish(1)
-    kept = fleet.engine.keep()
-    thread, found = in_thread(lambda: ask(kept, 1))
+    retained = fleet.engine.keep()
+    thread, actual = in_thread(lambda: ask(retained, 1))
     push_to_all(fleet.servers, fleet.push_weights, 1)
     fleet.servers.publishing = False
     fleet.publish(2)
     thread.join()
-    assert versions(found[0]) == {1}
+    assert versions(actual[0]) == {1}
 
 
 def test_the_death_of_a_server_moves_an_evaluation_of_the_last_one_ends_it(fleets):
     fleet = fleets(4, eval_servers=2)
-    kept = fleet.engine.keep()
-    first, second = (fleet.fakes[fleet.place(server)] for server in kept.kept_servers.servers)
-    assert describe(kept.kept_servers.servers[0])["why"] == "keeps version 0 for an evaluation"
+    retained = fleet.engine.keep()
+    first, second = (fleet.fakes[fleet.place(server)] for server in retained.kept_servers.servers)
+    assert describe(retained.kept_servers.servers[0])["why"] == "keeps version 0 for an evaluation"
     first.token_seconds = 60.0
-    thread, found = in_thread(lambda: ask(kept, 6))
+    thread, actual = in_thread(lambda: ask(retained, 6))
     wait_until(lambda: first.drawn > 0)
     fleet.publish(1)
     first.kill()
     thread.join(60)
-    assert len(found[0]) == 6 == second.answered and versions(found[0]) == {0}
+    assert len(actual[0]) == 6 == second.answered and versions(actual[0]) == {0}
     second.token_seconds = 60.0
-    thread, found = in_thread(lambda: ask(kept, 2))
+    thread, actual = in_thread(lambda: ask(retained, 2))
     wait_until(lambda: fleet.servers.all[fleet.fakes.index(second)].in_flight)
     second.kill()
     thread.join(60)
-    assert isinstance(found[0], KeepLost) and second.url in str(found[0])
-    kept.release()
+    assert isinstance(actual[0], KeepLost) and second.url in str(actual[0])
+    retained.release()
     again = fleet.engine.keep()
     assert len(again.kept_servers.servers) == 1, "one of the two that are left trains"
     assert versions(ask(again, 2)) == {1} == versions(ask(fleet.engine, 2))
@@ -159,15 +159,15 @@ def test_the_death_of_a_server_moves_an_evaluation_of_the_last_one_ends_it(fleet
 
 def test_where_all_others_are_gone_training_gets_the_kept_one(fleets):
     fleet = fleets(2)
-    kept = fleet.engine.keep()
-    (server,) = kept.kept_servers.servers
-    other = fleet.fakes[1 - fleet.place(server)]
-    other.kill()
-    wait_until(lambda: sum(one.state == "up" for one in fleet.servers.all) == 1)
+    retained = fleet.engine.keep()
+    (server,) = retained.kept_servers.servers
+    second = fleet.fakes[1 - fleet.place(server)]
+    second.kill()
+    wait_until(lambda: sum(entry.state == "up" for entry in fleet.servers.all) == 1)
     assert versions(ask(fleet.engine, 2)) == {0}
     assert any("they train now" in line for line in fleet.said)
     with pytest.raises(KeepLost):
-        ask(kept, 1)
+        ask(retained, 1)
     assert fleet.engine.keep() is None, "one is left, which trains"
 
 
@@ -177,8 +177,8 @@ def test_servers_can_be_named(fleets):
         update={"eval_servers": [fleet.fakes[2].url + "/"]}
     )
     assert isinstance(fleet.engine, KeepsVersions)
-    kept = fleet.engine.keep()
-    assert [server.url for server in kept.kept_servers.servers] == [fleet.fakes[2].url]
+    retained = fleet.engine.keep()
+    assert [server.url for server in retained.kept_servers.servers] == [fleet.fakes[2].url]
     assert fleet.engine.keep() is None, "it keeps one already"
 
 

@@ -72,11 +72,11 @@ def test_the_last_gpus_are_the_servers(visible, settings, trainer, servers):
 
 
 def test_too_few_gpus_are_told_before_jax_is_there():
-    for visible, settings, said in [
+    for visible, settings, output in [
         ("0,1", {"gpus": 3}, "to have 3 GPUs and there are 2"),
         ("0,1", {"gpus": 2}, "none the trainer's.*sleep = true"),
     ]:
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=output):
             gpus.set_aside(
                 VllmConfig(launch="local", **settings), {"CUDA_VISIBLE_DEVICES": visible}
             )
@@ -107,7 +107,7 @@ def test_the_command_line_leaves_gpus_before_anything_looks_for_devices(
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "settings, output",
     [
         ({"launch": "none", "servers": ["http://a:1"], "replicas": 2}, "replicas is for servers"),
         ({"launch": "none"}, 'or have jaxtrain start them with rollout.vllm.launch = "local"'),
@@ -117,8 +117,8 @@ def test_the_command_line_leaves_gpus_before_anything_looks_for_devices(
         ({"model": {"path": None, "architecture": {}}}, "model.path, which is not set"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_keys(settings, said):
-    with pytest.raises(UserError, match=said):
+def test_what_cannot_be_is_refused_by_its_keys(settings, output):
+    with pytest.raises(UserError, match=output):
         make(**settings)
 
 
@@ -128,8 +128,10 @@ def test_the_command_says_what_the_config_says(monkeypatch, tmp_path):
     command = build_command(make(**vllm, weight_dtype="float32"), 81, ranks=4, longest=300)
     serve, options = command[: command.index("--")], command[command.index("--") + 1 :]
     assert serve[:3] == ["/vllm/python", "-m", "jaxtrain_vllm.serve"]
-    own = "--model some/model --host 127.0.0.1 --port 81 --sync full --drain-seconds 0 --sleep"
-    assert serve[3:] == own.split()
+    local_value = (
+        "--model some/model --host 127.0.0.1 --port 81 --sync full --drain-seconds 0 --sleep"
+    )
+    assert serve[3:] == local_value.split()
     pairs = list(zip(options[::2], options[1::2], strict=True))
     assert pairs[0] == ("--max-model-len", "300") and pairs[-1] == ("--max-model-len", "99")
     assert {("--dtype", "float32"), ("--tensor-parallel-size", "4")} <= set(pairs)
@@ -175,46 +177,48 @@ class Scripted:
 
 
 def test_three_restarts_in_ten_minutes_then_the_run_goes_on_without(tmp_path):
-    now, made, said, lost, failed = [0.0], [], [], [], []
+    current_time, created, output, lost, failed = [0.0], [], [], [], []
 
     def start():
-        made.append(Scripted())
-        return made[-1]
+        created.append(Scripted())
+        return created[-1]
 
-    servers = [Launched(f"http://a:{place}", start, tmp_path / f"{place}.log") for place in (0, 1)]
-    launcher = Launcher(servers, said.append, lambda: now[0])
+    servers = [
+        Launched(f"http://a:{position}", start, tmp_path / f"{position}.log") for position in (0, 1)
+    ]
+    launcher = Launcher(servers, output.append, lambda: current_time[0])
     launcher.start()
     launcher._watching = True
 
     def fail(server, seconds):
-        now[0] += seconds
+        current_time[0] += seconds
         server.process.status = 9
-        launcher.inspect(lambda *what: lost.append(what), failed.append)
+        launcher.inspect(lambda *label: lost.append(label), failed.append)
 
     for _ in range(3):
         fail(servers[0], 201)
     fail(servers[0], 201)  # the first is more than ten minutes ago
-    assert launcher.restarts == 4 and len(made) == 6 and servers[0].process.poll() is None
+    assert launcher.restarts == 4 and len(created) == 6 and servers[0].process.poll() is None
     fail(servers[0], 1)
-    assert servers[0].given_up and "ended 4 times within 10 minutes" in said[-1]
+    assert servers[0].given_up and "ended 4 times within 10 minutes" in output[-1]
     assert lost[-1] == ("http://a:0", f"its process ended with status 9; {tmp_path}/0.log")
-    assert [one.url for one in launcher.poll()] == ["http://a:0", "http://a:1"]
-    launcher.inspect(lambda *what: lost.append(what), failed.append)
+    assert [entry.url for entry in launcher.poll()] == ["http://a:0", "http://a:1"]
+    launcher.inspect(lambda *label: lost.append(label), failed.append)
     assert len(lost) == 5 and not failed
     for _ in range(4):
         fail(servers[1], 1)
     assert isinstance(failed[-1], RunStopped) and "all vLLM servers" in str(failed[-1])
     launcher.close()
     fail(servers[1], 1)
-    assert all(process.stopped for process in made[-1:]) and len(made) == 9
+    assert all(process.stopped for process in created[-1:]) and len(created) == 9
 
 
-def wait_for(what, seconds=20.0):
+def wait_for(label, seconds=20.0):
     end = time.monotonic() + seconds
-    while not (found := what()):
+    while not (actual := label()):
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.05)
-    return found
+    return actual
 
 
 def test_a_server_that_does_not_come_up_ends_the_run_with_its_last_words(tmp_path):
@@ -230,32 +234,32 @@ def test_a_server_that_does_not_come_up_ends_the_run_with_its_last_words(tmp_pat
 
 def test_a_killed_server_comes_back_with_the_newest_weights(tmp_path):
     """And what is started ends with the run, whose folder says where the logs are."""
-    said, folder = [], tmp_path / "servers"
+    output, folder = [], tmp_path / "servers"
     config = make(tmp_path, python=str(write_python(tmp_path)), health_seconds=0.1)
     with ExitStack() as stack:
-        launcher = open_launcher(config, folder, said.append)
+        launcher = open_launcher(config, folder, output.append)
         stack.callback(launcher.close)
         launcher.start()
         key = os.environ["VLLM_API_KEY"]
         assert len(key) > 30
         draw = SamplingConfig(max_new_tokens=8)
-        servers = Servers(config.rollout.vllm, draw, said.append, None, [launcher])
+        servers = Servers(config.rollout.vllm, draw, output.append, None, [launcher])
         stack.callback(servers.close)
         servers.push_weights = lambda server: servers.mark_up(server, 0)
         servers.open()
         [server] = servers.all
         servers.mark_up(server, 0)
         launcher.watch(servers.report_ended, servers.fail)
-        [one] = launcher.servers
-        first = one.process._process.pid
-        assert (folder / "0.json").exists() and key not in one.log_file.read_text()
+        [entry] = launcher.servers
+        first = entry.process._process.pid
+        assert (folder / "0.json").exists() and key not in entry.log_file.read_text()
         [child] = Path(f"/proc/{first}/task/{first}/children").read_text().split()
         os.kill(int(child), signal.SIGKILL)
         wait_for(lambda: launcher.restarts == 1 and server.state == "up")
         again = f"vllm {server.url} is started again (1 of 3): its process ended with status 137"
-        assert f"{again}; {one.log_file}" in said and servers.measure()["processes_ended"] == 1
-        assert any("is back with version 0" in line for line in said)
-        assert one.log_file.read_text().count("--- ") == 2
+        assert f"{again}; {entry.log_file}" in output and servers.measure()["processes_ended"] == 1
+        assert any("is back with version 0" in line for line in output)
+        assert entry.log_file.read_text().count("--- ") == 2
     with pytest.raises(ServerGone):
         call(server.url, "GET", "/health", timeout=5)
     assert sorted(os.listdir(folder)) == ["0.log", "path"]

@@ -67,9 +67,9 @@ def test_greedy_takes_the_argmax_of_a_full_forward_pass(model):
         assert len(answer.tokens) == 40 and answer.finish_reason == "length"
         logits = recompute(model, prompt, answer.tokens)
         assert answer.tokens == logits.argmax(-1).tolist()
-        wanted = log_softmax(logits)[np.arange(40), answer.tokens]
+        expected = log_softmax(logits)[np.arange(40), answer.tokens]
         # float32 through the cached and the plain program.
-        np.testing.assert_allclose(answer.logprobs, wanted, atol=1e-4)
+        np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
 
 
 def test_logprobs_are_of_the_tempered_distribution_before_truncation(model):
@@ -77,8 +77,8 @@ def test_logprobs_are_of_the_tempered_distribution_before_truncation(model):
     sampling = Sampling(max_new_tokens=20, temperature=1.7, top_k=5, seed=3)
     for prompt, answer in zip(PROMPTS, sampler.generate(PROMPTS, sampling), strict=True):
         logits = recompute(model, prompt, answer.tokens)
-        wanted = log_softmax(logits / 1.7)[np.arange(20), answer.tokens]
-        np.testing.assert_allclose(answer.logprobs, wanted, atol=1e-4)
+        expected = log_softmax(logits / 1.7)[np.arange(20), answer.tokens]
+        np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
         ranks = (logits > logits[np.arange(20), answer.tokens][:, None]).sum(-1)
         assert ranks.max() < 5
 
@@ -164,12 +164,12 @@ def keep_by_numpy(logits, top_k, top_p, min_p):
     order = sorted(range(len(logits)), key=lambda i: -logits[i])
     order = order[: top_k or len(order)]
     weights = np.exp(logits[order] - logits.max())
-    kept, mass = [], 0.0
+    retained, mass = [], 0.0
     for token, weight in zip(order, weights / weights.sum(), strict=True):
         if mass < top_p and np.exp(logits[token] - logits.max()) >= min_p:
-            kept.append(token)
+            retained.append(token)
         mass += weight
-    return set(kept)
+    return set(retained)
 
 
 @pytest.mark.parametrize(
@@ -178,11 +178,11 @@ def keep_by_numpy(logits, top_k, top_p, min_p):
 )
 def test_truncation_against_numpy(top_k, top_p, min_p):
     logits = np.random.default_rng(2).standard_normal((16, 20)).astype(np.float32) * 2
-    kept = np.asarray(cut(logits, make_draw(16, 1.0, top_k, top_p, min_p)))
-    for row, values in zip(logits, kept, strict=True):
-        found = set(np.flatnonzero(np.isfinite(values)))
-        assert found == keep_by_numpy(row, top_k, top_p, min_p)
-        np.testing.assert_array_equal(values[sorted(found)], row[sorted(found)])
+    array = np.asarray(cut(logits, make_draw(16, 1.0, top_k, top_p, min_p)))
+    for row, values in zip(logits, array, strict=True):
+        actual = set(np.flatnonzero(np.isfinite(values)))
+        assert actual == keep_by_numpy(row, top_k, top_p, min_p)
+        np.testing.assert_array_equal(values[sorted(actual)], row[sorted(actual)])
 
 
 def test_few_compilations_and_new_weights(model):
@@ -207,8 +207,8 @@ def test_on_a_mesh_as_on_one_device(model):
     mesh = make_mesh(fsdp=2, tensor=2)
     with jax.set_mesh(mesh):
         sharded = build.init(families.config_from_hf(RAW), 0, mesh=mesh)
-        found = LocalSampler(sharded, eos_ids=(), max_len=64).generate(PROMPTS, sampling)
-    assert [a.tokens for a in found] == [a.tokens for a in expected]
+        actual = LocalSampler(sharded, eos_ids=(), max_len=64).generate(PROMPTS, sampling)
+    assert [a.tokens for a in actual] == [a.tokens for a in expected]
 
 
 @pytest.mark.parametrize(

@@ -91,13 +91,13 @@ class Simulated(VllmEngine):
 
 def simulate(episodes, churn, **settings):
     """(engine, servers, {episode: answers of its turns}) of a run in virtual time."""
-    loop, dice, said = VirtualLoop(), random.Random(7), []
+    loop, dice, output = VirtualLoop(), random.Random(7), []
     config = VllmConfig(discover="file:///x", drain_seconds=3.0, **settings)
     source = Listed(URLS)
-    servers = Servers(config, DRAW, said.append, sources=[source])
+    servers = Servers(config, DRAW, output.append, sources=[source])
     servers.clock = loop.time
     engine = Simulated(servers, dice, group_size=GROUP)
-    found = defaultdict(list)
+    actual = defaultdict(list)
 
     def push_weights(server):
         server.model = "base"
@@ -106,7 +106,7 @@ def simulate(episodes, churn, **settings):
     async def play(index):
         for turn in range(TURNS):
             answer = await engine.generate([1] * (turn + 2), DRAW, (3,), index)
-            found[index].append((turn, answer.tokens, answer.versions))
+            actual[index].append((turn, answer.tokens, answer.versions))
 
     async def change():
         while True:
@@ -155,7 +155,7 @@ def simulate(episodes, churn, **settings):
         loop.run_until_complete(run())
     finally:
         loop.close()
-    return engine, servers, found
+    return engine, servers, actual
 
 
 def share_at_one_server(engine):
@@ -167,10 +167,10 @@ def share_at_one_server(engine):
 
 
 def test_nothing_is_lost_or_twice_while_servers_come_and_go():
-    engine, servers, found = simulate(1000, churn=True)
-    assert sorted(found) == list(range(1000))
-    assert all([turn for turn, *_ in turns] == [*range(TURNS)] for turns in found.values())
-    for turns in found.values():
+    engine, servers, actual = simulate(1000, churn=True)
+    assert sorted(actual) == list(range(1000))
+    assert all([turn for turn, *_ in turns] == [*range(TURNS)] for turns in actual.values())
+    for turns in actual.values():
         dates = [version for *_, drawn in turns for version in drawn]
         assert dates == sorted(dates)
     counted = servers.measure()
@@ -184,9 +184,9 @@ def test_nothing_is_lost_or_twice_while_servers_come_and_go():
 def test_a_group_stays_at_one_server_and_work_is_fair(concurrency):
     engine, servers, _ = simulate(1000, churn=False, concurrency=concurrency)
     assert share_at_one_server(engine) >= 0.9
-    each = Counter(url for _, url in engine.asked_at)
+    counter = Counter(url for _, url in engine.asked_at)
     mean = 1000 * TURNS / len(URLS)
-    assert len(each) == len(URLS) and max(each.values()) < 2 * mean
+    assert len(counter) == len(URLS) and max(counter.values()) < 2 * mean
 
 
 def test_what_is_full_is_passed_over_and_weights_count():
@@ -207,13 +207,17 @@ def test_what_is_full_is_passed_over_and_weights_count():
 
 
 def test_a_servers_own_queue_bounds_what_it_gets():
-    told = {"running": 10.0, "waiting": 2.0, "ranks": 1, "age": 1.0, "in_flight": 12.0}
-    assert limit_load(100, **told) == 14
-    assert limit_load(100, **told | {"waiting": 0.0}) == 158
-    assert limit_load(100, **told | {"waiting": 5.0}) == 12
-    assert limit_load(100, **told | {"waiting": 5.0, "in_flight": 0.0}) == 1  # others keep it full
-    assert limit_load(100, **told | {"ranks": 8, "waiting": 30.0}) == 42
-    assert limit_load(100, **told | {"age": FRESH_SECONDS + 1}) == 158  # stale: it starves nobody
+    messages = {"running": 10.0, "waiting": 2.0, "ranks": 1, "age": 1.0, "in_flight": 12.0}
+    assert limit_load(100, **messages) == 14
+    assert limit_load(100, **messages | {"waiting": 0.0}) == 158
+    assert limit_load(100, **messages | {"waiting": 5.0}) == 12
+    assert (
+        limit_load(100, **messages | {"waiting": 5.0, "in_flight": 0.0}) == 1
+    )  # others keep it full
+    assert limit_load(100, **messages | {"ranks": 8, "waiting": 30.0}) == 42
+    assert (
+        limit_load(100, **messages | {"age": FRESH_SECONDS + 1}) == 158
+    )  # stale: it starves nobody
 
 
 def test_telemetry_adds_up_over_ranks():
@@ -244,7 +248,7 @@ def test_files_list_servers_and_a_file_being_written_lists_nothing_new(tmp_path)
 def test_names_and_services_list_servers(monkeypatch):
     addresses = [("", 0, 0, "", ("10.0.0.1", 9)), ("", 0, 0, "", ("fd00::1", 9, 0, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses * 2)
-    assert [one.url for one in DnsServers("dns://pods:9").poll()] == [
+    assert [entry.url for entry in DnsServers("dns://pods:9").poll()] == [
         "http://10.0.0.1:9",
         "http://[fd00::1]:9",
     ]
@@ -261,7 +265,7 @@ def test_names_and_services_list_servers(monkeypatch):
         DiscoveredServer("http://a:1", 2.0),
         DiscoveredServer("http://b:1", 1.0),
     ]
-    assert [one.url for one in DynamoServers("dynamo+http://d:3").poll()] == [
+    assert [entry.url for entry in DynamoServers("dynamo+http://d:3").poll()] == [
         "http://a:1",
         "http://b:1",
     ]
@@ -275,27 +279,27 @@ def refuse():
 
 
 def test_a_silent_source_keeps_its_last_list_and_is_told_once():
-    said = []
+    output = []
     source = Listed(URLS[:3])
     config = VllmConfig(discover="file:///x")
-    servers = Servers(config, DRAW, said.append, sources=[source])
+    servers = Servers(config, DRAW, output.append, sources=[source])
     source.urls = None
     for _ in range(3):
         servers.poll()
     assert len(servers.all) == 3 and not servers.waits_on()
     assert servers.measure()["sources_silent"] == 1
-    assert sum("does not answer" in line for line in said) == 1
+    assert sum("does not answer" in line for line in output) == 1
     source.urls = URLS[:2]
     servers.poll()
-    assert len(servers.all) == 2 and servers.waits_on() and "answers again" in " ".join(said)
+    assert len(servers.all) == 2 and servers.waits_on() and "answers again" in " ".join(output)
 
 
 def test_a_draining_server_ends_its_requests_or_is_cut():
     servers = Servers(
         VllmConfig(drain_seconds=60.0), DRAW, lambda _: None, sources=[Listed(URLS[:2])]
     )
-    now = 0.0
-    servers.clock = lambda: now
+    current_time = 0.0
+    servers.clock = lambda: current_time
     servers.version = 0
     for server in servers.all:
         servers.mark_up(server, 0)
@@ -304,7 +308,7 @@ def test_a_draining_server_ends_its_requests_or_is_cut():
     servers.leave(first, "listed no more")
     assert first.state == "draining" and not servers.end_drain(first)
     assert all(servers.acquire(1) is not first for _ in range(4))
-    now = 61.0
+    current_time = 61.0
     assert servers.end_drain(first) and first.state == "gone" and first.epoch == epoch + 1
     assert servers.counters["requests_cut"] == 1 and first not in servers.all
     with pytest.raises(ServerGone):
@@ -323,8 +327,8 @@ def test_a_draining_server_ends_its_requests_or_is_cut():
 def test_other_sources_are_refused(address):
     from jaxtrain.config.vllm import find_vllm_conflicts
 
-    found = list(find_vllm_conflicts(VllmConfig(discover=address), "none", "sync"))
-    assert any("is none of file:///PATH" in line for line in found)
+    actual = list(find_vllm_conflicts(VllmConfig(discover=address), "none", "sync"))
+    assert any("is none of file:///PATH" in line for line in actual)
 
 
 def test_sources_of_a_config():

@@ -97,35 +97,35 @@ def read_evals(folder) -> dict[int, dict]:
 @pytest.mark.slow
 def test_the_loop_has_the_sets_answered_under_each_version_while_it_trains(config, tmp_path, fake):
     """By one of two servers, which is slow; the last one by both, and one that was broken off."""
-    other = FakeVllm()
-    other.token_seconds = 0.02
-    urls = f'rollout.vllm.servers=["{other.url}", "{fake.url}"]'
-    words = ["--config", str(config), urls, f'rollout.vllm.eval_servers=["{other.url}"]']
+    fake_vllm = FakeVllm()
+    fake_vllm.token_seconds = 0.02
+    urls = f'rollout.vllm.servers=["{fake_vllm.url}", "{fake.url}"]'
+    words = ["--config", str(config), urls, f'rollout.vllm.eval_servers=["{fake_vllm.url}"]']
     try:
         assert main([*words, "run.max_steps=4", "eval.every=2"]) == 0
-        found = read_evals(tmp_path / "run")
-        assert list(found) == [0, 2, 4]
-        assert [found[step]["eval/policy_version"] for step in (0, 2)] == [0, 2]
+        evals = read_evals(tmp_path / "run")
+        assert list(evals) == [0, 2, 4]
+        assert [evals[step]["eval/policy_version"] for step in (0, 2)] == [0, 2]
         lines = [line["step"] for line in read(tmp_path / "run" / "metrics.jsonl")]
         assert lines != sorted(lines), "training went on meanwhile"
         answers = [line for line in read(tmp_path / "run" / "samples.jsonl") if "set" in line]
         assert [a["step"] for a in answers] == [0] * 10 + [2] * 10 + [4] * 10
         # The sets' 5 x 2 answers of each version, and rounds of 2 x 2: each once, by whomever.
-        asked = count_versions(fake) + count_versions(other)
-        assert asked == {"0": 14, "1": 4, "2": 14, "3": 4, "4": 10}
+        requests = count_versions(fake) + count_versions(fake_vllm)
+        assert requests == {"0": 14, "1": 4, "2": 14, "3": 4, "4": 10}
         rewards = [a["reward"] for a in answers if a["step"] == 2]
-        assert found[2]["eval/calculator/reward"] == pytest.approx(sum(rewards) / 10)
+        assert evals[2]["eval/calculator/reward"] == pytest.approx(sum(rewards) / 10)
         # As if the run had been killed while the sets were answered by the last version.
         metrics = tmp_path / "run" / "metrics.jsonl"
         rest = [line for line in read(metrics) if "eval/calculator/avg@2" not in line]
         metrics.write_text("".join(json.dumps(line) + "\n" for line in rest))
         (tmp_path / "run" / NOTE).write_text('{"step": 4}')
-        more = ["run.max_steps=5", "run.allow_config_change=true"]
-        assert main([*words, *more]) == 0
+        extra = ["run.max_steps=5", "run.allow_config_change=true"]
+        assert main([*words, *extra]) == 0
         assert list(read_evals(tmp_path / "run")) == [4, 5]
         assert not (tmp_path / "run" / NOTE).exists()
     finally:
-        other.kill()
+        fake_vllm.kill()
 
 
 def test_the_verb_brings_the_weights_and_asks_the_servers(fake, config, tmp_path):

@@ -28,9 +28,9 @@ def take(producer, count):
 
 @pytest.fixture
 def closing():
-    made = []
-    yield made.append
-    for producer in made:
+    created = []
+    yield created.append
+    for producer in created:
         producer.close()
 
 
@@ -76,19 +76,19 @@ def test_failed_episodes_are_played_again_then_their_group_is_dropped(closing):
     first = {0: 2, 4 * GROUP + 1: 3}  # the first episode of prompt 0; the second of prompt 1
     producer = make(env=OneToken(first), rules={"retries": 2})
     closing(producer)
-    kept, lost = producer.next_slots(2)
-    assert kept.redone == 2 and kept.group is not None
+    retained, lost = producer.next_slots(2)
+    assert retained.redone == 2 and retained.group is not None
     assert lost.group is None and lost.dropped == {"failed: server gone": 1}
 
 
 def test_groups_of_equal_rewards_are_dropped_or_replaced(closing):
-    equal = Judge(lambda row, place: 1.0 if row["id"] % 2 == 0 else float(place))
+    equal = Judge(lambda row, position: 1.0 if row["id"] % 2 == 0 else float(position))
     producer = make(judge=equal)
     closing(producer)
     slots = producer.next_slots(4)
     assert [slot.group is None for slot in slots] == [True, False, True, False]
     assert slots[0].dropped == {"zero_advantage": 1}
-    first = Judge(lambda row, place: 1.0 if row["id"] < 3 else float(place))
+    first = Judge(lambda row, position: 1.0 if row["id"] < 3 else float(position))
     refilling = make(judge=first, rules={"max_prompts": 3})
     closing(refilling)
     assert all(slot.group is not None for slot in refilling.next_slots(4))
@@ -121,15 +121,15 @@ def test_prompts_taken_out_of_order_leave_no_hole_in_the_cursor(closing):
 
 
 def test_a_cursor_of_other_data_is_refused(closing):
-    producer, other = make(rows=8), make(rows=9)
-    closing(producer), closing(other)
+    producer, second = make(rows=8), make(rows=9)
+    closing(producer), closing(second)
     with pytest.raises(UserError, match="the prompts differ"):
-        other.restore(producer.state())
+        second.restore(producer.state())
 
 
 def test_prompts_nobody_earned_on_are_asked_again_with_new_draws(closing):
     engine = KnownPolicy()
-    judge = Judge(lambda row, place: 0.0 if row["id"] == 0 else float(place))
+    judge = Judge(lambda row, position: 0.0 if row["id"] == 0 else float(position))
     again = iter([False, False, True, True])
     producer = make(engine, judge=judge, take_retry=lambda: next(again))
     closing(producer)
@@ -180,12 +180,12 @@ def test_a_round_has_exact_advantages_and_metrics(closing):
     want = np.tile(rewards / (np.std(rewards, ddof=1) + 1e-4), 2)
     np.testing.assert_allclose(batch.streams["advantage"][mask], want[places], rtol=1e-6)
     np.testing.assert_allclose(batch.streams["sampler_logp"][mask], -0.5)
-    found = source.metrics
-    assert found["reward"] == 1.5 and found["frac_reward_zero_std"] == 0
-    assert found["reward_std"] == pytest.approx(np.std(rewards, ddof=1))
-    assert found["completions/mean_length"] == 1 and found["completions/clipped_ratio"] == 0
-    assert found["lag/max"] == 0
-    assert found["prompt_tokens_saved"] == (2 * (GROUP - 1)) / (2 * GROUP * 2)
+    actual = source.metrics
+    assert actual["reward"] == 1.5 and actual["frac_reward_zero_std"] == 0
+    assert actual["reward_std"] == pytest.approx(np.std(rewards, ddof=1))
+    assert actual["completions/mean_length"] == 1 and actual["completions/clipped_ratio"] == 0
+    assert actual["lag/max"] == 0
+    assert actual["prompt_tokens_saved"] == (2 * (GROUP - 1)) / (2 * GROUP * 2)
     assert [sample["reward"] for sample in source.samples] == [3.0, 0.0]
 
 
@@ -193,15 +193,15 @@ def test_lengths_of_answers_that_ended_are_told_from_those_cut_off():
     def episode(length, reason):
         return Episode([1] * (length + 1), [False] + [True] * length, [], [], reason)
 
-    found = describe_episodes([episode(2, "stop"), episode(9, "length"), episode(5, "stop")])
+    actual = describe_episodes([episode(2, "stop"), episode(9, "length"), episode(5, "stop")])
     names = ("mean_length", "max_length", "clipped_ratio", "mean_terminated_length")
     names += ("min_terminated_length", "max_terminated_length")
-    values = [found[f"completions/{name}"] for name in names]
+    values = [actual[f"completions/{name}"] for name in names]
     assert values == pytest.approx([16 / 3, 9, 1 / 3, 3.5, 2, 5])
 
 
 def test_dropped_groups_still_count_in_the_mean_reward(closing):
-    equal = Judge(lambda row, place: 9.0 if row["id"] == 0 else float(place))
+    equal = Judge(lambda row, position: 9.0 if row["id"] == 0 else float(position))
     producer = make(judge=equal)
     closing(producer)
     source = make_rounds(producer)
@@ -246,7 +246,7 @@ def test_prefetch_lags_one_round(closing):
 def test_a_run_without_anything_to_learn_from_stops_with_the_reason(closing):
     """The rounds come out with their numbers and samples, and are not asked again meanwhile; the
     end says what was sampled."""
-    producer = make(judge=Judge(lambda row, place: 0.0))
+    producer = make(judge=Judge(lambda row, position: 0.0))
     closing(producer)
     source = make_rounds(producer, max_idle=3)
     for count in (1, 2, 3):
@@ -275,7 +275,7 @@ def test_no_reward_at_all_is_an_error(closing):
 
 
 def test_replayed_groups_stand_in_for_flat_ones_and_are_marked(closing):
-    judge = Judge(lambda row, place: float(place) if row["id"] < 2 else 1.0)
+    judge = Judge(lambda row, position: float(position) if row["id"] < 2 else 1.0)
     producer = make(judge=judge)
     closing(producer)
     source = make_rounds(producer, replay=ReplayBuffer(4, max_lag=2))
@@ -292,9 +292,9 @@ def test_replayed_groups_stand_in_for_flat_ones_and_are_marked(closing):
 
 def test_the_replay_buffer_keeps_the_most_informative():
     def group(draw, scale):
-        found = Group(draw, {}, [], [], advantages=scale * np.array([-1.0, 1.0]))
-        found.totals = np.array([0.0, scale])
-        return found
+        actual = Group(draw, {}, [], [], advantages=scale * np.array([-1.0, 1.0]))
+        actual.totals = np.array([0.0, scale])
+        return actual
 
     buffer = ReplayBuffer(2, max_lag=10)
     buffer.store([group(0, 1.0), group(1, 3.0), group(2, 2.0), group(3, 0.0)], version=0)
@@ -311,9 +311,9 @@ def test_state_travels_through_json(closing):
     draw(source)
     source.version = 1
     state = json.loads(json.dumps(source.state()))
-    other = make()
-    closing(other)
-    resumed = make_rounds(other)
+    second = make()
+    closing(second)
+    resumed = make_rounds(second)
     resumed.restore(state)
     assert resumed.version == 1
     assert resumed.counters()["rounds"] == 1

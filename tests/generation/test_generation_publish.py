@@ -38,13 +38,13 @@ def pieces(params):
 
 @contextlib.contextmanager
 def open_servers(fakes, adapters=False, **settings):
-    said: list[str] = []
+    output: list[str] = []
     defaults = {"health_seconds": 0.05, "wait_seconds": 3, "request_seconds": 5}
     config = VllmConfig(servers=[fake.url for fake in fakes], **{**defaults, **settings})
-    servers = Servers(config, DRAW, said.append)
+    servers = Servers(config, DRAW, output.append)
     try:
         servers.open()
-        yield VllmEngine(servers, adapters=adapters, first_pause=0.01), servers, said
+        yield VllmEngine(servers, adapters=adapters, first_pause=0.01), servers, output
     finally:
         servers.close()
         for fake in fakes:
@@ -54,9 +54,9 @@ def open_servers(fakes, adapters=False, **settings):
 
 @contextlib.contextmanager
 def open_weights(fakes, delta=False, shapes=None, **settings):
-    with open_servers(fakes, **settings) as (engine, servers, said):
+    with open_servers(fakes, **settings) as (engine, servers, output):
         publisher = WeightPublisher(servers, pieces, TensorSet(shapes or SHAPES), delta=delta)
-        yield engine, publisher, said
+        yield engine, publisher, output
         publisher.close()
 
 
@@ -67,8 +67,8 @@ def bits(params, dtype=ml_dtypes.bfloat16):
 def assert_holds(fake, params):
     for shelf in fake.shelves:
         assert set(shelf.tensors) == set(params)
-        for name, wanted in bits(params).items():
-            np.testing.assert_array_equal(shelf.tensors[name].bits, wanted)
+        for name, expected in bits(params).items():
+            np.testing.assert_array_equal(shelf.tensors[name].bits, expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -91,8 +91,8 @@ def test_the_order_of_calls_around_a_commit():
     fake = FakeVllm(tensors=HELD)
     with open_weights([fake]) as (_, publisher, _):
         publisher.publish(0, draw_params())
-        wanted = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
-        assert [path for path, _ in fake.log][-5:] == [*wanted, "/resume"]
+        expected = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+        assert [path for path, _ in fake.log][-5:] == [*expected, "/resume"]
         assert dict(fake.log)["/pause"] == {"mode": "keep"}
 
 
@@ -131,7 +131,7 @@ def test_a_delta_that_changes_nearly_everything_is_sent_in_full():
 def test_a_restarted_server_gets_everything_before_it_is_asked():
     fake = FakeVllm(tensors=HELD)
     params = draw_params()
-    with open_weights([fake], delta=True, wait_seconds=10) as (engine, publisher, said):
+    with open_weights([fake], delta=True, wait_seconds=10) as (engine, publisher, output):
         publisher.publish(0, params)
         params["model.norm.weight"][0] += 1
         publisher.publish(1, params)
@@ -139,31 +139,31 @@ def test_a_restarted_server_gets_everything_before_it_is_asked():
         fake.start()
         assert ask(engine)[0].versions == [1] * 4
         assert_holds(fake, params)
-    assert any("is back with version 1" in line for line in said)
+    assert any("is back with version 1" in line for line in output)
 
 
 def test_a_broken_link_is_made_again():
     fake = FakeVllm(tensors=HELD)
     params = draw_params()
-    with open_weights([fake], delta=True) as (_, publisher, said):
+    with open_weights([fake], delta=True) as (_, publisher, output):
         publisher.publish(0, params)
         fake.links[0].shutdown(socket.SHUT_RDWR)
         params["model.norm.weight"][0] += 1
         publisher.publish(1, params)
         assert_holds(fake, params)
-    assert not any("dropped" in line for line in said)
+    assert not any("dropped" in line for line in output)
 
 
 def test_a_server_that_fails_the_sync_is_dropped_and_the_others_go_on():
     fakes = [FakeVllm(tensors=HELD), FakeVllm(tensors=HELD)]
-    with open_weights(fakes) as (engine, publisher, said):
+    with open_weights(fakes) as (engine, publisher, output):
         publisher.publish(0, draw_params())
         fakes[0].refuse_stage = True
         publisher.publish(1, draw_params(1))
         answers = ask(engine, 4)
         assert {v for answer in answers for v in answer.versions} == {1}
         assert fakes[1].answered == 4
-    assert any("weight sync" in line and "dropped" in line for line in said)
+    assert any("weight sync" in line and "dropped" in line for line in output)
 
 
 STEPS = ("/get_world_size", "links", "/pause", "/update_weights", "/finish_weight_update")
@@ -176,7 +176,7 @@ STEPS = ("/get_world_size", "links", "/pause", "/update_weights", "/finish_weigh
 def test_a_sync_waits_for_the_slowest_no_longer_than_it_may(step, trouble):
     """Any step may hang: sync_seconds bounds all of them together; then the others go on."""
     fakes = [FakeVllm(tensors=HELD), FakeVllm(tensors=HELD)]
-    with open_weights(fakes, sync_seconds=0.5) as (engine, publisher, said):
+    with open_weights(fakes, sync_seconds=0.5) as (engine, publisher, output):
         publisher.publish(0, draw_params())
         fakes[0].trouble[step] = trouble
         started = time.monotonic()
@@ -190,7 +190,7 @@ def test_a_sync_waits_for_the_slowest_no_longer_than_it_may(step, trouble):
         while publisher.servers.all[0].version != 2 and time.monotonic() < deadline:
             time.sleep(0.02)
         assert_holds(fakes[0], draw_params(2))
-    assert any("weight sync" in line and "dropped" in line for line in said)
+    assert any("weight sync" in line and "dropped" in line for line in output)
 
 
 def test_when_no_server_takes_the_weights_the_run_stops():
@@ -202,16 +202,16 @@ def test_when_no_server_takes_the_weights_the_run_stops():
 
 
 @pytest.mark.parametrize(
-    "held, told",
+    "held, messages",
     [
         ({}, "missing there: model.embed_tokens.weight"),
         ({**HELD, "model.layers.9.bias": [4]}, "only there: model.layers.9.bias"),
         ({**HELD, "model.norm.weight": [9]}, r"is \(9,\) there, \(8,\) in the trainer"),
     ],
 )
-def test_another_model_is_refused_by_its_whole_list_of_tensors(held, told):
+def test_another_model_is_refused_by_its_whole_list_of_tensors(held, messages):
     fake = FakeVllm(tensors=held)
-    with open_weights([fake]) as (_, publisher, _), pytest.raises(UserError, match=told):
+    with open_weights([fake]) as (_, publisher, _), pytest.raises(UserError, match=messages):
         publisher.publish(0, draw_params())
 
 
@@ -252,8 +252,8 @@ def test_one_gpu_for_both_sleeps_while_training_and_wakes_in_parts():
 def test_rounding_is_that_of_the_trainer():
     """Round to nearest, ties to even, as jax casts: else deltas would be dense."""
     values = np.array([1.0 + 2**-8, 1.0 + 3 * 2**-8, -1.0, 3e-40], np.float32)
-    found = collect([SplitPiece("a", (4,), full_index((4,)), values)], {"a": (4,)}, "bfloat16")
-    np.testing.assert_array_equal(found["a"].bits, [0x3F80, 0x3F82, 0xBF80, 0x0003])
+    actual = collect([SplitPiece("a", (4,), full_index((4,)), values)], {"a": (4,)}, "bfloat16")
+    np.testing.assert_array_equal(actual["a"].bits, [0x3F80, 0x3F82, 0xBF80, 0x0003])
 
 
 def test_a_flipped_bit_on_the_way_is_noticed_and_rolled_back():
@@ -295,12 +295,12 @@ def test_a_delta_comes_out_as_it_went_in(size, share):
     described, payload = wire.pack_delta({"a": changes})
     assert sum(part.nbytes for part in payload) == changes.nbytes
     assert changes.nbytes <= changes.positions.nbytes + changes.values.nbytes
-    found = wire.unpack_delta(described, join(payload), {"a": old})
-    for change in found.values():
+    actual = wire.unpack_delta(described, join(payload), {"a": old})
+    for change in actual.values():
         undo = wire.apply_changes(old.bits, change)
         np.testing.assert_array_equal(old.bits, new)
         wire.apply_changes(old.bits, undo)
-    assert bool(found) == bool((old.bits != new).any())
+    assert bool(actual) == bool((old.bits != new).any())
     if described and not described[0]["index_bytes"]:
         described[0]["count"] += 1
         with pytest.raises(wire.WireError, match="places for"):
@@ -322,8 +322,8 @@ def test_a_stranger_who_knows_no_token_is_not_taken_for_a_worker():
         publisher.publish(0, draw_params())
         assert_holds(fake, draw_params())
         info = links.describe(fake.url)
-        with connect({**info, "server": "http://other"}, 0, HELD) as other:
-            assert other.recv(1) == b""
+        with connect({**info, "server": "http://other"}, 0, HELD) as second:
+            assert second.recv(1) == b""
         with socket.create_connection((links.host, links.port)) as large:
             handshake.introduce(large, links.token.encode())
             header = json.dumps({"server": fake.url, "bytes": 2**30}).encode()
@@ -381,17 +381,17 @@ def test_messages_that_make_no_sense_are_answered_and_change_nothing(header, pay
     | st.binary(max_size=30),
 )
 def test_a_damaged_message_is_no_message(magic, length, header):
-    ours, theirs = socket.socketpair()
-    with ours:
+    actual_values, reference = socket.socketpair()
+    with actual_values:
         size = len(header) if length is None else length
-        theirs.sendall(magic + size.to_bytes(4, "little") + header)
-        theirs.close()
+        reference.sendall(magic + size.to_bytes(4, "little") + header)
+        reference.close()
         with pytest.raises(wire.WireError):
-            wire.receive_message(ours)
+            wire.receive_message(actual_values)
 
 
 @pytest.mark.parametrize(
-    "settings, adapter, mode, told",
+    "settings, adapter, mode, messages",
     [
         ({"servers": []}, "none", "sync", "needs rollout.vllm.servers"),
         ({"servers": ["localhost:8000"]}, "none", "sync", "is no URL"),
@@ -404,9 +404,9 @@ def test_a_damaged_message_is_no_message(magic, length, header):
         ({"servers": ["http://far:1"]}, "none", "sync", "cannot be reached from http://far:1"),
     ],
 )
-def test_settings_that_cannot_work_together(settings, adapter, mode, told):
+def test_settings_that_cannot_work_together(settings, adapter, mode, messages):
     config = VllmConfig(**{"servers": ["http://a"], **settings})
-    assert any(told in problem for problem in find_vllm_conflicts(config, adapter, mode))
+    assert any(messages in problem for problem in find_vllm_conflicts(config, adapter, mode))
 
 
 def test_settings_that_can():

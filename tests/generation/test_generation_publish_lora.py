@@ -23,9 +23,9 @@ def write_adapter(params, folder):
 
 @contextlib.contextmanager
 def open_lora(fakes, folder, write=write_adapter, **settings):
-    with open_servers(fakes, adapters=True, sync="lora", **settings) as (engine, servers, said):
+    with open_servers(fakes, adapters=True, sync="lora", **settings) as (engine, servers, output):
         publisher = LoraPublisher(servers, folder, "/runs/a", write, lambda params: 1000)
-        yield engine, publisher, said
+        yield engine, publisher, output
         if any(fake.thread.is_alive() for fake in fakes):
             publisher.close()
 
@@ -45,7 +45,7 @@ def test_each_version_is_a_new_adapter_and_old_ones_go(tmp_path):
 
 def test_a_restarted_server_loads_the_newest_adapter_again(tmp_path):
     fake = FakeVllm()
-    with open_lora([fake], tmp_path, wait_seconds=10) as (engine, publisher, said):
+    with open_lora([fake], tmp_path, wait_seconds=10) as (engine, publisher, output):
         publisher.publish(0, 8)
         publisher.publish(1, 8)
         fake.kill()
@@ -58,11 +58,11 @@ def test_a_restarted_server_loads_the_newest_adapter_again(tmp_path):
 
 def test_an_adapter_that_someone_took_away_is_loaded_again(tmp_path):
     fake = FakeVllm()
-    with open_lora([fake], tmp_path) as (engine, publisher, said):
+    with open_lora([fake], tmp_path) as (engine, publisher, output):
         publisher.publish(0, 8)
         fake.adapters.clear()
         assert ask(engine)[0].tokens == [100, 101, 102, STOP]
-    assert any("does not serve" in line for line in said)
+    assert any("does not serve" in line for line in output)
 
 
 def test_a_load_that_fails_says_what_to_change(tmp_path):
@@ -94,21 +94,21 @@ def test_a_server_that_does_not_see_the_disk_is_sent_the_files(tmp_path, transpo
     fakes = [FakeVllm(), FakeVllm()]
     fakes[0].sees_disk = False
     options = {"keep_adapters": 2, "adapter_transport": transport}
-    with open_lora(fakes, tmp_path, **options) as (engine, publisher, said):
+    with open_lora(fakes, tmp_path, **options) as (engine, publisher, output):
         for version in range(4):
             publisher.publish(version, 8)
             assert {v for a in ask(engine, 4) for v in a.versions} == {version}
             names = sorted(path.name for path in tmp_path.iterdir())
-            there = fakes[0].store.folder
-            assert sorted(path.name for path in there.iterdir()) == names
+            remote_result = fakes[0].store.folder
+            assert sorted(path.name for path in remote_result.iterdir()) == names
             for name in names:
                 for file in FILES:
-                    sent = (there / name / file).read_bytes()
+                    sent = (remote_result / name / file).read_bytes()
                     assert sent == (tmp_path / name / file).read_bytes() and sent
-            assert set(fakes[0].adapters.values()) == {str(there / name) for name in names}
+            assert set(fakes[0].adapters.values()) == {str(remote_result / name) for name in names}
             assert all(sorted(fake.adapters) == names for fake in fakes)
-    assert sum("over HTTP" in line for line in said) == (transport == "auto")
-    assert list(there.iterdir()) == list(tmp_path.iterdir()) == []
+    assert sum("over HTTP" in line for line in output) == (transport == "auto")
+    assert list(remote_result.iterdir()) == list(tmp_path.iterdir()) == []
     assert (fakes[1].store._folder is None) == (transport == "auto")
 
 
@@ -130,14 +130,14 @@ def test_a_version_is_sent_once_though_a_watcher_waits_to_bring_it_too(tmp_path)
 
 def test_a_server_that_dies_while_it_is_sent_an_adapter_is_dropped(tmp_path):
     fakes = [FakeVllm(), FakeVllm()]
-    with open_lora(fakes, tmp_path, adapter_transport="http") as (engine, publisher, said):
+    with open_lora(fakes, tmp_path, adapter_transport="http") as (engine, publisher, output):
         publisher.publish(0, 8)
-        kept = fakes[0].store.handle
+        retained = fakes[0].store.handle
         fakes[0].store.handle = refuse_with((400, {"error": "another checksum"}))
         publisher.publish(1, 8)
         assert ask(engine)[0].versions == [1] * 4 and fakes[0].answered == 0
-        assert any("not taken: another checksum" in line for line in said)
-        fakes[0].store.handle = kept  # and comes back with the newest
+        assert any("not taken: another checksum" in line for line in output)
+        fakes[0].store.handle = retained  # and comes back with the newest
         deadline = time.monotonic() + 30
         while len(engine.servers.ready()) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -154,14 +154,16 @@ def test_a_full_disk_costs_old_versions_then_the_run_but_never_a_half_adapter(tm
         write_adapter(params, folder)
 
     fake = FakeVllm()
-    with open_lora([fake], tmp_path, write, keep_adapters=4) as (engine, publisher, said):
+    with open_lora([fake], tmp_path, write, keep_adapters=4) as (engine, publisher, output):
         for version in range(3):
             publisher.publish(version, 8)
         full[0] = 3
         publisher.publish(3, 8)
         assert ask(engine)[0].versions == [3] * 4
         assert len(list(tmp_path.iterdir())) == 2 and len(fake.adapters) == 2
-        assert any("is full: deleting all versions but the newest" in line for line in said), said
+        assert any("is full: deleting all versions but the newest" in line for line in output), (
+            output
+        )
         full[0] = 1
         with pytest.raises(RunStopped, match="version 4 cannot be written: No space left"):
             publisher.publish(4, 8)
@@ -192,7 +194,7 @@ def test_leftovers_of_an_earlier_process_are_unloaded_and_deleted(tmp_path):
     half = leave(
         ".jaxtrain-00000000-8.unfinished", {"run": "/runs/a", "name": "jaxtrain-00000000-8"}
     )
-    kept = [
+    retained = [
         leave("jaxtrain-11111111-7", {"run": "/runs/b", "name": "jaxtrain-11111111-7"}),
         leave("jaxtrain-best", {"run": "/runs/a", "name": "jaxtrain-00000000-7"}),
         leave("jaxtrain-mine", None),
@@ -200,12 +202,12 @@ def test_leftovers_of_an_earlier_process_are_unloaded_and_deleted(tmp_path):
         leave("jaxtrain-list", "[1]"),
         leave("notes", {"run": "/runs/a", "name": "notes"}),
     ]
-    fake.adapters = {path.name: str(path) for path in (old, *kept)}
+    fake.adapters = {path.name: str(path) for path in (old, *retained)}
     fake.adapters["someone-else"] = "/other/place"
     with open_lora([fake], tmp_path) as (_, publisher, _):
-        assert set(fake.adapters) == {path.name for path in kept} | {"someone-else"}
+        assert set(fake.adapters) == {path.name for path in retained} | {"someone-else"}
         assert not old.exists() and not half.exists()
         for version in range(4):
             publisher.publish(version, 8)
-    assert set(tmp_path.iterdir()) == set(kept)
-    assert set(fake.adapters) == {path.name for path in kept} | {"someone-else"}
+    assert set(tmp_path.iterdir()) == set(retained)
+    assert set(fake.adapters) == {path.name for path in retained} | {"someone-else"}

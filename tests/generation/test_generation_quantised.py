@@ -81,8 +81,8 @@ def reference(params, tokens, weights, cache):
         T, _, H = x.shape
         angle = np.arange(T)[:, None] * 10000.0 ** (-np.arange(0, H, 2) / H)
         cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-        left, right = x[..., : H // 2], x[..., H // 2 :]
-        return np.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+        first, right = x[..., : H // 2], x[..., H // 2 :]
+        return np.concatenate([first * cos - right * sin, right * cos + first * sin], -1)
 
     x = p["embed.embedding"][tokens]
     T = len(tokens)
@@ -102,8 +102,8 @@ def reference(params, tokens, weights, cache):
         scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(8)
         scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
         share = np.exp(scores - scores.max(-1, keepdims=True))
-        found = np.einsum("nts,snh->tnh", share / share.sum(-1, keepdims=True), v)
-        x = x + found.reshape(T, -1) @ own("attention.out.kernel")
+        actual = np.einsum("nts,snh->tnh", share / share.sum(-1, keepdims=True), v)
+        x = x + actual.reshape(T, -1) @ own("attention.out.kernel")
         h = norm(x, own("mlp_norm.scale"))
         gate = h @ own("mlp.gate.kernel")
         up = gate / (1 + np.exp(-gate)) * (h @ own("mlp.up.kernel"))
@@ -121,9 +121,9 @@ def draw(dense, weights, cache):
     with sampler.on_mesh():
         sampler.use(copier.build(copier(params), abstract_params(parts)[1]), 1)
     sampling = Sampling(max_new_tokens=12, temperature=1.0)
-    requests = [sampler.request(one, sampling, (), i) for i, one in enumerate(PROMPTS)]
-    for one in requests:
-        sampler.add(one)
+    requests = [sampler.request(request, sampling, (), i) for i, request in enumerate(PROMPTS)]
+    for request in requests:
+        sampler.add(request)
     while sampler.busy:
         sampler.step()
     return requests
@@ -134,19 +134,19 @@ def draw(dense, weights, cache):
     [("int8", "int8"), pytest.param("default", "fp8", marks=pytest.mark.slow)],
 )
 def test_log_probs_are_those_of_float64_that_quantizes_alike(dense, weights, cache):
-    found, exact, plain = [], [], []
-    for one in draw(dense, weights, cache):
-        tokens = np.array([*one.prompt, *one.tokens])
-        at = np.arange(len(one.prompt) - 1, len(tokens) - 1)
-        found += one.logprobs
+    actual, exact, plain = [], [], []
+    for entry in draw(dense, weights, cache):
+        tokens = np.array([*entry.prompt, *entry.tokens])
+        index = np.arange(len(entry.prompt) - 1, len(tokens) - 1)
+        actual += entry.logprobs
         for into, how in ((exact, (weights, cache)), (plain, ("default", "default"))):
-            into += reference(dense[1], tokens, *how)[at, tokens[at + 1]].tolist()
-    found, exact, plain = map(np.array, (found, exact, plain))
+            into += reference(dense[1], tokens, *how)[index, tokens[index + 1]].tolist()
+    actual, exact, plain = map(np.array, (actual, exact, plain))
     # float32 may round what lies between two levels to the other one: rarely, and by little
     # of what quantizing itself changes.
-    assert np.median(np.abs(found - exact)) < 1e-5
+    assert np.median(np.abs(actual - exact)) < 1e-5
     changed = np.abs(exact - plain).mean()
-    assert 1e-4 < changed < 0.1 and np.abs(found - exact).mean() < 0.1 * changed
+    assert 1e-4 < changed < 0.1 and np.abs(actual - exact).mean() < 0.1 * changed
 
 
 def test_weights_in_8_bits_follow_every_update_and_take_a_quarter(dense):
@@ -180,14 +180,14 @@ def test_another_mesh_gets_the_same_codes():
     alone = Copier(open_parts(DENSE), make_mesh(devices[:1]), "int8")(
         jax.device_put(params, devices[0])
     )
-    for there in (devices[:2], devices[2:4]):
-        mesh = make_sampler_mesh(there, make_mesh(devices[:2], tensor=2))
-        found = Copier(parts, mesh, "int8")(params)
-        assert found.keys() == alone.keys()
-        for path, value in found.items():
+    for remote_result in (devices[:2], devices[2:4]):
+        mesh = make_sampler_mesh(remote_result, make_mesh(devices[:2], tensor=2))
+        actual = Copier(parts, mesh, "int8")(params)
+        assert actual.keys() == alone.keys()
+        for path, value in actual.items():
             np.testing.assert_array_equal(np.asarray(value), np.asarray(alone[path]), path)
             assert value.sharding.mesh == mesh
-        codes = found["stack.block.mlp.up.kernel.codes"]
+        codes = actual["stack.block.mlp.up.kernel.codes"]
         assert codes.sharding.shard_shape(codes.shape)[-1] * 2 == codes.shape[-1]
 
 
@@ -203,9 +203,9 @@ def test_a_cache_in_8_bits_takes_its_bytes_and_a_scale(dense, cache, dtype):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 5, 2, 8)), jnp.float32)
     codes, scale = store(x.at[0, 0].set(0), dtype)
     exact = round_heads(np.asarray(x, np.float64)[0, 1:], cache)
-    found = np.asarray(codes, np.float64) * np.asarray(scale)[..., None]
-    np.testing.assert_allclose(found[0, 1:], exact, atol=1e-6)
-    np.testing.assert_array_equal(found[0, 0], 0)
+    actual = np.asarray(codes, np.float64) * np.asarray(scale)[..., None]
+    np.testing.assert_allclose(actual[0, 1:], exact, atol=1e-6)
+    np.testing.assert_array_equal(actual[0, 0], 0)
 
 
 WINDOW = {**SIZES, **RAW["mistral"]}
@@ -219,12 +219,12 @@ def test_a_prompt_read_at_once_leaves_what_token_by_token_does():
     assert store_cache(model, "int8") == 1
     tokens = np.random.default_rng(0).integers(0, 97, (2, 11)).astype(np.int32)
     decode = jax.jit(type(model).decode)
-    whole = decode(model, tokens, model.init_cache(2, 16))
+    full = decode(model, tokens, model.init_cache(2, 16))
     hidden, state = [], model.init_cache(2, 16)
-    for at in range(tokens.shape[1]):
-        read = decode(model, tokens[:, at : at + 1], state)
+    for index in range(tokens.shape[1]):
+        read = decode(model, tokens[:, index : index + 1], state)
         state, hidden = read.cache, [*hidden, read.hidden]
-    np.testing.assert_allclose(whole.hidden, jnp.concatenate(hidden, 1), atol=2e-4)
+    np.testing.assert_allclose(full.hidden, jnp.concatenate(hidden, 1), atol=2e-4)
 
 
 @pytest.mark.slow
@@ -250,8 +250,8 @@ def test_experts_and_recurrent_layers_compute_with_what_is_stored():
             return np.asarray(model.logits(read.hidden))
 
     models = copier.build(copies, rebuild), rebuild(rounded), rebuild(params)
-    found, exact, plain = map(run, models)
-    assert np.abs(found - exact).max() < 0.05 * np.abs(exact - plain).max() + 1e-4
+    actual, exact, plain = map(run, models)
+    assert np.abs(actual - exact).max() < 0.05 * np.abs(exact - plain).max() + 1e-4
 
 
 def test_a_cache_without_keys_is_refused():

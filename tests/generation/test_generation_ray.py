@@ -36,7 +36,7 @@ CHILD = [sys.executable, str(Path(__file__).with_name("child_server.py")), HOST,
 class Nodes:
     """A cluster of a head and one more node, and this process as its driver."""
 
-    def __init__(self, others=1):
+    def __init__(self, peers=1):
         from ray.cluster_utils import Cluster
 
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -44,7 +44,7 @@ class Nodes:
             initialize_head=True,
             head_node_args={"num_cpus": 4, "include_dashboard": False},
         )
-        self.more = [self.add() for _ in range(others)]
+        self.more = [self.add() for _ in range(peers)]
         self.config = RayConfig(
             address=self.cluster.address,
             episode_workers=2,
@@ -66,29 +66,29 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes():
-    made = Nodes()
-    yield made
-    made.join().close()
-    made.end()
+    created = Nodes()
+    yield created
+    created.join().close()
+    created.end()
 
 
 @pytest.fixture
 def attach(nodes):
-    made = []
+    created = []
 
-    def attach(service=None, said=None, **asked):
+    def attach(service=None, output=None, **requests):
         cluster = nodes.join()
         service = service or start_service(cluster)
-        options = {key: asked.pop(key) for key in ("rows", "worker", "ahead") if key in asked}
-        log = ([] if said is None else said).append
+        options = {key: requests.pop(key) for key in ("rows", "worker", "ahead") if key in requests}
+        log = ([] if output is None else output).append
         producer = RemoteProducer(
-            service, asked.pop("who", "test"), OPENER, settings(**options), rules(), log=log
+            service, requests.pop("who", "test"), OPENER, settings(**options), rules(), log=log
         )
-        made.append(producer)
+        created.append(producer)
         return producer
 
     yield attach
-    for producer in made:
+    for producer in created:
         producer.close()
         if producer.service.error is None:
             producer.service.kill()
@@ -113,20 +113,20 @@ def wait_until(condition, seconds=90.0):
 
 def test_groups_are_those_of_one_process_and_losses_cost_nothing(attach, tmp_path):
     alone = Producer(make_prompts(30), make_player(Table()))
-    said = []
+    output = []
     # The first worker that plays an episode dies of it; the service is killed later.
-    there = attach(said=said, worker={"dies": str(tmp_path / "died")}, ahead=2)
+    remote_result = attach(output=output, worker={"dies": str(tmp_path / "died")}, ahead=2)
     try:
         for lose in (False, True):
-            here, far = take(alone, 4), take(there, 4)
-            assert [pack(slot.group, ()) for slot in here] == [pack(s.group, ()) for s in far]
+            ours_here, far = take(alone, 4), take(remote_result, 4)
+            assert [pack(slot.group, ()) for slot in ours_here] == [pack(s.group, ()) for s in far]
             if not lose:
-                there.service.end()
-        assert alone.state() == there.state()
+                remote_result.service.end()
+        assert alone.state() == remote_result.state()
     finally:
         alone.close()
-    assert (tmp_path / "died").exists() and any("was lost" in line for line in said)
-    assert there.restarts == 1 and there.counters()["ray/service_restarts"] == 1
+    assert (tmp_path / "died").exists() and any("was lost" in line for line in output)
+    assert remote_result.restarts == 1 and remote_result.counters()["ray/service_restarts"] == 1
 
 
 def test_a_worker_whose_episode_blocks_it_is_started_again(attach, tmp_path):
@@ -139,12 +139,12 @@ def test_a_second_run_is_refused_and_a_named_service_outlives_its_runs(nodes, at
     service = start_service(nodes.join(), "kept")
     first = attach(service, who="the first")
     assert drawn(take(first, 2)) == [0, 1]
-    found = nodes.join().find("kept")
+    actual = nodes.join().find("kept")
     with pytest.raises(UserError, match="held by the first"):
-        attach(found, who="the second")
+        attach(actual, who="the second")
     state = first.state()
     first.close()
-    second = attach(found, who="the second")
+    second = attach(actual, who="the second")
     second.restore(state)
     assert drawn(take(second, 2)) == [2, 3]
     with pytest.raises(UserError, match="no such service"):
@@ -152,7 +152,7 @@ def test_a_second_run_is_refused_and_a_named_service_outlives_its_runs(nodes, at
 
 
 def listed(source):
-    return {found.url for found in source.poll() or []}
+    return {actual.url for actual in source.poll() or []}
 
 
 def answers(url):
@@ -163,19 +163,19 @@ def answers(url):
 
 
 def test_servers_are_started_again_where_there_is_room(nodes, attach, tmp_path):
-    cluster, said = nodes.join(), []
-    made = start_hosts(cluster, CHILD, str(tmp_path), 2, 0, "fleet")
-    source = RaySource(cluster, lambda: find_hosts(cluster, "fleet"), "fleet", said.append)
+    cluster, output = nodes.join(), []
+    created = start_hosts(cluster, CHILD, str(tmp_path), 2, 0, "fleet")
+    source = RaySource(cluster, lambda: find_hosts(cluster, "fleet"), "fleet", output.append)
     wait_until(lambda: len(listed(source)) == 2)
     before = listed(source)
     wait_until(lambda: all(map(answers, before)))
     # A server that is killed: its actor ends, and comes back with another.
-    made[0].end()
+    created[0].end()
     wait_until(lambda: len(listed(source)) == 2 and listed(source) != before)
-    now = listed(source)
-    assert len(now & before) == 1
+    current_time = listed(source)
+    assert len(current_time & before) == 1
     # Its process ended with it: nobody listens there any more.
-    wait_until(lambda: not answers((before - now).pop()), 20)
+    wait_until(lambda: not answers((before - current_time).pop()), 20)
     # A node that goes takes a server and a worker along; both come back on the other.
     producer = attach()
     assert take(producer, 2)
@@ -183,7 +183,7 @@ def test_servers_are_started_again_where_there_is_room(nodes, attach, tmp_path):
     assert drawn(take(producer, 4)) == [2, 3, 4, 5]
     nodes.more.append(nodes.add())
     wait_until(lambda: len(listed(source)) == 2)
-    for host in made:
+    for host in created:
         host.call("stop").result(30)
         host.kill()
     wait_until(lambda: not listed(source))
@@ -192,8 +192,10 @@ def test_servers_are_started_again_where_there_is_room(nodes, attach, tmp_path):
 def test_the_end_of_the_cluster_ends_the_run():
     """In a process of its own, which Ray ends once it has lost its head."""
     script = Path(__file__).with_name("ray_head_lost.py")
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=300
     )
-    lines = [line for line in found.stdout.splitlines() if line.startswith(("stopped", "ended"))]
-    assert len(lines) == 2 and "Ray cluster lost" in lines[0], found.stdout + found.stderr
+    lines = [
+        line for line in completed.stdout.splitlines() if line.startswith(("stopped", "ended"))
+    ]
+    assert len(lines) == 2 and "Ray cluster lost" in lines[0], completed.stdout + completed.stderr

@@ -65,9 +65,9 @@ def train(tmp_path_factory):
     (folder / "config.toml").write_text(CONFIG)
 
     def train(name, *words, verb=()):
-        place = [] if verb else [f"run.output_dir={folder / name}"]
+        position = [] if verb else [f"run.output_dir={folder / name}"]
         servers = f'rollout.vllm.servers=["{fake.url}"]'
-        code = main([*verb, "--config", str(folder / "config.toml"), servers, *place, *words])
+        code = main([*verb, "--config", str(folder / "config.toml"), servers, *position, *words])
         assert code == 0
         return folder / name
 
@@ -89,18 +89,18 @@ def adapter(run):
     return load_file(run / "model" / "adapter_model.safetensors")
 
 
-def require_equal(one, other):
-    assert read(one, "samples.jsonl") == read(other, "samples.jsonl")
-    found, wanted = adapter(one), adapter(other)
-    for name, value in wanted.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+def require_equal(entry, second):
+    assert read(entry, "samples.jsonl") == read(second, "samples.jsonl")
+    actual, expected = adapter(entry), adapter(second)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
 def test_a_run_on_ray_is_the_run_in_one_process(train, alone):
-    there = train("there", "rollout.service=ray", "rollout.ray.worker_cpus=0.5")
+    remote_result = train("there", "rollout.service=ray", "rollout.ray.worker_cpus=0.5")
     assert len(read(alone, "samples.jsonl")) == 3 * 16
-    require_equal(there, alone)
-    numbers = read(there, "metrics.jsonl")
+    require_equal(remote_result, alone)
+    numbers = read(remote_result, "metrics.jsonl")
     assert numbers[-1]["vllm/requests"] >= 3 * 16 and numbers[-1]["ray/service_restarts"] == 0
 
 

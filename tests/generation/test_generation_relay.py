@@ -37,8 +37,8 @@ def test_the_trainer_sends_a_version_to_a_few_hosts_and_these_pass_it_on():
     assert trainer.push_weights(workers) == 2 * WHOLE
     assert trainer.counted["sync/bytes"] == 12 * WHOLE
     assert trainer.counted["sync/relayed_bytes"] == 10 * WHOLE
-    for place in (3, 200):
-        trainer.make(place)
+    for position in (3, 200):
+        trainer.make(position)
         assert trainer.push_weights(workers[::-1]) == 2 * ONE
         assert trainer.counted["sync/relayed_bytes"] == 10 * ONE
     assert trainer.counted["sync/relay_failures"] == 0
@@ -54,14 +54,14 @@ def test_nobody_listens_where_the_trainer_sends_it_to_all():
 
 def test_who_missed_versions_or_is_new_gets_what_it_lacks():
     trainer, workers = open_fleet(4, fan_out=1)
-    here, away, new = workers[:2], workers[2], workers[3]
+    local_result, away, new = workers[:2], workers[2], workers[3]
     trainer.make()
-    trainer.push_weights([*here, away])
-    for place in (1, 2):
-        trainer.make(place)
-        trainer.push_weights(here)
+    trainer.push_weights([*local_result, away])
+    for position in (1, 2):
+        trainer.make(position)
+        trainer.push_weights(local_result)
     trainer.make(3)
-    assert trainer.push_weights(here) == ONE == trainer.counted["sync/relayed_bytes"]
+    assert trainer.push_weights(local_result) == ONE == trainer.counted["sync/relayed_bytes"]
     assert trainer.push_weights([away]) == 3 * ONE, "which nobody else was sent"
     assert trainer.counted["sync/chains"] == 1
     assert trainer.push_weights([new]) == 0, "whole, from a host that was sent changes"
@@ -147,19 +147,19 @@ def test_a_host_answers_who_knows_the_token_and_only_what_it_has():
     trainer.make()
     trainer.push_weights(workers)
     gate = listening(workers)[0].shelf._listener
-    assert {one.getsockname()[0] for one in gate.listeners} == {"127.0.0.1"}
-    place, room = ("127.0.0.1", gate.port), np.empty(WHOLE, np.uint8)
+    assert {listener.getsockname()[0] for listener in gate.listeners} == {"127.0.0.1"}
+    position, room = ("127.0.0.1", gate.port), np.empty(WHOLE, np.uint8)
     with pytest.raises(handshake.HandshakeRefused):
-        PayloadFetch().run(place, b"another", "0/0/full", room.data, streams=1, seconds=5)
+        PayloadFetch().run(position, b"another", "0/0/full", room.data, streams=1, seconds=5)
     with pytest.raises(wire.WireError, match="not here"):
-        PayloadFetch().run(place, b"token", "0/0/full", room.data, streams=2, seconds=5)
+        PayloadFetch().run(position, b"token", "0/0/full", room.data, streams=2, seconds=5)
     name = next(iter(listening(workers)[0].shelf._offers._parts))
-    PayloadFetch().run(place, b"token", name, room.data, streams=3, seconds=5)
+    PayloadFetch().run(position, b"token", name, room.data, streams=3, seconds=5)
     sent = [tensor.bits.view(np.uint8) for tensor in trainer.image.tensors.values()]
     np.testing.assert_array_equal(room, np.concatenate(sent))
     with pytest.raises(wire.WireError, match="not here"):  # longer than what is there
         PayloadFetch().run(
-            place, b"token", name, np.empty(WHOLE + 1, np.uint8).data, streams=1, seconds=5
+            position, b"token", name, np.empty(WHOLE + 1, np.uint8).data, streams=1, seconds=5
         )
     trainer.make(1)
     trainer.push_weights(workers)
@@ -178,18 +178,18 @@ def test_several_streams_bring_the_same_bytes_and_one_does_where_they_cannot(mon
     try:
         trainer = Trainer(offers=links.offers, streams=4)
         workers = [Worker("x", links), Worker("y", links)]
-        asked = []
+        requests = []
         answer = links.offers.answer
         links.offers.answer = lambda connection, request: (
-            asked.append((request["start"], request["stop"])),
+            requests.append((request["start"], request["stop"])),
             answer(connection, request),
         )
         trainer.make()
         assert trainer.push_weights(workers) == 2 * WHOLE
-        assert sorted(set(asked)) == [(WHOLE * i // 4, WHOLE * (i + 1) // 4) for i in range(4)]
-        assert len(asked) == 8
+        assert sorted(set(requests)) == [(WHOLE * i // 4, WHOLE * (i + 1) // 4) for i in range(4)]
+        assert len(requests) == 8
         trainer.make(5)
-        assert trainer.push_weights(workers) == 2 * ONE and len(asked) == 8, (
+        assert trainer.push_weights(workers) == 2 * ONE and len(requests) == 8, (
             "too few for more than one"
         )
         links.offers.answer = hang_up
@@ -205,5 +205,5 @@ def test_a_range_of_parts_is_what_lies_there():
     parts = [memoryview(bytes(range(start, stop))) for start, stop in ((0, 3), (3, 4), (4, 9))]
     for start in range(10):
         for stop in range(start, 10):
-            found = b"".join(part.tobytes() for part in cut(parts, start, stop))
-            assert found == bytes(range(start, stop))
+            actual = b"".join(part.tobytes() for part in cut(parts, start, stop))
+            assert actual == bytes(range(start, stop))

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(ROUTER is None, reason="needs pip install vllm-r
 @contextlib.contextmanager
 def routed():
     """(fakes, engine, servers, process of the router, its URL, what was said)"""
-    fakes, said = [FakeVllm(), FakeVllm()], []
+    fakes, output = [FakeVllm(), FakeVllm()], []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -47,13 +47,13 @@ def routed():
         end = time.monotonic() + 60
         while len(list_workers(url) or ()) < 2 and time.monotonic() < end:
             time.sleep(0.2)
-        servers = Servers(config, DRAW, said.append, sources=open_sources(config))
+        servers = Servers(config, DRAW, output.append, sources=open_sources(config))
         servers.open()
         for fake, server in zip(fakes, sorted(servers.all, key=lambda s: s.url), strict=True):
             servers.mark_up(server, 0)
             fake.label = servers.label(0)
         engine = VllmEngine(servers, adapters=False, first_pause=0.01, group_size=4)
-        yield fakes, engine, servers, process, url, said
+        yield fakes, engine, servers, process, url, output
     finally:
         if servers is not None:
             servers.close()
@@ -76,7 +76,7 @@ def ask(engine, count):
 
 
 def test_a_router_carries_requests_and_its_end_ends_nothing():
-    with routed() as (fakes, engine, servers, process, url, said):
+    with routed() as (fakes, engine, servers, process, url, output):
         with pytest.raises(UserError, match="is a router.*rollout.vllm.discover"):
             servers.inspector.refuse_router(url)
         answers = ask(engine, 80)
@@ -92,4 +92,4 @@ def test_a_router_carries_requests_and_its_end_ends_nothing():
         process.kill()
         assert len(ask(engine, 24)) == 24
         assert servers.counters["router_lost"] == 1
-        assert sum("requests go to its servers directly" in line for line in said) == 1
+        assert sum("requests go to its servers directly" in line for line in output) == 1

@@ -61,33 +61,33 @@ def test_training_goes_where_it_is_told(model):
     batch = pack([[documents(1, 20)[0]]], 24)
     plain = np.asarray(read_notes(model, batch)["routed"])
     rng = np.random.default_rng(0)
-    given = np.stack([rng.permutation(4)[:2] for _ in range(24 * 3)]).reshape(1, 24, 6)
-    given[0, 5] = SHAPE.missing
-    given[0, 6] = 1
-    stream = {ROUTED: jnp.asarray(given, jnp.uint8)}
+    provided = np.stack([rng.permutation(4)[:2] for _ in range(24 * 3)]).reshape(1, 24, 6)
+    provided[0, 5] = SHAPE.missing
+    provided[0, 6] = 1
+    stream = {ROUTED: jnp.asarray(provided, jnp.uint8)}
     notes = read_notes(model, batch._replace(streams=stream))
-    found = np.moveaxis(np.asarray(notes["routed"]), 0, 2).reshape(1, 24, 6)
-    told = np.ones(24, bool)
-    told[[5, 6]] = False
-    np.testing.assert_array_equal(found[0, told], given[0, told])
-    np.testing.assert_array_equal(found[0, ~told, :2], plain[0, 0, ~told])
+    actual = np.moveaxis(np.asarray(notes["routed"]), 0, 2).reshape(1, 24, 6)
+    messages = np.ones(24, bool)
+    messages[[5, 6]] = False
+    np.testing.assert_array_equal(actual[0, messages], provided[0, messages])
+    np.testing.assert_array_equal(actual[0, ~messages, :2], plain[0, 0, ~messages])
     assert np.asarray(notes["given"]).tolist() == [[19]] * 3  # of the 20 tokens of the document
-    there = np.arange(20) != 5
-    own, other = plain[0, 0, :20][there], given[0, :20, :2][there]
-    same = [len(set(a) & set(b)) / 2 for a, b in zip(own, other, strict=True)]
+    remote_result = np.arange(20) != 5
+    local_value, second = plain[0, 0, :20][remote_result], provided[0, :20, :2][remote_result]
+    same = [len(set(a) & set(b)) / 2 for a, b in zip(local_value, second, strict=True)]
     assert float(notes["given_same"][0, 0]) == pytest.approx(sum(same))
 
 
 def test_records_are_joined_by_place():
     """The first record of a token stays; what it does not know comes from the second."""
     gap = SHAPE.missing
-    known = np.array([[1, 2], [gap, gap]], np.uint8)
-    found = np.array([[3, 0], [0, 1], [2, 3]], np.uint8)
-    assert join_routes(known, found).tolist() == [[1, 2], [0, 1], [2, 3]]
-    assert join_routes(found, known).tolist() == found.tolist()
-    assert join_routes(None, found) is found and join_routes(known, None) is known
+    recorded = np.array([[1, 2], [gap, gap]], np.uint8)
+    array = np.array([[3, 0], [0, 1], [2, 3]], np.uint8)
+    assert join_routes(recorded, array).tolist() == [[1, 2], [0, 1], [2, 3]]
+    assert join_routes(array, recorded).tolist() == array.tolist()
+    assert join_routes(None, array) is array and join_routes(recorded, None) is recorded
     shape = RouteShape((0,), 2, 4)
-    assert pad_routes(known, 3, shape).tolist() == [[1, 2], [gap, gap], [gap, gap]]
+    assert pad_routes(recorded, 3, shape).tolist() == [[1, 2], [gap, gap], [gap, gap]]
     assert pad_routes(None, 1, shape).tolist() == [[gap, gap]]
 
 
@@ -104,9 +104,9 @@ def test_a_servers_record_is_read_by_layer():
     array = np.arange(4 * 4 * 2).reshape(4, 4, 2).astype(np.uint8) % 4
     array[2] = 200  # no expert of this model
     answer = parse_answer(GENERATE, answer_with(array), 4, 3, SHAPE)
-    wanted = array[:, [0, 2, 3]].reshape(4, 6)
-    wanted[2] = SHAPE.missing
-    np.testing.assert_array_equal(answer.routed, wanted)
+    expected = array[:, [0, 2, 3]].reshape(4, 6)
+    expected[2] = SHAPE.missing
+    np.testing.assert_array_equal(answer.routed, expected)
     assert parse_answer(GENERATE, answer_with(array), 4).routed is None
 
 

@@ -38,34 +38,34 @@ def open_parts(mesh, adapter=None):
 def run(parts, params, mesh):
     model = abstract_params(parts)[1](params)
     with jax.set_mesh(mesh):
-        found = jax.jit(type(model).decode)(model, TOKENS, model.init_cache(1, 10))
-        return np.asarray(model.logits(found.hidden).astype(jnp.float32))
+        actual = jax.jit(type(model).decode)(model, TOKENS, model.init_cache(1, 10))
+        return np.asarray(model.logits(actual.hidden).astype(jnp.float32))
 
 
 @pytest.mark.parametrize(
-    ("own", "cut"),
+    ("local_value", "cut"),
     [
         pytest.param(False, {"fsdp": 2}, id="shared", marks=pytest.mark.slow),
         pytest.param(True, {"tensor": 2}, id="set aside"),
     ],
 )
-def test_copies_compute_what_the_trainer_computes(own, cut):
+def test_copies_compute_what_the_trainer_computes(local_value, cut):
     devices = jax.devices()
     trainer = make_mesh(devices[:2], **cut)
     parts = open_parts(trainer)
     params = open_params(parts, 0)
-    mesh = make_sampler_mesh(devices[2:4] if own else devices[:2], trainer)
+    mesh = make_sampler_mesh(devices[2:4] if local_value else devices[:2], trainer)
     copies = Copier(parts, mesh)(params)
     assert mesh.shape["tensor"] == cut.get("tensor", 1)
-    found, wanted = run(parts, copies, mesh), run(parts, params, trainer)
+    actual, expected = run(parts, copies, mesh), run(parts, params, trainer)
     # bfloat16: the same roundings, but partial sums of two devices are rounded, too.
-    np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
+    np.testing.assert_allclose(actual, expected, atol=0.02 * np.abs(expected).max())
     kernel = copies["stack.block.attention.q.kernel"]
     assert kernel.dtype == jnp.bfloat16 and kernel.sharding.mesh == mesh
     assert copies["norm.scale"].dtype == jnp.float32
     for value in params.values():
         value.delete()  # as the optimizer step does
-    np.testing.assert_array_equal(run(parts, copies, mesh), found)
+    np.testing.assert_array_equal(run(parts, copies, mesh), actual)
 
 
 def test_only_what_is_trained_is_copied_where_nothing_else_changes():

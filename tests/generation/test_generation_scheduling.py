@@ -28,10 +28,10 @@ class Telling(KnownPolicy):
         """(draw, version) of each answer that was begun."""
 
     async def generate(self, prompt, sampling, stop_ids=(), index=0):
-        note_version(begun := self.version)
-        self.begun.append((draw_of(index), begun))
-        found = await super().generate(prompt, sampling, stop_ids, index)
-        return Completion(*found[:3], [begun])
+        note_version(started := self.version)
+        self.begun.append((draw_of(index), started))
+        actual = await super().generate(prompt, sampling, stop_ids, index)
+        return Completion(*actual[:3], [started])
 
 
 def draw_of(index):
@@ -40,9 +40,9 @@ def draw_of(index):
 
 @pytest.fixture
 def closing():
-    made = []
-    yield lambda producer: made.append(producer) or producer
-    for producer in made:
+    created = []
+    yield lambda producer: created.append(producer) or producer
+    for producer in created:
         producer.close()
 
 
@@ -100,7 +100,7 @@ def test_what_no_round_can_take_is_given_up_and_asked_anew(closing):
     wait_until(lambda: engine.answered.count(0) == GROUP)
     draws = [draw for _ in range(3) for draw in trained(source)]
     assert 0 in draws  # the new answers, of version 2, in the place of the old ones
-    assert {begun for draw, begun in engine.begun if draw == 0} == {0, 2}
+    assert {started for draw, started in engine.begun if draw == 0} == {0, 2}
     assert sum(engine.answered.count(draw) for draw in set(draws)) == len(set(draws)) * GROUP
     assert source.counters()["dropped"].get("stale", 0) == 0
 
@@ -129,11 +129,11 @@ def test_a_prompt_that_is_always_too_slow_is_dropped_in_the_end(closing):
         )
         begin(source, engine, version)
         wait_until(lambda count=version: producer.cancelled["stale"] >= count)
-    found = []
+    actual = []
     for _ in range(3):
         draw(source)
-        found.append(source.metrics.get("dropped/stale", 0))
-    assert sum(found) == 1 and source.counters()["dropped"] == {"stale": 1}
+        actual.append(source.metrics.get("dropped/stale", 0))
+    assert sum(actual) == 1 and source.counters()["dropped"] == {"stale": 1}
     assert 0 not in engine.answered
 
 
@@ -146,12 +146,12 @@ def test_what_turns_out_to_be_old_later_is_given_up_then(closing):
 
     class Late(Telling):
         async def generate(self, prompt, sampling, stop_ids=(), index=0):
-            begun = self.version
+            started = self.version
             while draw_of(index) == 0 and self.version == 0:
                 await asyncio.sleep(0.002)
-            note_version(begun)
-            self.begun.append((draw_of(index), begun))
-            return Completion([10 + index % GROUP], [-0.5], "stop", [begun])
+            note_version(started)
+            self.begun.append((draw_of(index), started))
+            return Completion([10 + index % GROUP], [-0.5], "stop", [started])
 
     engine = Late()
     producer = closing(make(engine, ahead=2, ordered=False))
@@ -218,16 +218,16 @@ def test_a_share_of_the_round_is_replayed_and_so_many_prompts_fewer_are_asked(cl
     producer = closing(make(engine))
     source = make_rounds(producer, per_round=4, replay=ReplayBuffer(8, 4), num_replayed=1)
     for version, (fresh, replayed) in enumerate([(4, 0), (3, 1), (3, 1)]):
-        asked = len(engine.calls)
+        requests = len(engine.calls)
         begin(source, engine, version)
         draw(source)
         assert source.metrics["groups"] == 4 and source.metrics["groups/replayed"] == replayed
-        assert len(engine.calls) - asked == fresh * GROUP
+        assert len(engine.calls) - requests == fresh * GROUP
     resumed = closing(make(KnownPolicy()))
-    other = make_rounds(resumed, per_round=4, replay=ReplayBuffer(8, 4), num_replayed=1)
-    other.restore(json.loads(json.dumps(source.state())))
-    source.version = other.version = 3
-    assert trained(source) == trained(other)
+    rounds = make_rounds(resumed, per_round=4, replay=ReplayBuffer(8, 4), num_replayed=1)
+    rounds.restore(json.loads(json.dumps(source.state())))
+    source.version = rounds.version = 3
+    assert trained(source) == trained(rounds)
 
 
 def test_replayed_groups_come_in_the_parts_of_a_streamed_round(closing):
@@ -248,22 +248,22 @@ def curated(curator, judge, rounds, per_round=4, rows=4):
     producer = make(judge=judge, rows=rows, curator=curator)
     source = make_rounds(producer, per_round=per_round, max_idle=99)
     try:
-        found = []
+        actual = []
         for _ in range(rounds):
             draw(source)
-            found.append(
+            actual.append(
                 sorted(ask.row["id"] for slot in source._tally.slots for ask in slot.requests)
             )
-        return found, source.state(), source.metrics
+        return actual, source.state(), source.metrics
     finally:
         producer.close()
 
 
 def test_solved_prompts_are_asked_every_fourth_time():
-    judge = Judge(lambda row, place: 1.0 if row["id"] == 0 else place % 2)
-    found, state, metrics = curated(SkipSolved(0), judge, 6, per_round=3)
-    asked = [row for rows in found for row in rows]
-    assert asked.count(0) == 2 and len(asked) == 18
+    judge = Judge(lambda row, position: 1.0 if row["id"] == 0 else position % 2)
+    actual, state, metrics = curated(SkipSolved(0), judge, 6, per_round=3)
+    requests = [row for rows in actual for row in rows]
+    assert requests.count(0) == 2 and len(requests) == 18
     # The order is 0 1 2 3 0 1 2 3 ...: what was left out counts as done.
     assert state["prompts"]["low"] == 18 + 4
     json.dumps(state)
@@ -283,18 +283,18 @@ def test_greso_asks_flat_prompts_less_and_less_but_never_never():
 
 
 def test_a_resumed_curator_chooses_as_one_that_went_on():
-    judge = Judge(lambda row, place: 1.0 if row["id"] % 3 else place % 2)
-    whole, _, _ = curated(Greso(5), judge, 8, rows=9)
+    judge = Judge(lambda row, position: 1.0 if row["id"] % 3 else position % 2)
+    full, _, _ = curated(Greso(5), judge, 8, rows=9)
     first, state, _ = curated(Greso(5), judge, 5, rows=9)
     producer = make(judge=judge, rows=9, curator=Greso(5))
     source = make_rounds(producer, per_round=4, max_idle=99)
     source.restore(json.loads(json.dumps(state)))
-    for rows in whole[5:]:
+    for rows in full[5:]:
         draw(source)
-        asked = [ask.row["id"] for slot in source._tally.slots for ask in slot.requests]
-        assert sorted(asked) == rows
+        requests = [ask.row["id"] for slot in source._tally.slots for ask in slot.requests]
+        assert sorted(requests) == rows
     producer.close()
-    assert whole[:5] == first and len({*sum(whole, [])}) == 9
+    assert full[:5] == first and len({*sum(full, [])}) == 9
 
 
 def test_where_all_is_solved_one_is_asked_nonetheless(closing):
@@ -323,8 +323,8 @@ def test_an_own_curator_is_found_and_what_it_raises_is_named(tmp_path, monkeypat
         "    def restore(self, state): pass\n"
     )
     curator = open_curator("mine.py:Odd", {}, 0)
-    found, *_ = curated_without_state(curator)
-    assert found == [1, 3]
+    actual, *_ = curated_without_state(curator)
+    assert actual == [1, 3]
     with pytest.raises(UserError, match=r"'mine.py:Odd'.*no JSON"):
         curator.state()
     broken = open_curator("mine.py:Odd", {"column": "none"}, 0)

@@ -29,21 +29,21 @@ class Watched:
             jax.debug.callback(self.inspect, leader, shared, k[0], v[0], *scales)
         return self.op(q, k, v, layer, *rest, leader=leader, shared=shared, **options)
 
-    def inspect(self, leader, shared, *kept):
-        leader, shared, *kept = map(np.asarray, (leader, shared, *kept))
+    def inspect(self, leader, shared, *retained):
+        leader, shared, *retained = map(np.asarray, (leader, shared, *retained))
         B = len(leader)
         assert (leader < B).all(), "a jax array would take the last row for one beyond it"
         for row, (first, until) in enumerate(zip(leader, shared, strict=True)):
             self.sharing[B] = self.sharing.get(B, 0) + int(first != row and until > 0)
-            same = all((one[row, :until] == one[first, :until]).all() for one in kept)
+            same = all((entry[row, :until] == entry[first, :until]).all() for entry in retained)
             self.wrong += [] if same else [(row, first, until)]
 
 
 @pytest.fixture
 def watched(monkeypatch):
-    found = Watched(sharded_attention.decode_attention)
-    monkeypatch.setattr(sharded_attention, "decode_attention", found)
-    return found
+    actual = Watched(sharded_attention.decode_attention)
+    monkeypatch.setattr(sharded_attention, "decode_attention", actual)
+    return actual
 
 
 def make_model(vocabulary: int, stored: Stored = "default"):
@@ -115,5 +115,5 @@ def test_who_leads():
     assert then.until.tolist() == [4, 9, 9, 5, 5, 4]
     # Rows 4, 2, 5 and 1 stay, in this order.
     index = np.array([4, 2, 5, 1])
-    kept = slots.elect(jax.tree.map(lambda x: x[index], then), 6)
-    assert kept.leader.tolist() == [0, 1, 2, 1] and kept.until.tolist() == [5, 9, 4, 9]
+    retained = slots.elect(jax.tree.map(lambda x: x[index], then), 6)
+    assert retained.leader.tolist() == [0, 1, 2, 1] and retained.until.tolist() == [5, 9, 4, 9]

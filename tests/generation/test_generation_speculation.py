@@ -91,12 +91,12 @@ def make_draft(plain, right=PATTERN):
     return ToyDraft(texts, right)
 
 
-def check_same(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
-        assert one.tokens == other.tokens and one.finish_reason == other.finish_reason
-        assert one.versions == other.versions
+def check_same(actual, expected):
+    for entry, second in zip(actual, expected, strict=True):
+        assert entry.tokens == second.tokens and entry.finish_reason == second.finish_reason
+        assert entry.versions == second.versions
         # float32, read together and one by one.
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        np.testing.assert_allclose(entry.logprobs, second.logprobs, atol=1e-5)
 
 
 def test_answers_are_those_of_plain_decoding(models, plain):
@@ -105,26 +105,26 @@ def test_answers_are_those_of_plain_decoding(models, plain):
     prompts, answers = plain
     assert {a.finish_reason for a in answers} == {"stop", "length"}
     sampler = open_sampler(DraftedModel(models[0], make_draft(plain)))
-    found = ask(sampler, prompts)
-    check_same(found, answers)
-    assert sampler.acceptance.cycles == sum(len(one.lengths) for one in found)
+    actual = ask(sampler, prompts)
+    check_same(actual, answers)
+    assert sampler.acceptance.cycles == sum(len(entry.lengths) for entry in actual)
     # No guess, some and all accepted.
-    assert {1, K + 1} < {length for one in found for length in one.lengths}
+    assert {1, K + 1} < {length for entry in actual for length in entry.lengths}
     assert 1.5 < sampler.acceptance.mean < 3.5
-    for one in found:
+    for entry in actual:
         # Every token but the first is a guess that was accepted, or what a cycle drew behind them.
-        rest = sum(one.lengths) - len(one.tokens) + 1
+        rest = sum(entry.lengths) - len(entry.tokens) + 1
         assert rest in (0, 1), "the last cycle of a row may end with a guess"
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_cycles_of_a_draft_that_is_always_right_or_wrong(models, plain, right):
     prompts, answers = plain
-    found = ask(open_sampler(DraftedModel(models[0], make_draft(plain, [right]))), prompts)
-    check_same(found, answers)
-    for one in found:
-        drawn = len(one.tokens) - 1
-        assert len(one.lengths) == (-(-drawn // (K + 1)) if right else drawn)
+    actual = ask(open_sampler(DraftedModel(models[0], make_draft(plain, [right]))), prompts)
+    check_same(actual, answers)
+    for entry in actual:
+        drawn = len(entry.tokens) - 1
+        assert len(entry.lengths) == (-(-drawn // (K + 1)) if right else drawn)
 
 
 def test_the_draft_is_told_what_the_target_has_read(models, plain):
@@ -142,7 +142,7 @@ def test_the_draft_is_told_what_the_target_has_read(models, plain):
         row=np.array([0, 1, 2, B], np.int32),
         source=np.arange(B, dtype=np.int32),
         limit=np.full(B, 200, np.int32),
-        seed=np.array([one.seed for one in samplings], np.int32),
+        seed=np.array([sampling.seed for sampling in samplings], np.int32),
         number=np.array([*chosen, 0], np.int32),
         draw=read_draws(samplings),
         ends=ends,
@@ -150,31 +150,31 @@ def test_the_draft_is_told_what_the_target_has_read(models, plain):
     rows = slots.empty_rows(model, B=B, S=96, E=1)
     rows = slots.insert(model, rows, slots.fill(model, tokens, lengths), entry, kind)
     stop, patience = np.zeros(B, bool), np.int32(B)
-    said = [[] for _ in chosen]
+    output = [[] for _ in chosen]
     for chunk in (slots.decode_chunk, speculate_chunk):
-        rows, *found = chunk(model, rows, stop, patience, kind)
-        tokens_BC, _, handed_B, *_ = found[0] if chunk is speculate_chunk else found
-        for row, own in enumerate(said):
-            own += np.asarray(tokens_BC[row, : handed_B[row]]).tolist()
-        check_read(models[0], rows.cache, [prompts[i] for i in chosen], said)
-    for i, own in zip(chosen, said, strict=True):
-        known = min(len(own), len(answers[i].tokens))
-        assert own[:known] == answers[i].tokens[:known] and known > 3
+        rows, *actual = chunk(model, rows, stop, patience, kind)
+        tokens_BC, _, handed_B, *_ = actual[0] if chunk is speculate_chunk else actual
+        for row, local_value in enumerate(output):
+            local_value += np.asarray(tokens_BC[row, : handed_B[row]]).tolist()
+        check_read(models[0], rows.cache, [prompts[i] for i in chosen], output)
+    for i, local_value in zip(chosen, output, strict=True):
+        recorded = min(len(local_value), len(answers[i].tokens))
+        assert local_value[:recorded] == answers[i].tokens[:recorded] and recorded > 3
 
 
-def check_read(model, cache, prompts, said):
-    for row, (prompt, own) in enumerate(zip(prompts, said, strict=True)):
-        text = [*prompt, *own]
+def check_read(model, cache, prompts, output):
+    for row, (prompt, local_value) in enumerate(zip(prompts, output, strict=True)):
+        text = [*prompt, *local_value]
         assert len(text) == cache.target.length[row] == cache.draft.length[row]
         assert cache.draft.tokens[row, : len(text)].tolist() == text
         assert not cache.draft.tokens[row, len(text) :].any()
         padded = np.zeros((1, 96), np.int32)
         padded[0, : len(text)] = text
         hidden = capture(model, padded)
-        wanted = np.concatenate([hidden[layer][0] for layer in ToyDraft.capture], axis=-1)
+        array = np.concatenate([hidden[layer][0] for layer in ToyDraft.capture], axis=-1)
         # float32 through another kernel: numbers up to ten.
-        found = cache.draft.states[row, : len(text)]
-        np.testing.assert_allclose(found, wanted[: len(text)], atol=5e-5)
+        actual = cache.draft.states[row, : len(text)]
+        np.testing.assert_allclose(actual, array[: len(text)], atol=5e-5)
 
 
 @jax.jit
@@ -192,10 +192,10 @@ def test_noise_is_that_of_plain_draws(models):
     tokens, _ = draw_all(np.zeros((2, 3, 61), np.float32), rows, kind)
     for row, count in enumerate(rows.count):
         draw = read_draws([Sampling(temperature=float(draws.temperature[row]))])
-        for place in range(3):
-            key = jax.random.fold_in(keys[row], count + place)
+        for position in range(3):
+            key = jax.random.fold_in(keys[row], count + position)
             alone, _ = sample(np.zeros((1, 61), np.float32), key[None], draw, kind)
-            assert tokens[row, place] == alone[0]
+            assert tokens[row, position] == alone[0]
 
 
 @pytest.mark.slow
@@ -228,33 +228,36 @@ def test_few_rows_are_guessed_for_and_many_are_not(models, plain):
     that are left, which move together; answers stay what they are."""
     prompts, answers = plain
     sampler = open_sampler(DraftedModel(models[0], make_draft(plain, [True])), draft_rows=2)
-    found = ask(sampler, prompts)
-    check_same(found, answers)
-    cycles = sum(len(one.lengths) for one in found)
+    actual = ask(sampler, prompts)
+    check_same(actual, answers)
+    cycles = sum(len(entry.lengths) for entry in actual)
     assert 0 < cycles == sampler.acceptance.cycles
-    assert sum(sum(one.lengths) for one in found) < sum(len(one.tokens) for one in found) * 0.8
+    assert (
+        sum(sum(entry.lengths) for entry in actual)
+        < sum(len(entry.tokens) for entry in actual) * 0.8
+    )
 
 
 @pytest.mark.slow
 def test_new_weights_draw_behind_what_the_old_ones_read(models, plain):
     prompts, _ = plain
-    found = []
+    actual = []
     for draft in (None, make_draft(plain, [False])):
         sampler = open_sampler(None)
-        own = models if draft is None else [DraftedModel(model, draft) for model in models]
-        sampler.use(own[0], 4)
+        local_value = models if draft is None else [DraftedModel(model, draft) for model in models]
+        sampler.use(local_value[0], 4)
         request = sampler.request(prompts[0], Sampling(max_new_tokens=60))
         sampler.add(request)
         sampler.step()
         first = len(request.tokens)
-        sampler.use(own[1], 5)
+        sampler.use(local_value[1], 5)
         while sampler.busy:
             sampler.step()
         # The token that waited when the weights came was drawn by the old ones.
         assert request.versions == [4] * (first + 1) + [5] * (len(request.tokens) - first - 1)
-        found.append((first, request))
-    assert found[0][0] == slots.CHUNK and found[1][0] == 16, "of a draft that is always wrong"
-    assert found[0][1].tokens[:17] == found[1][1].tokens[:17]
+        actual.append((first, request))
+    assert actual[0][0] == slots.CHUNK and actual[1][0] == 16, "of a draft that is always wrong"
+    assert actual[0][1].tokens[:17] == actual[1][1].tokens[:17]
 
 
 def test_acceptance_counts():

@@ -18,8 +18,8 @@ def test_a_host_is_sent_a_version_once_whatever_runs_there():
     trainer.make()
     assert trainer.push_weights(workers) == 2 * WHOLE
     assert trainer.counted["sync/bytes"] == 4 * WHOLE
-    for place in (3, 200):
-        trainer.make(place)
+    for position in (3, 200):
+        trainer.make(position)
         assert trainer.push_weights(workers[::-1]) == 2 * ONE, (
             "who was sent the last is sent the delta"
         )
@@ -65,13 +65,13 @@ def test_another_takes_over_where_the_one_that_was_sent_it_is_gone():
     gone = next(worker for worker in workers if worker.link is owner)
     gone.there.close()
     owner.close()
-    left = [worker for worker in workers if worker is not gone]
+    remaining = [worker for worker in workers if worker is not gone]
     trainer.make(5)
     started = time.monotonic()
-    assert trainer.push_weights(left) == WHOLE, "the others had no base of their own"
+    assert trainer.push_weights(remaining) == WHOLE, "the others had no base of their own"
     assert time.monotonic() - started < 5
     trainer.make(6)
-    assert trainer.push_weights(left) == ONE
+    assert trainer.push_weights(remaining) == ONE
 
 
 def test_a_worker_that_hangs_holds_up_its_host_no_longer_than_it_may():
@@ -87,26 +87,26 @@ def test_a_worker_that_hangs_holds_up_its_host_no_longer_than_it_may():
 
 
 def test_who_missed_some_versions_is_sent_all_their_changes_at_once():
-    trainer, away, here = Trainer(), Worker("x"), Worker("y")
+    trainer, away, local_result = Trainer(), Worker("x"), Worker("y")
     trainer.make()
-    trainer.push_weights([away, here])
-    for place in (1, 2, 2, 300):
-        trainer.make(place)
-        trainer.push_weights([here])
+    trainer.push_weights([away, local_result])
+    for position in (1, 2, 2, 300):
+        trainer.make(position)
+        trainer.push_weights([local_result])
     away.connect()  # the process is the same, the link is new
     assert away.link.served == (0, away.shelf.checksum)
     assert trainer.push_weights([away]) == 3 * ONE and trainer.counted["sync/chains"] == 1
     trainer.make(9)
-    assert trainer.push_weights([away, here]) == 2 * ONE
+    assert trainer.push_weights([away, local_result]) == 2 * ONE
 
 
 def test_a_chain_ends_where_it_is_too_long_or_another_trainer_begins():
-    trainer, away, here = Trainer(), Worker("x"), Worker("y")
+    trainer, away, local_result = Trainer(), Worker("x"), Worker("y")
     trainer.make()
-    trainer.push_weights([away, here])
-    for place in range(KEPT_DELTAS + 1):
-        trainer.make(place)
-        trainer.push_weights([here])
+    trainer.push_weights([away, local_result])
+    for position in range(KEPT_DELTAS + 1):
+        trainer.make(position)
+        trainer.push_weights([local_result])
     assert trainer.push_weights([away]) == WHOLE
     assert away.shelf.begin("token") == [KEPT_DELTAS + 1, away.shelf.checksum]
     assert away.shelf.begin("of another trainer") is None and away.shelf.version == -1

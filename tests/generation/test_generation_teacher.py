@@ -49,8 +49,8 @@ class Script(BaseHTTPRequestHandler):
         ]
         self.send({"choices": [{"prompt_logprobs": entries[:-1] if self.broken else entries}]})
 
-    def send(self, found, status=200):
-        raw = json.dumps(found).encode()
+    def send(self, actual, status=200):
+        raw = json.dumps(actual).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
@@ -60,12 +60,12 @@ class Script(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     Script.failures, Script.asked, Script.broken = [], [], False
-    found = ThreadingHTTPServer(("127.0.0.1", 0), Script)
-    threading.Thread(target=found.serve_forever, args=(0.02,), daemon=True).start()
+    threading_httpserver = ThreadingHTTPServer(("127.0.0.1", 0), Script)
+    threading.Thread(target=threading_httpserver.serve_forever, args=(0.02,), daemon=True).start()
     pauses: list[float] = []
-    address = f"http://127.0.0.1:{found.server_port}/"
+    address = f"http://127.0.0.1:{threading_httpserver.server_port}/"
     yield TeacherServer(address, 2, concurrency=2, seconds=10, sleep=pauses.append), pauses
-    found.shutdown()
+    threading_httpserver.shutdown()
 
 
 def make_batch():
@@ -75,24 +75,24 @@ def make_batch():
         return Node(parent, np.array(tokens, np.int32), {"d": np.full(len(tokens), float(trains))})
 
     tree = Tree((node(-1, [1, 2], 0), node(0, [3, 4], 1), node(0, [5], 1)))
-    other = Tree((node(-1, [6, 7, 8], 1),))
-    rows = [[lay_out(tree, "branch"), lay_out(other, "branch")]]
+    second = Tree((node(-1, [6, 7, 8], 1),))
+    rows = [[lay_out(tree, "branch"), lay_out(second, "branch")]]
     return stack_batches([build_batch(rows, 10, Fields(("d",)))])
 
 
 def test_each_branch_is_asked_and_lies_on_its_tokens(server):
     batch = make_batch()
-    wanted = batch.weights["d"] != 0
-    ids, logp = server[0].score(batch, wanted)
-    asked = sorted(body["prompt"] for body in Script.asked)
-    assert asked == [[1, 2, 3, 4], [1, 2, 5], [6, 7, 8]]
+    expectation = batch.weights["d"] != 0
+    ids, logp = server[0].score(batch, expectation)
+    requests = sorted(body["prompt"] for body in Script.asked)
+    assert requests == [[1, 2, 3, 4], [1, 2, 5], [6, 7, 8]]
     assert all(body["prompt_logprobs"] == 2 and body["model"] == "teacher" for body in Script.asked)
     # row:      1   2   3     4     5     6   7     8
     expected = [-1, -1, 1003, 1006, 1003, -1, 1006, 1013, -1, -1]
     assert ids[0, 0, :, 0].tolist() == expected
     assert ids[0, 0, 4].tolist() == [1003, 2002]
     np.testing.assert_allclose(logp[0, 0, 2], [-0.5, -1.0])
-    assert (ids[~wanted] == -1).all()
+    assert (ids[~expectation] == -1).all()
 
 
 def test_outages_are_waited_for_and_refusals_told(server):
@@ -114,9 +114,9 @@ def test_outages_are_waited_for_and_refusals_told(server):
 
 def test_branches_cover_every_wanted_token():
     prev = np.array([-1, 0, 1, 1, 3, -1, 5, -1])
-    wanted = np.array([0, 1, 1, 0, 1, 0, 1, 0], bool)
-    found = [path.tolist() for path in find_branches(prev, wanted)]
-    assert found == [[0, 1, 2], [0, 1, 3, 4], [5, 6]]
+    array = np.array([0, 1, 1, 0, 1, 0, 1, 0], bool)
+    actual = [path.tolist() for path in find_branches(prev, array)]
+    assert actual == [[0, 1, 2], [0, 1, 3, 4], [5, 6]]
 
 
 def test_the_datas_answers():
@@ -129,15 +129,17 @@ def test_the_datas_answers():
     def make(share):
         return OfflineAnswers(datasets, tokenizer, row_tokens=64, drawn_share=share, seed=3)
 
-    own = [make(0.3)(PromptRequest(draw, 0, row)) is None for draw in range(300)]
-    assert own == [make(0.3)(PromptRequest(draw, 1, row)) is None for draw in range(300)]
-    assert 60 <= sum(own) <= 120
-    [given] = make(0.0)(PromptRequest(0, 0, row)) or []
-    assert given.given and given.completion == "two" and given.num_sampled == 4
+    local_value = [make(0.3)(PromptRequest(draw, 0, row)) is None for draw in range(300)]
+    assert local_value == [make(0.3)(PromptRequest(draw, 1, row)) is None for draw in range(300)]
+    assert 60 <= sum(local_value) <= 120
+    [provided] = make(0.0)(PromptRequest(0, 0, row)) or []
+    assert provided.given and provided.completion == "two" and provided.num_sampled == 4
     with pytest.raises(EpisodeFailed, match="row: malformed row"):
         make(0.0)(PromptRequest(0, 0, {"prompt": "no answer"}))
     drawn = Episode([1, 2, 3], [False, True, True], [0.0, -1.0, -1.0], [-1, 0, 0], "stop")
-    groups = [Group(i, row, [one], [{}], np.zeros(1)) for i, one in enumerate((given, drawn))]
+    groups = [
+        Group(i, row, [entry], [{}], np.zeros(1)) for i, entry in enumerate((provided, drawn))
+    ]
     labels = BatchBuilder(StepShape(1, 1, 64, units=1), "token", ("distillation",))
     [batch] = build_batches(groups, labels).batches
     trained = batch.weights["distillation"] != 0

@@ -41,8 +41,8 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sets")
     rows = [{"messages": [{"content": ""}, {"content": text}]} for text in PROBLEMS]
     (folder / "legs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = f'path = "{folder / "legs.jsonl"}"\nk = 4\nthreshold = 0.5\n'
-    sets = f"\n[eval]\nevery = 1\nat_start = true\nshow = 1\n[[eval.sets]]\n{given}"
+    provided = f'path = "{folder / "legs.jsonl"}"\nk = 4\nthreshold = 0.5\n'
+    sets = f"\n[eval]\nevery = 1\nat_start = true\nshow = 1\n[[eval.sets]]\n{provided}"
     (folder / "rl.toml").write_text(CONFIG + '\n[task]\nkind = "rl"\n' + sets)
     # builtin:calculator's conversations fit no row of 64 tokens, and SFT has no rollouts.
     rollouts = CONFIG[CONFIG.index("[rollout]") : CONFIG.index("[env]")]
@@ -96,8 +96,8 @@ def test_the_loop_answers_the_sets_before_between_and_after(trained):
     _, folder = trained
     numbers = read_evals(folder)
     assert list(numbers) == [0, 1, 2]
-    for step, found in numbers.items():
-        check_numbers(found, [a for a in read_answers(folder) if a["step"] == step])
+    for step, actual in numbers.items():
+        check_numbers(actual, [a for a in read_answers(folder) if a["step"] == step])
     answers = [[a["completion"] for a in read_answers(folder) if a["step"] == s] for s in numbers]
     assert answers[0] != answers[2], "the weights moved, and so should the answers"
     assert len(set(answers[0])) > 6, "each answer has noise of its own"
@@ -117,11 +117,11 @@ def test_the_verb_repeats_the_loops_answers(trained, place, capsys):
     assert read_evals(folder)[2].items() <= line.items()
 
     # The config's own weights are those of step 0; another seed draws other answers.
-    other = place / f"verb_{folder.name}"
-    assert run("eval", "--config", config, f"run.output_dir={other}") == 0
-    assert read_answers(other / "eval") == [a for a in read_answers(folder) if a["step"] == 0]
-    assert run("eval", "--config", config, f"run.output_dir={other}", "sampling.seed=1") == 0
-    reseeded = read_answers(other / "eval")
+    second = place / f"verb_{folder.name}"
+    assert run("eval", "--config", config, f"run.output_dir={second}") == 0
+    assert read_answers(second / "eval") == [a for a in read_answers(folder) if a["step"] == 0]
+    assert run("eval", "--config", config, f"run.output_dir={second}", "sampling.seed=1") == 0
+    reseeded = read_answers(second / "eval")
     assert len(reseeded) == 12, "written anew"
     assert reseeded != [a for a in read_answers(folder) if a["step"] == 0]
 
@@ -131,12 +131,12 @@ def test_a_resumed_run_evaluates_as_the_run_that_was_never_stopped(trained, plac
     config, folder = trained
     parts = place / f"parts_{folder.name}"
     words = ("--config", config, f"run.output_dir={parts}", "optim.lr_scheduler=constant")
-    whole = place / f"whole_{folder.name}"
-    assert run(*words[:2], f"run.output_dir={whole}", words[3]) == 0
+    full = place / f"whole_{folder.name}"
+    assert run(*words[:2], f"run.output_dir={full}", words[3]) == 0
     assert run(*words, "run.max_steps=1") == 0
     assert run(*words) == 0
-    assert read_answers(parts) == read_answers(whole)
-    assert read_evals(parts) == read_evals(whole)
+    assert read_answers(parts) == read_answers(full)
+    assert read_evals(parts) == read_evals(full)
 
 
 def test_rewards_may_come_late_to_a_run_that_does_not_train_on_them(place, tmp_path):

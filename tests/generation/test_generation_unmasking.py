@@ -40,9 +40,9 @@ def models():
 def answer(model, prompts=PROMPTS, ends=(), sampling=None, draws=None, rows=64, **how):
     chosen = {"max_new_tokens": LENGTH, **(sampling or {})}
     sampler = UnmaskingSampler(model, ends, max_len=64, how=Unmasking(MASK, **how), most_rows=rows)
-    found = sampler.generate(prompts, SamplingConfig(**chosen), draws=draws)
+    actual = sampler.generate(prompts, SamplingConfig(**chosen), draws=draws)
     assert not sampler.busy
-    return found
+    return actual
 
 
 @jax.jit
@@ -68,10 +68,10 @@ def by_hand(model, prompt, shift, steps, block, confidence="probability", thresh
         stop = min(start + block, len(canvas))
         passes = -(-steps * (stop - start) // LENGTH)
         for k in range(passes):
-            left = [i for i in range(start, stop) if canvas[i] == MASK]
-            if not left:
+            remaining = [i for i in range(start, stop) if canvas[i] == MASK]
+            if not remaining:
                 break
-            logits = np.array(read(model, jnp.asarray(canvas)))[np.array(left) - int(shift)]
+            logits = np.array(read(model, jnp.asarray(canvas)))[np.array(remaining) - int(shift)]
             logits[:, MASK] = -np.inf
             prob = np.exp(logits - logits.max(-1, keepdims=True))
             prob /= prob.sum(-1, keepdims=True)
@@ -82,12 +82,12 @@ def by_hand(model, prompt, shift, steps, block, confidence="probability", thresh
                 "margin": top[:, -1] - top[:, -2],
                 "entropy": (prob * np.log(np.maximum(prob, 1e-30))).sum(-1),
             }[confidence]
-            count = len(left) if k == passes - 1 else max(1, len(left) // (passes - k))
+            count = len(remaining) if k == passes - 1 else max(1, len(remaining) // (passes - k))
             if threshold is not None:
                 count = max(count, int((top[:, -1] >= threshold).sum()))
-            for place in np.argsort(-score, kind="stable")[:count]:
-                canvas[left[place]] = best[place]
-                logprobs[left[place]] = np.log(prob[place, best[place]])
+            for position in np.argsort(-score, kind="stable")[:count]:
+                canvas[remaining[position]] = best[position]
+                logprobs[remaining[position]] = np.log(prob[position, best[position]])
     return canvas[len(prompt) :].tolist(), logprobs[len(prompt) :]
 
 
@@ -104,31 +104,31 @@ def by_hand(model, prompt, shift, steps, block, confidence="probability", thresh
     ],
 )
 def test_the_sampler_does_what_is_written_out_here(models, how):
-    wanted = dict(how, block=how["block_length"])
-    del wanted["block_length"]
-    for prompt, found in zip(PROMPTS, answer(models[2], **how), strict=True):
-        tokens, logprobs = by_hand(models[2], prompt, **wanted)
-        assert found.tokens == tokens and MASK not in tokens
-        np.testing.assert_allclose(found.logprobs, logprobs, atol=2e-5)
-        assert found.finish_reason == "length" and len(found.versions) == LENGTH
+    expected = dict(how, block=how["block_length"])
+    del expected["block_length"]
+    for prompt, actual in zip(PROMPTS, answer(models[2], **how), strict=True):
+        tokens, logprobs = by_hand(models[2], prompt, **expected)
+        assert actual.tokens == tokens and MASK not in tokens
+        np.testing.assert_allclose(actual.logprobs, logprobs, atol=2e-5)
+        assert actual.finish_reason == "length" and len(actual.versions) == LENGTH
 
 
 def test_a_cache_is_exact_where_the_rest_of_the_text_cannot_change(models):
     """In a single layer, keys and values of a token are its own: the block alone reads the same."""
     how = {"shift": True, "block_length": 4, "steps": 8}
     exact, cached = (answer(models[1], cache=cache, **how) for cache in (False, True))
-    assert [one.tokens for one in exact] == [one.tokens for one in cached]
-    for one, other in zip(exact, cached, strict=True):
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
+    assert [entry.tokens for entry in exact] == [entry.tokens for entry in cached]
+    for entry, second in zip(exact, cached, strict=True):
+        np.testing.assert_allclose(entry.logprobs, second.logprobs, atol=2e-5)
 
 
 def test_answers_end_with_the_first_end_token(models):
     free = answer(models[2], steps=8, block_length=2)[0].tokens
     end = free[3]
     first = free.index(end)
-    found = answer(models[2], ends=(end,), steps=8, block_length=2)[0]
-    assert found.tokens == free[: first + 1] and found.finish_reason == "stop"
-    assert len(found.logprobs) == len(found.versions) == first + 1
+    actual = answer(models[2], ends=(end,), steps=8, block_length=2)[0]
+    assert actual.tokens == free[: first + 1] and actual.finish_reason == "stop"
+    assert len(actual.logprobs) == len(actual.versions) == first + 1
     words = SamplingConfig(max_new_tokens=LENGTH, stop=[f"<{end}>"])
     sampler = UnmaskingSampler(
         models[2], (), max_len=64, how=Unmasking(MASK, steps=8, block_length=2),
@@ -139,30 +139,30 @@ def test_answers_end_with_the_first_end_token(models):
 
 def test_a_draw_is_its_own_whoever_shares_the_batch(models):
     hot = {"temperature": 1.0, "seed": 4}
-    together = [one.tokens for one in answer(models[2], sampling=hot, steps=4)]
+    together = [entry.tokens for entry in answer(models[2], sampling=hot, steps=4)]
     alone = answer(models[2], PROMPTS[1:2], sampling=hot, draws=[1], steps=4)
     assert alone[0].tokens == together[1]
-    in_pairs = [one.tokens for one in answer(models[2], sampling=hot, rows=2, steps=4)]
+    in_pairs = [entry.tokens for entry in answer(models[2], sampling=hot, rows=2, steps=4)]
     assert in_pairs == together
-    other = answer(models[2], sampling={**hot, "seed": 5}, steps=4)
-    assert [one.tokens for one in other] != together
+    second = answer(models[2], sampling={**hot, "seed": 5}, steps=4)
+    assert [entry.tokens for entry in second] != together
 
 
 @pytest.mark.slow
 def test_gumbel_noise_draws_from_the_softmax(models):
     """Frequencies of one-token answers over many draws."""
     count = 512
-    found = answer(
+    actual = answer(
         models[2], [PROMPTS[0]] * count, sampling={"temperature": 0.7, "max_new_tokens": 1}
     )
-    drawn = np.bincount([one.tokens[0] for one in found], minlength=61) / count
+    drawn = np.bincount([entry.tokens[0] for entry in actual], minlength=61) / count
     logits = np.array(read(models[2], jnp.asarray([*PROMPTS[0], MASK])))[2] / 0.7
     logits[MASK] = -np.inf
-    wanted = np.exp(logits - logits.max())
-    wanted /= wanted.sum()
-    assert np.abs(drawn - wanted).max() < 4 * np.sqrt(0.25 / count)
-    for one in found[:20]:
-        np.testing.assert_allclose(one.logprobs[0], np.log(wanted[one.tokens[0]]), atol=1e-4)
+    expected = np.exp(logits - logits.max())
+    expected /= expected.sum()
+    assert np.abs(drawn - expected).max() < 4 * np.sqrt(0.25 / count)
+    for entry in actual[:20]:
+        np.testing.assert_allclose(entry.logprobs[0], np.log(expected[entry.tokens[0]]), atol=1e-4)
 
 
 def test_what_only_next_tokens_have_is_refused(models):

@@ -28,10 +28,10 @@ ANSWER = [100, 101, 102, STOP]
 @contextlib.contextmanager
 def opened(fakes, sampling=DRAW, ready=True, **settings):
     """(engine, servers, what they said) for fake servers that hold version 0."""
-    said: list[str] = []
+    output: list[str] = []
     defaults = {"health_seconds": 0.05, "wait_seconds": 3, "request_seconds": 5}
     config = VllmConfig(servers=[fake.url for fake in fakes], **{**defaults, **settings})
-    servers = Servers(config, sampling, said.append)
+    servers = Servers(config, sampling, output.append)
 
     def push_weights(server):
         fake = next(fake for fake in fakes if fake.url == server.url)
@@ -44,7 +44,7 @@ def opened(fakes, sampling=DRAW, ready=True, **settings):
         if ready:
             for server in servers.all:
                 push_weights(server)
-        yield VllmEngine(servers, adapters=False, first_pause=0.01), servers, said
+        yield VllmEngine(servers, adapters=False, first_pause=0.01), servers, output
     finally:
         servers.close()
         for fake in fakes:
@@ -70,11 +70,11 @@ def ask(engine, count=1, sampling=DRAW, **settings):
 @pytest.mark.parametrize("scale_out", [True, False])
 def test_an_answer_has_tokens_logprobs_and_versions(scale_out):
     fake = FakeVllm(scale_out=scale_out)
-    with opened([fake]) as (engine, _, said):
+    with opened([fake]) as (engine, _, output):
         [answer] = ask(engine)
         assert engine.version == 0
     assert answer == Completion(ANSWER, [-0.5] * 4, "stop", [0] * 4)
-    assert any("--enable-scale-out" in line for line in said) != scale_out
+    assert any("--enable-scale-out" in line for line in output) != scale_out
 
 
 def test_a_request_says_everything_that_changes_the_distribution():
@@ -124,10 +124,10 @@ def test_errors_that_pass_are_asked_again():
 def test_an_error_that_stays_fails_the_episode_not_the_run():
     fake = FakeVllm()
     fake.script.extend([500] * 3)
-    with opened([fake], retries=2) as (engine, _, said):
+    with opened([fake], retries=2) as (engine, _, output):
         with pytest.raises(EpisodeFailed, match="vllm: HTTP 500$"):
             ask(engine)
-        assert "EngineCore" in said[-1] and "failed 3 times" in said[-1]
+        assert "EngineCore" in output[-1] and "failed 3 times" in output[-1]
         assert ask(engine)[0].tokens == ANSWER
 
 
@@ -139,17 +139,17 @@ def test_a_refusal_is_told_as_it_is():
 
 
 def choice(**changes):
-    whole = {
+    full = {
         "token_ids": [100, STOP],
         "finish_reason": "stop",
         "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -0.5}]},
         "weight_versions": [{"version": "x", "start": 0, "end": 2}],
     }
-    return json.dumps({"choices": [{**whole, **changes}]}).encode()
+    return json.dumps({"choices": [{**full, **changes}]}).encode()
 
 
 @pytest.mark.parametrize(
-    "raw, told",
+    "raw, messages",
     [
         (b"<html>nginx</html>", "no JSON"),
         (b'{"choices": []}', "no list of one choice"),
@@ -167,32 +167,32 @@ def choice(**changes):
         (choice(weight_versions=[{"from": 0}]), "weight_versions"),
     ],
 )
-def test_garbage_is_one_clear_error(raw, told):
+def test_garbage_is_one_clear_error(raw, messages):
     fake = FakeVllm()
     fake.script.append(raw)
     with opened([fake]) as (engine, *_), pytest.raises(RunStopped) as error:
         ask(engine)
-    assert told in str(error.value) and fake.url in str(error.value)
+    assert messages in str(error.value) and fake.url in str(error.value)
 
 
 def test_a_server_killed_on_the_way_is_dropped_and_its_work_redone():
     fakes = [FakeVllm(), FakeVllm()]
     fakes[0].token_seconds = 60.0
-    with opened(fakes) as (engine, servers, said):
+    with opened(fakes) as (engine, servers, output):
         killer = fakes[0].after(1, fakes[0].kill)
         answers = ask(engine, 10)
         killer.join()
         assert [answer.tokens for answer in answers] == [ANSWER] * 10
         assert fakes[0].answered == 0 and fakes[1].answered == 10
         assert servers.counters["servers_lost"] == 1
-    dropped = [line for line in said if "dropped" in line]
+    dropped = [line for line in output if "dropped" in line]
     assert len(dropped) == 1 and "its requests are asked again; 1 left" in dropped[0]
 
 
 def test_the_only_server_is_waited_for_and_given_the_weights_again():
     fake = FakeVllm()
     fake.token_seconds = 60.0
-    with opened([fake], wait_seconds=60) as (engine, servers, said):
+    with opened([fake], wait_seconds=60) as (engine, servers, output):
 
         def begin_anew():
             fake.kill()
@@ -205,8 +205,8 @@ def test_the_only_server_is_waited_for_and_given_the_weights_again():
         restart.join()
         assert [answer.tokens for answer in answers] == [ANSWER] * 4
         assert {v for answer in answers for v in answer.versions} == {0}
-    assert any("none left: waiting up to 60 s" in line for line in said)
-    assert any("is back with version 0" in line for line in said)
+    assert any("none left: waiting up to 60 s" in line for line in output)
+    assert any("is back with version 0" in line for line in output)
 
 
 def test_a_server_that_never_comes_back_ends_the_run_with_its_reason():
@@ -258,13 +258,13 @@ def test_a_server_that_says_it_leaves_ends_what_it_began_and_may_come_back():
 def test_a_server_that_does_not_answer_health_is_stalled(monkeypatch):
     monkeypatch.setattr("jaxtrain.generation.vllm.watcher.HEALTH_TIMEOUT_SECONDS", 0.5)
     fakes = [FakeVllm(), FakeVllm()]
-    with opened(fakes) as (engine, servers, said):
+    with opened(fakes) as (engine, servers, output):
         fakes[0].healthy = "stalled"
         deadline = time.monotonic() + 60
         while servers.all[0].state == "up" and time.monotonic() < deadline:
             time.sleep(0.02)
         assert ask(engine, 4)[0].tokens == ANSWER and fakes[1].answered == 4
-    assert any("was not answered within 0.5 s" in line for line in said)
+    assert any("was not answered within 0.5 s" in line for line in output)
 
 
 @pytest.mark.parametrize("tells", [True, False])
@@ -273,7 +273,7 @@ def test_an_engine_that_hangs_behind_a_healthy_server_is_found_and_taken_back(te
     fakes = [FakeVllm(), FakeVllm()]
     for fake in fakes:
         fake.tells = tells
-    with opened(fakes, request_seconds=60, progress_seconds=0.8) as (engine, servers, said):
+    with opened(fakes, request_seconds=60, progress_seconds=0.8) as (engine, servers, output):
         fakes[0].hangs = True
         started = time.monotonic()
         answers = ask(engine, 6)
@@ -285,8 +285,8 @@ def test_an_engine_that_hangs_behind_a_healthy_server_is_found_and_taken_back(te
         while servers.all[0].state == "down" and time.monotonic() < deadline:
             time.sleep(0.02)
         assert len(ask(engine, 6)) == 6 and fakes[0].answered > 0
-    assert any("hung: no token for" in line and "progress_seconds" in line for line in said)
-    assert any("is back with version 0" in line for line in said)
+    assert any("hung: no token for" in line and "progress_seconds" in line for line in output)
+    assert any("is back with version 0" in line for line in output)
 
 
 @pytest.mark.parametrize("tells", [True, False])
@@ -320,26 +320,28 @@ def test_a_control_call_ends_in_time_however_slowly_bytes_come(trouble):
 def test_what_the_server_cuts_off_is_said_once_with_numbers():
     """The fake server reports a max_model_len of 512."""
     fake = FakeVllm()
-    with opened([fake], SamplingConfig(temperature=1.0, max_new_tokens=511)) as (engine, _, said):
-        assert not any("max_model_len" in line for line in said)
+    with opened([fake], SamplingConfig(temperature=1.0, max_new_tokens=511)) as (engine, _, output):
+        assert not any("max_model_len" in line for line in output)
         for _ in range(2):
             ask(engine, sampling=SamplingConfig(temperature=1.0, max_new_tokens=511))
-    told = [line for line in said if "max_model_len" in line]
-    assert len(told) == 1 and "takes 512 tokens" in told[0] and "are 513" in told[0]
+    messages = [line for line in output if "max_model_len" in line]
+    assert len(messages) == 1 and "takes 512 tokens" in messages[0] and "are 513" in messages[0]
 
 
 def test_another_tokenizer_is_told_with_the_first_difference():
-    ours = [ord(letter) for letter in PROBE_TEXT]
+    actual_values = [ord(letter) for letter in PROBE_TEXT]
     fakes = [FakeVllm(), FakeVllm(), FakeVllm()]
     fakes[0].tokenize = lambda text: [ord(letter) for letter in text]
-    fakes[1].tokenize = lambda text: [*ours[:7], 5, 6]
+    fakes[1].tokenize = lambda text: [*actual_values[:7], 5, 6]
     config = VllmConfig(servers=[fake.url for fake in fakes])
-    said: list[str] = []
-    servers = Servers(config, DRAW, said.append, lambda text: [ord(letter) for letter in text])
+    output: list[str] = []
+    servers = Servers(config, DRAW, output.append, lambda text: [ord(letter) for letter in text])
     servers.open()
     servers.close()
-    told = [line for line in said if "tokenizer" in line]
-    assert len(told) == 1 and fakes[1].url in told[0] and "differ from place 7" in told[0]
+    messages = [line for line in output if "tokenizer" in line]
+    assert (
+        len(messages) == 1 and fakes[1].url in messages[0] and "differ from place 7" in messages[0]
+    )
     for fake in fakes:
         fake.kill()
 
@@ -365,13 +367,13 @@ def test_a_request_tells_who_begins_it_and_lets_go_when_it_is_given_up():
     fake = FakeVllm()
     fake.token_seconds = 0.05
     fake.script.append("cut")
-    ages, told = VersionTracker(), []
-    ages.on_change = lambda: told.append(ages.oldest)
+    ages, messages = VersionTracker(), []
+    ages.on_change = lambda: messages.append(ages.oldest)
     with opened([fake]) as (engine, servers, _):
         engine.first_pause = 0.2
 
         async def play():
-            asked = asyncio.create_task(
+            task = asyncio.create_task(
                 open_view(engine, tracker=ages, index=0).generate([1, 2], DRAW, (STOP,))
             )
             while servers.counters["retries"] == 0:
@@ -380,37 +382,37 @@ def test_a_request_tells_who_begins_it_and_lets_go_when_it_is_given_up():
             servers.mark_up(servers.all[0], 1)
             while not fake.drawn:
                 await asyncio.sleep(0.005)
-            asked.cancel()
+            task.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asked
+                await task
             assert servers.all[0].in_flight == 0
             await engine.close()
 
         asyncio.run(play())
-    assert told == [0, 1] and ages.oldest == 1 and fake.answered == 0
+    assert messages == [0, 1] and ages.oldest == 1 and fake.answered == 0
 
 
 def test_weights_that_this_run_never_sent_are_refused_and_replaced():
     """A server restarted behind our back answers, but from other weights."""
     fake = FakeVllm()
-    with opened([fake]) as (engine, servers, said):
+    with opened([fake]) as (engine, servers, output):
         fake.label = "default"
         [answer] = ask(engine)
     assert answer.versions == [0] * 4 and servers.counters["unknown_version"] == 1
-    assert any("samples from weights 'default', which this run never" in line for line in said)
+    assert any("samples from weights 'default', which this run never" in line for line in output)
 
 
 def test_labels_of_other_runs_and_of_the_future_are_unknown():
     servers = Servers(VllmConfig(servers=["http://x"]), DRAW)
     servers.version = 4
     assert [servers.read_label(servers.label(v)) for v in (0, 4, 5, 6)] == [0, 4, 5, None]
-    other = Servers(VllmConfig(servers=["http://x"]), DRAW)
-    assert servers.read_label(other.label(1)) is None
+    second = Servers(VllmConfig(servers=["http://x"]), DRAW)
+    assert servers.read_label(second.label(1)) is None
     assert servers.read_label("default") is None
 
 
 @pytest.mark.parametrize(
-    "settings, sampling, told",
+    "settings, sampling, messages",
     [
         ({"version": "0.31.4"}, DRAW, "runs vLLM 0.31.4; tested are versions from 0.32 before"),
         ({"version": "dev"}, DRAW, "any_version"),
@@ -418,8 +420,10 @@ def test_labels_of_other_runs_and_of_the_future_are_unknown():
         ({}, SamplingConfig(temperature=1.0, top_p=0.9), "raw_logprobs"),
     ],
 )
-def test_a_server_that_cannot_do_what_the_run_needs_is_refused_at_once(settings, sampling, told):
-    with pytest.raises(UserError, match=told):
+def test_a_server_that_cannot_do_what_the_run_needs_is_refused_at_once(
+    settings, sampling, messages
+):
+    with pytest.raises(UserError, match=messages):
         with opened([FakeVllm(**settings)], sampling):
             pass
 
@@ -435,8 +439,8 @@ def test_servers_that_do_not_come_are_named():
 def test_the_run_begins_with_the_servers_that_are_there():
     dead, alive = FakeVllm(), FakeVllm()
     dead.kill()
-    with opened([dead, alive], wait_seconds=0.3, ready=False) as (engine, servers, said):
+    with opened([dead, alive], wait_seconds=0.3, ready=False) as (engine, servers, output):
         alive.label = servers.label(0)
         servers.mark_up(servers.all[1], 0)
         assert len(ask(engine, 3)) == 3
-    assert any(line.startswith(f"going on without {dead.url}") for line in said)
+    assert any(line.startswith(f"going on without {dead.url}") for line in output)

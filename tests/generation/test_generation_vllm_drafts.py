@@ -34,13 +34,13 @@ TOKENS, GUESSES = 12, 3
 
 def make_draft(target: Path, folder: Path) -> dflash.Model:
     """A DFlash draft of random weights for a target of two layers."""
-    like = families.read_config(target)
-    shared = {f.name: getattr(like, f.name) for f in dataclasses.fields(DecoderConfig)}
+    template = families.read_config(target)
+    shared = {f.name: getattr(template, f.name) for f in dataclasses.fields(DecoderConfig)}
     config = dflash.Config(
         **{**shared, "tie_word_embeddings": False, "num_hidden_layers": 2},
         capture=(1, 0),
-        target_hidden_size=like.hidden_size,
-        num_target_layers=like.num_hidden_layers,
+        target_hidden_size=template.hidden_size,
+        num_target_layers=template.num_hidden_layers,
         mask_token_id=511,
         block_size=GUESSES + 1,
         layer_types=("full_attention",) * 2,
@@ -71,12 +71,12 @@ def count_accepted(target, draft) -> tuple[list[list[int]], int, int]:
         tokens = jnp.asarray([text + [0] * (40 - len(text))], jnp.int32)
         captured = states(tokens).captured
         while done < TOKENS:
-            known = len(prompt) + done - 1  # tokens that the target has read
-            token = jnp.asarray([text[known]], jnp.int32)
-            guesses = propose(tokens, captured, jnp.asarray([known], jnp.int32), token)[0]
+            recorded = len(prompt) + done - 1  # tokens that the target has read
+            token = jnp.asarray([text[recorded]], jnp.int32)
+            guesses = propose(tokens, captured, jnp.asarray([recorded], jnp.int32), token)[0]
             right = np.asarray(guesses) == np.resize(answer[done:] + [-1] * GUESSES, GUESSES)
-            kept = int(np.cumprod(right).sum())
-            cycles, accepted, done = cycles + 1, accepted + kept, done + kept + 1
+            retained = int(np.cumprod(right).sum())
+            cycles, accepted, done = cycles + 1, accepted + retained, done + retained + 1
     return answers, cycles, accepted
 
 
@@ -90,10 +90,10 @@ def test_vllm_guesses_with_a_dflash_folder(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
-    found = json.loads(line.removeprefix("FOUND "))
+    payload = json.loads(line.removeprefix("FOUND "))
     answers, cycles, accepted = count_accepted(loading.load(folder), draft)
-    assert found["answers"] == answers
-    counted = found["counted"]
+    assert payload["answers"] == answers
+    counted = payload["counted"]
     assert counted["vllm:spec_decode_num_drafts"] == pytest.approx(cycles, abs=len(PROMPTS))
     assert (counted["vllm:spec_decode_num_accepted_tokens"] or 0) == pytest.approx(
         accepted, abs=GUESSES * len(PROMPTS)

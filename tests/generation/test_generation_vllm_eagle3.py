@@ -44,9 +44,9 @@ def make_pair(folder: Path):
     tokenizer = load_tokenizer("builtin")
     raw = {**SIZES, "model_type": "qwen3", "num_hidden_layers": 7, "intermediate_size": 128}
     config = families.config_from_hf({**raw, "eos_token_id": tokenizer.eos_token_id})
-    own = {key: value for key, value in SIZES.items() if key != "vocab_size"}
+    local_value = {key: value for key, value in SIZES.items() if key != "vocab_size"}
     small = eagle3.Config(
-        **own,
+        **local_value,
         vocab_size=512,
         draft_vocab_size=60,
         target_hidden_size=64,
@@ -75,10 +75,10 @@ def decode(target, draft, prompt):
 
     @jax.jit
     def read(tokens, cache, followed):
-        found = target.decode(tokens, cache, capture=draft.capture)
+        actual = target.decode(tokens, cache, capture=draft.capture)
         count = jnp.array([tokens.shape[1]], jnp.int32)
-        followed = draft.read(followed, target, tokens, found.captured, count)
-        return target.logits(found.hidden[0, -1]).argmax(), found.cache, followed
+        followed = draft.read(followed, target, tokens, actual.captured, count)
+        return target.logits(actual.hidden[0, -1]).argmax(), actual.cache, followed
 
     propose = jax.jit(lambda followed, token: draft.propose(followed, target, token))
     cache, followed = target.init_cache(1, 64), draft.init_cache(1, 64)
@@ -87,35 +87,35 @@ def decode(target, draft, prompt):
     while len(answer) < TOKENS:
         guesses = propose(followed, jnp.array(answer[-1:], jnp.int32))[0].tolist()
         cycles += 1
-        for place in range(GUESSES + 1):
+        for position in range(GUESSES + 1):
             last = jnp.array([answer[-1:]], jnp.int32)
             token, cache, followed = read(last, cache, followed)
             answer.append(int(token))
-            if place == GUESSES or guesses[place] != answer[-1]:
+            if position == GUESSES or guesses[position] != answer[-1]:
                 break
-            accepted[place] += 1
+            accepted[position] += 1
     return answer[:TOKENS], cycles, accepted
 
 
 def test_vllm_reads_an_eagle3_export(tmp_path):
     """Layers, positions, tables and names are right if as many guesses are accepted, by place."""
     target, draft = make_pair(tmp_path)
-    found = [decode(target, draft, prompt) for prompt in PROMPTS]
+    actual = [decode(target, draft, prompt) for prompt in PROMPTS]
     words = [str(tmp_path / "target"), str(tmp_path / "draft"), "eagle3", str(GUESSES), str(TOKENS)]
     script = Path(__file__).with_name("vllm_drafts.py")
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    local_value = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
         [PYTHON, str(script), *words, json.dumps(PROMPTS)],
-        env={**os.environ, **own, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, **local_value, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
     )
-    said = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert said, (done.stdout + done.stderr)[-3000:]
-    theirs = json.loads(said[-1].removeprefix("FOUND "))
-    assert theirs["answers"] == [answer for answer, _, _ in found]
-    accepted = sum(places for _, _, places in found)
-    counted = theirs["counted"]
-    assert counted["vllm:spec_decode_num_drafts"] == sum(cycles for _, cycles, _ in found)
+    output = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert output, (done.stdout + done.stderr)[-3000:]
+    payload = json.loads(output[-1].removeprefix("FOUND "))
+    assert payload["answers"] == [answer for answer, _, _ in actual]
+    accepted = sum(places for _, _, places in actual)
+    counted = payload["counted"]
+    assert counted["vllm:spec_decode_num_drafts"] == sum(cycles for _, cycles, _ in actual)
     assert counted["vllm:spec_decode_num_accepted_tokens_per_pos"] == accepted.tolist()
     assert accepted.sum() > 0

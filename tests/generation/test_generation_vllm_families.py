@@ -49,9 +49,9 @@ def test_a_served_family_follows_the_trainer(name, tmp_path):
         server.kill(signal.SIGTERM)
 
 
-def follow(server, place, sync, dtype):
+def follow(server, position, sync, dtype):
     """Three versions of all weights, of which the third is not the second."""
-    config = short(make_config(server, place, sync, weight_dtype="float32"))
+    config = short(make_config(server, position, sync, weight_dtype="float32"))
     parts = build_model_bundle(config)
     rebuild, params = abstract_params(parts)[1], open_params(parts, 0)
     engine, publisher = open_vllm(config, parts)
@@ -59,9 +59,9 @@ def follow(server, place, sync, dtype):
         for version in range(3):
             metrics = publisher.publish(version, params, None)
             assert metrics["sync/delta"] == (sync == "delta" and version > 0)
-            found = worst(engine, rebuild, cast(params, "float32"), config, version)
-            print(f"{sync} version {version}: {found:.1e}")
-            assert found < CLOSE[dtype]
+            actual = worst(engine, rebuild, cast(params, "float32"), config, version)
+            print(f"{sync} version {version}: {actual:.1e}")
+            assert actual < CLOSE[dtype]
             params = change(params, 0.02, version)
         before = worst(engine, rebuild, cast(params, "float32"), config, 2)
         assert before > 10 * CLOSE[dtype], "the test would not notice missing updates"
@@ -84,9 +84,9 @@ def test_a_served_family_follows_the_adapter(name, tmp_path):
         server.kill(signal.SIGTERM)
 
 
-def follow_adapter(server, place, dtype):
+def follow_adapter(server, position, dtype):
     """Three versions of an adapter, of which the third is not the second."""
-    config = short(make_config(server, place, "lora"))
+    config = short(make_config(server, position, "lora"))
     parts = build_model_bundle(config)
     assert any(path.endswith(".in_proj") for path in parts.adapter.slots)
     rebuild, params = abstract_params(parts)[1], open_params(parts, 0)
@@ -95,9 +95,9 @@ def follow_adapter(server, place, dtype):
     try:
         for version in range(3):
             publisher.publish(version, params, None)
-            found = worst(engine, rebuild, params, config, version)
-            print(f"lora version {version}: {found:.1e}")
-            assert found < CLOSE[dtype]
+            actual = worst(engine, rebuild, params, config, version)
+            print(f"lora version {version}: {actual:.1e}")
+            assert actual < CLOSE[dtype]
             params = {
                 path: value + 0.1 * rng.normal(size=value.shape).astype("float32")
                 if ".adapter." in path

@@ -60,9 +60,9 @@ def replicas(tmp_path_factory):
     folder = tmp_path_factory.mktemp("replicas")
     model = make_model(folder / "model", seed=0, tied=True)
     blocks = ("--block-size", "32")
-    found = [RealServer(model, "full", folder / f"{i}.log", *blocks) for i in range(2)]
-    yield found
-    for server in found:
+    actual = [RealServer(model, "full", folder / f"{i}.log", *blocks) for i in range(2)]
+    yield actual
+    for server in actual:
         server.kill(signal.SIGTERM)
 
 
@@ -89,18 +89,18 @@ def open_all(replicas, folder, **vllm):
     return make_config(replicas[0], folder, "full", **options)
 
 
-def play(engine, sampling, groups, seed, shared, said):
+def play(engine, sampling, groups, seed, shared, output):
     """Groups of episodes of some turns: a prompt of `shared` tokens is a group's, what follows,
-    with `said` tokens of the world a turn, an episode's own."""
+    with `output` tokens of the world a turn, an episode's own."""
     dice = np.random.default_rng(seed)
     prompt = dice.integers(0, 256, (groups, shared)).tolist()
-    told = dice.integers(0, 256, (groups * GROUP, TURNS, said)).tolist()
+    messages = dice.integers(0, 256, (groups * GROUP, TURNS, output)).tolist()
 
     async def episode(index):
         tokens = list(prompt[index // GROUP])
         for turn in range(TURNS):
             answer = await engine.generate(tokens, sampling, (), index)
-            tokens += [*answer.tokens, *told[index][turn]]
+            tokens += [*answer.tokens, *messages[index][turn]]
 
     async def run():
         try:
@@ -119,19 +119,21 @@ def test_affinity_fills_prefix_caches(replicas, tmp_path):
     cases = [(192, 8, GROUP), (192, 8, None), (64, 80, GROUP), (64, 80, None)]
     shares = []
     with published(config) as (engine, *_):
-        for seed, (shared, said, group_size) in enumerate(cases):
+        for seed, (shared, output, group_size) in enumerate(cases):
             asking = VllmEngine(engine.servers, adapters=False, group_size=group_size)
             before = [read_telemetry(url) for url in urls(replicas)]
             began = time.monotonic()
-            play(asking, sampling, 16, seed, shared, said)
+            play(asking, sampling, 16, seed, shared, output)
             seconds = time.monotonic() - began
             pairs = list(zip([read_telemetry(url) for url in urls(replicas)], before, strict=True))
-            hits = sum(now.prefix_hits - then.prefix_hits for now, then in pairs)
-            queries = sum(now.prefix_queries - then.prefix_queries for now, then in pairs)
+            hits = sum(current_time.prefix_hits - then.prefix_hits for current_time, then in pairs)
+            queries = sum(
+                current_time.prefix_queries - then.prefix_queries for current_time, then in pairs
+            )
             shares.append(hits / queries)
             affinity = engine.servers.measure()["affinity"]
             print(
-                f"prompt {shared}, {said} said a turn, group_size {group_size}: {hits:.0f} of"
+                f"prompt {shared}, {output} said a turn, group_size {group_size}: {hits:.0f} of"
                 f" {queries:.0f} tokens ({shares[-1]:.3f}), {seconds:.1f} s, affinity"
                 f" {affinity:.2f}"
             )
@@ -144,19 +146,19 @@ def test_an_evaluation_keeps_its_version_while_training_goes_on(replicas, tmp_pa
         servers = engine.servers
         servers.config = servers.config.model_copy(update={"eval_servers": 1})
         rebuild = abstract_params(parts)[1]
-        kept = engine.keep()
+        retained = engine.keep()
         for version in (1, 2):
             params = change(params, 0.02, version)
             publisher.publish(version, params, None)
             assert worst(engine, rebuild, params, config, version) < CLOSE
-        assert worst(kept, rebuild, open_params(parts, 0), config, 0) < CLOSE
-        kept.release()
-        (server,) = kept.kept_servers.servers
+        assert worst(retained, rebuild, open_params(parts, 0), config, 0) < CLOSE
+        retained.release()
+        (server,) = retained.kept_servers.servers
         end = time.monotonic() + 60
         while server.version < 2 and time.monotonic() < end:
             time.sleep(0.1)
-        (other,) = [one for one in servers.all if one is not server]
-        servers.drop(other, "for this test: the one that was kept answers alone")
+        (second,) = [entry for entry in servers.all if entry is not server]
+        servers.drop(second, "for this test: the one that was kept answers alone")
         assert worst(engine, rebuild, params, config, 2) < CLOSE
 
 
@@ -171,18 +173,18 @@ def test_one_server_passes_weights_on_to_the_other(replicas, tmp_path, monkeypat
 
     monkeypatch.setattr(weight_links, "WorkerLink", Far)
     monkeypatch.setattr(staging, "STREAM_BYTES", 1)
-    names = [f"http://{name}:{one.port}" for name, one in zip(NAMES, replicas, strict=True)]
-    more = {"servers": names, "fan_out": 1, "weight_dtype": "bfloat16"}
-    config = make_config(replicas[0], tmp_path, "delta", **more)
+    names = [f"http://{name}:{replica.port}" for name, replica in zip(NAMES, replicas, strict=True)]
+    extra = {"servers": names, "fan_out": 1, "weight_dtype": "bfloat16"}
+    config = make_config(replicas[0], tmp_path, "delta", **extra)
     parts = build_model_bundle(config)
     params, rebuild = open_params(parts, 0), abstract_params(parts)[1]
     engine, publisher = open_vllm(config, parts)
     try:
         for version in range(3):
-            found = publisher.publish(version, params, None)
-            assert found["sync/relay_failures"] == 0, found
-            assert found["sync/tcp_bytes"] == found["sync/relayed_bytes"] > 0
-            assert found["sync/delta"] == (version > 0)
+            actual = publisher.publish(version, params, None)
+            assert actual["sync/relay_failures"] == 0, actual
+            assert actual["sync/tcp_bytes"] == actual["sync/relayed_bytes"] > 0
+            assert actual["sync/delta"] == (version > 0)
             assert worst(engine, rebuild, cast(params, "bfloat16"), config, version) < CLOSE
             for server in engine.servers.all:
                 assert server.version == version
@@ -212,10 +214,10 @@ def test_a_router_before_real_servers(replicas, tmp_path):
                 if version == 0:
                     params = change(params, 0.02, version)
                     publisher.publish(1, params, None)
-            before = [read_telemetry(one).tokens for one in urls(replicas)]
+            before = [read_telemetry(entry).tokens for entry in urls(replicas)]
             answers = ask(engine, prompts(32), config.sampling)
             assert {v for answer in answers for v in answer.versions} == {1}
-            after = [read_telemetry(one).tokens for one in urls(replicas)]
+            after = [read_telemetry(entry).tokens for entry in urls(replicas)]
             assert all(a != b for a, b in zip(before, after, strict=True)), "both were asked"
             assert engine.servers.front.state == "up"
             process.kill()
@@ -239,14 +241,14 @@ def test_adapters_over_http_and_a_server_that_leaves(tmp_path, monkeypatch):
         try:
             for version in range(3):
                 metrics = publisher.publish(version, params, None)
-                found = worst(engine, rebuild, params, config, version)
-                print(f"adapter {version} over HTTP: {found:.1e}, {metrics}")
-                assert found < CLOSE
+                actual = worst(engine, rebuild, params, config, version)
+                print(f"adapter {version} over HTTP: {actual:.1e}, {metrics}")
+                assert actual < CLOSE
                 params = change(params, 0.5, version) | {
                     name: array for name, array in params.items() if ".adapter." not in name
                 }
             listed = call(url, "GET", "/v1/models", timeout=30)["data"]
-            roots = [Path(one["root"]) for one in listed if one.get("parent")]
+            roots = [Path(entry["root"]) for entry in listed if entry.get("parent")]
             assert len(roots) == 2 and not any(root.is_relative_to(tmp_path) for root in roots)
             assert sorted(root.name for root in roots[0].parent.iterdir()) == sorted(
                 root.name for root in roots
@@ -262,8 +264,8 @@ def test_adapters_over_http_and_a_server_that_leaves(tmp_path, monkeypatch):
 def leave(server, url, engine, config):
     """SIGTERM while answers are under way: they end, others are refused, then the process does."""
     sampling = config.sampling.model_copy(update={"max_new_tokens": 400})
-    found: list = []
-    asking = threading.Thread(target=lambda: found.extend(ask(engine, prompts(4), sampling)))
+    actual: list = []
+    asking = threading.Thread(target=lambda: actual.extend(ask(engine, prompts(4), sampling)))
     asking.start()
     while not engine.servers.all[0].in_flight:
         time.sleep(0.05)
@@ -276,11 +278,11 @@ def leave(server, url, engine, config):
     print(refused.value)
     began = time.monotonic()
     asking.join(120)
-    print(f"answers after {time.monotonic() - began:.1f} s: {[len(a.tokens) for a in found]}")
-    assert len(found) == 4 and max(len(answer.tokens) for answer in found) > 100
+    print(f"answers after {time.monotonic() - began:.1f} s: {[len(a.tokens) for a in actual]}")
+    assert len(actual) == 4 and max(len(answer.tokens) for answer in actual) > 100
     assert not engine.servers.counters["retries"]
     assert server.process.wait(60) == 0
     end = time.monotonic() + 20
-    while left := [pid for pid in below if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < end, f"they live on: {left}"
+    while remaining := [pid for pid in below if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < end, f"they live on: {remaining}"
         time.sleep(0.2)

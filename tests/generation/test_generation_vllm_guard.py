@@ -33,11 +33,11 @@ def send(store, name="jaxtrain-0a-3", sizes=SIZES, parts=(CONFIG + TENSORS,), me
 
 def test_an_adapter_is_written_by_its_name_and_replaced(tmp_path):
     store = AdapterStore(tmp_path)
-    whole = CONFIG + TENSORS
-    for parts in ((whole,), (whole[:3], whole[3:11], whole[11:])):
+    full = CONFIG + TENSORS
+    for parts in ((full,), (full[:3], full[3:11], full[11:])):
         assert send(store, parts=parts) == (200, {"path": str(tmp_path / "jaxtrain-0a-3")})
-        found = [(tmp_path / "jaxtrain-0a-3" / file).read_bytes() for file in FILES]
-        assert found == [CONFIG, TENSORS] and len(list(tmp_path.iterdir())) == 1
+        actual = [(tmp_path / "jaxtrain-0a-3" / file).read_bytes() for file in FILES]
+        assert actual == [CONFIG, TENSORS] and len(list(tmp_path.iterdir())) == 1
     assert send(store, method="DELETE") == (200, {}) == send(store, method="DELETE")
     assert not list(tmp_path.iterdir())
 
@@ -72,8 +72,8 @@ def test_what_is_no_adapter_leaves_nothing(tmp_path, change, status, words):
     (tmp_path / "own").mkdir()
     store = AdapterStore(tmp_path / "own")
     send(store, "before")
-    found, said = send(store, **change)
-    assert found == status and words in said["error"]
+    actual, output = send(store, **change)
+    assert actual == status and words in output["error"]
     assert [path.name for path in (tmp_path / "own").iterdir()] == ["before"]
     assert (tmp_path / "evil").exists()
 
@@ -87,19 +87,19 @@ def test_the_oldest_make_room(tmp_path, monkeypatch):
 
 
 def ask(guard, method="PUT", **headers):
-    said, left = [], [CONFIG, TENSORS]
-    given = {"x_files": json.dumps(SIZES), **headers}
+    output, remaining = [], [CONFIG, TENSORS]
+    provided = {"x_files": json.dumps(SIZES), **headers}
     scope = {"type": "http", "path": "/jaxtrain/adapters/a-1", "method": method}
-    scope["headers"] = [(k.replace("_", "-").encode(), v.encode()) for k, v in given.items()]
+    scope["headers"] = [(k.replace("_", "-").encode(), v.encode()) for k, v in provided.items()]
 
     async def receive():
-        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+        return {"type": "http.request", "body": remaining.pop(0), "more_body": bool(remaining)}
 
     async def reply(message):
-        said.append(message)
+        output.append(message)
 
     asyncio.run(guard(scope, receive, reply))
-    return said[0]["status"], said[-1]["body"]
+    return output[0]["status"], output[-1]["body"]
 
 
 def test_only_a_server_with_a_key_takes_files_of_who_knows_it(tmp_path):
@@ -158,15 +158,15 @@ asyncio.run(main())
 def test_sigterm_is_announced_and_what_was_begun_may_end(slow, seconds, twice, end):
     """In a process of its own; the third is told a second time."""
     code = LEAVES.replace("SLOW", str(slow)).replace("SECONDS", str(seconds))
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code.replace("TWICE", str(twice))],
         capture_output=True,
         text=True,
         timeout=60,
         cwd=Path(__file__).parents[2],
     )
-    assert found.returncode == 0, found.stderr
-    first, health, refused, last = found.stdout.splitlines()
+    assert completed.returncode == 0, completed.stderr
+    first, health, refused, last = completed.stdout.splitlines()
     assert first.startswith("draining: ") and first.endswith("1 requests under way")
     for line in (health, refused):
         assert line.startswith("503 draining: this server ends within ")

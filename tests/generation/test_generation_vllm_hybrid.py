@@ -70,15 +70,15 @@ def server(request, tmp_path_factory):
             params[name] = jnp.asarray(rng.uniform(-4.6, 0.4, value.shape), value.dtype)
     saving.save(rebuild(params), config, folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    found = RealServer(
+    real_server = RealServer(
         folder / "model",
         request.param,
         folder / "server.log",
         "--no-enable-prefix-caching",  # which needs prompts to be read in chunks, and that fails
         dtype="bfloat16",
     )
-    yield found
-    found.kill(signal.SIGTERM)
+    yield real_server
+    real_server.kill(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("sync", ["full", "delta"])
@@ -95,9 +95,9 @@ def test_a_served_hybrid_follows_the_trainer(server, tmp_path, sync):
         for version in range(3):
             metrics = publisher.publish(version, params, None)
             assert metrics["sync/delta"] == (sync == "delta" and version > 0)
-            found = compare(engine, rebuild(params), config, version)
-            print(f"{sync} version {version}: mean and largest difference {found}, {metrics}")
-            assert found[0] < ROUNDED
+            actual = compare(engine, rebuild(params), config, version)
+            print(f"{sync} version {version}: mean and largest difference {actual}, {metrics}")
+            assert actual[0] < ROUNDED
             params = change(params, 0.02, version)
         assert compare(engine, rebuild(params), config, 2)[0] > 5 * ROUNDED
     finally:
@@ -116,9 +116,9 @@ def test_served_adapters_follow_the_trainer(server, tmp_path):
     try:
         for version in range(3):
             publisher.publish(version, params, None)
-            found = compare(engine, rebuild(params), config, version)
-            print(f"lora version {version}: mean and largest difference {found}")
-            assert found[0] < ROUNDED
+            actual = compare(engine, rebuild(params), config, version)
+            print(f"lora version {version}: mean and largest difference {actual}")
+            assert actual[0] < ROUNDED
             rng = np.random.default_rng(version)
             params = {
                 name: array + 0.1 * rng.normal(size=array.shape).astype(np.float32)

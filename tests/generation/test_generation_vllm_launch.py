@@ -26,13 +26,13 @@ REAL = [
 UP_SECONDS = 600.0
 
 
-def wait_for(what, run, seconds=UP_SECONDS):
+def wait_for(label, run, seconds=UP_SECONDS):
     end = time.monotonic() + seconds
-    while not (found := what()):
+    while not (actual := label()):
         assert time.monotonic() < end, "it did not come"
         assert run.poll() is None, "the run has ended"
         time.sleep(0.5)
-    return found
+    return actual
 
 
 def alive(pid):

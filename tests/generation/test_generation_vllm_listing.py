@@ -15,11 +15,11 @@ def test_the_file_follows_the_servers(tmp_path, monkeypatch):
     def wait_for(**expected) -> dict:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
-            found = json.loads(path.read_text()) if path.exists() else []
-            if found and expected.items() <= found[0].items():
-                return found[0]
+            actual = json.loads(path.read_text()) if path.exists() else []
+            if actual and expected.items() <= actual[0].items():
+                return actual[0]
             time.sleep(0.01)
-        raise AssertionError(found)
+        raise AssertionError(actual)
 
     with Listing(path, lambda: servers):
         first = wait_for(state="new", version=None, why="not asked yet", since=5.0, in_flight=0)

@@ -85,13 +85,13 @@ def test_a_served_hybrid_has_the_names_of_its_folder(multimodal):
     served.append("language_model.lm_head.weight" if multimodal else "lm_head.weight")
     if multimodal:
         served.append("visual.attn.qkv.weight")
-    found = describe(served, fused, stored, tied=False, renamed=ServedNames(prefixes=prefixes))
+    actual = describe(served, fused, stored, tied=False, renamed=ServedNames(prefixes=prefixes))
     extra = {"model.visual.attn.qkv.weight"} if multimodal else set()
-    assert found == {name: [2, 2] for name in {*trained, *extra}}
+    assert actual == {name: [2, 2] for name in {*trained, *extra}}
     assert "lm_head.weight" not in describe(
         served, fused, stored, tied=True, renamed=ServedNames(prefixes=prefixes)
     )
-    fake = FakeVllm(tensors=found)
+    fake = FakeVllm(tensors=actual)
     shapes = dict.fromkeys(trained, (2, 2))
     with open_servers([fake]) as (_, servers, _):
         wide = {f"{long}{linear}A_log"}

@@ -49,9 +49,9 @@ def server(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     kind, tied = request.param.split("-")
     model = make_model(folder / "model", seed=0, tied=tied == "tied")
-    found = RealServer(model, "lora" if kind == "lora" else "delta", folder / "server.log")
-    yield found
-    found.kill(signal.SIGTERM)
+    real_server = RealServer(model, "lora" if kind == "lora" else "delta", folder / "server.log")
+    yield real_server
+    real_server.kill(signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +80,9 @@ def test_served_weights_are_the_trainers(weights_server, tmp_path, sync, dtype):
         for version in range(3):
             metrics = publisher.publish(version, params, None)
             assert metrics["sync/delta"] == (sync == "delta" and version > 0)
-            found = worst(engine, rebuild, cast(params, dtype), config, version)
-            print(f"{sync} {dtype} version {version}: {found:.1e}, {metrics}")
-            assert found < CLOSE
+            actual = worst(engine, rebuild, cast(params, dtype), config, version)
+            print(f"{sync} {dtype} version {version}: {actual:.1e}, {metrics}")
+            assert actual < CLOSE
             params = change(params, 0.02, version)
         before = worst(engine, rebuild, cast(params, dtype), config, 2)
         assert before > 10 * CLOSE, "the test would not notice missing updates"
@@ -120,8 +120,8 @@ def test_an_answer_that_spans_an_update_is_of_both_weights(weights_server, tmp_p
         versions = np.array(answer.versions)
         assert (np.diff(versions) >= 0).all()
         for version, params in enumerate((first, second)):
-            ours = score(rebuild(cast(params, "float32")), prompt, answer.tokens)
-            off = np.abs(ours - answer.logprobs)
+            actual_values = score(rebuild(cast(params, "float32")), prompt, answer.tokens)
+            off = np.abs(actual_values - answer.logprobs)
             assert off[versions == version].max() < CLOSE
             assert off[versions != version].max() > 10 * CLOSE
 
@@ -137,8 +137,8 @@ def test_temperature_stop_texts_and_stop_tokens(weights_server, tmp_path):
     try:
         publisher.publish(0, params, None)
         [answer] = ask(engine, prompts(1), warm)
-        ours = score(model, prompts(1)[0], answer.tokens, 1.7)
-        assert np.abs(ours - answer.logprobs).max() < CLOSE
+        actual_values = score(model, prompts(1)[0], answer.tokens, 1.7)
+        assert np.abs(actual_values - answer.logprobs).max() < CLOSE
         again = ask(engine, prompts(1), warm)[0]
         assert again == answer, "the same seed, index and weights give the same answer"
         [plain] = ask(engine, prompts(1), greedy)
@@ -152,9 +152,9 @@ def test_temperature_stop_texts_and_stop_tokens(weights_server, tmp_path):
             if len(text) == 1 and text.isascii() and text.isprintable()
         )  # fmt: skip
         texted = greedy.model_copy(update={"stop": [letter]})
-        [found] = ask(engine, prompts(1), texted)
-        assert found.finish_reason == "stop" and letter in tokenizer.decode(found.tokens)
-        assert letter not in tokenizer.decode(found.tokens[:-1])
+        [actual] = ask(engine, prompts(1), texted)
+        assert actual.finish_reason == "stop" and letter in tokenizer.decode(actual.tokens)
+        assert letter not in tokenizer.decode(actual.tokens[:-1])
     finally:
         publisher.close()
 
@@ -176,8 +176,8 @@ def test_a_server_that_slept_takes_weights_and_answers(weights_server, tmp_path)
 
 
 def test_another_model_is_refused_before_anything_is_sent(weights_server, tmp_path):
-    other = make_model(tmp_path / "untied", seed=0, tied=False)
-    config = make_config(weights_server, tmp_path, "full", model=other)
+    model = make_model(tmp_path / "untied", seed=0, tied=False)
+    config = make_config(weights_server, tmp_path, "full", model=model)
     parts = build_model_bundle(config)
     _, publisher = open_vllm(config, parts)
     try:
@@ -196,9 +196,9 @@ def test_served_adapters_are_the_trainers(lora_server, tmp_path):
     try:
         for version in range(4):
             metrics = publisher.publish(version, params, None)
-            found = worst(engine, rebuild, params, config, version)
-            print(f"lora version {version}: {found:.1e}, {metrics}")
-            assert found < CLOSE
+            actual = worst(engine, rebuild, params, config, version)
+            print(f"lora version {version}: {actual:.1e}, {metrics}")
+            assert actual < CLOSE
             rng = np.random.default_rng(version)
             params = {
                 name: array + 0.1 * rng.normal(size=array.shape).astype(np.float32)
@@ -214,11 +214,11 @@ def test_served_adapters_are_the_trainers(lora_server, tmp_path):
 
 def test_the_eval_verb_brings_its_weights_to_the_server(weights_server, tmp_path):
     """Greedy answers of a model that the server never had are those of the local engine."""
-    other = make_model(tmp_path / "other", seed=5, tied=True)
+    second = make_model(tmp_path / "other", seed=5, tied=True)
     answers = {}
     for name, engine, model in (
-        ("served", "vllm", other),
-        ("local", "local", other),
+        ("served", "vllm", second),
+        ("local", "local", second),
         ("first", "vllm", None),
     ):
         (tmp_path / name).mkdir()
@@ -270,8 +270,8 @@ def test_a_stopped_engine_is_found_while_health_says_200(weights_server, tmp_pat
     rebuild = abstract_params(parts)[1]
     params = [open_params(parts, 0)]
     params.append(change(params[0], 0.02, 13))
-    said = []
-    engine, publisher = open_vllm(config, parts, said.append)
+    output = []
+    engine, publisher = open_vllm(config, parts, output.append)
 
     def stop_for(seconds):
         def signal_all(sign):
@@ -292,15 +292,15 @@ def test_a_stopped_engine_is_found_while_health_says_200(weights_server, tmp_pat
                 print("publish", time.monotonic() - started)
             answers = ask(engine, prompts(), sampling)
             for prompt, answer in zip(prompts(), answers, strict=True):
-                ours = score(rebuild(params[version]), prompt, answer.tokens)
-                assert np.abs(ours - answer.logprobs).max() < CLOSE
+                actual_values = score(rebuild(params[version]), prompt, answer.tokens)
+                assert np.abs(actual_values - answer.logprobs).max() < CLOSE
                 assert set(answer.versions) == {version}
     finally:
         publisher.close()
-        print(*said, sep="\n")
-    assert any("hung: no token for" in line for line in said)
-    assert any("dropped (weight sync: " in line for line in said)
-    assert any("is back with version 0" in line for line in said)
+        print(*output, sep="\n")
+    assert any("hung: no token for" in line for line in output)
+    assert any("dropped (weight sync: " in line for line in output)
+    assert any("is back with version 0" in line for line in output)
 
 
 def test_a_killed_server_comes_back_with_the_weights(weights_server, tmp_path):
@@ -311,8 +311,8 @@ def test_a_killed_server_comes_back_with_the_weights(weights_server, tmp_path):
     parts = build_model_bundle(config)
     rebuild = abstract_params(parts)[1]
     params = change(open_params(parts, 0), 0.02, 11)
-    said = []
-    engine, publisher = open_vllm(config, parts, said.append)
+    output = []
+    engine, publisher = open_vllm(config, parts, output.append)
 
     def restart():
         time.sleep(0.5)
@@ -327,11 +327,11 @@ def test_a_killed_server_comes_back_with_the_weights(weights_server, tmp_path):
         thread.join()
         served = cast(params, "bfloat16")
         for prompt, answer in zip(prompts(), answers, strict=True):
-            ours = score(rebuild(served), prompt, answer.tokens)
-            assert np.abs(ours - answer.logprobs).max() < CLOSE
+            actual_values = score(rebuild(served), prompt, answer.tokens)
+            assert np.abs(actual_values - answer.logprobs).max() < CLOSE
             assert set(answer.versions) == {0}
     finally:
         publisher.close()
-    print(said)
-    assert any("its requests are asked again; none left" in line for line in said)
-    assert any("is back with version 0" in line for line in said)
+    print(output)
+    assert any("its requests are asked again; none left" in line for line in output)
+    assert any("is back with version 0" in line for line in output)

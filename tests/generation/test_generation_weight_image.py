@@ -77,10 +77,10 @@ def plain(params, dtype, wide=(), entries=ENTRIES):
     return collect(pieces, tensor_shapes(entries), dtype, wide)
 
 
-def assert_same(found, wanted):
-    assert list(found) == list(wanted) and wire.checksum(found) == wire.checksum(wanted)
-    for name, tensor in wanted.items():
-        np.testing.assert_array_equal(found[name].bits, tensor.bits)
+def assert_same(actual, expected):
+    assert list(actual) == list(expected) and wire.checksum(actual) == wire.checksum(expected)
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(actual[name].bits, tensor.bits)
 
 
 @pytest.mark.parametrize(
@@ -102,20 +102,20 @@ def test_the_device_lays_out_what_the_host_does(dtype, small, base, room, wide, 
     first, second = draw(0), draw(1)
     second = {n: np.where(second[n] > 0.5, second[n], first[n]) for n in first}
     held = Image(tensor_shapes(ALL), dtype, wide)
-    kept = PublishedCopy() if base == "device" else None
+    retained = PublishedCopy() if base == "device" else None
     for params, old in ((first, None), (second, plain(first, dtype, wide, ALL))):
-        given, compare = {n: jnp.asarray(a) for n, a in params.items()}, old is not None
-        pieces = list_pieces(given, ALL, dtype, kept, compare=compare, wide=wide)
+        provided, compare = {n: jnp.asarray(a) for n, a in params.items()}, old is not None
+        pieces = list_pieces(provided, ALL, dtype, retained, compare=compare, wide=wide)
         changes = held.take(pieces, compare=compare)
-        wanted = plain(params, dtype, wide, ALL)
-        assert_same(held.tensors, wanted)
+        expected = plain(params, dtype, wide, ALL)
+        assert_same(held.tensors, expected)
         for name, tensor in held.tensors.items():
             assert tensor.dtype == ("float32" if name in wide else dtype)
             assert tensor.bits.flags.aligned
         if old is None:
             continue
         assert changes is not None
-        for name, tensor in wanted.items():
+        for name, tensor in expected.items():
             same = wire.find_changes(old[name].bits, tensor.bits)
             np.testing.assert_array_equal(changes[name].positions, same.positions)
             np.testing.assert_array_equal(changes[name].values, same.values)
@@ -124,9 +124,9 @@ def test_the_device_lays_out_what_the_host_does(dtype, small, base, room, wide, 
 @pytest.mark.parametrize("base", ["host", "device"])
 def test_sharded_parameters_come_a_shard_at_a_time(base):
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    place = {"up": (None, "a", None), "embed": (None, "b"), "q": (None, None, "a")}
-    place |= {"even": (None, None, "a", None), "odd": (None, None, None, "b")}
-    held, kept = (
+    position = {"up": (None, "a", None), "embed": (None, "b"), "q": (None, None, "a")}
+    position |= {"even": (None, None, "a", None), "odd": (None, None, None, "b")}
+    held, retained = (
         Image(tensor_shapes(ALL), "bfloat16"),
         PublishedCopy() if base == "device" else None,
     )
@@ -134,11 +134,11 @@ def test_sharded_parameters_come_a_shard_at_a_time(base):
     for compare in (False, True):
         spread = {
             name: jax.device_put(
-                array, jax.NamedSharding(mesh, jax.P(*place.get(name, (None,) * array.ndim)))
+                array, jax.NamedSharding(mesh, jax.P(*position.get(name, (None,) * array.ndim)))
             )
             for name, array in params.items()
         }
-        pieces = list_pieces(spread, ALL, "bfloat16", kept, compare=compare)
+        pieces = list_pieces(spread, ALL, "bfloat16", retained, compare=compare)
         changes = held.take(pieces, compare=compare)
         assert_same(held.tensors, plain(params, "bfloat16", (), ALL))
         if not compare:
@@ -158,18 +158,18 @@ def test_any_split_of_a_tensor_gives_the_changes_of_the_whole(rows, columns, see
     new = np.where(rng.random(old.shape) < share, old + 1, old)
     held = Image({"a": old.shape}, "float32")
     held.take([SplitPiece("a", old.shape, full_index(old.shape), old)], compare=False)
-    at = [sorted({0, size, int(rng.integers(0, size + 1))}) for size in old.shape]
+    index = [sorted({0, size, int(rng.integers(0, size + 1))}) for size in old.shape]
     parts = [
         (slice(r, r_end), slice(c, c_end))
-        for r, r_end in zip(at[0], at[0][1:], strict=False)
-        for c, c_end in zip(at[1], at[1][1:], strict=False)
+        for r, r_end in zip(index[0], index[0][1:], strict=False)
+        for c, c_end in zip(index[1], index[1][1:], strict=False)
     ]
     rng.shuffle(parts)
     changes = held.take((SplitPiece("a", old.shape, p, new[p]) for p in parts), compare=True)
     assert changes is not None
-    wanted = wire.find_changes(old.reshape(-1).view(np.uint32), new.reshape(-1).view(np.uint32))
-    np.testing.assert_array_equal(changes["a"].positions, wanted.positions)
-    np.testing.assert_array_equal(changes["a"].values, wanted.values)
+    expected = wire.find_changes(old.reshape(-1).view(np.uint32), new.reshape(-1).view(np.uint32))
+    np.testing.assert_array_equal(changes["a"].positions, expected.positions)
+    np.testing.assert_array_equal(changes["a"].values, expected.values)
 
 
 def test_the_checksum_is_that_of_one_thread(monkeypatch):
@@ -201,7 +201,7 @@ def test_the_trainer_goes_on_while_servers_take_the_weights():
         publisher.publish(0, draw_params())  # the first one waits: nothing may be asked before
         assert ask(engine)[0].versions == [0] * 4
         fake.trouble["links"] = "stall"
-        params, wanted = draw_params(1), draw_params(1)
+        params, expected = draw_params(1), draw_params(1)
         publisher.publish(1, params)  # ends, though the server takes nothing before it is let go
         started = time.monotonic()
         params["model.norm.weight"][:] = 0
@@ -210,7 +210,7 @@ def test_the_trainer_goes_on_while_servers_take_the_weights():
         assert publisher.publish(2, params)["sync/seconds"] >= 0.4  # of the one before
         publisher.delivery.wait()
         assert_holds(fake, params)
-        assert not np.array_equal(wanted["model.norm.weight"], params["model.norm.weight"])
+        assert not np.array_equal(expected["model.norm.weight"], params["model.norm.weight"])
 
 
 def test_what_goes_wrong_meanwhile_ends_requests_and_the_next_publish():
@@ -275,12 +275,12 @@ def test_memory_that_cannot_be_opened_is_sent(monkeypatch):
     monkeypatch.setattr(SharedMemorySegment, "attach", refuse)
     fake = FakeVllm(tensors=HELD, world_size=2)
     params = draw_params()
-    with open_weights([fake], delta=True) as (_, publisher, said):
+    with open_weights([fake], delta=True) as (_, publisher, output):
         assert publisher.publish(0, params)["sync/tcp_bytes"] == 2 * (16 * 8 + 8) * 2
         params["model.norm.weight"][0] += 1
         assert publisher.publish(1, params)["sync/tcp_bytes"] == 6
         assert_holds(fake, params)
-    assert not said
+    assert not output
 
 
 def test_shared_memory_that_was_written_meanwhile_is_not_served():
@@ -328,16 +328,16 @@ def test_a_segment_that_is_none_is_refused(described):
 
 def test_whole_tensors_arrive_where_the_last_ones_were():
     """A link of its own, as of another host: no second copy of the model is held."""
-    ours, theirs = socket.socketpair()
+    actual_values, reference = socket.socketpair()
     shelf = WeightReceiver()
-    threading.Thread(target=shelf.listen, args=(theirs,), daemon=True).start()
+    threading.Thread(target=shelf.listen, args=(reference,), daemon=True).start()
     rooms = []
     for version in range(2):
         tensors = plain(draw(version), "bfloat16")
         described, payload = wire.pack_full(tensors)
         header = {"command": "stage", "kind": "full", "version": version, "tensors": described}
-        wire.send_message(ours, {**header, "checksum": wire.checksum(tensors)}, payload)
-        answer, _ = wire.receive_message(ours)
+        wire.send_message(actual_values, {**header, "checksum": wire.checksum(tensors)}, payload)
+        answer, _ = wire.receive_message(actual_values)
         assert answer["staged"] == version
         assert SharedMemorySegment.attach(answer["segment"]).state() == (
             version,
@@ -347,4 +347,4 @@ def test_whole_tensors_arrive_where_the_last_ones_were():
         assert_same(shelf.tensors, tensors)
         rooms.append(shelf.tensors["e"].bits.ctypes.data)
     assert rooms[0] == rooms[1]
-    ours.close()
+    actual_values.close()

@@ -25,8 +25,8 @@ def main() -> None:
         },
     )
     params = SamplingParams(temperature=0.0, max_tokens=int(tokens), ignore_eos=True)
-    given = [{"prompt_token_ids": ids} for ids in json.loads(prompts)]
-    answers = [list(one.outputs[0].token_ids) for one in engine.generate(given, params)]
+    provided = [{"prompt_token_ids": ids} for ids in json.loads(prompts)]
+    answers = [list(entry.outputs[0].token_ids) for entry in engine.generate(provided, params)]
     counted = {
         metric.name: getattr(metric, "value", None) or getattr(metric, "values", None)
         for metric in engine.get_metrics()

@@ -71,9 +71,9 @@ def test_round_trip_and_transformers_agree(architecture):
     written = json.loads(json.dumps(config.to_hf()))
     assert families.config_from_hf(written) == config
     assert written["eos_token_id"] == [7, 9] and written["architectures"] == [architecture]
-    theirs = transformers.AutoConfig.for_model(**written).to_dict()
+    reference = transformers.AutoConfig.for_model(**written).to_dict()
     default = transformers.AutoConfig.for_model(written["model_type"], **left_out).to_dict()
-    differing = {k for k in default if theirs.get(k) != default[k]} - {"eos_token_id"}
+    differing = {k for k in default if reference.get(k) != default[k]} - {"eos_token_id"}
     assert differing <= {"architectures"}
 
 

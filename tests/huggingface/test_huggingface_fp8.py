@@ -50,17 +50,17 @@ def test_any_part_is_codes_times_the_scale_of_its_block(tmp_path):
     assert set(files.tensors) == {"a.weight", "b"}
     stored = files.tensors["a.weight"]
     assert stored.shape == (200, 300) and stored.dtype == BFLOAT16
-    wanted = np.empty((200, 300), np.float32)
+    expected = np.empty((200, 300), np.float32)
     for i, j in np.ndindex(200, 300):
-        wanted[i, j] = np.float32(codes[i, j]) * scales[i // BLOCK, j // BLOCK]
-    wanted = wanted.astype(BFLOAT16)
+        expected[i, j] = np.float32(codes[i, j]) * scales[i // BLOCK, j // BLOCK]
+    expected = expected.astype(BFLOAT16)
     for index in [
         full_index((200, 300)),
         (slice(100, 200), slice(0, 300)),
         (slice(130, 131), slice(127, 257)),
         (slice(0, 200, 2), slice(5, 300, 7)),
     ]:
-        assert files.fetch("a.weight", index).tobytes() == wanted[index].tobytes(), index
+        assert files.fetch("a.weight", index).tobytes() == expected[index].tobytes(), index
 
 
 def test_a_model_in_fp8_is_one_of_its_decoded_weights(tmp_path):
@@ -82,22 +82,22 @@ def test_a_model_in_fp8_is_one_of_its_decoded_weights(tmp_path):
     for entry in families.family(config).names(config):
         shapes |= entry.op.shapes(params[entry.param])
     rng = np.random.default_rng(1)
-    tensors, wanted = {}, {}
-    found = {name: rng.standard_normal(shape).astype(BFLOAT16) for name, shape in shapes.items()}
+    tensors, expected = {}, {}
+    actual = {name: rng.standard_normal(shape).astype(BFLOAT16) for name, shape in shapes.items()}
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    found[bias] = found[bias].astype(np.float32)
+    actual[bias] = actual[bias].astype(np.float32)
     ahead = "model.layers.2.eh_proj.weight"
-    found[ahead] = rng.standard_normal((160, 320)).astype(BFLOAT16)
-    for name, array in found.items():
+    actual[ahead] = rng.standard_normal((160, 320)).astype(BFLOAT16)
+    for name, array in actual.items():
         linear = "_proj" in name
         if linear:
             codes, scales = quantize(np.asarray(array, np.float32))
             tensors |= {name: codes, f"{name}_scale_inv": scales}
             blown = np.kron(scales, np.ones((BLOCK, BLOCK), np.float32))
             blown = blown[: array.shape[0], : array.shape[1]]
-            wanted[name] = (codes.astype(np.float32) * blown).astype(BFLOAT16)
+            expected[name] = (codes.astype(np.float32) * blown).astype(BFLOAT16)
         else:
-            tensors[name] = wanted[name] = array
+            tensors[name] = expected[name] = array
     store(tmp_path / "fp8", tensors)
     text = json.dumps({**config.to_hf(), "quantization_config": QUANTIZED})
     (tmp_path / "fp8" / "config.json").write_text(text)
@@ -105,8 +105,8 @@ def test_a_model_in_fp8_is_one_of_its_decoded_weights(tmp_path):
     loaded = loading.load(tmp_path / "fp8", param_dtype="bfloat16")
     saving.save(loaded, families.read_config(tmp_path / "fp8"), tmp_path / "out")
     out = open_folder(tmp_path / "out")
-    assert set(out.tensors) == set(wanted)
-    for name, array in wanted.items():
+    assert set(out.tensors) == set(expected)
+    for name, array in expected.items():
         got = out.fetch(name, full_index(array.shape))
         assert got.dtype == array.dtype and got.tobytes() == array.tobytes(), name
     written = json.loads((tmp_path / "out" / "config.json").read_text())

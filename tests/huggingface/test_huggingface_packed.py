@@ -91,22 +91,22 @@ def by_transformers(folder) -> dict[str, np.ndarray]:
 def test_any_part_of_a_tensor_is_what_transformers_reads(folder, scales, monkeypatch):
     if scales == "any":  # as far from 127 as they come, where bits cannot be moved
         monkeypatch.setattr(packed, "MIDDLE_SCALES", (128, 127))
-    files, wanted = open_folder(folder), by_transformers(folder)
-    assert len(wanted) == 8 and not any(n.endswith(("_blocks", "_scales")) for n in files.tensors)
-    for name, array in wanted.items():
+    files, expected = open_folder(folder), by_transformers(folder)
+    assert len(expected) == 8 and not any(n.endswith(("_blocks", "_scales")) for n in files.tensors)
+    for name, array in expected.items():
         E, inputs, outputs = files.tensors[name].shape
         for index in (
             (slice(0, E), slice(0, inputs), slice(0, outputs)),
             (slice(1, 3), slice(0, inputs), slice(1, outputs, 2)),  # up alone
             (slice(0, 1), slice(5, 29), slice(3, 4)),  # inside of a block
         ):
-            found = files.fetch(name, index)
-            assert found.dtype == ml_dtypes.bfloat16
-            np.testing.assert_array_equal(found.astype(np.float32), array[index])
+            actual = files.fetch(name, index)
+            assert actual.dtype == ml_dtypes.bfloat16
+            np.testing.assert_array_equal(actual.astype(np.float32), array[index])
 
 
 def test_exports_are_plain(folder, tmp_path):
-    model, wanted = loading.load(folder), by_transformers(folder)
+    model, expected = loading.load(folder), by_transformers(folder)
     config = families.read_config(folder)
     saving.save(model, config, tmp_path / "saved")
     copy_folder(folder, tmp_path / "copied")
@@ -117,11 +117,11 @@ def test_exports_are_plain(folder, tmp_path):
         assert families.read_config(tmp_path / output) == config
         tensors = load_file(tmp_path / output / "model.safetensors")
         assert {t.dtype for t in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
-        assert tensors.keys() == plain.keys() and wanted.keys() < plain.keys()
+        assert tensors.keys() == plain.keys() and expected.keys() < plain.keys()
         for name, array in tensors.items():
             np.testing.assert_array_equal(array, plain[name], err_msg=name)
-            if name in wanted:
-                np.testing.assert_array_equal(array.astype(np.float32), wanted[name])
+            if name in expected:
+                np.testing.assert_array_equal(array.astype(np.float32), expected[name])
 
 
 def test_what_does_not_fit_is_refused(folder, tmp_path):
@@ -157,14 +157,14 @@ def test_storage_is_that_of_the_definition():
     np.testing.assert_array_equal(again["blocks"], codes_of.T[:, 3:250])
     np.testing.assert_array_equal(again["scales"], scales.T[:, 3:250])
 
-    some = np.random.default_rng(0).standard_normal((96, 5)).astype(np.float32)
-    some[:32, 1] = 0
-    found = np.asarray(dequantize_mxfp4(quantize_mxfp4(jnp.asarray(some)), jnp.float32))
-    for (at, column), value in np.ndenumerate(some):
-        block = some[at // 32 * 32 : at // 32 * 32 + 32, column]
+    subset = np.random.default_rng(0).standard_normal((96, 5)).astype(np.float32)
+    subset[:32, 1] = 0
+    array = np.asarray(dequantize_mxfp4(quantize_mxfp4(jnp.asarray(subset)), jnp.float32))
+    for (index, column), value in np.ndenumerate(subset):
+        block = subset[index // 32 * 32 : index // 32 * 32 + 32, column]
         largest = np.abs(block).max()
         levels = E2M1 * (2.0 ** (np.floor(np.log2(largest)) - 2) if largest else 1)
-        assert abs(found[at, column] - value) == np.abs(levels - value).min()
+        assert abs(array[index, column] - value) == np.abs(levels - value).min()
     with pytest.raises(UserError, match="this model has none"):
         config = families.config_from_hf({**SIZES, "model_type": "llama"})
         attach(build.abstract(config), Adapter({}, quantize="mxfp4"))
@@ -197,9 +197,9 @@ def test_a_base_is_kept_as_it_is_stored(folder):
     for file in folder.glob("*.safetensors"):
         raw |= load_file(file)
     stored = raw["model.layers.1.mlp.experts.down_proj_blocks"]
-    kept = params["stack.block.mlp.experts.down.kernel.blocks"][1]
+    retained = params["stack.block.mlp.experts.down.kernel.blocks"][1]
     np.testing.assert_array_equal(
-        kept.swapaxes(1, 2), stored.reshape(*stored.shape[:2], -1), err_msg="inputs first"
+        retained.swapaxes(1, 2), stored.reshape(*stored.shape[:2], -1), err_msg="inputs first"
     )
     scales = params["stack.block.mlp.experts.down.kernel.scales"][1].swapaxes(1, 2)
     np.testing.assert_array_equal(scales, raw["model.layers.1.mlp.experts.down_proj_scales"])
@@ -208,11 +208,11 @@ def test_a_base_is_kept_as_it_is_stored(folder):
 
     rows = pack([[row] for row in documents(4, 30, 30)], 30)
     plain = loading.load(folder, **options)
-    wanted = jax.jit(lambda m: m.logits(m.hidden(rows).hidden))(plain)
+    expected = jax.jit(lambda m: m.logits(m.hidden(rows).hidden))(plain)
     for path in slots:  # as LoRA begins
         for name in ("a", "b"):
             shape = shapes[f"{path}.adapter.{name}"]
             params[f"{path}.adapter.{name}"] = jnp.zeros(shape.shape, shape.dtype)
 
-    found = jax.jit(lambda p: (m := rebuild(p)).logits(m.hidden(rows).hidden))(params)
-    np.testing.assert_array_equal(found, wanted)
+    actual = jax.jit(lambda p: (m := rebuild(p)).logits(m.hidden(rows).hidden))(params)
+    np.testing.assert_array_equal(actual, expected)

@@ -65,11 +65,14 @@ def test_any_text_is_judged(pattern):
 def test_a_tokenizer_is_refused_by_its_part_before_its_first_use(tmp_path):
     for name in ("tokenizer_config.json",):
         (tmp_path / name).write_bytes((BUILTIN / name).read_bytes())
-    found = json.loads((BUILTIN / "tokenizer.json").read_text())
+    payload = json.loads((BUILTIN / "tokenizer.json").read_text())
     split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
     split["invert"] = False
-    found["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, found["pre_tokenizer"]]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    payload["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [split, payload["pre_tokenizer"]],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(payload))
     with pytest.raises(UserError, match=r"pre_tokenizer of tokenizer.json.*\(x\+x\+\)\+y"):
         open_tokenizer(str(tmp_path))
     open_tokenizer(str(BUILTIN))

@@ -101,15 +101,15 @@ def test_rows_of_zeros_and_of_tiny_numbers_stay_finite():
     rows = np.zeros((2, 16), np.float32)
     rows[1, 3] = 1e-45
     for scheme in SCHEMES.values():
-        made = encode(scheme, rows, 16)
-        assert all(np.isfinite(array.astype(np.float32)).all() for array in made.values())
+        created = encode(scheme, rows, 16)
+        assert all(np.isfinite(array.astype(np.float32)).all() for array in created.values())
 
 
 def test_parts_cover_a_tensor():
     for shape in [(), (5,), (3, 1 << 23), (2, 3, 4)]:
         marked = np.zeros(shape, np.int8)
-        for place in cut(shape):
-            marked[place] += 1
+        for position in cut(shape):
+            marked[position] += 1
         assert (marked == 1).all(), shape
 
 
@@ -143,7 +143,7 @@ def test_what_is_only_carried_along_stays(base, names, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "told"),
+    ("change", "options", "messages"),
     [
         ({}, ["--scheme", "int4", "--group", "24"], "--group 24 does not divide the 32 inputs"),
         ({}, ["--scheme", "int4"], "such as 16 or 8"),
@@ -152,16 +152,16 @@ def test_what_is_only_carried_along_stays(base, names, tmp_path):
         ({"quantization_config": {"quant_method": "fp8"}}, [], "jaxtrain export"),
     ],
 )
-def test_refused(base, tmp_path, capsys, change, options, told):
+def test_refused(base, tmp_path, capsys, change, options, messages):
     folder = tmp_path / "model"
     shutil.copytree(base, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     out = tmp_path / "out"
-    code, said = run_verb(
+    code, output = run_verb(
         ["quantize", str(folder), "--output", str(out), *(options or ["--scheme", "fp8"])], capsys
     )
-    assert code == 2 and told in said, said
+    assert code == 2 and messages in output, output
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -173,8 +173,8 @@ def test_numbers_that_are_not_finite_leave_no_folder(base, tmp_path, capsys):
     out[3, 3] = np.nan
     out.flush()
     argv = ["quantize", str(folder), "--scheme", "int8", "--output", str(tmp_path / "out")]
-    code, said = run_verb(argv, capsys)
-    assert code == 2 and "up_proj.weight" in said and "holds NaN" in said, said
+    code, output = run_verb(argv, capsys)
+    assert code == 2 and "up_proj.weight" in output and "holds NaN" in output, output
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -187,7 +187,7 @@ def test_experts_in_one_tensor_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "messages"),
     [
         ({"format": "marlin-24"}, "marlin-24"),
         ({"config_groups": {"g": {"weights": {"symmetric": False}}}}, "symmetric is not read"),
@@ -196,12 +196,12 @@ def test_experts_in_one_tensor_are_refused_by_name(tmp_path):
         ({"config_groups": []}, "config_groups"),
     ],
 )
-def test_folders_of_others_that_are_not_read(base, names, tmp_path, change, told):
+def test_folders_of_others_that_are_not_read(base, names, tmp_path, change, messages):
     quantize_folder(base, tmp_path / "q", "int4", 16, names)
     config = json.loads((tmp_path / "q/config.json").read_text())
     config["quantization_config"] |= change
     (tmp_path / "q/config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=messages):
         families.read_config(tmp_path / "q")
 
 
@@ -222,8 +222,10 @@ def test_transformers_decodes_the_same_numbers(base, names, tmp_path, scheme):
     files, count = open_folder(folder), 0
     for name, value in decoded.state_dict().items():
         if name in files.tensors:
-            ours = files.fetch(name, full_index(files.tensors[name].shape)).astype(np.float32)
-            assert (value.numpy() == ours).all(), name
+            actual_values = files.fetch(name, full_index(files.tensors[name].shape)).astype(
+                np.float32
+            )
+            assert (value.numpy() == actual_values).all(), name
             count += 1
     assert count == len(files.tensors)
     packed = auto.from_pretrained(folder, dtype=torch.float32)
@@ -261,9 +263,9 @@ output_dir = "{tmp_path / "run"}"
     assert main(["--config", str(tmp_path / "config.toml")]) == 0
     argv = ["quantize", str(tmp_path / "run"), "--scheme", "int4", "--group", "16"]
     assert main(argv) == 0
-    said = capsys.readouterr().out
-    assert "jaxtrain merge" in said
-    line = next(line for line in said.splitlines() if line.startswith("held-out loss of"))
+    output = capsys.readouterr().out
+    assert "jaxtrain merge" in output
+    line = next(line for line in output.splitlines() if line.startswith("held-out loss of"))
     before, after = (float(word) for word in line.split(": ")[1].split(" (")[0].split(" -> "))
     assert 0 < abs(before - after) < 0.3, line
     names = {path.name for path in (tmp_path / "run").iterdir()}

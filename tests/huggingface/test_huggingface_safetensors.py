@@ -38,9 +38,9 @@ def test_reads_what_the_package_writes(tmp_path):
     folder = SafetensorsFolder(tmp_path)
     assert set(folder.tensors) == set(TENSORS)
     for name, array in TENSORS.items():
-        found = folder.fetch(name, full_index(array.shape))
-        assert found.dtype == array.dtype
-        np.testing.assert_array_equal(found, array)
+        actual = folder.fetch(name, full_index(array.shape))
+        assert actual.dtype == array.dtype
+        np.testing.assert_array_equal(actual, array)
     np.testing.assert_array_equal(
         folder.fetch("w", (slice(1, 3), slice(2, 5))), TENSORS["w"][1:3, 2:5]
     )
@@ -48,11 +48,11 @@ def test_reads_what_the_package_writes(tmp_path):
 
 def test_the_package_reads_what_we_write(tmp_path):
     write(tmp_path)
-    found = load_file(tmp_path / "model.safetensors")
-    assert set(found) == set(TENSORS)
+    actual = load_file(tmp_path / "model.safetensors")
+    assert set(actual) == set(TENSORS)
     for name, array in TENSORS.items():
-        assert found[name].dtype == array.dtype
-        np.testing.assert_array_equal(found[name], array)
+        assert actual[name].dtype == array.dtype
+        np.testing.assert_array_equal(actual[name], array)
     assert not list(tmp_path.glob(".*"))
 
 

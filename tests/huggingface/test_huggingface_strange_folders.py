@@ -22,11 +22,11 @@ FUZZ = settings(max_examples=150, deadline=None, derandomize=True)
 def refuse(act) -> str:
     """The message of the UserError that `act` must raise; short, and soon."""
     start = time.monotonic()
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as actual:
         act()
     assert time.monotonic() - start < 10
-    assert len(str(found.value)) < 2000
-    return str(found.value)
+    assert len(str(actual.value)) < 2000
+    return str(actual.value)
 
 
 # -- headers
@@ -113,13 +113,13 @@ def test_any_header_is_read_within_its_file_or_refused(tmp_path_factory, header)
     folder.mkdir(exist_ok=True)
     put(folder, header)
     try:
-        found = SafetensorsFolder(folder)
+        safetensors_folder = SafetensorsFolder(folder)
     except UserError as error:
         assert len(str(error)) < 2000
         return
-    for name, stored in found.tensors.items():
-        whole = tuple(slice(0, size) for size in stored.shape)
-        assert found.fetch(name, whole).shape == stored.shape
+    for name, stored in safetensors_folder.tensors.items():
+        full = tuple(slice(0, size) for size in stored.shape)
+        assert safetensors_folder.fetch(name, full).shape == stored.shape
 
 
 # -- the index
@@ -164,8 +164,8 @@ SHARD = "model-00002-of-00004.safetensors"
 def test_links_out_of_the_folder_are_refused_but_those_of_the_hubs_cache(tmp_path):
     outside, blobs = tmp_path / "outside", tmp_path / "models--a--b" / "blobs"
     folder = tmp_path / "models--a--b" / "snapshots" / "1234"
-    for made in (outside, blobs, folder):
-        made.mkdir(parents=True)
+    for created in (outside, blobs, folder):
+        created.mkdir(parents=True)
     names = set(shard(folder)["weight_map"].values())
     for number, name in enumerate(sorted(names)):
         blob = blobs / f"{number:064x}"
@@ -319,5 +319,7 @@ def test_zero_bytes_and_shapes_of_none_are_fine(tmp_path):
         tmp_path,
         {"a": entry(shape=[0], offsets=(16, 16)), "b": entry(), "c": entry("U8", [0], (0, 0))},
     )
-    found = SafetensorsFolder(tmp_path)
-    np.testing.assert_array_equal(found.fetch("b", (slice(0, 4),)), np.zeros(4, np.float32))
+    safetensors_folder = SafetensorsFolder(tmp_path)
+    np.testing.assert_array_equal(
+        safetensors_folder.fetch("b", (slice(0, 4),)), np.zeros(4, np.float32)
+    )

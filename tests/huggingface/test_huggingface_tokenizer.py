@@ -33,13 +33,13 @@ def test_a_tokenizer_that_transformers_builds_anew_is_told(folder, name, capfd):
     digits = {"type": "Digits", "individual_digits": True}
     spaces = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     parts = {"type": "Sequence", "pretokenizers": [digits, {**spaces, "trim_offsets": True}]}
-    own = {**TOKENIZER, "pre_tokenizer": parts, "normalizer": {"type": "Lowercase"}}
-    put(folder, "tokenizer.json", own)
+    local_value = {**TOKENIZER, "pre_tokenizer": parts, "normalizer": {"type": "Lowercase"}}
+    put(folder, "tokenizer.json", local_value)
     put(folder, "tokenizer_config.json", {**CONFIG, "tokenizer_class": name})
     find_tokenizer(ModelConfig(path=str(folder)))
-    told = capfd.readouterr().err
-    assert "warning: " in told and name in told and "tokenizer.json" in told
-    assert "pre_tokenizer" in told and "PreTrainedTokenizerFast" in told
+    messages = capfd.readouterr().err
+    assert "warning: " in messages and name in messages and "tokenizer.json" in messages
+    assert "pre_tokenizer" in messages and "PreTrainedTokenizerFast" in messages
     # What the warning advises.
     put(folder, "tokenizer_config.json", CONFIG)
     assert find_differences(load_tokenizer(str(folder))) is None
@@ -84,9 +84,9 @@ WRONG = {
 def test_files_of_wrong_types_are_named(folder, name):
     for content in WRONG[name]:
         put(folder, name, content)
-        with pytest.raises(UserError) as found:
+        with pytest.raises(UserError) as actual:
             load_tokenizer(str(folder))
-        assert str(folder) in str(found.value) and len(str(found.value)) < 1000, content
+        assert str(folder) in str(actual.value) and len(str(actual.value)) < 1000, content
 
 
 def test_no_code_of_a_folder_is_run(folder):
@@ -124,11 +124,11 @@ def test_any_tokenizer_is_taken_or_refused(tmp_path_factory, change, value):
     if not folder.exists():
         shutil.copytree(BUILTIN, folder)
     name, key = change
-    whole = CONFIG if name == "tokenizer_config.json" else TOKENIZER
-    put(folder, name, {**whole, key: value})
+    full = CONFIG if name == "tokenizer_config.json" else TOKENIZER
+    put(folder, name, {**full, key: value})
     try:
         find_differences(load_tokenizer(str(folder)))
     except UserError as error:
         assert len(str(error)) < 2000
     finally:
-        put(folder, name, whole)
+        put(folder, name, full)

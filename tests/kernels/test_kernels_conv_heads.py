@@ -77,10 +77,10 @@ def test_the_kernels(name, dtype):
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(y, np.float64)) for y in (x, w, *d_outs)]
         exact = with_gradients(run, *wide[:2], tuple(wide[2:]))
-    for what, a, b, c in zip(("q", "k", "v", "dx", "dw"), local, low, exact, strict=True):
-        assert np.isfinite(a).all(), what
+    for label, a, b, c in zip(("q", "k", "v", "dx", "dw"), local, low, exact, strict=True):
+        assert np.isfinite(a).all(), label
         least = np.finfo(np.float32).eps * abs(c).max()
-        assert abs(a - c).max() <= 2 * abs(b - c).max() + 4 * least, what
+        assert abs(a - c).max() <= 2 * abs(b - c).max() + 4 * least, label
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -105,12 +105,12 @@ def test_jumps_are_all_reads_that_are_not_right_before():
     for row in range(2):
         expected = []
         for token in range(T):
-            at = token
+            index = token
             for j in range(1, TAPS):
-                at = prev[row, at] if at >= 0 else -1
-                assert hops.back[row, j - 1, token] == at
-                if 0 <= at != token - j:
-                    expected.append((at, token * (TAPS - 1) + j - 1))
+                index = prev[row, index] if index >= 0 else -1
+                assert hops.back[row, j - 1, token] == index
+                if 0 <= index != token - j:
+                    expected.append((index, token * (TAPS - 1) + j - 1))
         count = len(expected)
         actual = zip(hops.target[row, :count], hops.source[row, :count], strict=True)
         assert sorted(expected) == list(actual) and (hops.target[row, count:] == T).all()

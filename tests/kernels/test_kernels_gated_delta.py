@@ -97,8 +97,8 @@ def test_a_forest_is_its_branches(name, run):
     rows = [pack(FORESTS[name]), pack(FORESTS["caterpillar"])]
     until, prev = (jnp.asarray(np.stack([row[i] for row in rows])) for i in (0, 1))
     with jax.enable_x64(True):
-        given = ([jnp.asarray(x) for x in arguments], jnp.asarray(d_out), until, prev)
-        actual, expected = run(*given), RUN_REFERENCE(*given)
+        provided = ([jnp.asarray(x) for x in arguments], jnp.asarray(d_out), until, prev)
+        actual, expected = run(*provided), RUN_REFERENCE(*provided)
     for row, (_, _, branches) in enumerate(rows):
         unused = set(range(T))
         for path in branches:
@@ -107,9 +107,9 @@ def test_a_forest_is_its_branches(name, run):
                 np.testing.assert_allclose(actual[0][row, t], alone[t], atol=1e-13)
             unused -= set(path)
         assert not np.asarray(actual[0])[row, sorted(unused)].any(), "padding gives 0"
-    for what, a, b in zip(("out", *NAMES, "state"), actual, expected, strict=True):
+    for label, a, b in zip(("out", *NAMES, "state"), actual, expected, strict=True):
         # The order of sums alone: a few 1e-16 here.
-        np.testing.assert_allclose(a, b, atol=1e-12 * np.abs(b).max(), err_msg=what)
+        np.testing.assert_allclose(a, b, atol=1e-12 * np.abs(b).max(), err_msg=label)
 
 
 CUT = jax.jit(lambda prev, until: tuple(cut_rows(prev, until, 4, 2, 8))[1:-1])
@@ -280,11 +280,11 @@ def test_rounding(name, dtype):
             until,
             prev,
         )
-    for what, a, b in zip(("out", *NAMES), actual, exact, strict=False):
+    for label, a, b in zip(("out", *NAMES), actual, exact, strict=False):
         a, b = np.asarray(a, np.float64), np.asarray(b)
-        assert np.isfinite(a).all(), what
+        assert np.isfinite(a).all(), label
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
-        assert error < (1.3e-2 if dtype == "bfloat16" else 5e-5), f"{what}: {error:.1e}"
+        assert error < (1.3e-2 if dtype == "bfloat16" else 5e-5), f"{label}: {error:.1e}"
 
 
 @pytest.mark.slow
@@ -292,8 +292,8 @@ def test_two_runs_give_the_same_bits():
     *arguments, d_out = draw()
     until, prev, _ = (np.stack([x, x]) for x in (*pack(FORESTS["random"])[:2], np.zeros(1)))
     with jax.enable_x64(True):
-        given = ([jnp.asarray(x) for x in arguments], jnp.asarray(d_out), until, prev)
-        for a, b in zip(RUN(*given), RUN(*given), strict=True):
+        provided = ([jnp.asarray(x) for x in arguments], jnp.asarray(d_out), until, prev)
+        for a, b in zip(RUN(*provided), RUN(*provided), strict=True):
             np.testing.assert_array_equal(a, b)
 
 

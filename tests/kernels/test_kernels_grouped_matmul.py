@@ -101,9 +101,9 @@ def test_moe_layer_matches_a_loop_over_tokens(name, impl):
     experts, arrays = moe_inputs(8, 5, name)
     exact = exact_moe(experts, arrays)
     actual = run_moe(experts, arrays, jnp.float32, block=4, impl=impl)
-    for what, a, e in zip(NAMES, actual, exact, strict=True):
+    for label, a, e in zip(NAMES, actual, exact, strict=True):
         # float32 sums of at most 80 terms of order 1
-        np.testing.assert_allclose(np.asarray(a), e, rtol=0, atol=2e-5, err_msg=what)
+        np.testing.assert_allclose(np.asarray(a), e, rtol=0, atol=2e-5, err_msg=label)
 
 
 @pytest.mark.parametrize("impl", ["reference", "xla"])

@@ -28,9 +28,9 @@ def numpy_rotate_heads(case, x, cos, sin, d_out, scales=None):
         return np.concatenate(turned, axis=-1)
 
     for part, count in enumerate(case.counts):
-        own = slice(start, start + count)
+        local_value = slice(start, start + count)
         start += count
-        z, dz = x[:, :, own], turn(d_out[:, :, own], -sin)
+        z, dz = x[:, :, local_value], turn(d_out[:, :, local_value], -sin)
         if scales is not None:
             scale = np.asarray(scales[part], np.float64)
             inverse = 1 / np.sqrt((z * z).mean(-1, keepdims=True) + EPS)
@@ -38,7 +38,7 @@ def numpy_rotate_heads(case, x, cos, sin, d_out, scales=None):
             d_scales.append((dz * unit).sum((0, 1, 2)))
             dz = inverse * (dz_unit - unit * (dz_unit * unit).mean(-1, keepdims=True))
             z = unit * scale
-        out[:, :, own], dx[:, :, own] = turn(z, sin), dz
+        out[:, :, local_value], dx[:, :, local_value] = turn(z, sin), dz
     flat = [a.reshape(B, T, -1) for a in (out, dx)]
     return [*flat, *([np.stack(d_scales)] if d_scales else [])]
 
@@ -133,13 +133,15 @@ def test_the_scales_gradient_is_the_same_every_time():
         np.testing.assert_array_equal(gradient(), gradient())
 
 
-@pytest.mark.parametrize("heads, each", [((16, 8), 4), ((28, 4), 4), ((14, 2), 2), ((7, 1), 1)])
-def test_a_block_has_heads_of_one_part(heads, each):
-    found = gpu.Heads(heads, heads[1], 128, 64)
-    assert found.group(4) == each
-    for first in range(0, sum(found.parts), each):
-        owners = [part for part, own, _ in found.owners(np.int32(first)) if own]
-        starts = np.cumsum([0, *found.parts])
+@pytest.mark.parametrize(
+    "heads, per_entry", [((16, 8), 4), ((28, 4), 4), ((14, 2), 2), ((7, 1), 1)]
+)
+def test_a_block_has_heads_of_one_part(heads, per_entry):
+    actual = gpu.Heads(heads, heads[1], 128, 64)
+    assert actual.group(4) == per_entry
+    for first in range(0, sum(actual.parts), per_entry):
+        owners = [part for part, local_value, _ in actual.owners(np.int32(first)) if local_value]
+        starts = np.cumsum([0, *actual.parts])
         assert owners == [np.searchsorted(starts, first, "right") - 1]
 
 
@@ -148,8 +150,8 @@ def trace_for_hopper(case, name="NVIDIA H200"):
 
     device = AbstractDevice(name, 132, "gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
-    given = dataclasses.replace(case, tokens=64).inputs()
-    shapes = [(1, case.tokens, given[n].shape[-1]) for n in ("x", "cos", "sin")]
+    provided = dataclasses.replace(case, tokens=64).inputs()
+    shapes = [(1, case.tokens, provided[n].shape[-1]) for n in ("x", "cos", "sin")]
     dtypes = (jnp.bfloat16, jnp.float32, jnp.float32)
     arrays = [jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, dtypes, strict=True)]
     scales = [jax.ShapeDtypeStruct((case.head_dim,), jnp.float32) for _ in case.counts]

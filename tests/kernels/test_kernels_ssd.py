@@ -70,8 +70,8 @@ def test_a_forest_is_its_branches(name, run):
     rows = [pack(FORESTS[name]), pack(FORESTS["caterpillar"])]
     until, prev = (jnp.asarray(np.stack([row[i] for row in rows])) for i in (0, 1))
     with jax.enable_x64(True):
-        given = ([jnp.asarray(item) for item in arguments], jnp.asarray(d_y), until, prev)
-        actual, expected = run(*given), RUN_REFERENCE(*given)
+        provided = ([jnp.asarray(item) for item in arguments], jnp.asarray(d_y), until, prev)
+        actual, expected = run(*provided), RUN_REFERENCE(*provided)
     x, dt, A, B, C, state = arguments
     for row, (_, _, branches) in enumerate(rows):
         unused = set(range(T))
@@ -82,9 +82,9 @@ def test_a_forest_is_its_branches(name, run):
                 np.testing.assert_allclose(actual[0][row, t], alone[t], atol=1e-13 * scale)
             unused -= set(path)
         assert not np.asarray(actual[0])[row, sorted(unused)].any(), "padding gives 0"
-    for what, a, b in zip(("y", *NAMES), actual, expected, strict=True):
+    for label, a, b in zip(("y", *NAMES), actual, expected, strict=True):
         # The order of sums alone.
-        np.testing.assert_allclose(a, b, atol=1e-12 * np.abs(b).max(), err_msg=what)
+        np.testing.assert_allclose(a, b, atol=1e-12 * np.abs(b).max(), err_msg=label)
 
 
 def test_a_row_in_pieces_ends_in_the_same_state():

@@ -31,8 +31,8 @@ def cut(arrays, start, length):
     return [np.asarray(x).reshape(-1, *x.shape[2:])[None, part] for x in arrays]
 
 
-def paste(whole, start, part):
-    whole.reshape(-1, *whole.shape[2:])[int(start) : int(start) + part.shape[1]] = part[0]
+def paste(full, start, part):
+    full.reshape(-1, *full.shape[2:])[int(start) : int(start) + part.shape[1]] = part[0]
 
 
 def emulate_forward(q, k, v, starts, lengths, *, scale, window):
@@ -41,9 +41,9 @@ def emulate_forward(q, k, v, starts, lengths, *, scale, window):
     for g, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         assert start == B * T if length == 0 else 1 < length <= T
         if length:
-            mine, mask = cut((q, k, v), start, length), causal(length, window)
-            paste(out, start, numpy_attention(*mine, mine[0], mask, scale=scale)[0])
-            lse[g, :, :length] = logsumexp(mine[0][0], mine[1][0], mask, scale)
+            local_copy, mask = cut((q, k, v), start, length), causal(length, window)
+            paste(out, start, numpy_attention(*local_copy, local_copy[0], mask, scale=scale)[0])
+            lse[g, :, :length] = logsumexp(local_copy[0][0], local_copy[1][0], mask, scale)
     return jnp.asarray(out, q.dtype), jnp.asarray(lse, jnp.float32)
 
 
@@ -51,14 +51,14 @@ def emulate_backward(q, k, v, starts, lengths, out, lse, d_out, *, scale, window
     grads = [np.full(x.shape, np.nan) for x in (q, k, v)]
     for g, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         if length:
-            *mine, o = cut((q, k, v, d_out, out), start, length)
+            *local_copy, o = cut((q, k, v, d_out, out), start, length)
             mask = causal(length, window)
-            exact, *found = numpy_attention(*mine, mask, scale=scale)
+            exact, *actual = numpy_attention(*local_copy, mask, scale=scale)
             # the output in bfloat16; statistics pass through as they were
             np.testing.assert_allclose(o.astype(np.float64), exact, rtol=0.01, atol=1e-3)
-            s = logsumexp(mine[0][0], mine[1][0], mask, scale)
+            s = logsumexp(local_copy[0][0], local_copy[1][0], mask, scale)
             np.testing.assert_allclose(lse[g, :, :length], s, rtol=1e-6, atol=1e-6)
-            for grad, x in zip(grads, found, strict=True):
+            for grad, x in zip(grads, actual, strict=True):
                 paste(grad, start, x)
     return tuple(jnp.asarray(g, jnp.bfloat16) for g in grads)
 
@@ -89,7 +89,7 @@ def check(sizes, T, *, window=None, documents=16, since=False, seed=0):
     positions = rows["positions"]
     if window is not None:
         mask &= positions[:, :, None] - positions[:, None] < window
-    given = inputs(rng, len(sizes), T)
+    provided = inputs(rng, len(sizes), T)
     options = {"scale": 64**-0.5, "window": window, "documents": documents}
     positions, until = jnp.asarray(positions), jnp.asarray(rows["until"])
     context = Context(until, None, positions, positions)
@@ -103,7 +103,7 @@ def check(sizes, T, *, window=None, documents=16, since=False, seed=0):
     def plain(q, k, v):
         return attention(q, k, v, context._replace(since=None), window=window, impl="reference")
 
-    low = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in given.values()]
+    low = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in provided.values()]
     exact = numpy_attention(*low, mask)
     bar = run(*low, jnp.bfloat16, plain)
     actual = run(*low, jnp.bfloat16, function, jit=False)
@@ -128,47 +128,47 @@ def test_documents_match_the_definition(emulated, sizes, options):
 def test_documents_are_found(seed):
     """Starts and lengths of random rows, against a loop; lone tokens are left out."""
     rng = np.random.default_rng(seed)
-    T, wanted, sizes = 24, [], []
+    T, expected, sizes = 24, [], []
     for b in range(3):
-        row, at = [], 0
-        while at < T - 5:
+        row, index = [], 0
+        while index < T - 5:
             row.append(int(rng.integers(1, 6)))
-            wanted += [(b * T + at, row[-1])] if row[-1] > 1 else []
-            at += row[-1]
+            expected += [(b * T + index, row[-1])] if row[-1] > 1 else []
+            index += row[-1]
         sizes.append(row)
     until = jnp.asarray(rows_of(sizes, T)[0]["until"])
-    found = jax.jit(route.find_documents, static_argnums=1)(until, 36)
-    n = len(wanted)
-    np.testing.assert_array_equal(np.stack([found.starts, found.lengths], 1)[:n], wanted)
-    assert (found.starts[n:] == 3 * T).all() and not found.lengths[n:].any() and found.ok
+    actual = jax.jit(route.find_documents, static_argnums=1)(until, 36)
+    n = len(expected)
+    np.testing.assert_array_equal(np.stack([actual.starts, actual.lengths], 1)[:n], expected)
+    assert (actual.starts[n:] == 3 * T).all() and not actual.lengths[n:].any() and actual.ok
     held = np.zeros(3 * T, bool)
-    for g, (start, length) in enumerate(wanted):
+    for g, (start, length) in enumerate(expected):
         held[start : start + length] = True
-        assert (found.index.reshape(-1)[start : start + length] == g).all()
-    np.testing.assert_array_equal(found.held.reshape(-1), held)
+        assert (actual.index.reshape(-1)[start : start + length] == g).all()
+    np.testing.assert_array_equal(actual.held.reshape(-1), held)
     assert not jax.jit(route.find_documents, static_argnums=1)(until, n - 1).ok
 
 
-@pytest.mark.parametrize("what", ["tree", "too many", "not causal", "positions", "hidden token"])
-def test_what_is_no_documents_is_nan_never_wrong(monkeypatch, what):
+@pytest.mark.parametrize("label", ["tree", "too many", "not causal", "positions", "hidden token"])
+def test_what_is_no_documents_is_nan_never_wrong(monkeypatch, label):
     monkeypatch.setattr(cudnn, "require_cudnn", lambda: None)
     lse = jnp.zeros((4, 2, 24), jnp.float32)
     monkeypatch.setattr(cudnn, "forward", lambda q, k, v, *_, **__: (q, lse))
     monkeypatch.setattr(cudnn, "backward", lambda q, k, v, *_, **__: (q, k, v))
     T = 24
-    given = inputs(np.random.default_rng(0), 1, T)
-    q, k, v = (jnp.asarray(given[n], jnp.bfloat16) for n in "qkv")
+    provided = inputs(np.random.default_rng(0), 1, T)
+    q, k, v = (jnp.asarray(provided[n], jnp.bfloat16) for n in "qkv")
     packed = testing.pack(testing.documents([8, 8, 8]), T)
     options, masks = {"scale": 1.0, "documents": 4}, {}
-    if what == "tree":
+    if label == "tree":
         packed = testing.pack([(8, -1), (8, 0), (8, 0)], T)
-    elif what == "too many":
+    elif label == "too many":
         options["documents"] = 2
-    elif what == "not causal":
+    elif label == "not causal":
         masks["since"] = jnp.zeros((1, T), jnp.int32)
-    elif what == "positions":
-        at = jnp.arange(T, dtype=jnp.int32)[None] * 2
-        options["window"], masks = 5, {"positions": at, "key_positions": at}
+    elif label == "positions":
+        index = jnp.arange(T, dtype=jnp.int32)[None] * 2
+        options["window"], masks = 5, {"positions": index, "key_positions": index}
     else:
         packed["until"][3] = 3
     context = Context(jnp.asarray(packed["until"])[None], **masks)

@@ -55,14 +55,14 @@ SLOW = {"tree_h2_2_d128", "documents_rows2_h2_1_d64", "tree_h4_1_d64_softcap"}
 def test_interpreted_cases(case):
     """Output and gradients by the 2x rule, and no data race."""
     inputs = case.inputs()
-    context, given = arguments(case, inputs)
+    context, provided = arguments(case, inputs)
     setting = options(case.head_dim, case.window, case.softcap)
 
     def kernels(q, k, v):
         return tpu.run(setting, q, k, v, context)
 
     def plain(q, k, v):
-        return attention(q, k, v, context, impl="reference", **given)
+        return attention(q, k, v, context, impl="reference", **provided)
 
     with interpreted():
         mask = case_mask(case, inputs)

@@ -50,8 +50,8 @@ def test_cases(interpreter, monkeypatch, case):
     """Keys are read in the other order wherever there is one."""
     monkeypatch.setattr(blocks, "WORTH", 2.0)
     inputs = case.inputs()
-    context, given = arguments(case, inputs)
-    check(inputs, case_mask(case, inputs), "bfloat16", context, **given)
+    context, provided = arguments(case, inputs)
+    check(inputs, case_mask(case, inputs), "bfloat16", context, **provided)
 
 
 @pytest.mark.parametrize(

@@ -24,20 +24,20 @@ def report(case: str, function, *shapes, targets=TARGETS):
     from jax_triton import triton_lib
     from jaxtrain_kernels.triton_call import compile_for
 
-    original, made = triton_lib.compile_ttir_to_ptx_inplace, []
+    original, created = triton_lib.compile_ttir_to_ptx_inplace, []
 
     def recorded(*arguments):
-        made.append(original(*arguments))
-        return made[-1]
+        created.append(original(*arguments))
+        return created[-1]
 
     triton_lib.compile_ttir_to_ptx_inplace = recorded
     try:
         for target in targets:
-            made.clear()
+            created.clear()
             with compile_for(target):  # a new function, so that nothing traced is taken again
                 traced = jax.jit(lambda *a: function(*a)).trace(*shapes)
                 traced.lower(lowering_platforms=("cuda",))
-            for kernel in made:
+            for kernel in created:
                 print(json.dumps({"target": target, "case": case} | assembled(kernel)), flush=True)
     finally:
         triton_lib.compile_ttir_to_ptx_inplace = original

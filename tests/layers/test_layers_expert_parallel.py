@@ -109,10 +109,10 @@ def test_every_routing_gives_what_one_device_computes(name, arrays, expected):
     mesh = make_mesh(jax.devices()[:n], expert=n)
     with jax.enable_x64(True), jax.set_mesh(mesh):
         run, seen = differentiate(on_mesh(TRANSPORTS[name], mesh)), set()
-        for kind, ((wanted, (wanted_y, _)), wanted_grads) in expected.items():
+        for kind, ((expectation, (wanted_y, _)), wanted_grads) in expected.items():
             actual = run(x, gates, weights, shift, routes(kind), target)
             (value, (y, rounds)), grads = actual
-            np.testing.assert_allclose(value, wanted, rtol=1e-13)
+            np.testing.assert_allclose(value, expectation, rtol=1e-13)
             np.testing.assert_allclose(y, wanted_y, rtol=1e-12, atol=1e-13)
             for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)

@@ -28,10 +28,10 @@ def test_several_products_with_their_gradients(num_vectors):
         products = multiply_fused(x, *linears) if together else [linear(x) for linear in linears]
         return sum(jnp.sin(y @ w).sum() for y, w in zip(products, weigh, strict=True))
 
-    (value, gradients), (wanted, expected) = (
+    (value, gradients), (expectation, expected) = (
         jax.value_and_grad(total, argnums=(0, 1))(rest, x, together) for together in (True, False)
     )
-    np.testing.assert_allclose(value, wanted, rtol=1e-4)
+    np.testing.assert_allclose(value, expectation, rtol=1e-4)
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
         # float32: sums over hundreds of vectors in another order.
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
@@ -61,16 +61,16 @@ def test_joined_kernels_are_multiplied_at_once_however_few_the_vectors(stored):
     x = jax.random.normal(jax.random.key(0), (3, 1, 24)).astype(dtype)
     expected = [linear(x) for linear in linears]
     fuse_kernels(*linears)
-    for y, wanted in zip(multiply_fused(x, *linears), expected, strict=True):
+    for y, expectation in zip(multiply_fused(x, *linears), expected, strict=True):
         # The same sums, perhaps in another order, rounded to `dtype` once.
-        result, reference = (np.asarray(item, np.float64) for item in (y, wanted))
+        result, reference = (np.asarray(item, np.float64) for item in (y, expectation))
         near = {"rtol": 2**-7} if stored == "bfloat16" else {"rtol": 1e-5, "atol": 1e-7}
         np.testing.assert_allclose(result, reference, **near)
     traced = str(jax.make_jaxpr(multiply_fused)(x, *linears))
     assert traced.count("dot_general") == 1 and "concatenate" not in traced
     # Stored once, an array in the dtype that it is multiplied in.
-    (kept,) = (leaf for leaf in jax.tree.leaves(nnx.state(linears)) if leaf.ndim == 2)
-    assert kept.shape == (24, 24) and kept.dtype == stored
+    (retained,) = (leaf for leaf in jax.tree.leaves(nnx.state(linears)) if leaf.ndim == 2)
+    assert retained.shape == (24, 24) and retained.dtype == stored
     assert fused_product(x, *linears) is None, "one of them has a bias"
     with pytest.raises(AssertionError, match="multiply_fused only"):
         linears[1](x)

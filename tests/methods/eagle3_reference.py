@@ -50,8 +50,10 @@ def unroll(w, tokens_S, captured_SF, embed_VD, *, heads, kv_heads, theta, eps, l
         scale = q.shape[-1] ** -0.5
         first = jnp.einsum("tnh,snh->nts", q, keys[0]) * scale
         first = jnp.where(jnp.tril(jnp.ones((S, S), bool)), first, -jnp.inf)
-        own = [jnp.einsum("tnh,tnh->nt", q, keys[m])[..., None] * scale for m in range(1, i + 1)]
-        p = jax.nn.softmax(jnp.concatenate([first, *own], -1), -1)
+        local_value = [
+            jnp.einsum("tnh,tnh->nt", q, keys[m])[..., None] * scale for m in range(1, i + 1)
+        ]
+        p = jax.nn.softmax(jnp.concatenate([first, *local_value], -1), -1)
         mixed = jnp.einsum("nts,snh->tnh", p[..., :S], values[0])
         for m in range(1, i + 1):
             mixed += p[..., S + m - 1].T[..., None] * values[m]

@@ -22,12 +22,12 @@ class Faulty(EvenTokens):
         draw = index // (4 * self.group_size)
         fault = ""
         if self.switch.is_file():
-            told = json.loads(self.switch.read_text())
-            fault = told["fault"] if draw >= told["from"] else ""
+            payload = json.loads(self.switch.read_text())
+            fault = payload["fault"] if draw >= payload["from"] else ""
         if fault == "raise":
             raise OSError("the world is gone")
         if fault in ("hang", "block"):
-            if draw == told["from"] and index % self.group_size == 0:
+            if draw == payload["from"] and index % self.group_size == 0:
                 os.kill(os.getpid(), signal.SIGTERM)  # a second one would end it at once
             time.sleep(20) if fault == "block" else await asyncio.sleep(60)
         episode = await super().run(row, engine, sampling, index)

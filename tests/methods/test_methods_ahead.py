@@ -86,18 +86,18 @@ class Session:
         return self.stopped
 
 
-def open_rounds(stage, depth=2, source=None, total=100, said=None):
+def open_rounds(stage, depth=2, source=None, total=100, output=None):
     rounds = OfflineRounds(source or Numbers(), total)
-    return PrefetchedRounds(rounds, stage, depth, (said if said is not None else []).append)
+    return PrefetchedRounds(rounds, stage, depth, (output if output is not None else []).append)
 
 
 def train(rounds, live, steps):
-    found = []
+    actual = []
     for _ in range(steps):
         (batch,) = rounds.next(live).batches
-        found.append((int(batch.tokens[0, 0, 0]), float(batch.streams["target_states"][0, 0, 0])))
+        actual.append((int(batch.tokens[0, 0, 0]), float(batch.streams["target_states"][0, 0, 0])))
         live.step += 1
-    return found
+    return actual
 
 
 def wait_for(condition):
@@ -162,16 +162,16 @@ def test_a_run_that_is_to_stop_waits_no_longer():
 
 @pytest.mark.parametrize("slow", ["target", "training"])
 def test_people_see_who_waited(slow):
-    said, live = [], Session()
+    output, live = [], Session()
     stage = Doubles(0.1 if slow == "target" else 0.0)
-    rounds = open_rounds(stage, total=8, said=said)
+    rounds = open_rounds(stage, total=8, output=output)
     for _ in range(8):
         train(rounds, live, 1)
         time.sleep(0.0 if slow == "target" else 0.1)
         rounds.finish(live, interrupted=False)
     metrics = rounds.counters()["metrics"]
-    assert metrics["data/x"] == 1.0 and len(said) == 1
-    assert "target 0." in said[0]
+    assert metrics["data/x"] == 1.0 and len(output) == 1
+    assert "target 0." in output[0]
     if slow == "target":
         assert metrics["target/busy"] > 0.6 and metrics["target/starved"] > 0.5
     else:
@@ -181,7 +181,7 @@ def test_people_see_who_waited(slow):
 
 
 @pytest.mark.parametrize(
-    "own, others, busy, step, best, gain",
+    "local_value, peers, busy, step, best, gain",
     [
         (2, 6, 1.0, 1.0, 2, 1.0),
         (1, 7, 3.0, 1.0, 3, 3 / 1.4),
@@ -189,7 +189,7 @@ def test_people_see_who_waited(slow):
         (1, 1, 9.0, 1.0, 1, 1.0),
     ],
 )
-def test_the_best_split_by_what_was_measured(own, others, busy, step, best, gain):
-    found, times = find_split(own, others, busy, step)
-    assert found == best
+def test_the_best_split_by_what_was_measured(local_value, peers, busy, step, best, gain):
+    actual, times = find_split(local_value, peers, busy, step)
+    assert actual == best
     np.testing.assert_allclose(times, gain)

@@ -58,7 +58,7 @@ def make(name: str):
 def compiled(name: str, function):
     """function(model, ...) under jit; the weights are an argument, not part of the program."""
     graphdef, state = nnx.split(make(name))
-    run = jax.jit(lambda state, *given: function(nnx.merge(graphdef, state), *given))
+    run = jax.jit(lambda state, *provided: function(nnx.merge(graphdef, state), *provided))
     return functools.partial(run, state)
 
 
@@ -70,17 +70,17 @@ def draw(name: str, how: SamplingOptions, function=draw_blocks):
     """[2, A, N, G] on the host."""
     documents, forest, spots = on_device(rows())
     if function is branches._draw_behind:
-        given = (documents, spots)
+        provided = (documents, spots)
     elif function is branches._draw_again:
-        given = (forest, spots)
+        provided = (forest, spots)
     else:
-        given = (documents, forest, spots)
+        provided = (documents, forest, spots)
 
-    def run(model, *given):
+    def run(model, *provided):
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(3), jnp.arange(2))
-        return function(model, *given, keys, how)
+        return function(model, *provided, keys, how)
 
-    return np.asarray(compiled(name, run)(*given))
+    return np.asarray(compiled(name, run)(*provided))
 
 
 def fill(drawn) -> Batch:
@@ -114,8 +114,8 @@ def alone(name: str, drawn) -> dict[tuple[int, int, int], np.ndarray]:
     run = compiled(name, lambda model, b: jax.nn.log_softmax(model.logits(model.hidden(b).hidden)))
     logp = np.asarray(run(on_device(batch)))
     return {
-        place: logp[number, length - 1 : length - 1 + G]
-        for number, (place, length) in enumerate(zip(places, lengths, strict=True))
+        position: logp[number, length - 1 : length - 1 + G]
+        for number, (position, length) in enumerate(zip(places, lengths, strict=True))
     }
 
 
@@ -123,13 +123,13 @@ def check_scores(name: str, drawn) -> None:
     """The forest's log-probs are those of each block alone: 1e-10."""
     _, _, spots = rows()
     forest = fill(drawn)
-    found = np.asarray(
+    array = np.asarray(
         compiled(name, lambda model, b: token_logp(model, b).logp)(on_device(forest))
     )
     for (row, block, sample), logp in alone(name, drawn).items():
         first = spots.start[row, block] + sample * G
-        wanted = np.take_along_axis(logp, drawn[row, block, sample][:, None], axis=1)[:, 0]
-        assert np.abs(found[row, first : first + G] - wanted).max() < 1e-10
+        expected = np.take_along_axis(logp, drawn[row, block, sample][:, None], axis=1)[:, 0]
+        assert np.abs(array[row, first : first + G] - expected).max() < 1e-10
 
 
 def check_greedy(name: str, drawn) -> None:
@@ -146,12 +146,12 @@ def test_greedy_blocks_are_each_decoded_alone():
 def test_keys_kept_draw_what_whole_forests_draw():
     """With sampled tokens, so that blocks and samples differ; of the draws some share no token."""
     how = SamplingOptions(N, G, 0.9, 0.8)
-    kept = draw("qwen3", how, branches._draw_behind)
+    retained = draw("qwen3", how, branches._draw_behind)
     again = draw("qwen3", how, branches._draw_again)
     real = rows()[2].predictor < T
-    assert (kept[real] == again[real]).all()
-    assert (kept[real][:, 0] != kept[real][:, 1]).any()
-    check_scores("qwen3", kept)
+    assert (retained[real] == again[real]).all()
+    assert (retained[real][:, 0] != retained[real][:, 1]).any()
+    check_scores("qwen3", retained)
 
 
 @pytest.mark.slow
@@ -170,17 +170,17 @@ def test_draws_follow_the_distribution():
     model = make("qwen3")
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(2))
     first = BlockPositions(*(x[:, :1] for x in spots[:2]), *spots[2:])
-    run = compiled("qwen3", lambda model, *given: draw_blocks(model, *given, how))
+    run = compiled("qwen3", lambda model, *provided: draw_blocks(model, *provided, how))
     drawn = np.asarray(run(documents, forest, first, keys))[0, 0, :, 0]
     hidden = model.hidden(documents).hidden[0, int(first.predictor[0, 0])]
     probs = np.asarray(jax.nn.softmax(model.logits(hidden) / 0.5))
     common = np.argsort(-probs)[:20]
     counts = np.array([(drawn == token).sum() for token in common])
-    counts, wanted = (
+    counts, expected = (
         np.r_[counts, 512 - counts.sum()],
         512 * np.r_[probs[common], 1 - probs[common].sum()],
     )
-    assert ((counts - wanted) ** 2 / wanted).sum() < 40
+    assert ((counts - expected) ** 2 / expected).sum() < 40
 
 
 def test_the_loss_is_that_of_blocks_decoded_alone():
@@ -201,11 +201,11 @@ def test_the_loss_is_that_of_blocks_decoded_alone():
     scored = StridedLossOptions({U: (T, STRIDES.most(T) * N * G)})
     run = compiled("qwen3", lambda model, b: strided_loss(model, b, scored))
     sums, metrics = run(on_device(batch))
-    wanted = 0.0
+    expected = 0.0
     for (row, block, sample), logp in alone("qwen3", drawn).items():
-        own = np.take_along_axis(logp, drawn[row, block, sample][:, None], axis=1)
-        wanted -= advantage[row, block, sample] * own.sum()
-    assert np.allclose(sums["rl"], wanted, rtol=1e-10)
+        local_value = np.take_along_axis(logp, drawn[row, block, sample][:, None], axis=1)
+        expected -= advantage[row, block, sample] * local_value.sum()
+    assert np.allclose(sums["rl"], expected, rtol=1e-10)
     plain = token_logp(model, on_device(documents)).logp
     assert np.allclose(sums["nll"], -(plain * documents.weights[CE]).sum(), rtol=1e-10)
     assert metrics["ebft/ce_loss"][1] == documents.weights[CE].sum()

@@ -101,24 +101,24 @@ def update(task, microsteps: int = 1, **axes: int):
 
 
 @pytest.fixture(scope="module")
-def one():
+def single_device():
     return update(make())
 
 
-def check_same(found, wanted, most: float):
+def check_same(actual, expected, most: float):
     """Metrics and gradients, relative to the largest of each parameter."""
-    for name, (total, weight) in wanted[0].items():
-        assert np.allclose(found[0][name], (total, weight), rtol=1e-5), name
-    assert found[1].keys() == wanted[1].keys() and len(wanted[1]) == 14
-    for path, gradient in wanted[1].items():
+    for name, (total, weight) in expected[0].items():
+        assert np.allclose(actual[0][name], (total, weight), rtol=1e-5), name
+    assert actual[1].keys() == expected[1].keys() and len(expected[1]) == 14
+    for path, gradient in expected[1].items():
         scale = np.abs(gradient).max()
         assert scale > 0, path
-        assert np.abs(found[1][path] - gradient).max() < most * scale, path
+        assert np.abs(actual[1][path] - gradient).max() < most * scale, path
 
 
-def test_microsteps_are_one_batch(one):
+def test_microsteps_are_one_batch(single_device):
     """float32, the order of sums: 3e-6 of the largest gradient."""
-    check_same(update(make(), 2), one, 3e-6)
+    check_same(update(make(), 2), single_device, 3e-6)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_microsteps_are_one_batch(one):
     ],
     ids="_".join,
 )
-def test_meshes_are_one_device(one, axes):
+def test_meshes_are_one_device(single_device, axes):
     """Meshes change nothing either."""
-    check_same(update(make(), **axes), one, 1e-5)
+    check_same(update(make(), **axes), single_device, 1e-5)
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_a_run_goes_on_exactly_and_writes_a_draft(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "output"),
     [
         ({"draft": {"num_layers": 3}}, "task.draft.target_layers .* names layer . twice"),
         ({"draft": {"target_layers": [0, 3]}}, "3 layers, which count from 0, .* no layer 3"),
@@ -247,8 +247,8 @@ def test_a_run_goes_on_exactly_and_writes_a_draft(tmp_path, capsys):
         ({"alpha": 0.3}, "task.alpha has no effect"),
     ],
 )
-def test_what_is_refused(changes, said):
-    with pytest.raises(UserError, match=said):
+def test_what_is_refused(changes, output):
+    with pytest.raises(UserError, match=output):
         make(task={**TABLE["task"], "draft": {}, **changes})
 
 

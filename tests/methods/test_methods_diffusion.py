@@ -96,14 +96,14 @@ def test_microsteps_and_meshes_are_one_batch_on_one_device():
     """float32, the order of sums: 1e-5 of the largest gradient. (That the masks are the same for
     any microsteps: test_data_masks.)"""
     task = make()
-    wanted = update(task)
-    for found in (update(task, 2), update(task, fsdp=2, context=2)):
-        for name, (total, weight) in wanted[0].items():
-            assert np.allclose(found[0][name], (total, weight), rtol=1e-5), name
-        for path, gradient in wanted[1].items():
+    expected = update(task)
+    for actual in (update(task, 2), update(task, fsdp=2, context=2)):
+        for name, (total, weight) in expected[0].items():
+            assert np.allclose(actual[0][name], (total, weight), rtol=1e-5), name
+        for path, gradient in expected[1].items():
             scale = np.abs(gradient).max()
             assert scale > 0, path
-            assert np.abs(found[1][path] - gradient).max() < 1e-5 * scale, path
+            assert np.abs(actual[1][path] - gradient).max() < 1e-5 * scale, path
 
 
 def test_the_embedding_grows_for_a_new_mask_and_exports_say_so():
@@ -121,7 +121,7 @@ def test_the_embedding_grows_for_a_new_mask_and_exports_say_so():
 
 
 def test_what_cannot_work_is_refused():
-    for changes, said in (
+    for changes, output in (
         (
             {"task": {"kind": "diffusion", "min_mask_ratio": 0.5, "max_mask_ratio": 0.4}},
             "not above",
@@ -130,7 +130,7 @@ def test_what_cannot_work_is_refused():
         ({"task": {"kind": "diffusion", "padding": 40}}, "not below"),
         ({"sampling": {"top_p": 0.9}}, "sampling.top_p"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=output):
             make(**changes)
 
 
@@ -177,12 +177,12 @@ plot = false
 def read_lines(folder):
     require_rows(folder)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    kept = ("loss", "accuracy", "bound", "mask", "eval/", "grad")
+    retained = ("loss", "accuracy", "bound", "mask", "eval/", "grad")
     return {
         (line["step"], name): value
         for line in lines
         for name, value in line.items()
-        if name.startswith(kept)
+        if name.startswith(retained)
     }
 
 
@@ -194,24 +194,24 @@ def test_a_run_goes_on_exactly_and_its_folder_says_what_it_is(tmp_path, capsys):
     config.write_text(CONFIG.replace("ROWS", str(rows)))
     words = ["--config", str(config), f"run.output_dir={tmp_path / 'run'}"]
     assert main(words) == 0
-    whole = read_lines(tmp_path / "run")
-    assert {name for _, name in whole} >= {"loss", "accuracy", "bound", "mask_ratio", "eval/loss"}
+    lines = read_lines(tmp_path / "run")
+    assert {name for _, name in lines} >= {"loss", "accuracy", "bound", "mask_ratio", "eval/loss"}
     shutil.rmtree(tmp_path / "run")
     assert main([*words, "run.max_steps=2"]) == 0 and main(words) == 0
     again = read_lines(tmp_path / "run")
-    for key in [key for key in whole if key[0] > 2]:
-        assert again[key] == whole[key], key
+    for key in [key for key in lines if key[0] > 2]:
+        assert again[key] == lines[key], key
 
     folder = tmp_path / "run" / "model"
     assert json.loads((folder / "config.json").read_text())["mask_token_id"] == 512
     capsys.readouterr()
-    found = []
+    actual = []
     for name in (tmp_path / "run", folder):
         output = tmp_path / "answers.jsonl"
-        given = ["--prompt", "[3, 4, 5]", "--ids", "--output", str(output), "--overwrite"]
-        assert main(["generate", str(name), "sampling.max_new_tokens=8", *given]) == 0
-        found.append(json.loads(output.read_text())["completion_ids"])
-    assert found[0] == found[1] and 0 < len(found[0]) <= 8
+        provided = ["--prompt", "[3, 4, 5]", "--ids", "--output", str(output), "--overwrite"]
+        assert main(["generate", str(name), "sampling.max_new_tokens=8", *provided]) == 0
+        actual.append(json.loads(output.read_text())["completion_ids"])
+    assert actual[0] == actual[1] and 0 < len(actual[0]) <= 8
 
     causal = tmp_path / "causal.toml"
     rest = CONFIG.split("[run]")[1].split("[task]")[0].replace("ROWS", str(rows))
@@ -219,6 +219,6 @@ def test_a_run_goes_on_exactly_and_its_folder_says_what_it_is(tmp_path, capsys):
     refused = {"predicts no next token; set task.kind to it": ["--config", str(causal)]}
     refused["texts have no log-probs"] = ["score", str(folder), str(rows), "--top-k", "2"]
     refused["texts have no log-probs"] += ["--output", str(tmp_path / "scores.jsonl")]
-    for said, bad in refused.items():
+    for printed, bad in refused.items():
         assert main(bad) == 2
-        assert said in capsys.readouterr().err
+        assert printed in capsys.readouterr().err

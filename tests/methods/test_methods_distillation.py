@@ -39,11 +39,11 @@ def inputs(dtype=np.float64):
     hidden = rng.standard_normal((B, T, D)).astype(dtype)
     head = rng.standard_normal((V, D)).astype(dtype)
     states = rng.standard_normal((B, T, E)).astype(dtype) / 2
-    other = rng.standard_normal((V, E)).astype(dtype)
+    second = rng.standard_normal((V, E)).astype(dtype)
     target = rng.integers(0, V, (B, T), np.int32)
     weight = (rng.random((B, T)) < 0.6).astype(dtype) * rng.random((B, T)).astype(dtype)
     ce = np.where(rng.random((B, T)) < 0.5, weight * 0.3, 0.0).astype(dtype)
-    return hidden, head, states, other, target, weight, ce
+    return hidden, head, states, second, target, weight, ce
 
 
 FORMS = [
@@ -71,19 +71,19 @@ SOFTCAPS = (1.5, 2.5)
 def plain():
     """(value, gradients by hidden and head) of the definition, from all logits at once."""
 
-    def loss(hidden, head, states, other, target, weight, ce, form):
+    def loss(hidden, head, states, second, target, weight, ce, form):
         beta, temperature, k, rest = form
-        z, v = hidden @ head.T, states @ other.T
+        z, v = hidden @ head.T, states @ second.T
         if temperature != 1.0:
             z, v = (cap * jnp.tanh(x / cap) for x, cap in zip((z, v), SOFTCAPS, strict=True))
         if k is None:
-            found = plain_divergence(z, v, beta, temperature)
+            actual = plain_divergence(z, v, beta, temperature)
         else:
             top = take_topk(v.reshape(-1, V), k)
             top = TopK(top.ids.reshape(B, T, k), top.logp.reshape(B, T, k))
-            found = plain_topk(z, top, beta, rest, temperature)
+            actual = plain_topk(z, top, beta, rest, temperature)
         nll = -jnp.take_along_axis(jax.nn.log_softmax(z), target[..., None], -1)[..., 0]
-        return jnp.sum(weight * 3.0 * found + ce * nll)
+        return jnp.sum(weight * 3.0 * actual + ce * nll)
 
     return jax.value_and_grad(loss, argnums=(0, 1))
 
@@ -96,41 +96,41 @@ def test_chunks_equal_the_definition_in_float64(form, plain):
     caps = SOFTCAPS if temperature != 1.0 else (None, None)
     numbers = Distillation(beta, temperature, k, rest, scale=3.0, ce_weight=1.0, chunk=5)
     with jax.enable_x64():
-        hidden, head, states, other, target, weight, ce = map(jnp.asarray, inputs())
+        hidden, head, states, second, target, weight, ce = map(jnp.asarray, inputs())
 
         @jax.jit
         def both(hidden, head):
-            def chunked(hidden, head, known=(states, other)):
-                return sum_divergence(hidden, head, known, target, weight, ce, numbers, caps)
+            def chunked(hidden, head, recorded=(states, second)):
+                return sum_divergence(hidden, head, recorded, target, weight, ce, numbers, caps)
 
-            found = jax.value_and_grad(chunked, (0, 1), has_aux=True)(hidden, head)
-            again = found[0][0]
+            actual = jax.value_and_grad(chunked, (0, 1), has_aux=True)(hidden, head)
+            again = actual[0][0]
             if k is not None and temperature == 1.0:  # the same from log-probs that were stored
-                top = take_topk((states @ other.T).reshape(-1, V), k)
+                top = take_topk((states @ second.T).reshape(-1, V), k)
                 again, _ = chunked(hidden, head, TopK(*(x.reshape(B, T, k) for x in top)))
-            expected = plain(hidden, head, states, other, target, weight, ce, form)
-            return found, again, expected
+            expected = plain(hidden, head, states, second, target, weight, ce, form)
+            return actual, again, expected
 
-        ((total, found), grads), again, expected = both(hidden, head)
+        ((total, actual), grads), again, expected = both(hidden, head)
         np.testing.assert_allclose(total, expected[0], rtol=1e-10)
         np.testing.assert_allclose(again, expected[0], rtol=1e-10)
         for a, e in zip(grads, expected[1], strict=True):
             np.testing.assert_allclose(a, e, rtol=1e-8, atol=1e-10)
-        assert (np.asarray(found.divergence)[np.asarray(weight) == 0] == 0).all()
+        assert (np.asarray(actual.divergence)[np.asarray(weight) == 0] == 0).all()
 
 
 def test_tokens_with_fewer_likeliest_ones():
     """Empty places (id -1) of a stored top-k count for nothing, whatever stands beside them."""
     with jax.enable_x64():
-        hidden, head, states, other, target, weight, ce = map(jnp.asarray, inputs())
-        top = take_topk((states @ other.T).reshape(-1, V), K)
+        hidden, head, states, second, target, weight, ce = map(jnp.asarray, inputs())
+        top = take_topk((states @ second.T).reshape(-1, V), K)
         ids, logp = (x.reshape(B, T, K) for x in top)
         short = TopK(ids[..., :3], logp[..., :3])
         filled = TopK(ids.at[..., 3:].set(-1), logp.at[..., 3:].set(0.0))
 
         @jax.jit
-        def run(known):
-            return sum_divergence(hidden, head, known, target, weight, ce, Distillation())
+        def run(recorded):
+            return sum_divergence(hidden, head, recorded, target, weight, ce, Distillation())
 
         for a, e in zip(jax.tree.leaves(run(filled)), jax.tree.leaves(run(short)), strict=True):
             np.testing.assert_allclose(a, e, rtol=1e-12)
@@ -146,20 +146,20 @@ MESHES = [
 def test_meshes_equal_one_device(sizes, k):
     """Sum, numbers and both gradients where tokens, vocabulary and features are split; float32, so
     only the order of sums differs: 1e-5."""
-    hidden, head, states, other, target, weight, ce = map(jnp.asarray, inputs(np.float32))
+    hidden, head, states, second, target, weight, ce = map(jnp.asarray, inputs(np.float32))
     numbers = Distillation(0.5, 1.0, k, ce_weight=1.0, chunk=5)
 
-    def run(hidden, head, states, other):
+    def run(hidden, head, states, second):
         def total(hidden, head):
-            known = (states, other)
-            found = sum_divergence(hidden, head, known, target, weight, ce, numbers)
-            return found[0], found[1]
+            recorded = (states, second)
+            result = sum_divergence(hidden, head, recorded, target, weight, ce, numbers)
+            return result[0], result[1]
 
         return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, head)
 
-    expected = jax.tree.leaves(jax.jit(run)(hidden, head, states, other))
+    expected = jax.tree.leaves(jax.jit(run)(hidden, head, states, second))
     with jax.set_mesh(make_mesh(**sizes)):
-        actual = jax.tree.leaves(jax.jit(run)(hidden, head, states, other))
+        actual = jax.tree.leaves(jax.jit(run)(hidden, head, states, second))
     for a, e in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
 
@@ -172,9 +172,9 @@ def test_never_all_logits_at_once():
     numbers = Distillation(0.5, ce_weight=0.5, chunk=256)
     rows = (1, tokens)
 
-    def total(hidden, head, states, other, target, weight):
-        known = (states, other)
-        return sum_divergence(hidden, head, known, target, weight, weight, numbers)[0]
+    def total(hidden, head, states, second, target, weight):
+        recorded = (states, second)
+        return sum_divergence(hidden, head, recorded, target, weight, weight, numbers)[0]
 
     arguments = [
         shape(*rows, width),

@@ -57,9 +57,9 @@ def fill(tensor, *arrays, flip=True) -> None:
     """Put our arrays, turned where they are matrices and one behind the other, into a tensor."""
     import torch
 
-    whole = np.concatenate([np.asarray(a).T if flip else np.asarray(a) for a in arrays])
+    array = np.concatenate([np.asarray(a).T if flip else np.asarray(a) for a in arrays])
     with torch.no_grad():
-        tensor.copy_(torch.from_numpy(whole))
+        tensor.copy_(torch.from_numpy(array))
 
 
 def fill_blocks(blocks, params) -> None:
@@ -72,23 +72,25 @@ def fill_blocks(blocks, params) -> None:
         fill(block.out.weight, one("attention.out.kernel"))
         fill(block.gate_up.weight, one("mlp.gate.kernel"), one("mlp.up.kernel"))
         fill(block.down.weight, one("mlp.down.kernel"))
-        for ours, theirs in (
+        for actual_values, reference in (
             ("attention_norm", block.attention_norm),
             ("mlp_norm", block.mlp_norm),
             ("attention.q_norm", block.q_norm),
             ("attention.k_norm", block.k_norm),
         ):
-            fill(theirs.weight, one(f"{ours}.scale"))
+            fill(reference.weight, one(f"{actual_values}.scale"))
 
 
 def make_rows(vocabulary: int) -> np.ndarray:
     return np.random.default_rng(3).integers(1, vocabulary, (1, T)).astype(np.int32)
 
 
-def same_gradient(ours, theirs) -> None:
+def same_gradient(actual_values, reference) -> None:
     """float32 sums in another order."""
-    theirs = theirs.numpy()
-    np.testing.assert_allclose(np.asarray(ours).T, theirs, atol=1e-4 * np.abs(theirs).max())
+    reference = reference.numpy()
+    np.testing.assert_allclose(
+        np.asarray(actual_values).T, reference, atol=1e-4 * np.abs(reference).max()
+    )
 
 
 @pytest.mark.slow
@@ -146,8 +148,8 @@ def test_dflash_is_the_same_loss(benchmarks, target):
         q = grads["stack.block.attention.q.kernel"][layer]
         same_gradient(q, block.qkv.weight.grad[: q.shape[1]])
         kernels = [grads[f"stack.block.attention.{name}.kernel"][layer] for name in "kv"]
-        both = np.concatenate([np.asarray(x) for x in kernels], axis=1)
-        same_gradient(both, block.qkv.weight.grad[q.shape[1] :])
+        array = np.concatenate([np.asarray(x) for x in kernels], axis=1)
+        same_gradient(array, block.qkv.weight.grad[q.shape[1] :])
 
 
 @pytest.mark.slow
@@ -156,7 +158,7 @@ def test_eagle3_is_the_same_loss(benchmarks, target):
     import torch
 
     raw, model, peer_target = target
-    length, kept = 4, np.arange(0, raw["vocab_size"], 3)
+    length, retained = 4, np.arange(0, raw["vocab_size"], 3)
     config = eagle3.Config(
         **{name: raw[name] for name in SHARED},
         num_hidden_layers=1,
@@ -165,11 +167,11 @@ def test_eagle3_is_the_same_loss(benchmarks, target):
         capture=CAPTURE,
         target_hidden_size=raw["hidden_size"],
         num_target_layers=4,
-        draft_vocab_size=len(kept),
+        draft_vocab_size=len(retained),
         length=length,
     )
     params, rebuild = split_model(build.init(config, 1))
-    params |= {"kept": jnp.asarray(kept, jnp.int32)}
+    params |= {"kept": jnp.asarray(retained, jnp.int32)}
     tokens = make_rows(raw["vocab_size"])
     batch = build_batch([[lay_out(chain(tokens[0], {"nll": np.ones(T)}))]], T)
     batch = label_guesses(jax.tree.map(lambda x: x[None], batch), np.random.default_rng(0))
@@ -184,22 +186,22 @@ def test_eagle3_is_the_same_loss(benchmarks, target):
     value, grads = loss({path: x for path, x in params.items() if path != "kept"})
     peers = benchmarks["peers.drafts"]
     options = peers.Options(torch.float32, "cpu")
-    draft = peers.Eagle3(raw, len(CAPTURE), len(kept))
+    draft = peers.Eagle3(raw, len(CAPTURE), len(retained))
     fill(draft.fc.weight, params["fc.kernel"])
     fill(draft.head, params["lm_head.embedding"], flip=False)
-    for ours, theirs in (
+    for actual_values, reference in (
         ("norm", draft.norm),
         ("midlayer.embed_norm", draft.input_norm),
         ("midlayer.hidden_norm", draft.hidden_norm),
         ("midlayer.mlp_norm", draft.mlp_norm),
     ):
-        fill(theirs.weight, params[f"{ours}.scale"])
+        fill(reference.weight, params[f"{actual_values}.scale"])
     inner = "midlayer.attention"
     fill(draft.qkv.weight, *(params[f"{inner}.{name}.kernel"] for name in "qkv"))
     fill(draft.out.weight, params[f"{inner}.out.kernel"])
     fill(draft.gate_up.weight, *(params[f"midlayer.mlp.{x}.kernel"] for x in ("gate", "up")))
     fill(draft.down.weight, params["midlayer.mlp.down.kernel"])
-    work = {"layers": CAPTURE, "steps": length, "factor": 0.8, "kept": kept}
+    work = {"layers": CAPTURE, "steps": length, "factor": 0.8, "kept": retained}
     step = peers.Eagle3Step(peer_target, draft, work, options)
     trained = torch.ones(1, T)
     trained[:, 0] = 0

@@ -48,15 +48,21 @@ def make_draft(kind: str):
         return drafts.make_dflash(TARGET, num_hidden_layers=1, dflash_config=inner)
     raw = {key: value for key, value in TARGET.items() if key != "model_type"}
     layers = {"eagle_aux_hidden_state_layer_ids": [0], "ttt_length": 3}
-    own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "rope_theta": 1e4}
-    return families.config_from_hf({**raw, **own, "initializer_range": 0.3, "eagle_config": layers})
+    local_value = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "rope_theta": 1e4,
+    }
+    return families.config_from_hf(
+        {**raw, **local_value, "initializer_range": 0.3, "eagle_config": layers}
+    )
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """{kind: draft folder} of random weights."""
-    place = tmp_path_factory.mktemp("drafts")
-    return {kind: str(drafts.save(make_draft(kind), 1, place / kind)) for kind in REFRESH}
+    position = tmp_path_factory.mktemp("drafts")
+    return {kind: str(drafts.save(make_draft(kind), 1, position / kind)) for kind in REFRESH}
 
 
 def make_config(folder: str, kind: str, **refresh):
@@ -93,9 +99,11 @@ class Live:
         trained, frozen, _ = roles.open(0)
         moved = {path: value * 1.5 for path, value in trained.items()}
         self.now = ModelSnapshot(roles, {**frozen, **moved}, 1)
-        self.auxiliary = {name: AuxiliaryModel(one, parts) for name, one in task.auxiliary.items()}
-        for one in self.auxiliary.values():
-            one.open(0)
+        self.auxiliary = {
+            name: AuxiliaryModel(entry, parts) for name, entry in task.auxiliary.items()
+        }
+        for entry in self.auxiliary.values():
+            entry.open(0)
 
     def snapshot(self):
         return self.now
@@ -111,8 +119,8 @@ def test_a_refresh_is_a_step_on_each_answer_by_itself(folders, kind):
     task = make_task(make_config(folders[kind], kind))
     (learner,) = task.auxiliary.values()
     live = Live(task, task.roles["policy"].bundle)
-    one = live.auxiliary["draft"]
-    start = jax.device_get(one.state.params)
+    entry = live.auxiliary["draft"]
+    start = jax.device_get(entry.state.params)
     group = draw_group(np.random.default_rng(3))
     labels = BatchBuilder(StepShape(4, 1, 64, units=1), "sequence", dtype=np.float32)
     (batch,) = build_batches([group], labels).batches
@@ -122,9 +130,9 @@ def test_a_refresh_is_a_step_on_each_answer_by_itself(folders, kind):
     assert ready.batches[0] is batch  # what the policy trains on is left alone
     refresh.prepare(method, Round([batch], held_out=True), None)
     with jax.set_mesh(task.mesh):
-        found = task.after_round(live, 0)
-    assert found["draft/loss"] > 1 and 1 <= found["draft/accept_len"] <= 4
-    moved = jax.device_get(one.state.params)
+        actual = task.after_round(live, 0)
+    assert actual["draft/loss"] > 1 and 1 <= actual["draft/accept_len"] <= 4
+    moved = jax.device_get(entry.state.params)
     assert task.after_round(live, 1) == {}  # nothing was drawn since
 
     rows = []
@@ -146,16 +154,16 @@ def test_a_refresh_is_a_step_on_each_answer_by_itself(folders, kind):
 
     def loss(params):
         micro = jax.tree.map(lambda x: x[0], flat)
-        both = {"draft": models["draft"].rebuild("draft")(params), "target": target}
-        (total,) = lesson.loss(both, micro)[0].values()
+        pair = {"draft": models["draft"].rebuild("draft")(params), "target": target}
+        (total,) = lesson.loss(pair, micro)[0].values()
         return total / micro.denoms[lesson.component]
 
     with jax.set_mesh(task.mesh):
         gradient = jax.device_get(jax.jit(jax.grad(loss))(start))
     assert sum(np.abs(g).sum() for g in gradient.values()) > 0.1
     for path, before in start.items():
-        wanted = before - 0.5 * gradient[path]
-        np.testing.assert_allclose(moved[path], wanted, rtol=1e-4, atol=2e-6, err_msg=path)
+        expected = before - 0.5 * gradient[path]
+        np.testing.assert_allclose(moved[path], expected, rtol=1e-4, atol=2e-6, err_msg=path)
 
 
 def task_section(folder: str, kind: str):
@@ -170,10 +178,10 @@ def read_state(folder, step: int) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint that are the draft's."""
     config = validate_config(json.loads((folder / "config.json").read_text()), "saved")
     task = make_task(config)
-    one = AuxiliaryModel(task.auxiliary["draft"], task.roles["policy"].bundle)
+    auxiliary_model = AuxiliaryModel(task.auxiliary["draft"], task.roles["policy"].bundle)
     with jax.set_mesh(task.mesh):
         checkpoints = Checkpoints(folder / "checkpoints")
-        tree = checkpoints.load(step, {"draft": one.state.tree()}).arrays["draft"]
+        tree = checkpoints.load(step, {"draft": auxiliary_model.state.tree()}).arrays["draft"]
         checkpoints.close()
     named = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): np.asarray(value) for path, value in named}
@@ -202,24 +210,24 @@ def test_a_resumed_run_refreshes_as_the_run_that_was_never_stopped(folders, tmp_
         "rollout.draft_refresh.passes=2",
         *("checkpoint.every=2", "optim.name=sgd", "rollout.prompts_per_step=2"),
     ]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(path, whole, *words)
+    full, parts = tmp_path / "whole", tmp_path / "parts"
+    run(path, full, *words)
     run(path, parts, *words, "run.max_steps=2", "run.export=false")
     run(path, parts, *words, "run.allow_config_change=true")
-    numbers = read_numbers(whole)
+    numbers = read_numbers(full)
     assert numbers == read_numbers(parts)
     # A line of its own for every second round.
     assert [line["step"] for line in numbers if "draft/loss" in line] == [2, 4]
     assert all(line["draft/tau"] >= 1 for line in numbers if "reward" in line)
-    left, right = read_state(whole, 4), read_state(parts, 4)
-    assert any("mu" in name for name in left) and left.keys() == right.keys()
-    for name, value in left.items():
+    first, right = read_state(full, 4), read_state(parts, 4)
+    assert any("mu" in name for name in first) and first.keys() == right.keys()
+    for name, value in first.items():
         np.testing.assert_array_equal(value, right[name], err_msg=name)
-    assert left["['step']"] == 4  # two rounds of two passes
+    assert first["['step']"] == 4  # two rounds of two passes
 
     # What the run writes at its end is that draft.
-    written = loading.load(whole / "draft")
-    fc = left["['params']['fc.kernel']"]
+    written = loading.load(full / "draft")
+    fc = first["['params']['fc.kernel']"]
     np.testing.assert_array_equal(np.asarray(written.fc.kernel.get_value()), fc)
     assert (
         np.abs(np.asarray(loading.load(folders["dflash"]).fc.kernel.get_value()) - fc).max() > 1e-3

@@ -63,28 +63,28 @@ def folder(tmp_path_factory):
 
 def run(folder, name, *overrides):
     """{step: its numbers} of a run; of held-out data under "eval/..."."""
-    told = [f"run.output_dir={folder / name}", *overrides]
-    assert main(["--config", str(folder / "draft.toml"), *told]) == 0
+    messages = [f"run.output_dir={folder / name}", *overrides]
+    assert main(["--config", str(folder / "draft.toml"), *messages]) == 0
     return read(folder / name)
 
 
-def read(place):
-    found: dict[int, dict] = {}
-    for line in map(json.loads, (place / "metrics.jsonl").read_text().splitlines()):
-        found.setdefault(line["step"], {}).update(line)
-    return found
+def read(position):
+    actual: dict[int, dict] = {}
+    for line in map(json.loads, (position / "metrics.jsonl").read_text().splitlines()):
+        actual.setdefault(line["step"], {}).update(line)
+    return actual
 
 
-def compare(found, wanted, rtol=2e-6):
+def compare(actual, expected, rtol=2e-6):
     """float32; another number of devices sums in another order."""
-    assert found.keys() == wanted.keys()
-    for step, numbers in wanted.items():
+    assert actual.keys() == expected.keys()
+    for step, numbers in expected.items():
         for key in ("loss", "grad_norm", "accept_len", "eval/loss", "eval/acc"):
             if key in numbers:
                 np.testing.assert_allclose(
-                    found[step][key], numbers[key], rtol=rtol, err_msg=f"{key} at step {step}"
+                    actual[step][key], numbers[key], rtol=rtol, err_msg=f"{key} at step {step}"
                 )
-    assert "eval/loss" in wanted[4]
+    assert "eval/loss" in expected[4]
 
 
 def on_disk(folder, name="states"):
@@ -119,17 +119,17 @@ def test_states_from_other_devices_train_the_same(folder, from_step, monkeypatch
         nonlocal most
         gc.collect()
         shape = (6, 2, 64, 2 * 32)  # of a step's states on the devices that train
-        there = set(self.mesh.devices.flat)
-        alive = [x for x in jax.live_arrays() if x.shape == shape and x.devices() == there]
+        remote_result = set(self.mesh.devices.flat)
+        alive = [x for x in jax.live_arrays() if x.shape == shape and x.devices() == remote_result]
         most = max(most, len(alive))
         return fill(self, batch)
 
     monkeypatch.setattr(OtherDevices, "fill", counted)
     overrides = (*AHEAD, "task.target.devices=2")
-    found = run(folder, "ahead", *overrides)
-    compare(found, from_step)
+    completed = run(folder, "ahead", *overrides)
+    compare(completed, from_step)
     assert 1 <= most <= 3
-    assert 0 <= found[4]["target/busy"] <= 1 and 0 <= found[4]["target/starved"] <= 1
+    assert 0 <= completed[4]["target/busy"] <= 1 and 0 <= completed[4]["target/starved"] <= 1
     assert "the target: busy" in capsys.readouterr().out
 
 
@@ -138,12 +138,12 @@ def test_a_run_from_other_devices_resumes_exactly(folder):
     """Three devices train while another runs the target; batches that waited in the queue are made
     again."""
     overrides = (*AHEAD, "task.target.queue=3", "parallel.fsdp=3")
-    whole = run(folder, "resumed", *overrides)
+    completed = run(folder, "resumed", *overrides)
     shutil.rmtree(folder / "resumed" / "checkpoints" / "4")
     again = run(folder, "resumed", *overrides)
     for step in (3, 4):
-        assert again[step]["loss"] == whole[step]["loss"]
-    compare(again, whole, rtol=0)
+        assert again[step]["loss"] == completed[step]["loss"]
+    compare(again, completed, rtol=0)
 
 
 def test_states_from_disk_train_the_same(folder, from_step, states):
@@ -155,28 +155,28 @@ def test_an_interrupted_capture_goes_on_to_the_same_bytes(folder, states, monkey
     """Samples of two shards, killed between them."""
     choose = StateLayout.choose
     monkeypatch.setattr(StateLayout, "choose", lambda *a: choose(*a, shard_bytes=2**16))
-    place = on_disk(folder, "whole")
-    assert capture(folder, *place) == 0
-    left, add = 30, StateWriter.add
+    position = on_disk(folder, "whole")
+    assert capture(folder, *position) == 0
+    remaining, add = 30, StateWriter.add
 
     def stopped(self, *sample):
-        nonlocal left
-        left -= 1
-        if left < 0:
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0:
             raise KeyboardInterrupt
         return add(self, *sample)
 
     monkeypatch.setattr(StateWriter, "add", stopped)
-    place = on_disk(folder, "killed")
-    assert capture(folder, *place) == 130
-    assert main(["--config", str(folder / "draft.toml"), *place]) == 2
+    position = on_disk(folder, "killed")
+    assert capture(folder, *position) == 130
+    assert main(["--config", str(folder / "draft.toml"), *position]) == 2
     monkeypatch.setattr(StateWriter, "add", add)
-    assert capture(folder, *place) == 0
+    assert capture(folder, *position) == 0
     files = [path for path in (folder / "whole").rglob("*") if path.is_file()]
     assert len(list((folder / "whole" / "index").iterdir())) > 1
     for path in files:
-        other = folder / "killed" / path.relative_to(folder / "whole")
-        assert path.read_bytes() == other.read_bytes(), path
+        second = folder / "killed" / path.relative_to(folder / "whole")
+        assert path.read_bytes() == second.read_bytes(), path
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_an_interrupted_capture_goes_on_to_the_same_bytes(folder, states, monkey
 )
 def test_states_of_something_else_are_refused(folder, states, overrides, message, capsys):
     (folder / "other.jsonl").write_text((folder / "rows.jsonl").read_text().replace("7?", "8?"))
-    overrides = [one.replace("{folder}", str(folder)) for one in overrides]
-    told = ["--config", str(folder / "draft.toml"), f"run.output_dir={folder / 'refused'}"]
-    assert main([*told, *on_disk(folder), *overrides]) == 2
+    overrides = [override.replace("{folder}", str(folder)) for override in overrides]
+    messages = ["--config", str(folder / "draft.toml"), f"run.output_dir={folder / 'refused'}"]
+    assert main([*messages, *on_disk(folder), *overrides]) == 2
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -216,9 +216,9 @@ def test_capture_says_what_it_needs(folder, monkeypatch, capsys):
     usage = shutil.disk_usage(folder)._replace(free=10_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert capture(folder, *on_disk(folder, "full")) == 2
-    told = capsys.readouterr()
-    assert "813 tokens x 256 bytes = 0.2 MiB" in told.out
-    assert "has 0.0 MiB left, 0.2 MiB are needed (256 bytes a token)" in told.err
+    captured = capsys.readouterr()
+    assert "813 tokens x 256 bytes = 0.2 MiB" in captured.out
+    assert "has 0.0 MiB left, 0.2 MiB are needed (256 bytes a token)" in captured.err
     assert capture(folder) == 2
     assert 'task.target.source is "step"' in capsys.readouterr().err
     text = (folder / "draft.toml").read_text()

@@ -24,7 +24,7 @@ LENGTHS = (14, 9, 9)
 
 
 def make_config(target, **changes):
-    given = {
+    provided = {
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
         "target_hidden_size": target.hidden_size,
@@ -43,11 +43,11 @@ def make_config(target, **changes):
         "draft_vocab_size": P,
         "length": L,
     }
-    return eagle3.Config(**{**given, **changes})
+    return eagle3.Config(**{**provided, **changes})
 
 
 @pytest.fixture(scope="module")
-def both():
+def draft_pair():
     """(target, draft) in float64; norms away from 1, kept ids spread over the vocabulary."""
     with jax.enable_x64():
         architecture = families.config_from_hf(RAW)
@@ -69,8 +69,8 @@ def both():
 
 def label(batch, seed=0):
     host = jax.tree.map(lambda x: np.asarray(x)[None], batch)
-    found = label_guesses(host, np.random.default_rng(seed))
-    return jax.tree.map(lambda x: jnp.asarray(x[0]), found)
+    actual = label_guesses(host, np.random.default_rng(seed))
+    return jax.tree.map(lambda x: jnp.asarray(x[0]), actual)
 
 
 def wide(batch):
@@ -91,37 +91,37 @@ def tensors(draft):
 
 def states_of(target, text):
     batch = wide(pack([[text]], len(text)))
-    found = read_target(target, batch, (0, 2, 1), last=True)
-    return found.captured[0], found.last[0]
+    actual = read_target(target, batch, (0, 2, 1), last=True)
+    return actual.captured[0], actual.last[0]
 
 
 SOFT = SoftTargets()
 
 
-def reference(target, kept, w, texts, weights, targets=SOFT):
+def reference(target, retained, w, texts, weights, targets=SOFT):
     """(loss, (hits [L], weights [L], weighted run lengths)) over sequences."""
     sizes = {"heads": 4, "kv_heads": 2, "theta": THETA, "eps": 1e-6, "length": L}
     numbers = (targets.kind, targets.kl_scale, targets.kl_decay)
-    total, hits, each, runs = 0.0, 0.0, 0.0, 0.0
+    total, hits, per_entry, runs = 0.0, 0.0, 0.0, 0.0
     for text, weight in zip(texts, weights, strict=True):
         captured, last = states_of(target, text)
         normed = plain.unroll(w, jnp.asarray(text), captured, target.embed.embedding[...], **sizes)
-        loss, hit, sayable = plain.guesses(w, normed, last, target.head(), kept, *numbers)
-        own = jnp.stack([plain.shift(jnp.asarray(weight), 2 + i) for i in range(L)])
+        loss, hit, sayable = plain.guesses(w, normed, last, target.head(), retained, *numbers)
+        array = jnp.stack([plain.shift(jnp.asarray(weight), 2 + i) for i in range(L)])
         decay = 0.8 ** np.arange(L)[:, None]
-        total += jnp.sum(decay * own * jnp.where(sayable, loss, 0.0))
-        hits, each = hits + (own * hit).sum(1), each + own.sum(1)
-        run = jnp.cumprod(hit & (own > 0), 0).sum(0)
-        runs += jnp.sum(own[0] * (1 + run))
-    return total, (hits, each, runs)
+        total += jnp.sum(decay * array * jnp.where(sayable, loss, 0.0))
+        hits, per_entry = hits + (array * hit).sum(1), per_entry + array.sum(1)
+        run = jnp.cumprod(hit & (array > 0), 0).sum(0)
+        runs += jnp.sum(array[0] * (1 + run))
+    return total, (hits, per_entry, runs)
 
 
 def trained(lengths, seed=3):
     rng = np.random.default_rng(seed)
-    found = [np.where(rng.random(n) < 0.7, rng.uniform(0.5, 2.0, n), 0.0) for n in lengths]
-    for weight in found:
+    actual = [np.where(rng.random(n) < 0.7, rng.uniform(0.5, 2.0, n), 0.0) for n in lengths]
+    for weight in actual:
         weight[0] = 0.0
-    return found
+    return actual
 
 
 KINDS = [
@@ -132,9 +132,9 @@ KINDS = [
 
 
 @pytest.mark.parametrize("targets", KINDS, ids=lambda t: t.kind)
-def test_loss_and_gradients_equal_the_formulas(both, targets):
+def test_loss_and_gradients_equal_the_formulas(draft_pair, targets):
     """Three documents in two padded rows, against each alone; 1e-9 in float64."""
-    target, draft = both
+    target, draft = draft_pair
     with jax.enable_x64():
         texts, weights = documents(0, *LENGTHS), trained(LENGTHS)
         batch = wide(pack([texts[:2], texts[2:]], 24))
@@ -161,18 +161,18 @@ def test_loss_and_gradients_equal_the_formulas(both, targets):
             return jax.value_and_grad(loss, has_aux=True)(w)
 
         (total, metrics), grads = ours(floats, target)
-        (expected, (hits, each, runs)), wanted = theirs(tensors(draft), target)
+        (expected, (hits, per_entry, runs)), expectation = theirs(tensors(draft), target)
         np.testing.assert_allclose(total, expected, rtol=1e-10)
         assert float(total) > 1
-        found = tensors(rebuild({**grads, "kept": params["kept"]}))
-        assert found.keys() == wanted.keys() and len(found) == 13
-        for name, grad in wanted.items():
+        actual = tensors(rebuild({**grads, "kept": params["kept"]}))
+        assert actual.keys() == expectation.keys() and len(actual) == 13
+        for name, grad in expectation.items():
             scale = np.abs(grad).max()
             assert scale > 1e-6, name
-            np.testing.assert_allclose(found[name], grad, rtol=1e-7, atol=1e-9 * scale)
+            np.testing.assert_allclose(actual[name], grad, rtol=1e-7, atol=1e-9 * scale)
         for i in range(L):
-            np.testing.assert_allclose(metrics[f"acc/{i + 1}"], (hits[i], each[i]), rtol=1e-12)
-        np.testing.assert_allclose(metrics["accept_len"], (runs, each[0]), rtol=1e-12)
+            np.testing.assert_allclose(metrics[f"acc/{i + 1}"], (hits[i], per_entry[i]), rtol=1e-12)
+        np.testing.assert_allclose(metrics["accept_len"], (runs, per_entry[0]), rtol=1e-12)
         assert 0 < float(hits.sum()) and 0 < float(metrics["kept"][0]) < float(metrics["kept"][1])
         assert batch.denoms[COMPONENT] == pytest.approx(sum(w.sum() for w in weights))
 
@@ -188,11 +188,15 @@ def make_tree(seed=7):
     ends = {0: 20, 1: 15, 2: 13, 3: 15, 4: 20}
     for node, (start, size, parent) in enumerate(zip(starts, sizes, parents, strict=True)):
         for k in range(size):
-            here = start + k
-            above = here - 1 if k else (starts[parent] + sizes[parent] - 1 if parent >= 0 else -1)
-            prev[here] = above
-            positions[here] = positions[above] + 1 if above >= 0 else 0
-            until[here] = ends[node]
+            local_result = start + k
+            above = (
+                local_result - 1
+                if k
+                else (starts[parent] + sizes[parent] - 1 if parent >= 0 else -1)
+            )
+            prev[local_result] = above
+            positions[local_result] = positions[above] + 1 if above >= 0 else 0
+            until[local_result] = ends[node]
     branches = {}
     for leaf in (2, 3, 4):
         path, node = [], leaf
@@ -209,24 +213,24 @@ def make_tree(seed=7):
     return Batch(*fields, weights=weights), branches
 
 
-def test_tree_equals_its_branches(both):
+def test_tree_equals_its_branches(draft_pair):
     """Over both choices at both forks, by their odds: the sum over the three branches alone."""
-    target, draft = both
+    target, draft = draft_pair
     with jax.enable_x64():
         batch, branches = make_tree()
         tokens = np.asarray(batch.tokens[0])
         texts = [tokens[path] for path in branches.values()]
         weights = [np.r_[0.0, np.ones(len(text) - 1)] for text in texts]
-        kept = draft.kept[...]
-        expected, (_, _, runs) = jax.jit(lambda w: reference(target, kept, w, texts, weights))(
+        retained = draft.kept[...]
+        expected, (_, _, runs) = jax.jit(lambda w: reference(target, retained, w, texts, weights))(
             tensors(draft)
         )
         labeled = label(batch)
 
         @jax.jit
         def ours(follows):
-            there = labeled._replace(streams={**labeled.streams, "next": follows})
-            sums, metrics = eagle3_loss(draft, target, there, Unroll(L))
+            remote_result = labeled._replace(streams={**labeled.streams, "next": follows})
+            sums, metrics = eagle3_loss(draft, target, remote_result, Unroll(L))
             return sums[COMPONENT], metrics["accept_len"][0]
 
         total = ran = 0.0
@@ -244,10 +248,10 @@ def test_tree_equals_its_branches(both):
         assert labeled.denoms[COMPONENT] == sum(map(np.sum, weights))
 
 
-def test_proposals_are_the_training_forward(both):
+def test_proposals_are_the_training_forward(draft_pair):
     """Rows of different length, read in two pieces: each guess is the likeliest token of the
     unroll's row, over a text that goes on with the guesses before it."""
-    target, draft = both
+    target, draft = draft_pair
     with jax.enable_x64():
         lengths, S = (11, 5, 8), 16
         texts = documents(9, *lengths)
@@ -255,10 +259,10 @@ def test_proposals_are_the_training_forward(both):
         captured = read_target(target, batch, (0, 2, 1)).captured
 
         @jax.jit
-        def decode(first, second, states, counts, more, token):
+        def decode(first, second, states, counts, extra, token):
             cache = draft.init_cache(3, S)
             cache = draft.read(cache, target, first, states[0], counts)
-            cache = draft.read(cache, target, second, states[1], more)
+            cache = draft.read(cache, target, second, states[1], extra)
             grown = draft.grow_cache(cache, 4, S + 3)
             swapped = draft.insert(grown, jnp.array([3, 9]), cache, jnp.array([1, 0]))
             again = draft.propose(swapped, target, jnp.append(token, token[1]))
@@ -266,28 +270,28 @@ def test_proposals_are_the_training_forward(both):
 
         # All but the last token are read; row 1 gets nothing in the second piece.
         counts = np.array([6, 4, 6])
-        more = np.array(lengths) - 1 - counts
+        extra = np.array(lengths) - 1 - counts
         first, second = np.ones((3, 6), np.int32), np.ones((3, 5), np.int32)
         states = np.zeros((2, 3, 6, captured.shape[-1]))
         for row, text in enumerate(texts):
             first[row, : counts[row]] = text[: counts[row]]
-            second[row, : more[row]] = text[counts[row] : counts[row] + more[row]]
+            second[row, : extra[row]] = text[counts[row] : counts[row] + extra[row]]
             states[0, row, : counts[row]] = captured[row, : counts[row]]
-            states[1, row, : more[row]] = captured[row, counts[row] : counts[row] + more[row]]
+            states[1, row, : extra[row]] = captured[row, counts[row] : counts[row] + extra[row]]
         token = np.array([text[-1] for text in texts], np.int32)
-        found, again, length = decode(
-            first, second, (states[0], states[1][:, :5]), counts, more, token
+        actual, again, length = decode(
+            first, second, (states[0], states[1][:, :5]), counts, extra, token
         )
         assert length.tolist() == [n - 1 for n in lengths]
-        np.testing.assert_array_equal(again[:3], found)
-        np.testing.assert_array_equal(again[3], found[1])
+        np.testing.assert_array_equal(again[:3], actual)
+        np.testing.assert_array_equal(again[3], actual[1])
 
         # The unroll over the text with what was guessed behind it.
-        longer = [np.append(text, row) for text, row in zip(texts, np.asarray(found), strict=True)]
+        longer = [np.append(text, row) for text, row in zip(texts, np.asarray(actual), strict=True)]
         full = label(wide(pack([[text] for text in longer], S)))
         rows = jax.jit(lambda c: draft.unroll(target, c, full, full.streams["next"], L))(captured)
         for i, row_BTD in enumerate(rows):
             for row, size in enumerate(lengths):
                 best = draft.kept[...][draft.logits(row_BTD[row, size - 1]).argmax()]
-                assert best == found[row, i]
-        assert len(set(np.asarray(found).ravel().tolist())) > 3
+                assert best == actual[row, i]
+        assert len(set(np.asarray(actual).ravel().tolist())) > 3

@@ -64,10 +64,10 @@ def load(folder, *words):
     return load_config(str(folder / "config.toml"), [data, *words])
 
 
-def episode(prompt, answer, given=False):
+def episode(prompt, answer, provided=False):
     tokens, drawn = [*prompt, *answer], [False] * len(prompt) + [True] * len(answer)
     nothing = [0.0] * len(tokens)
-    return Episode(tokens, drawn, nothing, [0] * len(tokens), "stop", given=given)
+    return Episode(tokens, drawn, nothing, [0] * len(tokens), "stop", given=provided)
 
 
 def draw_groups():
@@ -77,7 +77,7 @@ def draw_groups():
     for draw in range(2):
         prompt = rng.integers(10, 99, 4 + draw).tolist()
         answers = [rng.integers(10, 99, n).tolist() for n in (3, 5, 2)]
-        truth = episode(prompt, answers[0], given=True)
+        truth = episode(prompt, answers[0], provided=True)
         episodes = [episode(prompt, answer) for answer in answers]
         groups.append(Group(draw, {}, episodes, [{} for _ in answers], truth=truth))
     return groups
@@ -118,7 +118,7 @@ def test_answers_earn_by_their_features_and_truths_are_asked_once(folder):
     matching, source = prepare(folder, groups, "task.features.alignment_coef=0.7")
     matching.reward_answers(scorer)
     assert scorer.asked == 8 and matching.numbers["ebft/cached_truths"] == 0
-    feature = lambda one: scorer.table[sum(one.tokens)]  # noqa: E731
+    feature = lambda entry: scorer.table[sum(entry.tokens)]  # noqa: E731
     expected = rewards(
         jnp.stack([jnp.stack([feature(e) for e in group.episodes]) for group in groups]),
         jnp.stack([feature(group.truth) for group in groups]),
@@ -149,9 +149,9 @@ def test_a_turns_end_is_no_part_of_what_is_compared(folder):
     """Answers that were cut off have none: their last token is one of the text."""
     matching, _ = prepare(folder, draw_groups())
     end = next(iter(matching.ends))
-    whole, cut = episode([5, 6], [7, 8, end]), episode([5, 6], [7, 8])
-    assert matching.tell(whole).tokens.tolist() == matching.tell(cut).tokens.tolist()
-    assert matching.tell(whole).prompt == 2
+    full, cut = episode([5, 6], [7, 8, end]), episode([5, 6], [7, 8])
+    assert matching.tell(full).tokens.tolist() == matching.tell(cut).tokens.tolist()
+    assert matching.tell(full).prompt == 2
 
 
 class Bigrams:
@@ -185,13 +185,13 @@ def test_cross_entropy_of_the_truth_is_really_trained():
         sums, metrics = ebft_loss(Bigrams(table), batch, objective, "xla")
         return sums["ce"], metrics["ebft/ce_loss"]
 
-    wanted, logp = 0.0, jax.nn.log_softmax(table, axis=-1)
+    expected, logp = 0.0, jax.nn.log_softmax(table, axis=-1)
     for group in groups:
         tokens = group.truth.tokens
-        wanted -= sum(float(logp[a, b]) for a, b in zip(tokens[-4:], tokens[-3:], strict=False))
-    (found, (sum_, weight)), gradient = jax.value_and_grad(total, has_aux=True)(table, 0.5)
-    assert float(found) == pytest.approx(wanted, rel=1e-5) and float(weight) == 6
-    assert float(sum_) == pytest.approx(wanted, rel=1e-5)
+        expected -= sum(float(logp[a, b]) for a, b in zip(tokens[-4:], tokens[-3:], strict=False))
+    (actual, (sum_, weight)), gradient = jax.value_and_grad(total, has_aux=True)(table, 0.5)
+    assert float(actual) == pytest.approx(expected, rel=1e-5) and float(weight) == 6
+    assert float(sum_) == pytest.approx(expected, rel=1e-5)
     assert float(jnp.abs(gradient).max()) > 0.1
     # Without the component there is no such branch.
     bare = build_batches(groups, BatchBuilder(StepShape(1, 1, 64, units=1), "sequence")).batches[0]
@@ -199,7 +199,7 @@ def test_cross_entropy_of_the_truth_is_really_trained():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["env.kind=calculator"], "env.kind"),
         (["env.kind=dialogue", "task.turns=all"], "task.turns"),
@@ -211,8 +211,8 @@ def test_cross_entropy_of_the_truth_is_really_trained():
         (["task.features.alignment_coef=0", "task.features.diversity_coef=0"], "both 0"),
     ],
 )
-def test_what_cannot_be_is_told(folder, words, said):
-    with pytest.raises(UserError, match=said):
+def test_what_cannot_be_is_told(folder, words, output):
+    with pytest.raises(UserError, match=output):
         load(folder, *words)
 
 
@@ -226,14 +226,14 @@ def test_the_network_is_a_frozen_copy_in_bfloat16_that_no_checkpoint_holds(folde
     task = make(load(folder))
     roles = Roles(task.roles)
     trained, frozen, copies = roles.open(0)
-    own = {path: value for path, value in frozen.items() if path.startswith("features/")}
-    assert len(own) == len(trained) and not copies
-    for path, value in own.items():
+    local_value = {path: value for path, value in frozen.items() if path.startswith("features/")}
+    assert len(local_value) == len(trained) and not copies
+    for path, value in local_value.items():
         start = trained[path.removeprefix("features/")]
         assert value.dtype == jnp.bfloat16 == roles.frozen_shapes[path].dtype
         np.testing.assert_array_equal(value, start.astype(jnp.bfloat16))
     resumed = roles.open(0, trained=False)[1]  # read again, whatever was trained since
-    assert all((resumed[path] == value).all() for path, value in own.items())
+    assert all((resumed[path] == value).all() for path, value in local_value.items())
     bare = make(load(folder, "adapter.kind=lora")).roles["features"]
     assert bare.weights == "bare" and not bare.in_loss
 

@@ -73,12 +73,12 @@ def documents(rows=DOCUMENTS):
     """[1, B, 32]."""
     rng = np.random.default_rng(0)
 
-    def one(length: int, prompt: int):
+    def make_document(length: int, prompt: int):
         weights = (np.arange(length) >= prompt).astype(np.float64)
         tokens = rng.integers(1, 300, length).astype(np.int32)
         return lay_out(Tree((Node(-1, tokens, {CE: weights, RL: weights}),)), "branch")
 
-    packed = [[one(*document) for document in row] for row in rows]
+    packed = [[make_document(*document) for document in row] for row in rows]
     return stack_batches([build_batch(packed, 32, Fields((CE, RL)))])
 
 
@@ -104,25 +104,25 @@ def update(task, microsteps: int = 1, rows=DOCUMENTS, version: int = 3, **axes: 
 
 
 @pytest.fixture(scope="module")
-def one():
+def single_device():
     return update(make())
 
 
-def check_same(found, wanted, most: float):
+def check_same(actual, expected, most: float):
     """Draws, metrics, and gradients relative to the largest of each parameter."""
-    assert (found[2].tokens.reshape(-1) == wanted[2].tokens.reshape(-1)).all()
-    for name, (total, weight) in wanted[0].items():
-        assert np.allclose(found[0][name], (total, weight), rtol=1e-4, atol=1e-5), name
-    for path, gradient in wanted[1].items():
+    assert (actual[2].tokens.reshape(-1) == expected[2].tokens.reshape(-1)).all()
+    for name, (total, weight) in expected[0].items():
+        assert np.allclose(actual[0][name], (total, weight), rtol=1e-4, atol=1e-5), name
+    for path, gradient in expected[1].items():
         scale = np.abs(gradient).max()
         assert scale > 0, path
-        assert np.abs(found[1][path] - gradient).max() < most * scale, path
+        assert np.abs(actual[1][path] - gradient).max() < most * scale, path
 
 
-def test_microsteps_are_one_batch(one):
+def test_microsteps_are_one_batch(single_device):
     """Rows with 8, 5, 0 and 4 blocks: the same draws, and every drawn token counts alike in
     whatever microstep. float32, the order of sums: 1e-5 of the largest gradient."""
-    check_same(update(make(), 4), one, 1e-5)
+    check_same(update(make(), 4), single_device, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -133,23 +133,23 @@ def test_microsteps_are_one_batch(one):
     ],
     ids="_".join,
 )
-def test_meshes_are_one_device(one, axes):
+def test_meshes_are_one_device(single_device, axes):
     """Meshes change nothing either; features of a copy in bfloat16 are rounded otherwise where sums
     are cut."""
-    check_same(update(make(), **axes), one, 2e-2 if "tensor" in axes else 1e-4)
+    check_same(update(make(), **axes), single_device, 2e-2 if "tensor" in axes else 1e-4)
 
 
-def test_advantages_lie_on_the_tokens_of_their_own_draw(one):
+def test_advantages_lie_on_the_tokens_of_their_own_draw(single_device):
     """Three tokens of a draw share a number; RLOO's add up to 0 over a block's draws; one of a
     block's numbers lies on its first token alone."""
-    metrics, _, batch = one
+    metrics, _, batch = single_device
     drawn = batch.weights[RL] > 0
     values = batch.streams[ADVANTAGE]
     assert not values[~drawn].any()
     for row in range(4):
-        found = values[0, row][drawn[0, row]].reshape(-1, 3, 3)  # blocks, draws, tokens
-        assert (found == found[:, :, :1]).all()
-        assert np.abs(found[:, :, 0].sum(1)).max(initial=0.0) < 1e-5
+        actual = values[0, row][drawn[0, row]].reshape(-1, 3, 3)  # blocks, draws, tokens
+        assert (actual == actual[:, :, :1]).all()
+        assert np.abs(actual[:, :, 0].sum(1)).max(initial=0.0) < 1e-5
     assert np.unique(np.abs(values[drawn])).size > 10
     blocks = drawn.sum() / 9
     assert batch.streams[NUMBERS][..., 0].sum() == blocks == metrics["ebft/reward"][1] == 16
@@ -174,11 +174,11 @@ def test_equal_draws_give_no_gradient():
     assert max(np.abs(gradient).max() for gradient in gradients.values()) < 1e-6
 
 
-def test_noise_goes_by_seed_and_step(one):
+def test_noise_goes_by_seed_and_step(single_device):
     """So a run that goes on draws what it would have drawn; the same is in
     `test_microsteps_are_one_batch`."""
-    other = update(make(), version=4)
-    assert (other[2].tokens != one[2].tokens).any()
+    second = update(make(), version=4)
+    assert (second[2].tokens != single_device[2].tokens).any()
 
 
 @pytest.mark.parametrize("whitening", [False, True])
@@ -188,28 +188,30 @@ def test_the_truth_itself_is_worth_two(whitening):
     layer weighs the diversity as two do."""
     batch = documents([[(32, 0)]])
     forest, spots = lay_blocks(batch, BlockStrides(stride=4, context=4, length=3, samples=3))
-    at = spots.start[0, 0][:, None, None] + np.arange(9).reshape(3, 3)
-    forest.tokens[0, 0, at] = forest.tokens[0, 0, spots.truth.reshape(-1, 1, 3)]
+    index = spots.start[0, 0][:, None, None] + np.arange(9).reshape(3, 3)
+    forest.tokens[0, 0, index] = forest.tokens[0, 0, spots.truth.reshape(-1, 1, 3)]
     model = build.init(families.config_from_hf(ARCHITECTURE), 0)
     only = jax.tree.map(lambda x: jnp.asarray(x[0]), forest)
-    given = (only, jnp.asarray(spots.start[0]), jnp.asarray(spots.truth[0]).reshape(1, -1, 3))
+    provided = (only, jnp.asarray(spots.start[0]), jnp.asarray(spots.truth[0]).reshape(1, -1, 3))
     ways = [((1,), "last_token"), ((0, 1), "mean_pooling"), ((0, 1), "concat")]
     judging = [BlockRewardOptions(layers, 3, 3, pooling, whitening) for layers, pooling in ways]
-    for found in jax.jit(lambda *given: [judge(model, *given, how) for how in judging])(*given):
-        assert np.allclose(found.alignment, 2.0, atol=1e-4)
-        assert np.allclose(found.diversity, 2 / 3 if whitening else 2.0, atol=1e-4)
-        assert np.allclose(found.cfm, 0.0, atol=1e-4)
-        assert np.abs(found.advantage).max() < 1e-4
+    for actual in jax.jit(lambda *provided: [judge(model, *provided, how) for how in judging])(
+        *provided
+    ):
+        assert np.allclose(actual.alignment, 2.0, atol=1e-4)
+        assert np.allclose(actual.diversity, 2 / 3 if whitening else 2.0, atol=1e-4)
+        assert np.allclose(actual.cfm, 0.0, atol=1e-4)
+        assert np.abs(actual.advantage).max() < 1e-4
 
 
 def test_advantages():
     """Against loops; one draw alone keeps its reward."""
     rewards = np.random.default_rng(0).normal(size=(2, 3, 4))
-    found = np.asarray(advantages(jnp.asarray(rewards), "rloo"))
+    array = np.asarray(advantages(jnp.asarray(rewards), "rloo"))
     for index in np.ndindex(2, 3):
         for n in range(4):
-            others = [rewards[index][m] for m in range(4) if m != n]
-            assert np.isclose(found[index][n], rewards[index][n] - np.mean(others), atol=1e-6)
+            peers = [rewards[index][m] for m in range(4) if m != n]
+            assert np.isclose(array[index][n], rewards[index][n] - np.mean(peers), atol=1e-6)
     grouped = np.asarray(advantages(jnp.asarray(rewards), "group_norm"))
     assert np.allclose(grouped.std(-1, ddof=1), 1, atol=1e-5)
     assert np.allclose(grouped.mean(-1), 0, atol=1e-6)
@@ -219,7 +221,7 @@ def test_advantages():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "output"),
     [
         ({"context_length": 30}, "no block has room"),
         ({"rl_coef": 0.0, "ce_coef": 0.0}, "nothing would train"),
@@ -230,8 +232,8 @@ def test_advantages():
         ({"n_samples": 60000, "generate_max_len": 6, "stride": 1}, "tokens of one forward pass"),
     ],
 )
-def test_what_is_refused(changes, said):
-    with pytest.raises(UserError, match=said):
+def test_what_is_refused(changes, output):
+    with pytest.raises(UserError, match=output):
         make(**changes)
 
 

@@ -59,19 +59,19 @@ def test_whitening_is_that_of_the_full_matrix(kind, dtype):
 
 def test_whitened_answers_are_orthonormal_and_scale_does_not_matter():
     generated, truth = draw("any")
-    found, _ = whiten(jnp.asarray(generated), jnp.asarray(truth))
-    np.testing.assert_allclose(found @ found.T, np.eye(4), atol=1e-10)
-    one = rewards(jnp.asarray(generated), jnp.asarray(truth), whitening=True)
-    other = rewards(jnp.asarray(1000 * generated), jnp.asarray(truth), whitening=True)
-    np.testing.assert_allclose(one.rewards, other.rewards, atol=1e-10)
-    np.testing.assert_allclose(one.diversity, 0.0, atol=1e-10)
+    actual, _ = whiten(jnp.asarray(generated), jnp.asarray(truth))
+    np.testing.assert_allclose(actual @ actual.T, np.eye(4), atol=1e-10)
+    entry = rewards(jnp.asarray(generated), jnp.asarray(truth), whitening=True)
+    second = rewards(jnp.asarray(1000 * generated), jnp.asarray(truth), whitening=True)
+    np.testing.assert_allclose(entry.rewards, second.rewards, atol=1e-10)
+    np.testing.assert_allclose(entry.diversity, 0.0, atol=1e-10)
 
 
 def test_copies_share_a_whitened_direction():
     """k copies have products and squared norms of 1 / k: a diversity that only they have."""
     generated, truth = draw("repeated")
-    found, _ = whiten(jnp.asarray(generated), jnp.asarray(truth))
-    gram = np.asarray(found @ found.T)
+    actual, _ = whiten(jnp.asarray(generated), jnp.asarray(truth))
+    gram = np.asarray(actual @ actual.T)
     np.testing.assert_allclose(gram[:2, :2], 0.5, atol=1e-10)
     np.testing.assert_allclose(gram[2:, 2:], np.eye(2), atol=1e-10)
 
@@ -81,7 +81,7 @@ def test_rewards_are_those_of_the_definition(whitening):
     """P prompts at once, each by its own answers alone."""
     rng = np.random.default_rng(1)
     generated, truth = rng.normal(size=(3, 5, 16)) + 1, rng.normal(size=(3, 16)) + 1
-    found = rewards(
+    actual = rewards(
         jnp.asarray(generated),
         jnp.asarray(truth),
         alignment=0.7,
@@ -90,36 +90,38 @@ def test_rewards_are_those_of_the_definition(whitening):
     )
     for p in range(3):
         if whitening:
-            ours, gold = whiten_by_svd(generated[p], truth[p])
+            actual_values, gold = whiten_by_svd(generated[p], truth[p])
         else:
-            ours = generated[p] / np.linalg.norm(generated[p], axis=1, keepdims=True)
+            actual_values = generated[p] / np.linalg.norm(generated[p], axis=1, keepdims=True)
             gold = truth[p] / np.linalg.norm(truth[p])
         for j in range(5):
-            cosine = ours[j] @ gold / (np.linalg.norm(ours[j]) * np.linalg.norm(gold))
-            others = np.mean([ours[j] @ ours[i] for i in range(5) if i != j])
-            np.testing.assert_allclose(found.alignment[p, j], 2 * cosine, atol=1e-10)
-            np.testing.assert_allclose(found.diversity[p, j], 2 * others, atol=1e-10)
-            wanted = 0.7 * 2 * cosine - 0.3 * 2 * others
-            np.testing.assert_allclose(found.rewards[p, j], wanted, atol=1e-10)
-        distance = np.sum((ours.mean(0) - gold) ** 2)
-        np.testing.assert_allclose(found.cfm[p], distance, atol=1e-10)
+            cosine = (
+                actual_values[j] @ gold / (np.linalg.norm(actual_values[j]) * np.linalg.norm(gold))
+            )
+            peers = np.mean([actual_values[j] @ actual_values[i] for i in range(5) if i != j])
+            np.testing.assert_allclose(actual.alignment[p, j], 2 * cosine, atol=1e-10)
+            np.testing.assert_allclose(actual.diversity[p, j], 2 * peers, atol=1e-10)
+            expected = 0.7 * 2 * cosine - 0.3 * 2 * peers
+            np.testing.assert_allclose(actual.rewards[p, j], expected, atol=1e-10)
+        distance = np.sum((actual_values.mean(0) - gold) ** 2)
+        np.testing.assert_allclose(actual.cfm[p], distance, atol=1e-10)
 
 
 def test_the_ground_truth_itself_earns_two():
     truth = np.random.default_rng(0).normal(size=(2, 8))
     answers = np.broadcast_to(truth[:, None], (2, 1, 8))
-    found = rewards(jnp.asarray(answers), jnp.asarray(truth), diversity=0.0)
-    np.testing.assert_allclose(found.rewards, 2.0, atol=1e-12)
-    assert not np.any(found.diversity)  # nothing to be unlike to
+    actual = rewards(jnp.asarray(answers), jnp.asarray(truth), diversity=0.0)
+    np.testing.assert_allclose(actual.rewards, 2.0, atol=1e-12)
+    assert not np.any(actual.diversity)  # nothing to be unlike to
 
 
 def test_an_answer_without_features_earns_nothing():
-    found = rewards(jnp.zeros((2, 4)), jnp.ones(4))
-    np.testing.assert_array_equal(found.rewards, 0.0)
+    actual = rewards(jnp.zeros((2, 4)), jnp.ones(4))
+    np.testing.assert_array_equal(actual.rewards, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("method", "wanted"),
+    ("method", "expectation"),
     [
         ("last_token", [[6]]),
         ("mean_pooling", [[0, 1, 2, 3, 4, 5, 6]]),
@@ -127,12 +129,12 @@ def test_an_answer_without_features_earns_nothing():
         ("concat", [[1], [3], [5]]),
     ],
 )
-def test_pooling_reads_the_right_tokens(method, wanted):
+def test_pooling_reads_the_right_tokens(method, expectation):
     states = np.random.default_rng(0).normal(size=(7, 3))
     weights = pooling_weights(method, 7, prompt_length=4)
-    found = pool(jnp.asarray(states), jnp.asarray(weights)[None])
-    expected = np.concatenate([states[place].mean(0) for place in wanted])
-    np.testing.assert_allclose(found[0], expected, atol=1e-6)  # 1 / n in float32
+    actual = pool(jnp.asarray(states), jnp.asarray(weights)[None])
+    expected = np.concatenate([states[position].mean(0) for position in expectation])
+    np.testing.assert_allclose(actual[0], expected, atol=1e-6)  # 1 / n in float32
 
 
 def test_pooling_of_an_answer_without_tokens_is_zero():

@@ -35,7 +35,7 @@ def draw_groups():
             np.concatenate([prompt, rng.integers(1, 64, n)]).astype(np.int32) for n in (4, 0, 7, 3)
         ]
         tokens += [tokens[2].copy(), tokens[2][:-2].copy()]
-        groups.append([FeatureSequence(one, len(prompt)) for one in tokens])
+        groups.append([FeatureSequence(token, len(prompt)) for token in tokens])
     return groups
 
 
@@ -46,18 +46,20 @@ def draw_groups():
 def test_a_branch_has_the_features_of_its_sequence_alone(model, method, share):
     """float32 sums in other orders: 1e-4 of features of size 10."""
     groups = draw_groups()
-    asked = ask(groups, method, StepShape(2, 1, 32, units=1), share=share)
-    check_batch(asked.batch)
+    requests = ask(groups, method, StepShape(2, 1, 32, units=1), share=share)
+    check_batch(requests.batch)
     width = len(pooling_weights(method, 1))
     params, rebuild = split_model(model)
-    found = make_features(rebuild, (0, 1), width)(params, asked.batch)
-    for one, place in zip([one for group in groups for one in group], asked.places, strict=True):
-        n = len(one.tokens)
+    actual = make_features(rebuild, (0, 1), width)(params, requests.batch)
+    for entry, position in zip(
+        [entry for group in groups for entry in group], requests.places, strict=True
+    ):
+        n = len(entry.tokens)
         index = np.arange(n, dtype=np.int32)[None]
-        alone = Batch(one.tokens[None], index, index - 1, np.full((1, n), n, np.int32), {})
+        alone = Batch(entry.tokens[None], index, index - 1, np.full((1, n), n, np.int32), {})
         states = np.asarray(model.captured(alone, (0, 1)))[0]
-        wanted = (pooling_weights(method, n, one.prompt) @ states).reshape(-1)
-        np.testing.assert_allclose(found[place], wanted, atol=1e-4)
+        expected = (pooling_weights(method, n, entry.prompt) @ states).reshape(-1)
+        np.testing.assert_allclose(actual[position], expected, atol=1e-4)
 
 
 def test_a_prompt_is_computed_once():
@@ -72,18 +74,18 @@ def test_a_prompt_is_computed_once():
 
 def test_groups_larger_than_a_row_and_longer_sequences_fit():
     groups = draw_groups()
-    asked = ask(groups, "last_token", StepShape(1, 1, 8, units=1), share=True)
-    assert all(min(place) >= 0 for place in asked.places)
-    assert len(set(asked.places)) == len(asked.places)
+    requests = ask(groups, "last_token", StepShape(1, 1, 8, units=1), share=True)
+    assert all(min(position) >= 0 for position in requests.places)
+    assert len(set(requests.places)) == len(requests.places)
 
 
 def test_features_of_ground_truths_are_kept_within_bounds():
-    kept = FeatureCache(most=3 * 40)
-    told = [FeatureSequence(np.arange(n + 1, dtype=np.int32), 1) for n in range(5)]
-    keys = [FeatureCache.key(one) for one in told]
-    assert len(set(keys)) == 5 and FeatureCache.key(told[0]._replace(prompt=2)) != keys[0]
+    feature_cache = FeatureCache(most=3 * 40)
+    messages = [FeatureSequence(np.arange(n + 1, dtype=np.int32), 1) for n in range(5)]
+    keys = [FeatureCache.key(entry) for entry in messages]
+    assert len(set(keys)) == 5 and FeatureCache.key(messages[0]._replace(prompt=2)) != keys[0]
     for key in keys[:3]:
-        kept.put(key, np.zeros(10, np.float32))
-    assert kept.get(keys[0]) is not None  # used: the next one goes first
-    kept.put(keys[3], np.zeros(10, np.float32))
-    assert [kept.get(key) is not None for key in keys] == [True, False, True, True, False]
+        feature_cache.put(key, np.zeros(10, np.float32))
+    assert feature_cache.get(keys[0]) is not None  # used: the next one goes first
+    feature_cache.put(keys[3], np.zeros(10, np.float32))
+    assert [feature_cache.get(key) is not None for key in keys] == [True, False, True, True, False]

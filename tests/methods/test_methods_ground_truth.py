@@ -66,12 +66,12 @@ def test_each_prompt_has_a_budget_of_its_own(tmp_path, tokenizer):
     assert lengths[0] < 40 < lengths[1] < lengths[2]
     cap = int(1.5 * lengths[1]) + 1
     sampling = SamplingConfig(max_new_tokens=cap)
-    found = [
+    actual = [
         truths.limit(truths(PromptRequest(i, 0, rows[i])), sampling).max_new_tokens
         for i in range(len(rows))
     ]
-    assert found == [max(64, min(int(1.5 * n), cap)) for n in lengths]
-    assert len(set(found)) == 3
+    assert actual == [max(64, min(int(1.5 * n), cap)) for n in lengths]
+    assert len(set(actual)) == 3
     small = SamplingConfig(max_new_tokens=16)
     assert truths.limit(truths(PromptRequest(0, 0, rows[0])), small).max_new_tokens == 16
     free = make(rows, tokenizer, row_tokens=4096, multiplier=None)
@@ -99,11 +99,13 @@ def test_remaining_turns_are_those_of_the_own_row(tmp_path, tokenizer):
         text = tokenizer.decode(drawn.tokens)
         assert f"more of {number}?" in text and "end of" not in text and text.count("more of") == 1
         # The first answer alone is trained, although the rest was drawn, too.
-        kept = [t for t, own in zip(drawn.tokens, drawn.sampled, strict=True) if own]
-        assert tokenizer.decode(kept, skip_special_tokens=True) == "so"
+        retained = [
+            t for t, local_value in zip(drawn.tokens, drawn.sampled, strict=True) if local_value
+        ]
+        assert tokenizer.decode(retained, skip_special_tokens=True) == "so"
         truth = truths(PromptRequest(number, 0, row))
-        said = [f"answer {number}", f"end of {number}"]
-        assert truth.tokens == play(env, row, said, tokenizer).tokens
+        output = [f"answer {number}", f"end of {number}"]
+        assert truth.tokens == play(env, row, output, tokenizer).tokens
         assert not any(truth.sampled) and count_prompt(truth) == count_prompt(drawn)
 
 

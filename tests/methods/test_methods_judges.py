@@ -32,12 +32,10 @@ def test_texts_are_judged_at_their_last_drawn_token_and_steps_at_each_turns():
         list(make_batches()),
         RewardTable([np.array([[1.0], [NAN], [3.0]])], (2.0,), (2, 1)),
     )
-    whole, metrics = judge_table(
-        table, [RewardModelJudge("judge", "rm", 0.5, steps=False)], batches
-    )
-    (rewards,) = whole.rewards_TNK
+    full, metrics = judge_table(table, [RewardModelJudge("judge", "rm", 0.5, steps=False)], batches)
+    (rewards,) = full.rewards_TNK
     np.testing.assert_array_equal(rewards, [[1, 60], [NAN, 50], [3, NAN]])
-    assert whole.weights == (2.0, 0.5)
+    assert full.weights == (2.0, 0.5)
     assert metrics["rewards/rm/mean"] == 55.0
     assert metrics["reward"] == pytest.approx((2 + 30 + 25 + 6) / 3)
     # A turn sees what is still to come: of episode 0 both turns' scores, then the second's.
@@ -57,6 +55,6 @@ def test_a_process_reward_model_gives_the_probability_of_right():
         RewardModelJudge("a", "a", 1.0, steps=True),
         RewardModelJudge("b", "b", 1.0, steps=False),
     ]
-    found = ask_judges(judges, batch, Scores())
-    np.testing.assert_allclose(found["a"], [[[0.5, 1 / (1 + np.exp(-2.0))]]])
-    np.testing.assert_array_equal(found["b"], [[[1.0, 0.0]]])
+    actual = ask_judges(judges, batch, Scores())
+    np.testing.assert_allclose(actual["a"], [[[0.5, 1 / (1 + np.exp(-2.0))]]])
+    np.testing.assert_array_equal(actual["b"], [[[1.0, 0.0]]])

@@ -140,11 +140,11 @@ def loss_and_gradient(labeled, objective):
     grad = jax.jit(jax.value_and_grad(total))
     (batch,) = labeled.batches
     denoms = {name: denominator(batch, name) for name in ("pg", "kl")}
-    found = [
+    actual = [
         grad(params, jax.tree.map(lambda leaf, a=a: leaf[a], batch), denoms)
         for a in range(len(batch.tokens))
     ]
-    return functools.reduce(lambda x, y: jax.tree.map(np.add, x, y), found)
+    return functools.reduce(lambda x, y: jax.tree.map(np.add, x, y), actual)
 
 
 @pytest.mark.parametrize(
@@ -165,14 +165,14 @@ def test_a_group_tree_is_its_flat_rows(average, make):
         off_policy_threshold=0.5,
     )
     with jax.enable_x64(True):
-        found = [
+        actual = [
             loss_and_gradient(
                 build_batches(make(), make_labels(average=average, share_prompts=share, longest=9)),
                 objective,
             )
             for share in (True, False)
         ]
-    (tree_loss, tree_slope), (flat_loss, flat_slope) = found
+    (tree_loss, tree_slope), (flat_loss, flat_slope) = actual
     np.testing.assert_allclose(tree_loss, flat_loss, rtol=1e-10)
     for path, value in tree_slope.items():
         size = np.abs(flat_slope[path]).max()
@@ -207,7 +207,7 @@ def test_a_rewritten_history_trains_each_drawn_token_where_it_was_drawn(share):
     (batch,) = labeled.batches
     check_batch(batch)
     mask = batch.weights["pg"] != 0
-    found = sorted(
+    actual = sorted(
         zip(
             *(batch.streams[name][mask].tolist() for name in (EPISODE, TURN)),
             batch.tokens[mask].tolist(),
@@ -216,30 +216,36 @@ def test_a_rewritten_history_trains_each_drawn_token_where_it_was_drawn(share):
             strict=True,
         )
     )
-    wanted, number = [], 0
+    expected, number = [], 0
     for group in groups:
         for episode, advantages in zip(group.episodes, group.advantages, strict=True):
-            for one in episode.sequences:
-                wanted += [
+            for sequence in episode.sequences:
+                expected += [
                     (number, turn, token, logprob, advantages[turn])
                     for token, drawn, logprob, turn in zip(
-                        one.tokens, one.sampled, one.logprobs, one.turns, strict=True
+                        sequence.tokens,
+                        sequence.sampled,
+                        sequence.logprobs,
+                        sequence.turns,
+                        strict=True,
                     )
                     if drawn
                 ]
             number += 1
-    assert len(found) == len(wanted) == labeled.trained_tokens
-    np.testing.assert_allclose(found, sorted(wanted), atol=1e-3)
+    assert len(actual) == len(expected) == labeled.trained_tokens
+    np.testing.assert_allclose(actual, sorted(expected), atol=1e-3)
     weights = np.bincount(batch.streams[EPISODE][mask], batch.weights["pg"][mask])
     np.testing.assert_allclose(weights, np.ones(number), rtol=1e-6)
     # The questions and kept answers that two sequences show are computed once.
     saved = labeled.saving.saved_tokens
     prompts = sum(4 * (sum(len(e.sequences) for e in g.episodes) - 1) for g in groups)
     assert saved > prompts if share else saved == 0
-    short = max(len(one.tokens) for e in groups[0].episodes[:2] for one in e.sequences)
+    short = max(len(sequence.tokens) for e in groups[0].episodes[:2] for sequence in e.sequences)
     cut = build_batches(groups, make_labels(row_tokens=short))
     assert cut.too_long == sum(
-        any(len(one.tokens) > short for one in e.sequences) for g in groups for e in g.episodes
+        any(len(sequence.tokens) > short for sequence in e.sequences)
+        for g in groups
+        for e in g.episodes
     )
 
 
@@ -283,8 +289,8 @@ def weigh(average, **changes):
 
 def test_averages_by_hand():
     with jax.enable_x64(True):
-        found, counts = weigh("token")
-        np.testing.assert_allclose(found, np.array(counts) / sum(counts))
+        actual, counts = weigh("token")
+        np.testing.assert_allclose(actual, np.array(counts) / sum(counts))
         np.testing.assert_allclose(weigh("sequence")[0], [1 / 3] * 3)
         np.testing.assert_allclose(weigh("constant", longest=7)[0], np.array(counts) / (3 * 7))
         # One microstep: the same as over tokens.
@@ -294,9 +300,9 @@ def test_averages_by_hand():
 def test_masked_truncated_answers_still_count_in_the_mean_of_sequences():
     with jax.enable_x64(True):
         np.testing.assert_allclose(weigh("sequence", mask_truncated=True)[0], [1 / 3, 0, 1 / 3])
-        found, counts = weigh("token", mask_truncated=True)
-        kept = counts[0] + counts[2]
-        np.testing.assert_allclose(found, [counts[0] / kept, 0, counts[2] / kept])
+        actual, counts = weigh("token", mask_truncated=True)
+        retained = counts[0] + counts[2]
+        np.testing.assert_allclose(actual, [counts[0] / retained, 0, counts[2] / retained])
 
 
 def test_microsteps_weigh_alike_whatever_their_tokens():
@@ -369,9 +375,9 @@ def test_a_penalty_of_the_episode_comes_off_every_turn():
         totals = table[:, 0] - 0.5 * kl_N
         first = [t - (totals[:3].sum() - t) / 2 for t in totals[:3]]
         second = [totals[3] - totals[4], totals[4] - totals[3]]
-        here = mask & (streams[TURN] == turn)
-        wanted = np.array([*first, *second])[streams[EPISODE][here]]
-        np.testing.assert_allclose(changed.streams["advantage"][here], wanted, rtol=1e-5)
+        local_result = mask & (streams[TURN] == turn)
+        expected = np.array([*first, *second])[streams[EPISODE][local_result]]
+        np.testing.assert_allclose(changed.streams["advantage"][local_result], expected, rtol=1e-5)
 
 
 def test_sampler_and_trainer_are_compared_on_rounds_that_a_resumed_run_compares_on():
@@ -389,27 +395,27 @@ def test_sampler_and_trainer_are_compared_on_rounds_that_a_resumed_run_compares_
         "test",
     )
     (batch,) = build_batches(make_groups(), make_labels()).batches
-    said = []
+    output = []
 
     def looks(first, last):
         source = SimpleNamespace(metrics={"lag/max": 0})
-        data = SimpleNamespace(rounds=source, log=said.append)
+        data = SimpleNamespace(rounds=source, log=output.append)
         preparation = PolicyPreparation(config.task, config, data)
         scored = []
         scorer = SimpleNamespace(
             logp=lambda b, *rest: scored.append(0) or np.asarray(b.streams["sampler_logp"])
         )
-        told = []
+        messages = []
         for version in range(first, last):
             before = len(scored)
-            found = preparation(Round([batch], version=version), scorer)
-            told.append(("mismatch/kl" in found.metrics, len(scored) > before))
-        return told
+            actual = preparation(Round([batch], version=version), scorer)
+            messages.append(("mismatch/kl" in actual.metrics, len(scored) > before))
+        return messages
 
-    whole = looks(0, 45)
-    assert [version for version, (told, _) in enumerate(whole) if told] == [0, 20, 40]
+    full = looks(0, 45)
+    assert [version for version, (messages, _) in enumerate(full) if messages] == [0, 20, 40]
     resumed = looks(7, 45)
-    assert [told for told, _ in resumed] == [told for told, _ in whole[7:]]
+    assert [messages for messages, _ in resumed] == [messages for messages, _ in full[7:]]
     assert resumed[0][1] and not resumed[1][1]
 
 
@@ -420,6 +426,6 @@ def test_the_replay_buffer_of_a_checkpoint_keeps_sequences_and_rewards_of_turns(
         episode.turn_rewards, episode.rewards = [{"step": 0.5}, {}, {}], {"goal": None}
     again = unpack(json.loads(json.dumps(pack(group))))
     assert again.dataset == 1
-    for found, wanted in zip(again.episodes, group.episodes, strict=True):
-        assert list(map(vars, found.sequences)) == list(map(vars, wanted.sequences))
-        assert (found.rewards, found.turn_rewards) == (wanted.rewards, wanted.turn_rewards)
+    for actual, expected in zip(again.episodes, group.episodes, strict=True):
+        assert list(map(vars, actual.sequences)) == list(map(vars, expected.sequences))
+        assert (actual.rewards, actual.turn_rewards) == (expected.rewards, expected.turn_rewards)

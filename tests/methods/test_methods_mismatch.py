@@ -48,11 +48,11 @@ def causes(scale, seed=0):
         coarse = log_softmax(logits + rng.normal(size=logits.shape) * noise)
         tokens = draw(rng, coarse)
         yield "precision", pick(coarse, tokens), pick(logp, tokens), 1.0
-    for other in (
+    for second in (
         rng.normal(size=(T, V)) * scale,
         logits + rng.normal(size=(T, V)) * max(0.3 * scale, 0.3),
     ):
-        stale = log_softmax(other)
+        stale = log_softmax(second)
         tokens = draw(rng, stale)
         yield "weights", pick(stale, tokens), pick(logp, tokens), 1.0
     tokens = draw(rng, logp)
@@ -64,9 +64,9 @@ def causes(scale, seed=0):
 def test_each_systematic_difference_gets_its_name(scale):
     for seed in range(2):
         for name, sampler, trainer, temperature in causes(scale, seed):
-            found = compare(sampler, trainer, temperature)
-            assert found.cause == name, (seed, found.sentence)
-            assert (found.sentence is None) == (name is None)
+            actual = compare(sampler, trainer, temperature)
+            assert actual.cause == name, (seed, actual.sentence)
+            assert (actual.sentence is None) == (name is None)
 
 
 def test_the_temperature_is_told_about_right():
@@ -97,15 +97,15 @@ def test_the_numbers_are_those_of_their_formulas():
     p, q = (log_softmax(rng.normal(size=(1, V))) for _ in range(2))
     tokens = draw(rng, np.repeat(p, 50000, 0))
     sampler, trainer = p[0, tokens], q[0, tokens]
-    found = measure(sampler, trainer)
+    actual = measure(sampler, trainer)
     ratio = np.exp(trainer - sampler)
     exact = float((np.exp(p) * (p - q)).sum())
     # The mean of 50,000 draws with a spread near 2: a standard error of 0.01.
-    assert found["mismatch/kl"] == pytest.approx(exact, abs=0.05)
-    assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(ratio.mean())
-    assert found["mismatch/ratio_p99"] == pytest.approx(np.quantile(ratio, 0.99))
+    assert actual["mismatch/kl"] == pytest.approx(exact, abs=0.05)
+    assert actual["sampling/importance_sampling_ratio/mean"] == pytest.approx(ratio.mean())
+    assert actual["mismatch/ratio_p99"] == pytest.approx(np.quantile(ratio, 0.99))
     largest = np.abs(trainer - sampler).max()
-    assert found["sampling/sampling_logp_difference/max"] == pytest.approx(largest)
+    assert actual["sampling/sampling_logp_difference/max"] == pytest.approx(largest)
     assert measure(np.zeros(0), np.zeros(0)) == {}
 
 
@@ -115,12 +115,12 @@ def test_a_cause_is_said_once_and_old_tokens_say_nothing():
     warm, raw = log_softmax(logits / 1.5), log_softmax(logits)
     tokens = draw(rng, warm)
     sampler, trainer = pick(raw, tokens), pick(warm, tokens)
-    said = []
-    comparison = RoundComparison(1.5, said.append)
+    output = []
+    comparison = RoundComparison(1.5, output.append)
     assert set(comparison(sampler, trainer, fresh=False)) >= {"mismatch/kl", "mismatch/ratio_p50"}
     noise = rng.normal(size=T)
     comparison(trainer + 0.01 * noise, trainer, fresh=True)
-    assert said == []
+    assert output == []
     for _ in range(3):
         comparison(sampler, trainer, fresh=True)
-    assert len(said) == 1 and "disagree (temperature)" in said[0]
+    assert len(output) == 1 and "disagree (temperature)" in output[0]

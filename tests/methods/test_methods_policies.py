@@ -28,15 +28,17 @@ BOTH = {"a": [], "b": []}
 class Game:
     """Policy a draws once, policy b twice; rewards by functions of (row, place)."""
 
-    def __init__(self, a=lambda row, place: place, b=lambda row, place: -place, name="b"):
+    def __init__(
+        self, a=lambda row, position: position, b=lambda row, position: -position, name="b"
+    ):
         self.a, self.b, self.name = a, b, name
 
     async def run(self, row, engine, sampling, index):
-        other, place = engine.others["b"], index % GROUP
-        turns = [(engine, "", self.a), (other, self.name, self.b), (other, self.name, self.b)]
-        return [await self.play(row, place, index, *turn) for turn in turns]
+        second, position = engine.others["b"], index % GROUP
+        turns = [(engine, "", self.a), (second, self.name, self.b), (second, self.name, self.b)]
+        return [await self.play(row, position, index, *turn) for turn in turns]
 
-    async def play(self, row, place, index, engine, policy, earn):
+    async def play(self, row, position, index, engine, policy, earn):
         answer = await engine.generate([row["id"] % 5], None, (), index)
         return Episode(
             tokens=[row["id"] % 5, *answer.tokens],
@@ -44,7 +46,7 @@ class Game:
             logprobs=[0.0, -0.5],
             versions=[-1, *answer.versions],
             finish_reason="stop",
-            rewards={f"r_{policy or 'a'}": float(earn(row, place))},
+            rewards={f"r_{policy or 'a'}": float(earn(row, position))},
             policy=policy,
         )
 
@@ -59,7 +61,7 @@ class Given:
         return Given(names)
 
     async def score(self, episodes, row):
-        return [{**one.all_rewards, **dict.fromkeys(self.names, 1.0)} for one in episodes]
+        return [{**episode.all_rewards, **dict.fromkeys(self.names, 1.0)} for episode in episodes]
 
 
 def open_source(game=None, policies=BOTH, engines=None, per_round=2, source=None, **options):
@@ -82,14 +84,14 @@ def test_a_round_comes_out_policy_by_policy():
         assert [len(group.episodes) for group in source.groups] == [2 * GROUP, 2 * GROUP]
         advantages = source.groups[0].advantages[:, 0]
         places = -np.repeat(np.arange(GROUP), 2).astype(float)
-        wanted = (places - places.mean()) / (places.std(ddof=1) + 1e-4)
-        np.testing.assert_allclose(np.sort(advantages), np.sort(wanted), atol=1e-9)
+        expected = (places - places.mean()) / (places.std(ddof=1) + 1e-4)
+        np.testing.assert_allclose(np.sort(advantages), np.sort(expected), atol=1e-9)
         assert (first.weights["pg"] != 0).sum() == 2 * GROUP
         assert (second.weights["pg"] != 0).sum() == 4 * GROUP
-        found = source.metrics
-        assert found["a/reward"] == 1.5 and found["b/reward"] == -1.5
-        assert found["a/groups"] == found["b/groups"] == 2 and "b/rewards/r_a/mean" not in found
-        assert {one["policy"] for one in source.samples} <= {"a", "b"}
+        actual = source.metrics
+        assert actual["a/reward"] == 1.5 and actual["b/reward"] == -1.5
+        assert actual["a/groups"] == actual["b/groups"] == 2 and "b/rewards/r_a/mean" not in actual
+        assert {sample["policy"] for sample in source.samples} <= {"a", "b"}
         draw(source)
         assert (source.policy, source.part) == ("a", 0)
         assert source.rounds_begun == 2
@@ -102,34 +104,36 @@ class Duel(Game):
     the defender does, who plays twice."""
 
     async def run(self, row, engine, sampling, index):
-        place = index % GROUP
+        position = index % GROUP
         turns = [("defender", self.a), ("attacker", self.b), ("defender", self.a)]
-        games = [await self.play(row, place, index, engine, "", earn) for _, earn in turns]
+        games = [await self.play(row, position, index, engine, "", earn) for _, earn in turns]
         for game, (agent, _) in zip(games, turns, strict=True):
             game.agent = agent
         return games
 
 
 def test_agents_of_one_policy_are_compared_with_their_like():
-    source = open_source(Duel(b=lambda row, place: 10 - place), {}, {"": KnownPolicy()})
+    source = open_source(Duel(b=lambda row, position: 10 - position), {}, {"": KnownPolicy()})
     try:
         (batch,) = draw(source)
         group = source.groups[0]
-        assert [one.agent for one in group.episodes] == ["defender"] * 2 * GROUP + [
+        assert [entry.agent for entry in group.episodes] == ["defender"] * 2 * GROUP + [
             "attacker"
         ] * GROUP
         places = np.arange(GROUP).astype(float)
-        like = [np.repeat(places, 2), -places]
-        wanted = [(part - part.mean()) / (part.std(ddof=1) + 1e-4) for part in like]
-        np.testing.assert_allclose(group.advantages[:, 0], np.concatenate(wanted), atol=1e-9)
+        template = [np.repeat(places, 2), -places]
+        expected = [(part - part.mean()) / (part.std(ddof=1) + 1e-4) for part in template]
+        np.testing.assert_allclose(group.advantages[:, 0], np.concatenate(expected), atol=1e-9)
         assert (batch.weights["pg"] != 0).sum() == 2 * 3 * GROUP and source.policy == ""
-        found = source.metrics
-        assert found["defender/reward"] == 1.5 and found["attacker/reward"] == 8.5
-        assert found["reward_std"] == np.mean([part.std(ddof=1) for part in like])
-        assert {one["agent"] for one in source.samples} <= {"defender", "attacker"}
+        actual = source.metrics
+        assert actual["defender/reward"] == 1.5 and actual["attacker/reward"] == 8.5
+        assert actual["reward_std"] == np.mean([part.std(ddof=1) for part in template])
+        assert {entry["agent"] for entry in source.samples} <= {"defender", "attacker"}
     finally:
         source.close()
-    flat = Duel(a=lambda row, place: 0, b=lambda row, place: 10 if row["id"] < 2 else place)
+    flat = Duel(
+        a=lambda row, position: 0, b=lambda row, position: 10 if row["id"] < 2 else position
+    )
     source = open_source(flat, {}, {"": KnownPolicy()})
     try:
         assert draw(source) == [] and source.metrics["dropped/zero_advantage"] == 2
@@ -140,7 +144,9 @@ def test_agents_of_one_policy_are_compared_with_their_like():
 
 
 def test_groups_without_a_difference_are_left_out_for_that_policy_alone():
-    flat = Game(a=lambda row, place: 1.0 if row["id"] < 3 else place, b=lambda row, place: place)
+    flat = Game(
+        a=lambda row, position: 1.0 if row["id"] < 3 else position, b=lambda row, position: position
+    )
     source = open_source(flat)
     try:
         draw(source)
@@ -153,7 +159,7 @@ def test_groups_without_a_difference_are_left_out_for_that_policy_alone():
         assert "dropped/zero_advantage" not in source.metrics
     finally:
         source.close()
-    source = open_source(Game(a=lambda row, place: 0, b=lambda row, place: 0))
+    source = open_source(Game(a=lambda row, position: 0, b=lambda row, position: 0))
     try:
         assert draw(source) == [] and source.last_part
         assert source.metrics["dropped/zero_advantage"] == 2
@@ -213,16 +219,16 @@ def test_a_server_has_a_version_once_it_has_the_adapters_of_all(tmp_path):
             for name in ("a", "b")
         }
         for version in range(3):
-            found = publisher.publish(version, {"a": 4, "b": 8})
-            assert found["sync/bytes"] == 12
+            actual = publisher.publish(version, {"a": 4, "b": 8})
+            assert actual["sync/bytes"] == 12
             for name, engine in engines.items():
-                assert {v for one in ask(engine, 3) for v in one.versions} == {version}
-                asked = {fake.asked[-1]["model"] for fake in fakes if fake.asked}
-                wanted = f"jaxtrain-{servers.session}-{name}-{version}"
-                assert wanted in asked
-            kept = sorted(path.name for path in tmp_path.iterdir())
-            assert len(kept) == 2 * min(version + 1, 2) and wanted in kept
-            assert all(sorted(fake.adapters) == kept for fake in fakes)
+                assert {v for entry in ask(engine, 3) for v in entry.versions} == {version}
+                requests = {fake.asked[-1]["model"] for fake in fakes if fake.asked}
+                expected = f"jaxtrain-{servers.session}-{name}-{version}"
+                assert expected in requests
+            retained = sorted(path.name for path in tmp_path.iterdir())
+            assert len(retained) == 2 * min(version + 1, 2) and expected in retained
+            assert all(sorted(fake.adapters) == retained for fake in fakes)
         # One policy's adapter is gone: the server is brought both again.
         for fake in fakes:
             fake.adapters.pop(servers.label(2, "b"))
@@ -297,7 +303,7 @@ def test_what_does_not_go_together_is_named():
     command = build_command(validate_config({**base, "rollout": launched}, "c"), 8000)
     assert command[command.index("--max-loras") + 1] == "4", "two versions of two policies"
     vllm = {"engine": "vllm", "vllm": {"servers": ["http://h:1"]}}
-    for section, told in (
+    for section, messages in (
         ({"adapter": {"kind": "none"}}, "every policy is an adapter"),
         ({"adapter": {"kind": "lora", "train_head": True}}, "which policies share"),
         ({"rollout": vllm}, 'set rollout.vllm.sync to "lora"'),
@@ -322,5 +328,5 @@ def test_what_does_not_go_together_is_named():
             "env.verifiers.policies.one: 'x' is no trained policy .* which has b, a",
         ),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=messages):
             validate_config({**base, **section}, "c")

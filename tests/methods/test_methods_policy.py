@@ -61,15 +61,15 @@ def reference(batch, logp, entropy, objective):
         for t in range(length):
             if weight[b, t] == 0:
                 continue
-            own = [s for s in range(length) if owner[b, s] == owner[b, t] and weight[b, s]]
-            importance = importance_of(b, t, own, logp, streams, objective)
+            local_value = [s for s in range(length) if owner[b, s] == owner[b, t] and weight[b, s]]
+            importance = importance_of(b, t, local_value, logp, streams, objective)
             old = logp if objective.own_old else streams["old_logp"]
-            gaps = [logp[b, s] - old[b, s] for s in own]
+            gaps = [logp[b, s] - old[b, s] for s in local_value]
             token_ratio = math.exp(logp[b, t] - old[b, t])
             ratio = {
                 "token": token_ratio,
-                "sequence": math.exp(sum(gaps) / len(own)),
-                "sequence_token": math.exp(sum(gaps) / len(own)),
+                "sequence": math.exp(sum(gaps) / len(local_value)),
+                "sequence_token": math.exp(sum(gaps) / len(local_value)),
                 "sequence_sum": math.exp(sum(gaps)),
             }[objective.ratio]
             advantage = streams["advantage"][b, t]
@@ -87,9 +87,12 @@ def reference(batch, logp, entropy, objective):
             elif objective.clip == "gmpo":
                 high, low = objective.high, objective.low
                 cut = [min(g, high) if advantage > 0 else max(g, -low) for g in gaps]
-                gain = advantage * math.exp(sum(cut) / len(own))
+                gain = advantage * math.exp(sum(cut) / len(local_value))
             elif objective.clip == "vespo":
-                logs = [math.log(importance_of(b, s, own, logp, streams, objective)) for s in own]
+                logs = [
+                    math.log(importance_of(b, s, local_value, logp, streams, objective))
+                    for s in local_value
+                ]
                 by_token = objective.correction.startswith("token")
                 log_w = sum(gaps) + (sum(logs) if by_token else math.log(importance))
                 log_w = min(max(log_w, math.log(1e-8)), 20.0)
@@ -101,25 +104,27 @@ def reference(batch, logp, entropy, objective):
                 gain = ratio * advantage
             loss = -gain
             if objective.off_policy_threshold is not None:
-                drift = sum(streams["sampler_logp"][b, s] - logp[b, s] for s in own) / len(own)
+                drift = sum(streams["sampler_logp"][b, s] - logp[b, s] for s in local_value) / len(
+                    local_value
+                )
                 if advantage < 0 and drift > objective.off_policy_threshold:
                     loss = 0.0
             loss *= importance
             pg += weight[b, t] * loss
             if objective.kl:
                 gap = streams["ref_logp"][b, t] - logp[b, t]
-                found = {"k1": -gap, "k2": gap**2 / 2, "k3": math.exp(gap) - gap - 1}[objective.kl]
-                kl += weight[b, t] * found * (token_ratio if objective.kl_bias_correction else 1.0)
+                actual = {"k1": -gap, "k2": gap**2 / 2, "k3": math.exp(gap) - gap - 1}[objective.kl]
+                kl += weight[b, t] * actual * (token_ratio if objective.kl_bias_correction else 1.0)
     return pg, kl
 
 
-def importance_of(b, t, own, logp, streams, objective):
+def importance_of(b, t, local_value, logp, streams, objective):
     """Weight of a token for having been drawn by the sampler."""
     level, _, form = objective.correction.partition("_")
     if level == "none":
         return 1.0
     old = logp if objective.own_old else streams["old_logp"]
-    differences = [old[b, s] - streams["sampler_logp"][b, s] for s in own]
+    differences = [old[b, s] - streams["sampler_logp"][b, s] for s in local_value]
     of_token = old[b, t] - streams["sampler_logp"][b, t]
     importance = math.exp(of_token if level == "token" else sum(differences))
     least = objective.correction_min or 0.0
@@ -178,10 +183,10 @@ def test_gradients_are_those_of_finite_differences(name):
 
 def token(advantage, logp, old, **changes):
     """The loss of one token with weight 1, and its gradient by the policy's log-prob."""
-    one = np.ones((1, 2))
+    entry = np.ones((1, 2))
     mask = np.array([[0.0, 1.0]])
     ints = np.zeros((1, 2), np.int32)
-    streams = {"advantage": mask * advantage, "old_logp": one * old, "sampler_logp": one * old}
+    streams = {"advantage": mask * advantage, "old_logp": entry * old, "sampler_logp": entry * old}
     batch = Batch(ints, ints, ints - 1, ints, {"pg": mask}, owner=ints, streams=streams)
 
     def loss(value):
@@ -203,8 +208,8 @@ def token(advantage, logp, old, **changes):
     ],
 )
 def test_one_token_by_hand(ratio, advantage, loss, slope):
-    found = token(advantage, math.log(ratio) - 1.0, -1.0)
-    np.testing.assert_allclose(found, [loss, slope], rtol=1e-12, atol=1e-12)
+    actual = token(advantage, math.log(ratio) - 1.0, -1.0)
+    np.testing.assert_allclose(actual, [loss, slope], rtol=1e-12, atol=1e-12)
 
 
 def test_dual_clip_bounds_what_a_negative_advantage_can_cost():
@@ -230,8 +235,8 @@ def test_cispo_caps_the_weight_but_keeps_the_gradient():
     ],
 )
 def test_sapo_is_a_soft_gate(ratio, advantage, loss, slope):
-    found = token(advantage, math.log(ratio), 0.0, clip="sapo")
-    np.testing.assert_allclose(found, [loss, slope], rtol=1e-12)
+    actual = token(advantage, math.log(ratio), 0.0, clip="sapo")
+    np.testing.assert_allclose(actual, [loss, slope], rtol=1e-12)
 
 
 def test_vespo_weighs_a_token_of_ratio_one_by_one():
@@ -339,8 +344,8 @@ def test_masked_importance_is_zero_never_the_bound():
     gap = jnp.log(jnp.array([[4.0, 0.1, 1.0]]))
     objective = PolicyObjective(correction="token_mask", correction_max=3.0, correction_min=0.5)
     owner = np.zeros((1, 3), np.int32)
-    found = importance_weight(gap, np.ones((1, 3), bool), owner, objective)
-    np.testing.assert_allclose(found, [[0.0, 0.0, 1.0]])
+    actual = importance_weight(gap, np.ones((1, 3), bool), owner, objective)
+    np.testing.assert_allclose(actual, [[0.0, 0.0, 1.0]])
 
 
 def slow_m2_range(log_ratio, advantage, mask, threshold):
@@ -399,8 +404,8 @@ def test_m2pos_largest_kept_token_keeps_its_whole_gradient(sign, seed, dtype):
     means = [squares[i:].mean() for i in range(len(squares))]
     first = next(i for i, mean in enumerate(means) if mean < threshold)
     assert 0 < first < len(squares) - 1
-    kept = (gap.astype(np.float64) ** 2 <= squares[first] * (1 + 1e-6)) & (mask > 0)
-    want = np.where(kept, -sign * 1.5 * np.exp(gap.astype(np.float64)), 0.0)
+    retained = (gap.astype(np.float64) ** 2 <= squares[first] * (1 + 1e-6)) & (mask > 0)
+    want = np.where(retained, -sign * 1.5 * np.exp(gap.astype(np.float64)), 0.0)
     tolerance = 1e-12 if dtype == "float64" else 1e-5
     np.testing.assert_allclose(slope, want, rtol=tolerance, atol=tolerance)
 
@@ -433,18 +438,18 @@ def test_gmpo_is_verls():
 )
 def test_a_token_on_the_bound_is_inside(ratio, advantage, changes):
     """Like torch.clamp and torch.min: r A and its full slope."""
-    ints, one = np.zeros((1, 1), np.int32), np.ones((1, 1))
-    streams = {"advantage": one * advantage, "old_logp": one * 0, "sampler_logp": one * 0}
-    batch = Batch(ints, ints, ints - 1, ints, {"pg": one}, owner=ints, streams=streams)
+    ints, entry = np.zeros((1, 1), np.int32), np.ones((1, 1))
+    streams = {"advantage": entry * advantage, "old_logp": entry * 0, "sampler_logp": entry * 0}
+    batch = Batch(ints, ints, ints - 1, ints, {"pg": entry}, owner=ints, streams=streams)
     logp = math.log(ratio)
     assert math.exp(logp) == ratio
 
     def loss(value):
-        return policy_terms(value, one, batch, PolicyObjective(**changes))[0]["pg"]
+        return policy_terms(value, entry, batch, PolicyObjective(**changes))[0]["pg"]
 
-    found = jax.value_and_grad(loss)(jnp.full((1, 1), logp))
-    np.testing.assert_allclose(found[0], -ratio * advantage, rtol=1e-12)
-    np.testing.assert_allclose(found[1], [[-ratio * advantage]], rtol=1e-12)
+    actual = jax.value_and_grad(loss)(jnp.full((1, 1), logp))
+    np.testing.assert_allclose(actual[0], -ratio * advantage, rtol=1e-12)
+    np.testing.assert_allclose(actual[1], [[-ratio * advantage]], rtol=1e-12)
 
 
 def test_m2_range_of_nothing_is_wide_open():
@@ -456,9 +461,9 @@ def test_m2_range_of_nothing_is_wide_open():
 def test_top_entropy_is_numpys_quantile_of_the_trained_tokens(share):
     rng = np.random.default_rng(1)
     entropy, mask = rng.random((3, 7)), rng.random((3, 7)) < 0.6
-    found = np.asarray(top_entropy_mask(jnp.asarray(entropy), jnp.asarray(mask), share))
+    array = np.asarray(top_entropy_mask(jnp.asarray(entropy), jnp.asarray(mask), share))
     want = entropy >= np.quantile(entropy[mask], 1 - share)
-    np.testing.assert_array_equal(found[mask], want[mask])
+    np.testing.assert_array_equal(array[mask], want[mask])
 
 
 def test_clip_ratios_count_tokens():
@@ -471,8 +476,8 @@ def test_clip_ratios_count_tokens():
     assert total == (weight & (batch.streams["advantage"] > 0)).sum()
     assert metrics["clip_ratio/low_mean"][0] == 0
     gap = (batch.streams["old_logp"] - batch.streams["sampler_logp"])[weight]
-    found = metrics["sampling/sampling_logp_difference/max"]
-    np.testing.assert_allclose(found[0], np.abs(gap).max(), rtol=1e-12)
+    actual = metrics["sampling/sampling_logp_difference/max"]
+    np.testing.assert_allclose(actual[0], np.abs(gap).max(), rtol=1e-12)
 
 
 def test_extremes_of_clip_ratios_are_those_of_single_sequences():
@@ -485,10 +490,10 @@ def test_extremes_of_clip_ratios_are_those_of_single_sequences():
     lows, highs = [], []
     for row, weights in enumerate(batch.weights["pg"]):
         for branch in np.unique(batch.owner[row]):
-            own = (weights != 0) & (batch.owner[row] == branch)
-            if own.any():
-                lows.append(low[row, own].mean())
-                highs.append(high[row, own].mean())
+            local_value = (weights != 0) & (batch.owner[row] == branch)
+            if local_value.any():
+                lows.append(low[row, local_value].mean())
+                highs.append(high[row, local_value].mean())
     assert 0 < max(highs) < 1
     np.testing.assert_allclose(metrics["clip_ratio/low_min"], (min(lows), 1), rtol=1e-12)
     np.testing.assert_allclose(metrics["clip_ratio/high_max"], (max(highs), 1), rtol=1e-12)

@@ -84,24 +84,24 @@ def make_batch(seed=0, labels=False, nll="none", tail=None, share=True, rows=2):
 
 def read_pairs(batch: Batch, logp):
     """[{side: (pi, ref, length)}] in order of the slots, walked token by token."""
-    found = []
+    actual = []
     for b, t in np.argwhere(batch.weights["preference"]):
         pair = {}
         for side in ("chosen", "rejected"):
-            at = t + int(batch.streams[side][b, t])
-            if at < 0:
+            index = t + int(batch.streams[side][b, t])
+            if index < 0:
                 continue
-            own = [
+            local_value = [
                 s
                 for s in range(logp.shape[1])
-                if batch.owner[b, s] == batch.owner[b, at] and batch.weights["score"][b, s]
+                if batch.owner[b, s] == batch.owner[b, index] and batch.weights["score"][b, s]
             ]
             share = batch.streams.get("share", np.ones(logp.shape))[b]
-            pi = sum(logp[b, s] * share[s] for s in own)
-            ref = sum(batch.streams["ref_logp"][b, s] * share[s] for s in own)
-            pair[side] = (pi, ref, len(own))
-        found.append(pair)
-    return found
+            pi = sum(logp[b, s] * share[s] for s in local_value)
+            ref = sum(batch.streams["ref_logp"][b, s] * share[s] for s in local_value)
+            pair[side] = (pi, ref, len(local_value))
+        actual.append(pair)
+    return actual
 
 
 def sigma(x):
@@ -203,13 +203,13 @@ OF_PAIRS = [name for name in PRESETS if name not in ("kto", "apo_zero_unpaired")
 
 
 def objective(name, beta=BETA, eps=0.0, gamma=0.0, alpha=0.0, divergence="reverse_kl", power=0.5,
-              **more):  # fmt: skip
+              **extra):  # fmt: skip
     losses = ((name, 1.0),) if isinstance(name, str) else name
-    return PreferenceObjective(losses, beta, eps, divergence, power, gamma, alpha, **more)
+    return PreferenceObjective(losses, beta, eps, divergence, power, gamma, alpha, **extra)
 
 
-def mean_loss(batch, logp, wanted, peak=None):
-    sums, _ = preference_terms(logp, batch, wanted, peak)
+def mean_loss(batch, logp, expectation, peak=None):
+    sums, _ = preference_terms(logp, batch, expectation, peak)
     return sums["preference"] / batch.weights["preference"].sum()
 
 
@@ -223,11 +223,11 @@ def test_pairs_lose_what_the_specification_says(name):
         direction = np.random.default_rng(1).normal(size=logp.shape)
         loss = lambda logp, b=batch: mean_loss(b, logp, objective(name, **numbers))  # noqa: E731
         value, slope = jax.jvp(loss, (jnp.asarray(logp),), (jnp.asarray(direction),))
-        at = lambda h, b=batch, x=logp, v=direction: expected(  # noqa: E731
+        index = lambda h, b=batch, x=logp, v=direction: expected(  # noqa: E731
             name, read_pairs(b, x + h * v), BETA, **numbers
         )
-        np.testing.assert_allclose(value, at(0.0), rtol=1e-12)
-        np.testing.assert_allclose(slope, (at(1e-6) - at(-1e-6)) / 2e-6, rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(value, index(0.0), rtol=1e-12)
+        np.testing.assert_allclose(slope, (index(1e-6) - index(-1e-6)) / 2e-6, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "hinge", "ipo", "nca_pair", "sppo_hard", "apo_down"])
@@ -235,9 +235,9 @@ def test_pairs_lose_what_the_specification_says(name):
 def test_divergences_shape_the_scores(name, divergence):
     batch, logp = make_batch(1)
     numbers = {"divergence": divergence, "power": 0.7}
-    found = mean_loss(batch, jnp.asarray(logp), objective(name, **numbers))
-    wanted = expected(name, read_pairs(batch, logp), BETA, **numbers)
-    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    actual = mean_loss(batch, jnp.asarray(logp), objective(name, **numbers))
+    expectation = expected(name, read_pairs(batch, logp), BETA, **numbers)
+    np.testing.assert_allclose(actual, expectation, rtol=1e-12)
 
 
 def test_numbers_worked_out_by_hand():
@@ -247,8 +247,8 @@ def test_numbers_worked_out_by_hand():
     values = {"sigmoid": math.log(2), "hinge": 1, "ipo": 25, "robust": math.log(2), "apo_zero": 1,
               "nca_pair": 2 * math.log(2)}  # fmt: skip
     for name, value in values.items():
-        found = mean_loss(batch, jnp.asarray(logp), objective(name, beta=0.1))
-        np.testing.assert_allclose(found, value, rtol=1e-12)
+        actual = mean_loss(batch, jnp.asarray(logp), objective(name, beta=0.1))
+        np.testing.assert_allclose(actual, value, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
@@ -258,15 +258,17 @@ def test_ranks_have_the_gradient_of_the_whole_steps_sort(name):
     batch, logp = make_batch(3)
     pairs = read_pairs(batch, logp)
     loss = jax.grad(lambda logp: mean_loss(batch, logp, objective(name, eps=0.1)))
-    found = loss(jnp.asarray(logp))
+    actual = loss(jnp.asarray(logp))
 
     def whole(logp):
         sums = []
         for b, t in np.argwhere(batch.weights["preference"]):
             for side in ("chosen", "rejected"):
-                at = t + int(batch.streams[side][b, t])
-                own = (batch.owner[b] == batch.owner[b, at]) & (batch.weights["score"][b] != 0)
-                sums.append(jnp.sum(logp[b] * own))
+                index = t + int(batch.streams[side][b, t])
+                local_value = (batch.owner[b] == batch.owner[b, index]) & (
+                    batch.weights["score"][b] != 0
+                )
+                sums.append(jnp.sum(logp[b] * local_value))
         pi = jnp.array(sums).reshape(-1, 2)
         ref = np.array([[p["chosen"][1], p["rejected"][1]] for p in pairs])
         if name == "aot":
@@ -276,22 +278,22 @@ def test_ranks_have_the_gradient_of_the_whole_steps_sort(name):
         z = BETA * d
         return jnp.mean(-0.9 * jax.nn.log_sigmoid(z) - 0.1 * jax.nn.log_sigmoid(-z))
 
-    np.testing.assert_allclose(found, jax.grad(whole)(jnp.asarray(logp)), atol=1e-14)
+    np.testing.assert_allclose(actual, jax.grad(whole)(jnp.asarray(logp)), atol=1e-14)
 
 
 @pytest.mark.parametrize("name", ["kto", "apo_zero_unpaired"])
 def test_single_answers_are_held_against_the_baseline(name):
     batch, logp = make_batch(4, labels=True)
     base = 0.37 if name == "kto" else 0.0
-    wanted = []
+    expectation = []
     for pair in read_pairs(batch, logp):
         [(side, (pi, ref, _))] = pair.items()
         up = sigma(BETA * (pi - ref - base))
-        wanted.append(1.5 * (1 - up) if side == "chosen" else 0.7 * up)
-    assert len(wanted) == 10
+        expectation.append(1.5 * (1 - up) if side == "chosen" else 0.7 * up)
+    assert len(expectation) == 10
     numbers = objective(name, desirable=1.5, undesirable=0.7)
-    found = mean_loss(batch, jnp.asarray(logp), numbers)
-    np.testing.assert_allclose(found, np.mean(wanted), rtol=1e-12)
+    actual = mean_loss(batch, jnp.asarray(logp), numbers)
+    np.testing.assert_allclose(actual, np.mean(expectation), rtol=1e-12)
     _, metrics = preference_terms(jnp.asarray(logp), batch, numbers)
     if name == "kto":
         assert float(metrics["kl"][0] / metrics["kl"][1]) == pytest.approx(0.37)
@@ -304,8 +306,8 @@ def test_several_losses_likelihood_tails_and_weights():
     losses = (("sigmoid", 1.0), ("ipo", 0.2), ("sft", 0.5))
     sums, metrics = preference_terms(jnp.asarray(logp), batch, objective(losses))
     parts = {name: expected(name, pairs, BETA) for name, _ in losses}
-    found = sums["preference"] / batch.weights["preference"].sum()
-    np.testing.assert_allclose(found, parts["sigmoid"] + 0.2 * parts["ipo"], rtol=1e-12)
+    actual = sums["preference"] / batch.weights["preference"].sum()
+    np.testing.assert_allclose(actual, parts["sigmoid"] + 0.2 * parts["ipo"], rtol=1e-12)
     np.testing.assert_allclose(sums["nll"], -(batch.weights["nll"] * logp).sum(), rtol=1e-12)
     assert float(metrics["loss/ipo"][0] / metrics["loss/ipo"][1]) == pytest.approx(parts["ipo"])
     # WPO: the product over both sides of exp(mean(logp - log sum p^2)).
@@ -328,7 +330,7 @@ def test_metrics_are_those_of_trl():
     means = {name: float(total / weight) for name, (total, weight) in metrics.items()}
     up = np.array([BETA * (p["chosen"][0] - p["chosen"][1]) for p in pairs])
     down = np.array([BETA * (p["rejected"][0] - p["rejected"][1]) for p in pairs])
-    wanted = {
+    expectation = {
         "rewards/chosen": up.mean(),
         "rewards/rejected": down.mean(),
         "rewards/accuracies": (up > down).mean(),
@@ -336,7 +338,7 @@ def test_metrics_are_those_of_trl():
         "logps/chosen": np.mean([p["chosen"][0] for p in pairs]),
         "logps/rejected": np.mean([p["rejected"][0] for p in pairs]),
     }
-    assert means == pytest.approx(wanted)
+    assert means == pytest.approx(expectation)
     _, metrics = preference_terms(jnp.asarray(logp), batch, objective("orpo"))
     odds = lambda m: m - math.log(1 - math.exp(m))  # noqa: E731
     gaps = [odds(p["chosen"][0] / p["chosen"][2]) - odds(p["rejected"][0] / p["rejected"][2])
@@ -354,8 +356,8 @@ def test_numbers_stay_finite_far_out():
     every = tuple((name, 1.0) for name in OF_PAIRS)
     for size in (0.0, -300.0):
         far = jnp.full(logp.shape, size, jnp.float32)
-        wanted = objective(every, eps=0.1, alpha=0.25)
-        found = jax.value_and_grad(lambda x, o=wanted: mean_loss(batch, x, o))(far)
-        assert all(np.isfinite(one).all() for one in found), size
+        expectation = objective(every, eps=0.1, alpha=0.25)
+        actual = jax.value_and_grad(lambda x, o=expectation: mean_loss(batch, x, o))(far)
+        assert all(np.isfinite(entry).all() for entry in actual), size
         for name in ("forward_kl", "alpha", "js"):
             assert np.isfinite(mean_loss(batch, far, objective("sigmoid", divergence=name)))

@@ -66,14 +66,14 @@ def test_pairs_are_bradley_terry_with_margins_and_centring():
         return sums["preference"], metrics
 
     with jax.enable_x64(True):
-        (found, metrics), grad = jax.jit(jax.value_and_grad(total, has_aux=True))(
+        (actual, metrics), grad = jax.jit(jax.value_and_grad(total, has_aux=True))(
             jnp.asarray(score)
         )
     pairs = [(1.0, 0.5, -1.5, 0.0), (2.0, 0.5, 0.25, 0.75)]
-    wanted = sum(
+    expected = sum(
         w * (np.log1p(np.exp(-(c - r - m))) + center * (c + r) ** 2) for w, c, r, m in pairs
     )
-    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
     slopes = np.zeros(8)
     for (w, c, r, m), end in zip(pairs, (5, 7), strict=True):
         pull = 1 / (1 + np.exp(c - r - m))
@@ -110,14 +110,16 @@ def test_steps_are_cross_entropy_where_labels_stand():
     score, weight = rng.standard_normal((2, 5, 2)), np.zeros((2, 5))
     label = rng.integers(0, 2, (2, 5)).astype(np.int32)
     places = [(0, 2), (0, 4), (1, 3)]
-    for place in places:
-        weight[place] = 1.0
+    for position in places:
+        weight[position] = 1.0
     with jax.enable_x64(True):
         batch = batch_of({"step": weight}, {"label": label})
         sums, metrics = jax.jit(lambda score: step_loss(Scores(score), batch))(score)
-    wanted = sum(np.log(np.exp(score[at]).sum()) - score[at][label[at]] for at in places)
-    np.testing.assert_allclose(sums["step"], wanted, rtol=1e-12)
-    right = sum(score[at].argmax() == label[at] for at in places)
+    expected = sum(
+        np.log(np.exp(score[index]).sum()) - score[index][label[index]] for index in places
+    )
+    np.testing.assert_allclose(sums["step"], expected, rtol=1e-12)
+    right = sum(score[index].argmax() == label[index] for index in places)
     assert [float(value) for value in metrics["accuracy"]] == [right, 3.0]
 
 
@@ -164,16 +166,16 @@ def test_shared_prompts_packing_and_microsteps_change_nothing():
 
         def score(layouts):
             """Sums over microsteps, each [ROWS, T], of rows of packed trees."""
-            found = None
+            actual = None
             for rows in layouts:
                 rows = [*rows, *([[]] * (ROWS - len(rows)))]
                 value, grads, _ = run(params, build_batch(rows, T, FIELDS))
-                found = (
+                actual = (
                     (value, grads)
-                    if found is None
-                    else jax.tree.map(jnp.add, found, (value, grads))
+                    if actual is None
+                    else jax.tree.map(jnp.add, actual, (value, grads))
                 )
-            return found
+            return actual
 
         def alone(ranked, answer):
             tokens = np.concatenate([ranked.prompt, ranked.answers[answer].tokens])
@@ -181,21 +183,21 @@ def test_shared_prompts_packing_and_microsteps_change_nothing():
             batch = build_batch([[row], [], []], T, FIELDS)
             return float(run(params, batch)[2][0, len(tokens) - 1])
 
-        wanted = 0.0
+        expected = 0.0
         for ranked in RANKED:
             scores = [alone(ranked, index) for index in range(len(ranked.answers))]
             for good, bad, margin in ranked.pairs:
                 gap = scores[good] - scores[bad] - margin
-                wanted += np.log1p(np.exp(-gap)) + 0.01 * (scores[good] + scores[bad]) ** 2
+                expected += np.log1p(np.exp(-gap)) + 0.01 * (scores[good] + scores[bad]) ** 2
         shared, flat = (
             [lay_out(PairTrees(share_prompts=share)(ranked), "branch") for ranked in RANKED]
             for share in (True, False)
         )
         reference, grads = score([[[tree] for tree in shared]])
-        np.testing.assert_allclose(reference, wanted, rtol=1e-12)
+        np.testing.assert_allclose(reference, expected, rtol=1e-12)
         assert np.abs(grads["score.weight"]).max() > 0.1
         for layouts in ([[shared]], [[[tree] for tree in flat]], [[shared[:2]], [shared[2:]]]):
-            value, other = score(layouts)
-            np.testing.assert_allclose(value, wanted, rtol=1e-12)
+            value, second = score(layouts)
+            np.testing.assert_allclose(value, expected, rtol=1e-12)
             for path in grads:
-                np.testing.assert_allclose(other[path], grads[path], atol=1e-11, err_msg=path)
+                np.testing.assert_allclose(second[path], grads[path], atol=1e-11, err_msg=path)

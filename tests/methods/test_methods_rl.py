@@ -85,15 +85,15 @@ def test_the_reward_of_a_toy_task_rises(config, tmp_path):
 
 def test_a_resumed_run_is_the_run_that_was_never_stopped(config, tmp_path):
     options = ("checkpoint.every=2", "optim.name=sgd")
-    whole = run(config, tmp_path / "whole", *options)
+    completed = run(config, tmp_path / "whole", *options)
     run(config, tmp_path / "parts", *options, "run.max_steps=2")
     parts = run(config, tmp_path / "parts", *options, "run.allow_config_change=true")
     clocks = ("time", "seconds", "per_second", "memory", "mfu", "tflops")
-    for a, b in zip(whole, parts, strict=True):
+    for a, b in zip(completed, parts, strict=True):
         names = {name for name in a.keys() | b.keys() if not any(c in name for c in clocks)}
         assert {k: a.get(k) for k in names} == {k: b.get(k) for k in names}
-    left, right = read_params(tmp_path / "whole", 4), read_params(tmp_path / "parts", 4)
-    for path, value in left.items():
+    first, right = read_params(tmp_path / "whole", 4), read_params(tmp_path / "parts", 4)
+    for path, value in first.items():
         np.testing.assert_array_equal(value, right[path], err_msg=path)
 
 
@@ -164,13 +164,13 @@ def test_a_rounds_numbers_wait_for_the_next_line_that_is_written(config, tmp_pat
 def test_a_mixed_reference_follows_and_comes_back_with_the_checkpoint(config, tmp_path):
     options = ("task.beta=0.01", "task.reference=mixed", "task.reference_every=2")
     options += ("task.reference_alpha=1.0", "checkpoint.every=3")
-    whole = run(config, tmp_path / "whole", *options)
+    completed = run(config, tmp_path / "whole", *options)
     # After step 2 the reference is the policy, so step 3 has no divergence.
-    assert whole[1]["kl"] > 1e-5
-    assert whole[2]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert completed[1]["kl"] > 1e-5
+    assert completed[2]["kl"] == pytest.approx(0.0, abs=1e-6)
     run(config, tmp_path / "parts", *options, "run.max_steps=3")
     parts = run(config, tmp_path / "parts", *options, "run.allow_config_change=true")
-    assert parts[3]["kl"] == whole[3]["kl"]
+    assert parts[3]["kl"] == completed[3]["kl"]
 
 
 def test_a_dry_run_plays_one_scripted_episode_and_draws_nothing(config, tmp_path, capsys):
@@ -210,10 +210,10 @@ def test_a_dry_run_tries_rewards_and_columns(tmp_path, capsys, monkeypatch, word
         + "max_new_tokens = 8\n"
     )
     code = main(["--config", "rl.toml", "--dry-run", "rollout.retries=0"])
-    found = capsys.readouterr()
-    assert (code, message in found.err) == ((2, True) if message else (0, True)), found
+    captured = capsys.readouterr()
+    assert (code, message in captured.err) == ((2, True) if message else (0, True)), captured
     if not message:
-        assert "rewards {'fine': 0.5}" in found.out
+        assert "rewards {'fine': 0.5}" in captured.out
 
 
 @pytest.mark.slow  # a compilation each; the losses themselves have fast tests

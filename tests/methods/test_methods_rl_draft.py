@@ -39,22 +39,24 @@ def test_answers_and_losses_are_those_without_a_draft(config, tmp_path):
     inner = {"mask_token_id": 500, "target_layer_ids": [0]}
     draft = drafts.save(drafts.make_dflash(TARGET, dflash_config=inner), 1, tmp_path / "draft")
     common = ("run.max_steps=3", "rollout.samples=all", "optim.name=sgd")
-    found = []
+    actual = []
     for name, words in (("plain", ()), ("drafted", (f"rollout.draft={draft}",))):
         folder = tmp_path / name
         assert main(["--config", str(config), f"run.output_dir={folder}", *common, *words]) == 0
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
         samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
-        found.append(([line for line in lines if "loss" in line], samples))
-    (plain, plain_samples), (drafted, samples) = found
-    assert [one["completion"] for one in samples] == [one["completion"] for one in plain_samples]
-    for one, other in zip(plain, drafted, strict=True):
-        assert 1 <= other["draft/tau"] <= 4 and other["draft/cycles"] > 10
-        for key in one:
-            if not any(clock in key for clock in CLOCKS) and isinstance(one[key], float):
+        actual.append(([line for line in lines if "loss" in line], samples))
+    (plain, plain_samples), (drafted, samples) = actual
+    assert [entry["completion"] for entry in samples] == [
+        entry["completion"] for entry in plain_samples
+    ]
+    for entry, second in zip(plain, drafted, strict=True):
+        assert 1 <= second["draft/tau"] <= 4 and second["draft/cycles"] > 10
+        for key in entry:
+            if not any(clock in key for clock in CLOCKS) and isinstance(entry[key], float):
                 # The sampler's log-probs are rounded otherwise.
-                assert one[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
-        assert other["sampling/sampling_logp_difference/max"] < 1e-4
+                assert entry[key] == pytest.approx(second[key], rel=1e-3, abs=1e-5), key
+        assert second["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -48,15 +48,15 @@ def read_whole(folder):
     return [[line.get(name) for name in names] for line in lines], samples
 
 
-def assert_same(folder, whole, step=4):
-    assert read_whole(folder) == read_whole(whole)
-    ours, theirs = read_params(folder, step), read_params(whole, step)
-    for path, value in theirs.items():
-        np.testing.assert_array_equal(ours[path], value, err_msg=path)
+def assert_same(folder, full, step=4):
+    assert read_whole(folder) == read_whole(full)
+    actual_values, reference = read_params(folder, step), read_params(full, step)
+    for path, value in reference.items():
+        np.testing.assert_array_equal(actual_values[path], value, err_msg=path)
 
 
 @pytest.fixture(scope="module")
-def whole(config, tmp_path_factory):
+def full_run(config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert run(config, folder) == 0
     return folder
@@ -68,32 +68,32 @@ def tell(folder, fault):
 
 
 @pytest.mark.parametrize("fault", ["raise", pytest.param("zero", marks=pytest.mark.slow)])
-def test_what_persists_ends_the_run_saved_and_named(config, whole, tmp_path, capsys, fault):
+def test_what_persists_ends_the_run_saved_and_named(config, full_run, tmp_path, capsys, fault):
     folder = tmp_path / "run"
     tell(folder, fault)
     assert run(config, folder, "rollout.max_idle_rounds=4", "checkpoint.every=100") == 1
-    found = capsys.readouterr()
+    captured = capsys.readouterr()
     assert find_steps(folder / "checkpoints") == [2]
-    assert "step 2 is saved; the same command goes on from there" in found.out
-    assert "Traceback" not in found.err and len(found.err) < 2000
+    assert "step 2 is saved; the same command goes on from there" in captured.out
+    assert "Traceback" not in captured.err and len(captured.err) < 2000
     if fault == "raise":
-        assert found.out.count("an episode failed: ") == 1
+        assert captured.out.count("an episode failed: ") == 1
         for words in ("rollout.max_failures 0.5", "rl_faulty_env.py:Faulty", "the world is gone"):
-            assert words in found.err
+            assert words in captured.err
     else:
         for words in ("rollout.max_idle_rounds", "16 zero_advantage", "reward 0 {'even': 0.0}"):
-            assert words in found.err
+            assert words in captured.err
         idle = [line["idle_rounds"] for line in read_lines(folder) if "idle_rounds" in line]
         assert idle == [1, 2, 3, 4]
         steps = [sample["step"] for sample in read_lines(folder, "samples.jsonl")]
         assert steps == [1, 1, 2, 2, *[3] * 8]
     Path(f"{folder}.json").unlink()
     assert run(config, folder) == 0
-    assert_same(folder, whole)
+    assert_same(folder, full_run)
 
 
 @pytest.mark.parametrize("fault", [pytest.param("hang", marks=pytest.mark.slow), "block"])
-def test_a_signal_ends_a_hanging_episode_and_saves(config, whole, tmp_path, capsys, fault):
+def test_a_signal_ends_a_hanging_episode_and_saves(config, full_run, tmp_path, capsys, fault):
     folder = tmp_path / "run"
     tell(folder, fault)
     begin = time.monotonic()
@@ -102,10 +102,12 @@ def test_a_signal_ends_a_hanging_episode_and_saves(config, whole, tmp_path, caps
     assert fault == "hang" or time.monotonic() - begin < 60
     Path(f"{folder}.json").unlink()
     assert run(config, folder) == 0
-    assert_same(folder, whole)
+    assert_same(folder, full_run)
 
 
-def test_weights_that_cannot_be_published_end_the_run_saved(config, whole, tmp_path, monkeypatch):
+def test_weights_that_cannot_be_published_end_the_run_saved(
+    config, full_run, tmp_path, monkeypatch
+):
     """Simulate the loss of every server: the round before was trained, and counts once."""
     folder, calls, publish = tmp_path / "run", [], LocalPublisher.publish
 
@@ -120,7 +122,7 @@ def test_weights_that_cannot_be_published_end_the_run_saved(config, whole, tmp_p
         assert run(config, folder) == 1
     assert find_steps(folder / "checkpoints") == [2]
     assert run(config, folder) == 0
-    assert_same(folder, whole)
+    assert_same(folder, full_run)
 
 
 def test_the_replay_buffer_comes_back_bit_by_bit(config, tmp_path):

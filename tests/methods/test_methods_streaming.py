@@ -41,7 +41,7 @@ MODES = {
 @pytest.fixture
 def open_source():
     """A maker of streamed sources of rounds of 4 groups in 2 parts, all closed at the end."""
-    made = []
+    created = []
 
     def make(engine=None, *, judge=None, rules=None, parts=2, producer=None, rows=100, **options):
         prompts = PromptOrder([[{"id": i} for i in range(rows)]], seed=0, shuffle=False)
@@ -54,11 +54,11 @@ def open_source():
         streamed = ProducerOptions(streaming=True, **(producer or {}))
         options = {"per_round": 4, "row_tokens": 64, **options}
         source = make_rounds(Producer(prompts, player, streamed), parts=parts, **options)
-        made.append(source)
+        created.append(source)
         return source
 
     yield make
-    for source in made:
+    for source in created:
         source.close()
 
 
@@ -106,20 +106,22 @@ def test_what_is_drawn_ahead_stays_in_its_own_round(open_source):
 def test_parts_are_the_minibatches_of_an_unstreamed_round(open_source):
     """Equal groups give equal rows, advantages, loss and gradient."""
     rewards = np.random.default_rng(0).normal(size=(4, GROUP))
-    judge = Judge(lambda row, place: float(rewards[row["id"], place]))
+    judge = Judge(lambda row, position: float(rewards[row["id"], position]))
     parts = open_source(judge=judge)
     streamed = draw(parts) + draw(parts)
-    whole = open_source(judge=judge, parts=1)
+    source = open_source(judge=judge, parts=1)
     builder = BatchBuilder(StepShape(1, 1, 64, units=1), "token", num_minibatches=2)
-    whole.stages = dataclasses.replace(whole.stages, builder=builder)
-    for ours, theirs in zip(streamed, draw(whole), strict=True):
+    source.stages = dataclasses.replace(source.stages, builder=builder)
+    for actual_values, reference in zip(streamed, draw(source), strict=True):
         for name in ("tokens", "positions", "until", "targets", "owner"):
-            if getattr(ours, name, None) is not None:
-                np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
-        np.testing.assert_array_equal(ours.weights["pg"], theirs.weights["pg"])
-        for name in set(ours.streams) - {EPISODE}:
-            np.testing.assert_array_equal(ours.streams[name], theirs.streams[name])
-        assert measure(ours) == measure(theirs)
+            if getattr(actual_values, name, None) is not None:
+                np.testing.assert_array_equal(
+                    getattr(actual_values, name), getattr(reference, name)
+                )
+        np.testing.assert_array_equal(actual_values.weights["pg"], reference.weights["pg"])
+        for name in set(actual_values.streams) - {EPISODE}:
+            np.testing.assert_array_equal(actual_values.streams[name], reference.streams[name])
+        assert measure(actual_values) == measure(reference)
 
 
 def measure(batch):
@@ -137,24 +139,24 @@ def measure(batch):
 
 
 def test_numbers_of_the_round_are_whole_at_its_end(open_source):
-    judge = Judge(lambda row, place: float(place + row["id"]))
-    source, whole = open_source(judge=judge), open_source(judge=judge, parts=1)
+    judge = Judge(lambda row, position: float(position + row["id"]))
+    source, full = open_source(judge=judge), open_source(judge=judge, parts=1)
     draw(source)
     first = source.metrics
     assert (first["part"], first["part/groups"], first["groups"]) == (0, 2, 2)
     assert source.samples == []
-    draw(source), draw(whole)
-    found = dict(source.metrics)
-    assert (found.pop("part"), found.pop("part/groups")) == (1, 2)
-    assert found == whole.metrics
-    assert source.samples == whole.samples and len(source.samples) == 2
+    draw(source), draw(full)
+    actual = dict(source.metrics)
+    assert (actual.pop("part"), actual.pop("part/groups")) == (1, 2)
+    assert actual == full.metrics
+    assert source.samples == full.samples and len(source.samples) == 2
     assert {
         k: source.counters()[k] for k in ("rounds", "groups", "episodes", "trained_tokens")
-    } == {k: whole.counters()[k] for k in ("rounds", "groups", "episodes", "trained_tokens")}
+    } == {k: full.counters()[k] for k in ("rounds", "groups", "episodes", "trained_tokens")}
 
 
 def test_dropped_places_are_counted_once_and_the_last_part_may_be_empty(open_source):
-    judge = Judge(lambda row, place: 1.0 if row["id"] in (1, 2) else float(place))
+    judge = Judge(lambda row, position: 1.0 if row["id"] in (1, 2) else float(position))
     engine = KnownPolicy(held={1, 2})
     source = open_source(engine, judge=judge)
     assert len(draw(source)) == 1 and not source.last_part
@@ -172,7 +174,7 @@ def test_dropped_places_are_counted_once_and_the_last_part_may_be_empty(open_sou
 
 
 def test_parts_wait_for_enough_groups_when_some_are_dropped(open_source):
-    judge = Judge(lambda row, place: 1.0 if row["id"] in (0, 1) else float(place))
+    judge = Judge(lambda row, position: 1.0 if row["id"] in (0, 1) else float(position))
     source = open_source(judge=judge)
     draw(source)
     assert source.last_part, "two of four are left: one full minibatch"
@@ -187,7 +189,7 @@ def test_parts_wait_for_enough_groups_when_some_are_dropped(open_source):
 
 
 def test_replayed_groups_fill_parts_and_none_is_trained_twice_in_a_round(open_source):
-    judge = Judge(lambda row, place: float(place) if row["id"] < 6 else 1.0)
+    judge = Judge(lambda row, position: float(position) if row["id"] < 6 else 1.0)
     source = open_source(judge=judge, replay=ReplayBuffer(8, max_lag=9))
     trained = collections.Counter()
     for version in range(3):
@@ -258,7 +260,7 @@ def test_a_round_that_waits_for_a_fresh_group_loses_nothing_when_it_is_interrupt
 
 
 def test_rounds_without_anything_to_learn_from_stop_the_run(open_source):
-    source = open_source(judge=Judge(lambda row, place: 1.0))
+    source = open_source(judge=Judge(lambda row, position: 1.0))
     assert [draw(source) for _ in range(8)] == 8 * [[]]
     with pytest.raises(RunStopped, match="32 zero_advantage"):
         draw(source)

@@ -52,8 +52,8 @@ def fill(policy, model) -> None:
     for layer, block in enumerate(policy.blocks):
 
         def one(*names, layer=layer):
-            found = [params[f"stack.block.{name}"][layer] for name in names]
-            return [x.T if x.ndim == 2 else x for x in found]
+            actual = [params[f"stack.block.{name}"][layer] for name in names]
+            return [x.T if x.ndim == 2 else x for x in actual]
 
         put(block.qkv.weight, *one(*(f"attention.{name}.kernel" for name in "qkv")))
         put(block.out.weight, *one("attention.out.kernel"))
@@ -85,25 +85,27 @@ def test_pytorch_does_the_same_work(benchmarks):
     batch = stack_batches([build_batch([[lay_out(chain(tokens, ones))]], T, Fields((CE, RL)))])
     forest, spots = lay_blocks(batch, STRIDES)
     documents = torch.from_numpy(tokens[None]).long()
-    again, kept = step.draw_again(documents), step.draw_kept(documents)
-    assert (again == kept).all() and (again[0] == again[1]).all()
+    again, retained = step.draw_again(documents), step.draw_kept(documents)
+    assert (again == retained).all() and (again[0] == again[1]).all()
 
     blocks = geometry.blocks
     assert (spots.predictor[0, 0] < T).sum() == blocks
     drawn = np.random.default_rng(4).integers(1, 500, (N, G, blocks))
     full = torch.cat([documents.repeat(N, 1), torch.from_numpy(drawn).flatten(1)], 1)
-    at = spots.start[0, 0, :blocks, None, None] + np.arange(N * G).reshape(N, G)
-    forest.tokens[0, 0, at] = drawn.transpose(2, 0, 1)
+    index = spots.start[0, 0, :blocks, None, None] + np.arange(N * G).reshape(N, G)
+    forest.tokens[0, 0, index] = drawn.transpose(2, 0, 1)
     only = jax.tree.map(lambda x: jnp.asarray(x[0]), forest)
     truth = jnp.asarray(spots.truth[0]).reshape(1, -1, G)
-    found = judge(model, only, jnp.asarray(spots.start[0]), truth, BlockRewardOptions(LAYERS, N, G))
+    actual = judge(
+        model, only, jnp.asarray(spots.start[0]), truth, BlockRewardOptions(LAYERS, N, G)
+    )
     advantage, rewards = step.judge(full)
-    ours = np.asarray(found.advantage[0, :blocks]).T
-    np.testing.assert_allclose(ours, advantage[0].numpy(), atol=1e-4)
-    np.testing.assert_allclose(found.reward[0, :blocks], rewards[0].mean(0).numpy(), atol=1e-4)
+    actual_values = np.asarray(actual.advantage[0, :blocks]).T
+    np.testing.assert_allclose(actual_values, advantage[0].numpy(), atol=1e-4)
+    np.testing.assert_allclose(actual.reward[0, :blocks], rewards[0].mean(0).numpy(), atol=1e-4)
 
     stream = np.zeros(forest.tokens.shape[1:], np.float32)
-    stream[0, at] = ours.T[:, :, None]
+    stream[0, index] = actual_values.T[:, :, None]
     numbers = np.zeros((*stream.shape, 6), np.float32)
     only = only._replace(streams={ADVANTAGE: jnp.asarray(stream), NUMBERS: jnp.asarray(numbers)})
     params, rebuild = split_model(model)
@@ -114,10 +116,10 @@ def test_pytorch_does_the_same_work(benchmarks):
         return sums["rl"] / drawn.size
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
-    theirs = step.loss(full, advantage)
-    theirs.backward()
-    assert np.isclose(value, theirs.item(), atol=1e-5)
-    wanted = step.policy.embed.grad.numpy()
+    reference = step.loss(full, advantage)
+    reference.backward()
+    assert np.isclose(value, reference.item(), atol=1e-5)
+    expected = step.policy.embed.grad.numpy()
     np.testing.assert_allclose(
-        gradients["embed.embedding"], wanted, atol=1e-4 * np.abs(wanted).max()
+        gradients["embed.embedding"], expected, atol=1e-4 * np.abs(expected).max()
     )

@@ -63,10 +63,10 @@ CONFLICTS = {
 }
 
 
-@pytest.mark.parametrize("found", CONFLICTS)
-def test_conflicts_are_told(tmp_path, found):
-    with pytest.raises(UserError, match=found):
-        load(tmp_path, *CONFLICTS[found])
+@pytest.mark.parametrize("actual", CONFLICTS)
+def test_conflicts_are_told(tmp_path, actual):
+    with pytest.raises(UserError, match=actual):
+        load(tmp_path, *CONFLICTS[actual])
 
 
 def test_a_teacher_that_reads_other_tokens_is_refused(tmp_path, monkeypatch):
@@ -109,13 +109,13 @@ def test_a_tree_has_the_loss_and_gradients_of_its_branches(tmp_path):
             params, frozen, _ = roles.open(0)
             fields = Fields((COMPONENT,), {OWN: np.float64}, dtype=np.float64)
 
-            def node(parent, tokens, trains, own):
+            def node(parent, tokens, trains, local_value):
                 n = len(tokens)
                 return Node(
                     parent,
                     np.array(tokens, np.int32),
                     {COMPONENT: np.full(n, float(trains))},
-                    {OWN: np.full(n, float(own))},
+                    {OWN: np.full(n, float(local_value))},
                 )
 
             prompt, answers = [5, 6, 7], ([8, 9], [10, 11, 12])
@@ -124,11 +124,13 @@ def test_a_tree_has_the_loss_and_gradients_of_its_branches(tmp_path):
             flat = []
             for i, answer in enumerate(answers):
                 weights = np.array([0.0] * 3 + [1.0] * len(answer))
-                one = chain(np.array(prompt + answer, np.int32), {COMPONENT: weights})
-                own = {OWN: np.full(len(weights), float(i))}
-                flat.append(Tree((Node(-1, one.nodes[0].tokens, one.nodes[0].weights, own),)))
+                entry = chain(np.array(prompt + answer, np.int32), {COMPONENT: weights})
+                local_value = {OWN: np.full(len(weights), float(i))}
+                flat.append(
+                    Tree((Node(-1, entry.nodes[0].tokens, entry.nodes[0].weights, local_value),))
+                )
             packed = build_batch([[lay_out(tree, "branch")], []], 16, fields)
-            apart = build_batch([[lay_out(one, "branch")] for one in flat], 16, fields)
+            apart = build_batch([[lay_out(entry, "branch")] for entry in flat], 16, fields)
 
             @jax.jit
             def run(params, batch):
@@ -139,12 +141,12 @@ def test_a_tree_has_the_loss_and_gradients_of_its_branches(tmp_path):
                 return jax.value_and_grad(total, has_aux=True)(params)
 
             (loss, metrics), grads = run(params, packed)
-            (expected, others), flat_grads = run(params, apart)
+            (expected, peers), flat_grads = run(params, apart)
         np.testing.assert_allclose(loss, expected, rtol=1e-10)
         assert metrics["jsd/own"][1] == 3 and metrics["jsd/data"][1] == 2
         for name, (value, weight) in metrics.items():
-            np.testing.assert_allclose(value, others[name][0], rtol=1e-9, err_msg=name)
-            np.testing.assert_allclose(weight, others[name][1], err_msg=name)
+            np.testing.assert_allclose(value, peers[name][0], rtol=1e-9, err_msg=name)
+            np.testing.assert_allclose(weight, peers[name][1], err_msg=name)
         for path, grad in grads.items():
             np.testing.assert_allclose(grad, flat_grads[path], rtol=1e-8, atol=1e-12, err_msg=path)
 
@@ -195,12 +197,12 @@ def test_scored_rows_teach_as_their_model_does(tmp_path):
     source = f'[data]\nsequence_len = 64\n[[data.datasets]]\npath = "{data}"\n'
     end = "[run]\nmax_steps = 1\n[optim]\nlearning_rate = 1e-2\n"
     teacher.write_text("\n".join([MODEL, source, end]))
-    made = make_task(config := load_config(teacher))
-    roles = Roles(made.roles)
+    created = make_task(config := load_config(teacher))
+    roles = Roles(created.roles)
     model, taught = tmp_path / "model", tmp_path / "taught.jsonl"
     model.mkdir()
-    with jax.set_mesh(made.mesh):
-        made.export(ModelSnapshot(roles, roles.open(0)[0], 0), config, model)
+    with jax.set_mesh(created.mesh):
+        created.export(ModelSnapshot(roles, roles.open(0)[0], 0), config, model)
     main(["score", str(model), str(data), "--top-k", "512", "--output", str(taught)])
     first = read(taught)[0]
     assert len(first["target_logprobs"]) == len(first["target_token_ids"]) < len(first["input_ids"])
@@ -211,14 +213,14 @@ def test_scored_rows_teach_as_their_model_does(tmp_path):
     ):
         top = 'top_k = 512\nrest = "renormalize"' if kind == "data" else ""
         held = f'[[data.eval_datasets]]\npath = "{path}"\n'
-        made = tmp_path / f"{kind}.toml"
-        made.write_text("\n".join([MODEL, source, held, end, TASK, top, "[task.teacher]", task]))
-        found = make_task(config := load_config(made))
-        roles = Roles(found.roles)
-        with jax.set_mesh(found.mesh):
+        created = tmp_path / f"{kind}.toml"
+        created.write_text("\n".join([MODEL, source, held, end, TASK, top, "[task.teacher]", task]))
+        actual = make_task(config := load_config(created))
+        roles = Roles(actual.roles)
+        with jax.set_mesh(actual.mesh):
             trained, frozen, _ = roles.open(1)
-            batches = found.data.eval_batches(config.data.eval_datasets[0], roles.bundle)
-            run = make_eval(roles.build, found.loss)
-            losses.append(average_batches(run, {**frozen, **trained}, batches, found.mesh)["kl"])
+            batches = actual.data.eval_batches(config.data.eval_datasets[0], roles.bundle)
+            run = make_eval(roles.build, actual.loss)
+            losses.append(average_batches(run, {**frozen, **trained}, batches, actual.mesh)["kl"])
     assert losses[0] > 0.01
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)

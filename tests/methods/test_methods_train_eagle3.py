@@ -81,14 +81,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("found", REFUSED)
-def test_what_cannot_be_is_refused(tmp_path, found):
-    given = [word for word in REFUSED[found] if not word.endswith("=none")]
+@pytest.mark.parametrize("actual", REFUSED)
+def test_what_cannot_be_is_refused(tmp_path, actual):
+    provided = [word for word in REFUSED[actual] if not word.endswith("=none")]
     path, _ = load(tmp_path)
-    if given != REFUSED[found]:
+    if provided != REFUSED[actual]:
         path.write_text(path.read_text().replace("target_layers = [0, 2, 1]", ""))
-    with pytest.raises(UserError, match=found):
-        make_task(load_config(path, given))
+    with pytest.raises(UserError, match=actual):
+        make_task(load_config(path, provided))
 
 
 def test_short_samples_leave_nothing(tmp_path):
@@ -158,13 +158,13 @@ def one_step(task, roles, weights, batch):
     return {name: np.asarray(s) / np.asarray(w) for name, (s, w) in output.metrics.items()}, grads
 
 
-def same(one, other, rtol):
-    for name in one[0]:
-        np.testing.assert_allclose(one[0][name], other[0][name], rtol=rtol, err_msg=name)
-    for path, grad in one[1].items():
+def same(entry, second, rtol):
+    for name in entry[0]:
+        np.testing.assert_allclose(entry[0][name], second[0][name], rtol=rtol, err_msg=name)
+    for path, grad in entry[1].items():
         scale = np.abs(grad).max()
         assert scale > 0, path
-        np.testing.assert_allclose(grad, other[1][path], atol=rtol * scale, err_msg=path)
+        np.testing.assert_allclose(grad, second[1][path], atol=rtol * scale, err_msg=path)
 
 
 def on_mesh(task, count, **sizes):
@@ -182,22 +182,22 @@ def test_microsteps_and_meshes_change_nothing(opened):
     """A step of 4 rows on one device, 4 times 1 row, 4 devices: the same loss and gradients."""
     task, _, weights, batch = opened
     with jax.enable_x64():
-        one = on_mesh(task, 1)
-        whole = one_step(task, one, weights, batch)
-        assert whole[0]["loss"] > 0 and whole[0]["kept"] > 0
+        entry = on_mesh(task, 1)
+        full = one_step(task, entry, weights, batch)
+        assert full[0]["loss"] > 0 and full[0]["kept"] > 0
         parts = jax.tree.map(lambda x: x.reshape(4, 1, *x.shape[2:]), batch._replace(denoms={}))
         parts = parts._replace(denoms={k: np.repeat(v, 4) for k, v in batch.denoms.items()})
-        same(whole, one_step(task, one, weights, parts), 1e-9)
+        same(full, one_step(task, entry, weights, parts), 1e-9)
         for sizes in ({"fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 2}):
-            same(whole, one_step(task, on_mesh(task, 4, **sizes), weights, batch), 1e-9)
+            same(full, one_step(task, on_mesh(task, 4, **sizes), weights, batch), 1e-9)
 
 
 def test_kept_tables_are_saved_and_never_trained(opened, tmp_path):
     """d2t, t2d and every name and dtype of the export; loading it gives the same model."""
     task, roles, weights, _ = opened
     with jax.enable_x64():
-        kept = np.asarray(weights[2]["kept"])
-        assert kept.dtype == np.int32 and (np.diff(kept) > 0).all() and len(kept) == 300
+        array = np.asarray(weights[2]["kept"])
+        assert array.dtype == np.int32 and (np.diff(array) > 0).all() and len(array) == 300
         assert "kept" not in weights[0]
         held = ModelSnapshot(roles, {**weights[1], **weights[2], **weights[0]}, 0)
         config = roles.bundle.architecture
@@ -216,23 +216,23 @@ def test_kept_tables_are_saved_and_never_trained(opened, tmp_path):
         "midlayer.mlp.gate_proj.weight": (64, D), "midlayer.mlp.up_proj.weight": (64, D),
         "midlayer.mlp.down_proj.weight": (D, 64),
     }  # fmt: skip
-    assert {name: one.shape for name, one in stored.items()} == shapes
+    assert {name: entry.shape for name, entry in stored.items()} == shapes
     files = SafetensorsFolder(tmp_path)
     read = lambda name: files.fetch(name, tuple(slice(0, n) for n in shapes[name]))  # noqa: E731
     d2t, t2d = read("d2t"), read("t2d")
     assert d2t.dtype == np.int64 and t2d.dtype == bool
-    np.testing.assert_array_equal(np.arange(P) + d2t, kept)
-    np.testing.assert_array_equal(np.flatnonzero(t2d), kept)
+    np.testing.assert_array_equal(np.arange(P) + d2t, array)
+    np.testing.assert_array_equal(np.flatnonzero(t2d), array)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["draft_vocab_size"] == P
     assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 3, 2]  # vLLM: what comes before them
     assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 1]  # SGLang: output
     assert raw["torch_dtype"] == "bfloat16"
     again = loading.load(tmp_path)
-    np.testing.assert_array_equal(again.kept[...], kept)
+    np.testing.assert_array_equal(again.kept[...], array)
     for path, value in split_model(again)[0].items():
-        wanted = np.asarray(split_model(held.model())[0][path])
-        np.testing.assert_allclose(value, wanted, rtol=2**-8, err_msg=path)
+        expected = np.asarray(split_model(held.model())[0][path])
+        np.testing.assert_allclose(value, expected, rtol=2**-8, err_msg=path)
     assert families.read_config(tmp_path) == config
 
 
@@ -250,7 +250,7 @@ def test_configs_from_elsewhere():
     assert (config.capture, config.length, config.prunes) == ((1, 3, 5), 7, True)
     behind = {**raw, "eagle_config": None, "eagle_aux_hidden_state_layer_ids": [2, 4, 6]}
     assert families.config_from_hf(behind).capture == (1, 3, 5)
-    for change, found in (
+    for change, actual in (
         ({"eagle_config": {}}, "does not list the layers"),
         ({"norm_before_residual": True}, "norm_before_residual"),
         ({"num_hidden_layers": 2}, "has one"),
@@ -258,10 +258,10 @@ def test_configs_from_elsewhere():
         ({"draft_vocab_size": 61}, "at most all 60"),
         ({"eagle_config": {**raw["eagle_config"], "ttt_length": "x"}}, "ttt_length"),
     ):
-        with pytest.raises(UserError, match=found):
+        with pytest.raises(UserError, match=actual):
             families.config_from_hf({**raw, **change})
-    whole = eagle3.names(families.config_from_hf({**raw, "draft_vocab_size": 60}))
-    assert "kept" not in {entry.param for entry in whole}
+    full = eagle3.names(families.config_from_hf({**raw, "draft_vocab_size": 60}))
+    assert "kept" not in {entry.param for entry in full}
 
 
 @pytest.mark.slow
@@ -275,8 +275,8 @@ def test_runs_resume_exactly_and_go_on_from_an_export(tmp_path, capsys):
     assert "the draft can say 300 of 512 tokens" in capsys.readouterr().out
     assert main(cut) == 0
     assert "the draft can say" not in capsys.readouterr().out
-    whole, resumed = (tmp_path / name / "model" / "model.safetensors" for name in ("whole", "cut"))
-    assert whole.read_bytes() == resumed.read_bytes()
+    full, resumed = (tmp_path / name / "model" / "model.safetensors" for name in ("whole", "cut"))
+    assert full.read_bytes() == resumed.read_bytes()
     fixed = ("draft_vocab_size = 300", "target_layers = [0, 2, 1]")
     text = path.read_text()
     for line in fixed:
@@ -288,5 +288,5 @@ def test_runs_resume_exactly_and_go_on_from_an_export(tmp_path, capsys):
     assert json.loads(again.read_text()) == json.loads(first.read_text())
     require_rows(tmp_path / "whole")
     lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
-    steps = [found for line in lines if "loss" in (found := json.loads(line))]
+    steps = [actual for line in lines if "loss" in (actual := json.loads(line))]
     assert {"acc/1", "acc/2", "accept_len", "kept", "overlap"} <= set(steps[-1])

@@ -84,7 +84,7 @@ def test_judges_alone_give_what_is_learned_from(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["rewards.0.name=x"], "either function or model"),
         (["rewards.0.model.path=rm", "rewards.0.options.a=1"], "options are for a function"),
@@ -92,8 +92,8 @@ def test_judges_alone_give_what_is_learned_from(folder, tmp_path):
         (["rewards.0.model.path=rm", "task.kind=sft"], "vllm_reward"),
     ],
 )
-def test_models_that_cannot_judge_are_told(folder, words, said):
-    with pytest.raises(UserError, match=said):
+def test_models_that_cannot_judge_are_told(folder, words, output):
+    with pytest.raises(UserError, match=output):
         load_config(str(folder / "config.toml"), words)
 
 
@@ -105,8 +105,8 @@ def test_a_language_model_is_no_judge(folder, capsys):
 
 def test_programs_score_texts(folder):
     model = Model(folder / "rm")
-    one, two = model.scores([[5, 6, 7], [5, 6]])
-    assert one.shape == (3, 1) and two.shape == (2, 1)
-    np.testing.assert_allclose(one[:2], two, atol=1e-6)
+    entry, two = model.scores([[5, 6, 7], [5, 6]])
+    assert entry.shape == (3, 1) and two.shape == (2, 1)
+    np.testing.assert_allclose(entry[:2], two, atol=1e-6)
     with pytest.raises(UserError, match="writes none"):
         model.logits([[5]])

@@ -52,10 +52,10 @@ def run(config, folder, *words) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def compare(folder, other):
-    left, right = (load_file(one / "adapter_model.safetensors") for one in (folder, other))
-    assert left.keys() == right.keys() and any(np.abs(x).max() > 0 for x in left.values())
-    for name, value in left.items():
+def compare(folder, second):
+    first, right = (load_file(entry / "adapter_model.safetensors") for entry in (folder, second))
+    assert first.keys() == right.keys() and any(np.abs(x).max() > 0 for x in first.values())
+    for name, value in first.items():
         np.testing.assert_array_equal(value, right[name], err_msg=name)
 
 
@@ -68,17 +68,17 @@ def write_start(config, folder) -> str:
 
 @pytest.mark.slow
 def test_each_policy_is_trained_as_it_would_be_alone(configs, tmp_path, capsys):
-    alone, both = configs / "alone.toml", configs / "both.toml"
+    alone, pair = configs / "alone.toml", configs / "both.toml"
     start = write_start(alone, tmp_path / "start")
     words = (start, "run.max_steps=4", "checkpoint.every=2")
     words = ("adapter.rank=4", f"policies.even.path={tmp_path}/start", *words[1:])
     words += (f"policies.odd.path={tmp_path}/start",)
     with pytest.raises(UserError, match="policies.even.path .* has other matrices, ranks"):
-        make_task(load_config(both, [*words, "adapter.rank=8"]))
-    lines = run(both, tmp_path / "both", *words, "rollout.samples=all")
+        make_task(load_config(pair, [*words, "adapter.rank=8"]))
+    lines = run(pair, tmp_path / "both", *words, "rollout.samples=all")
     shutil.copytree(tmp_path / "both", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts/checkpoints/4")
-    run(both, tmp_path / "parts", *words, "rollout.samples=all")
+    run(pair, tmp_path / "parts", *words, "rollout.samples=all")
     for name in ("even", "odd"):
         run(alone, tmp_path / name, start, "run.max_steps=2", f"env.options={{alone='{name}'}}")
         compare(tmp_path / "both/model" / name, tmp_path / name / "model")
@@ -93,7 +93,10 @@ def test_each_policy_is_trained_as_it_would_be_alone(configs, tmp_path, capsys):
     assert steps[0]["even/sampling/sampling_logp_difference/max"] < 1e-4
     assert steps[3]["odd/sampling/sampling_logp_difference/max"] < 1e-4
     samples = [json.loads(line) for line in (tmp_path / "both/samples.jsonl").open()]
-    assert len(samples) == 2 * 2 * 16 and {one["policy"] for one in samples} == {"even", "odd"}
+    assert len(samples) == 2 * 2 * 16 and {sample["policy"] for sample in samples} == {
+        "even",
+        "odd",
+    }
     with pytest.raises(UserError, match="several policies"):
         open_trained(str(tmp_path / "both"), [])
     assert main(["export", str(tmp_path / "both"), "--output", str(tmp_path / "again")]) == 0
@@ -116,9 +119,9 @@ def play_and_evaluate(folder, capsys):
     assert "policies.NAME.trained names even" in capsys.readouterr().err
     sets = ("eval.sets.0.path=builtin:calculator", "eval.sets.0.max_rows=4", "eval.sets.0.k=2")
     assert main(["eval", str(folder), *sets]) == 0
-    found = json.loads((folder / "eval/metrics.jsonl").read_text().splitlines()[-1])
-    even, odd = (found[f"eval/calculator/{name}/reward"] for name in ("even", "odd"))
-    assert even == found["eval/calculator/reward"] != odd
+    payload = json.loads((folder / "eval/metrics.jsonl").read_text().splitlines()[-1])
+    even, odd = (payload[f"eval/calculator/{name}/reward"] for name in ("even", "odd"))
+    assert even == payload["eval/calculator/reward"] != odd
     capsys.readouterr()
 
 
@@ -146,6 +149,6 @@ def test_a_real_server_draws_each_policy_with_its_own_adapter(configs, tmp_path,
     lines = run(path, tmp_path / "run", *words)
     for name in ("even", "odd"):
         key = f"{name}/sampling/sampling_logp_difference/max"
-        found = [line[key] for line in lines if key in line]
-        print(name, found, [line[f"{name}/reward"] for line in lines if f"{name}/reward" in line])
-        assert len(found) == 3 and max(found) < CLOSE
+        actual = [line[key] for line in lines if key in line]
+        print(name, actual, [line[f"{name}/reward"] for line in lines if f"{name}/reward" in line])
+        assert len(actual) == 3 and max(actual) < CLOSE

@@ -51,7 +51,7 @@ LABELS = {"loss": ["kto"], "desirable_weight": 1.3}
 
 def make_ranked(labels: bool) -> list[Ranked]:
     rng = np.random.default_rng(5)
-    made = []
+    created = []
     for number in range(6):
         count = 2 + number % 2
         answers = []
@@ -63,14 +63,14 @@ def make_ranked(labels: bool) -> list[Ranked]:
         prompt = rng.integers(1, 60, int(rng.integers(2, 9)))
         pairs = [] if labels else [RankedPair(0, 1), RankedPair(2, 1)][: count - 1]
         marks = tuple(bool(i % 2) for i in range(count)) if labels else ()
-        made.append(Ranked(prompt, tuple(answers), tuple(pairs), marks))
-    return made
+        created.append(Ranked(prompt, tuple(answers), tuple(pairs), marks))
+    return created
 
 
 def make_batch(task: PreferenceTask, microsteps: int, share: bool = True):
     """[A, ROWS / A, TOKENS] of six prompts."""
     nll = "answer" if task.nll_weight else "none"
-    trees = [PairTrees(share, nll=nll)(one) for one in make_ranked(task.of_labels)]
+    trees = [PairTrees(share, nll=nll)(entry) for entry in make_ranked(task.of_labels)]
     rows = [trees[:1], trees[1:3], trees[3:5], trees[5:]]
     fields = read_fields(task, "float64")
     shape = StepShape(ROWS // microsteps, microsteps, TOKENS, fields=fields)
@@ -159,8 +159,8 @@ def run_step(kind: str, model: str, microsteps: int, share: bool = True):
         return {**means, **ready.metrics}, jax.device_get(state.opt_state)
 
 
-def assert_same(found, wanted):
-    (metrics, grads), (wanted_metrics, wanted_grads) = found, wanted
+def assert_same(actual, expected):
+    (metrics, grads), (wanted_metrics, wanted_grads) = actual, expected
     assert metrics == pytest.approx(wanted_metrics, rel=1e-10, abs=1e-12)
     largest = max(np.abs(grad).max() for grad in wanted_grads.values())
     assert largest > 1e-3
@@ -180,11 +180,11 @@ def assert_same(found, wanted):
 def test_trees_are_flat_rows_and_microsteps_are_one_batch(kind, model):
     """DPO, both AOT, IPO and SFT at once, and KTO: losses, metrics and every gradient. A sort or a
     baseline of a microstep alone would differ in the second digit."""
-    one = run_step(kind, model, 1)
-    assert one[0]["num_pairs"] == {"pairs": 9, "labels": 15}[kind]
-    assert one[0].get("kl", 1.0) > 0.01  # a baseline of 0 would compare nothing
-    assert_same(run_step(kind, model, 1, share=False), one)
-    assert_same(run_step(kind, model, 2), one)
+    entry = run_step(kind, model, 1)
+    assert entry[0]["num_pairs"] == {"pairs": 9, "labels": 15}[kind]
+    assert entry[0].get("kl", 1.0) > 0.01  # a baseline of 0 would compare nothing
+    assert_same(run_step(kind, model, 1, share=False), entry)
+    assert_same(run_step(kind, model, 2), entry)
 
 
 def test_a_prompt_gets_the_answers_of_the_one_before_it():
@@ -194,11 +194,11 @@ def test_a_prompt_gets_the_answers_of_the_one_before_it():
         batch = make_batch(task, 1, share)
         groups = list_groups(batch)
         assert [len(answers) for _, answers in groups] == [2, 3, 2, 3, 2, 3]
-        other = mismatch(batch, shape)
-        found = {tuple(prompt): [t.tolist() for t, _ in a] for prompt, a in list_groups(other)}
+        second = mismatch(batch, shape)
+        actual = {tuple(prompt): [t.tolist() for t, _ in a] for prompt, a in list_groups(second)}
         for index, (prompt, _) in enumerate(groups):
             before = [tokens.tolist() for tokens, _ in groups[index - 1][1]]
-            assert found[tuple(prompt)] == before
+            assert actual[tuple(prompt)] == before
     # What does not fit behind its new prompt is cut; nobody is left out.
     short = mismatch(batch, StepShape(2, 1, 12, units=1))
     assert sum(len(answers) for _, answers in list_groups(short)) == 15
@@ -221,8 +221,8 @@ def test_the_baseline_is_the_mean_of_mismatched_log_ratios():
     total, count, groups = 0.0, 0, list_groups(batch)
     for index, (prompt, _) in enumerate(groups):
         for tokens, weights in groups[index - 1][1]:
-            whole = [*prompt[-1:], *tokens]
-            for a, b, w in zip(whole, whole[1:], weights, strict=False):
+            full = [*prompt[-1:], *tokens]
+            for a, b, w in zip(full, full[1:], weights, strict=False):
                 total += (table[0, a, b] - table[1, a, b]) * (w != 0)
             count += 1
     [ready] = prepare(task, batch, Bigrams()).batches
@@ -284,23 +284,23 @@ def test_a_run_goes_on_and_a_kept_reference_is_the_reference(config, tmp_path, c
     """Four steps at once with a frozen reference; two and two with its log-probs on disk: the same
     numbers. Without the table the second half is refused, and so are weights of another seed."""
     held_out = f"data.eval_datasets.0.path={config.parent / 'pairs.jsonl'}"
-    whole = run(config, tmp_path / "whole", held_out)
-    assert whole[-1]["eval/rewards/accuracies"] > 0.9
-    assert abs(whole[0]["rewards/margins"]) < 1e-6 < whole[3]["rewards/margins"]
-    assert whole[0]["data/shared_prefix_share"] > 0.2
-    kept = [held_out, "task.reference=precomputed", f"data.cache_dir={tmp_path / 'cache'}"]
-    run(config, tmp_path / "kept", *kept, "run.max_steps=2")
-    parts = run(config, tmp_path / "kept", *kept)
+    completed = run(config, tmp_path / "whole", held_out)
+    assert completed[-1]["eval/rewards/accuracies"] > 0.9
+    assert abs(completed[0]["rewards/margins"]) < 1e-6 < completed[3]["rewards/margins"]
+    assert completed[0]["data/shared_prefix_share"] > 0.2
+    retained = [held_out, "task.reference=precomputed", f"data.cache_dir={tmp_path / 'cache'}"]
+    run(config, tmp_path / "kept", *retained, "run.max_steps=2")
+    parts = run(config, tmp_path / "kept", *retained)
     assert "read from" in capsys.readouterr().out
     names = ("loss", "grad_norm", "rewards/margins")
     steps = [line for line in parts if "loss" in line]
     assert [[line[name] for name in names] for line in steps] == [
         pytest.approx([line[name] for name in names], rel=1e-5, abs=1e-7)
-        for line in whole
+        for line in completed
         if "loss" in line
     ]
     shutil.rmtree(tmp_path / "cache" / "reference")
-    words = ["--config", str(config), f"run.output_dir={tmp_path / 'kept'}", *kept]
+    words = ["--config", str(config), f"run.output_dir={tmp_path / 'kept'}", *retained]
     assert main([*words, "run.max_steps=5"]) == 2
     assert "reference log-probs that this run began with" in capsys.readouterr().err
 

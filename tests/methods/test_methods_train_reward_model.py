@@ -57,8 +57,8 @@ def read(path):
 
 def make_pair(rng):
     """Better is what names the number."""
-    number, other = rng.sample(range(10, 99), 2)
-    return {"prompt": f"say {number}:", "chosen": f" yes {number}", "rejected": f" no {other}"}
+    number, second = rng.sample(range(10, 99), 2)
+    return {"prompt": f"say {number}:", "chosen": f" yes {number}", "rejected": f" no {second}"}
 
 
 def make_steps(rng):
@@ -84,12 +84,12 @@ def pairs(tmp_path_factory):
     return folder, folder / "run"
 
 
-def arguments(folder, name, *more):
+def arguments(folder, name, *extra):
     return [
         *("--config", str(folder / "config.toml"), f"run.output_dir={folder / name}"),
         f"data.datasets.0.path={folder / 'train.jsonl'}",
         f"data.eval_datasets.0.path={folder / 'test.jsonl'}",
-        *more,
+        *extra,
     ]
 
 
@@ -118,11 +118,11 @@ def test_score_writes_what_the_exported_model_says_and_keeps_files(pairs, tmp_pa
     data, output = write(tmp_path / "rows.jsonl", rows), tmp_path / "scores.jsonl"
     assert main(["score", str(run), str(data), "--output", str(output)]) == 0
     assert "3 rows in" in capsys.readouterr().out
-    pair, several, one = read(output)
+    pair, several, entry = read(output)
     assert pair["score_chosen"] > pair["score_rejected"] and pair["chosen"] == rows[0]["chosen"]
     assert len(several["scores"]) == 3 and several["scores"][0] > several["scores"][1]
     # Shared prompts, rows and files change nothing but the order of float32 sums.
-    assert one["score"] == pytest.approx(several["scores"][0], abs=1e-5)
+    assert entry["score"] == pytest.approx(several["scores"][0], abs=1e-5)
     exported = ["score", str(run / "model"), str(data), "--output"]
     assert main([*exported, str(tmp_path / "again.jsonl"), "--batch-size", "1"]) == 0
     again = read(tmp_path / "again.jsonl")
@@ -131,8 +131,8 @@ def test_score_writes_what_the_exported_model_says_and_keeps_files(pairs, tmp_pa
     before = output.read_text()
     assert main([*exported, str(output)]) == 2
     assert main(["score", str(run), str(output), "--output", str(tmp_path / "x.jsonl")]) == 2
-    said = capsys.readouterr().err
-    assert "--overwrite" in said and "--prefix" in said
+    printed = capsys.readouterr().err
+    assert "--overwrite" in printed and "--prefix" in printed
     assert output.read_text() == before and not (tmp_path / "x.jsonl").exists()
     assert main(["generate", str(run / "model"), "--prompt", "hi"]) == 2
     assert "reward model" in capsys.readouterr().err
@@ -141,11 +141,16 @@ def test_score_writes_what_the_exported_model_says_and_keeps_files(pairs, tmp_pa
 @pytest.mark.slow
 def test_an_adapter_on_a_reward_model_goes_on_from_its_head(pairs):
     folder, run = pairs
-    more = [f"model.path={run / 'model'}", "adapter.kind=lora", "adapter.rank=4", "run.max_steps=2"]
+    extra = [
+        f"model.path={run / 'model'}",
+        "adapter.kind=lora",
+        "adapter.rank=4",
+        "run.max_steps=2",
+    ]
     config = (folder / "config.toml").read_text()
     start, end = config.index("[model.architecture]"), config.index("[parallel]")
     (folder / "config.toml").write_text(config[:start] + config[end:])
-    assert main(arguments(folder, "lora", *more)) == 0
+    assert main(arguments(folder, "lora", *extra)) == 0
     first = next(
         line for line in read(folder / "lora" / "metrics.jsonl") if "eval/accuracy" in line
     )
@@ -156,8 +161,8 @@ def test_an_adapter_on_a_reward_model_goes_on_from_its_head(pairs):
     for source, output in zip((folder / "lora", folder / "lora" / "model"), scored, strict=True):
         argv = ["score", str(source), str(folder / "test.jsonl"), "--output", str(output)]
         assert main(argv) == 0
-    for one, other in zip(*map(read, scored), strict=True):
-        assert one["score_chosen"] == pytest.approx(other["score_chosen"], abs=1e-5)
+    for entry, second in zip(*map(read, scored), strict=True):
+        assert entry["score_chosen"] == pytest.approx(second["score_chosen"], abs=1e-5)
 
 
 @pytest.mark.slow
@@ -181,32 +186,32 @@ def test_steps_train_and_are_scored(tmp_path):
 def steps_config(tmp_path_factory):
     path = tmp_path_factory.mktemp("steps") / "config.toml"
     path.write_text(COMMON + STEPS + "\n[[data.datasets]]\npath = 'x.jsonl'\n")
-    return lambda *more: load_config(str(path), ["eval.every=null", "eval.at_start=false", *more])
+    return lambda *extra: load_config(str(path), ["eval.every=null", "eval.at_start=false", *extra])
 
 
 ROW = {"prompt": "2+2+3?", "completions": ["2+2=4", "4+3=8", "so 8"], "labels": [True, False, 0]}
 
 
 @pytest.mark.parametrize(
-    ("last_only", "max_completion", "wanted"),
+    ("last_only", "max_completion", "expected"),
     [(False, None, [1, 0, 0]), (True, None, [0]), (False, 9, [1]), (True, 9, "no trained token")],
 )
 def test_labels_stand_on_the_last_token_of_separators(
-    steps_config, last_only, max_completion, wanted
+    steps_config, last_only, max_completion, expected
 ):
     config, tokenizer = steps_config(), load_tokenizer("builtin")
     (dataset,), data = config.data.datasets, config.data
     read = StepwiseReader(dataset, tokenizer, data, "\n##", last_only, max_completion)
     (tree,) = read(ROW, "row 0")
-    if isinstance(wanted, str):
-        assert isinstance(tree, Dropped) and tree.reason == wanted
+    if isinstance(expected, str):
+        assert isinstance(tree, Dropped) and tree.reason == expected
         return
     fields = make_task(config).data.fields
     batch = build_batch([[lay_out(tree, "branch")]], 48, fields)
     places = np.flatnonzero(batch.weights["step"][0])
-    assert batch.streams["label"][0, places].tolist() == wanted
-    text = [tokenizer.decode(batch.tokens[0, : place + 1]) for place in places]
-    assert all(one.endswith("\n##") for one in text)
+    assert batch.streams["label"][0, places].tolist() == expected
+    text = [tokenizer.decode(batch.tokens[0, : position + 1]) for position in places]
+    assert all(entry.endswith("\n##") for entry in text)
     assert text[0].count("\n##") == (3 if last_only else 1)
 
 
@@ -227,13 +232,13 @@ def test_rows_of_steps_that_cannot_be_read_are_dropped(steps_config, row, reason
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "output"),
     [
         ("task.center_rewards_coefficient=0.1", "task.labels"),
         ("task.step_separator=", "task.step_separator is empty"),
         ("task.labels=pairs data.too_long=truncate", "where it is scored"),
     ],
 )
-def test_keys_without_meaning_are_refused(steps_config, override, said):
-    with pytest.raises(UserError, match=said):
+def test_keys_without_meaning_are_refused(steps_config, override, output):
+    with pytest.raises(UserError, match=output):
         steps_config(*override.split())

@@ -91,13 +91,13 @@ def of_us(model, rows, task, folder):
     return [line for line in lines if "loss" in line]
 
 
-def compare(ours, theirs, names, tolerance=1e-4):
+def compare(actual_values, reference, names, tolerance=1e-4):
     """Every step's loss, and the metrics of the last one."""
-    losses, logged = theirs
-    assert [line["loss"] for line in ours] == pytest.approx(losses, abs=tolerance)
+    losses, logged = reference
+    assert [line["loss"] for line in actual_values] == pytest.approx(losses, abs=tolerance)
     assert max(losses) - min(losses) > 1000 * tolerance  # something was trained
     for name in names:
-        assert ours[-1][name] == pytest.approx(logged[-1][name], abs=20 * tolerance), name
+        assert actual_values[-1][name] == pytest.approx(logged[-1][name], abs=20 * tolerance), name
 
 
 SIDES = [f"{what}/{side}" for what in ("rewards", "logps") for side in ("chosen", "rejected")]
@@ -106,29 +106,33 @@ PAIRS = [*SIDES, "rewards/margins", "rewards/accuracies"]
 
 def test_dpo(trl, folder, tmp_path):
     task = {"kind": "preference", "beta": 0.5}
-    ours = of_us(folder / "lm", make_pairs(), task, tmp_path)
-    theirs = trl.run_trl("dpo", folder / "lm", make_pairs(), tmp_path, beta=0.5, **SAME)
-    compare(ours, theirs, [*PAIRS, "logits/chosen", "logits/rejected", "entropy"])
+    actual_values = of_us(folder / "lm", make_pairs(), task, tmp_path)
+    reference = trl.run_trl("dpo", folder / "lm", make_pairs(), tmp_path, beta=0.5, **SAME)
+    compare(actual_values, reference, [*PAIRS, "logits/chosen", "logits/rejected", "entropy"])
 
 
 def test_kto(trl, folder, tmp_path):
     task = {"kind": "preference", "loss": "kto", "beta": 0.5}
-    ours = of_us(folder / "lm", make_labeled(), task | {"undesirable_weight": 1.5}, tmp_path)
+    actual_values = of_us(
+        folder / "lm", make_labeled(), task | {"undesirable_weight": 1.5}, tmp_path
+    )
     options = {"beta": 0.5, "undesirable_weight": 1.5}
-    theirs = trl.run_trl("kto", folder / "lm", make_labeled(), tmp_path, **options, **SAME)
-    compare(ours, theirs, [*SIDES, "kl"])
+    reference = trl.run_trl("kto", folder / "lm", make_labeled(), tmp_path, **options, **SAME)
+    compare(actual_values, reference, [*SIDES, "kl"])
 
 
 def test_orpo(trl, folder, tmp_path):
     task = {"kind": "preference", "loss": "orpo", "beta": 0.5}
-    ours = of_us(folder / "lm", make_pairs(), task, tmp_path)
-    theirs = trl.run_trl("orpo", folder / "lm", make_pairs(), tmp_path, beta=0.5, **SAME)
-    compare(ours, theirs, [*PAIRS, "log_odds_ratio", "log_odds_chosen", "nll_loss"])
+    actual_values = of_us(folder / "lm", make_pairs(), task, tmp_path)
+    reference = trl.run_trl("orpo", folder / "lm", make_pairs(), tmp_path, beta=0.5, **SAME)
+    compare(actual_values, reference, [*PAIRS, "log_odds_ratio", "log_odds_chosen", "nll_loss"])
 
 
 def test_reward_model(trl, folder, tmp_path):
     task = {"kind": "reward_model", "center_rewards_coefficient": 0.05}
-    ours = of_us(folder / "score", make_pairs(), task, tmp_path)
+    actual_values = of_us(folder / "score", make_pairs(), task, tmp_path)
     options = {"center_rewards_coefficient": 0.05}
-    theirs = trl.run_trl("reward", folder / "score", make_pairs(), tmp_path, **options, **SAME)
-    compare(ours, theirs, ["accuracy", "margin", "mean_reward", "min_reward", "max_reward"])
+    reference = trl.run_trl("reward", folder / "score", make_pairs(), tmp_path, **options, **SAME)
+    compare(
+        actual_values, reference, ["accuracy", "margin", "mean_reward", "min_reward", "max_reward"]
+    )

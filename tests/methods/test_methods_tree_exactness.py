@@ -143,9 +143,9 @@ def assert_packed_is_alone(name: str, impl: str, batch: Batch, branches: list[Al
         params, packed, _ = functions(name, impl)
         _, _, alone = functions(name, "reference")
         (loss, logits), grads = jax.device_get(packed(params, batch))
-        (wanted, wanted_logits), wanted_grads = jax.device_get(alone(params, *rows_of(branches)))
+        (expected, wanted_logits), wanted_grads = jax.device_get(alone(params, *rows_of(branches)))
     assert_same_logits(branches, logits, wanted_logits)
-    np.testing.assert_allclose(loss, wanted, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(loss, expected, rtol=0, atol=1e-12)
     total = sum(branch.weights[1:].sum() for branch in branches)
     np.testing.assert_allclose(batch.weights["nll"].sum(), total, rtol=0, atol=1e-12)
     # Gradients that cancel (a query that sees one key has none) are rounding of the largest one.
@@ -155,11 +155,11 @@ def assert_packed_is_alone(name: str, impl: str, batch: Batch, branches: list[Al
         assert difference <= 1e-10 * np.abs(grad).max() + 1e-15 * largest, path
 
 
-def assert_same_logits(branches: list[Alone], logits, wanted) -> None:
+def assert_same_logits(branches: list[Alone], logits, expected) -> None:
     for index, branch in enumerate(branches):
         np.testing.assert_allclose(
             logits[branch.row, branch.slots],
-            wanted[index, : len(branch.tokens)],
+            expected[index, : len(branch.tokens)],
             rtol=0,
             atol=1e-12,
             err_msg=f"logits of branch {index}",
@@ -217,12 +217,12 @@ def build_forest(forest) -> tuple[Batch, list[Alone]]:
 
 def depth_first_slots(parents: list[int], sizes: list[int]) -> np.ndarray:
     """Packed index of every token, tokens in the order of the nodes."""
-    starts, place = {}, 0
+    starts, position = {}, 0
 
     def visit(node):
-        nonlocal place
-        starts[node] = place
-        place += sizes[node]
+        nonlocal position
+        starts[node] = position
+        position += sizes[node]
         for child in range(node + 1, len(parents)):
             if parents[child] == node:
                 visit(child)
@@ -303,9 +303,11 @@ def test_branches_run_at_their_true_length():
         (loss, logits), _ = jax.device_get(packed(params, batch))
         summed = 0.0
         for branch in branches:
-            part, wanted = jax.device_get(alone(params, branch.tokens[None], branch.weights[None]))
+            part, expected = jax.device_get(
+                alone(params, branch.tokens[None], branch.weights[None])
+            )
             summed += part
-            np.testing.assert_allclose(logits[0, branch.slots], wanted[0], rtol=0, atol=1e-12)
+            np.testing.assert_allclose(logits[0, branch.slots], expected[0], rtol=0, atol=1e-12)
     np.testing.assert_allclose(loss, summed, rtol=0, atol=1e-12)
 
 
@@ -380,8 +382,8 @@ def test_a_prompt_that_sees_itself_is_dense_attention_with_that_mask():
         tokens = rng.integers(0, VOCABULARY, length, dtype=np.int32)
         weights = {"nll": (np.arange(length) >= prompt).astype(float)}
         trees.append(Tree((Node(-1, tokens, weights, since=since),)))
-        own, first = slice(start, start + length), slice(start, start + prompt)
-        allowed[own, own] = np.tri(length, dtype=bool)
+        local_value, first = slice(start, start + length), slice(start, start + prompt)
+        allowed[local_value, local_value] = np.tri(length, dtype=bool)
         allowed[first, first] = True
     fields = Fields(since=True, dtype=np.float64)
     batch = build_batch([[lay_out(tree) for tree in trees], []], ROW_TOKENS, fields)
@@ -396,8 +398,10 @@ def test_a_prompt_that_sees_itself_is_dense_attention_with_that_mask():
 
     with float64():
         params, packed, _ = functions("qwen3", "xla")
-        ours = jax.device_get(packed(params, batch))
+        actual_values = jax.device_get(packed(params, batch))
         with mock.patch("jaxtrain.layers.sharded_attention.attention_op", dense):
             _, packed, _ = functions.__wrapped__("qwen3", "xla")
-            wanted = jax.device_get(packed(params, batch))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12), ours, wanted)
+            expected = jax.device_get(packed(params, batch))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12), actual_values, expected
+    )

@@ -86,11 +86,11 @@ def one_step(mode, turns_of_each, normalize="token", rows=1, sizes=()):
         return float(output.metrics["loss"][0]), jax.device_get(state.opt_state.trace)
 
 
-def assert_same_step(left, right, tolerance):
+def assert_same_step(first, right, tolerance):
     """float64: the order of sums alone, 1e-15; weights g/K against K times 1/K as much."""
-    assert abs(left[0] - right[0]) < tolerance
+    assert abs(first[0] - right[0]) < tolerance
     for path, grad in right[1].items():
-        assert np.abs(left[1][path] - grad).max() <= tolerance * np.abs(grad).max(), path
+        assert np.abs(first[1][path] - grad).max() <= tolerance * np.abs(grad).max(), path
 
 
 @pytest.mark.parametrize("turns_of_each", [(2, 2), (1, 3)], ids=["same_k", "other_k"])

@@ -104,9 +104,9 @@ def of_us(trl, options, tables, labels=None):
     return float(value), np.asarray(grad)
 
 
-def check(ours, theirs, rtol=1e-6):
-    assert ours[0] == pytest.approx(theirs[0], rel=rtol, abs=1e-8)
-    np.testing.assert_allclose(ours[1], theirs[1], rtol=10 * rtol, atol=rtol / 100)
+def check(actual_values, reference, rtol=1e-6):
+    assert actual_values[0] == pytest.approx(reference[0], rel=rtol, abs=1e-8)
+    np.testing.assert_allclose(actual_values[1], reference[1], rtol=10 * rtol, atol=rtol / 100)
 
 
 PAIR_LOSSES = [
@@ -131,60 +131,62 @@ PAIR_LOSSES = [
 @pytest.mark.parametrize("loss, options", PAIR_LOSSES, ids=[name for name, _ in PAIR_LOSSES])
 def test_losses_of_pairs(trl, loss, options):
     tables = make_tables(trl)
-    ours = of_us(trl, {"loss": loss, "beta": 0.6, **options}, tables)
-    check(ours, trl.of_trl(tables, loss, beta=0.6, **options))
+    actual_values = of_us(trl, {"loss": loss, "beta": 0.6, **options}, tables)
+    check(actual_values, trl.of_trl(tables, loss, beta=0.6, **options))
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "sigmoid_norm"])
-@pytest.mark.parametrize("ours, theirs", [
+@pytest.mark.parametrize("actual_values, reference", [
     ("forward_kl", "forward_kl"), ("js", "js_divergence"), ("alpha", "alpha_divergence")
 ])  # fmt: skip
-def test_divergences(trl, loss, ours, theirs):
+def test_divergences(trl, loss, actual_values, reference):
     tables = make_tables(trl, 1)
-    found = of_us(trl, {"loss": loss, "beta": 0.3, "f_divergence": ours, "f_alpha": 0.7}, tables)
-    options = {"f_divergence_type": theirs, "f_alpha_divergence_coef": 0.7}
-    if ours == "alpha":  # TRL's knows no float64
-        check(found, trl.of_trl(tables, loss, beta=0.3, dtype="float32", **options), 1e-5)
+    actual = of_us(
+        trl, {"loss": loss, "beta": 0.3, "f_divergence": actual_values, "f_alpha": 0.7}, tables
+    )
+    options = {"f_divergence_type": reference, "f_alpha_divergence_coef": 0.7}
+    if actual_values == "alpha":  # TRL's knows no float64
+        check(actual, trl.of_trl(tables, loss, beta=0.3, dtype="float32", **options), 1e-5)
     else:
-        check(found, trl.of_trl(tables, loss, beta=0.3, **options))
+        check(actual, trl.of_trl(tables, loss, beta=0.3, **options))
 
 
 def test_several_losses_tails_and_weights(trl):
     tables = make_tables(trl, 2)
-    found = of_us(
+    actual = of_us(
         trl, {"loss": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5]}, tables
     )
     losses = ["sigmoid", "bco_pair", "sft"]
-    check(found, trl.of_trl(tables, losses, loss_weights=[0.8, 0.2, 0.5]))
+    check(actual, trl.of_trl(tables, losses, loss_weights=[0.8, 0.2, 0.5]))
     check(of_us(trl, {"ld_alpha": 0.3}, tables), trl.of_trl(tables, ld_alpha=0.3))
     for loss in ("sigmoid", "ipo"):
-        found = of_us(trl, {"loss": loss, "use_weighting": True}, tables)
-        check(found, trl.of_trl(tables, loss, use_weighting=True))
+        actual = of_us(trl, {"loss": loss, "use_weighting": True}, tables)
+        check(actual, trl.of_trl(tables, loss, use_weighting=True))
 
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
 @pytest.mark.parametrize("labels", [(True, False, True, False), (False, False, False, False)])
 def test_losses_of_labels(trl, loss, labels):
-    policy, *others = make_tables(trl, 3)
-    tables = (policy + 0.5, *others)  # so that the baseline is above 0
+    policy, *peers = make_tables(trl, 3)
+    tables = (policy + 0.5, *peers)  # so that the baseline is above 0
     options = {"beta": 0.5, "desirable_weight": 1.3, "undesirable_weight": 0.7}
-    ours = of_us(trl, {"loss": loss, **options}, tables, labels)
-    *theirs, baseline = trl.of_trl_labels(tables, labels, loss, **options)
-    check(ours, theirs)
+    actual_values = of_us(trl, {"loss": loss, **options}, tables, labels)
+    *reference, baseline = trl.of_trl_labels(tables, labels, loss, **options)
+    check(actual_values, reference)
     assert baseline > 0.1 or loss != "kto"
 
 
-@pytest.mark.parametrize("ours, theirs, means, smoothing", [
+@pytest.mark.parametrize("actual_values, reference, means, smoothing", [
     ("cpo", "sigmoid", False, 0.1), ("cpo_hinge", "hinge", False, 0.0),
     ("cpo_ipo", "ipo", True, 0.0), ("simpo", "simpo", True, 0.1), ("alphapo", "simpo", True, 0.0),
 ])  # fmt: skip
-def test_losses_without_reference(trl, ours, theirs, means, smoothing):
+def test_losses_without_reference(trl, actual_values, reference, means, smoothing):
     tables = make_tables(trl, 4)
-    alpha = 0.25 if ours == "alphapo" else 0.0
+    alpha = 0.25 if actual_values == "alphapo" else 0.0
     options = {"beta": 0.8, "cpo_alpha": 0.6, "label_smoothing": smoothing}
-    found = of_us(trl, {"loss": ours, **options}, tables)
-    expected = trl.of_trl_without_reference(tables, theirs, means=means, alpha=alpha, **options)
-    check(found, expected)
+    actual = of_us(trl, {"loss": actual_values, **options}, tables)
+    expected = trl.of_trl_without_reference(tables, reference, means=means, alpha=alpha, **options)
+    check(actual, expected)
 
 
 def test_orpo(trl):

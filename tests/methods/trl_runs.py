@@ -57,9 +57,9 @@ def run_trl(method, model, rows, folder, *, steps, rows_a_step, rate, eps, **opt
 
     class Observed(trainer):
         def compute_loss(self, *args, **kwargs):
-            found = super().compute_loss(*args, **kwargs)
-            losses.append(float(found.detach()))
-            return found
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(float(loss.detach()))
+            return loss
 
     arguments = config(
         output_dir=str(folder / "trl"),

@@ -23,17 +23,17 @@ def turned(x_TNH, positions, theta):
 def row_blocks(batch, row, block_size):
     """[(anchor, the row indices of its ancestors, those of the block, -1 beyond the end)]."""
     anchors = np.flatnonzero(batch.streams["anchor"][row])
-    after, prev, found = batch.streams["next"][row], batch.prev[row], []
+    after, prev, actual = batch.streams["next"][row], batch.prev[row], []
     for anchor in anchors:
         block = [int(anchor)]
         while len(block) < block_size:
             block.append(int(after[block[-1]]) if block[-1] >= 0 else -1)
-        before, at = [], int(prev[anchor])
-        while at >= 0:
-            before.append(at)
-            at = int(prev[at])
-        found.append((int(anchor), before, block))
-    return found
+        before, index = [], int(prev[anchor])
+        while index >= 0:
+            before.append(index)
+            index = int(prev[index])
+        actual.append((int(anchor), before, block))
+    return actual
 
 
 def dense_mask(blocks, positions, length, size, window):
@@ -41,14 +41,14 @@ def dense_mask(blocks, positions, length, size, window):
     count = len(blocks)
     mask = np.zeros((count * size, length + count * size), bool)
     for number, (anchor, before, _) in enumerate(blocks):
-        for place in range(size):
-            here = positions[anchor] + place
-            for at in before:
-                near = window is None or here - positions[at] < window
-                mask[number * size + place, at] = near
-            for other in range(size):
-                near = window is None or 0 <= place - other < window
-                mask[number * size + place, length + number * size + other] = near
+        for position in range(size):
+            local_result = positions[anchor] + position
+            for index in before:
+                near = window is None or local_result - positions[index] < window
+                mask[number * size + position, index] = near
+            for second in range(size):
+                near = window is None or 0 <= position - second < window
+                mask[number * size + position, length + number * size + second] = near
     return mask
 
 
@@ -72,13 +72,13 @@ def row_hidden(tensors, config, embed, tokens, positions, states_TF, blocks):
             return x @ tensors[f"layers.{layer}.{name}.weight"].T + bias
 
         h = rms(x, weight("input_layernorm"), eps)
-        both = jnp.concatenate([context, h])
+        array = jnp.concatenate([context, h])
         q = rms(
             linear("self_attn.q_proj", h).reshape(-1, heads, H), weight("self_attn.q_norm"), eps
         )
-        k = linear("self_attn.k_proj", both).reshape(-1, kv, H)
+        k = linear("self_attn.k_proj", array).reshape(-1, kv, H)
         k = rms(k, weight("self_attn.k_norm"), eps)
-        v = linear("self_attn.v_proj", both).reshape(-1, kv, H)
+        v = linear("self_attn.v_proj", array).reshape(-1, kv, H)
         q, k = turned(q, places, theta), turned(k, everywhere, theta)
         k, v = (jnp.repeat(y, heads // kv, axis=1) for y in (k, v))
         mask = dense_mask(blocks, positions, T, K, spec.window)

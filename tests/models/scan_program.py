@@ -54,7 +54,7 @@ def count_calls(text: str, kind: str) -> int:
     total = 0
     for name in re.findall(r" while\([^\n]*body=%?([\w.-]+)", text):
         fused = re.findall(r" fusion\([^\n]*calls=%?([\w.-]+)", computations[name])
-        total += called[name] + sum(called[other] for other in fused)
+        total += called[name] + sum(called[second] for second in fused)
     return total
 
 
@@ -63,15 +63,17 @@ def main():
     from sm90a import make_mesh
 
     mesh = make_mesh()
-    whole = NamedSharding(mesh, PartitionSpec())
+    named_sharding = NamedSharding(mesh, PartitionSpec())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         for remat in ("none", "elementwise", "dots"):
-            matmuls = count_calls(compile_gradient(RAW["qwen3"] | SIZES, remat, whole), "__cublas")
+            matmuls = count_calls(
+                compile_gradient(RAW["qwen3"] | SIZES, remat, named_sharding), "__cublas"
+            )
             print(json.dumps({"remat": remat, "matmuls": matmuls}), flush=True)
-        text = compile_gradient(RAW["qwen3_moe"] | EXPERTS, "none", whole)
+        text = compile_gradient(RAW["qwen3_moe"] | EXPERTS, "none", named_sharding)
         kinds = {"gathers": "grouped_gather/", "products": "grouped_gated_product/"}
-        found = {name: count_calls(text, kind) for name, kind in kinds.items()}
-        print(json.dumps(found), flush=True)
+        actual = {name: count_calls(text, kind) for name, kind in kinds.items()}
+        print(json.dumps(actual), flush=True)
 
 
 if __name__ == "__main__":

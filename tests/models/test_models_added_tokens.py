@@ -63,9 +63,9 @@ def test_tables_grow_by_their_mean_and_go_to_transformers(base, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert theirs.get_input_embeddings().weight.shape == (576, 16)
-    assert theirs.config.eos_token_id == tokenizer.convert_tokens_to_ids("<stop>")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert reference.get_input_embeddings().weight.shape == (576, 16)
+    assert reference.config.eos_token_id == tokenizer.convert_tokens_to_ids("<stop>")
     again = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert again.eos_token == "<stop>" and len(again) == 516
     # What was exported needs nothing more.
@@ -77,16 +77,16 @@ def test_texts_spell_added_tokens_and_never_control_ones():
     new = add_tokens(tokenizer, ["<tool>", "<think>"], ["<|role|>"], {"pad_token": "<pad>"})
     assert new == ("<tool>", "<|role|>", "<pad>")
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in new}
-    found = encode_text(tokenizer, "a <tool> b <|role|>")
-    assert ids["<tool>"] in found and ids["<|role|>"] not in found
+    actual = encode_text(tokenizer, "a <tool> b <|role|>")
+    assert ids["<tool>"] in actual and ids["<|role|>"] not in actual
     assert ids["<|role|>"] in encode(tokenizer, "<|role|>")
-    assert tokenizer.decode(found) == "a <tool> b <|role|>"
+    assert tokenizer.decode(actual) == "a <tool> b <|role|>"
     assert tokenizer.pad_token_id == ids["<pad>"]
 
 
-@pytest.mark.parametrize(("rows", "tokens", "wanted"), [(512, 512, 512), (600, 512, 600)])
-def test_rows_that_are_there_are_used(rows, tokens, wanted):
-    assert rows_needed(range(tokens), rows) == wanted
+@pytest.mark.parametrize(("rows", "tokens", "expected"), [(512, 512, 512), (600, 512, 600)])
+def test_rows_that_are_there_are_used(rows, tokens, expected):
+    assert rows_needed(range(tokens), rows) == expected
 
 
 def test_grown_tables_are_cut_as_they_were():
@@ -96,7 +96,7 @@ def test_grown_tables_are_cut_as_they_were():
 
 
 @pytest.mark.parametrize(
-    ("adapter", "keys", "told"),
+    ("adapter", "keys", "messages"),
     [
         ({}, {"added_tokens": [" "]}, "is no token"),
         (
@@ -106,8 +106,8 @@ def test_grown_tables_are_cut_as_they_were():
         ),
     ],
 )
-def test_what_cannot_be_added_is_refused(base, adapter, keys, told):
-    with pytest.raises(UserError, match=told):
+def test_what_cannot_be_added_is_refused(base, adapter, keys, messages):
+    with pytest.raises(UserError, match=messages):
         parts_of(base, adapter, **keys)
 
 
@@ -136,10 +136,10 @@ def test_an_adapter_s_rows_must_be_those_of_the_tokens(base, tmp_path):
     file = tmp_path / "adapter_config.json"
     config = json.loads(file.read_text())
     assert config["trainable_token_indices"] == {"embed_tokens": [512, 513], "lm_head": [512, 513]}
-    for ids, told in (([512], "names 1 tokens"), (["a"], "ids of tokens")):
+    for ids, messages in (([512], "names 1 tokens"), (["a"], "ids of tokens")):
         config["trainable_token_indices"] = {"embed_tokens": ids, "lm_head": ids}
         file.write_text(json.dumps(config))
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=messages):
             parts_of(base, adapter, **new)
 
 

@@ -64,11 +64,11 @@ def test_load_then_save_is_bit_identical(name, copy_head, tmp_path):
     model = loading.load(tmp_path / "in")
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {np.dtype("float32")}
     saving.save(model, families.read_config(tmp_path / "in"), tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert set(found) == set(tensors)
+    actual = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(actual) == set(tensors)
     for tensor, array in tensors.items():
-        assert found[tensor].dtype == array.dtype
-        assert found[tensor].tobytes() == array.tobytes(), tensor
+        assert actual[tensor].dtype == array.dtype
+        assert actual[tensor].tobytes() == array.tobytes(), tensor
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     assert raw["torch_dtype"] == "bfloat16"
 
@@ -76,8 +76,8 @@ def test_load_then_save_is_bit_identical(name, copy_head, tmp_path):
 def test_save_in_a_chosen_dtype(tmp_path):
     config = families.config_from_hf(RAW["llama"])
     saving.save(build.init(config, 0), config, tmp_path, dtype="bfloat16")
-    found = load_file(tmp_path / "model.safetensors")
-    assert {array.dtype for array in found.values()} == {np.dtype(ml_dtypes.bfloat16)}
+    actual = load_file(tmp_path / "model.safetensors")
+    assert {array.dtype for array in actual.values()} == {np.dtype(ml_dtypes.bfloat16)}
 
 
 def test_what_is_wide_stays_wide(tmp_path):
@@ -87,8 +87,8 @@ def test_what_is_wide_stays_wide(tmp_path):
     bias = model.stack.block.mlp.router.choice_bias
     bias[...] = bias[...] + 5.001
     saving.save(model, config, tmp_path, dtype="bfloat16")
-    found = load_file(tmp_path / "model.safetensors")
-    wide = {name: array for name, array in found.items() if array.dtype == np.float32}
+    actual = load_file(tmp_path / "model.safetensors")
+    wide = {name: array for name, array in actual.items() if array.dtype == np.float32}
     assert {name.split(".", 3)[3] for name in wide} == {"mlp.gate.e_score_correction_bias"}
     assert len(wide) == 2 and all((array == np.float32(5.001)).all() for array in wide.values())
     low = loading.load(tmp_path, param_dtype="bfloat16")
@@ -105,16 +105,16 @@ def test_sharded_load_init_save_equal_one_device(sizes, tmp_path):
         lambda mesh: loading.load(tmp_path / "in", mesh=mesh),
         lambda mesh: build.init(config, 5, mesh=mesh),
     ):
-        one, many = make(None), make(mesh)
-        for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (one, many)), strict=True):
+        entry, many = make(None), make(mesh)
+        for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (entry, many)), strict=True):
             np.testing.assert_array_equal(a, b)
             assert b.sharding.mesh == mesh
     kernel = many.stack.block.mlp.up.kernel[...]
     ways = sizes.get("fsdp", 1) * sizes.get("tensor", 1)
     assert kernel.addressable_shards[0].data.size * ways == kernel.size
     saving.save(loading.load(tmp_path / "in", mesh=mesh), config, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(found[n].tobytes() == array.tobytes() for n, array in tensors.items())
+    actual = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(actual[n].tobytes() == array.tobytes() for n, array in tensors.items())
 
 
 def value_and_grads(mesh, name="qwen3"):
@@ -139,9 +139,9 @@ def test_sharded_gradients_equal_one_device(sizes, one_device):
     value, grads = one_device
     mesh = make_mesh(**sizes)
     with jax.set_mesh(mesh):
-        found, found_grads = value_and_grads(mesh)
+        actual, found_grads = value_and_grads(mesh)
     # float32 sums split over devices.
-    np.testing.assert_allclose(found, value, rtol=1e-5)
+    np.testing.assert_allclose(actual, value, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(found_grads), jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * float(np.abs(b).max()))
 
@@ -208,5 +208,5 @@ def test_key_experts_chooses_their_backend():
     """model.experts reaches every mixture, as model.attention its layers."""
     options = model_options(ModelConfig(experts="triton"))
     model = build.abstract(families.config_from_hf(RAW["qwen3_moe_mixed"]), **options)
-    found = {node.impl for _, node in nnx.iter_graph(model) if isinstance(node, MoE)}
-    assert found == {"triton"}
+    actual = {node.impl for _, node in nnx.iter_graph(model) if isinstance(node, MoE)}
+    assert actual == {"triton"}

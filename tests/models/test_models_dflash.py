@@ -85,7 +85,7 @@ def make_models(**options):
             CONFIG, DecoderOptions(param_dtype="float64", dtype="float64"), nnx.Rngs(0)
         )
     )
-    found = []
+    actual = []
     for seed, model in enumerate((build.abstract(CONFIG, **{**WIDE, **options}), ends)):
         params, rebuild = split_model(model)
         rng = np.random.default_rng(seed)
@@ -93,8 +93,8 @@ def make_models(**options):
         for path in drawn:
             if path.endswith("scale"):
                 drawn[path] = 1 + drawn[path]
-        found.append((drawn, rebuild))
-    return found
+        actual.append((drawn, rebuild))
+    return actual
 
 
 def micro(batch):
@@ -103,14 +103,14 @@ def micro(batch):
 
 def to_tensors(params) -> dict:
     """The draft's parameters as its folder names them."""
-    found = {}
+    actual = {}
     for entry in dflash.names(CONFIG):
         array = np.asarray(params[entry.param])
         for piece in entry.op.write(array, np.asarray):
-            found.setdefault(piece.name, np.zeros(piece.shape, np.float64))[piece.index] = (
+            actual.setdefault(piece.name, np.zeros(piece.shape, np.float64))[piece.index] = (
                 piece.array
             )
-    return found
+    return actual
 
 
 def reference_loss(tensors, tables, batch):
@@ -124,11 +124,13 @@ def reference_loss(tensors, tables, batch):
         logits = (hidden @ tables["lm_head.embedding"].T).reshape(len(blocks), K, -1)
         weight, label = np.zeros((len(blocks), K)), np.zeros((len(blocks), K), int)
         for number, (anchor, _, block) in enumerate(blocks):
-            for place in range(1, K):
-                if (t := block[place]) >= 0:
+            for position in range(1, K):
+                if (t := block[position]) >= 0:
                     branches = batch.streams["anchor"][row, anchor]
-                    weight[number, place] = branches * share[row, t] * np.exp(-(place - 1) / 3.0)
-                    label[number, place] = batch.tokens[row, t]
+                    weight[number, position] = (
+                        branches * share[row, t] * np.exp(-(position - 1) / 3.0)
+                    )
+                    label[number, position] = batch.tokens[row, t]
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits), label[:, :, None], -1)[:, :, 0]
         total -= jnp.sum(weight * logp)
         all_logits.append(logits)
@@ -162,13 +164,13 @@ def test_logits_loss_and_gradients_are_those_of_the_formulas():
             params
         )
         tensors = to_tensors(params)
-        (wanted, logits), wanted_grads = jax.jit(
+        (expected, logits), wanted_grads = jax.jit(
             jax.value_and_grad(lambda t: reference_loss(t, tables, batch_of(batch)), has_aux=True)
         )(tensors)
         real = np.asarray(blocks.index[:, :, 0] >= 0)
         assert real.sum() == len(logits) > 15 and not real.all()
         np.testing.assert_allclose(target.logits(blocks.hidden)[real], logits, atol=1e-11)
-        assert float(value) == pytest.approx(float(wanted), rel=1e-12)
+        assert float(value) == pytest.approx(float(expected), rel=1e-12)
         got = to_tensors(grads)
         assert got.keys() == wanted_grads.keys()
         for name, gradient in wanted_grads.items():
@@ -194,11 +196,11 @@ def check_metrics(metrics, logits, batch):
     for row in range(len(share)):
         for anchor, _, block in row_blocks(batch, row, K):
             branches, length, alive = batch.streams["anchor"][row, anchor], 1.0, True
-            for place in range(1, K):
-                weight = branches * share[row, block[place]] if block[place] >= 0 else 0.0
-                right = guesses[number, place] == batch.tokens[row, block[place]]
-                hits[place] += weight * right
-                totals[place] += weight
+            for position in range(1, K):
+                weight = branches * share[row, block[position]] if block[position] >= 0 else 0.0
+                right = guesses[number, position] == batch.tokens[row, block[position]]
+                hits[position] += weight * right
+                totals[position] += weight
                 if weight > 0:
                     alive &= bool(right)
                     length += alive
@@ -206,8 +208,8 @@ def check_metrics(metrics, logits, batch):
             blocks += branches * share[row, anchor]
             number += 1
     assert np.allclose(metrics["accept_len"], (lengths, blocks))
-    for place in range(1, K):
-        assert np.allclose(metrics[f"acc/{place}"], (hits[place], totals[place]))
+    for position in range(1, K):
+        assert np.allclose(metrics[f"acc/{position}"], (hits[position], totals[position]))
 
 
 @pytest.mark.parametrize(
@@ -219,16 +221,16 @@ def test_weights_by_confidence(weighting):
         rng = np.random.default_rng(0)
         logp, valid = np.log(rng.random((2, 5, 3))), rng.random((2, 5, 3)) < 0.7
         got = confidence(jnp.asarray(logp), jnp.asarray(valid), weighting, 0.5)
-        for at in np.ndindex(2, 5):
-            smooth = np.where(valid[at], 0.5 * np.exp(logp[at]) + 0.5, 1.0)
+        for index in np.ndindex(2, 5):
+            smooth = np.where(valid[index], 0.5 * np.exp(logp[index]) + 0.5, 1.0)
             prefix = [np.prod(smooth[: j + 1]) for j in range(3)]
-            rest = [sum(prefix[m] * valid[at][m] for m in range(j, 3)) for j in range(3)]
-            wanted = {
+            rest = [sum(prefix[m] * valid[index][m] for m in range(j, 3)) for j in range(3)]
+            expected = {
                 "cumulative-confidence-only": prefix,
                 "dpace": rest,
                 "continuation-value-only": [r / p for r, p in zip(rest, prefix, strict=True)],
             }[weighting]
-            np.testing.assert_allclose(got[at], wanted, rtol=1e-12)
+            np.testing.assert_allclose(got[index], expected, rtol=1e-12)
 
 
 def test_guessing_is_what_was_trained():
@@ -254,20 +256,20 @@ def test_guessing_is_what_was_trained():
         assert np.asarray(propose(draft, cache, target, small.tokens[:, 0])).max() < VOCAB
         for counts in ([6, 1, 0], [2, 6, 3], [0, 5, 6], [5, 0, 4], [6, 2, 6]):
             tokens = rng.integers(1, 96, (3, width)).astype(np.int32)
-            given = rng.standard_normal((3, width, 2 * WIDTH))
+            provided = rng.standard_normal((3, width, 2 * WIDTH))
             for row, count in enumerate(counts):
-                place = slice(seen[row], seen[row] + count)
-                tokens[row, :count] = batch.tokens[0, row, place]
-                given[row, :count] = states[row, place]
-            cache = read(draft, cache, target, tokens, given, jnp.asarray(counts, jnp.int32))
+                position = slice(seen[row], seen[row] + count)
+                tokens[row, :count] = batch.tokens[0, row, position]
+                provided[row, :count] = states[row, position]
+            cache = read(draft, cache, target, tokens, provided, jnp.asarray(counts, jnp.int32))
             seen += counts
             assert cache.length.tolist() == seen.tolist()
             drawn = batch.tokens[0, np.arange(3), np.minimum(seen, 19)]
-            found = np.asarray(propose(draft, cache, target, drawn))
+            array = np.asarray(propose(draft, cache, target, drawn))
             for row in range(3):
                 anchors = np.asarray(blocks.index[row, :, 0])
                 for number in np.flatnonzero(anchors == seen[row]) if seen[row] < 20 else ():
-                    assert found[row].tolist() == guesses[row, number, 1:].tolist()
+                    assert array[row].tolist() == guesses[row, number, 1:].tolist()
                     checked += 1
         assert checked > 8
 
@@ -336,9 +338,9 @@ def test_the_published_draft_of_an_8b_model():
     for entry in dflash.names(config):
         tensors |= entry.op.shapes(shapes[entry.param])
     H, Q, KV, F = 4096, 4096, 1024, 12288
-    wanted = {"fc.weight": (H, 5 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
+    expected = {"fc.weight": (H, 5 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
     for layer in range(5):
-        wanted |= {
+        expected |= {
             f"layers.{layer}.{name}.weight": shape
             for name, shape in {
                 "input_layernorm": (H,),
@@ -354,7 +356,7 @@ def test_the_published_draft_of_an_8b_model():
                 "mlp.down_proj": (H, F),
             }.items()
         }
-    assert tensors == wanted and len(wanted) == 58
+    assert tensors == expected and len(expected) == 58
     raw = config.to_hf()
     different = {key for key, value in ZLAB.items() if raw[key] != value}
     assert different == {"dtype"}, "which is that of the tensors when they are written"
@@ -362,7 +364,7 @@ def test_the_published_draft_of_an_8b_model():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "output"),
     [
         ({"dflash_config": None}, "dflash_config is null"),
         ({"dflash_config": {"mask_token_id": 3}}, "target_layer_ids is null"),
@@ -374,6 +376,6 @@ def test_the_published_draft_of_an_8b_model():
         ({"block_size": "16"}, "block_size"),
     ],
 )
-def test_a_draft_folder_that_is_none(change, said):
-    with pytest.raises(UserError, match=said):
+def test_a_draft_folder_that_is_none(change, output):
+    with pytest.raises(UserError, match=output):
         families.config_from_hf({**ZLAB, **change})

@@ -53,14 +53,14 @@ def test_the_loss_is_the_plain_formula(shift):
         loss = jax.jit(lambda batch: diffusion_loss(model, batch, shift, "reference"))
         read = jax.jit(lambda batch: model.logits(model.hidden(batch).hidden))
         sums, metrics = loss(micro(drawn))
-        found = float(sums["masked"]) / drawn.denoms["masked"][0]
+        actual = float(sums["masked"]) / drawn.denoms["masked"][0]
         total, ces, right, inverse = 0.0, [], [], []
         for row, lengths in enumerate(LENGTHS):
             start = 0
             for length in lengths:
-                here = (0, row, slice(start, start + length))
+                local_result = (0, row, slice(start, start + length))
                 alone = build_batch(
-                    [[lay_out(chain(drawn.tokens[here], {"nll": np.zeros(length)}))]],
+                    [[lay_out(chain(drawn.tokens[local_result], {"nll": np.zeros(length)}))]],
                     length,
                     Fields(since=True, dtype=np.float64),
                 )
@@ -68,16 +68,19 @@ def test_the_loss_is_the_plain_formula(shift):
                 logits = np.asarray(read(alone))[0]
                 logits = logits[[0, *range(length - 1)]] if shift else logits
                 logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-                target, masked = plain.tokens[here], drawn.tokens[here] == MASK
+                target, masked = plain.tokens[local_result], drawn.tokens[local_result] == MASK
                 ce = -logp[np.arange(length), target]
-                weight, p = plain.weights["nll"][here], drawn.streams["mask_ratio"][here]
+                weight, p = (
+                    plain.weights["nll"][local_result],
+                    drawn.streams["mask_ratio"][local_result],
+                )
                 if masked.any():
                     total += (weight * ce)[masked].sum() / p[masked][0] / weight.sum()
                 ces += ce[masked].tolist()
                 right += (logp.argmax(-1) == target)[masked].tolist()
                 inverse += (1 / p[masked]).tolist()
                 start += length
-        assert abs(found - total / 3) < 1e-7 * found  # p is kept in float32
+        assert abs(actual - total / 3) < 1e-7 * actual  # p is kept in float32
         means = {name: float(value / weight) for name, (value, weight) in metrics.items()}
         np.testing.assert_allclose(means["ce_loss"], np.mean(ces), rtol=1e-10)
         np.testing.assert_allclose(means["accuracy"], np.mean(right))
@@ -91,9 +94,9 @@ def test_documents_of_a_row_do_not_see_each_other():
     read = jax.jit(lambda batch: model.hidden(batch).hidden)
     hidden = np.asarray(read(batch))
     changed = batch._replace(tokens=batch.tokens.at[0, 21].add(1))
-    other = np.asarray(read(changed))
-    np.testing.assert_array_equal(hidden[0, :11], other[0, :11])
-    assert (np.abs(hidden[0, 11:22] - other[0, 11:22]).max(-1) > 1e-6).all(), "both sides"
+    array = np.asarray(read(changed))
+    np.testing.assert_array_equal(hidden[0, :11], array[0, :11])
+    assert (np.abs(hidden[0, 11:22] - array[0, 11:22]).max(-1) > 1e-6).all(), "both sides"
 
 
 class Table:
@@ -118,8 +121,8 @@ def test_no_mask_no_loss():
 
 
 def test_models_that_look_back_alone_are_refused():
-    for name, said in (("qwen3_5", "run along the text"), ("mistral", "5 tokens back")):
-        with pytest.raises(UserError, match=said):
+    for name, output in (("qwen3_5", "run along the text"), ("mistral", "5 tokens back")):
+        with pytest.raises(UserError, match=output):
             require_both_sides(families.config_from_hf(RAW[name]), "diffusion")
     require_both_sides(families.config_from_hf(RAW["qwen3_moe"]), "diffusion")
 
@@ -131,12 +134,12 @@ def test_rows_that_a_folder_does_not_have_begin_as_the_mean_of_the_others(tmp_pa
     model = build.init(config, 0)
     saving.save(model, config, tmp_path)
     larger = dataclasses.replace(config, vocab_size=99, grown=2)
-    found = dict(loading.read_params(tmp_path, None, larger))
+    actual = dict(loading.read_params(tmp_path, None, larger))
     for name, table in (("embed", model.embed), ("lm_head", model.lm_head)):
-        wanted = np.asarray(table.embedding[...])
-        grown = np.asarray(found[f"{name}.embedding"])
-        np.testing.assert_array_equal(grown[:97], wanted)
-        np.testing.assert_allclose(grown[97:], [wanted.mean(0)] * 2, atol=1e-6)
+        array = np.asarray(table.embedding[...])
+        grown = np.asarray(actual[f"{name}.embedding"])
+        np.testing.assert_array_equal(grown[:97], array)
+        np.testing.assert_allclose(grown[97:], [array.mean(0)] * 2, atol=1e-6)
     op = GrownRows(TensorRef("t"), 4)
     stored = np.arange(8.0, dtype=np.float32).reshape(4, 2)
     part = op.read(lambda _, index: stored[index], (slice(3, 6), slice(1, 2)))
@@ -155,16 +158,16 @@ def test_transformers_says_the_same_with_a_mask_of_zeros(tmp_path):
     config = keep_task(config, {"kind": "diffusion", "shift": True}, mask_token_id=96)
     model = build.init(config, 0)
     saving.save(model, config, tmp_path)
-    other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert other.config.mask_token_id == 96 and other.config.jaxtrain_task["shift"] is True
+    second = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert second.config.mask_token_id == 96 and second.config.jaxtrain_task["shift"] is True
     tokens = np.array([[4, 9, 96, 11, 96, 3]])
     batch = build_batch([[lay_out(chain(tokens[0], {}))]], 6, Fields((), since=True))
     batch = batch._replace(since=np.zeros((1, 6), np.int32))
-    found = jax.jit(lambda batch: model.logits(model.hidden(batch).hidden))(batch)
+    actual = jax.jit(lambda batch: model.logits(model.hidden(batch).hidden))(batch)
     with torch.no_grad():
         zeros = torch.zeros(1, 1, 6, 6)
-        wanted = other(torch.tensor(tokens), attention_mask=zeros).logits.numpy()
-    np.testing.assert_allclose(found, wanted, atol=2e-5)
+        expected = second(torch.tensor(tokens), attention_mask=zeros).logits.numpy()
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
     assert dict(families.read_config(tmp_path).carried_attributes) == dict(
         config.carried_attributes
     )

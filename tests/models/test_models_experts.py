@@ -29,9 +29,9 @@ def test_sharded_gradients_equal_one_device(sizes, one_device):
     value, grads = one_device
     mesh = make_mesh(**sizes)
     with jax.set_mesh(mesh):
-        found, found_grads = value_and_grads_of(mesh, "qwen3_moe_mixed")
+        actual, found_grads = value_and_grads_of(mesh, "qwen3_moe_mixed")
     # float32 sums split over devices.
-    np.testing.assert_allclose(found, value, rtol=1e-5)
+    np.testing.assert_allclose(actual, value, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(found_grads), jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * float(np.abs(b).max()))
 

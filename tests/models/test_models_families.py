@@ -104,16 +104,16 @@ def make_torch(raw, seed=0):
     return model.float().eval()
 
 
-def relative_error(ours, theirs):
-    scale = np.abs(theirs).max()
-    return np.abs(np.asarray(ours) - theirs).max() / scale
+def relative_error(actual_values, reference):
+    scale = np.abs(reference).max()
+    return np.abs(np.asarray(actual_values) - reference).max() / scale
 
 
 def read_flat(folder) -> dict[str, np.ndarray]:
-    found = {}
+    actual = {}
     for file in Path(folder).glob("*.safetensors"):
-        found |= load_file(file)
-    return found
+        actual |= load_file(file)
+    return actual
 
 
 def leaves(model) -> dict[str, np.ndarray]:
@@ -121,7 +121,7 @@ def leaves(model) -> dict[str, np.ndarray]:
     return {".".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in flat}
 
 
-def check_tensors(theirs, config, params) -> None:
+def check_tensors(reference, config, params) -> None:
     """Check that tensors which bitsandbytes would quantize as one are treated as one here, row by
     row."""
     try:
@@ -129,9 +129,9 @@ def check_tensors(theirs, config, params) -> None:
     except UserError as reason:
         assert "gpt_oss" in config.model_type and "inputs before" in str(reason)
         return
-    wanted = {name.partition("layers.")[2]: value for name, value in theirs.named_parameters()}
+    expected = {name.partition("layers.")[2]: value for name, value in reference.named_parameters()}
     for path, part in parts.items():
-        tensor = wanted[part.tensor.partition("layers.")[2]].detach().numpy()
+        tensor = expected[part.tensor.partition("layers.")[2]].detach().numpy()
         kernel = params[f"{path}.kernel"][0].swapaxes(-1, -2)
         assert tensor.reshape(part.num, -1, tensor.shape[-1]).shape[1] == part.total, path
         rows = tensor[..., part.rows, :]
@@ -139,38 +139,38 @@ def check_tensors(theirs, config, params) -> None:
 
 
 def test_no_family_is_left_out():
-    here = {raw["model_type"] for raw in FAMILIES.values()}
+    local_result = {raw["model_type"] for raw in FAMILIES.values()}
     for name in ARCHITECTURES:
         config = families.find_family(name).Config
-        assert here & {config.model_type, getattr(config, "text_type", "")}, name
+        assert local_result & {config.model_type, getattr(config, "text_type", "")}, name
 
 
 @pytest.mark.parametrize("name", cases(FAMILIES))
 def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
-    theirs = make_torch(FAMILIES[name])
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference = make_torch(FAMILIES[name])
+    reference.save_pretrained(tmp_path / "theirs")
     model = loading.load(tmp_path / "theirs")
     config = families.read_config(tmp_path / "theirs")
 
-    check_tensors(theirs, config, leaves(model))
+    check_tensors(reference, config, leaves(model))
     # Folders: the same tensors, bit by bit, and a config.json that says the same to both.
     saving.save(model, config, tmp_path / "ours")
-    wanted, found = read_flat(tmp_path / "theirs"), read_flat(tmp_path / "ours")
-    assert {k: v.dtype for k, v in found.items()} == {k: v.dtype for k, v in wanted.items()}
-    for tensor, array in wanted.items():
-        assert found[tensor].tobytes() == array.tobytes(), tensor
+    expected, actual = read_flat(tmp_path / "theirs"), read_flat(tmp_path / "ours")
+    assert {k: v.dtype for k, v in actual.items()} == {k: v.dtype for k, v in expected.items()}
+    for tensor, array in expected.items():
+        assert actual[tensor].tobytes() == array.tobytes(), tensor
     assert families.read_config(tmp_path / "ours") == config
-    said = [
-        transformers.AutoConfig.from_pretrained(tmp_path / which).to_dict()
-        for which in ("ours", "theirs")
+    output = [
+        transformers.AutoConfig.from_pretrained(tmp_path / selection).to_dict()
+        for selection in ("ours", "theirs")
     ]
     aside = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-    for one in said:
-        for key in [key for key, value in one.items() if key in aside or value is None]:
-            del one[key]
-    more = said[0].keys() - said[1].keys()  # what vLLM asks for
-    assert more <= type(config).fixed.keys()
-    assert {key: value for key, value in said[0].items() if key not in more} == said[1]
+    for entry in output:
+        for key in [key for key, value in entry.items() if key in aside or value is None]:
+            del entry[key]
+    extra = output[0].keys() - output[1].keys()  # what vLLM asks for
+    assert extra <= type(config).fixed.keys()
+    assert {key: value for key, value in output[0].items() if key not in extra} == output[1]
 
     # The loss is a random linear function of the logits: no direction of theirs can go unseen.
     batch, sequences = make_batch(name)
@@ -186,16 +186,20 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(state)
     tokens, logits = np.asarray(batch.tokens), np.asarray(logits)
     for row, places, seen in sequences:
-        out = theirs(torch.from_numpy(tokens[row, places][None]).long(), use_cache=False).logits[0]
+        out = reference(torch.from_numpy(tokens[row, places][None]).long(), use_cache=False).logits[
+            0
+        ]
         # 1e-4 of the largest value: float32 sums in another order, through some layers and back.
         assert relative_error(logits[row, places], out.detach().numpy()) < 1e-4, (row, len(places))
-        mine = torch.from_numpy(probe[row, places[seen:]])
-        (out[seen:] * mine).sum().div(probe.size).backward()
+        local_copy = torch.from_numpy(probe[row, places[seen:]])
+        (out[seen:] * local_copy).sum().div(probe.size).backward()
 
-    shell = copy.deepcopy(theirs)
+    shell = copy.deepcopy(reference)
     with torch.no_grad():
-        for own, other in zip(theirs.parameters(), shell.parameters(), strict=True):
-            other.copy_(torch.zeros_like(own) if own.grad is None else own.grad)
+        for local_value, second in zip(reference.parameters(), shell.parameters(), strict=True):
+            second.copy_(
+                torch.zeros_like(local_value) if local_value.grad is None else local_value.grad
+            )
         for buffer in shell.buffers():  # such as a bias that moves the choice of experts alone
             buffer.zero_()
     shell.save_pretrained(tmp_path / "grads")
@@ -252,8 +256,8 @@ def test_sharded_gradients_equal_one_device(name):
         for sizes in SHARDED[name] if isinstance(SHARDED[name], list) else [SHARDED[name]]:
             mesh = make_mesh(**sizes)
             with jax.set_mesh(mesh):
-                found, found_grads = run(jax.device_put(state, shardings(state, mesh)))
-            np.testing.assert_allclose(found, value, rtol=1e-10)
+                actual, found_grads = run(jax.device_put(state, shardings(state, mesh)))
+            np.testing.assert_allclose(actual, value, rtol=1e-10)
             for path, grad in grads.items():
                 error = np.abs(found_grads[path] - grad).max()
                 assert error <= 1e-9 * max(np.abs(grad).max(), 1e-6), (sizes, path)
@@ -266,14 +270,14 @@ def test_export_loads_in_transformers(name, tmp_path):
     config = families.config_from_hf(FAMILIES[name])
     model = build.init(config, seed=3)
     saving.save(model, config, tmp_path)
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+    reference, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager", output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert families.read_config(tmp_path) == config
     tokens = np.stack(documents(4, 30, 30))
     with torch.no_grad():
-        expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+        expected = reference(torch.from_numpy(tokens).long()).logits.numpy()
     logits = model.logits(model.hidden(pack([[row] for row in tokens], 30)).hidden)
     assert relative_error(logits, expected) < 1e-4  # float32 sums in another order
-    assert theirs.config.to_dict().get("rope_parameters", {}) == dict(config.rope)
+    assert reference.config.to_dict().get("rope_parameters", {}) == dict(config.rope)

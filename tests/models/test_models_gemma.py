@@ -64,12 +64,14 @@ def test_text_of_a_multimodal_folder(name, tmp_path):
 
     config, model = families.read_config(tmp_path / "in"), loading.load(tmp_path / "in")
     assert config.media_tokens == {90: "image_token_id"}
-    ours, theirs = (jax.tree.leaves(nnx.state(m)) for m in (model, loading.load(tmp_path / "text")))
-    for one, other in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(one, other)
+    actual_values, reference = (
+        jax.tree.leaves(nnx.state(m)) for m in (model, loading.load(tmp_path / "text"))
+    )
+    for entry, second in zip(actual_values, reference, strict=True):
+        np.testing.assert_array_equal(entry, second)
     saving.save(model, config, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert {k: v.tobytes() for k, v in found.items()} == {
+    actual = load_file(tmp_path / "out" / "model.safetensors")
+    assert {k: v.tobytes() for k, v in actual.items()} == {
         k: v.tobytes() for k, v in (named | beside).items()
     }
     assert families.read_config(tmp_path / "out") == config
@@ -83,13 +85,16 @@ def test_what_newer_files_say_of_each_layer():
     old = families.config_from_hf(raw)
     assert (old.heads(FULL), old.heads(SLIDING)) == ((16, 1), (12, 2))
     del raw["global_head_dim"], raw["num_global_key_value_heads"]
-    own = {"head_dim": 16, "num_key_value_heads": 1}
-    assert families.config_from_hf({**raw, "per_layer_config": {"2": own, "3": own}}) == old
+    local_value = {"head_dim": 16, "num_key_value_heads": 1}
+    assert (
+        families.config_from_hf({**raw, "per_layer_config": {"2": local_value, "3": local_value}})
+        == old
+    )
     for wrong in (
-        {"2": own},
-        {"1": own, "2": own, "3": own},
-        {"2": own, "3": {**own, "sliding_window": 3}},
-        [own],
+        {"2": local_value},
+        {"1": local_value, "2": local_value, "3": local_value},
+        {"2": local_value, "3": {**local_value, "sliding_window": 3}},
+        [local_value],
     ):
         with pytest.raises(UserError, match="per_layer_config is"):
             families.config_from_hf({**raw, "per_layer_config": wrong})

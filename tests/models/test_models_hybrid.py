@@ -113,14 +113,16 @@ def test_load_then_save_is_bit_identical(name, multimodal, fused, tmp_path):
     assert not any("visual" in path or "mtp" in path for path in params)
     wide = {path for path, value in params.items() if value.dtype == np.float32}
     linear = {path.rsplit(".attention.", 1)[0] for path in params if path.endswith("A_log")}
-    assert wide == {f"{at}.attention.{part}" for at in linear for part in ("A_log", "norm.scale")}
+    assert wide == {
+        f"{index}.attention.{part}" for index in linear for part in ("A_log", "norm.scale")
+    }
     config = families.read_config(tmp_path / "in")
     saving.save(model, config, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert set(found) == set(tensors)
+    actual = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(actual) == set(tensors)
     for tensor, array in tensors.items():
-        assert found[tensor].dtype == array.dtype, tensor
-        assert found[tensor].tobytes() == array.tobytes(), tensor
+        assert actual[tensor].dtype == array.dtype, tensor
+        assert actual[tensor].tobytes() == array.tobytes(), tensor
     assert families.read_config(tmp_path / "out") == config
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     if multimodal:
@@ -191,8 +193,8 @@ def test_adapters_have_pefts_names_and_small_gates_stay_whole():
     parts = [by_head[:, :8], by_head[:, 8:16], by_head[:, 16:]]
     np.testing.assert_array_equal(written, np.concatenate([p.reshape(-1, 2) for p in parts]))
     stored = split_model(store_kernels(build.abstract(config), "int8"))[0]
-    whole = {p.split(".")[-2] for p in stored if p.endswith("kernel") and ".attention." in p}
-    assert whole == {"a", "b"}
+    full = {p.split(".")[-2] for p in stored if p.endswith("kernel") and ".attention." in p}
+    assert full == {"a", "b"}
 
 
 def test_decay_and_taps_are_no_matrices():
@@ -228,9 +230,9 @@ def test_sharded_gradients_equal_one_device(sizes, one_device):
     value, grads = one_device
     mesh = make_mesh(**sizes)
     with jax.set_mesh(mesh):
-        found, found_grads = value_and_grads(mesh, "qwen3_5")
+        actual, found_grads = value_and_grads(mesh, "qwen3_5")
     # float32 sums split over devices; what reaches A_log cancels to a hundredth.
-    np.testing.assert_allclose(found, value, rtol=1e-5)
+    np.testing.assert_allclose(actual, value, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(found_grads), jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=5e-5 * float(np.abs(b).max()))
 

@@ -185,13 +185,13 @@ def test_rows_longer_than_an_indexer_lets_through_are_refused():
 
 def test_adapters_find_every_matrix_by_its_name():
     linears = find_linears(families.config_from_hf({**SIZES, **FAMILIES["deepseek_v3"]}))
-    found = {
+    actual = {
         of.modules[0].rsplit(".", 1)[1]: of.preset
         for path, of in linears.items()
         if ".attention." in path and "dense" in path
     }
     names = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-    assert found == dict.fromkeys(names, "attention")
+    assert actual == dict.fromkeys(names, "attention")
 
 
 @pytest.mark.slow
@@ -205,18 +205,20 @@ def test_text_of_a_multimodal_mistral(tied, tmp_path):
     config = transformers.Mistral3Config(
         text_config=text, vision_config={**vision, "patch_size": 14}, tie_word_embeddings=tied
     )
-    theirs = transformers.Mistral3ForConditionalGeneration._from_config(
+    reference = transformers.Mistral3ForConditionalGeneration._from_config(
         config, attn_implementation="eager"
     ).eval()
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference.save_pretrained(tmp_path / "theirs")
     model = loading.load(tmp_path / "theirs")
     row = documents(1, 20, 20)[0]
     with torch.no_grad():
-        wanted = theirs(input_ids=torch.from_numpy(np.asarray(row)[None]).long()).logits[0]
+        expected = reference(input_ids=torch.from_numpy(np.asarray(row)[None]).long()).logits[0]
     logits = model.logits(model.hidden(pack([[row]], 20)).hidden)[0]
-    assert relative_error(np.asarray(logits), wanted.numpy()) < 1e-4
+    assert relative_error(np.asarray(logits), expected.numpy()) < 1e-4
     saving.save(model, families.read_config(tmp_path / "theirs"), tmp_path / "ours")
-    names = [load_file(tmp_path / which / "model.safetensors") for which in ("theirs", "ours")]
+    names = [
+        load_file(tmp_path / selection / "model.safetensors") for selection in ("theirs", "ours")
+    ]
     assert {k: v.tobytes() for k, v in names[0].items()} == {
         k: v.tobytes() for k, v in names[1].items()
     }

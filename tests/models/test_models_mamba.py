@@ -109,11 +109,11 @@ def test_load_then_save_is_bit_identical(name, prefix, tmp_path):
     assert wide == {*WIDE, "choice_bias"} if "moe" in name and "nemotron" in name else {*WIDE}
     config = families.read_config(tmp_path / "in")
     saving.save(model, config, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert set(found) == set(tensors)
+    actual = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(actual) == set(tensors)
     for tensor, array in tensors.items():
-        assert found[tensor].dtype == array.dtype, tensor
-        assert found[tensor].tobytes() == array.tobytes(), tensor
+        assert actual[tensor].dtype == array.dtype, tensor
+        assert actual[tensor].tobytes() == array.tobytes(), tensor
     assert families.read_config(tmp_path / "out") == config
 
 
@@ -229,9 +229,9 @@ def test_a_norm_of_groups_is_behind_its_gate():
     norm = GroupedRMSNorm(12, 3, eps=1e-3)
     norm.scale[...] = jnp.asarray(scale)
     gated = (x * gate / (1 + np.exp(-gate))).reshape(3, 4)
-    wanted = gated / np.sqrt((gated**2).mean(1, keepdims=True) + 1e-3)
-    found = norm(jnp.asarray(x), jnp.asarray(gate))
-    np.testing.assert_allclose(found, wanted.reshape(12) * scale, rtol=2e-6)
+    expected = gated / np.sqrt((gated**2).mean(1, keepdims=True) + 1e-3)
+    actual = norm(jnp.asarray(x), jnp.asarray(gate))
+    np.testing.assert_allclose(actual, expected.reshape(12) * scale, rtol=2e-6)
 
 
 @pytest.mark.slow
@@ -248,8 +248,8 @@ def test_sharded_gradients_equal_one_device(name, sizes):
     value, grads = value_and_grads(None, name)
     mesh = make_mesh(**sizes)
     with jax.set_mesh(mesh):
-        found, found_grads = value_and_grads(mesh, name)
+        actual, found_grads = value_and_grads(mesh, name)
     # float32 sums split over devices.
-    np.testing.assert_allclose(found, value, rtol=1e-5)
+    np.testing.assert_allclose(actual, value, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(found_grads), jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=5e-5 * float(np.abs(b).max()))

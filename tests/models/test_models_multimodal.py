@@ -39,28 +39,28 @@ def write_mistral(folder, text: str, tied: bool):
     [("ministral3", False), pytest.param("mistral", True, marks=pytest.mark.slow)],
 )
 def test_the_text_of_a_mistral_with_a_tower(text, tied, tmp_path):
-    theirs = write_mistral(tmp_path / "in", text, tied)
+    mistral = write_mistral(tmp_path / "in", text, tied)
     config = families.read_config(tmp_path / "in")
     assert config.text_type == text and config.prefix == "language_model.model."
     model = loading.load(tmp_path / "in")
     (document,) = documents(3, 24)
     document = np.where(document == 5, 6, document)
-    ours = model.logits(model.hidden(pack([[document]], 24)).hidden)[0]
+    actual_values = model.logits(model.hidden(pack([[document]], 24)).hidden)[0]
     with torch.no_grad():
-        wanted = theirs(torch.from_numpy(document[None]).long()).logits[0].numpy()
-    assert relative_error(np.asarray(ours), wanted) < 1e-5
+        expected = mistral(torch.from_numpy(document[None]).long()).logits[0].numpy()
+    assert relative_error(np.asarray(actual_values), expected) < 1e-5
 
     saving.save(model, config, tmp_path / "out")
-    stored, found = read_flat(tmp_path / "in"), read_flat(tmp_path / "out")
-    assert set(found) == set(stored)
-    assert tied == ("language_model.lm_head.weight" not in found)
+    stored, actual = read_flat(tmp_path / "in"), read_flat(tmp_path / "out")
+    assert set(actual) == set(stored)
+    assert tied == ("language_model.lm_head.weight" not in actual)
     for name, array in stored.items():
-        assert found[name].tobytes() == array.tobytes(), name
+        assert actual[name].tobytes() == array.tobytes(), name
     assert families.read_config(tmp_path / "out") == config
     again = transformers.Mistral3ForConditionalGeneration.from_pretrained(tmp_path / "out")
     with torch.no_grad():
-        said = again(torch.from_numpy(document[None]).long()).logits[0].numpy()
-    np.testing.assert_array_equal(said, wanted)
+        output = again(torch.from_numpy(document[None]).long()).logits[0].numpy()
+    np.testing.assert_array_equal(output, expected)
 
 
 def test_a_text_that_no_family_has_is_refused_by_name():

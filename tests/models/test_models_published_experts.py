@@ -196,8 +196,8 @@ def test_published_configs(raw, billions, dims, carried):
     written = config.to_hf()
     assert families.config_from_hf(written) == config
     for key in config.fixed:
-        wanted = raw.get(key)
-        assert written.get(key) == (wanted[0] if key == "num_shared_expert" else wanted) or (
+        expected = raw.get(key)
+        assert written.get(key) == (expected[0] if key == "num_shared_expert" else expected) or (
             key == "moe_intermediate_size"
         )
 

@@ -76,35 +76,35 @@ def test_transformers_scores_what_we_write(name, head, tmp_path):
     saving.save(build.init(config, 3), config, tmp_path)
     kind = "Sequence" if head is SEQUENCE else "Token"
     auto = getattr(transformers, f"AutoModelFor{kind}Classification")
-    theirs, report = auto.from_pretrained(
+    reference, report = auto.from_pretrained(
         tmp_path, attn_implementation="eager", output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert families.read_config(tmp_path) == config
-    found = score_texts(loading.load(tmp_path))
+    actual = score_texts(loading.load(tmp_path))
     ids, mask = their_inputs()
     with torch.no_grad():
-        expected = theirs.eval()(ids, attention_mask=mask).logits.numpy()
+        expected = reference.eval()(ids, attention_mask=mask).logits.numpy()
     if head is SEQUENCE:
-        np.testing.assert_allclose(last_tokens(found), expected, atol=1e-5)
+        np.testing.assert_allclose(last_tokens(actual), expected, atol=1e-5)
         return
     for row, text in enumerate(TEXTS):
-        here = (row, slice(len(text)))
-        np.testing.assert_allclose(found[here], expected[here], atol=1e-5)
+        local_result = (row, slice(len(text)))
+        np.testing.assert_allclose(actual[local_result], expected[local_result], atol=1e-5)
 
 
 def test_a_language_model_gets_a_head_and_keeps_the_rest(tmp_path):
     config = families.config_from_hf(RAW["llama"])
     saving.save(build.init(config, 3), config, tmp_path)
-    wanted = choose_head(families.read_config(tmp_path), SEQUENCE)
-    assert wanted.score == dataclasses.replace(SEQUENCE, drawn=True)
-    found = dict(loading.read_params(tmp_path, config=wanted, seed=1))
+    expected = choose_head(families.read_config(tmp_path), SEQUENCE)
+    assert expected.score == dataclasses.replace(SEQUENCE, drawn=True)
+    actual = dict(loading.read_params(tmp_path, config=expected, seed=1))
     base = split_model(loading.load(tmp_path))[0]
-    assert found.keys() == base.keys() - {"lm_head.embedding"} | {"score.weight"}
-    assert all(np.array_equal(found[path], base[path]) for path in found if path in base)
-    head = np.asarray(found["score.weight"])
-    (_, other), *_ = build.draw_params(wanted, 2, only={"score.weight"})
-    assert not np.array_equal(head, other)
+    assert actual.keys() == base.keys() - {"lm_head.embedding"} | {"score.weight"}
+    assert all(np.array_equal(actual[path], base[path]) for path in actual if path in base)
+    head = np.asarray(actual["score.weight"])
+    (_, second), *_ = build.draw_params(expected, 2, only={"score.weight"})
+    assert not np.array_equal(head, second)
     assert 0.05 < head.std() < 0.2  # initializer_range is 0.1
 
 
@@ -117,9 +117,11 @@ def test_peft_loads_an_adapter_with_its_head(tmp_path):
     slots = choose_slots(find_linears(config), ["all-linear"], LoRASpec(4, 6.0), {}, {})
     adapter = Adapter(slots, ("score.weight",))
     shapes, rebuild = split_model(attach(build.abstract(config), adapter))
-    here = jax.sharding.NamedSharding(make_mesh(jax.devices()[:1]), jax.sharding.PartitionSpec())
+    named_sharding = jax.sharding.NamedSharding(
+        make_mesh(jax.devices()[:1]), jax.sharding.PartitionSpec()
+    )
     shapes = {
-        path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here)
+        path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=named_sharding)
         for path, shape in shapes.items()
         if adapter.trains(path)
     }
@@ -129,25 +131,25 @@ def test_peft_loads_an_adapter_with_its_head(tmp_path):
         for path, shape in shapes.items()
     }
     write_peft(values, config, adapter, tmp_path / "adapter", str(tmp_path / "base"))
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+    reference = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "base", num_labels=1, attn_implementation="eager"
     )
-    theirs = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
+    reference = peft.PeftModel.from_pretrained(reference, str(tmp_path / "adapter")).eval()
     ids, mask = their_inputs()
     with torch.no_grad():
-        expected = theirs(ids, attention_mask=mask).logits.numpy()
+        expected = reference(ids, attention_mask=mask).logits.numpy()
 
-    found = read_adapter(tmp_path / "adapter", config, "float32")
-    assert (found.slots, found.full) == (adapter.slots, adapter.full)
-    loaded = load_trained(shapes, config, found)
+    actual = read_adapter(tmp_path / "adapter", config, "float32")
+    assert (actual.slots, actual.full) == (adapter.slots, adapter.full)
+    loaded = load_trained(shapes, config, actual)
     params = dict(loading.read_params(tmp_path / "base", config=config))
     assert all(np.array_equal(loaded[path], values[path]) for path in values)
-    ours = score_texts(rebuild({**params, **loaded}))
-    np.testing.assert_allclose(last_tokens(ours), expected, atol=1e-5)
+    actual_values = score_texts(rebuild({**params, **loaded}))
+    np.testing.assert_allclose(last_tokens(actual_values), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("raw", "score", "said"),
+    ("raw", "score", "output"),
     [
         ({"architectures": ["Qwen3ForSequenceClassification"]}, None, "jaxtrain score"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, SEQUENCE, "with 2 labels"),
@@ -164,7 +166,7 @@ def test_peft_loads_an_adapter_with_its_head(tmp_path):
         ),
     ],
 )
-def test_heads_that_do_not_fit_are_told(raw, score, said):
+def test_heads_that_do_not_fit_are_told(raw, score, output):
     raw = json.loads(json.dumps({**RAW["qwen3"], **raw}))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=output):
         choose_head(families.config_from_hf(raw), score)

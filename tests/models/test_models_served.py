@@ -28,8 +28,11 @@ def test_exports_are_served_with_our_log_probs(tmp_path):
         pytest.skip("JAXTRAIN_VLLM_PYTHON does not name the Python of an environment with vLLM")
     import served_families
 
-    found = served_families.run([*NAMES, *REFUSED], tmp_path, "float32", seconds=900)
+    completed = served_families.run([*NAMES, *REFUSED], tmp_path, "float32", seconds=900)
     for name in NAMES:
-        assert found[name]["difference"] < served_families.CLOSE["float32"], (name, found[name])
+        assert completed[name]["difference"] < served_families.CLOSE["float32"], (
+            name,
+            completed[name],
+        )
     for name, words in REFUSED.items():
-        assert words in found[name]["error"], (name, found[name])
+        assert words in completed[name]["error"], (name, completed[name])

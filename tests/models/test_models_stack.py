@@ -52,11 +52,11 @@ def test_scan_equals_unrolled_and_remat_changes_nothing(x64):
     expected, grads = value_and_grads(config, batch, **wide, scan_layers=False)
     variants = [(False, "full"), *((True, policy) for policy in REMAT)]
     for scan, remat in variants:
-        value, found = value_and_grads(config, batch, **wide, scan_layers=scan, remat=remat)
+        value, actual = value_and_grads(config, batch, **wide, scan_layers=scan, remat=remat)
         # float64 with a compiler free to reorder sums.
         np.testing.assert_allclose(value, expected, rtol=1e-12)
-        for ours, theirs in zip(found, grads, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-11)
+        for actual_values, grad in zip(actual, grads, strict=True):
+            np.testing.assert_allclose(actual_values, grad, rtol=1e-9, atol=1e-11)
 
 
 def test_unknown_remat_is_refused():
@@ -78,9 +78,9 @@ def test_layers_of_several_kinds_are_scanned_by_their_period(x64):
         graphdef, state = nnx.split(model)
 
         def loss(state):
-            found = nnx.merge(graphdef, state).hidden(batch, capture=(2, 4, 6))
-            captured = sum(jnp.sin(value).sum() for value in found.captured.values())
-            return jnp.cos(found.hidden).sum() + captured, found
+            actual = nnx.merge(graphdef, state).hidden(batch, capture=(2, 4, 6))
+            captured = sum(jnp.sin(value).sum() for value in actual.captured.values())
+            return jnp.cos(actual.hidden).sum() + captured, actual
 
         return model, jax.jit(jax.value_and_grad(loss, has_aux=True))(state)
 
@@ -88,9 +88,11 @@ def test_layers_of_several_kinds_are_scanned_by_their_period(x64):
     assert find_segments(model.stack.specs) == (LayerSegment(0, 3, 2), LayerSegment(6, 1, 1))
     _, unrolled = run(scan_layers=False)
     assert scanned[0][1].notes["expert_load"].shape == (5, 2, 4)
-    for ours, theirs in zip(jax.tree.leaves(scanned), jax.tree.leaves(unrolled), strict=True):
+    for actual_values, reference in zip(
+        jax.tree.leaves(scanned), jax.tree.leaves(unrolled), strict=True
+    ):
         # float64 with a compiler free to reorder sums.
-        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-11)
+        np.testing.assert_allclose(actual_values, reference, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +129,8 @@ def test_branches_that_share_a_prefix_equal_their_paths(name, x64):
     """Windows must follow positions, not indices; experts must drop nothing."""
     config = families.config_from_hf(RAW[name])
     model = build.init(config, 0, param_dtype="float64", dtype="float64")
-    trunk, left, right = documents(3, 6, 7, 5)
-    batch = pack([[np.concatenate([trunk, left, right])]], 18)
+    trunk, first, right = documents(3, 6, 7, 5)
+    batch = pack([[np.concatenate([trunk, first, right])]], 18)
     index = np.arange(18)
     in_right = index >= 13
     tree = batch._replace(
@@ -136,9 +138,9 @@ def test_branches_that_share_a_prefix_equal_their_paths(name, x64):
         until=jnp.asarray(np.where((index >= 6) & ~in_right, 13, 18)[None], jnp.int32),
     )
     hidden = hidden_of(model, tree)
-    one = hidden_of(model, pack([[np.concatenate([trunk, left])]], 13))
+    entry = hidden_of(model, pack([[np.concatenate([trunk, first])]], 13))
     two = hidden_of(model, pack([[np.concatenate([trunk, right])]], 11))
-    np.testing.assert_allclose(hidden[:, :13], one, atol=1e-10)  # as in the test above
+    np.testing.assert_allclose(hidden[:, :13], entry, atol=1e-10)  # as in the test above
     np.testing.assert_allclose(hidden[:, 13:], two[:, 6:], atol=1e-10)
 
 
@@ -146,19 +148,21 @@ def test_capture_gives_the_states_between_layers():
     config = families.config_from_hf({**RAW["qwen3"], "num_hidden_layers": 3})
     batch = pack([documents(4, 12)], 12)
     model = build.init(config, 0)
-    found = jax.jit(lambda model: model.hidden(batch, capture=(0, 2)))(model)
-    assert set(found.captured) == {0, 2}
+    actual = jax.jit(lambda model: model.hidden(batch, capture=(0, 2)))(model)
+    assert set(actual.captured) == {0, 2}
     # float32, and each program rounds in its own order.
-    np.testing.assert_allclose(model.norm(found.captured[2]), found.hidden, atol=1e-5)
-    np.testing.assert_allclose(hidden_of(model, batch), found.hidden, atol=1e-5)
+    np.testing.assert_allclose(model.norm(actual.captured[2]), actual.hidden, atol=1e-5)
+    np.testing.assert_allclose(hidden_of(model, batch), actual.hidden, atol=1e-5)
     apart = jax.jit(lambda model: model.unstack().hidden(batch, capture=(0, 2)))(model)
-    for ours, theirs in zip(jax.tree.leaves(apart), jax.tree.leaves(found), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    for actual_values, reference in zip(
+        jax.tree.leaves(apart), jax.tree.leaves(actual), strict=True
+    ):
+        np.testing.assert_allclose(actual_values, reference, atol=1e-5)
     first = build.init(config, 0)
     first.stack.specs = first.stack.specs[:1]
     nnx.update(first.stack.block, jax.tree.map(lambda leaf: leaf[:1], nnx.state(first.stack.block)))
-    wanted = model.norm(found.captured[0])
-    np.testing.assert_allclose(hidden_of(first, batch), wanted, atol=1e-5)
+    expected = model.norm(actual.captured[0])
+    np.testing.assert_allclose(hidden_of(first, batch), expected, atol=1e-5)
 
 
 def test_bfloat16_compute_keeps_float32_masters():
@@ -181,8 +185,8 @@ def test_no_layer_behind_the_last_captured_one_is_run(name, layers):
     config = families.config_from_hf(raw)
     batch = pack([documents(0, 11, 6), documents(1, 19)], 20)
     graphdef, state = nnx.split(build.init(config, 0))
-    whole = nnx.merge(graphdef, state).hidden(batch, layers).captured
-    wanted = jnp.concatenate([whole[layer] for layer in layers], -1)
+    full = nnx.merge(graphdef, state).hidden(batch, layers).captured
+    array = jnp.concatenate([full[layer] for layer in layers], -1)
     # What is not run cannot spoil anything.
     spoiled = jax.tree_util.tree_map_with_path(
         lambda path, leaf: (
@@ -190,21 +194,21 @@ def test_no_layer_behind_the_last_captured_one_is_run(name, layers):
         ),
         state,
     )
-    found = jax.jit(lambda state: nnx.merge(graphdef, state).captured(batch, layers))(spoiled)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    actual = jax.jit(lambda state: nnx.merge(graphdef, state).captured(batch, layers))(spoiled)
+    np.testing.assert_allclose(actual, array, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_to_decode_with_has_its_kernels_joined():
     model = build.init(families.config_from_hf(RAW["qwen3"]), 0)
     model = jax.jit(lambda model: model.unstack())(model)
     block = model.stack.layers[0]
-    for first, *others in (
+    for first, *peers in (
         (block.attention.q, block.attention.k, block.attention.v),
         (block.mlp.gate, block.mlp.up),
     ):
-        width = sum(one.kernel.shape[1] for one in (first, *others))
+        width = sum(entry.kernel.shape[1] for entry in (first, *peers))
         assert first.kernel.fused.shape == (first.kernel.shape[0], width)
-        assert all(one.kernel.fused is None for one in others)
+        assert all(entry.kernel.fused is None for entry in peers)
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -226,13 +230,13 @@ def test_kernels_that_training_rounds_lie_side_by_side(scan, monkeypatch):
     joined, (value, grads) = run()
     assert isinstance(joined, FusedColumns) and joined.fused.dtype == jnp.bfloat16
     monkeypatch.setattr(stack_params, "fuse_all", lambda block: None)
-    apart, (expected, wanted) = run()
+    apart, (expected, expectation) = run()
     assert isinstance(apart, nnx.Param) and apart.dtype == jnp.bfloat16
     np.testing.assert_allclose(value, expected, rtol=1e-2)
-    assert [grad.dtype for grad in grads] == [jnp.float32] * len(wanted)
-    for ours, theirs in zip(grads, wanted, strict=True):
+    assert [grad.dtype for grad in grads] == [jnp.float32] * len(expectation)
+    for actual_values, reference in zip(grads, expectation, strict=True):
         # bfloat16: gradients to x are one sum in the place of three rounded ones.
-        assert np.linalg.norm(ours - theirs) < 0.02 * np.linalg.norm(theirs)
+        assert np.linalg.norm(actual_values - reference) < 0.02 * np.linalg.norm(reference)
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -242,8 +246,8 @@ def test_a_model_is_not_changed_by_what_rounds_its_kernels(scan):
     model = build.init(config, 0, dtype="bfloat16", scan_layers=scan)
     before = jax.tree.leaves(nnx.state(model))
     twice = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
-    found = jax.lax.map(lambda one: model.hidden(one).hidden, twice)
-    np.testing.assert_array_equal(found[0], found[1])
+    actual = jax.lax.map(lambda entry: model.hidden(entry).hidden, twice)
+    np.testing.assert_array_equal(actual[0], actual[1])
     assert model.stack.block.attention.q.kernel.dtype == jnp.float32
     assert all(a is b for a, b in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
 
@@ -255,8 +259,8 @@ def test_linears_of_a_scan_have_an_output_barrier(monkeypatch):
         model = build.init(families.config_from_hf(RAW["qwen3"]), 0, scan_layers=scan)
         segments = find_segments(model.stack.specs)
         ((graphdef, state),) = model.stack._split_blocks(segments)[0].values()
-        found = nnx.iter_graph(nnx.merge(graphdef, state))
-        return {node.output_barrier for _, node in found if isinstance(node, Linear)}
+        actual = nnx.iter_graph(nnx.merge(graphdef, state))
+        return {node.output_barrier for _, node in actual if isinstance(node, Linear)}
 
     assert output_barriers(True) == {True} and output_barriers(False) == {False}
     monkeypatch.setattr(stack, "device_kind", lambda: "TPU v5e")

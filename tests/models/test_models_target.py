@@ -34,9 +34,9 @@ def parts_of(config, folder=None, adapter=None, devices=slice(0, 1), **axes) -> 
 
 
 def states_of(parts: ModelBundle, **kwargs) -> dict[str, np.ndarray]:
-    found = FrozenTarget(parts, LAYERS, **{"last": True, "seed": 0, **kwargs})(host_batch())
+    actual = FrozenTarget(parts, LAYERS, **{"last": True, "seed": 0, **kwargs})(host_batch())
     real = (pack(ROWS, TOKENS).until > np.arange(TOKENS) + 1)[None, ..., None]
-    return {n: np.where(real, np.asarray(v)[:, : len(ROWS)], 0) for n, v in found.items()}
+    return {n: np.where(real, np.asarray(v)[:, : len(ROWS)], 0) for n, v in actual.items()}
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +44,12 @@ def plain():
     """States of a model on one device, by its own forward pass."""
     config = families.config_from_hf({**RAW["qwen3_moe"], "vocab_size": 96})
     model, batch = build.init(config, 0), pack(ROWS, TOKENS)
-    found = jax.jit(lambda batch: model.hidden(batch, LAYERS))(batch)
+    actual = jax.jit(lambda batch: model.hidden(batch, LAYERS))(batch)
     real = (batch.until > np.arange(TOKENS) + 1)[..., None]
-    captured = np.concatenate([found.captured[layer] for layer in LAYERS], -1)
+    captured = np.concatenate([actual.captured[layer] for layer in LAYERS], -1)
     return config, {
         STATES: np.where(real, captured, 0)[None],
-        LAST: np.where(real, found.hidden, 0)[None],
+        LAST: np.where(real, actual.hidden, 0)[None],
     }
 
 
@@ -64,13 +64,13 @@ def plain():
 )
 def test_states_are_those_of_the_forward_pass_on_any_devices(plain, placed):
     """Three rows do not divide among two devices; experts, too."""
-    config, wanted = plain
+    config, expected = plain
     parts = parts_of(config, **placed)
-    found = states_of(parts)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
+    actual = states_of(parts)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
         # float32, sums in another order.
-        np.testing.assert_allclose(found[name], value, atol=3e-6, err_msg=name)
+        np.testing.assert_allclose(actual[name], value, atol=3e-6, err_msg=name)
     assert states_of(parts, last=False).keys() == {STATES}
 
 
@@ -109,23 +109,25 @@ def test_a_target_with_an_adapter_is_the_merged_model(tmp_path):
     adapter = read_adapter(tmp_path / "adapter", config, "float32")
     attached = parts_of(config, tmp_path / "base", adapter)
     merged = parts_of(config, tmp_path / "merged")
-    found, wanted = states_of(attached), states_of(merged)
-    for name, value in wanted.items():
+    actual, expected = states_of(attached), states_of(merged)
+    for name, value in expected.items():
         # float32: W x + s B (A x) against (W + s B A) x.
-        np.testing.assert_allclose(found[name], value, atol=2e-5, err_msg=name)
-    assert np.abs(wanted[STATES] - states_of(parts_of(config, tmp_path / "base"))[STATES]).max() > 1
+        np.testing.assert_allclose(actual[name], value, atol=2e-5, err_msg=name)
+    assert (
+        np.abs(expected[STATES] - states_of(parts_of(config, tmp_path / "base"))[STATES]).max() > 1
+    )
     ends = open_params(borrowed_parts(attached), 0)
-    theirs = open_params(borrowed_parts(merged), 0)
-    assert ends.keys() == theirs.keys() == {"embed.embedding", "norm.scale", "lm_head.embedding"}
-    for path, value in theirs.items():
+    params = open_params(borrowed_parts(merged), 0)
+    assert ends.keys() == params.keys() == {"embed.embedding", "norm.scale", "lm_head.embedding"}
+    for path, value in params.items():
         np.testing.assert_allclose(ends[path], value, atol=1e-6, err_msg=path)
 
 
 def test_a_target_in_few_bits_is_near_the_whole_one(tmp_path):
     config = write_base(tmp_path / "base")
-    whole = states_of(parts_of(config, tmp_path / "base"))
+    full = states_of(parts_of(config, tmp_path / "base"))
     few = states_of(parts_of(config, tmp_path / "base", Adapter({}, quantize="int8")))
-    for name, value in whole.items():
+    for name, value in full.items():
         error = np.abs(few[name] - value).max() / np.abs(value).max()
         assert 0 < error < 0.05, name
 
@@ -135,12 +137,12 @@ def test_the_ends_are_those_of_the_whole_model(tmp_path, tied):
     config = write_base(tmp_path / "base", tie_word_embeddings=tied)
     for folder in (tmp_path / "base", None):
         parts = parts_of(config, folder)
-        whole, ends = open_params(parts, 3), open_params(borrowed_parts(parts), 3)
+        complete, ends = open_params(parts, 3), open_params(borrowed_parts(parts), 3)
         assert len(ends) == 2 + (not tied)
         for path, value in ends.items():
-            np.testing.assert_array_equal(value, whole[path], err_msg=path)
+            np.testing.assert_array_equal(value, complete[path], err_msg=path)
         model = abstract_params(borrowed_parts(parts))[1](ends)
-        full = abstract_params(parts)[1](whole)
+        full = abstract_params(parts)[1](complete)
         x = np.random.default_rng(0).standard_normal((2, 3, 32)).astype(np.float32)
         np.testing.assert_array_equal(model.logits(model.norm(x)), full.logits(full.norm(x)))
 

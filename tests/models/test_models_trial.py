@@ -66,19 +66,19 @@ def try_and_take_back(raw, apart):
 
     cache, seen = model.init_cache(3, 44), np.zeros(3, int)
     for turn in range(14):
-        left = np.array([len(text) for text in texts]) - seen
+        remaining = np.array([len(text) for text in texts]) - seen
         trial = turn % 4 > 0
-        counts = np.minimum(left, rng.integers(0, width + 1, 3) if trial else [3, 1, 2])
+        counts = np.minimum(remaining, rng.integers(0, width + 1, 3) if trial else [3, 1, 2])
         tokens = rng.integers(1, 97, (3, width)).astype(np.int32)
         for row, count in enumerate(counts):
             tokens[row, :count] = texts[row][seen[row] : seen[row] + count]
         read = try_tokens if trial else plain
         hidden, cache, captured, _ = read(tokens, cache, jnp.asarray(counts, jnp.int32))
         for row, count in enumerate(counts):
-            place = slice(seen[row], seen[row] + count)
-            wanted = full.hidden[row, place], captured_BTF[row, place]
-            for found, exact in zip((hidden, captured), wanted, strict=True):
-                np.testing.assert_allclose(found[row, :count], exact, rtol=1e-9, atol=1e-9)
+            position = slice(seen[row], seen[row] + count)
+            expected = full.hidden[row, position], captured_BTF[row, position]
+            for actual, exact in zip((hidden, captured), expected, strict=True):
+                np.testing.assert_allclose(actual[row, :count], exact, rtol=1e-9, atol=1e-9)
         seen += counts
         assert cache.length.tolist() == seen.tolist()
     assert seen.min() > 20, "the rings went round"

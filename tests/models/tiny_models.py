@@ -219,14 +219,14 @@ def check_decoding(raw: dict, scan: bool = True, apart: bool = True):
             tokens[row, :count] = text[seen[row] : seen[row] + count]
         hidden, cache, *_ = decode(model, tokens, cache, jnp.asarray(counts, jnp.int32))
         for row, count in enumerate(counts):
-            wanted = full[row][seen[row] : seen[row] + count]
+            expected = full[row][seen[row] : seen[row] + count]
             # float32 through another kernel: a few units in the last place of numbers around 1.
-            np.testing.assert_allclose(hidden[row, :count], wanted, atol=2e-5)
+            np.testing.assert_allclose(hidden[row, :count], expected, atol=2e-5)
         seen[:] += counts
         assert cache.length.tolist() == seen.tolist()
 
     step(7, np.minimum(prompts, 7))
     step(7, prompts - seen)
     for turn in range(10):
-        left = np.array([len(text) for text in texts]) - seen
-        step(1, np.minimum(left, np.arange(3) != turn % 3))
+        remaining = np.array([len(text) for text in texts]) - seen
+        step(1, np.minimum(remaining, np.arange(3) != turn % 3))

@@ -61,8 +61,8 @@ class Recurrent(Mixer):
         us = jnp.concatenate([first.last[:, None], u_BTF], axis=1)
         v_BTF = jnp.tanh(u_BTF + 0.5 * jnp.take_along_axis(us, place_BT[:, :, None], axis=1))
 
-        def step(all_h, now):
-            t, place_B, decay_BF, v_BF = now
+        def step(all_h, current_time):
+            t, place_B, decay_BF, v_BF = current_time
             h_BF = decay_BF * all_h[rows_B, place_B] + (1 - decay_BF) * v_BF
             return all_h.at[:, t + 1].set(h_BF), h_BF
 

@@ -34,10 +34,10 @@ def there(folder, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-def play(name, row, *texts, others=None, **options):
+def play(name, row, *texts, peers=None, **options):
     tokenizer = load_tokenizer("builtin")
     env = open_env(EnvConfig(kind=f"{name}.py:{name}", options=options), tokenizer)
-    script = ScriptedEngine(tokenizer, texts, others)
+    script = ScriptedEngine(tokenizer, texts, peers)
     episode = asyncio.run(env.run(row, script, SamplingConfig(max_new_tokens=400), 0))
     assert not script.texts, "not all turns were asked for"
     return episode
@@ -77,14 +77,14 @@ def test_several_turns():
 def test_against_itself():
     first = play("duel", {"prize": 9}, "3", "5")
     (second,) = first.others
-    assert [one.agent for one in (first, second)] == ["first", "second"]
-    assert [one.all_rewards for one in (first, second)] == [{"duel": 0.0}, {"duel": 4.0}]
+    assert [entry.agent for entry in (first, second)] == ["first", "second"]
+    assert [entry.all_rewards for entry in (first, second)] == [{"duel": 0.0}, {"duel": 4.0}]
     assert "the other bid 3" in second.prompt[-1]["content"] and len(first.completion) == 1
 
 
 def test_a_judge():
     judge = ScriptedSpeaker(["It is too short.", "Yes."])
-    episode = play("debate", {"question": "Why?"}, "So.", "Because.", others={"judge": judge})
+    episode = play("debate", {"question": "Why?"}, "So.", "Because.", peers={"judge": judge})
     assert episode.all_rewards == {"debate": 1.0}
     assert told(episode) == ["A critic says: It is too short.\nAnswer again."]
 
@@ -152,8 +152,8 @@ def test_an_agent_over_http():
 
 def test_the_game_is_played_by_hand_as_the_page_says(capsys):
     runpy.run_path("check_game.py")
-    said = PAGE.split("print(episode.all_rewards, episode.metrics)  # ")[1].splitlines()[0]
-    assert capsys.readouterr().out == f"{said}\n"
+    output = PAGE.split("print(episode.all_rewards, episode.metrics)  # ")[1].splitlines()[0]
+    assert capsys.readouterr().out == f"{output}\n"
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -36,11 +36,11 @@ def test_its_names_are_told_without_importing_it(tmp_path, monkeypatch, capsys):
     importable(monkeypatch, tmp_path, EXAMPLE / "src")
     before = {name for name in sys.modules if name.startswith("jaxtrain_example")}
     assert main(["plugins", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    payload = json.loads(capsys.readouterr().out)
     assert {name for name in sys.modules if name.startswith("jaxtrain_example")} == before
-    assert found["problems"] == []
-    assert found["groups"]["observers"]["builtin"][0] == "early_stop"
-    assert found["groups"]["envs"]["installed"] == [
+    assert payload["problems"] == []
+    assert payload["groups"]["observers"]["builtin"][0] == "early_stop"
+    assert payload["groups"]["envs"]["installed"] == [
         {
             "name": "countdown",
             "object": "jaxtrain_example.countdown:countdown",
@@ -50,13 +50,15 @@ def test_its_names_are_told_without_importing_it(tmp_path, monkeypatch, capsys):
     ]
     config = load_config(EXAMPLE / "countdown.toml")
     used = list_outside(config)
-    assert sorted((one["group"], one["name"]) for one in used) == [
+    assert sorted((entry["group"], entry["name"]) for entry in used) == [
         ("curators", "growing"),
         ("envs", "countdown"),
         ("observers", "time_budget"),
         ("rewards", "digits"),
     ]
-    assert {(one["distribution"], one["version"]) for one in used} == {("jaxtrain-example", "0.1")}
+    assert {(entry["distribution"], entry["version"]) for entry in used} == {
+        ("jaxtrain-example", "0.1")
+    }
     assert "- envs: `countdown`, of jaxtrain-example 0.1\n" in write_card(config, 3)
 
 
@@ -65,10 +67,10 @@ def test_clashes_typos_and_broken_imports_are_problems(tmp_path, monkeypatch, ca
     install(tmp_path, "other", {**groups, "jaxtrain.sinks": {"gone": "no_such_module:Sink"}})
     importable(monkeypatch, tmp_path)
     assert main(["plugins"]) == 2
-    said = capsys.readouterr().out
-    assert "problem: jaxtrain.rewards: 'math' is built in, but other brings another one" in said
-    assert "jaxtrain.observer; did you mean 'observers'?" in said
-    assert "+ math   other 0.1   json:loads" in said and "no_such_module is" not in said
+    output = capsys.readouterr().out
+    assert "problem: jaxtrain.rewards: 'math' is built in, but other brings another one" in output
+    assert "jaxtrain.observer; did you mean 'observers'?" in output
+    assert "+ math   other 0.1   json:loads" in output and "no_such_module is" not in output
     assert main(["plugins", "--load"]) == 2
     assert "problem: jaxtrain.sinks 'gone' cannot be imported" in capsys.readouterr().out
 
@@ -83,7 +85,7 @@ def test_files_and_packages_that_are_not_installed_are_told_as_well(tmp_path):
         rewards=[{"function": f"{tmp_path}/r.py:f"}, {"function": "math"}],
         optim={"name": "optax:adan"},
     )
-    by_group = {one["group"]: one for one in list_outside(config)}
+    by_group = {entry["group"]: entry for entry in list_outside(config)}
     assert len(by_group["rewards"]["sha256"]) == 16
     assert by_group["optimizers"]["distribution"] == "optax"
     assert by_group.keys() == {"rewards", "optimizers"}  # the model's family is built in
@@ -104,7 +106,7 @@ def test_it_installs_and_trains(tmp_path, monkeypatch):
     words = ["--config", str(sources / "countdown.toml"), *SMALL]
     assert main([*words, "observers.0.options.minutes=1e-9"]) == 0
     [attempt] = (work / "runs/countdown/attempts.jsonl").read_text().splitlines()
-    assert {one["name"] for one in json.loads(attempt)["plugins"]} == {
+    assert {entry["name"] for entry in json.loads(attempt)["plugins"]} == {
         *("countdown", "digits", "time_budget", "growing")
     }
     card = (work / "runs/countdown/model/README.md").read_text()

@@ -43,8 +43,8 @@ def test_what_is_not_there_is_named(my_package, name, message):
 
 def test_where_modules_will_do_a_path_may_be_one(my_package):
     for name in ("my_package.formats", f"{my_package}/my_package/formats.py"):
-        found = plugins.find("tasks", name, {}, key="task.kind", modules=True)
-        assert found.dialogue({"script": "A: 1\nB: 2"}, None, None)["messages"]
+        actual = plugins.find("tasks", name, {}, key="task.kind", modules=True)
+        assert actual.dialogue({"script": "A: 1\nB: 2"}, None, None)["messages"]
     with pytest.raises(UserError, match="task.kind: there is no 'toy'"):
         plugins.find("tasks", "toy", {}, key="task.kind", modules=True)
 

@@ -79,9 +79,11 @@ def test_only_the_student_is_saved_and_a_resumed_run_is_the_same(config, run, tm
     shutil.rmtree(folder / "checkpoints" / "6")
     assert main(["--config", str(config), f"run.output_dir={folder}"]) == 0
     assert {**read(folder)[0][6], "time": 0}["loss"] == read(run)[0][6]["loss"]
-    ours, whole = (open_trained(str(place), []).snapshot.params() for place in (folder, run))
-    for path, value in whole.items():
-        np.testing.assert_array_equal(ours[path], value)
+    actual_values, full = (
+        open_trained(str(position), []).snapshot.params() for position in (folder, run)
+    )
+    for path, value in full.items():
+        np.testing.assert_array_equal(actual_values[path], value)
 
 
 def test_it_is_exported_and_evaluated_its_own_way(run, tmp_path, capsys):

@@ -100,7 +100,7 @@ def test_other_names_of_a_moved_module_are_unknown():
 @pytest.mark.parametrize("old", [*moved.PACKAGES, *moved.MODULES])
 def test_every_row_of_the_tables_leads_somewhere(old):
     places = moved.find_places(f"jaxtrain.{old}")
-    assert places and all(importlib.util.find_spec(place) for place in places)
+    assert places and all(importlib.util.find_spec(position) for position in places)
 
 
 def test_sections_of_methods_import_in_any_order():

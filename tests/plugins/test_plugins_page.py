@@ -82,14 +82,14 @@ def test_a_curator_of_ones_own(name_of):
     ):
         open_curator(name_of("unsolved", "curators", "Unsolved"), {"begin": 10}, 0)
     curator = open_curator(name_of("unsolved", "curators", "Unsolved"), {"enough": 0.5}, 0)
-    first, other = PromptRequest(0, 0, {}), PromptRequest(1, 0, {}, index=1)
+    first, second = PromptRequest(0, 0, {}), PromptRequest(1, 0, {}, index=1)
     assert curator.choose(first)
     curator.learn(first, [1.0, 0.5])
-    curator.learn(other, [1.0, 0.0])
+    curator.learn(second, [1.0, 0.0])
     state = json.loads(json.dumps(curator.state()))
     resumed = open_curator(name_of("unsolved", "curators", "Unsolved"), {"enough": 0.5}, 0)
     resumed.restore(state)
-    assert [resumed.choose(one) for one in (first, other)] == [False, True]
+    assert [resumed.choose(entry) for entry in (first, second)] == [False, True]
 
 
 def test_a_reward(name_of):
@@ -178,17 +178,17 @@ def test_the_model_family_computes_what_transformers_does(my_package, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     settings = transformers.AutoConfig.for_model(**CWM)
-    theirs = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
-    theirs.float().eval().save_pretrained(tmp_path)
+    reference = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
+    reference.float().eval().save_pretrained(tmp_path)
     tokens = np.arange(20)[None] * 7 % 512
     with torch.no_grad():
-        wanted = theirs(torch.tensor(tokens)).logits.numpy()
+        expected = reference(torch.tensor(tokens)).logits.numpy()
 
     @nnx.jit
     def logits(model):
         return model.logits(model.decode(jnp.asarray(tokens), model.init_cache(1, 32))[0])
 
-    np.testing.assert_allclose(logits(loading.load(tmp_path)), wanted, atol=1e-4)
+    np.testing.assert_allclose(logits(loading.load(tmp_path)), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -220,9 +220,9 @@ def test_an_engine(name_of, tokenizer):
     parts = SimpleNamespace(tokenizer=tokenizer)
     engine, publisher = find_engine(config).open(config, parts, print)
     publisher.publish(3, {}, None)
-    found = [asyncio.run(engine.generate([1], None, [2], index)) for index in range(3)]
-    assert [tokenizer.decode(answer.tokens[:-1]) for answer in found] == ["yes", "no", "yes"]
-    assert set(found[0].versions) == {3} and found[0].tokens[-1] == 2
+    actual = [asyncio.run(engine.generate([1], None, [2], index)) for index in range(3)]
+    assert [tokenizer.decode(answer.tokens[:-1]) for answer in actual] == ["yes", "no", "yes"]
+    assert set(actual[0].versions) == {3} and actual[0].tokens[-1] == 2
 
 
 def test_a_round_of_reinforcement_learning_with_the_engine_and_the_environment(
@@ -338,7 +338,7 @@ def test_a_sink_is_dropped_when_it_fails(tmp_path, capsys):
 
 
 def test_an_observer(name_of, tmp_path):
-    run, copies, said = tmp_path / "run", tmp_path / "copies", []
+    run, copies, output = tmp_path / "run", tmp_path / "copies", []
     run.mkdir()
     (run / "metrics.jsonl").write_text(
         '{"step": 3, "tokens": 500.0}\n{"step": 4, "eval/loss": 1}\n'
@@ -347,7 +347,7 @@ def test_an_observer(name_of, tmp_path):
         "kind": name_of("mirror", "mirror", "Mirror"),
         "options": {"target": str(copies), "most_tokens": 1000},
     }
-    observers = Observers(make_config(observers=[table]), run, said.append)
+    observers = Observers(make_config(observers=[table]), run, output.append)
     with observers:
         observers.start(10, 4)
         for step, verdicts in ((5, []), (6, ["stop"])):
@@ -356,7 +356,7 @@ def test_an_observer(name_of, tmp_path):
         checkpoints = Checkpoints(run / "checkpoints", saved=observers.saved)
         checkpoints.save(6, {"a": jnp.ones(2)}, {})
         checkpoints.close()
-    assert not said
+    assert not output
     assert (copies / "run/6/manifest.json").is_file()
     assert (copies / "run/ended.txt").read_text() == "finished "
     with pytest.raises(UserError, match="observers.0.options.targte: .*did you mean 'target'"):

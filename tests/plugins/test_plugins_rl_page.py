@@ -54,9 +54,9 @@ def test_the_reward_is_judged_by_hand_as_the_page_says(capsys):
 
 def test_the_environment_is_played_by_hand_as_the_page_says(capsys):
     runpy.run_path("check_env.py")
-    first, *said = capsys.readouterr().out.splitlines()
+    first, *output = capsys.readouterr().out.splitlines()
     assert first == "{'guess': 1.0}"
-    assert [line.split(": ")[1] for line in said[1:]] == ["5", "Higher.", "7"]
+    assert [line.split(": ")[1] for line in output[1:]] == ["5", "Higher.", "7"]
 
 
 @pytest.mark.slow

@@ -50,8 +50,8 @@ class Counting(Sequences):
     def probe(self, dataset):
         return f"{dataset.path} rows that count"
 
-    def show_example(self, found, console):
-        console.print(count_from(0, found)[0].tokens)
+    def show_example(self, actual, console):
+        console.print(count_from(0, actual)[0].tokens)
 
 
 def count_from(row, origin):
@@ -80,10 +80,12 @@ def make(config):
 
 def follow(models, batch):
     """Likelihood where weights say, and the squared distance from the teacher's log-probs."""
-    ours, theirs = (token_logp(models[role], batch).logp for role in ("student", "teacher"))
+    actual_values, reference = (
+        token_logp(models[role], batch).logp for role in ("student", "teacher")
+    )
     real = batch.prev >= 0
-    distance = jnp.sum(jnp.where(real, (ours - theirs) ** 2, 0.0))
-    nll = -jnp.sum(batch.weights["nll"] * ours)
+    distance = jnp.sum(jnp.where(real, (actual_values - reference) ** 2, 0.0))
+    nll = -jnp.sum(batch.weights["nll"] * actual_values)
     return {"nll": nll, "pull": distance}, {"distance": (distance, jnp.sum(real))}
 
 
@@ -94,8 +96,8 @@ def weigh(layers, round, scorer):
         states = scorer.hidden(batch, "teacher", layers)
         moved = np.linalg.norm(states[layers[1]] - states[layers[0]], axis=-1)
         weights = {"nll": np.where(batch.prev >= 0, moved, 0).astype(np.float32)}
-        whole = {"distance": (1000 * moved).astype(np.int32)}
-        batches.append(batch._replace(weights=weights, streams=whole))
+        full = {"distance": (1000 * moved).astype(np.int32)}
+        batches.append(batch._replace(weights=weights, streams=full))
     return round._replace(batches=batches, metrics={"moved": float(moved.mean())})
 
 

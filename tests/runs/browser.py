@@ -32,21 +32,21 @@ class Page:
         number = next(self.numbers)
         await self.socket.send_json({"id": number, "method": method, "params": parameters})
         async for message in self.socket:
-            found = json.loads(message.data)
-            if found.get("id") == number:
-                assert "error" not in found, found
-                return found["result"]
-            if found.get("method") == "Network.requestWillBeSent":
-                self.asked.append(found["params"]["request"]["url"])
-            if found.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
-                self.said.append(json.dumps(found["params"]))
+            payload = json.loads(message.data)
+            if payload.get("id") == number:
+                assert "error" not in payload, payload
+                return payload["result"]
+            if payload.get("method") == "Network.requestWillBeSent":
+                self.asked.append(payload["params"]["request"]["url"])
+            if payload.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+                self.said.append(json.dumps(payload["params"]))
         raise AssertionError("the browser went away")
 
     async def run(self, code: str) -> Any:
         """The value of a JavaScript expression."""
-        found = await self.call("Runtime.evaluate", expression=code, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        actual = await self.call("Runtime.evaluate", expression=code, returnByValue=True)
+        assert "exceptionDetails" not in actual, actual
+        return actual["result"].get("value")
 
     async def open(self, path: Path) -> None:
         """Load a file and wait until its script is done."""
@@ -60,9 +60,9 @@ class Page:
     async def drag(self, x: float, y: float, to: float) -> None:
         """Press, move right, let go."""
         steps = [("mouseMoved", x), ("mousePressed", x), ("mouseMoved", to), ("mouseReleased", to)]
-        for kind, place in steps:
+        for kind, position in steps:
             await self.call(
-                "Input.dispatchMouseEvent", type=kind, x=place, y=y, button="left", clickCount=1
+                "Input.dispatchMouseEvent", type=kind, x=position, y=y, button="left", clickCount=1
             )
 
 
@@ -76,12 +76,12 @@ async def open_browser(width: int = 1200, height: int = 900):
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
             for line in process.stderr:
-                if found := re.search(r"ws://([^/]+)/", line):
+                if actual := re.search(r"ws://([^/]+)/", line):
                     break
             async with aiohttp.ClientSession() as session:
-                async with session.get(f"http://{found[1]}/json/list") as answer:
+                async with session.get(f"http://{actual[1]}/json/list") as answer:
                     tabs = await answer.json()
-                tab = next(one for one in tabs if one["type"] == "page")
+                tab = next(entry for entry in tabs if entry["type"] == "page")
                 address = tab["webSocketDebuggerUrl"]
                 async with session.ws_connect(address, max_msg_size=2**27) as socket:
                     page = Page(socket)

@@ -30,8 +30,8 @@ def write_run(
         "devices": ["NVIDIA H200"] * 4,
     }
     write_lines(folder / "attempts.jsonl", [attempt])
-    found = [line for step in range(1, steps + 1) for line in lines(step, kind, seed)]
-    write_lines(folder / "metrics.jsonl", found)
+    actual = [line for step in range(1, steps + 1) for line in lines(step, kind, seed)]
+    write_lines(folder / "metrics.jsonl", actual)
     write_lines(folder / "samples.jsonl", [sample(s, s % 3) for s in range(1, min(steps, 12) + 1)])
     (folder / "log.txt").write_text(
         "21:31:39 run runs/agent, attempt 1: jax 0.11.2\n"
@@ -40,14 +40,14 @@ def write_run(
         "21:44:02 vllm http://gpu7:8000 is back with version 41\n"
         "21:47:55 warning: 31 % of the groups had equal rewards\n"
     )
-    now = START + 1.5 * steps
+    current_time = START + 1.5 * steps
     facts = {
         **{"state": "running", "message": "", "step": steps, "total_steps": total},
         **{"start_step": 0, "attempt": 1, "started": START, "pid": 2**22 + 1, "host": "gpu1"},
-        **{"phase": "waiting for answers", "time": now, "moved": now},
+        **{"phase": "waiting for answers", "time": current_time, "moved": current_time},
     }
     (folder / "heartbeat.json").write_text(json.dumps(facts | beat))
-    os.utime(folder / "heartbeat.json", (now, now))
+    os.utime(folder / "heartbeat.json", (current_time, current_time))
     gpu = {"name": "NVIDIA H200", "memory": 60.1 * 2**30, "memory_total": 143 * 2**30}
     gpus = [
         {"index": i, "use": 0.91 + i / 100, **gpu, "temperature": 61 + i, "power": 612.0 + i}
@@ -55,10 +55,13 @@ def write_run(
     ]
     host = {"cpu": 0.22, "memory": 38 * 2**30, "memory_total": 128 * 2**30, "disk_free": 2**41}
     (folder / "hardware").mkdir(exist_ok=True)
-    write_lines(folder / "hardware" / "gpu1.jsonl", [{"time": now, "gpus": gpus, **host}])
+    write_lines(folder / "hardware" / "gpu1.jsonl", [{"time": current_time, "gpus": gpus, **host}])
     up = {"url": "http://gpu7:8000", "state": "up", "version": 59, "in_flight": 12, "why": ""}
     down = {"url": "http://gpu8:8000", "state": "down", "version": 41, "in_flight": 0}
-    servers = [up | {"since": START}, down | {"why": "/health: refused", "since": now - 90}]
+    servers = [
+        up | {"since": START},
+        down | {"why": "/health: refused", "since": current_time - 90},
+    ]
     (folder / "servers.json").write_text(json.dumps(servers))
     return folder
 
@@ -78,10 +81,10 @@ def lines(step: int, kind: str = "rl", seed: int = 0) -> list[dict]:
     if kind == "rl":
         line |= {"reward": 0.4 + step / 200 + wave, "entropy": 0.1 + wave / 4, "lag/max": 1}
         line |= {"completions/mean_length": 50 + 40 * wave, "sync/seconds": 0.11}
-    found = [line]
+    actual = [line]
     if step % 10 == 0:
-        found.append({"step": step, "time": START + 1.5 * step + 0.5, "eval/accuracy": step / 100})
-    return found
+        actual.append({"step": step, "time": START + 1.5 * step + 0.5, "eval/accuracy": step / 100})
+    return actual
 
 
 def sample(step: int, reward: float) -> dict:

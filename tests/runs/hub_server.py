@@ -103,45 +103,47 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 }
             hub.repos[name] = body.get("visibility") == "private" or bool(body.get("private"))
             return 200, {"url": f"{hub.url}/{name}", "name": name}
-        if found := re.fullmatch(r"/api/models/[^/]+/[^/]+/branch/(.+)", path):
-            hub.branches.add(found[1])
+        if actual := re.fullmatch(r"/api/models/[^/]+/[^/]+/branch/(.+)", path):
+            hub.branches.add(actual[1])
             return 201, {}
-        if found := re.fullmatch(r"/api/models/[^/]+/[^/]+/preupload/(.+)", path):
+        if actual := re.fullmatch(r"/api/models/[^/]+/[^/]+/preupload/(.+)", path):
             files = [
                 {
-                    "path": one["path"],
-                    "uploadMode": "lfs" if one["path"].endswith(".bin") else "regular",
+                    "path": entry["path"],
+                    "uploadMode": "lfs" if entry["path"].endswith(".bin") else "regular",
                     "shouldIgnore": False,
                 }
-                for one in body["files"]
+                for entry in body["files"]
             ]
             return 200, {"files": files}
         if path.endswith("/info/lfs/objects/batch"):
             objects = []
-            for one in body["objects"]:
-                upload = {"href": f"{hub.url}/lfs/{one['oid']}"}
-                known = one["oid"] in hub.blobs
-                objects.append({**one, **({} if known else {"actions": {"upload": upload}})})
+            for entry in body["objects"]:
+                upload = {"href": f"{hub.url}/lfs/{entry['oid']}"}
+                recorded = entry["oid"] in hub.blobs
+                objects.append({**entry, **({} if recorded else {"actions": {"upload": upload}})})
             return 200, {"transfer": "basic", "objects": objects}
-        if found := re.fullmatch(r"/lfs/(\w+)", path):
-            hub.blobs[found[1]] = raw
+        if actual := re.fullmatch(r"/lfs/(\w+)", path):
+            hub.blobs[actual[1]] = raw
             return 200, {}
-        if found := re.fullmatch(r"/api/models/[^/]+/[^/]+/tree/(.+)", path):
-            paths = [place for branch, place in hub.files if branch == found[1]]
+        if actual := re.fullmatch(r"/api/models/[^/]+/[^/]+/tree/(.+)", path):
+            paths = [position for branch, position in hub.files if branch == actual[1]]
             return 200, [{"type": "file", "path": p, "size": 1, "oid": "0"} for p in paths]
-        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/(.+)", path):
-            return self.commit(found[1], found[2], [json.loads(line) for line in raw.splitlines()])
+        if actual := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/(.+)", path):
+            return self.commit(
+                actual[1], actual[2], [json.loads(line) for line in raw.splitlines()]
+            )
         return 404, {"error": path}
 
     def commit(self, repo: str, branch: str, lines: list[dict]) -> tuple[int, Any]:
         hub = self.server
-        for one in lines:
-            value = one["value"]
-            if one["key"] == "lfsFile":
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "lfsFile":
                 hub.files[branch, value["path"]] = hub.blobs[value["oid"]]
-            elif one["key"] == "file":
+            elif line["key"] == "file":
                 hub.files[branch, value["path"]] = value["content"].encode()
-            elif one["key"] == "deletedFile":
+            elif line["key"] == "deletedFile":
                 del hub.files[branch, value["path"]]
         hub.commits.append((branch, lines[0]["value"]["summary"]))
         oid = f"{len(hub.commits):040x}"

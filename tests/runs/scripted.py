@@ -14,7 +14,7 @@ def make_config(*observers: dict, **sections) -> Config:
     return validate_config({**table, **sections}, "test")
 
 
-def make_run(folder, said: list, *, export: bool = True, start: int = 0) -> ObservedRun:
+def make_run(folder, output: list, *, export: bool = True, start: int = 0) -> ObservedRun:
     return ObservedRun(
         folder=folder,
         home=folder / "observers/one",
@@ -22,6 +22,6 @@ def make_run(folder, said: list, *, export: bool = True, start: int = 0) -> Obse
         total_steps=10,
         start_step=start,
         attempt=1,
-        log=said.append,
-        alert=lambda text: said.append(f"alert: {text}"),
+        log=output.append,
+        alert=lambda text: output.append(f"alert: {text}"),
     )

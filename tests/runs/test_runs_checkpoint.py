@@ -45,20 +45,20 @@ def describe(tree, sharding=None):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
 
 
-def assert_same_bits(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+def assert_same_bits(first, right):
+    assert jax.tree.structure(first) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(right), strict=True):
         assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def write_run(folder, steps=(1, 2, 3), **options) -> list[str]:
     """Save make_arrays(step) with a cursor for each step; returns what was said."""
-    said = []
-    store = Checkpoints(folder, **{"keep": 9, "say": said.append, **options})
+    output = []
+    store = Checkpoints(folder, **{"keep": 9, "say": output.append, **options})
     for step in steps:
         store.save(step, make_arrays(step), {"position": step}, {"eval/loss": 1.0 / step})
     store.close()
-    return said
+    return output
 
 
 @pytest.mark.parametrize("name", ["run[1]", "a\\b", "*?", 'it\'s "$HOME" 🙂 {x} ~'])
@@ -74,10 +74,10 @@ def test_a_folder_may_have_any_name(tmp_path, name):
 
 
 def restore(folder, **options):
-    said = []
-    store = Checkpoints(folder, keep=9, log=said.append, **options)
+    output = []
+    store = Checkpoints(folder, keep=9, log=output.append, **options)
     try:
-        return store.restore(describe(make_arrays())), said
+        return store.restore(describe(make_arrays())), output
     finally:
         store.close()
 
@@ -85,8 +85,8 @@ def restore(folder, **options):
 @pytest.mark.parametrize("background", [True, False])
 def test_round_trip_is_bit_exact(tmp_path, background):
     write_run(tmp_path / "c", background=background)
-    restored, said = restore(tmp_path / "c")
-    assert restored.step == 3 and restored.cursor == {"position": 3} and said == []
+    restored, output = restore(tmp_path / "c")
+    assert restored.step == 3 and restored.cursor == {"position": 3} and output == []
     assert_same_bits(restored.arrays, make_arrays(3))
 
 
@@ -124,7 +124,7 @@ def test_arrays_may_be_donated_while_they_are_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "kept"),
+    ("options", "retained"),
     [
         ({"keep": 2}, [6, 7]),
         ({"keep": 1, "keep_every": 3}, [3, 6, 7]),
@@ -133,21 +133,21 @@ def test_arrays_may_be_donated_while_they_are_written(tmp_path):
         ({"keep": 1, "best_metric": "never written"}, [7]),
     ],
 )
-def test_retention(tmp_path, options, kept):
+def test_retention(tmp_path, options, retained):
     losses = {1: 5.0, 2: 1.0, 3: float("nan"), 4: 9.0, 5: 2.0}
     store = Checkpoints(tmp_path, **options)
     for step in range(1, 8):
         metrics = {"eval/loss": losses[step]} if step in losses else {}
         store.save(step, {"w": jnp.float32(step)}, {}, metrics)
     store.close()
-    assert store.steps() == kept
-    assert sorted(int(p.name) for p in tmp_path.iterdir()) == kept
+    assert store.steps() == retained
+    assert sorted(int(p.name) for p in tmp_path.iterdir()) == retained
 
 
 def test_a_best_metric_that_was_not_measured_is_said_once(tmp_path):
-    said = write_run(tmp_path, best_metric="eval/los")
-    assert len(said) == 1 and "'eval/los' was not measured at step 1" in said[0]
-    assert said[0].endswith("Measured: eval/loss")
+    output = write_run(tmp_path, best_metric="eval/los")
+    assert len(output) == 1 and "'eval/los' was not measured at step 1" in output[0]
+    assert output[0].endswith("Measured: eval/loss")
 
 
 def test_retention_survives_damage_to_an_old_checkpoint(tmp_path):
@@ -191,15 +191,15 @@ def damage(path: Path, harm: str) -> None:
 def test_damage_is_said_once_and_training_can_save_that_step_again(tmp_path):
     write_run(tmp_path)
     damage(next(p for p in (tmp_path / "3").rglob("d/*") if p.is_file()), "flip")
-    restored, said = restore(tmp_path)
+    restored, output = restore(tmp_path)
     assert restored.step == 2
     assert_same_bits(restored.arrays, make_arrays(2))
-    [message] = said
+    [message] = output
     assert "checkpoint 3 is damaged" in message and "going on from step 2" in message
     assert (tmp_path / "3.damaged").is_dir()
     write_run(tmp_path, steps=[3])
-    restored, said = restore(tmp_path)
-    assert restored.step == 3 and said == []
+    restored, output = restore(tmp_path)
+    assert restored.step == 3 and output == []
 
 
 def test_all_damaged_is_an_error_and_moves_nothing(tmp_path):
@@ -240,19 +240,19 @@ def test_killed_while_deleting_an_old_one(tmp_path):
     write_run(tmp_path, steps=[1, 2])
     (tmp_path / "1").rename(tmp_path / "1.trash")
     (tmp_path / "1.trash" / NAME).unlink()
-    restored, said = restore(tmp_path)
-    assert restored.step == 2 and said == []
+    restored, output = restore(tmp_path)
+    assert restored.step == 2 and output == []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2"]
 
 
 def test_other_arrays_are_refused_by_name(tmp_path):
     write_run(tmp_path)
-    wanted = describe(make_arrays())
-    wanted["params"]["half"] = jax.ShapeDtypeStruct((4, 7), jnp.bfloat16)
-    wanted["new"] = jax.ShapeDtypeStruct((1,), jnp.float32)
+    expected = describe(make_arrays())
+    expected["params"]["half"] = jax.ShapeDtypeStruct((4, 7), jnp.bfloat16)
+    expected["new"] = jax.ShapeDtypeStruct((1,), jnp.float32)
     store = Checkpoints(tmp_path)
     with pytest.raises(UserError) as caught:
-        store.restore(wanted)
+        store.restore(expected)
     store.close()
     assert "params/half: saved bfloat16[4, 6], this run bfloat16[4, 7]" in str(caught.value)
     assert "new: saved nothing, this run float32[1]" in str(caught.value)

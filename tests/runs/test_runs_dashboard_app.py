@@ -64,8 +64,8 @@ def test_the_dashboard_follows_a_folder(tmp_path, monkeypatch):
 
     asyncio.run(play())
     assert app.return_code == 0
-    made = {path.name for path in run.iterdir()}
-    assert made == {
+    created = {path.name for path in run.iterdir()}
+    assert created == {
         *("config.json", "attempts.jsonl", "metrics.jsonl", "samples.jsonl", "log.txt"),
         *("heartbeat.json", "hardware", "servers.json"),
     }, "it only reads"

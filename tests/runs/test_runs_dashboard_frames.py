@@ -39,13 +39,13 @@ CASES = {
 }
 
 
-def look_at(folder: Path, now: float | None = NOW) -> DashboardView:
+def look_at(folder: Path, current_time: float | None = NOW) -> DashboardView:
     """Two runs of reinforcement learning, the second finished."""
     paths = [
         write_run(folder / "agent"),
         write_run(folder / "agent-s1", seed=1, steps=90, state="finished"),
     ]
-    look = DashboardView([WatchedRun(path) for path in paths], timestamp=now)
+    look = DashboardView([WatchedRun(path) for path in paths], timestamp=current_time)
     for run in look.runs:
         run.read()
     return look
@@ -87,8 +87,8 @@ def test_keys_do_what_the_help_says(tmp_path):
     look = look_at(tmp_path)
     choice = look.choice
     first = draw(look, 120, 40)
-    for key, told in (("y", "log y"), ("s", "smooth 5%"), ("x", "x: time"), ("r", "╭─ runs")):
-        assert told not in first and told in draw(look, 120, 40, key)
+    for key, messages in (("y", "log y"), ("s", "smooth 5%"), ("x", "x: time"), ("r", "╭─ runs")):
+        assert messages not in first and messages in draw(look, 120, 40, key)
     assert "page 1/" in first and "page 2/" in draw(look, 120, 40, "pagedown")
     draw(look, 120, 40, "slash r e w a r d enter")
     shown = draw(look, 120, 40)
@@ -111,9 +111,9 @@ def test_keys_do_what_the_help_says(tmp_path):
 
 def test_any_keys_leave_a_picture(tmp_path):
     look = look_at(tmp_path)
-    for place in range(400):  # a fixed walk through all of them
-        key = KEYS[(place * place + 7 * place) % len(KEYS)]
-        if press(look, key, key if len(key) == 1 else None, 24) is None and place % 3 == 0:
+    for position in range(400):  # a fixed walk through all of them
+        key = KEYS[(position * position + 7 * position) % len(KEYS)]
+        if press(look, key, key if len(key) == 1 else None, 24) is None and position % 3 == 0:
             draw(look, 80, 24)
         if look.choice.typed is not None:
             press(look, "escape")
@@ -144,21 +144,26 @@ def test_states(tmp_path):
     path = write_run(tmp_path / "run")
     run = WatchedRun(path)
     run.read()
-    beat, now = run.beat, NOW
-    assert read_state(run, now).kind == "running"
-    assert read_state(run, now + 300).kind == "silent"
-    run.beat = beat | {"time": now, "moved": now - 400}
-    assert read_state(run, now).kind == "waiting" and "400 s" not in read_state(run, now).text
-    run.beat = beat | {"time": now + 9000}  # a host whose clock is ahead: its file's time counts
-    run.beat_seen = now - 200
-    assert read_state(run, now).kind == "silent"
+    beat, current_time = run.beat, NOW
+    assert read_state(run, current_time).kind == "running"
+    assert read_state(run, current_time + 300).kind == "silent"
+    run.beat = beat | {"time": current_time, "moved": current_time - 400}
+    assert (
+        read_state(run, current_time).kind == "waiting"
+        and "400 s" not in read_state(run, current_time).text
+    )
+    run.beat = beat | {
+        "time": current_time + 9000
+    }  # a host whose clock is ahead: its file's time counts
+    run.beat_seen = current_time - 200
+    assert read_state(run, current_time).kind == "silent"
     for state in ("finished", "stopped", "failed"):
         run.beat = beat | {"state": state, "message": "why"}
-        assert read_state(run, now + 1e6) == (state, "why")
-    run.beat = {"step": 3, "phase": "training", "time": now}  # of an older version
-    assert read_state(run, now).kind == "silent"
+        assert read_state(run, current_time + 1e6) == (state, "why")
+    run.beat = {"step": 3, "phase": "training", "time": current_time}  # of an older version
+    assert read_state(run, current_time).kind == "silent"
     run.beat = {}
-    assert read_state(run, now).kind == "unknown"
+    assert read_state(run, current_time).kind == "unknown"
 
 
 def test_time_left_is_by_the_last_steps(tmp_path):
@@ -201,10 +206,12 @@ def test_runs_are_found_below_folders(tmp_path):
 
 
 def test_facts_are_json_of_numbers(tmp_path):
-    found = json.loads(json.dumps(facts(look_at(tmp_path).runs[1]), allow_nan=False))
-    assert found["state"] == "finished" and found["step"] == found["total_steps"] == 90
-    assert found["metrics"]["eval/accuracy"] == 0.9 and found["best"]["metric"] == "eval/accuracy"
-    assert found["warnings"] and found["servers"][1]["state"] == "down"
+    payload = json.loads(json.dumps(facts(look_at(tmp_path).runs[1]), allow_nan=False))
+    assert payload["state"] == "finished" and payload["step"] == payload["total_steps"] == 90
+    assert (
+        payload["metrics"]["eval/accuracy"] == 0.9 and payload["best"]["metric"] == "eval/accuracy"
+    )
+    assert payload["warnings"] and payload["servers"][1]["state"] == "down"
 
 
 def test_the_verb_needs_no_jax(tmp_path):

@@ -46,10 +46,10 @@ def test_long_files_come_in_parts_and_endless_lines_are_dropped(tmp_path, monkey
     monkeypatch.setattr(module, "MOST_LINE", 25)
     path = tmp_path / "x"
     path.write_bytes(b"a" * 60 + b"\nshort\nb\n")
-    tail, found = Tail(path), []
+    tail, actual = Tail(path), []
     for _ in range(20):
-        found += tail.read()
-    assert found == [b"short", b"b"] and not tail.behind
+        actual += tail.read()
+    assert actual == [b"short", b"b"] and not tail.behind
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
@@ -62,10 +62,10 @@ def test_a_pipe_is_not_waited_for(tmp_path):
 @given(st.lists(st.binary(max_size=9), max_size=12))
 def test_any_writes_give_the_lines_of_the_whole(parts):
     with tempfile.TemporaryDirectory() as folder:
-        path, found = Path(folder) / "x", []
+        path, actual = Path(folder) / "x", []
         tail = Tail(path)
         for part in parts:
             with path.open("ab") as file:
                 file.write(part)
-            found += tail.read()
-        assert found == b"".join(parts).split(b"\n")[:-1] and tail.restarted == 0
+            actual += tail.read()
+        assert actual == b"".join(parts).split(b"\n")[:-1] and tail.restarted == 0

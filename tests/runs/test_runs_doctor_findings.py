@@ -44,8 +44,8 @@ def machine(**changes) -> dict:
             "seconds": 2.0,
         },
         "disks": [
-            {"what": what, "path": "/p", "free": 100 * GIB, "total": 200 * GIB, "problem": None}
-            for what in ("output", "TMPDIR", "/dev/shm")
+            {"what": label, "path": "/p", "free": 100 * GIB, "total": 200 * GIB, "problem": None}
+            for label in ("output", "TMPDIR", "/dev/shm")
         ],
         "memory": {"free": 20 * GIB, "total": 24 * GIB, "cores": 2},
         "hub": {"cache": "/h", "offline": False, "token": True, "models": []},
@@ -55,14 +55,14 @@ def machine(**changes) -> dict:
     }
     facts = copy.deepcopy(facts)
     for path, value in changes.items():
-        place = facts
+        position = facts
         *above, last = path.split("__")
         for part in above:
-            place = place[part]
-        if isinstance(value, dict) and isinstance(place.get(last), dict):
-            place[last] |= value
+            position = position[part]
+        if isinstance(value, dict) and isinstance(position.get(last), dict):
+            position[last] |= value
         else:
-            place[last] = value
+            position[last] = value
     return facts
 
 
@@ -98,8 +98,12 @@ def test_nothing_is_wrong_with_a_healthy_machine():
 
 def test_a_gpu_that_jax_has_no_plugin_for():
     facts = nvidia(H100, "580.65", {}, jax={"backend": "cpu", "devices": CPU})
-    said = told(facts)["devices"]
-    assert "1 x NVIDIA H100 80GB HBM3 here" in said and "no CUDA plugin" in said and CUDA13 in said
+    output = told(facts)["devices"]
+    assert (
+        "1 x NVIDIA H100 80GB HBM3 here" in output
+        and "no CUDA plugin" in output
+        and CUDA13 in output
+    )
     facts["nvidia"]["driver"] = "570.86"
     assert CUDA12 in told(facts)["devices"]
 
@@ -113,17 +117,18 @@ def test_colab_after_a_plain_install():
         plugin(12, "0.7.2"),
         jax={"backend": "cpu", "devices": CPU, "warnings": [warned]},
     )
-    said = told(facts)
+    output = told(facts)
     assert (
-        "0.7.2 beside jaxlib 0.11.2" in said["plugin"] and "jax[cuda12]>=0.11.2" in said["plugin"]
+        "0.7.2 beside jaxlib 0.11.2" in output["plugin"]
+        and "jax[cuda12]>=0.11.2" in output["plugin"]
     )
-    assert warned in said["devices"] and CUDA12 in said["devices"]
+    assert warned in output["devices"] and CUDA12 in output["devices"]
 
 
 def test_colab_as_it_comes():
     old = {"jax": "0.7.2", "jaxlib": "0.7.2", "flax": "0.11.2", **plugin(12, "0.7.2")}
-    said = told(nvidia(T4, "570.86", old))
-    assert said == {
+    output = told(nvidia(T4, "570.86", old))
+    assert output == {
         "packages": "jax 0.7.2 (>=0.10.2); flax 0.11.2 (>=0.12.8) -> py -m pip install -U"
         ' "jax>=0.10.2" "flax>=0.12.8"'
     }
@@ -139,8 +144,8 @@ def test_a_driver_too_old_for_the_plugin():
 
 def test_a_gpu_too_old_for_cuda_13():
     v100 = {"name": "Tesla V100", "memory_mib": 16000, "used_mib": 1, "capability": (7, 0)}
-    said = told(nvidia(v100, "580.65", plugin(13)))["driver"]
-    assert "wants compute capability 7.5" in said and CUDA12 in said
+    output = told(nvidia(v100, "580.65", plugin(13)))["driver"]
+    assert "wants compute capability 7.5" in output and CUDA12 in output
 
 
 def test_no_driver():
@@ -153,8 +158,8 @@ def test_no_driver():
 
 
 def test_both_plugins():
-    said = told(nvidia(H100, "580.65", plugin(12) | plugin(13)))["plugin"]
-    assert "remove jax-cuda12-plugin" in said and "jax[cuda13]" in said
+    output = told(nvidia(H100, "580.65", plugin(12) | plugin(13)))["plugin"]
+    assert "remove jax-cuda12-plugin" in output and "jax[cuda13]" in output
 
 
 def test_a_t4_has_no_bfloat16():
@@ -176,8 +181,8 @@ def test_a_t4_has_no_bfloat16():
 
 def test_hopper_with_another_jax():
     new = {"jax": "0.12.0", "jaxlib": "0.12.0", **plugin(13, "0.12.0")}
-    said = told(nvidia(H100, "580.65", new), "note")["Hopper kernels"]
-    assert "found 0.12.0: they decline" in said and CUDA13 in said
+    output = told(nvidia(H100, "580.65", new), "note")["Hopper kernels"]
+    assert "found 0.12.0: they decline" in output and CUDA13 in output
 
 
 def test_python_311_with_a_gpu():
@@ -197,9 +202,11 @@ def test_a_gpu_hidden_on_purpose_is_a_note():
 
 def test_tpu_without_libtpu():
     facts = machine(tpu={"chips": 1, "kind": "v5e"})
-    said = told(facts)
-    assert "1 TPU chips here" in said["devices"] and "libtpu is not installed" in said["devices"]
-    assert '"jax[tpu]>=0.10.2"' in said["libtpu"]
+    output = told(facts)
+    assert (
+        "1 TPU chips here" in output["devices"] and "libtpu is not installed" in output["devices"]
+    )
+    assert '"jax[tpu]>=0.10.2"' in output["libtpu"]
 
 
 def test_tpu_that_hangs_or_is_taken():
@@ -219,8 +226,8 @@ def test_tpu_that_hangs_or_is_taken():
     ],
 )
 def test_jax_and_jaxlib(versions, words):
-    said = told(machine(packages__versions=versions, jax={"state": "failed", "message": "x"}))
-    assert words in said["jax"] and 'pip install -U "jax>=0.10.2"' in said["jax"]
+    output = told(machine(packages__versions=versions, jax={"state": "failed", "message": "x"}))
+    assert words in output["jax"] and 'pip install -U "jax>=0.10.2"' in output["jax"]
 
 
 def test_jax_that_fails():
@@ -270,7 +277,7 @@ def test_versions_are_those_of_the_project():
     for extra, requirement in needs.JAX.items():
         assert requirement in extras[extra]
     assert needs.NVML in extras["cuda"] and needs.NVML in extras["cuda12"]
-    every = {one for group in extras.values() for one in group}
+    every = {entry for group in extras.values() for entry in group}
     for text in needs.OPTIONAL.values():
         assert set(re.findall(r'"([^" ]+)"', text.rpartition(": ")[2])) <= every
     assert needs.KERNELS_FOR == jaxtrain_kernels.mosaic.TESTED

@@ -20,15 +20,15 @@ time.sleep(600)
 
 
 def test_a_jax_that_hangs_does_not_hang_the_doctor():
-    found = probe_jax(1.0, HANGS)
-    assert (found["state"], found["stage"], found["devices"]) == ("timeout", "find devices", [])
+    actual = probe_jax(1.0, HANGS)
+    assert (actual["state"], actual["stage"], actual["devices"]) == ("timeout", "find devices", [])
 
 
 def test_a_jax_that_fails_says_why():
     program = "import sys, warnings; warnings.warn('no plugin'); raise OSError('no library')"
-    found = probe_jax(60.0, program)
-    assert (found["state"], found["message"]) == ("failed", "OSError: no library")
-    assert found["warnings"] == ["no plugin"]
+    actual = probe_jax(60.0, program)
+    assert (actual["state"], actual["message"]) == ("failed", "OSError: no library")
+    assert actual["warnings"] == ["no plugin"]
     assert probe_jax(60.0, "import os; os.kill(os.getpid(), 11)")["code"] == -11
 
 
@@ -47,18 +47,18 @@ def quick(monkeypatch):
 def test_the_verb(quick, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert "ready in 1.5 s" in said and "all well" in said
+    output = capsys.readouterr().out
+    assert "ready in 1.5 s" in output and "all well" in output
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
 
 
 def test_json_and_a_config(quick, monkeypatch, capsys):
-    wanted = ["run.output_dir=/proc/nowhere", "log.wandb_project=mine"]
+    expected = ["run.output_dir=/proc/nowhere", "log.wandb_project=mine"]
     find = collect.find_version
     monkeypatch.setattr(collect, "find_version", lambda n: None if n == "wandb" else find(n))
-    assert main(["doctor", "--config", "quickstart", *wanted, "--json"]) == 1
+    assert main(["doctor", "--config", "quickstart", *expected, "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
-    wrong = {one["name"]: one for one in answer["findings"] if one["level"] == "error"}
+    wrong = {entry["name"]: entry for entry in answer["findings"] if entry["level"] == "error"}
     assert not answer["ok"] and set(wrong) == {"config", "output"}
     assert "wandb>=0.18" in wrong["config"]["do"]
     assert answer["facts"]["packages"]["versions"]["jax"]
@@ -71,8 +71,8 @@ def test_a_config_that_cannot_be_read_is_a_finding(quick, capsys):
 
 
 def test_what_a_config_needs():
-    asked = read_needs("rl_vllm_local")
-    assert asked["vllm"] and asked["compute_dtype"] and not asked["problem"]
+    needs = read_needs("rl_vllm_local")
+    assert needs["vllm"] and needs["compute_dtype"] and not needs["problem"]
     assert read_needs("quickstart", ["log.tensorboard=true"])["packages"] == [
         ("log.tensorboard", "tensorboardX")
     ]

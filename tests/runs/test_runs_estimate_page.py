@@ -22,8 +22,8 @@ def script():
 def test_the_page_and_what_was_measured(script):
     rows = list(script.measured())
     assert len(rows) >= 18 and {row["devices"] for row, _ in rows} == {1, 2, 4}
-    time = [abs(found.seconds / row["step_s"] - 1) for row, found in rows]
-    memory = [abs(found.memory / row["plan_gib"] - 1) for row, found in rows]
+    time = [abs(actual.seconds / row["step_s"] - 1) for row, actual in rows]
+    memory = [abs(actual.memory / row["plan_gib"] - 1) for row, actual in rows]
     assert np.median(time) < 0.06 and max(time) < 0.16
     assert np.median(memory) < 0.04 and max(memory) < 0.13
     page = (ROOT / "docs" / "scale.md").read_text()

@@ -51,53 +51,53 @@ def make_work(layers=32, hidden=4096, experts=1, **changed) -> StepWork:
 
 def test_a_step_by_hand():
     work, rows = make_work(), StepRows(8192, 1)
-    found = estimate(work, sizes(fsdp=4), rows, H200)
+    actual = estimate(work, sizes(fsdp=4), rows, H200)
     rate = model.DENSE_SHARE * 4096 / (4096 + model.DENSE_HALF) * 989e12
-    assert found.parts["layers and head"] == pytest.approx(8192 * 2 * 4 * work.dense / rate)
-    assert found.parts["attention"] == pytest.approx(
+    assert actual.parts["layers and head"] == pytest.approx(8192 * 2 * 4 * work.dense / rate)
+    assert actual.parts["attention"] == pytest.approx(
         3.5 * work.mixing(8192) / (model.MIXING_SHARE * 989e12)
     )
     bytes_bf16 = 2 * work.dense
     links = model.LINK_SHARE * 450e9
-    assert found.parts["weights"] == pytest.approx(3 * bytes_bf16 / links)
-    assert found.seconds == pytest.approx(sum(found.parts.values()))
+    assert actual.parts["weights"] == pytest.approx(3 * bytes_bf16 / links)
+    assert actual.seconds == pytest.approx(sum(actual.parts.values()))
     flops = 6 * work.dense * 8192 + 3 * work.mixing(8192)
-    assert found.mfu == pytest.approx(flops / found.seconds / 989e12)
-    assert found.gib["weights"] == found.gib["gradients"] == pytest.approx(work.dense / GIB)
-    assert found.gib["optimizer"] == pytest.approx(2 * work.dense / GIB)
-    more = estimate(work, sizes(fsdp=4), StepRows(8192, 1, microsteps=2), H200)
-    assert more.parts["weights"] == pytest.approx(2 * found.parts["weights"])
-    assert more.parts["optimizer"] == found.parts["optimizer"]
+    assert actual.mfu == pytest.approx(flops / actual.seconds / 989e12)
+    assert actual.gib["weights"] == actual.gib["gradients"] == pytest.approx(work.dense / GIB)
+    assert actual.gib["optimizer"] == pytest.approx(2 * work.dense / GIB)
+    extra = estimate(work, sizes(fsdp=4), StepRows(8192, 1, microsteps=2), H200)
+    assert extra.parts["weights"] == pytest.approx(2 * actual.parts["weights"])
+    assert extra.parts["optimizer"] == actual.parts["optimizer"]
 
 
 def test_a_collective_within_a_host_and_beyond():
-    whole, links = 1e9, model.LINK_SHARE * 450e9
-    within = collective_seconds(whole, ("fsdp",), sizes(fsdp=8), H200)
-    assert within == pytest.approx(whole / links)
+    full, links = 1e9, model.LINK_SHARE * 450e9
+    within = collective_seconds(full, ("fsdp",), sizes(fsdp=8), H200)
+    assert within == pytest.approx(full / links)
     network = model.NETWORK_SHARE * 50e9
     # Two hosts: half of the array comes from the other, through eight adapters.
-    assert collective_seconds(whole, ("fsdp",), sizes(fsdp=16), H200) == pytest.approx(
-        max(whole / 2 / 8 / network, whole / links)
+    assert collective_seconds(full, ("fsdp",), sizes(fsdp=16), H200) == pytest.approx(
+        max(full / 2 / 8 / network, full / links)
     )
     # With eight devices of a host inside of each member, one adapter for each group.
-    alone = collective_seconds(whole, ("fsdp",), sizes(fsdp=2, tensor=8), H200)
-    assert alone == pytest.approx(whole / 2 / network)
-    slice_ = collective_seconds(whole, ("fsdp",), sizes(fsdp=256), DEVICES["v5e"])
-    assert slice_ == pytest.approx(whole / (model.LINK_SHARE * 100e9))
+    alone = collective_seconds(full, ("fsdp",), sizes(fsdp=2, tensor=8), H200)
+    assert alone == pytest.approx(full / 2 / network)
+    slice_ = collective_seconds(full, ("fsdp",), sizes(fsdp=256), DEVICES["v5e"])
+    assert slice_ == pytest.approx(full / (model.LINK_SHARE * 100e9))
 
 
 @pytest.mark.parametrize("count", [1, 8, 64])
 def test_meshes_divide_what_they_cut_and_fit(count):
-    work, wanted = make_work(experts=16), SearchTarget(8192, 1, 64)
-    found = find_meshes(work, wanted, H200, count)
-    assert found
-    rates = [one.estimate.tokens_per_second for one in found]
-    for one in found:
-        assert math.prod(one.mesh.values()) == count
-        shards = one.mesh["data"] * one.mesh["fsdp"] * one.mesh["expert"]
-        assert 64 % shards == 0 and 8 % one.mesh["tensor"] == 0 and 16 % one.mesh["expert"] == 0
-        assert 8192 % one.mesh["context"] == 0
-        assert one.estimate.memory <= ROOM * 140
+    work, expected = make_work(experts=16), SearchTarget(8192, 1, 64)
+    meshes = find_meshes(work, expected, H200, count)
+    assert meshes
+    rates = [entry.estimate.tokens_per_second for entry in meshes]
+    for entry in meshes:
+        assert math.prod(entry.mesh.values()) == count
+        shards = entry.mesh["data"] * entry.mesh["fsdp"] * entry.mesh["expert"]
+        assert 64 % shards == 0 and 8 % entry.mesh["tensor"] == 0 and 16 % entry.mesh["expert"] == 0
+        assert 8192 % entry.mesh["context"] == 0
+        assert entry.estimate.memory <= ROOM * 140
     # The simplest of those that are alike stands for them, so neighbors may be that far apart.
     assert all(b <= a * 1.011 for a, b in zip(rates, rates[1:], strict=False))
 
@@ -106,33 +106,33 @@ def test_what_does_not_fit_is_not_named():
     assert not find_meshes(make_work(), SearchTarget(8192, 1, 64), H200, 48), "three of nothing"
     large = make_work(layers=512)
     assert not find_meshes(large, SearchTarget(8192, 1, None), H200, 2)
-    found = find_meshes(large, SearchTarget(8192, 1, None), H200, 64)
-    assert found and name_mesh(found[0].mesh) != "data=64"
+    meshes = find_meshes(large, SearchTarget(8192, 1, None), H200, 64)
+    assert meshes and name_mesh(meshes[0].mesh) != "data=64"
     rows_of_three = SearchTarget(8192, 1, 3)
-    assert [name_mesh(one.mesh) for one in find_meshes(make_work(), rows_of_three, H200, 1)] == [
+    assert [name_mesh(mesh.mesh) for mesh in find_meshes(make_work(), rows_of_three, H200, 1)] == [
         "one device"
     ]
     assert all(
-        one.mesh["data"] * one.mesh["fsdp"] == 1
-        for one in find_meshes(make_work(), rows_of_three, H200, 4)
+        mesh.mesh["data"] * mesh.mesh["fsdp"] == 1
+        for mesh in find_meshes(make_work(), rows_of_three, H200, 4)
     )
 
 
 def test_factorisations_are_all_and_each_once():
-    found = list(factorize(12, 3))
-    assert len(found) == len(set(found)) == 18
-    assert all(math.prod(one) == 12 for one in found)
+    actual = list(factorize(12, 3))
+    assert len(actual) == len(set(actual)) == 18
+    assert all(math.prod(entry) == 12 for entry in actual)
 
 
 def test_devices_by_name():
     assert read_devices("H200:64") == (H200, 64)
-    for text, said in [
+    for text, output in [
         ("h20:8", "'h20' is unknown; choose one of h200, h100"),
         ("h200", "write h200:COUNT, such as h200:8"),
         ("h200:0", "write h200:COUNT"),
         ("h200:x8", "write h200:COUNT"),
     ]:
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=output):
             read_devices(text)
     kinds = {
         "NVIDIA H200": "h200",

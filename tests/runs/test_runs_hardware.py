@@ -55,9 +55,9 @@ def test_devices_without_nvml_tell_their_memory():
     stats = {"bytes_in_use": 5, "bytes_limit": 16}
     tpu = SimpleNamespace(id=3, platform="tpu", device_kind="TPU v5e", memory_stats=lambda: stats)
     cpu = SimpleNamespace(id=0, platform="cpu")
-    (found,) = read_devices([cpu, tpu])
-    assert found["index"] == 3 and found["memory"] == 5 and found["memory_total"] == 16
-    assert found["use"] is None
+    (actual,) = read_devices([cpu, tpu])
+    assert actual["index"] == 3 and actual["memory"] == 5 and actual["memory_total"] == 16
+    assert actual["use"] is None
 
 
 def test_share_of_busy_time():

@@ -17,15 +17,15 @@ def make(kind, **options):
 
 
 def test_early_stop_counts_evaluations_that_are_no_better(tmp_path):
-    said: list[str] = []
+    output: list[str] = []
     stop = make(EarlyStop, patience=2, min_delta=0.1)
-    assert stop.start(make_run(tmp_path, said)) is None
+    assert stop.start(make_run(tmp_path, output)) is None
     for value, verdict in ((3.0, None), (2.95, None), (2.5, None), (2.45, None), (2.6, "stop")):
         assert stop.evaluation(1, {"eval/loss": value}) == verdict, value
     assert stop.evaluation(1, {"eval/other": 0.0}) == "stop"  # does not count, nor undo
-    assert "better than 2.5 in 2 evaluations" in said[0]
+    assert "better than 2.5 in 2 evaluations" in output[0]
     highest = make(EarlyStop, metric="eval/accuracy", mode="max", patience=1)
-    highest.start(make_run(tmp_path, said))
+    highest.start(make_run(tmp_path, output))
     for value, verdict in ((0.2, None), (0.3, None), (float("nan"), "stop")):
         assert highest.evaluation(1, {"eval/accuracy": value}) == verdict
 
@@ -41,9 +41,9 @@ def test_a_resumed_run_has_seen_what_the_earlier_ones_saw(tmp_path):
 
 
 def test_a_spike_is_what_leaps_out_of_the_median(tmp_path):
-    said: list[str] = []
+    output: list[str] = []
     spike = make(LossSpike, warmup=10, steps=2, deviations=6.0, action="stop")
-    spike.start(make_run(tmp_path, said))
+    spike.start(make_run(tmp_path, output))
     calm = [2.0 + 0.01 * (i % 5) for i in range(20)]
     falls = [1.9 - 0.02 * i for i in range(10)]
     for step, value in enumerate(calm + falls):
@@ -54,15 +54,15 @@ def test_a_spike_is_what_leaps_out_of_the_median(tmp_path):
     assert spike.step(33, {"reward": 1.0}) is None  # not there: does not count
     assert spike.step(34, {"loss": float("nan")}) == "stop"
     assert spike.step(35, {"loss": 9.0}) is None  # told once for each leap
-    assert len(said) == 1 and said[0].startswith("alert: loss was nan after step 34")
+    assert len(output) == 1 and output[0].startswith("alert: loss was nan after step 34")
 
 
 def test_a_number_that_hardly_moves_is_no_spike_and_a_resumed_one_knows_the_median(tmp_path):
     lines = [json.dumps({"step": n, "loss": 0.5}) for n in range(10)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    said: list[str] = []
+    output: list[str] = []
     spike = make(LossSpike, warmup=10, steps=1, action="save")
-    spike.start(make_run(tmp_path, said, start=9))
+    spike.start(make_run(tmp_path, output, start=9))
     assert spike.step(10, {"loss": 0.501}) is None
     assert spike.step(11, {"loss": 0.6}) == "save"
 
@@ -82,28 +82,28 @@ def server():
         def log_message(self, *args):
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as made:
-        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{made.server_port}/hook/s3cret", bodies, status
-        made.shutdown()
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as created:
+        threading.Thread(target=created.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{created.server_port}/hook/s3cret", bodies, status
+        created.shutdown()
 
 
 def test_a_webhook_is_told_of_start_alerts_and_end(server, tmp_path):
     url, bodies, _ = server
-    said: list[str] = []
+    output: list[str] = []
     hook = make(Webhook, secret_url=url)
-    hook.start(make_run(tmp_path, said, start=4))
+    hook.start(make_run(tmp_path, output, start=4))
     hook.step(5, {})
     hook.alert("loss_spike: it leapt")
     hook.end("failed", "UserError: no")
-    assert [(one["event"], one["step"], one["state"]) for one in bodies] == [
+    assert [(body["event"], body["step"], body["state"]) for body in bodies] == [
         ("start", 4, "running"),
         ("alert", 5, "running"),
         ("end", 5, "failed"),
     ]
     assert bodies[1]["message"] == "loss_spike: it leapt"
     assert bodies[2]["text"].endswith("failed, step 5 of 10: UserError: no")
-    assert not said
+    assert not output
 
 
 @pytest.mark.parametrize(("state", "count"), [("finished", 0), ("failed", 1)])
@@ -129,8 +129,8 @@ def test_a_webhook_that_fails_costs_one_warning_without_its_url(
     server, tmp_path, status, url, reason
 ):
     server[2][0] = status
-    said: list[str] = []
+    output: list[str] = []
     hook = make(Webhook, secret_url=url or server[0])
-    hook.start(make_run(tmp_path, said))
+    hook.start(make_run(tmp_path, output))
     hook.end("finished", "")
-    assert len(said) == 1 and reason in said[0] and "s3cret" not in said[0]
+    assert len(output) == 1 and reason in output[0] and "s3cret" not in output[0]

@@ -21,23 +21,23 @@ def server(monkeypatch):
     """A Hub; pushes go there from this process, not from one of their own."""
     from huggingface_hub import constants
 
-    made = Server()
-    monkeypatch.setattr(constants, "ENDPOINT", made.url)
+    created = Server()
+    monkeypatch.setattr(constants, "ENDPOINT", created.url)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(MetricsHub, "_ask", lambda self, job: push.push(job))
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     monkeypatch.setattr(hub, "PAUSE", 0.0)
-    yield made
-    made.close()
+    yield created
+    created.close()
 
 
 def make(run=None, **options):
-    made = MetricsHub(MetricsHub.Section(**{"repo": "me/mine", **options}))
+    metrics_hub = MetricsHub(MetricsHub.Section(**{"repo": "me/mine", **options}))
     if run is not None:
-        made.start(run)
-    return made
+        metrics_hub.start(run)
+    return metrics_hub
 
 
 def make_checkpoint(folder, step, data=b"x"):
@@ -63,12 +63,12 @@ def wait_for(happened):
 
 
 def paths(server, branch="main"):
-    return sorted(path for at, path in server.files if at == branch)
+    return sorted(path for index, path in server.files if index == branch)
 
 
 def test_checkpoints_and_the_model_arrive(server, tmp_path):
-    said: list[str] = []
-    push = make(make_run(tmp_path, said), strategy="all_checkpoints", branch="dev", repo="mine")
+    output: list[str] = []
+    push = make(make_run(tmp_path, output), strategy="all_checkpoints", branch="dev", repo="mine")
     for step in (2, 4):
         path = make_checkpoint(tmp_path, step)
         push.checkpoint(step, path)
@@ -81,16 +81,16 @@ def test_checkpoints_and_the_model_arrive(server, tmp_path):
         ("dev", "checkpoint of step 4"),
         ("dev", "model of step 10"),
     ]
-    both = [f"checkpoints/{step}/{name}" for step in (2, 4) for name in ("a.bin", "note.json")]
-    assert paths(server, "dev") == ["README.md", *both, "w.bin"]
+    pair = [f"checkpoints/{step}/{name}" for step in (2, 4) for name in ("a.bin", "note.json")]
+    assert paths(server, "dev") == ["README.md", *pair, "w.bin"]
     assert server.files["dev", "w.bin"] == b"weights" * 1000
     assert not (tmp_path / "observers/one").exists()
-    assert said[-1] == "model of step 10 pushed to mine"
+    assert output[-1] == "model of step 10 pushed to mine"
 
 
 def test_the_last_checkpoint_takes_the_place_of_the_one_before(server, tmp_path):
-    said: list[str] = []
-    push = make(make_run(tmp_path, said), strategy="checkpoint")
+    output: list[str] = []
+    push = make(make_run(tmp_path, output), strategy="checkpoint")
     path = make_checkpoint(tmp_path, 2)
     (path / "old.bin").write_bytes(b"old")
     push.checkpoint(2, path)
@@ -112,21 +112,21 @@ def test_the_last_checkpoint_takes_the_place_of_the_one_before(server, tmp_path)
 )
 def test_what_breaks_off_once_is_tried_again(server, tmp_path, fault):
     server.faults.append(fault)
-    said: list[str] = []
-    push = make(make_run(tmp_path, said))
+    output: list[str] = []
+    push = make(make_run(tmp_path, output))
     make_model(tmp_path)
     push.end("finished", "")
     assert paths(server) == ["README.md", "w.bin"] and not server.faults
-    assert said == ["model of step 10 pushed to me/mine"]
+    assert output == ["model of step 10 pushed to me/mine"]
     # Files that are there are not sent again.
-    sent = sum("PUT" in one for one in server.asked)
-    push = make(make_run(tmp_path, said))
+    sent = sum("PUT" in entry for entry in server.asked)
+    push = make(make_run(tmp_path, output))
     push.end("finished", "")
-    assert sum("PUT" in one for one in server.asked) == sent and len(server.commits) == 2
+    assert sum("PUT" in entry for entry in server.asked) == sent and len(server.commits) == 2
 
 
 @pytest.mark.parametrize(
-    ("token", "faults", "told"),
+    ("token", "faults", "messages"),
     [
         ("hf_wrong", [], "does not know the token (status 401)"),
         (TOKEN, [("/create", 403)] * 9, "may not write to me/mine (status 403)"),
@@ -135,22 +135,22 @@ def test_what_breaks_off_once_is_tried_again(server, tmp_path, fault):
     ],
 )
 def test_what_the_hub_refuses_is_told_and_the_run_goes_on(
-    server, tmp_path, monkeypatch, token, faults, told
+    server, tmp_path, monkeypatch, token, faults, messages
 ):
     monkeypatch.setenv("HF_TOKEN", token)
     server.faults = list(faults)
-    said: list[str] = []
-    push = make(make_run(tmp_path, said), strategy="checkpoint")
+    output: list[str] = []
+    push = make(make_run(tmp_path, output), strategy="checkpoint")
     path = make_checkpoint(tmp_path, 2)
     push.checkpoint(2, path)
     make_model(tmp_path)
     push.end("finished", "")
-    assert not server.commits and told in said[-1]
-    assert said[-1].endswith(f"hf upload me/mine {tmp_path / 'model'}")
-    assert TOKEN not in str(said) and not (tmp_path / "observers/one").exists()
+    assert not server.commits and messages in output[-1]
+    assert output[-1].endswith(f"hf upload me/mine {tmp_path / 'model'}")
+    assert TOKEN not in str(output) and not (tmp_path / "observers/one").exists()
     if token != TOKEN or faults[0][1] == 403:
         # Known at the start, told then and with the model, and asked no oftener.
-        assert "nothing can be pushed" in said[0] and len(said) == 2
+        assert "nothing can be pushed" in output[0] and len(output) == 2
         assert len(server.asked) <= 4
 
 
@@ -169,13 +169,13 @@ if step.name == "3":
 def test_every_save_pushes_a_model_of_each_checkpoint(server, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "EXPORT", [sys.executable, "-c", EXPORTED])
     (tmp_path / "config.json").write_text("{}")
-    said: list[str] = []
-    push = make(make_run(tmp_path, said), strategy="every_save")
+    output: list[str] = []
+    push = make(make_run(tmp_path, output), strategy="every_save")
     for step in (2, 3):
         push.checkpoint(step, make_checkpoint(tmp_path, step))
-        wait_for(lambda told=f" {step} ": told in str(said))
+        wait_for(lambda messages=f" {step} ": messages in str(output))
     assert server.files == {("main", "w.bin"): b"2"}
-    assert said[1] == "warning: the model of step 3 was not exported: error: no room"
+    assert output[1] == "warning: the model of step 3 was not exported: error: no room"
     make_model(tmp_path)
     push.end("finished", "")
     assert server.commits == [("main", "model of step 2"), ("main", "model of step 10")]
@@ -185,20 +185,20 @@ def test_every_save_pushes_a_model_of_each_checkpoint(server, tmp_path, monkeypa
 @pytest.mark.slow
 def test_a_silent_hub_does_not_hold_up_the_end_of_the_run(tmp_path, monkeypatch):
     """The process that pushes is ended, and what it began is told; a good one pushes."""
-    server, said = Server(), []
+    server, output = Server(), []
     for name, value in (("HF_ENDPOINT", server.url), ("HF_TOKEN", TOKEN)):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     make_model(tmp_path)
-    push = make(make_run(tmp_path, said))
+    push = make(make_run(tmp_path, output))
     push.end("finished", "")
-    assert paths(server) == ["README.md", "w.bin"], said
+    assert paths(server) == ["README.md", "w.bin"], output
     server.faults.append(("/commit/", "silent"))
-    push = make(make_run(tmp_path, said), seconds=4.0)
+    push = make(make_run(tmp_path, output), seconds=4.0)
     began = time.monotonic()
     push.end("finished", "")
-    assert time.monotonic() - began < 8 and "was not over after 4 s" in said[-1]
+    assert time.monotonic() - began < 8 and "was not over after 4 s" in output[-1]
     push._thread.join(10)
     assert not push._thread.is_alive() and len(server.commits) == 1
     # A run that is killed closes the pipe.

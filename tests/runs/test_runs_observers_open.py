@@ -67,15 +67,20 @@ def watch(tmp_path):
     """Observers of the classes of FILE, what they heard and what was said."""
     path = tmp_path / "watch.py"
     path.write_text(FILE)
-    said: list[str] = []
+    output: list[str] = []
 
     def open(*observers, **sections):
         tables = [
-            {**one, "kind": f"{path}:{one['kind']}" if one["kind"][0].isupper() else one["kind"]}
-            for one in observers
+            {
+                **observer,
+                "kind": f"{path}:{observer['kind']}"
+                if observer["kind"][0].isupper()
+                else observer["kind"],
+            }
+            for observer in observers
         ]
-        made = Observers(make_config(*tables, **sections), tmp_path, said.append)
-        return made, said
+        created = Observers(make_config(*tables, **sections), tmp_path, output.append)
+        return created, output
 
     return open
 
@@ -85,39 +90,39 @@ def heard(observers):
 
 
 def test_they_hear_everything_in_its_order_and_of_the_end_once(watch, tmp_path):
-    observers, said = watch({"kind": "Notes", "options": {"verdict": "save", "at": 2}})
-    found = heard(observers)
+    observers, output = watch({"kind": "Notes", "options": {"verdict": "save", "at": 2}})
+    actual = heard(observers)
     with observers:
         observers.start(10, 4)
         observers.notify("step", 5, {"loss": 1.0})
         observers.saved(5, tmp_path / "checkpoints/5")  # from another thread: told by the loop's
-        assert found[-1] == ("step", 5, 1.0) and observers.take() == {}
+        assert actual[-1] == ("step", 5, 1.0) and observers.take() == {}
         observers.notify("publish", 1, {})
-        assert found[-1] == ("checkpoint", 5, "5")
+        assert actual[-1] == ("checkpoint", 5, "5")
         observers.notify("step", 2, {"loss": 0.5})
         assert list(observers.take()) == ["save"] and observers.take() == {}
         observers.stopped("SIGTERM")
-    assert found == [
+    assert actual == [
         ("start", 10, 4, 10),
         ("step", 5, 1.0),
         ("checkpoint", 5, "5"),
         ("step", 2, 0.5),
         ("end", "stopped", "SIGTERM"),
     ]
-    assert not said
+    assert not output
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "messages"),
     [
         (None, ("end", "finished", "")),
         (ValueError("no disk"), ("end", "failed", "ValueError: no disk")),
         (KeyboardInterrupt(), ("end", "stopped", "SIGINT")),
     ],
 )
-def test_how_it_ended_is_told(watch, error, told):
+def test_how_it_ended_is_told(watch, error, messages):
     observers, _ = watch({"kind": "Notes"})
-    found = heard(observers)
+    actual = heard(observers)
     try:
         with observers:
             observers.start(10, 0)
@@ -125,55 +130,55 @@ def test_how_it_ended_is_told(watch, error, told):
                 raise error
     except (ValueError, KeyboardInterrupt):
         pass
-    assert found[-1] == told
+    assert actual[-1] == messages
 
 
 def test_a_run_that_never_began_ends_for_nobody(watch):
     observers, _ = watch({"kind": "Notes"})
-    found = heard(observers)
+    actual = heard(observers)
     with observers:
         pass
-    assert found == []
+    assert actual == []
 
 
 def test_one_that_fails_is_switched_off_and_the_others_go_on(watch):
-    observers, said = watch({"kind": "Broken"}, {"kind": "Notes"})
-    found = heard(observers)
+    observers, output = watch({"kind": "Broken"}, {"kind": "Notes"})
+    actual = heard(observers)
     with observers:
         observers.start(10, 0)
         for step in (1, 2):
             observers.notify("step", step, {"loss": 1.0})
-    assert [one for one in found if one[0] == "step"] == [("step", 1, 1.0), ("step", 2, 1.0)]
-    assert "never" not in found
-    assert len(said) == 1 and "Broken failed and is switched off: step(): ZeroDiv" in said[0]
+    assert [entry for entry in actual if entry[0] == "step"] == [("step", 1, 1.0), ("step", 2, 1.0)]
+    assert "never" not in actual
+    assert len(output) == 1 and "Broken failed and is switched off: step(): ZeroDiv" in output[0]
 
 
 def test_a_verdict_that_is_none_switches_off_as_well(watch):
-    observers, said = watch({"kind": "Notes", "options": {"verdict": "halt"}})
+    observers, output = watch({"kind": "Notes", "options": {"verdict": "halt"}})
     with observers:
         observers.start(10, 0)
         observers.notify("step", 1, {"loss": 1.0})
-    assert "it returned 'halt'; a verdict is None, 'save', 'evaluate' or 'stop'" in said[0]
+    assert "it returned 'halt'; a verdict is None, 'save', 'evaluate' or 'stop'" in output[0]
 
 
 def test_a_slow_call_is_told_once(watch, monkeypatch):
-    observers, said = watch({"kind": "Notes"})
+    observers, output = watch({"kind": "Notes"})
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     observers.start(10, 0)
     for step in (1, 2):
         observers.notify("step", step, {"loss": 1.0})
-    assert len(said) == 1 and "took 2.0 s in step()" in said[0]
+    assert len(output) == 1 and "took 2.0 s in step()" in output[0]
 
 
 def test_an_alert_reaches_the_others_and_no_alert_answers_it(watch):
-    observers, said = watch({"kind": "Warns"}, {"kind": "Notes"})
-    found = heard(observers)
+    observers, output = watch({"kind": "Warns"}, {"kind": "Notes"})
+    actual = heard(observers)
     observers.start(10, 0)
     observers.notify("step", 1, {"loss": 1.0})
-    [alert] = [text for kind, text in (one for one in found if one[0] == "alert")]
+    [alert] = [text for kind, text in (entry for entry in actual if entry[0] == "alert")]
     assert alert.endswith("Warns: it burns")
-    assert [line.rpartition(":")[2] for line in said] == [" it burns", " it burns"]
+    assert [line.rpartition(":")[2] for line in output] == [" it burns", " it burns"]
 
 
 @pytest.mark.parametrize(
@@ -210,9 +215,9 @@ def test_patience_of_section_eval_is_the_same_observer():
         "checkpoint": {"best_metric": "eval/loss"},
         "data": {"datasets": [{"path": "x"}], "eval_datasets": [{"path": "y"}]},
     }
-    [(key, one)] = list_observers(make_config(**sections))
-    assert key == "eval.patience" and one.kind == "early_stop"
-    assert one.options["patience"] == 2 and one.options["min_delta"] == 0.1
+    [(key, entry)] = list_observers(make_config(**sections))
+    assert key == "eval.patience" and entry.kind == "early_stop"
+    assert entry.options["patience"] == 2 and entry.options["min_delta"] == 0.1
 
 
 def test_a_secret_url_is_not_saved():

@@ -26,9 +26,9 @@ def make_process(take, pauses=False):
 
 
 @pytest.mark.parametrize(
-    ("pauses", "polls", "at"), [(False, (), 8), (True, (), 3), (False, (3,), 3)]
+    ("pauses", "polls", "index"), [(False, (), 8), (True, (), 3), (False, (3,), 3)]
 )
-def test_all_processes_obey_the_observers_of_process_0(monkeypatch, pauses, polls, at):
+def test_all_processes_obey_the_observers_of_process_0(monkeypatch, pauses, polls, index):
     """Steps that may be short are not held up by a question each: only every 8th is, and where an
     evaluation has just made all of them wait."""
     sent, verdicts = deque(), {}
@@ -63,5 +63,5 @@ def test_all_processes_obey_the_observers_of_process_0(monkeypatch, pauses, poll
         assert not sent, "process 0 sent what the other did not ask for"
         if first.session.ended:
             break
-    assert first_actions == second_actions == [("evaluate", at), ("save", at)]
-    assert first.session.ended and second.session.ended and step == at
+    assert first_actions == second_actions == [("evaluate", index), ("save", index)]
+    assert first.session.ended and second.session.ended and step == index

@@ -70,17 +70,17 @@ options.asks = {{ 2 = "evaluate", 4 = "save", 7 = "stop" }}
     words = ["--config", str(tmp_path / "sft.toml"), "observers.0.options.asks.9=stop"]
     assert main(words) == 0
     heard = [json.loads(line) for line in (tmp_path / "heard.jsonl").read_text().splitlines()]
-    steps = [one for one in heard if one[0] == "step"]
+    steps = [step for step in heard if step[0] == "step"]
     # Numbers are read one step late: what is asked for at a step comes after the next one.
-    assert [one[1] for one in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert all(one[2] == ["loss", "packing_efficiency"] for one in steps)
+    assert [step[1] for step in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert all(step[2] == ["loss", "packing_efficiency"] for step in steps)
     assert ["evaluation", 3, True] in heard
-    assert [one[1] for one in heard if one[0] == "checkpoint"] == [5, 8]
+    assert [step[1] for step in heard if step[0] == "checkpoint"] == [5, 8]
     assert heard[0] == ["start", 0, []] and heard[-1] == ["end", "finished", ""]
     assert "asks.py:Asks ends the run after step 8" in capsys.readouterr().out
     # The same command goes on behind it; it knows what was seen.
     assert main(words) == 0
     heard = [json.loads(line) for line in (tmp_path / "heard.jsonl").read_text().splitlines()]
-    begun = [one for one in heard if one[0] == "start"]
-    assert begun[1] == ["start", 8, [3, 3, 6]]
-    assert [one[1] for one in heard if one[0] == "step"][8:] == [9, 10]
+    started = [step for step in heard if step[0] == "start"]
+    assert started[1] == ["start", 8, [3, 3, 6]]
+    assert [step[1] for step in heard if step[0] == "step"][8:] == [9, 10]

@@ -35,9 +35,9 @@ def test_one_and_several_runs_are_drawn(tmp_path):
     runs.append(write_run(tmp_path / "b", [4.0]))
     plot_runs(runs[:1], tmp_path / "one.png")
     plot_runs(runs, tmp_path / "new/two.png")
-    one, two = imread(tmp_path / "one.png"), imread(tmp_path / "new/two.png")
-    assert one.shape[1] > 1000 and one[..., :3].min() < 0.2  # something dark was drawn
-    assert one.shape != two.shape or (one != two).any()
+    entry, two = imread(tmp_path / "one.png"), imread(tmp_path / "new/two.png")
+    assert entry.shape[1] > 1000 and entry[..., :3].min() < 0.2  # something dark was drawn
+    assert entry.shape != two.shape or (entry != two).any()
 
 
 @pytest.mark.parametrize("bad", ["no json\n{}\n", "[1]\n{}\n", '{"loss": 1}\n{"step": 1}\n'])
@@ -67,22 +67,22 @@ def test_a_file_that_is_there_is_kept_unless_it_may_go(tmp_path, capsys, monkeyp
         "jaxtrain.runs.plot.plot_runs", lambda runs, output: write_output(output, b"curves")
     )
     runs = write_run(tmp_path / "a", [1.0, 2.0])
-    kept = tmp_path / "kept.txt"
+    retained = tmp_path / "kept.txt"
     for words in (
         ["plot", str(runs)],
         ["generate", str(tmp_path / "no model"), "--prompt", "x"],
     ):
-        kept.write_text("mine")
-        assert main([*words, "--output", str(kept)]) == 2
-        assert f"'{kept}' is there already; name another file" in capsys.readouterr().err
+        retained.write_text("mine")
+        assert main([*words, "--output", str(retained)]) == 2
+        assert f"'{retained}' is there already; name another file" in capsys.readouterr().err
         assert main([*words, "--output", str(tmp_path)]) == 2
         assert "is a folder" in capsys.readouterr().err
-        assert main([*words, "--output", str(kept / "x")]) == 2
+        assert main([*words, "--output", str(retained / "x")]) == 2
         assert "is no folder" in capsys.readouterr().err
-        assert kept.read_text() == "mine"
-    (tmp_path / "link.png").symlink_to(kept)
+        assert retained.read_text() == "mine"
+    (tmp_path / "link.png").symlink_to(retained)
     assert main(["plot", str(runs), "--output", str(tmp_path / "link.png"), "--overwrite"]) == 0
-    assert kept.read_bytes() == b"curves" and (tmp_path / "link.png").is_symlink()
+    assert retained.read_bytes() == b"curves" and (tmp_path / "link.png").is_symlink()
     assert main(["plot", str(runs), "--output", "/dev/null"]) == 0
     assert [main(["plot", str(runs)]) for _ in range(2)] == [0, 2], "in no run's folder"
     (runs / "curves.png").unlink()

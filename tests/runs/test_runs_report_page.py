@@ -32,8 +32,8 @@ def read(*folders: Path) -> list[WatchedRun]:
 
 def embedded(page: str) -> dict:
     """The data of a page."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
-    return json.loads(found[1])
+    actual = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    return json.loads(actual[1])
 
 
 def test_what_is_told(tmp_path):
@@ -47,7 +47,7 @@ def test_what_is_told(tmp_path):
         [0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
     ]
     assert data["charts"][0] == "reward" and first["last"]["lag/max"] == 1
-    assert [one["step"] for one in first["samples"]] == list(range(12, 0, -1))
+    assert [entry["step"] for entry in first["samples"]] == list(range(12, 0, -1))
     assert first["samples"][0]["samples"][0]["answer"][-1][1] == "The answer is 24."
     assert first["hardware"]["GPU use (gpu1)"][1] == [0.925]
     assert len(first["warnings"]) == 2 and first["attempts"][0]["versions"]["jax"] == "0.11.2"
@@ -97,11 +97,11 @@ def test_long_curves_are_thinned_by_their_extremes(tmp_path):
     assert (np.diff(keep) > 0).all()
     folder = write_run(tmp_path / "a", steps=2)
     names = [f"metric/{i}" for i in range(26)]
-    found = [
+    actual = [
         {"step": s, "time": START + s, **dict.fromkeys(names, s / 7), "loss": float(y[s])}
         for s in range(1, 5000)
     ]
-    write_lines(folder / "metrics.jsonl", found)
+    write_lines(folder / "metrics.jsonl", actual)
     assert len(render(collect(read(folder)))) < 1_200_000
 
 

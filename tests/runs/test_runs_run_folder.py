@@ -120,8 +120,8 @@ def test_a_folder_where_nothing_was_trained_takes_any_config(tmp_path):
 
 def test_with_a_global_batch_size_the_split_and_the_devices_are_free():
     saved = make_config("x", data={"global_batch_size": 8}).model_dump(mode="json")
-    now = make_config("x", data={"global_batch_size": 8, "micro_batch_size": 2})
-    shown, refused = find_changes(saved, now.model_dump(mode="json"), 4, 8)
+    config = make_config("x", data={"global_batch_size": 8, "micro_batch_size": 2})
+    shown, refused = find_changes(saved, config.model_dump(mode="json"), 4, 8)
     assert shown == ["data.micro_batch_size: 1 -> 2"] and refused == []
     plain = make_config("x").model_dump(mode="json")
     assert "devices: 4 -> 8" in find_changes(plain, plain, 4, 8)[1][0]
@@ -176,9 +176,9 @@ def test_overwrite_deletes_the_run_and_nothing_else(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text("x")
     open_run(tmp_path, run={"overwrite": True, "seed": 4})
-    left = {p.name for p in tmp_path.iterdir()}
-    kept = {"merged", "profile", "notes"}
-    assert left == {".lock", "run.json", "config.json", "attempts.jsonl", *kept}
+    remaining = {p.name for p in tmp_path.iterdir()}
+    retained = {"merged", "profile", "notes"}
+    assert remaining == {".lock", "run.json", "config.json", "attempts.jsonl", *retained}
     with pytest.raises(UserError, match="profile was not made by a run"):
         open_run(tmp_path, log={"profile_start": 1}, run={"overwrite": True, "seed": 4})
 
@@ -214,9 +214,9 @@ def test_a_folder_that_no_run_made_is_refused_whole(tmp_path, names, overwrite, 
     (tmp_path / "link").symlink_to(folder)
     monkeypatch.chdir(folder)
     first = names[0].split("/")[0]
-    for given in (folder, f"{folder}/", tmp_path / "link", ".", "../theirs/../theirs"):
+    for provided in (folder, f"{folder}/", tmp_path / "link", ".", "../theirs/../theirs"):
         with pytest.raises(UserError, match=f"run.output_dir .*{first}.* was not made by a run"):
-            open_run(given, run={"overwrite": overwrite})
+            open_run(provided, run={"overwrite": overwrite})
     assert list_files(folder) == before and not (folder / ".lock").exists()
 
 
@@ -252,10 +252,10 @@ def test_a_run_reads_nothing_that_it_replaces(tmp_path, overwrite, monkeypatch):
     (folder / "model" / "config.json").write_text("{}")
     (tmp_path / "link").symlink_to(folder / "model")
     monkeypatch.chdir(tmp_path)
-    for given in (folder / "model", "run/model/", "link", "run/../run/model"):
+    for provided in (folder / "model", "run/model/", "link", "run/../run/model"):
         for key in ("tokenizer", "chat_template"):
             with pytest.raises(UserError, match=f"model.{key} .* lies in 'model' of run.output_d"):
-                open_run(folder, run={"overwrite": overwrite}, model={key: str(given)})
+                open_run(folder, run={"overwrite": overwrite}, model={key: str(provided)})
     with pytest.raises(UserError, match="data.datasets.0.path .* lies in 'samples.jsonl'"):
         open_run(folder, data={"datasets": [{"path": "run/samples.jsonl"}]})
     assert (folder / "model" / "config.json").exists()

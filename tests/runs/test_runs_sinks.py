@@ -165,13 +165,13 @@ def test_tensorboard_events_are_read_back(tmp_path):
         sinks.start(10)
         sinks.write(7, {"loss": 0.5})
     [path] = (tmp_path / "tensorboard").iterdir()
-    data, found, at = path.read_bytes(), [], 0
-    while at < len(data):  # TFRecord: length u64, its crc u32, the event, its crc u32
-        length = int.from_bytes(data[at : at + 8], "little")
-        event = Event.FromString(data[at + 12 : at + 12 + length])
-        found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
-        at += length + 16
-    assert found == [(7, "loss", 0.5)]
+    data, actual, index = path.read_bytes(), [], 0
+    while index < len(data):  # TFRecord: length u64, its crc u32, the event, its crc u32
+        length = int.from_bytes(data[index : index + 8], "little")
+        event = Event.FromString(data[index + 12 : index + 12 + length])
+        actual += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+        index += length + 16
+    assert actual == [(7, "loss", 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ def test_wandb_logs_and_a_resumed_run_keeps_its_id(tmp_path, monkeypatch):
 def test_wandb_gets_tables_of_answers_of_bounded_size(tmp_path, monkeypatch):
     module = fake_wandb(monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    said = [{"role": "assistant", "content": "x" * 10_000}, {"role": "tool", "content": "y"}]
-    line = {"reward": 1.0, "rewards": {"a": 1.0}, "prompt": "p", "completion": said, "tokens": 3}
+    output = [{"role": "assistant", "content": "x" * 10_000}, {"role": "tool", "content": "y"}]
+    line = {"reward": 1.0, "rewards": {"a": 1.0}, "prompt": "p", "completion": output, "tokens": 3}
     with Sinks(make_config(wandb_project="p"), tmp_path) as sinks:
         sinks.start(10, 0)
         sinks.sampled(2, [line] * 500)
@@ -244,7 +244,7 @@ def test_wandb_gets_tables_of_answers_of_bounded_size(tmp_path, monkeypatch):
         (step, {k: v for k, v in values.items() if k.startswith("samples")})
         for step, values in logs
     ]
-    assert [(step, list(found)) for step, found in tables] == [
+    assert [(step, list(actual)) for step, actual in tables] == [
         (1, []),
         (2, ["samples"]),
         (3, []),

@@ -76,16 +76,16 @@ class Scripted:
 
     def poll(self):
         if self.code is None:
-            found = None if self.stopped else next(self.steps, None)
-            if isinstance(found, dict):
+            actual = None if self.stopped else next(self.steps, None)
+            if isinstance(actual, dict):
                 with (self.folder / "metrics.jsonl").open("a") as file:
-                    file.write(json.dumps(found) + "\n")
-            elif found is None:
+                    file.write(json.dumps(actual) + "\n")
+            elif actual is None:
                 self.beat("stopped" if self.stopped else "finished")
                 self.code = 0
             else:
                 self.log.write_text("first\nerror: data.path is not there\n")
-                self.code = found
+                self.code = actual
         return self.code
 
     def stop(self, seconds=10.0):
@@ -95,17 +95,17 @@ class Scripted:
 
 def run(path, script, wait=lambda stopped: None):
     """A sweep with such processes: (sweep, what it said)."""
-    file, said = read_sweep(path), []
+    file, output = read_sweep(path), []
     sweep = Sweep(
         file,
         Study(file),
-        said.append,
+        output.append,
         make=lambda command, env, log: Scripted(command, env, log, script),
         wait=wait,
         environ={"JAX_PLATFORMS": "cpu"},
     )
     sweep.run()
-    return sweep, said
+    return sweep, output
 
 
 def table(tmp_path):
@@ -121,25 +121,25 @@ def learn(rate):
 
 def test_a_grid_is_all_combinations_and_pairs_stay_together(write):
     pairs = '[[together]]\n"data.micro_batch_size" = [1, 2]\n"data.sequence_len" = [64, 32]\n'
-    found = [read_values(one) for one in list_grid(read_sweep(write(GRID + pairs)))]
-    assert len(found) == 8
-    assert {(v["data.micro_batch_size"], v["data.sequence_len"]) for v in found} == {
+    actual = [read_values(entry) for entry in list_grid(read_sweep(write(GRID + pairs)))]
+    assert len(actual) == 8
+    assert {(v["data.micro_batch_size"], v["data.sequence_len"]) for v in actual} == {
         (1, 64),
         (2, 32),
     }
-    assert name_trial(3, found[0]) == (
+    assert name_trial(3, actual[0]) == (
         "003-learning_rate_0.0001-weight_decay_0-micro_batch_size_1-sequence_len_64"
     )
 
 
 def test_every_trial_is_told_and_a_second_start_has_nothing_to_do(write, tmp_path):
-    sweep, said = run(write(GRID, jobs=2), learn)
+    sweep, output = run(write(GRID, jobs=2), learn)
     rows = table(tmp_path)
     assert [row["state"] for row in rows] == ["complete"] * 4
     assert [float(row["eval/loss"]) for row in rows] == pytest.approx([1, 1, 3, 3])
     assert rows[1]["optim.weight_decay"] == "0.1" and rows[1]["folder"].startswith("001-")
     sweep.tell_best()
-    assert "000-learning_rate_0.0001-weight_decay_0" in said[8]
+    assert "000-learning_rate_0.0001-weight_decay_0" in output[8]
     assert run(write(GRID, jobs=2), learn)[1] == []
     with pytest.raises(UserError, match="sweep with other axes"):
         run(write(GRID.replace("3e-4", "5e-4")), learn)
@@ -158,19 +158,19 @@ def test_finished_elsewhere_is_taken_and_not_run(write, tmp_path):
     folder.mkdir()
     (folder / "heartbeat.json").write_text('{"state": "finished"}')
     (folder / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "eval/loss": 0.5}\n')
-    _, said = run(path, learn)
+    _, output = run(path, learn)
     assert table(tmp_path)[2]["eval/loss"] == "0.5"
-    assert not any("started" in line for line in said if line.startswith("002"))
+    assert not any("started" in line for line in output if line.startswith("002"))
 
 
 def test_a_failure_is_told_with_its_log_and_tried_again_when_asked(write, tmp_path):
     def broken(rate):
         return learn(rate) if rate < 2e-4 else [2]
 
-    sweep, said = run(write(GRID), broken)
+    sweep, output = run(write(GRID), broken)
     assert sweep.failed == 2
-    told = next(line for line in said if "failed (exit code 2)" in line)
-    assert "error: data.path is not there" in told
+    messages = next(line for line in output if "failed (exit code 2)" in line)
+    assert "error: data.path is not there" in messages
     assert [row["state"] for row in table(tmp_path)] == ["complete"] * 2 + ["fail"] * 2
     study = Study(read_sweep(write(GRID)))
     assert study.retry() == 2 and study.retry() == 0
@@ -179,9 +179,9 @@ def test_a_failure_is_told_with_its_log_and_tried_again_when_asked(write, tmp_pa
 
 
 def test_a_metric_that_no_run_has_ends_the_sweep_at_once(write, tmp_path):
-    sweep, said = run(write(GRID, metric="eval/acuracy"), learn)
-    assert sweep.failed == 1 and sum("started" in line for line in said) == 1
-    assert "it has eval/loss" in said[-1]
+    sweep, output = run(write(GRID, metric="eval/acuracy"), learn)
+    assert sweep.failed == 1 and sum("started" in line for line in output) == 1
+    assert "it has eval/loss" in output[-1]
 
 
 def test_interrupted_trials_go_on_in_the_next_start(write, tmp_path):
@@ -193,22 +193,22 @@ def test_interrupted_trials_go_on_in_the_next_start(write, tmp_path):
             signal.raise_signal(signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    _, said = run(write(GRID, jobs=2), learn, wait=interrupt)
+    _, output = run(write(GRID, jobs=2), learn, wait=interrupt)
     assert signal.getsignal(signal.SIGTERM) is before
-    assert sum("interrupted" in line for line in said) == 2 and len(said) == 4
+    assert sum("interrupted" in line for line in output) == 2 and len(output) == 4
     assert [row["state"] for row in table(tmp_path)] == ["running"] * 2 + ["waiting"] * 2
-    _, said = run(write(GRID, jobs=2), learn)
-    assert sorted(line for line in said if "goes on" in line)[0].startswith("000-")
+    _, output = run(write(GRID, jobs=2), learn)
+    assert sorted(line for line in output if "goes on" in line)[0].startswith("000-")
     assert [row["state"] for row in table(tmp_path)] == ["complete"] * 4
 
 
 def test_a_trial_of_another_process_is_left_to_it(write):
     first, second = (Study(read_sweep(write(GRID, jobs=2))) for _ in range(2))
-    asked = [study.ask() for study in (first, second, first, second, second)]
-    assert [one and one.number for one in asked] == [0, 1, 2, 3, None]
-    asked[2].lock.close()  # that process has died
+    requests = [study.ask() for study in (first, second, first, second, second)]
+    assert [entry and entry.number for entry in requests] == [0, 1, 2, 3, None]
+    requests[2].lock.close()  # that process has died
     again = second.ask()
-    assert again.number == 2 and again.resumed and again.params == asked[2].params
+    assert again.number == 2 and again.resumed and again.params == requests[2].params
 
 
 def test_a_trial_behind_the_median_is_stopped(write, tmp_path):
@@ -218,9 +218,9 @@ def test_a_trial_behind_the_median_is_stopped(write, tmp_path):
 
     text = '[grid]\n"optim.learning_rate" = [1e-4, 2e-4, 9e-4, 1.1e-4]\n'
     path = write(text, prune="median", prune_after_trials=2, prune_after_step=2)
-    _, said = run(path, slow)
+    _, output = run(path, slow)
     assert [row["state"] for row in table(tmp_path)] == ["complete"] * 2 + ["pruned", "complete"]
-    assert any("pruned at step 3" in line or "pruned at step 2" in line for line in said)
+    assert any("pruned at step 3" in line or "pruned at step 2" in line for line in output)
     assert (
         len((tmp_path / "out/002-learning_rate_0.0009/metrics.jsonl").read_text().split("\n")) < 5
     )
@@ -247,8 +247,8 @@ def test_random_trials_hang_on_the_seed_alone(write):
     file = read_sweep(write(text, method="random", trials=9, seed=3))
     printed = []
     sweep_command(file, show_only=True, retry=False, log=printed.append)
-    asked = [Study(file).ask().params for _ in range(1)]
-    rate = read_values(asked[0])["optim.learning_rate"]
+    requests = [Study(file).ask().params for _ in range(1)]
+    rate = read_values(requests[0])["optim.learning_rate"]
     assert len(set(printed)) == 9 and f"optim.learning_rate={rate!r}" in printed[0]
     assert all(8 <= read_values(p)["data.sequence_len"] <= 64 for p in Study(file).list_known())
 
@@ -261,7 +261,7 @@ def test_gpus_are_shared_out(write):
 
 
 @pytest.mark.parametrize(
-    ("text", "sweep", "told"),
+    ("text", "sweep", "messages"),
     [
         ("", {}, "nothing is varied"),
         ('[grid]\n"optim.learning_rate" = []', {}, "an empty list"),
@@ -273,17 +273,17 @@ def test_gpus_are_shared_out(write):
         ('[grid]\n"run.output_dir" = ["a"]', {}, "names the folders itself"),
     ],
 )
-def test_mistakes_of_the_file(write, text, sweep, told):
-    with pytest.raises(UserError, match=told):
+def test_mistakes_of_the_file(write, text, sweep, messages):
+    with pytest.raises(UserError, match=messages):
         read_sweep(write(text, **sweep))
 
 
 def test_mistakes_of_any_trial_are_told_before_the_first(write, tmp_path):
-    for text, told in [
+    for text, messages in [
         ('[grid]\n"optim.learning_rat" = [1.0]', "learning_rate"),
         ("[grid]\noptim.learning_rate = [1e-4, -1.0]", "with optim.learning_rate=-1.0"),
     ]:
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=messages):
             sweep_command(read_sweep(write(text)), show_only=False, retry=False)
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
@@ -301,13 +301,13 @@ def test_axolotls_form(tmp_path, write, capsys):
         "  - {sequence_len: 2048, weight_decay: 0.0}\n"
     )
     argv = ["sweep", str(tmp_path / "sweep.yaml"), "--config", str(tmp_path / "config.toml")]
-    code, said = run_verb([*argv, "--output", str(tmp_path / "out"), "--print"], capsys)
-    lines = said.strip().splitlines()
-    assert code == 0 and len(lines) == 4, said
+    code, output = run_verb([*argv, "--output", str(tmp_path / "out"), "--print"], capsys)
+    lines = output.strip().splitlines()
+    assert code == 0 and len(lines) == 4, output
     assert "optim.learning_rate=0.0003 data.sequence_len=2048 optim.weight_decay=0.0" in lines[1]
     (tmp_path / "sweep.yaml").write_text("load_in_8bit_please: [true, false]\n")
-    code, said = run_verb([*argv, "--output", str(tmp_path / "out"), "--print"], capsys)
-    assert code == 2 and "load_in_8bit_please" in said and "no counterpart" in said
+    code, output = run_verb([*argv, "--output", str(tmp_path / "out"), "--print"], capsys)
+    assert code == 2 and "load_in_8bit_please" in output and "no counterpart" in output
 
 
 @pytest.mark.slow

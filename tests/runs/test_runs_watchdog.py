@@ -26,26 +26,26 @@ def wait_until(condition, seconds=20.0):
 
 
 def test_a_stall_is_reported_with_its_phase_and_stacks_at_doubling_intervals(tmp_path):
-    said = []
-    with Watchdog(tmp_path, 0.2, said.append) as watchdog:
+    output = []
+    with Watchdog(tmp_path, 0.2, output.append) as watchdog:
         watchdog.beat(5)
         began = time.monotonic()
         with watchdog.phase("waiting for data"):
-            wait_until(lambda: len(said) == 2)
+            wait_until(lambda: len(output) == 2)
         assert time.monotonic() - began >= 0.4  # the second report waits for twice the time
-    assert all("after step 5: waiting for data" in text for text in said)
+    assert all("after step 5: waiting for data" in text for text in output)
     stacks = (tmp_path / "stacks.txt").read_text()
     assert stacks.count("waiting for data") == 2
     assert "test_a_stall_is_reported" in stacks  # the loop thread's own stack is there
 
 
 def test_no_report_while_things_move(tmp_path):
-    said = []
-    with Watchdog(tmp_path, 0.5, said.append) as watchdog:
+    output = []
+    with Watchdog(tmp_path, 0.5, output.append) as watchdog:
         for step in range(30):
             watchdog.beat(step)
             time.sleep(0.03)
-    assert said == [] and not (tmp_path / "stacks.txt").exists()
+    assert output == [] and not (tmp_path / "stacks.txt").exists()
 
 
 def test_heartbeat_tells_step_and_phase(tmp_path):
@@ -94,10 +94,10 @@ def test_heartbeat_tells_how_a_run_ended(tmp_path, error, stopped, state, messag
 
 
 def test_heartbeat_survives_a_folder_that_goes_away(tmp_path):
-    said = []
-    with Watchdog(tmp_path / "gone", 0.1, said.append):
-        wait_until(lambda: said)
-    assert "stacks" not in said[0]
+    output = []
+    with Watchdog(tmp_path / "gone", 0.1, output.append):
+        wait_until(lambda: output)
+    assert "stacks" not in output[0]
 
 
 LOOP = """
@@ -142,8 +142,8 @@ def test_the_first_signal_stops_cleanly(number):
 def test_the_second_signal_exits_at_once(number, code):
     child = start_loop(after="time.sleep(60)")
     child.send_signal(signal.SIGTERM)
-    said = {child.stdout.readline().split()[0] for _ in range(2)}
-    assert said == {"SIGTERM:", "saved"}  # the signal thread and the loop, in either order
+    output = {child.stdout.readline().split()[0] for _ in range(2)}
+    assert output == {"SIGTERM:", "saved"}  # the signal thread and the loop, in either order
     began = time.monotonic()
     child.send_signal(number)
     child.communicate(timeout=20)

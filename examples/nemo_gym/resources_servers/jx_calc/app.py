@@ -50,16 +50,16 @@ def evaluate(node: ast.expr) -> float:
     """Value of an arithmetic expression; ValueError for anything else."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            found = value
+            actual = value
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            found = -evaluate(operand)
+            actual = -evaluate(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            found = OPERATORS[type(op)](evaluate(left), evaluate(right))
+            actual = OPERATORS[type(op)](evaluate(left), evaluate(right))
         case _:
             raise ValueError("not an arithmetic expression")
-    if not abs(found) <= LARGEST:
+    if not abs(actual) <= LARGEST:
         raise ValueError("number too large")
-    return found
+    return actual
 
 
 def compute(expression: str) -> str:
