@@ -16,7 +16,7 @@ def place(devices, *axes):
 
 
 @pytest.mark.parametrize(
-    "ours_here, axes, remote_result, others",
+    "source, axes, target, spec",
     [
         (slice(0, 1), (None,), slice(1, 4), (None, "x")),  # one to three
         (slice(0, 2), (None, "x"), slice(2, 4), (None, "x")),  # as it is
@@ -25,12 +25,12 @@ def place(devices, *axes):
         (slice(0, 3), (None, "x"), slice(2, 4), (None, "x")),  # cut in the middle of a piece
     ],
 )
-def test_an_array_arrives_whole_without_passing_the_host(ours_here, axes, remote_result, peers):
+def test_an_array_arrives_whole_without_passing_the_host(source, axes, target, spec):
     x = np.arange(2 * 6 * 4 * 3, dtype=np.float32).reshape(2, 6, 4, 3)
     devices = jax.devices()
-    held = jax.device_put(x, place(devices[ours_here], *axes))
-    target = place(devices[remote_result], *peers)
-    training = make_mesh(devices[remote_result], fsdp=-1)
+    held = jax.device_put(x, place(devices[source], *axes))
+    target = place(devices[target], *spec)
+    training = make_mesh(devices[target], fsdp=-1)
     with jax.transfer_guard_device_to_host("disallow"), jax.set_mesh(training):
         moved = move(held, target)
     assert moved.sharding == target

@@ -12,7 +12,7 @@ from jaxtrain.environments.calculator import CalculatorEnv, evaluate
 from jaxtrain.environments.tool_calls import ToolCallError
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion
-from jaxtrain.methods.rl.round_metrics import average_env_metrics
+from jaxtrain.generation.episode_metrics import average_env_metrics
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from jaxtrain.data.chat.template import BUILTIN
+from jaxtrain.data.chat.named_templates import BUILTIN
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.patterns import check_pattern, check_patterns
 from jaxtrain.huggingface.tokenizer import open_tokenizer

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.core.architecture import find_tokenizer
-from jaxtrain.data.chat.template import BUILTIN, load_tokenizer
+from jaxtrain.data.chat.named_templates import BUILTIN
+from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.tokenizer import find_differences
 
