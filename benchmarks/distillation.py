@@ -7,8 +7,8 @@ divergence over the whole vocabulary with beta 0.5, AdamW with clipping. Student
 bfloat16 compute; teacher: bfloat16. Each side runs in a process of its own, so that neither holds
 memory of the other, and one that fails leaves the other's line standing.
 
-jaxtrain    the training code as it runs (core/step.py, methods/distillation/method.py): forward pass of the
-            teacher, and the loss in chunks that never hold all logits
+jaxtrain    the training code as it runs (core/step.py, methods/distillation/method.py): forward
+            pass of the teacher, and the loss in chunks that never hold all logits
 trl         transformers' model, autocast, sdpa; the loss in the form of TRL's GKDTrainer, from all
             logits of a row of both models
 chunked     the same with the loss in checkpointed chunks of 512 tokens, each compiled

@@ -191,7 +191,8 @@ def describe(row: dict) -> str:
         local_value = row[kind]
         parts.append(
             f"{kind} tau {local_value['tau']:.2f}, {local_value['tokens_per_s']:,.0f} tok/s,"
-            f" {local_value['speedup']:.2f}x, {local_value['different_answers']} of {row['answers']} differ"
+            f" {local_value['speedup']:.2f}x,"
+            f" {local_value['different_answers']} of {row['answers']} differ"
         )
     return "; ".join(parts)
 

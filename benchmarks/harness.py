@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: arguments, timing, processes, error measures, tables and files."""
+"""Shared parts of the benchmarks: arguments, timing, processes, error measures, tables, files."""
 
 import argparse
 import json

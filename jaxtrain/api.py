@@ -95,10 +95,10 @@ class Model:
             raise UserError(f"temperature {temperature!r} must be a number above 0")
         role = self.snapshot.roles.trained
         score = make_logp(self.snapshot.roles.rebuild(role), self.config.model.logp, temperature)
-        found = self._run(self.encode(texts), score, SCORING_ROW, np.zeros(0, np.float32))
-        for values in found:
+        text_logprobs = self._run(self.encode(texts), score, SCORING_ROW, np.zeros(0, np.float32))
+        for values in text_logprobs:
             values[:1] = 0.0
-        return found
+        return text_logprobs
 
     def logits(self, texts: Sequence[Text]) -> list[np.ndarray]:
         """Logits float32 [n, V] of each text: row i is what follows its token i.
@@ -183,18 +183,18 @@ class Model:
         return ids.astype(np.int32)
 
     def _run(
-        self, texts: list[np.ndarray], score: Callable, row: int, nothing: np.ndarray
+        self, texts: list[np.ndarray], score: Callable, row: int, empty: np.ndarray
     ) -> list[np.ndarray]:
         """score(params, batch [1, B, T]) -> [1, B, T, ...], cut back into texts."""
-        found = [nothing.copy() for _ in texts]
+        outputs = [empty.copy() for _ in texts]
         params, ways = self.snapshot.params(), row_shards(self.mesh)
         shares = self.snapshot.model().follows_trees
         with jax.set_mesh(self.mesh):
             for batch, places in pack(texts, row, ways, shares):
                 values = np.asarray(to_host(score(params, feed(batch, self.mesh))))[0]
                 for index, b, start in places:
-                    found[index] = values[b, start : start + len(texts[index])].copy()
-        return found
+                    outputs[index] = values[b, start : start + len(texts[index])].copy()
+        return outputs
 
 
 def logprobs(
@@ -209,21 +209,21 @@ def logits(model: str | os.PathLike | Model, texts: Sequence[Text]) -> list[np.n
     return (model if isinstance(model, Model) else Model(model)).logits(texts)
 
 
-def read_ids(given: Any, vocab_size: int, what: str) -> np.ndarray:
-    """Token ids int64 [n] of a list or an array; UserError names `what` they are."""
+def read_ids(token_ids: Any, vocab_size: int, label: str) -> np.ndarray:
+    """Token ids int64 [n] of a list or an array; UserError names `label` they are."""
     try:
-        ids = np.asarray(given)
+        ids = np.asarray(token_ids)
     except (TypeError, ValueError, OverflowError):
         ids = np.asarray(None)
     if ids.size == 0 and ids.ndim == 1:
         return np.zeros(0, np.int64)
-    whole = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
-    if not whole or (ids is not given and any(isinstance(one, bool) for one in given)):
-        raise UserError(f"{what} must be a list of token ids (whole numbers), not {given!r:.60}")
+    is_integer = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
+    if not is_integer or (ids is not token_ids and any(isinstance(token, bool) for token in token_ids)):
+        raise UserError(f"{label} must be a list of token ids (whole numbers), not {token_ids!r:.60}")
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise UserError(
-            f"{what} holds the id {wrong}; the model has those from 0 to {vocab_size}-1"
+            f"{label} holds the id {wrong}; the model has those from 0 to {vocab_size}-1"
         )
     return ids.astype(np.int64)
 

@@ -124,8 +124,8 @@ def join_routes(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndar
     """Join two records [n, R] of the routes of one sequence, the second of as many tokens or more.
 
     A record has the experts of each token, R expert layers times experts per token, and the largest
-    number of its dtype where they are unknown, as for the last token, which no model has read. Known
-    entries stay, because tokens were sampled from the states that they describe.
+    number of its dtype where they are unknown, as for the last token, which no model has read.
+    Known entries stay, because tokens were sampled from the states that they describe.
     """
     if earlier is None or later is None:
         return later if earlier is None else earlier

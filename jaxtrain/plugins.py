@@ -61,18 +61,18 @@ def find(
     if name in builtin:
         value = builtin[name]
         return EntryPoint(name, value, group).load() if isinstance(value, str) else value
-    place, attribute = split_path(name, modules)
+    module_name, attribute = split_path(name, modules)
     if entry is not None:
-        place, attribute = entry.module, entry.attr or ""
-    found = load_module(place, key=f"{key} {name!r}")
+        module_name, attribute = entry.module, entry.attr or ""
+    target = load_module(module_name, key=f"{key} {name!r}")
     for part in filter(None, attribute.split(".")):
-        if not hasattr(found, part):
-            raise UserError(f"{key} {name!r}: {place} has no {part!r}{suggest(part, dir(found))}")
-        found = getattr(found, part)
-    if not callable(found) and not (modules and isinstance(found, ModuleType)):
-        wanted = "a module or a class" if modules else "a class or function"
-        raise UserError(f"{key} {name!r} is a {type(found).__name__}; it must be {wanted}")
-    return found
+        if not hasattr(target, part):
+            raise UserError(f"{key} {name!r}: {module_name} has no {part!r}{suggest(part, dir(target))}")
+        target = getattr(target, part)
+    if not callable(target) and not (modules and isinstance(target, ModuleType)):
+        expected = "a module or a class" if modules else "a class or function"
+        raise UserError(f"{key} {name!r} is a {type(target).__name__}; it must be {expected}")
+    return target
 
 
 def check(
@@ -88,24 +88,24 @@ def check(
 
     Imports nothing, so an import path is not followed. Without `key` the message has no prefix.
     """
-    prefix, known = f"{key}: " if key else "", list_entry_points(group)
-    found = [entry for entry in known if entry.name == name]
-    owners = " and ".join(find_owner(entry) for entry in found)
-    if name in builtin and found:
+    prefix, entries = f"{key}: " if key else "", list_entry_points(group)
+    matches = [entry for entry in entries if entry.name == name]
+    owners = " and ".join(find_owner(entry) for entry in matches)
+    if name in builtin and matches:
         raise UserError(
             f"{prefix}{name!r} is built in, but {owners} brings another one by entry point"
             f" jaxtrain.{group}; rename it there, or uninstall that package"
         )
-    if len(found) > 1:
+    if len(matches) > 1:
         raise UserError(
             f"{prefix}{name!r} is brought by {owners}, all by entry point jaxtrain.{group};"
             " uninstall all but one, or give package.module:name"
         )
-    if name in builtin or found or (instead is None and split_path(name, modules)[0]):
-        return found[0] if found else None
-    choices = [*builtin, *(entry.name for entry in known)]
+    if name in builtin or matches or (instead is None and split_path(name, modules)[0]):
+        return matches[0] if matches else None
+    choices = [*builtin, *(entry.name for entry in entries)]
     advice = instead or 'give "package.module:name" or "file.py:name"'
-    brought = ", ".join(f"{entry.name} (of {find_owner(entry)})" for entry in known) or "none"
+    brought = ", ".join(f"{entry.name} (of {find_owner(entry)})" for entry in entries) or "none"
     raise UserError(
         f"{prefix}there is no {name!r}{suggest(name, choices)}; built in:"
         f" {', '.join(builtin) or 'none'}; by entry point jaxtrain.{group}: {brought}; or {advice}"
@@ -124,21 +124,21 @@ def list_groups() -> dict[str, tuple[EntryPoint, ...]]:
     return {group: list_entry_points(group) for group in dict.fromkeys(groups)}
 
 
-def load_module(place: str, *, key: str) -> ModuleType:
+def load_module(module_name: str, *, key: str) -> ModuleType:
     """The module that "package.module" or "file.py" names; a file is imported once per process.
 
     UserError where it is not there or its import fails, with the file and line of the error.
     """
-    here = str(Path.cwd())
-    if here not in sys.path:  # as with `python -m`; it stays, for what is imported later
-        sys.path.insert(0, here)
-    is_file = place.endswith(".py")
-    if is_file and not Path(place).is_file():
-        raise UserError(f"{key}: the file {place} does not exist")
+    working_dir = str(Path.cwd())
+    if working_dir not in sys.path:  # as with `python -m`; it stays, for what is imported later
+        sys.path.insert(0, working_dir)
+    is_file = module_name.endswith(".py")
+    if is_file and not Path(module_name).is_file():
+        raise UserError(f"{key}: the file {module_name} does not exist")
     try:
-        return _import_file(Path(place).resolve()) if is_file else importlib.import_module(place)
+        return _import_file(Path(module_name).resolve()) if is_file else importlib.import_module(module_name)
     except Exception as error:  # the border: whatever an import of foreign code may raise
-        if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             raise UserError(
                 f"{key} cannot be imported: there is no module {error.name}; the folder that holds"
                 " it must be the working directory or on PYTHONPATH"
@@ -166,8 +166,8 @@ def split_path(name: str, modules: bool) -> tuple[str, str]:
     writes it; ("package.module", "") where that may be a module; two empty texts for no path."""
     if modules and ":" not in name:
         return (name, "") if "." in name else ("", "")
-    place, _, attribute = name.rpartition(":" if ":" in name else ".")
-    return (place, attribute) if attribute and not name.endswith(".py") else ("", "")
+    module_name, _, attribute = name.rpartition(":" if ":" in name else ".")
+    return (module_name, attribute) if attribute and not name.endswith(".py") else ("", "")
 
 
 @functools.cache

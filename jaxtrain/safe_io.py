@@ -50,13 +50,13 @@ def read_bytes(path: str | Path, most: int) -> bytes:
     # Not to wait for a writer, should it be a pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
             raise ValueError("is a folder, not a file")
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("is no regular file but a pipe or a device")
-        if found.st_size > most:
-            raise ValueError(f"has {found.st_size:,} bytes; at most {most:,} are read")
+        if status.st_size > most:
+            raise ValueError(f"has {status.st_size:,} bytes; at most {most:,} are read")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(most)
     finally:
@@ -120,29 +120,29 @@ def too_deep(value: Any, depth: int = DEPTH) -> bool:
     for _ in range(depth):
         if not level:
             return False
-        level = [inner for one in level for inner in _inner(one)]
+        level = [inner for container in level for inner in _inner(container)]
     return bool(level)
 
 
 def has_surrogates(value: Any) -> bool:
     """Whether any text in a value, keys included, holds half a surrogate pair."""
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            if _SURROGATE.search(one):
+    pending = [value]
+    while pending:
+        element = pending.pop()
+        if isinstance(element, str):
+            if _SURROGATE.search(element):
                 return True
-        elif isinstance(one, dict):
-            left += [*one, *one.values()]
-        elif isinstance(one, list | tuple):
-            left += one
+        elif isinstance(element, dict):
+            pending += [*element, *element.values()]
+        elif isinstance(element, list | tuple):
+            pending += element
     return False
 
 
 def _inner(value: Any) -> list[Any]:
     """The tables and lists right inside a table or list."""
     values = value.values() if isinstance(value, dict) else value
-    return [one for one in values if isinstance(one, dict | list | tuple)]
+    return [child for child in values if isinstance(child, dict | list | tuple)]
 
 
 def _no_constant(name: str) -> Any:
@@ -161,10 +161,10 @@ class _Once:
             return table
         seen: set[str] = set()
         key = next(key for key, _ in pairs if key in seen or seen.add(key))
-        places = re.finditer(re.escape(json.dumps(key)) + r"\s*:", self.text)
+        occurrences = re.finditer(re.escape(json.dumps(key)) + r"\s*:", self.text)
         lines = [
-            str(self.text.count("\n", 0, place.start()) + 1)
-            for place, _ in zip(places, range(5), strict=False)
+            str(self.text.count("\n", 0, occurrence.start()) + 1)
+            for occurrence, _ in zip(occurrences, range(5), strict=False)
         ]
         raise ValueError(
             f"the key {show(key)} stands twice in one table (lines {', '.join(lines)})"

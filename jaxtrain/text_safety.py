@@ -41,7 +41,8 @@ def show(value: Any, longest: int = 100) -> str:
     if isinstance(value, str):
         if len(value) <= longest:
             return escape_control_chars(repr(value))
-        return f"{escape_control_chars(repr(value[: longest // 2]))}... (a text of {len(value):,} characters)"
+        start = escape_control_chars(repr(value[: longest // 2]))
+        return f"{start}... (a text of {len(value):,} characters)"
     if isinstance(value, bytes):
         return f"{len(value):,} bytes"
     text = escape_control_chars(_SHORT.repr(value))
@@ -67,8 +68,8 @@ def name_type(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def _written_out(found: re.Match[str]) -> str:
-    code = ord(found.group())
+def _written_out(match: re.Match[str]) -> str:
+    code = ord(match.group())
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 

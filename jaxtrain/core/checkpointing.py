@@ -7,7 +7,8 @@ same end of a round, so that what was drawn since then, and not trained, is aske
                        └─ on_error ─> rescue ─> the last good state, then the error goes on
 
 Of several processes all save, or none: process 0 alone looks at the clock, and an error that only
-one of them has seen (distributed/broadcast.py) ends the run without a save, which would wait for the others.
+one of them has seen (distributed/broadcast.py) ends the run without a save, which would wait for
+the others.
 """
 
 import time

@@ -75,9 +75,9 @@ def export_policies(
 ) -> None:
     """Each of several policies by `export`, as `export_model`, in a folder of its name within
     `folder`, which takes the older one's place as a whole."""
-    with replace_folder(folder) if is_main_process() else contextlib.nullcontext(folder) as place:
-        for name, one in snapshots.items():
-            export(one, config, place / name, dtype)
+    with replace_folder(folder) if is_main_process() else contextlib.nullcontext(folder) as target:
+        for name, snapshot in snapshots.items():
+            export(snapshot, config, target / name, dtype)
 
 
 @contextlib.contextmanager
@@ -130,10 +130,10 @@ Settings that differ from the defaults:
 def describe_outside(config: Config) -> str:
     """A list of the code that the run took from outside jaxtrain; empty where there is none."""
     lines = []
-    for one in list_outside(config):
-        owner = "a file" if "sha256" in one else "a package that is not installed"
-        if "distribution" in one:
-            owner = f"{one['distribution']} {one['version']}"
-        digits = f", sha256 {one['sha256']}..." if "sha256" in one else ""
-        lines.append(f"- {one['group']}: `{one['name']}`, of {owner}{digits}")
+    for source in list_outside(config):
+        owner = "a file" if "sha256" in source else "a package that is not installed"
+        if "distribution" in source:
+            owner = f"{source['distribution']} {source['version']}"
+        digits = f", sha256 {source['sha256']}..." if "sha256" in source else ""
+        lines.append(f"- {source['group']}: `{source['name']}`, of {owner}{digits}")
     return "\n".join(["", "Code from outside jaxtrain:", "", *lines, ""]) if lines else ""

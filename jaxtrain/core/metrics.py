@@ -45,10 +45,10 @@ def average(pairs: dict[str, Pair]) -> dict[str, float]:
     return {name: total / weight for name, (total, weight) in pairs.items() if weight}
 
 
-def add_pairs(left: dict[str, Pair], right: dict[str, Pair]) -> dict[str, Pair]:
+def add_pairs(first: dict[str, Pair], second: dict[str, Pair]) -> dict[str, Pair]:
     """Sum two sets of (sum, weight) pairs by name."""
-    summed = dict(left)
-    for name, (total, weight) in right.items():
+    summed = dict(first)
+    for name, (total, weight) in second.items():
         before = summed.get(name, (0.0, 0.0))
         summed[name] = (before[0] + total, before[1] + weight)
     return summed
@@ -63,12 +63,12 @@ class Throughput:
     """FLOP/s of one device; None leaves MFU out."""
     last_time: float | None = None
 
-    def read(self, now: float, tokens: float, flops: float) -> dict[str, float]:
-        """Rates of the step that ended at `now` (seconds) with `tokens` and model `flops`."""
-        previous, self.last_time = self.last_time, now
-        if previous is None or now <= previous:
+    def read(self, end_time: float, tokens: float, flops: float) -> dict[str, float]:
+        """Rates of the step that ended at `end_time` (seconds) with `tokens` and model `flops`."""
+        previous, self.last_time = self.last_time, end_time
+        if previous is None or end_time <= previous:
             return {}
-        seconds = now - previous
+        seconds = end_time - previous
         rates = {
             "step_seconds": seconds,
             "tokens_per_second_per_device": tokens / seconds / self.num_devices,

@@ -106,10 +106,10 @@ def store_moments(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, StoredState]:
         assert params is not None, "moments are found by the parameters' paths"
-        wide, own = _widen(updates), _widen(params)
-        found, after = inner.update(wide, unpack(state.inner, params), own)
-        found = jax.tree.map(lambda value, like: value.astype(like.dtype), found, updates)
-        return found, StoredState(state.count + 1, pack(after, params, state.count))
+        wide_updates, wide_params = _widen(updates), _widen(params)
+        new_updates, after = inner.update(wide_updates, unpack(state.inner, params), wide_params)
+        new_updates = jax.tree.map(lambda value, update: value.astype(update.dtype), new_updates, updates)
+        return new_updates, StoredState(state.count + 1, pack(after, params, state.count))
 
     return optax.GradientTransformation(init, update)
 
@@ -167,13 +167,13 @@ def quantize(x: jax.Array, signed: bool, block: int) -> QuantizedBlocks:
     starts = ((table[below] + table[below - 1]) / 2).astype(np.float32)
     tens = 10.0 ** np.arange(DECADES - 1, -1, -1)
     decade = sum((magnitude >= start).astype(jnp.int32) for start in starts[:-1]) - 1
-    at = jnp.maximum(decade, 0)
+    decade_index = jnp.maximum(decade, 0)
     cell = jnp.floor(
-        magnitude * jnp.asarray((tens * cells / 0.9).astype(np.float32))[at]
-        - jnp.asarray((cells / 9).astype(np.float32))[at]
+        magnitude * jnp.asarray((tens * cells / 0.9).astype(np.float32))[decade_index]
+        - jnp.asarray((cells / 9).astype(np.float32))[decade_index]
     ).astype(jnp.int32)
-    cell = jnp.clip(cell, 0, jnp.asarray(cells, jnp.int32)[at] - 1)
-    code = jnp.where(decade < 0, 0, jnp.asarray(below[:-1], jnp.int32)[at] + cell)
+    cell = jnp.clip(cell, 0, jnp.asarray(cells, jnp.int32)[decade_index] - 1)
+    code = jnp.where(decade < 0, 0, jnp.asarray(below[:-1], jnp.int32)[decade_index] + cell)
     top = int(below[-1])
     if signed:  # the largest level below zero is the one before -1, which there is not
         code = jnp.where(unit >= starts[-1], top, code)

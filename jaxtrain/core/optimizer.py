@@ -47,30 +47,30 @@ def build_schedule(optim: OptimConfig, total_steps: int) -> optax.Schedule:
                 start = max(warmup, 1)
                 rate = jnp.maximum(peak * jnp.sqrt(start / jnp.maximum(step + 1, start)), floor)
             case "wsd":
-                left = jnp.clip((total_steps - step) / decay, 0.0, 1.0)
-                rate = floor + (peak - floor) * decay_share(optim.wsd_decay, left)
+                remaining = jnp.clip((total_steps - step) / decay, 0.0, 1.0)
+                rate = floor + (peak - floor) * decay_share(optim.wsd_decay, remaining)
         ramp = jnp.minimum((step + 1.0) / warmup, 1.0) if warmup else 1.0
         return jnp.where(step < warmup, peak * ramp, rate)
 
     return schedule
 
 
-def decay_share(shape: str, left):
-    """Share of the peak above the floor when `left` (1 to 0) of the decay remains; 1 before it.
+def decay_share(shape: str, remaining):
+    """Share of the peak above the floor when `remaining` (1 to 0) of the decay remains; 1 before it.
 
     The shapes of warmup-stable-decay as compared by Hägele et al. 2024 (arXiv 2405.18392).
     """
     match shape:
         case "linear":
-            return left
+            return remaining
         case "cosine":
-            return 0.5 * (1.0 + jnp.cos(jnp.pi * (1.0 - left)))
+            return 0.5 * (1.0 + jnp.cos(jnp.pi * (1.0 - remaining)))
         case "exponential":
             # Down to a hundredth, shifted so that the last step meets the floor exactly.
             tail = 0.01
-            return (tail ** (1.0 - left) - tail) / (1.0 - tail)
+            return (tail ** (1.0 - remaining) - tail) / (1.0 - tail)
         case "one_minus_sqrt":
-            return 1.0 - jnp.sqrt(1.0 - left)
+            return 1.0 - jnp.sqrt(1.0 - remaining)
     raise AssertionError(shape)
 
 
@@ -172,23 +172,23 @@ def _named(
 
 
 def make_outside(
-    group: str, name: str, options: str, optim: OptimConfig, facts: dict[str, Any], *given: Any
+    group: str, name: str, options: str, optim: OptimConfig, facts: dict[str, Any], *args: Any
 ) -> Any:
     """What a function from outside makes of what is given, of those facts that it names, and of the
     options of the config, which outweigh them. UserError."""
     from jaxtrain.config.construct import make
 
     key = f"optim.{name}"
-    made = plugins.find(group, getattr(optim, name), {}, key=key)
-    named = inspect.signature(made).parameters
+    factory = plugins.find(group, getattr(optim, name), {}, key=key)
+    named = inspect.signature(factory).parameters
     taken = {fact: value for fact, value in facts.items() if fact in named}
     return make(
-        made,
-        *given,
+        factory,
+        *args,
         options={**taken, **getattr(optim, options)},
         key=f"{key} {getattr(optim, name)!r}",
         options_key=f"optim.{options}",
-        argument_names="learning_rate" if given else "",
+        argument_names="learning_rate" if args else "",
     )
 
 

@@ -76,14 +76,14 @@ class Roles:
         for name, role in self.roles.items():
             match role.weights:
                 case "own":
-                    other, self._rebuild[name] = abstract_params(role.bundle)
-                    self.frozen_shapes |= prefix(name, other)
+                    role_shapes, self._rebuild[name] = abstract_params(role.bundle)
+                    self.frozen_shapes |= prefix(name, role_shapes)
                 case "start":
                     stored: dict[str, Any] = {
                         path: jax.ShapeDtypeStruct(
-                            one.shape, stored_as(one.dtype, role.dtype), sharding=one.sharding
+                            shape.shape, stored_as(shape.dtype, role.dtype), sharding=shape.sharding
                         )
-                        for path, one in self.trained_shapes.items()
+                        for path, shape in self.trained_shapes.items()
                     }
                     self.frozen_shapes |= prefix(name, stored)
                 case "moving":
@@ -132,21 +132,21 @@ class Roles:
     def _copy(self, start: Params, dtype: str | None, *, donated: bool) -> Params:
         """The starting weights in another dtype. donated: by the step that trains them, so that
         the copy must be one."""
-        found = {}
+        copied = {}
         for path, value in start.items():
             stored = stored_as(value.dtype, dtype)
             if stored != value.dtype:
-                found[path] = value.astype(stored)
+                copied[path] = value.astype(stored)
             else:
-                found[path] = jnp.copy(value) if donated else value
-        return found
+                copied[path] = jnp.copy(value) if donated else value
+        return copied
 
     def _fill(self, tables: Params) -> Params:
         """The trained role's tables with what the data say."""
         fill = self.roles[self.trained].tables
-        given = {} if fill is None else fill()
-        assert given.keys() <= tables.keys(), f"no such table: {sorted(given)}"
-        filled = {path: np.asarray(array) for path, array in given.items()}
+        arrays = {} if fill is None else fill()
+        assert arrays.keys() <= tables.keys(), f"no such table: {sorted(arrays)}"
+        filled = {path: np.asarray(array) for path, array in arrays.items()}
         return tables | {
             path: jax.make_array_from_callback(
                 tables[path].shape,
@@ -158,10 +158,10 @@ class Roles:
 
     def params(self, role: str, weights: Params) -> Params:
         """One role's parameters by their own paths, out of all."""
-        own = {path: value for path, value in weights.items() if "/" not in path}
-        beside = f"{role}/"
-        found = {p[len(beside) :]: value for p, value in weights.items() if p.startswith(beside)}
-        return found if self.roles[role].weights == "own" else {**own, **found}
+        trained_params = {path: value for path, value in weights.items() if "/" not in path}
+        role_prefix = f"{role}/"
+        role_params = {p[len(role_prefix) :]: value for p, value in weights.items() if p.startswith(role_prefix)}
+        return role_params if self.roles[role].weights == "own" else {**trained_params, **role_params}
 
     def rebuild(self, role: str) -> Rebuild:
         """What makes the role's model of its parameters."""
@@ -196,9 +196,9 @@ class ModelSnapshot:
         return self.roles.rebuild(role or self.roles.trained)(self.params(role))
 
 
-def stored_as(dtype: Any, wanted: str | None) -> Any:
-    """What an array of `dtype` is stored in where floats shall be `wanted`."""
-    return wanted if wanted and jnp.issubdtype(dtype, jnp.floating) else dtype
+def stored_as(dtype: Any, storage_dtype: str | None) -> Any:
+    """What an array of `dtype` is stored in where floats shall be `storage_dtype`."""
+    return storage_dtype if storage_dtype and jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def prefix(role: str, params: Params) -> Params:

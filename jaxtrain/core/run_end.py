@@ -61,8 +61,8 @@ def write_outputs(session: Session, summary: str) -> str:
         else:
             session.task.export(session.snapshot(), config, folder / "model")
             places["model" if session.bundle.adapter is None else "adapter"] = folder / "model"
-        for name, one in session.auxiliary.items():
-            export_model(one.snapshot(), config, folder / name)
+        for name, auxiliary in session.auxiliary.items():
+            export_model(auxiliary.snapshot(), config, folder / name)
             places[name] = folder / name
     lines += [f"{name:<12} {path}" for name, path in places.items()]
     program = f"{os.path.relpath(sys.executable)} -m jaxtrain.main"
@@ -87,8 +87,8 @@ def write_outputs(session: Session, summary: str) -> str:
 def suggest_speculate(config: Config, folder: Path) -> str:
     """The command that measures a draft: on held-out data where the run has some."""
     datasets = config.data.eval_datasets[:1]
-    split = [f"dataset.split={one.split}" for one in datasets]
-    asked = [f"--input {one.path}" for one in datasets] or ["--set gsm8k"]
+    split = [f"dataset.split={dataset.split}" for dataset in datasets]
+    inputs = [f"--input {dataset.path}" for dataset in datasets] or ["--set gsm8k"]
     return " ".join(
-        ["speculate", str(config.model.path), *split, f"--draft {folder / 'model'}", *asked]
+        ["speculate", str(config.model.path), *split, f"--draft {folder / 'model'}", *inputs]
     )

@@ -33,15 +33,15 @@ class Scorer:
         # Whose routers are the policy's sends each token where the update will.
         same = snapshot.roles.roles[role].weights != "own"
         names = (ROUTED,) if same and ROUTED in batch.streams else ()
-        found = score(snapshot.params(role), self._place(batch, snapshot, names))
-        return np.asarray(to_host(found))
+        logp = score(snapshot.params(role), self._place(batch, snapshot, names))
+        return np.asarray(to_host(logp))
 
     def hidden(self, batch: Batch, role: str, layers: Sequence[int]) -> dict[int, np.ndarray]:
         """{layer: [A, B, T, D]}: what chosen layers of a role's model put out, in its dtype."""
         snapshot = self.snapshot()
         score = make_hidden(snapshot.roles.rebuild(role), tuple(layers))
-        found = score(snapshot.params(role), self._place(batch, snapshot))
-        return {layer: np.asarray(to_host(value)) for layer, value in found.items()}
+        outputs = score(snapshot.params(role), self._place(batch, snapshot))
+        return {layer: np.asarray(to_host(value)) for layer, value in outputs.items()}
 
     def features(
         self, batch: Batch, role: str, layers: Sequence[int], places: int = 1
@@ -63,10 +63,10 @@ class Scorer:
         """(ids int32, log-probs float32), [A, B, T, k]: what a role's model finds likeliest in the
         place of every token."""
         snapshot = self.snapshot()
-        found = make_topk(snapshot.roles.rebuild(role), k)(
+        topk = make_topk(snapshot.roles.rebuild(role), k)(
             snapshot.params(role), self._place(batch, snapshot)
         )
-        return np.asarray(to_host(found.ids)), np.asarray(to_host(found.logp))
+        return np.asarray(to_host(topk.ids)), np.asarray(to_host(topk.logp))
 
     @staticmethod
     def _place(batch: Batch, snapshot: ModelSnapshot, names: Sequence[str] = ()) -> Batch:

@@ -100,8 +100,8 @@ class Session:
         policies each one's state by its name."""
         if self.policies:
             return {name: self.waiting.get(name, self.state).tree() for name in self.policies}
-        beside = {name: one.state.tree() for name, one in self.auxiliary.items()}
-        return {**self.state.tree(), **beside}
+        auxiliary_states = {name: auxiliary.state.tree() for name, auxiliary in self.auxiliary.items()}
+        return {**self.state.tree(), **auxiliary_states}
 
     def prepare(self, round: Round) -> Round:
         """Apply `Task.prepare` with the session's scorer."""
@@ -236,9 +236,9 @@ def make_bias_update(roles: Roles, rate: float) -> Callable | None:
     places = find_biases(abstract(bundle.architecture, **bundle.options))
     missing = sorted(set(places) - set(roles.trained_shapes))
     if not places or missing:
-        told = f"{missing[0]} is not trained here" if missing else "this model's have none"
+        reason = f"{missing[0]} is not trained here" if missing else "this model's have none"
         raise UserError(
-            f"model.router_bias_update_rate {rate} moves correction biases of routers, but {told}"
+            f"model.router_bias_update_rate {rate} moves correction biases of routers, but {reason}"
             "; remove it, or train a family that has them in full (without an adapter)"
         )
     return functools.partial(move_biases, places=places, rate=rate)
@@ -262,16 +262,16 @@ def start_state(session: Session, checkpoints: Checkpoints) -> None:
                 continue
             weights = {**session.frozen, **trained}
             key = f"policies.{name}.path"
-            own = session.roles.draw_again(weights, seed + number, folder, key)
-            session.waiting[name] = init_state(own, session.optimizer, offload=offload)
+            adapter = session.roles.draw_again(weights, seed + number, folder, key)
+            session.waiting[name] = init_state(adapter, session.optimizer, offload=offload)
         session.state = session.waiting.pop(session.policy, session.state)
-        for one in session.auxiliary.values():
-            one.open(seed)
+        for auxiliary in session.auxiliary.values():
+            auxiliary.open(seed)
         return
     _, session.frozen, _ = session.roles.open(seed, trained=False)
     tree = dict(restored.arrays)
-    for name, one in session.auxiliary.items():
-        one.state = State.of_tree(tree.pop(name))
+    for name, auxiliary in session.auxiliary.items():
+        auxiliary.state = State.of_tree(tree.pop(name))
     for name in session.policies:
         state = State.of_tree(tree.pop(name))
         session.updates[name] = int(state.step)

@@ -82,7 +82,7 @@ class StepReader:
     def read(self, pending: PendingStep) -> dict[str, float]:
         """Wait for the step and return its values; raises NotFinite if it was not."""
         output = jax.device_get(pending.output)
-        now = time.monotonic()
+        end_time = time.monotonic()
         if not output.finite:
             raise NonFiniteStep(self.explain(pending, output), pending.step)
         tokens, spans = count_work(pending.batch)
@@ -90,7 +90,7 @@ class StepReader:
         if pending.compiled:
             # It was dispatched somewhere within a call that took long: there is no time to tell.
             self.throughput.last_time = None
-        rates = self.throughput.read(now, tokens, flops)
+        rates = self.throughput.read(end_time, tokens, flops)
         values = {
             **{name: float(v) for name, v in average(output.metrics).items()},
             "grad_norm": float(output.grad_norm),
@@ -123,16 +123,16 @@ class StepReader:
         path = self.session.folder / f"nonfinite_batch_step_{pending.step}.npz"
         fields = {f: v for f, v in pending.batch._asdict().items() if isinstance(v, np.ndarray)}
         weights = {f"weights.{name}": value for name, value in pending.batch.weights.items()}
-        kept = f"Its batch is in {path}"
+        batch_note = f"Its batch is in {path}"
         try:
             if is_main_process():
                 np.savez(path, **fields, **weights)
         except OSError as error:
-            kept = f"Its batch could not be written ({error.strerror or error})"
+            batch_note = f"Its batch could not be written ({error.strerror or error})"
         where = f"the loss of microstep {bad[0]}" if bad else "a gradient (the loss was finite)"
         return (
             f"step {pending.step}: {where} is not finite (gradient norm {output.grad_norm:g}). The"
-            f" weights were left as they were before it. {kept}. Lower optim.learning_rate, raise"
+            f" weights were left as they were before it. {batch_note}. Lower optim.learning_rate, raise"
             " optim.warmup_steps, or look at the data"
         )
 
@@ -171,13 +171,13 @@ def count_matmul_params(model: Any, frozen: Container[str] = ()) -> float:
     and the input's gradient, but not their own.
     """
     total = 0.0
-    for place, node in nnx.iter_graph(model):
+    for node_path, node in nnx.iter_graph(model):
         share = (
             1.0 if node is getattr(model, "head_table", None) else getattr(node, "token_share", 0.0)
         )
         params = split_model(node)[0] if share else {}
         for name, value in params.items():
-            path = ".".join(map(str, (*place, name)))
+            path = ".".join(map(str, (*node_path, name)))
             if not is_vector(path):
                 weights = share * count_weights(path, value)
                 total += weights * 2 / 3 if path in frozen else weights

@@ -212,7 +212,8 @@ class Task:
     """(live, steps done before the round) -> numbers about it: once its last step was made, before
     its weights go to an engine."""
     auxiliary: Mapping[str, Any] = field(default_factory=dict)
-    """`AuxiliaryObjective`s by name: models of their own that `after_round` trains; no roles, for the step does not know them."""
+    """`AuxiliaryObjective`s by name: separate models that `after_round` trains. They are no roles:
+    the step does not see them."""
     evaluate: Callable[[ModelSnapshot, Scorer], dict[str, float]] = no_numbers
     """Numbers of its own besides the held-out loss: {"eval/...": ...}; on every process."""
     sampler: Callable[..., Any] | None = None

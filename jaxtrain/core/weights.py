@@ -41,11 +41,11 @@ def abstract_params(
         model = attach(model, bundle.adapter)
     shapes, rebuild = split_model(model)
     placed = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), mesh or bundle.mesh))
-    places = {name_path(path): place for path, place in placed}
+    shardings_by_path = {name_path(path): sharding for path, sharding in placed}
     adapter = bundle.adapter
     full = {} if adapter is None else dict.fromkeys(adapter.full, adapter.dtype)
     return {
-        path: jax.ShapeDtypeStruct(shape.shape, full.get(path, shape.dtype), sharding=places[path])
+        path: jax.ShapeDtypeStruct(shape.shape, full.get(path, shape.dtype), sharding=shardings_by_path[path])
         for path, shape in shapes.items()
     }, rebuild
 

@@ -49,7 +49,7 @@ class DatasetEnvs:
     def inspect(
         self, datasets: Sequence[Any], log: Callable[[str], None], wait: bool = True
     ) -> None:
-        """Ask servers that environments play in about the datasets' rows; see GuardedEnv.inspect."""
+        """Check the datasets' rows with the environments' servers; see GuardedEnv.inspect."""
         for index, rows in enumerate(datasets):
             env, _ = self.of(index)
             env.inspect(spread_rows(rows, MAX_INSPECTED), log, wait)

@@ -31,7 +31,7 @@ def describe_episodes(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def average_env_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return means of what the environment measured, as env/NAME, over the episodes that have it."""
+    """Return means of the environment's metrics, as env/NAME, over the episodes that have them."""
     means = {}
     for name in dict.fromkeys(name for episode in episodes for name in episode.metrics):
         values = [episode.metrics[name] for episode in episodes if name in episode.metrics]

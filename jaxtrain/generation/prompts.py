@@ -172,7 +172,7 @@ class PromptOrder:
         return len(self._again)
 
     def state(self) -> dict[str, Any]:
-        """Return a JSON-able cursor: everything below `low` is done, and `beyond`; `again` waits."""
+        """Return a JSON-able cursor: all below `low` and in `beyond` is done; `again` waits."""
         with self._lock:
             return {
                 "low": self._low,

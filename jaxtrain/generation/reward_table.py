@@ -56,7 +56,7 @@ def weigh(
     weights_K: Sequence[float],
     clip: tuple[float, float] | None = None,
 ) -> np.ndarray:
-    """Return the weighted sum [N] of the rewards that are not NaN, within `clip`; NaN if all are."""
+    """Return the weighted sum [N] of rewards that are not NaN, within `clip`; NaN if all are."""
     weighted_NK = rewards_NK * np.asarray(weights_K, np.float64)
     totals_N = np.nansum(weighted_NK, axis=1)
     if clip is not None:
@@ -80,7 +80,7 @@ def is_flat(
 
 
 def is_worthless(group: Group) -> bool:
-    """Return whether no episode earned anything, so that a better policy may deserve a second try."""
+    """Return whether no episode earned anything, so a better policy may try again later."""
     values = [value for row in group.rewards for value in row.values() if value is not None]
     return bool(values) and max(abs(value) for value in values) < 1e-6
 

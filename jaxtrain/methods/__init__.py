@@ -2,8 +2,8 @@
 
     {"sft": {"section": "config:SFTTask", "method": "method"}}
 
-The modules are relative to the folder. `jaxtrain.config.methods` reads the declarations, so a method
-exists exactly as long as its folder does.
+The modules are relative to the folder. `jaxtrain.config.methods` reads the declarations, so a
+method exists exactly as long as its folder does.
 """
 
 import jaxtrain.config  # noqa: F401  It imports the sections below, and they import it.

@@ -33,8 +33,8 @@ class OfflineData:
     def __init__(self, config: Config, recipe: Recipe, note: str = ""):
         """note: what people should know about the data beside what is found in them."""
         self.config, self.recipe, self.note = config, recipe, note
-        self.log: Callable[[str], None] = print if is_main_process() else _say_nothing
-        self._told: set[str] = set()
+        self.log: Callable[[str], None] = print if is_main_process() else _discard_log
+        self._reported_datasets: set[str] = set()
         self.row_tokens = recipe.row_tokens
         self.fields = recipe.fields
 
@@ -58,7 +58,7 @@ class OfflineData:
 
         self.log, media, counted = log, bundle.architecture.media_tokens, total_steps is None
         open_part = self._open_cached if counted else self._open
-        opened = [only_text(open_part(one, bundle), media) for one in config.data.datasets]
+        opened = [only_text(open_part(dataset, bundle), media) for dataset in config.data.datasets]
         if total_steps is None:
             assert epochs is not None, "the config has one of the two"
             log("counting steps: tokenizing and packing the data once")
@@ -66,9 +66,9 @@ class OfflineData:
                 config.data, self.recipe, **shape, num_epochs=epochs, opened=opened
             )
             log(f"{total_steps} steps in {epochs:g} epochs")
-            self.tell(counts, f"data of {epochs:g} epochs")
+            self.log_counts(counts, f"data of {epochs:g} epochs")
         source = open_source(config.data, self.recipe, **shape, num_epochs=epochs, opened=opened)
-        return OfflineRounds(source, total_steps, None if counted else self.tell)
+        return OfflineRounds(source, total_steps, None if counted else self.log_counts)
 
     def _open(self, dataset: DatasetConfig, bundle: ModelBundle) -> MixturePart:
         return self.recipe.open(dataset)
@@ -90,12 +90,12 @@ class OfflineData:
             log=self.log,
         )
 
-    def tell(self, counts: Mapping[str, int], what: str) -> None:
+    def log_counts(self, counts: Mapping[str, int], label: str) -> None:
         """Say what of the data was dropped and why, and what sharing prefixes saves."""
         data = self.config.data
         controls = describe_controls(data.datasets)
         if line := describe_counts(counts, data.sequence_len, controls):
-            self.log(f"{what}: {line}")
+            self.log(f"{label}: {line}")
 
     def eval_batches(self, dataset: DatasetConfig, bundle: ModelBundle) -> Iterator[Batch]:
         """Yield batches [1, B, T] of a held-out dataset."""
@@ -103,9 +103,9 @@ class OfflineData:
 
         def done(counts: Mapping[str, int]) -> None:
             key = f"{dataset.path} {dataset.split}"
-            if key not in self._told:
-                self._told.add(key)
-                self.tell(counts, f"held-out {dataset.path}")
+            if key not in self._reported_datasets:
+                self._reported_datasets.add(key)
+                self.log_counts(counts, f"held-out {dataset.path}")
 
         from jaxtrain.data.media_tokens import only_text
 
@@ -122,8 +122,8 @@ class OfflineData:
     def describe(self, console: Console) -> None:
         """Print a line about each dataset, how rows fill up, and an example."""
         probes = [self.recipe.probe(dataset) for dataset in self._all()]
-        for found in probes:
-            console.print(str(found), markup=False)
+        for probe in probes:
+            console.print(str(probe), markup=False)
         if self.note:
             console.print(self.note, markup=False)
         self.show_counts(console)
@@ -134,8 +134,8 @@ class OfflineData:
         """What becomes of the rows, of as many as are tokenized in LOOK_SECONDS."""
         controls = describe_controls(self.config.data.datasets)
         for dataset in self._all():
-            counts, whole = count_part(self.recipe.open(dataset), self.row_tokens, LOOK_SECONDS)
-            rows = f"{'all' if whole else 'the first'} {counts['draws']:,} rows"
+            counts, complete = count_part(self.recipe.open(dataset), self.row_tokens, LOOK_SECONDS)
+            rows = f"{'all' if complete else 'the first'} {counts['draws']:,} rows"
             line = describe_counts(counts, self.config.data.sequence_len, controls)
             line = line or f"{counts['trees']:,} examples, none dropped"
             side = " (held out)" if dataset.part == "held_out" else ""
@@ -180,11 +180,11 @@ class OfflineRounds:
         self,
         source: BatchSource,
         total_steps: int,
-        tell: Callable[[Mapping[str, int], str], None] | None = None,
+        report: Callable[[Mapping[str, int], str], None] | None = None,
     ):
-        """tell: gets the counts of what was read, after the first batch and with the last."""
+        """report: gets the counts of what was read, after the first batch and with the last."""
         self.source, self.total_steps = source, total_steps
-        self.tell, self._told = tell, 0
+        self.report, self._num_reported = report, 0
 
     def ready(self, context: TrainingContext) -> None:
         """Nothing waits for weights."""
@@ -193,11 +193,11 @@ class OfflineRounds:
         """The next batch; StopIteration where epochs end."""
         batches = self.draw(context)
         last = context.step + 1 >= self.total_steps
-        if self.tell is not None and (last or not self._told):
+        if self.report is not None and (last or not self._num_reported):
             counts = self.counters()["counts"]
-            if counts["draws"] > self._told:
-                self.tell(counts, "data read so far")
-            self._told = counts["draws"]
+            if counts["draws"] > self._num_reported:
+                self.report(counts, "data read so far")
+            self._num_reported = counts["draws"]
         return context.prepare(Round(batches, version=context.step))
 
     def draw(self, context: TrainingContext) -> list[Batch]:
@@ -226,7 +226,7 @@ class OfflineRounds:
         self.source.close()
 
 
-def _say_nothing(text: str) -> None:
+def _discard_log(text: str) -> None:
     """What other processes say."""
 
 
@@ -239,5 +239,5 @@ def count_roots(batch: Batch) -> int:
 def check_packing(config: Config, architecture: Any) -> None:
     """Refuse rows of several documents for a model whose layers would run from one to the next."""
     if config.data.packing:
-        found = "data.packing puts several documents into a row"
-        require_trees(architecture, found, "set data.packing to false")
+        conflict = "data.packing puts several documents into a row"
+        require_trees(architecture, conflict, "set data.packing to false")

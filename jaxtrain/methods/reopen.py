@@ -46,11 +46,12 @@ def open_trained(
     policy: str | None = None,
     all_policies: bool = False,
 ) -> Trained:
-    """A run's output_dir, a Hugging Face or PEFT folder, or a Hub id; UserError for anything else.
+    """Open a run's output_dir, a Hugging Face or PEFT folder, or a Hub id. UserError for others.
 
     overrides: section.key=value on top of the run's saved config. frozen=False: of a run with
-    adapters only what it trained. all_roles: include the other models of the method. policy: of a run that
-    trained several the one to open. all_policies: all of them, on one base; `snapshot` is the first.
+    adapters, load only the trained weights. all_roles: include the method's other models. policy:
+    the policy to open where a run trained several. all_policies: open all of them on one base;
+    `snapshot` is the first.
     """
     path = Path(name)
     saved = path / "config.json"
@@ -83,18 +84,18 @@ def open_trained(
     if not is_run:
         weights, base, copies = roles.open(0)
         return Trained(config, task, ModelSnapshot(roles, {**base, **copies, **weights}, 0))
-    wanted = {"params": roles.trained_shapes, **roles.copy_shapes}
-    named = dict.fromkeys(chosen, wanted)
-    found = load_checkpoint(path / "checkpoints", named if policies else wanted, step)
+    run_shapes = {"params": roles.trained_shapes, **roles.copy_shapes}
+    policy_shapes = dict.fromkeys(chosen, run_shapes)
+    restored = load_checkpoint(path / "checkpoints", policy_shapes if policies else run_shapes, step)
     base = roles.open(config.run.seed, trained=False)[1] if frozen else {}
 
-    def hold(arrays: Mapping[str, Any]) -> ModelSnapshot:
+    def make_snapshot(arrays: Mapping[str, Any]) -> ModelSnapshot:
         copies = {name: value for name, value in arrays.items() if name != "params"}
-        return ModelSnapshot(roles, {**base, **copies, **arrays["params"]}, found.step)
+        return ModelSnapshot(roles, {**base, **copies, **arrays["params"]}, restored.step)
 
     if not policies:
-        return Trained(config, task, hold(found.arrays))
-    snapshots = {name: hold(found.arrays[name]) for name in chosen}
+        return Trained(config, task, make_snapshot(restored.arrays))
+    snapshots = {name: make_snapshot(restored.arrays[name]) for name in chosen}
     first = next(iter(snapshots.values()))
     return Trained(config, task, first, snapshots if all_policies else {})
 
@@ -103,10 +104,10 @@ def holds_run(saved: Path) -> bool:
     """Whether a config.json is a run's: a model's has other keys. One that cannot be read is
     neither; whoever loads the folder says what is wrong with it."""
     try:
-        found = parse_json(read_text(saved, MOST_BYTES))
+        saved_config = parse_json(read_text(saved, MOST_BYTES))
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and {"run", "model", "optim"} <= set(found)
+    return isinstance(saved_config, dict) and {"run", "model", "optim"} <= set(saved_config)
 
 
 def alone(config: Config) -> Config:
@@ -116,14 +117,14 @@ def alone(config: Config) -> Config:
     return config.model_copy(update={"rollout": rollout})
 
 
-def read_section(raw: Mapping[str, Any], place: str) -> dict[str, Any]:
+def read_section(raw: Mapping[str, Any], label: str) -> dict[str, Any]:
     """Section task of a config.json: what an export wrote there, or what its architecture says.
     UserError for a method that is not built in: a stranger's folder names no code to run."""
     check_kept(raw)
     if section := raw.get(TASK):
         if find_tag(section) == OUTSIDE:
             raise UserError(
-                f"{place}: {TASK} names task.kind {show(section.get('kind'))}, which is not built"
+                f"{label}: {TASK} names task.kind {show(section.get('kind'))}, which is not built"
                 " in; take it out, or open the run itself"
             )
         return section

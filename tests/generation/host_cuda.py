@@ -1,4 +1,4 @@
-"""Stands in for `jaxtrain_vllm.cuda_driver.Cuda` without a GPU: host memory that processes share."""
+"""Fake `jaxtrain_vllm.cuda_driver.Cuda` without a GPU: host memory that processes share."""
 
 import ctypes
 import mmap

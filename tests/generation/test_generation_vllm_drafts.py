@@ -1,7 +1,7 @@
 """A real vLLM on CPU loads the draft folders that runs write, and guesses with them.
 
-As in test_generation_vllm_server.py: JAXTRAIN_VLLM_PYTHON names the Python of an environment with vLLM
-(0.32 guesses on CPUs, too).
+As in test_generation_vllm_server.py: JAXTRAIN_VLLM_PYTHON names the Python of an environment with
+vLLM (0.32 guesses on CPUs, too).
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Screens as text, as `jaxtrain watch --once` prints them.
 
-After a change that is meant: `PYTHONPATH=.:kernels python tests/runs/test_runs_dashboard_frames.py`, and
-read the difference.
+After a change that is meant: `PYTHONPATH=.:kernels python tests/runs/test_runs_dashboard_frames.py`,
+and read the difference.
 """
 
 import json

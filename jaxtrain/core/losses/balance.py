@@ -50,9 +50,9 @@ class NoteCollector:
 
     def hidden(self, *args, **options):
         """As the model's own."""
-        found = self.model.hidden(*args, **options)
-        self.noted.append(found.notes)
-        return found
+        output = self.model.hidden(*args, **options)
+        self.noted.append(output.notes)
+        return output
 
     def __getattr__(self, name: str):
         return getattr(self.model, name)
@@ -74,9 +74,9 @@ def with_balance(loss: Callable, balance: Balance, loads: bool = False) -> Calla
         sums, metrics = loss(watched, batch, *rest)
         top, _ = model.experts_per_token
         for noted in watched.noted:
-            found_sums, found = measure_balance(noted, top, balance.scope)
-            metrics = {**found, **metrics}
-            sums = {**sums, **{n: sums.get(n, 0.0) + found_sums[n] for n in balance.coef}}
+            router_sums, router_metrics = measure_balance(noted, top, balance.scope)
+            metrics = {**router_metrics, **metrics}
+            sums = {**sums, **{n: sums.get(n, 0.0) + router_sums[n] for n in balance.coef}}
             if loads:
                 load_LE = noted["expert_load"].sum(1)
                 before = metrics[LOADS][0] if LOADS in metrics else 0.0

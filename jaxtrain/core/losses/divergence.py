@@ -104,16 +104,16 @@ def compare_all(u_CV, v_CV, beta: float, axis: Axis = None):
     """(Compared, gradient [C, V] by u) of two whole vocabularies; u, v: logits / temperature of
     student and teacher, this device's slices where `axis` names what they are split over."""
     lq_CV, lp_CV = log_softmax(u_CV, axis), log_softmax(v_CV, axis)
-    found = ComparedTokens(
+    compared = ComparedTokens(
         add_up(diverge(lp_CV, lq_CV, beta), axis),
         -add_up(_times(jnp.exp(lp_CV), lp_CV), axis),
         -add_up(_times(jnp.exp(lq_CV), lq_CV), axis),
         (likeliest(u_CV, axis) == likeliest(v_CV, axis)).astype(u_CV.dtype),
     )
     if beta == 0.0:
-        return found, jnp.exp(lq_CV) - jnp.exp(lp_CV)
+        return compared, jnp.exp(lq_CV) - jnp.exp(lp_CV)
     pull_CV = pulled(lp_CV, lq_CV, beta)
-    return found, pull_CV - jnp.exp(lq_CV) * add_up(pull_CV, axis)[:, None]
+    return compared, pull_CV - jnp.exp(lq_CV) * add_up(pull_CV, axis)[:, None]
 
 
 def compare_topk(u_CV, teacher: TopK, beta: float, rest: Rest, axis: Axis = None):
@@ -152,13 +152,13 @@ def compare_topk(u_CV, teacher: TopK, beta: float, rest: Rest, axis: Axis = None
         d_Ck = pull_Ck[:, :-1] - q_Ck[:, :-1] * share_C1
     d_CV = d_CV.at[rows_C1, place_Ck].add(d_Ck.astype(d_CV.dtype), mode="drop")
     best_C = jnp.take_along_axis(teacher.ids, _first(lp_Ck, teacher.ids), axis=-1)[:, 0]
-    found = ComparedTokens(
+    compared = ComparedTokens(
         diverge(lp_Ck, lq_Ck, beta).sum(-1),
         -_times(jnp.exp(lp_Ck), lp_Ck).sum(-1),
         -_times(q_Ck, lq_Ck).sum(-1),
         (likeliest(u_CV, axis) == best_C).astype(u_CV.dtype),
     )
-    return found, d_CV
+    return compared, d_CV
 
 
 def likeliest(z_CV, axis: Axis = None):

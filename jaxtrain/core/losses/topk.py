@@ -50,8 +50,8 @@ def likeliest_tokens(model, batch: Batch, k: int) -> TopK:
 
         rows = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
         chunk = min(max(MAX_LOGITS // head_VD.shape[0] // 128, 1) * 128, rows.shape[0])
-        found = lax.map(of_token, rows, batch_size=chunk)
-        return TopK(*(x.reshape(*hidden_BTD.shape[:2], -1) for x in found))
+        topk = lax.map(of_token, rows, batch_size=chunk)
+        return TopK(*(x.reshape(*hidden_BTD.shape[:2], -1) for x in topk))
 
     if spec_BTD is None:
         return local(hidden_BTD, head_VD)

@@ -30,7 +30,7 @@ def gather_logp(
     """
 
     def local(axis, hidden_BTD, head_VD, target_BT, temperature_BT=None):
-        found = logp_gather(
+        log_probs = logp_gather(
             hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
             head_VD,
             target_BT.reshape(-1),
@@ -40,7 +40,7 @@ def gather_logp(
             axis=axis,
             impl=impl,
         )
-        return jax.tree.map(lambda field: field.reshape(target_BT.shape), found)
+        return jax.tree.map(lambda field: field.reshape(target_BT.shape), log_probs)
 
     per_token = [target_BT]
     if temperature is not None:
@@ -83,7 +83,7 @@ def sum_logp(
     softcap: the model's `logit_softcap`."""
 
     def local(axis, hidden_BTD, head_VD, target_BT, weight_BT):
-        total, found = weighted_logp(
+        total, log_probs = weighted_logp(
             hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
             head_VD,
             target_BT.reshape(-1),
@@ -94,7 +94,7 @@ def sum_logp(
             axis=axis,
             impl=impl,
         )
-        return total, jax.tree.map(lambda field: field.reshape(target_BT.shape), found)
+        return total, jax.tree.map(lambda field: field.reshape(target_BT.shape), log_probs)
 
     spec_BTD, vocabulary = place_tokens(hidden_BTD, head_VD)
     if spec_BTD is None:
@@ -108,8 +108,8 @@ def sum_logp(
 
     def summed(hidden_BTD, head_VD, *per_token):
         head_VD = whole_head(head_VD, hidden_BTD.dtype, stored)
-        total, found = local(vocabulary, hidden_BTD, head_VD, *per_token)
-        return jax.lax.psum(total, tuple(shards)) if shards else total, found
+        total, log_probs = local(vocabulary, hidden_BTD, head_VD, *per_token)
+        return jax.lax.psum(total, tuple(shards)) if shards else total, log_probs
 
     return jax.shard_map(
         summed,

@@ -215,7 +215,7 @@ def show_extremes(answered: Sequence[AnsweredProblem], count: int, width: int = 
 
 
 def list_turns(episode: Episode) -> list[tuple[str, str]]:
-    """Return (role, text) of the last message before the policy spoke, and of all that follow it."""
+    """Return (role, text) of the last message before the policy's first, and of all later ones."""
     prompt, completion = episode.prompt, episode.completion
     prompt = [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = (

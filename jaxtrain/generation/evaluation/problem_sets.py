@@ -116,7 +116,8 @@ class ProblemSets:
         if scores and not any(scores):
             raise UserError(
                 f"eval.sets.{index} ({section.path}): no reward judges the answers: add a"
-                " [[rewards]] table with a function, or an env that gives rewards itself for rows such as these"
+                " [[rewards]] table with a function, or an env that gives rewards itself for rows"
+                " such as these"
             )
         return answered
 
@@ -168,7 +169,7 @@ def open_problem_sets(
 
 
 def read_problems(index: int, section: EvalSetConfig) -> list[dict[str, Any]]:
-    """Return all rows of eval.sets.`index`, with columns renamed by its `fields`; raises UserError."""
+    """Return all rows of eval.sets.`index`, with columns renamed by its `fields`. UserError."""
     key = f"eval.sets.{index}"
     if section.benchmark:
         benchmark = read_prompt_set(

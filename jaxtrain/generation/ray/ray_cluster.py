@@ -118,7 +118,7 @@ class RayCluster:
                 self.ray.shutdown()
 
     def environment(self, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the runtime_env of an actor: this package on its path, and the variables to pass."""
+        """Return the runtime_env of an actor: this package on its path, and variables to pass."""
         runtime_env = dict(overrides or {})
         passed = {name: os.environ[name] for name in self.config.pass_env if name in os.environ}
         paths = [str(Path(jaxtrain.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -152,7 +152,7 @@ class RayCluster:
             ) from None
 
     def _watch(self, head: str) -> None:
-        """Run the thread that notices the loss of the head, for which calls to actors would wait."""
+        """Detect the loss of the head, for which calls to actors would wait, in a thread."""
         host, _, port = head.rpartition(":")
         answered = time.monotonic()
         while not self._closed.wait(LOOK_SECONDS):

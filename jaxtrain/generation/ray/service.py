@@ -186,7 +186,7 @@ class RolloutService:
         return {}
 
     def status(self) -> dict[str, Any]:
-        """Return the trainer that it serves, and the seconds of its lease; empty if there is none."""
+        """Return the attached trainer and the seconds of its lease; empty without one."""
         attached = self._attached
         if attached is None:
             return {}

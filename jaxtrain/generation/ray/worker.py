@@ -99,7 +99,7 @@ class EpisodeWorker:
         sampling: dict[str, Any],
         table: tuple[int, Any],
     ) -> dict[str, Any]:
-        """Return one prompt's episodes and rewards, packed; {"closed"} if it must be opened first."""
+        """Return one prompt's episodes and rewards, packed; {"closed"} if not opened yet."""
         if self._opened is None or self._key != key:
             return {"closed": True}
         opened = self._opened
@@ -136,7 +136,7 @@ class EpisodeWorker:
         return {}
 
     async def beat(self, key: str, table: tuple[int, Any]) -> dict[str, Any]:
-        """Show that the event loop turns; takes the newest table, returns what there is to report."""
+        """Prove that the event loop runs: store the newest table, return pending reports."""
         if self._opened is None or self._key != key:
             return {}
         self._update(self._opened, table)

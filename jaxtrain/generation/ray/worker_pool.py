@@ -69,7 +69,7 @@ class RolloutWorkers:
         self._numbers = itertools.count()
 
     def use(self, table: tuple[int, Any]) -> None:
-        """Send the servers' new state to all workers, without waiting; an older table is ignored."""
+        """Send the servers' new state to all workers without waiting; ignore an older table."""
         if table[0] <= self.table[0]:
             return
         self.table = table

@@ -118,7 +118,7 @@ def without_columns(dataset: DatasetConfig) -> DatasetConfig:
 
 
 class TeacherTokenizer:
-    """(row, origin) -> trees and drops: what another row_tokenizer makes, under another component."""
+    """(row, origin) -> trees and drops of another row_tokenizer, under another component."""
 
     def __init__(self, tokenize: Any, component: str, reader: "LogProbReader | None"):
         self.tokenize, self.component, self.reader = tokenize, component, reader

@@ -115,7 +115,7 @@ class PrefetchedRounds(OfflineRounds):
         self, rounds: OfflineRounds, stage: CaptureStage, depth: int, log: Callable[[str], None]
     ):
         """rounds: unused ones without states. depth: of the queue."""
-        super().__init__(rounds.source, rounds.total_steps, rounds.tell)
+        super().__init__(rounds.source, rounds.total_steps, rounds.report)
         self.stage, self.log = stage, log
         self.times = WaitTimes()
         self._room = threading.Semaphore(depth)

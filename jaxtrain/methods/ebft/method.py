@@ -187,7 +187,7 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
         self.shape = StepShape(rows, 1, row_tokens, buckets, units=1)
         parts = task.num_minibatches if config.rollout.streaming else 1
         self.most_groups = config.rollout.prompts_per_step // parts
-        self.kept = FeatureCache()
+        self.truth_features = FeatureCache()
         """Features of ground truths; on process 0."""
         self.rewards_N: np.ndarray | None = None
         self.numbers: dict[str, float] = {}
@@ -213,11 +213,11 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
         return self.data.rounds
 
     def reward_answers(self, scorer: Scorer) -> None:
-        """Compute the rewards of the part's episodes, for `judge`; all processes compute features."""
+        """Compute the rewards of the part's episodes for `judge`, features on all processes."""
         start, requests = time.monotonic(), []
 
         def begin() -> Batch:
-            requests.append(self.collect(self.rounds.groups))
+            requests.append(self.request_features(self.rounds.groups))
             return requests[0].batch
 
         batch = broadcast_or_raise("answers that need features", begin)
@@ -225,22 +225,21 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
         features = scorer.features(batch, FEATURES, self.layers, places)
         if is_main_process():
             features_NF = np.stack([features[index] for index in requests[0].places])
-            self.settle(self.rounds.groups, features_NF)
+            self.compute_rewards(self.rounds.groups, features_NF)
             self.numbers["ebft/feature_seconds"] = time.monotonic() - start
 
-    def collect(self, groups: Sequence[Group]) -> FeatureRequest:
+    def request_features(self, groups: Sequence[Group]) -> FeatureRequest:
         """Return a request for the features of all answers, and of ground truths that are not
         cached."""
         sequences = []
         for group in groups:
-            answers = [self.tell(episode) for episode in group.episodes]
-            truth = self.tell(truth_of(group))
-            sequences.append(
-                answers if self.kept.get(FeatureCache.key(truth)) is not None else [*answers, truth]
-            )
+            answers = [self.read_sequence(episode) for episode in group.episodes]
+            truth = self.read_sequence(truth_of(group))
+            is_cached = self.truth_features.get(FeatureCache.key(truth)) is not None
+            sequences.append(answers if is_cached else [*answers, truth])
         return ask(sequences, self.features.pooling, self.shape, share=self.share)
 
-    def tell(self, episode: Episode) -> FeatureSequence:
+    def read_sequence(self, episode: Episode) -> FeatureSequence:
         """Return the last sequence of an episode without the token that ended it, which an answer
         that was cut off lacks."""
         tokens = episode.tokens
@@ -248,17 +247,17 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
             tokens = tokens[:-1]
         return FeatureSequence(np.asarray(tokens, np.int32), count_prompt(episode))
 
-    def settle(self, groups: Sequence[Group], features_NF: np.ndarray) -> None:
-        """Compute rewards and metrics from the features that `collect` requested. Raises RunStopped
-        if they are not finite."""
+    def compute_rewards(self, groups: Sequence[Group], features_NF: np.ndarray) -> None:
+        """Compute rewards and metrics from the features that `request_features` requested. Raises
+        RunStopped if they are not finite."""
         if not np.isfinite(features_NF).all():
             raise RunStopped("the feature network's hidden states are not finite")
         generated, truths, start, cached = [], [], 0, 0
         for group in groups:
             stop = start + len(group.episodes)
             generated.append(features_NF[start:stop])
-            key = FeatureCache.key(self.tell(truth_of(group)))
-            feature = self.kept.get(key)
+            key = FeatureCache.key(self.read_sequence(truth_of(group)))
+            feature = self.truth_features.get(key)
             cached += feature is not None
             if feature is None:
                 feature, stop = features_NF[stop], stop + 1
@@ -266,7 +265,7 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
             start = stop
         assert start == len(features_NF), "every feature belongs to a group"
         for key, feature in truths:
-            self.kept.put(key, feature)
+            self.truth_features.put(key, feature)
         count, empty = len(groups), max(self.most_groups - len(groups), 0)
         padded = self.match(  # as many as a round has: one program
             np.pad(np.stack(generated), ((0, empty), (0, 0), (0, 0))),

@@ -80,7 +80,7 @@ class BlockSequences(Sequences):
 
 
 class PaddedTokenizer:
-    """(row, origin) -> what another row_tokenizer makes, as documents with weights of both losses."""
+    """(row, origin) -> another row_tokenizer's documents, with weights of both losses."""
 
     def __init__(
         self,

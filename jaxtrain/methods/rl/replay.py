@@ -77,7 +77,7 @@ class ReplayBuffer:
         return groups
 
     def state(self) -> dict[str, Any]:
-        """Return a JSON-able state: the groups with what is needed to draw and to train them again."""
+        """Return a JSON-able state: the groups with all that drawing and training them needs."""
         self._packed = {
             number: self._packed.get(number) or pack(group) for _, number, _, group in self._heap
         }
