@@ -218,8 +218,12 @@ def read_ids(token_ids: Any, vocab_size: int, label: str) -> np.ndarray:
     if ids.size == 0 and ids.ndim == 1:
         return np.zeros(0, np.int64)
     is_integer = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
-    if not is_integer or (ids is not token_ids and any(isinstance(token, bool) for token in token_ids)):
-        raise UserError(f"{label} must be a list of token ids (whole numbers), not {token_ids!r:.60}")
+    if not is_integer or (
+        ids is not token_ids and any(isinstance(token, bool) for token in token_ids)
+    ):
+        raise UserError(
+            f"{label} must be a list of token ids (whole numbers), not {token_ids!r:.60}"
+        )
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise UserError(

@@ -67,7 +67,9 @@ def find(
     target = load_module(module_name, key=f"{key} {name!r}")
     for part in filter(None, attribute.split(".")):
         if not hasattr(target, part):
-            raise UserError(f"{key} {name!r}: {module_name} has no {part!r}{suggest(part, dir(target))}")
+            raise UserError(
+                f"{key} {name!r}: {module_name} has no {part!r}{suggest(part, dir(target))}"
+            )
         target = getattr(target, part)
     if not callable(target) and not (modules and isinstance(target, ModuleType)):
         expected = "a module or a class" if modules else "a class or function"
@@ -136,9 +138,15 @@ def load_module(module_name: str, *, key: str) -> ModuleType:
     if is_file and not Path(module_name).is_file():
         raise UserError(f"{key}: the file {module_name} does not exist")
     try:
-        return _import_file(Path(module_name).resolve()) if is_file else importlib.import_module(module_name)
+        return (
+            _import_file(Path(module_name).resolve())
+            if is_file
+            else importlib.import_module(module_name)
+        )
     except Exception as error:  # the border: whatever an import of foreign code may raise
-        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(
+            f"{error.name}."
+        ):
             raise UserError(
                 f"{key} cannot be imported: there is no module {error.name}; the folder that holds"
                 " it must be the working directory or on PYTHONPATH"

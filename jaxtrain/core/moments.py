@@ -108,7 +108,9 @@ def store_moments(
         assert params is not None, "moments are found by the parameters' paths"
         wide_updates, wide_params = _widen(updates), _widen(params)
         new_updates, after = inner.update(wide_updates, unpack(state.inner, params), wide_params)
-        new_updates = jax.tree.map(lambda value, update: value.astype(update.dtype), new_updates, updates)
+        new_updates = jax.tree.map(
+            lambda value, update: value.astype(update.dtype), new_updates, updates
+        )
         return new_updates, StoredState(state.count + 1, pack(after, params, state.count))
 
     return optax.GradientTransformation(init, update)

@@ -160,8 +160,14 @@ class Roles:
         """One role's parameters by their own paths, out of all."""
         trained_params = {path: value for path, value in weights.items() if "/" not in path}
         role_prefix = f"{role}/"
-        role_params = {p[len(role_prefix) :]: value for p, value in weights.items() if p.startswith(role_prefix)}
-        return role_params if self.roles[role].weights == "own" else {**trained_params, **role_params}
+        role_params = {
+            p[len(role_prefix) :]: value
+            for p, value in weights.items()
+            if p.startswith(role_prefix)
+        }
+        return (
+            role_params if self.roles[role].weights == "own" else {**trained_params, **role_params}
+        )
 
     def rebuild(self, role: str) -> Rebuild:
         """What makes the role's model of its parameters."""

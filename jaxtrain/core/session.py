@@ -100,7 +100,9 @@ class Session:
         policies each one's state by its name."""
         if self.policies:
             return {name: self.waiting.get(name, self.state).tree() for name in self.policies}
-        auxiliary_states = {name: auxiliary.state.tree() for name, auxiliary in self.auxiliary.items()}
+        auxiliary_states = {
+            name: auxiliary.state.tree() for name, auxiliary in self.auxiliary.items()
+        }
         return {**self.state.tree(), **auxiliary_states}
 
     def prepare(self, round: Round) -> Round:

@@ -45,7 +45,9 @@ def abstract_params(
     adapter = bundle.adapter
     full = {} if adapter is None else dict.fromkeys(adapter.full, adapter.dtype)
     return {
-        path: jax.ShapeDtypeStruct(shape.shape, full.get(path, shape.dtype), sharding=shardings_by_path[path])
+        path: jax.ShapeDtypeStruct(
+            shape.shape, full.get(path, shape.dtype), sharding=shardings_by_path[path]
+        )
         for path, shape in shapes.items()
     }, rebuild
 

@@ -86,7 +86,9 @@ def open_trained(
         return Trained(config, task, ModelSnapshot(roles, {**base, **copies, **weights}, 0))
     run_shapes = {"params": roles.trained_shapes, **roles.copy_shapes}
     policy_shapes = dict.fromkeys(chosen, run_shapes)
-    restored = load_checkpoint(path / "checkpoints", policy_shapes if policies else run_shapes, step)
+    restored = load_checkpoint(
+        path / "checkpoints", policy_shapes if policies else run_shapes, step
+    )
     base = roles.open(config.run.seed, trained=False)[1] if frozen else {}
 
     def make_snapshot(arrays: Mapping[str, Any]) -> ModelSnapshot:

@@ -150,7 +150,9 @@ def test_a_turns_end_is_no_part_of_what_is_compared(folder):
     matching, _ = prepare(folder, draw_groups())
     end = next(iter(matching.ends))
     full, cut = episode([5, 6], [7, 8, end]), episode([5, 6], [7, 8])
-    assert matching.read_sequence(full).tokens.tolist() == matching.read_sequence(cut).tokens.tolist()
+    assert (
+        matching.read_sequence(full).tokens.tolist() == matching.read_sequence(cut).tokens.tolist()
+    )
     assert matching.read_sequence(full).prompt == 2
 
 
