@@ -4,10 +4,11 @@
     python benchmarks/weight_hosts.py --gib 1 --streams 1 4          one host, over so many each
     python benchmarks/weight_hosts.py --gib 0.125 --relay 0 1 2 8 --rate 100   12 hosts, by fan_out
 
-The trainer's side is the run's own (`generation/weight_sync/staging.py`), a worker is a process with
-the real receiving code of `jaxtrain_vllm`; hosts are names. Nothing is loaded into a model. Each case is a
-whole version and a delta of 1.5 % of the items, once with workers that read the memory of the first
-one of their host, and once with each sent its own copy, as by a trainer that knows no hosts.
+The trainer's side is the run's own (`generation/weight_sync/staging.py`), a worker is a process
+with the real receiving code of `jaxtrain_vllm`; hosts are names. No model loads the weights. Each
+case is a whole version and a delta of 1.5 % of the items, once with workers that read the memory of
+the first one of their host, and once with each sent its own copy, as by a trainer that knows no
+hosts.
 --rate: no process sends more than so many MB a second, as if that were its network card's.
 """
 

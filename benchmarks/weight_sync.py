@@ -3,11 +3,12 @@
     python benchmarks/weight_sync.py --shape 8b --servers 1 4 --load        a GPU with 80 GB or more
     python benchmarks/weight_sync.py --shape tiny --plain                   a CPU, to try it
 
-The trainer's side is the run's own (`generation/weight_sync/publish_weights.py`) with random float32
-weights made on the device. A server is a process with the real receiving code of `jaxtrain_vllm` behind the
-routes that the publisher calls, but without vLLM; --load has it copy what it committed to the GPU,
-as vLLM would (its repacking is not in that). --transport tcp: as for a server on another host, over
-loopback; device: from GPU memory to GPU memory (without a GPU: host memory that stands in for it).
+The trainer's side is the run's own (`generation/weight_sync/publish_weights.py`) with random
+float32 weights made on the device. A server is a process with the real receiving code of
+`jaxtrain_vllm` behind the routes that the publisher calls, but without vLLM; --load has it copy
+what it committed to the GPU, as vLLM would (its repacking is not in that). --transport tcp: as for
+a server on another host, over loopback; device: from GPU memory to GPU memory (without a GPU: host
+memory that stands in for it).
 --verify: all bytes that servers loaded against what the host's way makes. --plain: also the plain
 way, tensor by tensor on the host, whose bits must be the same. `weight_sync_check.py` runs the ways
 between processes of one GPU, each on its own.

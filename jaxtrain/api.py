@@ -200,17 +200,17 @@ class Model:
 def logprobs(
     model: str | os.PathLike | Model, texts: Sequence[Text], temperature: float | None = None
 ) -> list[np.ndarray]:
-    """`Model.logprobs` of a model that is loaded for it, or of one that is there."""
+    """Call `Model.logprobs` on a loaded model, or load one for the call."""
     return (model if isinstance(model, Model) else Model(model)).logprobs(texts, temperature)
 
 
 def logits(model: str | os.PathLike | Model, texts: Sequence[Text]) -> list[np.ndarray]:
-    """`Model.logits` of a model that is loaded for it, or of one that is there."""
+    """Call `Model.logits` on a loaded model, or load one for the call."""
     return (model if isinstance(model, Model) else Model(model)).logits(texts)
 
 
 def read_ids(token_ids: Any, vocab_size: int, label: str) -> np.ndarray:
-    """Token ids int64 [n] of a list or an array; UserError names `label` they are."""
+    """Return token ids int64 [n] of a list or an array; a UserError calls them `label`."""
     try:
         ids = np.asarray(token_ids)
     except (TypeError, ValueError, OverflowError):

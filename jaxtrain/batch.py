@@ -1,9 +1,9 @@
 """Batch: packed rows of prefix trees, the one thing that every task trains on.
 
 Axes: A microsteps, B rows, T packed tokens of a row; a Batch is [A, B, T] or [B, T] throughout.
-A row is a forest in depth-first preorder, so two int arrays say everything about its structure:
-`prev` (who predicts me) and `until` (who can see me). Documents, preference pairs, GRPO groups and
-agent trees differ only in these numbers. A log-prob is stored on the token that it scores: the
+A row is a forest in depth-first preorder, so two int arrays describe its structure: `prev` (the
+token that predicts this one) and `until` (the end of the tokens that can see it). Documents,
+preference pairs, GRPO groups and agent trees differ only in these numbers. A log-prob is stored on the token that it scores: the
 hidden state at `prev[t]` predicts token `t`, so nothing here is ever shifted.
 """
 
@@ -23,38 +23,38 @@ NEXT = "next"
 drawn; -1: none."""
 ROUTED = "routed"
 """Stream uint8 or uint16 [..., T, R]: the experts that a token is sent to, in place of the router's
-own choice: those of each layer that has any, one behind the other; the dtype's largest number where
-the router chooses."""
+own choice, concatenated over the layers with experts; the dtype's largest number where the router
+chooses."""
 
 
 class RouteShape(NamedTuple):
-    """Of the stream ROUTED, for one model."""
+    """Shape of the stream ROUTED for one model."""
 
     layers: tuple[int, ...]
-    """Those that have experts, counted from 0."""
+    """Layers that have experts, counted from 0."""
     top: int
     """Experts that a token goes to."""
     experts: int
-    """Of a layer."""
+    """Experts of a layer."""
 
     @property
     def width(self) -> int:
-        """R."""
+        """Return R, the entries per token."""
         return len(self.layers) * self.top
 
     @property
     def dtype(self) -> np.dtype:
-        """The narrowest that has a number more than there are experts."""
+        """The narrowest dtype with one number more than there are experts."""
         return np.dtype(np.uint8 if self.experts < 256 else np.uint16)
 
     @property
     def missing(self) -> int:
-        """What stands where the router chooses."""
+        """Value that leaves the choice of experts to the router."""
         return int(np.iinfo(self.dtype).max)
 
 
 class Batch(NamedTuple):
-    """One optimizer step's tokens (leading axes [A, B, T]) or one microstep's ([B, T])."""
+    """Tokens of an optimizer step (leading axes [A, B, T]) or of a microstep ([B, T])."""
 
     tokens: Array
     """int32 token ids; 0 in padding."""

@@ -7,8 +7,8 @@ class UserError(ValueError):
     """A mistake in a config, a data file, a checkpoint or a command line.
 
     The message names the key or file, what was found, what is allowed and what to do. `main`
-    prints it without a traceback and exits with code 2. Whatever it quotes, it has no control
-    characters and fits on a page.
+    prints it without a traceback and exits with code 2. The message is
+    escaped and shortened, so quoted input cannot add control characters or fill the screen.
     """
 
     def __init__(self, message: object = ""):
@@ -26,4 +26,4 @@ class RunStopped(Exception):
 
 
 class Interrupted(Exception):
-    """Whoever waits gives up waiting: the run was asked to stop."""
+    """A wait was interrupted by a request to stop the run."""

@@ -1,8 +1,8 @@
-"""From a name in the config to what it stands for, also where that lives outside jaxtrain.
+"""Look up what a name in the config refers to, inside or outside jaxtrain.
 
-    "chat"                  built in; imported only when somebody asks for it
+    "chat"                  built in; imported on first use
     "dialogue"              an installed package's, by its entry point in group jaxtrain.formats
-    "package.module:name"   from whatever can be imported, the working directory included
+    "package.module:name"   any importable module, the working directory included
     "file.py:name"          from a file
 
 docs/extending.md has an example for each of GROUPS but tools, which docs/rl.md has.
@@ -38,7 +38,7 @@ GROUPS = {
     "optimizers": "optim.name",
     "schedules": "optim.lr_scheduler",
 }
-"""What may come from outside, and the keys that choose it."""
+"""Extension points, and the config keys that select them."""
 
 
 def find(
@@ -50,12 +50,13 @@ def find(
     modules: bool = False,
     instead: str | None = None,
 ) -> Any:
-    """What `name` stands for among the built-ins, the entry points of a group, and import paths.
+    """Return what `name` refers to among the built-ins, the entry points of a group, and import
+    paths.
 
     builtin: a value may be "package.module:name" or "package.module", and is then imported here.
-    key: the config key that messages name. modules: a whole module, "package.module" or "file.py",
-    is as good as something in it. instead: of a group without import paths, what to do about a
-    name that nothing has.
+    key: the config key that messages name. modules: accept a module, "package.module" or "file.py",
+    as well as a member of one. instead: for a group without import paths, the advice in the error
+    about an unknown name.
     """
     entry = check(group, name, builtin, key=key, modules=modules, instead=instead)
     if name in builtin:
@@ -86,7 +87,7 @@ def check(
     modules: bool = False,
     instead: str | None = None,
 ) -> EntryPoint | None:
-    """Refuse a name that stands for nothing, or for two things; its entry point where it has one.
+    """Refuse a name that is unknown or ambiguous; return its entry point if it has one.
 
     Imports nothing, so an import path is not followed. Without `key` the message has no prefix.
     """
@@ -115,7 +116,7 @@ def check(
 
 
 def list_entry_points(group: str) -> tuple[EntryPoint, ...]:
-    """The entry points of jaxtrain.<group>, sorted by name."""
+    """Return the entry points of jaxtrain.<group>, sorted by name."""
     return _scan(f"jaxtrain.{group}", tuple(sys.path))
 
 
@@ -127,9 +128,10 @@ def list_groups() -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def load_module(module_name: str, *, key: str) -> ModuleType:
-    """The module that "package.module" or "file.py" names; a file is imported once per process.
+    """Import the module that "package.module" or "file.py" names; a file is imported once per
+    process.
 
-    UserError where it is not there or its import fails, with the file and line of the error.
+    Raises UserError if it does not exist or its import fails, with the file and line of the error.
     """
     working_dir = str(Path.cwd())
     if working_dir not in sys.path:  # as with `python -m`; it stays, for what is imported later
@@ -180,7 +182,8 @@ def split_path(name: str, modules: bool) -> tuple[str, str]:
 
 @functools.cache
 def _scan(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """The entry points of a group while sys.path is `path`: looking takes milliseconds."""
+    """Scan a group's entry points; cached per sys.path `path`, because a scan takes milliseconds.
+    """
     return tuple(
         sorted(entry_points(group=group), key=lambda entry: (entry.name, find_owner(entry)))
     )
@@ -201,7 +204,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def find_owner(entry: EntryPoint) -> str:
-    """The name of the distribution that brings an entry point."""
+    """Return the name of the distribution that provides an entry point."""
     return "an unnamed package" if entry.dist is None else entry.dist.name
 
 

@@ -47,7 +47,7 @@ def read_text(path: str | Path, most: int) -> str:
 
 def read_bytes(path: str | Path, most: int) -> bytes:
     """The content of a regular file of at most `most` bytes. ValueError, OSError: see read_text."""
-    # Not to wait for a writer, should it be a pipe.
+    # O_NONBLOCK: opening a pipe must not wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -115,7 +115,7 @@ def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
 
 
 def too_deep(value: Any, depth: int = DEPTH) -> bool:
-    """Whether tables and lists lie in each other deeper than `depth`; without recursion."""
+    """Return whether tables and lists are nested deeper than `depth`, without recursion."""
     level = _inner([value])
     for _ in range(depth):
         if not level:
@@ -125,7 +125,7 @@ def too_deep(value: Any, depth: int = DEPTH) -> bool:
 
 
 def has_surrogates(value: Any) -> bool:
-    """Whether any text in a value, keys included, holds half a surrogate pair."""
+    """Return whether any text in a value, keys included, has half a surrogate pair."""
     pending = [value]
     while pending:
         element = pending.pop()
@@ -140,7 +140,7 @@ def has_surrogates(value: Any) -> bool:
 
 
 def _inner(value: Any) -> list[Any]:
-    """The tables and lists right inside a table or list."""
+    """Return the tables and lists directly inside a table or list."""
     values = value.values() if isinstance(value, dict) else value
     return [child for child in values if isinstance(child, dict | list | tuple)]
 
@@ -150,7 +150,7 @@ def _no_constant(name: str) -> Any:
 
 
 class _Once:
-    """json's object_pairs_hook that refuses a key that stands twice, with its lines."""
+    """An object_pairs_hook for json that refuses a duplicate key and names its lines."""
 
     def __init__(self, text: str):
         self.text = text

@@ -53,7 +53,7 @@ def show(value: Any, longest: int = 100) -> str:
 
 
 def name_type(value: Any) -> str:
-    """What people call the type of a value from a file: "a list", "a text", "null"."""
+    """Return a readable name for the type of a value from a file: "a list", "a text", "null"."""
     names = {
         bool: "true or false",
         int: "a number",

@@ -1,1 +1,1 @@
-"""What every run is made of: parts from a config, the optimizer, the step, scores, exports."""
+"""Shared parts of every run: models from a config, the optimizer, the step, scores, exports."""

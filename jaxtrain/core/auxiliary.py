@@ -1,10 +1,10 @@
-"""A model of its own that learns between the rounds of a run's trained model, such as a draft.
+"""Auxiliary models, such as drafts, that train between the rounds of a run's trained model.
 
-    round trained ─> Task.after_round ─> live.auxiliary["draft"].train(batch, the trained model)
-                                             loss, optimizer and state of its own
+    round trained ─> Task.after_round ─> context.auxiliary["draft"].train(batch, the trained model)
+                                             with its own loss, optimizer and state
                   ─> Rounds.finish: both models' weights to the engine
 
-Its state is in every checkpoint, beside that of the trained model and under its own name.
+Every checkpoint contains its state, next to that of the trained model, under its name.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,27 +22,27 @@ from jaxtrain.distributed.feed import feed
 
 @dataclass(frozen=True, kw_only=True)
 class AuxiliaryObjective:
-    """What such a model is, and how it learns."""
+    """Role, loss and optimizer of an auxiliary model."""
 
     name: str
-    """What the loss calls it."""
+    """Role of the model in the loss."""
     role: Role
-    """Its parts; weights "trained"."""
+    """Bundle of the model; weights "trained"."""
     teacher: str
-    """What the loss calls the run's trained model, whose weights of the moment it learns from."""
+    """Role in the loss of the run's trained model, whose current weights it learns from."""
     loss: Callable[[Models, Batch], tuple[dict[str, Any], dict[str, Any]]]
-    """As Task.loss, of both."""
+    """As Task.loss, of both models."""
     coef: Mapping[str, float]
     """As Task.coef."""
     optim: OptimConfig
-    """Its optimizer; a schedule that needs no number of steps."""
+    """Optimizer of the model, with a schedule that needs no number of steps."""
 
 
 class AuxiliaryModel:
-    """A Learner in a running session."""
+    """An auxiliary model in a running session."""
 
     def __init__(self, learner: AuxiliaryObjective, trained: ModelBundle):
-        """trained: of the run's trained model. Holds shapes until opened or restored."""
+        """trained: bundle of the run's trained model. State is shapes until opened or restored."""
         self.learner = learner
         self.roles = Roles({learner.name: learner.role})
         models = {learner.name: learner.role, learner.teacher: Role(trained, "own")}
@@ -56,7 +56,7 @@ class AuxiliaryModel:
         )
 
     def open(self, seed: int) -> None:
-        """The state of a fresh run."""
+        """Initialize the state of a fresh run."""
         trained, _, copies = self.roles.open(seed)
         self.state = init_state(trained, self.optimizer, copies, self.learner.optim.offload)
 
@@ -66,8 +66,8 @@ class AuxiliaryModel:
         return ModelSnapshot(self.roles, {**state.copies, **state.params}, int(state.step))
 
     def train(self, batch: Batch, teacher: ModelSnapshot) -> StepOutput:
-        """One step on a host batch [A, B, T], by the teacher's current weights; one that is not
-        finite changes nothing. On every process."""
+        """Run one step on a host batch [A, B, T] against the teacher's current weights, on every
+        process. A non-finite step changes nothing."""
         frozen = prefix(self.learner.teacher, teacher.params())
         placed = feed(batch, self.roles.bundle.mesh)
         self.state, output = self.run_step(self.state, placed, frozen)

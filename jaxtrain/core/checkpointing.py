@@ -76,7 +76,8 @@ class CheckpointHook(Hook):
             self.rescue(error)
 
     def is_due(self, before: int) -> bool:
-        """Whether to save after the steps `before` + 1 to the current one; all processes alike."""
+        """Return whether to save after the steps `before` + 1 to the current one; the same on all
+        processes."""
         step, options = self.session.step, self.config.checkpoint
         if step == before:
             return False
@@ -85,7 +86,8 @@ class CheckpointHook(Hook):
         return is_due(step, before, options.every, times, total) or self.is_time()
 
     def is_time(self) -> bool:
-        """Whether checkpoint.every_minutes have passed since a save, on process 0's clock."""
+        """Return whether checkpoint.every_minutes have passed since a save, on process 0's clock.
+        """
         minutes = self.config.checkpoint.every_minutes
         if minutes is None:
             return False

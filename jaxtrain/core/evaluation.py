@@ -113,7 +113,7 @@ class EvaluationHook(Hook):
 
     @property
     def recorded_this_round(self) -> bool:
-        """Whether numbers were written since the current round ended."""
+        """Return whether numbers were written since the current round ended."""
         return self.recorded > self.recorded_before
 
     @override

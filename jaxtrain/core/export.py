@@ -73,8 +73,8 @@ def export_policies(
     folder: Path,
     dtype: str | None = None,
 ) -> None:
-    """Each of several policies by `export`, as `export_model`, in a folder of its name within
-    `folder`, which takes the older one's place as a whole."""
+    """Export several policies like `export_model`, each in a folder of its name within `folder`,
+    which is replaced as a whole."""
     with replace_folder(folder) if is_main_process() else contextlib.nullcontext(folder) as target:
         for name, snapshot in snapshots.items():
             export(snapshot, config, target / name, dtype)
@@ -128,7 +128,7 @@ Settings that differ from the defaults:
 
 
 def describe_outside(config: Config) -> str:
-    """A list of the code that the run took from outside jaxtrain; empty where there is none."""
+    """Return a list of the code that the run took from outside jaxtrain; empty if there is none."""
     lines = []
     for source in list_outside(config):
         owner = "a file" if "sha256" in source else "a package that is not installed"

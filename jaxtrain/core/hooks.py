@@ -17,13 +17,13 @@ from jaxtrain.batch import Batch
 from jaxtrain.core.task import Round
 
 POLL_STEPS = 8
-"""Steps between two times that several processes ask process 0 (for the clock, for verdicts of
-observers): where steps are short, a broadcast after each one would slow training down."""
+"""Steps between two broadcasts of process 0's clock and observer verdicts: with short steps, a
+broadcast after each one would slow down training."""
 
 
 def is_due(step: int, before: int, every: int | None, times: float, total: int) -> bool:
-    """Whether something is due within the steps `before` + 1 to `step`: it comes every so many
-    steps, or so many times, spread evenly, in a run of `total` steps."""
+    """Return whether an event is due within the steps `before` + 1 to `step`. It occurs every
+    `every` steps, or `times` times, spread evenly, in a run of `total` steps."""
     if every and step // every > before // every:
         return True
     passed = (math.floor(done * times / total + 1e-9) for done in (step, before))

@@ -104,7 +104,7 @@ def train_step(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
 
 
 def stops(run: Run) -> bool:
-    """Whether a signal, here or on another process, forbids the next step on all of them."""
+    """Return whether a signal, on this or another process, forbids the next step on all of them."""
     session, processes = run.session, peers()
     if processes is not None:
         # All processes must agree on the last step, or collectives of the others would hang.

@@ -46,7 +46,7 @@ def average(pairs: dict[str, Pair]) -> dict[str, float]:
 
 
 def add_pairs(first: dict[str, Pair], second: dict[str, Pair]) -> dict[str, Pair]:
-    """Sum two sets of (sum, weight) pairs by name."""
+    """Add two sets of (sum, weight) pairs by name."""
     summed = dict(first)
     for name, (total, weight) in second.items():
         before = summed.get(name, (0.0, 0.0))
@@ -64,7 +64,8 @@ class Throughput:
     last_time: float | None = None
 
     def read(self, end_time: float, tokens: float, flops: float) -> dict[str, float]:
-        """Rates of the step that ended at `end_time` (seconds) with `tokens` and model `flops`."""
+        """Return rates of the step that ended at `end_time` (seconds) with `tokens` and model
+        `flops`."""
         previous, self.last_time = self.last_time, end_time
         if previous is None or end_time <= previous:
             return {}

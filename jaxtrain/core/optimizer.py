@@ -56,7 +56,7 @@ def build_schedule(optim: OptimConfig, total_steps: int) -> optax.Schedule:
 
 
 def decay_share(shape: str, remaining):
-    """Share of the peak above the floor when `remaining` (1 to 0) of the decay remains; 1 before it.
+    """Return the share of the peak above the floor with `remaining` (1 to 0) of the decay to go.
 
     The shapes of warmup-stable-decay as compared by Hägele et al. 2024 (arXiv 2405.18392).
     """
@@ -114,12 +114,12 @@ def rate_factor(path: str, optim: OptimConfig) -> float:
 
 
 def stays_float32(path: str) -> bool:
-    """Whether moments of a parameter are not stored in 8 bits, whatever its size."""
+    """Return whether the moments of a parameter are never stored in 8 bits, whatever its size."""
     return is_vector(path) or path.endswith("embed.embedding")
 
 
 def is_second(path: str) -> bool:
-    """Whether a parameter is an adapter's B or DoRA's magnitude."""
+    """Return whether a parameter is an adapter's B or DoRA's magnitude."""
     return path.endswith((".adapter.b", ".adapter.magnitude"))
 
 
@@ -174,8 +174,8 @@ def _named(
 def make_outside(
     group: str, name: str, options: str, optim: OptimConfig, facts: dict[str, Any], *args: Any
 ) -> Any:
-    """What a function from outside makes of what is given, of those facts that it names, and of the
-    options of the config, which outweigh them. UserError."""
+    """Call a plugin's factory with `args`, the facts that its signature names, and the options of
+    the config, which take precedence. Raises UserError."""
     from jaxtrain.config.construct import make
 
     key = f"optim.{name}"
@@ -199,19 +199,19 @@ VECTORS = (
 
 
 def is_vector(path: str) -> bool:
-    """Whether a parameter is a norm scale, a bias, a factor of a layer or of each expert, a decay
-    rate, the taps of a convolution by channel or DoRA's magnitude (stacked: more axes)."""
+    """Return whether a parameter is a norm scale, a bias, a factor of a layer or of each expert, a
+    decay rate, the taps of a convolution by channel or DoRA's magnitude (stacked: more axes)."""
     name = path.rsplit(".", 1)[-1]
     return name in VECTORS or "norm" in name
 
 
 def is_embedding(path: str) -> bool:
-    """Whether a parameter is a token embedding or the output head, of whatever kind."""
+    """Return whether a parameter is a token embedding or an output head of any kind."""
     return any(part in ("embed", "head", "lm_head", "score") for part in path.split("."))
 
 
 def decays(path: str, value, optim: OptimConfig) -> bool:
-    """Whether weight decay applies to a parameter."""
+    """Return whether weight decay applies to a parameter."""
     return not is_vector(path) and (optim.decay_embeddings or not is_embedding(path))
 
 

@@ -1,4 +1,4 @@
-"""The models of a run, by role: the trained one, and whatever stands beside it.
+"""The models of a run, by role: the trained one and all others.
 
     role          weights     where they are                       in a checkpoint
     policy        "trained"   state.params, and frozen with an     its trained part
@@ -8,11 +8,11 @@
     reference     "moving"    state.copies["reference/..."]        all of it
     reference     "bare"      the trained ones without adapters    -
 
-A trained role's tables (ids, whole numbers) stand in state.copies, too: no optimizer changes them,
-and a checkpoint has them as they were filled in when the run began.
+A trained role's integer tables, such as ids, are in state.copies, too: no optimizer changes them,
+and a checkpoint contains them as they were filled in at the start of the run.
 
-All parameters of a run are one flat dict: the trained role's under their own paths, another role's
-behind its name and a slash. The step differentiates what is trained and nothing else.
+All parameters of a run are one flat dict: the trained role's under their paths, another role's
+with its name and a slash as prefix. The step differentiates only the trained parameters.
 """
 
 import dataclasses
@@ -37,26 +37,26 @@ from jaxtrain.models.parameters import Params, Rebuild
 
 Weights = Literal["trained", "own", "start", "moving", "bare"]
 Models = Mapping[str, Any]
-"""{role: model}, as a loss gets them."""
+"""{role: model}, the first argument of a loss."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """One model that a method works with."""
+    """A model that a method works with."""
 
     bundle: ModelBundle
-    """Architecture, mesh, folder, adapter. Copies of the trained model have that one's."""
+    """Architecture, mesh, folder, adapter. A copy of the trained model shares its bundle."""
     weights: Weights = "trained"
     """trained: by the optimizer, all or the adapter. own: other weights, never changed. start: the
     trained model's at the start. moving: a copy of these that `Task.after_round` changes. bare: the
     trained model's current ones without its adapter."""
     in_loss: bool = True
-    """Whether the loss gets this model; False for one that only `Task.prepare` asks."""
+    """Whether the loss receives this model; False for one that only `Task.prepare` uses."""
     dtype: str | None = None
-    """Of a copy of the start: what its floats are stored in; None: as the trained model's."""
+    """Storage dtype of floats in a copy of the start; None: that of the trained model."""
     tables: Callable[[], Mapping[str, Any]] | None = None
-    """Of the trained role: {path: array} for tables that the data decide about, asked for when a
-    run begins, on every process."""
+    """For the trained role: return {path: array} of tables that depend on the data; called on every
+    process when a run begins."""
 
 
 class Roles:
@@ -121,8 +121,8 @@ class Roles:
         return (start if trained else {}), frozen, copies
 
     def draw_again(self, weights: Params, seed: int, folder: str | None, key: str) -> Params:
-        """Another adapter's trained weights at their start, for the base among `held`, in which all
-        weights of the first are, too. folder: as for assemble.read_start."""
+        """Initialize the trained weights of a further adapter on the base in `weights`, which also
+        contains the first adapter. folder: as for weights.read_start."""
         bundle = self.bundle
         assert bundle.adapter is not None, "several policies are adapters"
         if folder is not None:
@@ -130,8 +130,8 @@ class Roles:
         return start_adapter(bundle, self.trained_shapes, weights, seed)
 
     def _copy(self, start: Params, dtype: str | None, *, donated: bool) -> Params:
-        """The starting weights in another dtype. donated: by the step that trains them, so that
-        the copy must be one."""
+        """Copy the starting weights, possibly to another dtype. donated: the training step donates
+        them, so the copy must not share their buffers."""
         copied = {}
         for path, value in start.items():
             stored = stored_as(value.dtype, dtype)
@@ -142,7 +142,7 @@ class Roles:
         return copied
 
     def _fill(self, tables: Params) -> Params:
-        """The trained role's tables with what the data say."""
+        """Fill the trained role's tables with values from the data."""
         fill = self.roles[self.trained].tables
         arrays = {} if fill is None else fill()
         assert arrays.keys() <= tables.keys(), f"no such table: {sorted(arrays)}"
@@ -157,7 +157,7 @@ class Roles:
         }
 
     def params(self, role: str, weights: Params) -> Params:
-        """One role's parameters by their own paths, out of all."""
+        """Select a role's parameters from all weights, by their paths within the role."""
         trained_params = {path: value for path, value in weights.items() if "/" not in path}
         role_prefix = f"{role}/"
         role_params = {
@@ -170,7 +170,7 @@ class Roles:
         )
 
     def rebuild(self, role: str) -> Rebuild:
-        """What makes the role's model of its parameters."""
+        """Return the function that builds the role's model from its parameters."""
         return self._rebuild[role]
 
     def build(self, weights: Params) -> Models:
@@ -186,15 +186,15 @@ class Roles:
 
 @dataclass(frozen=True)
 class ModelSnapshot:
-    """The models of a run at one step: what is evaluated, published and exported."""
+    """The models of a run at a given step, to evaluate, publish and export."""
 
     roles: Roles
     weights: Params
-    """Of all roles."""
+    """Parameters of all roles."""
     step: int
 
     def params(self, role: str | None = None) -> Params:
-        """Of one role, by default the trained one."""
+        """Return the parameters of a role, by default the trained one."""
         return self.roles.params(role or self.roles.trained, self.weights)
 
     def model(self, role: str | None = None) -> Any:
@@ -203,10 +203,10 @@ class ModelSnapshot:
 
 
 def stored_as(dtype: Any, storage_dtype: str | None) -> Any:
-    """What an array of `dtype` is stored in where floats shall be `storage_dtype`."""
+    """Return the storage dtype of an array of `dtype`: `storage_dtype` for floats, if set."""
     return storage_dtype if storage_dtype and jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def prefix(role: str, params: Params) -> Params:
-    """Parameters as they stand among those of all roles."""
+    """Put parameters behind the role's name, as they are stored among those of all roles."""
     return {f"{role}/{path}": value for path, value in params.items()}

@@ -31,7 +31,7 @@ OpenAnswers = Callable[[Session, Callable[[str], None]], AnswerEvaluator]
 
 
 class Run(NamedTuple):
-    """What the loop works with."""
+    """Everything the loop works with."""
 
     session: Session
     reports: StepReports
@@ -138,7 +138,7 @@ def open_checkpoints(
 
 
 def describe_start(session: Session) -> str:
-    """One line on what is about to be trained."""
+    """Return a line that describes what is about to be trained."""
     roles, last = session.roles, session.rounds.total_steps
     model = roles.params(roles.trained, {**session.frozen, **session.state.params})
     params = sum(count_weights(path, value) for path, value in model.items())

@@ -85,7 +85,7 @@ def write_outputs(session: Session, summary: str) -> str:
 
 
 def suggest_speculate(config: Config, folder: Path) -> str:
-    """The command that measures a draft: on held-out data where the run has some."""
+    """Return the command that measures a draft, on held-out data if the run has any."""
     datasets = config.data.eval_datasets[:1]
     split = [f"dataset.split={dataset.split}" for dataset in datasets]
     inputs = [f"--input {dataset.path}" for dataset in datasets] or ["--set gsm8k"]

@@ -15,11 +15,11 @@ from jaxtrain.distributed.feed import feed, to_host
 from jaxtrain.models.parameters import Params, Rebuild
 
 POOLING = "pooling"
-"""Stream: how much a token counts in each of the features that are asked for."""
+"""Stream: weight of a token in each of the requested features."""
 
 
 class Scorer:
-    """Scores host batches with the models as they are when asked; called on every process."""
+    """Score host batches with the current models; call it on every process."""
 
     def __init__(self, snapshot: Callable[[], ModelSnapshot], *, impl: str = "auto"):
         """snapshot: returns the current models. impl: backend of the log-prob op."""
@@ -30,14 +30,16 @@ class Scorer:
         divided by `temperature`, as the sampler did."""
         snapshot = self.snapshot()
         score = make_logp(snapshot.roles.rebuild(role), self.impl, temperature)
-        # Whose routers are the policy's sends each token where the update will.
+        # A role that shares the policy's routers must send each token where the update will, or
+        # the log-prob ratio would measure the routing as well.
         same = snapshot.roles.roles[role].weights != "own"
         names = (ROUTED,) if same and ROUTED in batch.streams else ()
         logp = score(snapshot.params(role), self._place(batch, snapshot, names))
         return np.asarray(to_host(logp))
 
     def hidden(self, batch: Batch, role: str, layers: Sequence[int]) -> dict[int, np.ndarray]:
-        """{layer: [A, B, T, D]}: what chosen layers of a role's model put out, in its dtype."""
+        """Return {layer: [A, B, T, D]}, the outputs of chosen layers of a role's model, in its
+        dtype."""
         snapshot = self.snapshot()
         score = make_hidden(snapshot.roles.rebuild(role), tuple(layers))
         outputs = score(snapshot.params(role), self._place(batch, snapshot))
@@ -54,14 +56,14 @@ class Scorer:
         return np.asarray(to_host(score(snapshot.params(role), fed)))
 
     def scores(self, batch: Batch, role: str) -> np.ndarray:
-        """[A, B, T, n]: what the head of a role's model, one that scores, says at every token."""
+        """Return [A, B, T, n], the scoring head's output of a role's model at every token."""
         snapshot = self.snapshot()
         score = make_scores(snapshot.roles.rebuild(role))
         return np.asarray(to_host(score(snapshot.params(role), self._place(batch, snapshot))))
 
     def topk(self, batch: Batch, role: str, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32, log-probs float32), [A, B, T, k]: what a role's model finds likeliest in the
-        place of every token."""
+        """Return (ids int32, log-probs float32), [A, B, T, k], of a role's most likely tokens in
+        the place of every token."""
         snapshot = self.snapshot()
         topk = make_topk(snapshot.roles.rebuild(role), k)(
             snapshot.params(role), self._place(batch, snapshot)
@@ -70,7 +72,7 @@ class Scorer:
 
     @staticmethod
     def _place(batch: Batch, snapshot: ModelSnapshot, names: Sequence[str] = ()) -> Batch:
-        """On the mesh, with these streams alone."""
+        """Put a batch on the mesh with only these streams."""
         streams = {name: batch.streams[name] for name in names}
         bare = batch._replace(weights={}, streams=streams, denoms={})
         return feed(bare, snapshot.roles.bundle.mesh)

@@ -54,22 +54,22 @@ class Session:
     state: State
     """Shapes until `start_state` has filled it."""
     frozen: Params
-    """Parameters of all roles that no step changes; shapes until then, too."""
+    """Parameters of all roles that no step changes; also shapes until then."""
     auxiliary: Mapping[str, Any] = field(default_factory=dict)
-    """`AuxiliaryModel`s by name; shapes until then, too."""
+    """`AuxiliaryModel`s by name; also shapes until then."""
     policies: tuple[str, ...] = ()
-    """Names of several adapters that are trained; none: there is one, without a name."""
+    """Names of the trained adapters if there are several, else empty."""
     policy: str = ""
     """The policy that `state` belongs to."""
     waiting: dict[str, State] = field(default_factory=dict)
-    """The states of the others."""
+    """States of the policies that are not active."""
     updates: Counter[str] = field(default_factory=Counter)
     """Optimizer steps of each policy."""
     start: int = 0
-    """Steps that were done before this process."""
+    """Steps done before this process started."""
     step: int = 0
     fine: Any = None
-    """Whether the last step was finite, on the devices; set once the state is."""
+    """Whether the last step was finite, as a device array; set together with the state."""
     folder: Path = Path()
     phase: Callable[[str], AbstractContextManager[object]] = nullcontext
     signals: Any = None
@@ -81,23 +81,23 @@ class Session:
 
     @property
     def bundle(self) -> Any:
-        """Those of the trained role."""
+        """The bundle of the trained role."""
         return self.roles.bundle
 
     def snapshot(self, policy: str = "") -> ModelSnapshot:
-        """See task.Live."""
+        """Return the models with their current weights; policy: with those of this policy."""
         state = self.waiting.get(policy, self.state)
         return ModelSnapshot(self.roles, {**self.frozen, **state.copies, **state.params}, self.step)
 
     def activate_policy(self, policy: str) -> None:
-        """Make this one of several trained policies the one that is scored and updated."""
+        """Activate one of several trained policies: steps and scores use it from then on."""
         if policy and policy != self.policy:
             self.waiting[self.policy] = self.state
             self.policy, self.state = policy, self.waiting.pop(policy)
 
     def tree(self) -> dict[str, Any]:
-        """All arrays of a checkpoint: the state's, and of models beside by their names; of several
-        policies each one's state by its name."""
+        """Return all arrays of a checkpoint: the trained state, and auxiliary models under their
+        names; with several policies, the state of each under its name."""
         if self.policies:
             return {name: self.waiting.get(name, self.state).tree() for name in self.policies}
         auxiliary_states = {
@@ -110,8 +110,8 @@ class Session:
         return self.task.prepare(round, self.scorer)
 
     def update(self, batch: Any) -> Any:
-        """One optimizer step on a batch that lies on the mesh; returns its step.StepOutput, which
-        the devices may still be computing."""
+        """Run one optimizer step on a batch on the mesh and return its step.StepOutput, which the
+        devices may still be computing."""
         self.state, output = self.run_step(self.state, batch, self.frozen, self.fine)
         self.step += 1
         self.updates[self.policy] += 1
@@ -133,9 +133,9 @@ class Session:
 
 
 def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Session:
-    """Data, optimizer and step functions of a run; its weights are still shapes.
+    """Open the data, optimizer and step functions of a run; its weights are still shapes.
 
-    What was opened is closed again when anything raises; afterwards `Session.rounds.close` does it.
+    The data are closed if an error occurs here; later `Session.rounds.close` closes them.
     """
     roles = Roles(task.roles)
     loss, coef = add_balance(task, roles.trained, config.model)
@@ -205,8 +205,8 @@ def make_step_noise(roles: Roles, alpha: float, seed: int) -> StepNoise | None:
 
 
 def add_balance(task: Task, role: str, model: ModelConfig) -> tuple[Callable, dict[str, float]]:
-    """The task's loss with the metrics of the trained model's router and with those losses on its
-    load that section model asks for; and the components' coefficients.
+    """Return the task's loss with router metrics and the load losses that section model asks for,
+    and the coefficients of all components.
 
     Changes nothing for a dense model.
     """
@@ -228,7 +228,8 @@ def add_balance(task: Task, role: str, model: ModelConfig) -> tuple[Callable, di
 
 
 def make_bias_update(roles: Roles, rate: float) -> Callable | None:
-    """What moves the trained routers' correction biases after each step; None at rate 0.
+    """Return the function that moves the trained routers' correction biases after each step; None
+    at rate 0.
 
     Raises UserError where there is none, or where it is not trained.
     """
@@ -247,7 +248,7 @@ def make_bias_update(roles: Roles, rate: float) -> Callable | None:
 
 
 def start_state(session: Session, checkpoints: Checkpoints) -> None:
-    """Fill the session's state: from the newest good checkpoint, or else from the start.
+    """Fill the session's state from the newest valid checkpoint, or else initialize it.
 
     Weights that are trained are not even read when there is a checkpoint, so that resuming needs
     no more memory than training.

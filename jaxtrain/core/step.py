@@ -1,4 +1,4 @@
-"""One optimizer step as a pure function: exact under accumulation and on any mesh.
+"""A single optimizer step as a pure function: exact under accumulation and on any mesh.
 
 Denominators are summed over the whole step, inside the compiled program, before any microstep runs;
 microsteps add up sums, never means. So A microsteps of B rows give the update of one batch of A*B

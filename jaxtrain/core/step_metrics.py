@@ -118,7 +118,7 @@ class StepReader:
         self.throughput.last_time = time.monotonic()
 
     def explain(self, pending: PendingStep, output: Any) -> str:
-        """Which step and batch was not finite; the batch is kept in a file."""
+        """Describe the step and batch that were not finite; save the batch to a file."""
         bad = [int(i) for i in np.flatnonzero(~np.isfinite(output.micro_loss))]
         path = self.session.folder / f"nonfinite_batch_step_{pending.step}.npz"
         fields = {f: v for f, v in pending.batch._asdict().items() if isinstance(v, np.ndarray)}
@@ -132,8 +132,8 @@ class StepReader:
         where = f"the loss of microstep {bad[0]}" if bad else "a gradient (the loss was finite)"
         return (
             f"step {pending.step}: {where} is not finite (gradient norm {output.grad_norm:g}). The"
-            f" weights were left as they were before it. {batch_note}. Lower optim.learning_rate, raise"
-            " optim.warmup_steps, or look at the data"
+            f" weights were left as they were before it. {batch_note}. Lower optim.learning_rate,"
+            " raise optim.warmup_steps, or look at the data"
         )
 
 

@@ -1,16 +1,16 @@
-"""Task: all that a training method is, in one value that its file in `tasks/` makes.
+"""Task: everything that defines a training method, in a value that its folder's `make` returns.
 
-    Method.open_data(config, tokenizer) ─> Data     what its data are, without any model
+    Method.open_data(config, tokenizer) ─> Data     its data, without any model
     Method.make(config) ─> Task                     models by role, loss, data, and what happens
 
-    Rounds.next(live)                               batches, under one version of the weights
-       └─ live.prepare = task.prepare(round, scorer)     log-probs, hidden states, of any role
+    Rounds.next(context)                            batches, under one version of the weights
+       └─ context.prepare = task.prepare(round, scorer)  log-probs, hidden states, of any role
     step(state, batch)                              task.loss, once a batch
-    task.after_round(live, ...), Rounds.finish(live, ...)
-    task.evaluate(held, scorer)                     the method's own numbers
+    task.after_round(context, ...), Rounds.finish(context, ...)
+    task.evaluate(snapshot, scorer)                 the method's own numbers
     task.export(...)
 
-The loop, the session, evaluation, the dry run and preprocess know these names and no method.
+The loop, the session, evaluation, the dry run and preprocess use these interfaces and no method.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,34 +29,34 @@ from jaxtrain.core.scorer import Scorer
 from jaxtrain.data.packing.pack import Fields
 
 POLICY = "policy"
-"""What methods with one model call it."""
+"""Role of the model in methods with only one."""
 DRAFT = "draft"
-"""What a model is called that guesses for another one, trained by itself or beside that one."""
+"""Role of a draft model, trained by itself or together with its target."""
 
 
 class Round(NamedTuple):
-    """What is trained under one version of the weights, or a part of it."""
+    """Batches trained under one version of the weights, or a part of them."""
 
     batches: list[Batch]
-    """[A, B, T] each: one optimizer step a batch."""
+    """[A, B, T] each, for one optimizer step."""
     metrics: dict[str, float] = {}
-    """Numbers about it, for the first step's line."""
+    """Metrics of the round, logged with its first step."""
     part: int = 0
     """Number of this part of the round, where a round comes in parts."""
     last: bool = True
     """Whether the round ends with this part."""
     version: int = 0
-    """Rounds that were trained before this one, in all of the run's life."""
+    """Rounds trained before this one, counted over all restarts of the run."""
     samples: Sequence[Mapping[str, Any]] = ()
-    """Answers of it to read, for samples.jsonl: see runs/samples.py; on process 0."""
+    """Answers for samples.jsonl, see runs/samples.py; on process 0."""
     policy: str = ""
     """Name of the policy this round trains, which is the active one; "" if there is only one."""
     groups: Sequence[Any] = ()
-    """The `episodes.Group`s that were judged for it; on process 0, with its last part."""
+    """The round's judged `episodes.Group`s; on process 0, with the last part."""
     published: Mapping[str, float] | None = None
-    """Of the first part of a round behind new weights: what bringing them to the engine took."""
+    """Metrics of publishing the weights, on the first part of a round that follows it."""
     held_out: bool = False
-    """Whether it is judged and not trained: whatever is drawn for it is always the same."""
+    """Whether the round is only evaluated: random draws for it are then the same every time."""
 
 
 class TrainingContext(Protocol):
@@ -68,16 +68,17 @@ class TrainingContext(Protocol):
     """The `AuxiliaryModel`s of Task.auxiliary."""
 
     def snapshot(self, policy: str = "") -> ModelSnapshot:
-        """The models with their current weights; policy: of that one, where several are trained."""
+        """Return the models with their current weights; policy: those of this policy, where several
+        are trained."""
         ...
 
     def activate_policy(self, policy: str) -> None:
-        """From now on this one of several trained policies is the one that is scored and updated;
-        "": there is one alone."""
+        """Make this one of several trained policies the one to score and update; "": the only one.
+        """
         ...
 
     def prepare(self, round: Round) -> Round:
-        """`Task.prepare` with the session's scorer."""
+        """Apply `Task.prepare` with the session's scorer."""
         ...
 
     def mix(self, role: str, share: float) -> None:
@@ -85,55 +86,58 @@ class TrainingContext(Protocol):
         ...
 
     def phase(self, name: str, /) -> AbstractContextManager[object]:
-        """What the loop does meanwhile, for the watchdog: "waiting for answers"."""
+        """Name what the loop is doing, such as "waiting for answers", for the watchdog."""
         ...
 
     def stop_requested(self) -> bool:
-        """Whether a signal asks for the run's end."""
+        """Return whether a signal requests the end of the run."""
         ...
 
 
 class Rounds(Protocol):
-    """The source of what is trained, with a JSON-able cursor; opened by `Data.open`."""
+    """Source of training rounds, with a JSON-able cursor; opened by `Data.open`."""
 
     total_steps: int
     """Optimizer steps of the run."""
     pauses: bool
-    """Whether training waits for a round to be made: no step is timed across that."""
+    """Whether training waits for a round to be generated; step times exclude such waits."""
     engine: Any
-    """On process 0, what answers problems with the run's current weights; None: nothing does."""
+    """On process 0, the engine that answers problems with the current weights; None without one."""
     serves: bool
-    """Whether that holds for evaluations, too: on all processes."""
+    """Whether the engine serves evaluations, too; set on all processes."""
 
     def ready(self, context: TrainingContext) -> None:
-        """Before the first round, or an evaluation before it: bring weights where they serve."""
+        """Send weights to the engine before the first round, or before an evaluation that precedes
+        it."""
         ...
 
     def next(self, context: TrainingContext) -> Round:
-        """The next round or part of one, prepared; raises Interrupted when the run is to stop."""
+        """Return the next round or part of one, prepared; raises Interrupted if the run is to stop.
+        """
         ...
 
     def finish(self, context: TrainingContext, *, interrupted: bool) -> dict[str, float]:
-        """A round was trained, or cut short by a stop: numbers that no step's line has yet."""
+        """Complete a round that was trained, or cut short by a stop; return numbers that no step's
+        line has yet."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Cursor after what was trained."""
+        """Return the cursor after the trained rounds."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on with exactly what would have followed."""
+        """Continue exactly after the cursor `state`."""
         ...
 
     def counters(self) -> dict[str, Any]:
-        """Totals so far; "packing_efficiency" among them."""
+        """Return totals so far, "packing_efficiency" among them."""
         ...
 
     def close(self) -> None: ...
 
 
 class Data(Protocol):
-    """What a method's data are; made without any model."""
+    """A method's data; opened without any model."""
 
     row_tokens: int
     """T, the longest row."""
@@ -141,7 +145,7 @@ class Data(Protocol):
     """Weights and other per-token arrays of every batch."""
 
     def check(self) -> Iterator[str]:
-        """A first look at every dataset, a line each; UserError when it would not train."""
+        """Probe every dataset and yield a line for each; UserError if it cannot be trained on."""
         ...
 
     def open(self, bundle: ModelBundle, log: Callable[[str], None]) -> Rounds:
@@ -149,40 +153,40 @@ class Data(Protocol):
         ...
 
     def eval_batches(self, dataset: DatasetConfig, bundle: ModelBundle) -> Iterator[Batch]:
-        """Batches [1, B, T] of a held-out dataset."""
+        """Yield batches [1, B, T] of a held-out dataset."""
         ...
 
     def show(self, console: Console, num_samples: int) -> None:
-        """The verb preprocess: what the data become."""
+        """Print the processed data, for the verb preprocess."""
         ...
 
     def describe(self, console: Console) -> None:
-        """The dry run: a line for each dataset, how rows fill up, an example."""
+        """Print a line for each dataset, how rows fill up, and an example, for the dry run."""
         ...
 
 
 def keep_round(round: Round, scorer: Scorer) -> Round:
-    """`Task.prepare` of a method that needs no weights before the update."""
+    """Return the round unchanged: `Task.prepare` of a method that needs no weights."""
     return round
 
 
 def keep_length(tokens: int) -> int:
-    """`Task.prepared_length` of a method whose rows stay as long as they are."""
+    """Return `tokens`: `Task.prepared_length` of a method whose rows keep their length."""
     return tokens
 
 
 def keep_weights(context: TrainingContext, before: int) -> dict[str, float]:
-    """`Task.after_round` of a method that changes nothing between rounds."""
+    """Do nothing: `Task.after_round` of a method that changes nothing between rounds."""
     return {}
 
 
 def no_numbers(snapshot: ModelSnapshot, scorer: Scorer) -> dict[str, float]:
-    """`Task.evaluate` of a method whose loss and metrics on held-out data say it all."""
+    """Return no metrics: `Task.evaluate` of a method with only its held-out loss and metrics."""
     return {}
 
 
 def export_trained(snapshot: ModelSnapshot, *args: Any, **options: Any) -> None:
-    """`Task.export` of a method whose trained model is exported as it is: export.export_model."""
+    """Export the trained model as it is: the default `Task.export`."""
     from jaxtrain.core.export import export_model
 
     export_model(snapshot, *args, **options)
@@ -190,7 +194,7 @@ def export_trained(snapshot: ModelSnapshot, *args: Any, **options: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A training method, whole."""
+    """A complete training method."""
 
     roles: Mapping[str, Role]
     """The models it works with; exactly one of them trains."""
@@ -201,27 +205,28 @@ class Task:
     """Factor of each component in the total loss, after division by its denominator."""
     data: Data
     prepare: Callable[[Round, Scorer], Round] = keep_round
-    """What needs current weights before the round's first update, or before a held-out batch is
-    judged; on every process."""
+    """Compute what needs the current weights, before the round's first update or before a held-out
+    batch is evaluated; on every process."""
     prepared: Mapping[str, Any] = field(default_factory=dict)
     """Dtypes of the streams that `prepare` adds to those of data.fields; np.dtype((kind, (n,))) is
     a vector of n a token."""
     prepared_length: Callable[[int], int] = keep_length
-    """Tokens of a row once it is prepared, from those of a row of data."""
+    """Map the length of a row of data to its length after `prepare`."""
     after_round: Callable[[TrainingContext, int], dict[str, float]] = keep_weights
-    """(live, steps done before the round) -> numbers about it: once its last step was made, before
-    its weights go to an engine."""
+    """(context, steps done before the round) -> metrics of the round: called after its last step,
+    before its weights go to an engine."""
     auxiliary: Mapping[str, Any] = field(default_factory=dict)
     """`AuxiliaryObjective`s by name: separate models that `after_round` trains. They are no roles:
     the step does not see them."""
     evaluate: Callable[[ModelSnapshot, Scorer], dict[str, float]] = no_numbers
-    """Numbers of its own besides the held-out loss: {"eval/...": ...}; on every process."""
+    """Metrics besides the held-out loss, {"eval/...": ...}; called on every process."""
     sampler: Callable[..., Any] | None = None
-    """Who writes answers with the trained model: made and used as rollout.local's LocalSampler, for
-    which None stands. A method with another one has a model that predicts no next token: whatever
-    goes by next tokens (log-probs of texts, drafts, other methods beginning with it) is refused."""
+    """Sampler class for the trained model, with the interface of generation.local's LocalSampler,
+    which None selects. A method with another sampler has a model that predicts no next token:
+    whatever relies on next tokens (log-probs of texts, drafts, other methods starting from it) is
+    refused."""
     export: Callable[..., None] = export_trained
-    """(held, config, folder, dtype): write what the run gives; see export.export_model."""
+    """(snapshot, config, folder, dtype): write the trained model; see export.export_model."""
 
     @property
     def mesh(self) -> Any:
@@ -230,23 +235,23 @@ class Task:
 
 
 class Method(Protocol):
-    """What a file in `tasks/` holds, or the module or class that an entry point of the group
+    """Interface of a method's module, or of the module or class that an entry point of the group
     `jaxtrain.tasks` names."""
 
     Section: type[TaskSection]
-    """Its section `task` of the config; `kind` is its name."""
+    """Config class of section `task`; its `kind` is the method's name."""
 
     @staticmethod
     def open_data(config: Config, tokenizer: Any) -> Data:
-        """What its data are."""
+        """Return the method's data."""
         ...
 
     @staticmethod
     def make(config: Config) -> Task:
-        """All checks that need no weights, then the method."""
+        """Run all checks that need no weights, then build the task."""
         ...
 
 
 def of_policy(loss: Callable) -> Callable:
-    """A loss of one model, for the role POLICY."""
+    """Apply a loss of a single model to the role POLICY."""
     return lambda models, batch: loss(models[POLICY], batch)

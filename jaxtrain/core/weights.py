@@ -145,8 +145,8 @@ def split_trained(
 
 
 def is_table(value: Any) -> bool:
-    """Whether a parameter, an array or its shape, holds integers such as ids, which no gradient
-    reaches."""
+    """Return whether a parameter, an array or its shape, holds integers such as ids, which no
+    gradient reaches."""
     return jnp.issubdtype(value.dtype, jnp.integer)
 
 

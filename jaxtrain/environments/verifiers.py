@@ -86,7 +86,7 @@ class VerifiersGame:
         index: int,
         policies: Mapping[str, str],
     ):
-        """Must be created in the engine's event loop; policies: names in section policies by agent."""
+        """Create it in the engine's event loop. policies: names in section policies, by agent."""
         self.policy, self.engine, self.sampling, self.index = policy, engine, sampling, index
         self.policies = policies
         self.whole = policy.begin(engine, sampling, index)

@@ -94,7 +94,7 @@ class EpisodeEngine:
 
     @property
     def others(self) -> dict[str, Any]:
-        """The run's other policies by name; waiting for them does not count as the environment's time."""
+        """The run's other policies by name; waiting for them is not environment time."""
         scope = self._scope
         if scope is None:
             return self._others

@@ -49,16 +49,16 @@ class Episode:
     """
 
     tokens: list[int]
-    """See TokenSequence, also for the next three."""
+    """As in TokenSequence, like the next three."""
     sampled: list[bool]
     logprobs: list[float]
     versions: list[int]
     finish_reason: str
     """Of the last turn: "length" means that the answer was cut off."""
     completion: Any = ""
-    """What reward functions get: text, or a list of messages for conversations."""
+    """Completion for reward functions: text, or a list of messages for conversations."""
     prompt: Any = ""
-    """What reward functions get as prompt: text, or a list of messages."""
+    """Prompt for reward functions: text, or a list of messages."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Rewards that the environment gives the whole episode itself, by name."""
     metrics: dict[str, float | tuple[float, float]] = field(default_factory=dict)
@@ -70,23 +70,23 @@ class Episode:
     """Rewards that the environment gives single turns, by name: entry k is turn k's. They come on
     top of `rewards`; a name may be in both."""
     earlier: list[TokenSequence] = field(default_factory=list)
-    """The sequences before the last one, in the order in which they were begun."""
+    """The sequences before the last one, in the order in which they began."""
     given: bool = False
-    """Whether nobody drew it: the answer is the data's own. Its `sampled` tokens train all the
-    same; `logprobs` and `versions` say nothing."""
+    """Whether the answer comes from the data instead of a model. Its `sampled` tokens still train;
+    `logprobs` and `versions` are meaningless."""
     routed: Any = None
     """As TokenSequence.routed."""
     policy: str = ""
-    """Whose turns were drawn, by its name in section policies; "": the first that is trained."""
+    """Name in section policies of the policy that drew the turns; "": the first trained one."""
     agent: str = ""
-    """Which of several agents spoke, where one policy plays them all: an agent's episodes of a
-    prompt are compared with each other, not with those of other agents."""
+    """Agent that spoke, if a policy plays several: episodes of a prompt are compared only within the
+    same agent."""
     others: list["Episode"] = field(default_factory=list)
-    """The further episodes of the same game, of whatever policies: see as_game."""
+    """Further episodes of the same game, of any policy: see as_game."""
 
     @property
     def sequences(self) -> list[TokenSequence]:
-        """Return all sequences, in the order in which they were begun."""
+        """Return all sequences, in the order in which they began."""
         last = TokenSequence(
             self.tokens, self.sampled, self.logprobs, self.versions, self.turns, self.routed
         )

@@ -1,4 +1,4 @@
-"""Data that lie there before training: what methods that train on datasets have in common."""
+"""Data and rounds of methods that train on existing datasets."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,18 +20,16 @@ from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.models.capabilities import require_trees
 
 LOOK_SECONDS = 10.0
-"""How long a dry run tokenizes each dataset."""
-
-
+"""Seconds for which a dry run tokenizes each dataset."""
 LOOK_WINDOW = 1024
-"""Samples looked ahead at where only a few batches are shown."""
+"""Packing window, in samples, if only a few batches are shown."""
 
 
 class OfflineData:
     """`core.task.Data` of section data, its rows made into trees by a recipe."""
 
     def __init__(self, config: Config, recipe: Recipe, note: str = ""):
-        """note: what people should know about the data beside what is found in them."""
+        """note: a remark about the data that `check` and `describe` print."""
         self.config, self.recipe, self.note = config, recipe, note
         self.log: Callable[[str], None] = print if is_main_process() else _discard_log
         self._reported_datasets: set[str] = set()
@@ -46,7 +44,7 @@ class OfflineData:
             yield self.note
 
     def open(self, bundle: ModelBundle, log: Callable[[str], None]) -> "OfflineRounds":
-        """See task.Data."""
+        """Open the datasets for training with the trained model's bundle."""
         config = self.config
         shape = {
             "seed": config.run.seed,
@@ -74,7 +72,7 @@ class OfflineData:
         return self.recipe.open(dataset)
 
     def _open_cached(self, dataset: DatasetConfig, bundle: ModelBundle) -> MixturePart:
-        """The dataset, tokenized, if it can be kept on disk."""
+        """Open the dataset, tokenized from the disk cache if data.cache is set."""
         data, part = self.config.data, self.recipe.open(dataset)
         if not data.cache:
             return part
@@ -91,7 +89,7 @@ class OfflineData:
         )
 
     def log_counts(self, counts: Mapping[str, int], label: str) -> None:
-        """Say what of the data was dropped and why, and what sharing prefixes saves."""
+        """Log how much of the data was dropped and why, and what prefix sharing saves."""
         data = self.config.data
         controls = describe_controls(data.datasets)
         if line := describe_counts(counts, data.sequence_len, controls):
@@ -113,7 +111,7 @@ class OfflineData:
         return eval_batches(dataset, self.config.data, self.recipe, rows, done, part)
 
     def show(self, console: Console, num_samples: int) -> None:
-        """Print what the rows become."""
+        """Print the samples that the rows become."""
         for dataset in self._all():
             console.print(str(self.recipe.probe(dataset)), style="bold", markup=False)
             self.recipe.show(dataset, num_samples, console)
@@ -131,7 +129,8 @@ class OfflineData:
         self.recipe.show_example(probes[0], console)
 
     def show_counts(self, console: Console) -> None:
-        """What becomes of the rows, of as many as are tokenized in LOOK_SECONDS."""
+        """Print how many rows were kept and dropped, of those that are tokenized in LOOK_SECONDS.
+        """
         controls = describe_controls(self.config.data.datasets)
         for dataset in self._all():
             counts, complete = count_part(self.recipe.open(dataset), self.row_tokens, LOOK_SECONDS)
@@ -142,9 +141,9 @@ class OfflineData:
             console.print(f"{dataset.path}{side}, {rows}: {line}", markup=False, soft_wrap=True)
 
     def show_packing(self, console: Console, num_batches: int = 20) -> None:
-        """How full the first batches' rows are."""
+        """Print how full the rows of the first batches are."""
         data = self.config.data
-        # A look, not a pass: a wide window is filled before it gives its first row.
+        # A packing window is filled before it yields its first row, so a wide one would be slow.
         data = data.model_copy(update={"packing_window": min(data.packing_window, LOOK_WINDOW)})
         source = open_source(
             data,
@@ -187,10 +186,10 @@ class OfflineRounds:
         self.report, self._num_reported = report, 0
 
     def ready(self, context: TrainingContext) -> None:
-        """Nothing waits for weights."""
+        """Do nothing: no engine needs weights."""
 
     def next(self, context: TrainingContext) -> Round:
-        """The next batch; StopIteration where epochs end."""
+        """Return the next batch as a round; raises StopIteration after the last epoch."""
         batches = self.draw(context)
         last = context.step + 1 >= self.total_steps
         if self.report is not None and (last or not self._num_reported):
@@ -201,24 +200,24 @@ class OfflineRounds:
         return context.prepare(Round(batches, version=context.step))
 
     def draw(self, context: TrainingContext) -> list[Batch]:
-        """What the source gives next."""
+        """Return the source's next batches."""
         with context.phase("waiting for data"):
             return next(self.source)
 
     def finish(self, context: TrainingContext, *, interrupted: bool) -> dict[str, float]:
-        """Nothing waits for weights."""
+        """Return no numbers: no engine needs weights."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Cursor of the source."""
+        """Return the source's cursor."""
         return self.source.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue with exactly what would have followed."""
+        """Continue exactly after the cursor `state`."""
         self.source.restore(state)
 
     def counters(self) -> dict[str, Any]:
-        """Those of the source."""
+        """Return the source's counters."""
         return self.source.counters()
 
     def close(self) -> None:
@@ -227,17 +226,17 @@ class OfflineRounds:
 
 
 def _discard_log(text: str) -> None:
-    """What other processes say."""
+    """Discard log lines, on processes other than 0."""
 
 
 def count_roots(batch: Batch) -> int:
-    """Trees in a host batch: roots that are not padding."""
+    """Count the trees in a host batch: roots that are not padding."""
     index = np.arange(batch.prev.shape[-1])
     return int(((batch.prev < 0) & (batch.until > index + 1)).sum())
 
 
 def check_packing(config: Config, architecture: Any) -> None:
-    """Refuse rows of several documents for a model whose layers would run from one to the next."""
+    """Refuse packed rows for a model whose layers would carry state across documents."""
     if config.data.packing:
         conflict = "data.packing puts several documents into a row"
         require_trees(architecture, conflict, "set data.packing to false")

@@ -1,4 +1,4 @@
-"""A model that was trained: the newest checkpoint of a run, or a Hugging Face or PEFT folder."""
+"""Open a trained model: the newest checkpoint of a run, or a Hugging Face or PEFT folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,14 +26,14 @@ from jaxtrain.text_safety import show
 
 
 class Trained(NamedTuple):
-    """What was trained, with what belongs to it."""
+    """A trained model with its config and task."""
 
     config: Config
     task: Task
     snapshot: ModelSnapshot
     """The models on the mesh; step 0 for a Hugging Face folder."""
     policies: Mapping[str, ModelSnapshot] = {}
-    """The same of each policy, where all of several were asked for."""
+    """Snapshot of each policy, with all_policies."""
 
 
 def open_trained(
@@ -103,8 +103,8 @@ def open_trained(
 
 
 def holds_run(saved: Path) -> bool:
-    """Whether a config.json is a run's: a model's has other keys. One that cannot be read is
-    neither; whoever loads the folder says what is wrong with it."""
+    """Return whether a config.json is a run's; a model's has other keys. False for one that cannot
+    be read: loading the folder reports what is wrong with it."""
     try:
         saved_config = parse_json(read_text(saved, MOST_BYTES))
     except (OSError, ValueError):
@@ -113,15 +113,16 @@ def holds_run(saved: Path) -> bool:
 
 
 def alone(config: Config) -> Config:
-    """The config of a run for who only looks at what it trained: no device is set aside, and no
-    draft is looked for."""
+    """Return a run's config for a command that only reads the trained model: without devices set
+    aside for rollouts and without a draft."""
     rollout = config.rollout.model_copy(update={"devices": 0, "draft": None, "draft_refresh": None})
     return config.model_copy(update={"rollout": rollout})
 
 
 def read_section(raw: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Section task of a config.json: what an export wrote there, or what its architecture says.
-    UserError for a method that is not built in: a stranger's folder names no code to run."""
+    """Return section task of a config.json: the exported one, or one that follows from its
+    architecture. UserError for a method that is not built in: a foreign folder must not name code
+    to run."""
     check_kept(raw)
     if section := raw.get(TASK):
         if find_tag(section) == OUTSIDE:
@@ -135,8 +136,8 @@ def read_section(raw: Mapping[str, Any], label: str) -> dict[str, Any]:
 
 
 def find_weights(path: Path, name: str) -> tuple[str, dict[str, str], dict[str, Any]]:
-    """(model.path, section adapter, section task) for a name that is no run: a PEFT folder names
-    its base, a reward model the method that scores."""
+    """Return (model.path, section adapter, section task) for a name that is not a run: a PEFT
+    folder names its base, a reward model the method that scores."""
     if not (path / PEFT_CONFIG).is_file():
         file = find_folder(name, weights=True) / "config.json"
         raw = read_object(file) if file.is_file() else {}

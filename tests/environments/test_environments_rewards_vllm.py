@@ -35,8 +35,8 @@ def server():
     def log(path, body):
         texts = body.get("input", [body.get("messages")])
         if path == "/pooling":
-            return {"data": [{"index": i, "data": [[0.9, 1 / (1 + index)] for index in range(len(text))]}
-                             for i, text in enumerate(texts)]}  # fmt: skip
+            rows = [[[0.9, 1 / (1 + index)] for index in range(len(text))] for text in texts]
+            return {"data": [{"index": i, "data": row} for i, row in enumerate(rows)]}
         entries = [{"index": i, "probs": [float(len(text))]} for i, text in enumerate(texts)]
         return {"data": entries[::-1]}
 

@@ -10,10 +10,11 @@ from pathlib import Path
 def write_python(folder: Path, code: str = "") -> Path:
     """A "Python with vLLM" whose servers are scripted; code: shell that a server runs first."""
     path = folder / "python"
-    actual_values, root = shlex.quote(sys.executable), shlex.quote(str(Path(__file__).parents[2]))
+    python, root = shlex.quote(sys.executable), shlex.quote(str(Path(__file__).parents[2]))
     path.write_text(
         f'#!/bin/sh\n[ "$1" = -c ] && exit 0\n{code}\n'
-        f'export PYTHONPATH="$PYTHONPATH:{root}"\nexec {actual_values} {shlex.quote(__file__)} "$@"\n'
+        f'export PYTHONPATH="$PYTHONPATH:{root}"\n'
+        f'exec {python} {shlex.quote(__file__)} "$@"\n'
     )
     path.chmod(0o755)
     return path

@@ -1,6 +1,6 @@
 """Screens as text, as `jaxtrain watch --once` prints them.
 
-After a change that is meant: `PYTHONPATH=.:kernels python tests/runs/test_runs_dashboard_frames.py`,
+After an intended change, run `PYTHONPATH=.:kernels python tests/runs/test_runs_dashboard_frames.py`
 and read the difference.
 """
 

@@ -1,4 +1,4 @@
-"""What a mixture of experts adds to any loss: how its router's load is spread, and losses on it.
+"""Router balance of a mixture of experts: load metrics, and losses on the load.
 
 The load-balancing loss of the Switch Transformer (Fedus et al. 2021, arXiv:2101.03961, eq. 4-6) as
 transformers computes it (`router_aux_loss_coef`): E * sum_e f_e * P_e, where f_e is the share of
@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jaxtrain.batch import Batch
 
 LOADS = "expert_loads"
-"""Among a balanced loss's metrics: tokens [layers, E] that went to each expert, for `move_biases`;
-no number to log."""
+"""Entry among a balanced loss's metrics: tokens [layers, E] that went to each expert. It is for
+`move_biases` and never logged."""
 
 
 class Balance(NamedTuple):
@@ -30,13 +30,13 @@ class Balance(NamedTuple):
 
     aux: float = 0.0
     scope: Literal["row", "batch"] = "row"
-    """What the means of `aux` are taken over."""
+    """Tokens over which the means of `aux` are taken."""
     sequence: float = 0.0
     z: float = 0.0
 
     @property
     def coef(self) -> dict[str, float]:
-        """Of the components that have any."""
+        """Factors of the components that have a positive one."""
         named = {"balance": self.aux, "sequence_balance": self.sequence, "router_z": self.z}
         return {name: value for name, value in named.items() if value > 0}
 
@@ -49,7 +49,7 @@ class NoteCollector:
         self.noted: list[dict[str, Any]] = []
 
     def hidden(self, *args, **options):
-        """As the model's own."""
+        """Call the model's `hidden` and collect its notes."""
         output = self.model.hidden(*args, **options)
         self.noted.append(output.notes)
         return output

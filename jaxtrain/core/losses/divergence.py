@@ -1,4 +1,4 @@
-"""How far a student's distribution is from a teacher's, token by token, with its gradient.
+"""Divergence of a student's distribution from a teacher's, token by token, with its gradient.
 
 With p the teacher's probabilities of a token, q the student's, both of logits / temperature:
 

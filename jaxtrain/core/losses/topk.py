@@ -1,4 +1,4 @@
-"""The likeliest tokens of a model in the place of every token, from logits made chunk by chunk.
+"""The most likely tokens of a model in the place of every token, from logits in chunks.
 
 Shapes: B rows, T packed tokens, D features, V ids (of this device's slice), C tokens of a chunk.
 """
@@ -22,12 +22,12 @@ MAX_LOGITS = 2**27
 
 
 class TopK(NamedTuple):
-    """What is known of a teacher: its likeliest tokens."""
+    """The most likely tokens of a teacher."""
 
     ids: Any
     """int32 [..., k], in the whole vocabulary; -1: there are fewer than k."""
     logp: Any
-    """float [..., k] their log-probs under softmax(logits) over the whole vocabulary."""
+    """float [..., k]; log-probs of `ids` under softmax(logits) over the whole vocabulary."""
 
 
 def likeliest_tokens(model, batch: Batch, k: int) -> TopK:

@@ -1,4 +1,4 @@
-"""How well drawn blocks fit the tokens that they stand for, in a frozen model's hidden states.
+"""Rewards of sampled blocks by how well their hidden states in a frozen model match the data's.
 
     forest ── frozen model ──> states of chosen layers, each of norm 1, one behind the other
       of a block's own tokens, of the document's in their place ── pooled, matched ──> rewards

@@ -4,8 +4,8 @@
     row    ─ ground truth ────────┴─ feature network ─> rewards ─> advantages ─> any RL objective
                                                                 └─ and cross-entropy of the truth
 
-Everything about drawing and training is reinforcement learning's (rl.py); here is what an answer is
-worth, which is known once the round lies on the devices that train.
+Drawing and training are those of methods/rl. This module computes the rewards of answers, which
+needs the round on the devices that train.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ from jaxtrain.models.capabilities import follows_trees
 
 Section = EBFTTask
 REWARD = "features"
-"""What the reward is called where several are listed."""
+"""Name of the reward in tables and metrics."""
 
 
 class FeatureMatchingData(PromptData):
@@ -174,7 +174,7 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
         judges: Any,
         network: ModelBundle,
     ):
-        """network: of the feature role."""
+        """network: bundle of the feature role."""
         super().__init__(task, config, data, judges)
         self.judges_late = True
         self.features, self.network = task.features, network
@@ -267,7 +267,7 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
         for key, feature in truths:
             self.truth_features.put(key, feature)
         count, empty = len(groups), max(self.most_groups - len(groups), 0)
-        padded = self.match(  # as many as a round has: one program
+        padded = self.match(  # padded to the most groups of a round, to compile only one program
             np.pad(np.stack(generated), ((0, empty), (0, 0), (0, 0))),
             np.pad(np.stack([feature for _, feature in truths]), ((0, empty), (0, 0))),
         )

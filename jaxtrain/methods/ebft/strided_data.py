@@ -93,11 +93,11 @@ class PaddedTokenizer:
         self.keep_short, self.tags = keep_short, tags
 
     def __call__(self, row: Any, origin: str) -> Sequence[Any]:
-        """See readers.Tokenize."""
+        """Return the row's documents and drops, as readers.Tokenize."""
         return [self.judge(item) for item in self.tokenize(row, origin)]
 
     def judge(self, item: Any) -> Any:
-        """The document, or why it is left out."""
+        """Return the document with both weights, or the reason why it is dropped."""
         if not isinstance(item, Sample) or not np.any(item.weights[1:]):
             return item  # a drop, or what will be dropped under a reason of its own
         likely = item.weights

@@ -1,4 +1,4 @@
-"""How far the sampler's log-probs are from the trainer's, and what a systematic difference is.
+"""Compare the sampler's log-probs with the trainer's, and diagnose systematic differences.
 
 Both score the same tokens, drawn by the sampler, under what should be the same distribution. Small
 symmetric noise is arithmetic; anything else is a mistake that importance weights would hide until
@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 MOST_CUT = 2.0
-"""-log of the mass that truncation may leave: beyond, it is not what explains a difference."""
+"""-log of the mass that truncation may keep; truncation does not explain a larger difference."""
 HARMLESS = 0.02
-"""A scatter by precision below this is not worth a word."""
+"""A scatter by precision below this is not reported."""
 MIN_TOKENS = 256
-"""Fewer say nothing about a system."""
+"""Fewer tokens do not show a systematic difference."""
 EXACT, COARSE = 1e-3, 0.15
-"""Mean |d| below the first: the same arithmetic. Spread of d up to the second: a coarser format."""
+"""Mean |d| below EXACT: same arithmetic. Spread of d up to COARSE: a coarser number format."""
 
 
 class Mismatch(NamedTuple):

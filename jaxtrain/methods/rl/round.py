@@ -1,4 +1,4 @@
-"""One round of reinforcement learning, from prompts to published weights.
+"""A round of reinforcement learning, from prompts to published weights.
 
     process 0      take slots ─> drop stale groups ─> add replayed ones ─> advantages ─> batches
     every process  <── broadcast ── log-probs before the first update (prepare) ─> train each batch
