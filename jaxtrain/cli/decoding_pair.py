@@ -127,7 +127,7 @@ class DecodingPair:
             for i, prompt in enumerate(prompts)
         ]
         start = time.perf_counter()
-        for request in sorted(requests, key=lambda one: len(one.prompt)):
+        for request in sorted(requests, key=lambda r: len(r.prompt)):
             sampler.add(request)
         while sampler.busy:
             sampler.step()

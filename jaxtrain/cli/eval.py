@@ -120,7 +120,7 @@ def generate_into(
     from jaxtrain.generation.engines import find_engine, with_secrets
     from jaxtrain.generation.evaluation.answers import ServingEngine, SetAnswers
     from jaxtrain.generation.evaluation.problem_sets import open_problem_sets
-    from jaxtrain.runs.run_files import take_names
+    from jaxtrain.runs.run_files import claim_names
     from jaxtrain.runs.samples import SAMPLES, append_samples
     from jaxtrain.runs.sinks import JsonLines
 
@@ -131,7 +131,7 @@ def generate_into(
             stack.callback(sets.close)
         if is_main_process():
             try:
-                take_names(folder.parent, [folder.name])
+                claim_names(folder.parent, [folder.name])
                 folder.mkdir(parents=True, exist_ok=True)
                 samples.write_text("")
             except OSError as error:

@@ -117,11 +117,11 @@ def answer_requests(
 def continue_ids(
     writer: AnswerWriter, requests: list[dict[str, Any]]
 ) -> list[tuple[dict[str, Any], str]]:
-    """(keys to add to a row, the row as a line of JSON) of each request."""
+    """Return (keys to add to a row, the row as a line of JSON) for each request."""
     from jaxtrain.api import read_ids
 
     size = writer.model.vocab_size
-    prompts = [read_ids(one["prompt"], size, one["shown"]).tolist() for one in requests]
+    prompts = [read_ids(r["prompt"], size, r["shown"]).tolist() for r in requests]
     records = []
     for request, answer in zip(requests, writer.complete(prompts), strict=True):
         keys = {
@@ -134,23 +134,23 @@ def continue_ids(
 
 
 def write_records(
-    args: argparse.Namespace, rows: list[dict[str, Any]], found: list[tuple[dict[str, Any], str]]
+    args: argparse.Namespace, rows: list[dict[str, Any]], answers: list[tuple[dict[str, Any], str]]
 ) -> None:
-    """Into the file --output, or to people. found: (keys to add to a row, text) for each row."""
+    """Into the file --output, or to people. answers: (keys to add to a row, text) for each row."""
     from jaxtrain.runs.run_files import write_output
 
     if args.output:
-        merged_rows = [{**row, **keys} for row, (keys, _) in zip(rows, found, strict=True)]
+        merged_rows = [{**row, **keys} for row, (keys, _) in zip(rows, answers, strict=True)]
         lines = "".join(json.dumps(record) + "\n" for record in merged_rows)
         write_output(args.output, lines.encode())
         print(f"{len(merged_rows)} answers in {args.output}")
         return
-    for _, text in found:
+    for _, text in answers:
         print(escape_control_chars(text))
 
 
 def env_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as environments want it, with messages where it has only a prompt."""
+    """Return a row in the form that environments need: with messages in place of a plain prompt."""
     text = row.get("prompt")
     if isinstance(text, str) and "messages" not in row:
         return {**row, "messages": [{"role": "user", "content": text}]}

@@ -40,7 +40,7 @@ def make(
 
 def check_call(
     constructor: Callable[..., Any],
-    given: tuple[Any, ...],
+    arguments: tuple[Any, ...],
     options: Mapping[str, Any],
     key: str,
     options_key: str,
@@ -52,13 +52,13 @@ def check_call(
     except (TypeError, ValueError):  # written in C
         return
     try:
-        signature.bind(*given, **options)
+        signature.bind(*arguments, **options)
     except TypeError as error:
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         named = [
             parameter.name for parameter in signature.parameters.values() if parameter.kind in kinds
         ]
-        option_names = ", ".join(named[len(given) :]) or "none"
+        option_names = ", ".join(named[len(arguments) :]) or "none"
         call_form = f"({argument_names + ', ' if argument_names else ''}**{options_key})"
         raise UserError(
             f"{key} cannot be made with {call_form}: {error}; its options are {option_names}"

@@ -119,7 +119,7 @@ def _check_nodes(root: Any) -> None:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         inner = [n for pair in pairs for n in pair] if pairs else list(node.value)
         if done:
-            size = 1 + sum(sizes[id(one)] for one in inner)
+            size = 1 + sum(sizes[id(child)] for child in inner)
             if size > MOST_VALUES:
                 raise ValueError(
                     f"with its aliases written out it holds more than {MOST_VALUES:,} values"
@@ -133,7 +133,7 @@ def _check_nodes(root: Any) -> None:
         sizes[id(node)] = 0
         _check_keys(pairs)
         stack.append((node, True))
-        stack += [(one, False) for one in inner if sizes.get(id(one), 0) == 0]
+        stack += [(child, False) for child in inner if sizes.get(id(child), 0) == 0]
 
 
 def _check_keys(pairs: list[tuple[Any, Any]]) -> None:

@@ -68,8 +68,8 @@ def find_reward_conflicts(config: Any) -> Iterator[str]:
         judges = named if entry.rewards is None else entry.rewards
         for name in judges:
             if name not in named:
-                known = ", ".join(named) or "none"
-                yield f"{key}.rewards: there is no reward {name!r}; the [[rewards]] are: {known}"
+                reward_names = ", ".join(named) or "none"
+                yield f"{key}.rewards: there is no reward {name!r}; the [[rewards]] are: {reward_names}"
         needed = key.startswith("eval") or not config.task.rewards_itself
         if needed and (entry.env or config.env).kind in SILENT and not judges:
             yield (

@@ -121,11 +121,11 @@ def _read_dataset(conversion: Conversion, source: Mapping[str, Any]) -> dict[str
     named = {**source, **(kind if isinstance(kind, Mapping) else {})}
     flat: dict[str, Any] = {}
     for name, field_name in FIELDS.items():
-        found = named.get(name)
-        if isinstance(found, Mapping):
-            flat |= {f"{field_name}.{key}": column for key, column in found.items()}
-        elif found not in (None, field_name):
-            flat[field_name] = found
+        field_value = named.get(name)
+        if isinstance(field_value, Mapping):
+            flat |= {f"{field_name}.{key}": column for key, column in field_value.items()}
+        elif field_value not in (None, field_name):
+            flat[field_name] = field_value
     rest = {k: v for k, v in source.items() if k not in ("path", "data_files", "roles", *FIELDS)}
     dataset.run(DATASET, rest, prefix="datasets.")
     if flat:

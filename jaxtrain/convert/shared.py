@@ -238,9 +238,9 @@ TRAINER: dict[str, ConversionRule] = {
 HUB_STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 
 
-def push(conversion: Conversion, wanted: Any) -> None:
-    """The observer that pushes, of all their keys about it."""
-    if not wanted:
+def push(conversion: Conversion, enabled: Any) -> None:
+    """Convert all keys about pushing to the Hub to the observer `hub`."""
+    if not enabled:
         return
     source = conversion.source
     repo = source.get("hub_model_id")

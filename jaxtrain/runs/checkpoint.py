@@ -3,12 +3,12 @@
     loop thread      save() copies the arrays off the devices, hands them to Orbax and returns
     Orbax threads    write <folder>/<step>.orbax-checkpoint-tmp, then rename it to <folder>/<step>
     seal thread      waits for that rename, writes manifest.json (size and sha256 of every file, the
-                     names of the arrays, the metrics), and only then deletes what is not kept
+                     names of the arrays, the metrics), and only then deletes old checkpoints
 
-The next save() and close() wait for the seal thread and raise what went wrong there. A checkpoint
-counts when its manifest is there and agrees with its files, so a process killed at any moment, a
-truncated file or a flipped bit costs one checkpoint, never the run. <folder>/<step>.writing tells a
-checkpoint that was never finished (dropped) from one that was damaged later (set aside, named).
+The next save() and close() wait for the seal thread and raise its error, if any. A checkpoint is
+valid if its manifest exists and agrees with its files, so a process killed at any moment, a
+truncated file or a flipped bit costs one checkpoint, never the run. <folder>/<step>.writing
+distinguishes a checkpoint that was never finished (dropped) from one damaged later (set aside).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.runs.checkpoint_folder import (
     ORBAX_TMP,
     WRITING,
-    choose_kept,
+    choose_retained,
     clear_folder,
     describe_all_damaged,
     find_good_step,
@@ -41,22 +41,22 @@ from jaxtrain.runs.checkpoint_folder import (
 )
 from jaxtrain.runs.manifest import find_damage, is_sealed, read_manifest, write_manifest
 
-ODD = re.compile(r"[\[\]*?\\]")
-"""Characters of a path that Orbax takes for patterns, or for a slash."""
+UNSAFE_PATH_CHARS = re.compile(r"[\[\]*?\\]")
+"""Characters of a path that Orbax reads as glob patterns or as a slash."""
 
 
 class Restored(NamedTuple):
-    """What a resumed run continues from."""
+    """State from which a resumed run continues."""
 
     step: int
     arrays: Any
-    """The pytree that was saved, placed as the abstract arrays asked."""
+    """Saved pytree, with the shardings of the abstract arrays."""
     cursor: dict
-    """The data source's state()."""
+    """State of the data source, from state()."""
 
 
 class Checkpoints:
-    """The checkpoints of one run. All processes of a run call every method, at the same steps."""
+    """Checkpoints of one run. All processes of a run call every method, at the same steps."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Checkpoints:
         log: Callable[[str], None] = print,
         saved: Callable[[int, Path], None] = lambda step, folder: None,
     ):
-        """saved: called on process 0, by the seal thread, with each checkpoint that is complete."""
+        """saved: called on process 0, in the seal thread, with each complete checkpoint."""
         self.folder = Path(folder).absolute()
         self.keep, self.keep_every = keep, keep_every
         self.best_metric = best_metric
@@ -82,7 +82,7 @@ class Checkpoints:
         self._missed = False
         self._filter = _OrbaxChatter()
         logging.getLogger("absl").addFilter(self._filter)
-        logging.getLogger("asyncio").addFilter(_tells)
+        logging.getLogger("asyncio").addFilter(_is_news)
 
     def steps(self) -> list[int]:
         """Steps with a manifest, oldest first; their files are not checked."""
@@ -96,26 +96,31 @@ class Checkpoints:
         metrics: dict[str, float] | None = None,
         config: dict | None = None,
     ) -> None:
-        """Save a pytree of jax arrays; returns once they may be overwritten or donated.
+        """Save a pytree of jax arrays; return once they may be overwritten or donated.
 
-        A step that is saved already is left alone. Raises UserError when the disk refuses; older
-        checkpoints are intact then.
+        Does nothing if the step is already saved. Raises UserError on disk errors, which leave older
+        checkpoints intact.
         """
+        # One checkpoint is in flight at most: its copies on the host are released before the next.
         self.wait()
         if self._folder(step).is_dir():
             return
+        # A flat dict by path: a later version may restore it although its state classes differ.
         named = name_leaves(arrays)
         assert all(isinstance(a, jax.Array) for a in named.values()), "only jax arrays are saved"
         with self._explain_disk_errors(step), quiet_warnings():
             self._open()
             self._check_space(named)
             if jax.process_index() == 0:
+                # The marker must exist before Orbax renames its folder to <step>: a kill between the
+                # rename and the manifest would otherwise look like a damaged checkpoint.
                 self._marker(step).touch()
             content = ocp.args.Composite(
                 state=ocp.args.PyTreeSave(named),
                 cursor=ocp.args.JsonSave(cursor),
                 config=ocp.args.JsonSave(config or {}),
             )
+            # force: the caller chose the step; Orbax must not skip it by its own save policy.
             self._orbax.save(step, args=content, force=True)
         if self.best_metric and self.best_metric not in (metrics or {}) and not self._missed:
             self._missed = True
@@ -130,7 +135,8 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Block until the last save() is on disk and sealed; raises UserError if it failed."""
+        """Block until the last save() is on disk and sealed; raise UserError if it failed."""
+        # Cleared first, so that an error is raised once and close() does not raise it again.
         sealing, self._sealing = self._sealing, None
         if sealing is not None:
             sealing.result()
@@ -142,35 +148,37 @@ class Checkpoints:
         finally:
             self._threads.shutdown()
             if self._orbax is not None:
-                with contextlib.suppress(OSError, ValueError):  # wait() has told them already
+                with contextlib.suppress(OSError, ValueError):  # wait() has raised them already
                     self._orbax.close()
                 self._orbax = None
             logging.getLogger("absl").removeFilter(self._filter)
-            logging.getLogger("asyncio").removeFilter(_tells)
+            logging.getLogger("asyncio").removeFilter(_is_news)
 
     def restore(self, abstract: Any) -> Restored | None:
-        """The newest good checkpoint, as the given pytree of ShapeDtypeStructs with shardings.
+        """Restore the newest good checkpoint as the given pytree of ShapeDtypeStructs with
+        shardings.
 
-        Unfinished and damaged checkpoints newer than it are named in one message and moved out of
-        the way. None when nothing was ever finished; UserError when everything is damaged or when
-        the arrays are not those of this model.
+        Logs one message about newer unfinished and damaged checkpoints and moves them away. Returns
+        None if no checkpoint was ever finished. Raises UserError if all are damaged, or if the
+        arrays are not those of this model.
         """
         self.wait()
-        step = broadcast(
-            "the newest checkpoint", self._find_newest
-        )  # reading it all may take minutes
+        # Process 0 alone verifies the checksums, which may take minutes, so that all processes agree
+        # on one step even if a file changes meanwhile.
+        step = broadcast("the newest checkpoint", self._find_newest)
         if step == -2:
             raise UserError(describe_all_damaged(self.folder))
         return None if step < 0 else self.load(step, abstract)
 
     def _find_newest(self) -> int:
-        """The newest good step; -1: there is none, -2: all are damaged. Clears what is not good."""
+        """Return the newest good step, -1 if there is none, or -2 if all are damaged; clear bad
+        checkpoints."""
         step, problems = find_good_step(self.folder)
         if step < 0 and any(p.damaged for p in problems):
             return -2
         try:
-            if said := clear_folder(self.folder, problems, step):
-                self.log(said)
+            if report := clear_folder(self.folder, problems, step):
+                self.log(report)
         except OSError as error:
             raise UserError(
                 f"{self.folder} cannot be tidied up: {error.strerror or error}"
@@ -179,7 +187,7 @@ class Checkpoints:
         return step
 
     def load(self, step: int, abstract: Any) -> Restored:
-        """Read one checkpoint without checking its files; `abstract` may name a part of it."""
+        """Read a checkpoint without checking its files; `abstract` may be a subset of its arrays."""
         folder = self._folder(step)
         named = name_leaves(abstract)
         check_shapes(folder, named)
@@ -192,12 +200,13 @@ class Checkpoints:
             )
             cursor = ocp.args.JsonRestore()
             content = self._orbax.restore(step, args=ocp.args.Composite(state=state, cursor=cursor))
+        # Orbax returns the dict in its own order; the tree wants the order of `named`.
         leaves = [content["state"][name] for name in named]
         arrays = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         return Restored(step, arrays, content["cursor"])
 
     def _open(self) -> None:
-        """Start Orbax, once the folder holds nothing that it could trip over."""
+        """Start Orbax on first use, so that restore() can clear the folder before."""
         if self._orbax is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(
@@ -206,26 +215,28 @@ class Checkpoints:
             self._orbax = ocp.CheckpointManager(self._plain_folder(), options=options)
 
     def _plain_folder(self) -> Path:
-        """The folder under a path that Orbax can use.
+        """Return the folder under a path that Orbax can use.
 
-        Orbax looks for the pieces of a checkpoint with patterns made of the whole path, so that
-        those below "run[1]" are not found, and takes a backslash for a slash (etils.epath). It then
-        gets a link to the folder from a place without such characters.
+        Orbax searches for the files of a checkpoint with glob patterns made of the full path, which
+        do not match below "run[1]", and reads a backslash as a slash (etils.epath). For such paths
+        return a link to the folder whose own path has no such characters.
         """
-        if not ODD.search(str(self.folder)):
+        if not UNSAFE_PATH_CHARS.search(str(self.folder)):
             return self.folder
-        odd = ODD.search(tempfile.gettempdir())
-        place = tempfile.mkdtemp(prefix="jaxtrain-", dir="/tmp" if odd else None)
-        weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
-        link = Path(place) / "checkpoints"
+        tmp_is_unsafe = UNSAFE_PATH_CHARS.search(tempfile.gettempdir())
+        link_parent = tempfile.mkdtemp(prefix="jaxtrain-", dir="/tmp" if tmp_is_unsafe else None)
+        weakref.finalize(self, shutil.rmtree, link_parent, ignore_errors=True)
+        link = Path(link_parent) / "checkpoints"
         link.symlink_to(self.folder)
         return link
 
     def _seal(self, step: int, shapes: dict, metrics: dict[str, float]) -> None:
-        """Wait for Orbax, record the files, then delete what is not kept (the seal thread)."""
+        """Wait for Orbax, write the manifest, then delete old checkpoints (the seal thread)."""
         with self._explain_disk_errors(step):
             self._orbax.wait_until_finished()
             if jax.process_index() == 0:
+                # The order matters: the marker may go only once the manifest exists, and older
+                # checkpoints only once this one is complete.
                 record = {"step": step, "metrics": metrics, "arrays": shapes}
                 write_manifest(self._folder(step), record)
                 self._marker(step).unlink(missing_ok=True)
@@ -234,8 +245,8 @@ class Checkpoints:
 
     def _delete_old(self) -> None:
         metrics = {step: read_metrics(self._folder(step)) for step in self.steps()}
-        wanted = choose_kept(metrics, self.keep, self.keep_every, self.best_metric, self.best_mode)
-        for step in set(metrics) - wanted:
+        retained_steps = choose_retained(metrics, self.keep, self.keep_every, self.best_metric, self.best_mode)
+        for step in set(metrics) - retained_steps:
             remove_folder(self._folder(step))
 
     def _check_space(self, named: dict[str, jax.Array]) -> None:
@@ -251,8 +262,10 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError, RuntimeError) as error:
+            # Disk errors of TensorStore arrive as ValueError or RuntimeError.
             if isinstance(error, UserError) or not is_disk_error(error):
                 raise
+            # On a full disk the half-written folder takes the space that a retry needs.
             for leftover in self.folder.glob(f"{step}{ORBAX_TMP}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
             with contextlib.suppress(OSError):
@@ -275,7 +288,7 @@ class Checkpoints:
 
 
 def name_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by their path ("optimizer/0/mu/layers/kernel"), in the order of the tree."""
+    """Return the leaves by path ("optimizer/0/mu/layers/kernel"), in the order of the tree."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     named = {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in paths}
     assert len(named) == len(paths), "two leaves have the same path"
@@ -283,18 +296,18 @@ def name_leaves(tree: Any) -> dict[str, Any]:
 
 
 def check_shapes(folder: Path, named: dict[str, jax.ShapeDtypeStruct]) -> None:
-    """Compare abstract arrays with the manifest's; raises UserError with the first differences."""
+    """Compare abstract arrays with the manifest's; raise UserError with the first differences."""
     saved = read_manifest(folder)["arrays"]
-    wanted = {name: [list(a.shape), str(a.dtype)] for name, a in named.items()}
+    expected = {name: [list(a.shape), str(a.dtype)] for name, a in named.items()}
     differing = [
         f"{name}: saved {_show(saved.get(name))}, this run {_show(spec)}"
-        for name, spec in wanted.items()
+        for name, spec in expected.items()
         if saved.get(name) != spec
     ]
     if differing:
-        more = f" (and {len(differing) - 4} more)" if len(differing) > 4 else ""
+        omitted = f" (and {len(differing) - 4} more)" if len(differing) > 4 else ""
         raise UserError(
-            f"{folder} holds other arrays than this run has: {'; '.join(differing[:4])}{more}."
+            f"{folder} holds other arrays than this run has: {'; '.join(differing[:4])}{omitted}."
             " Use the config that the run was started with, or another run.output_dir"
         )
 
@@ -302,7 +315,7 @@ def check_shapes(folder: Path, named: dict[str, jax.ShapeDtypeStruct]) -> None:
 def load_checkpoint(folder: str | Path, abstract: Any, step: int | None = None) -> Restored:
     """Read the newest good checkpoint, or that of `step`, of a run that may still be training.
 
-    Changes nothing, unlike Checkpoints.restore. `abstract` may name a part of the saved arrays.
+    Changes no files, unlike Checkpoints.restore. `abstract` may be a subset of the saved arrays.
     Raises UserError when there is no such checkpoint or its files are damaged.
     """
     folder = Path(folder)
@@ -334,16 +347,16 @@ REFUSALS = (
     "Input/output error",
     "Too many open files",
 )
-"""What the operating system says when storage refuses; TensorStore quotes it in a ValueError."""
+"""Messages of the operating system for storage errors; TensorStore quotes them in a ValueError."""
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Whether the storage refused, rather than the program being wrong."""
+    """Return True if the storage refused, as opposed to a bug in the program."""
     return isinstance(error, OSError) or any(text in str(error) for text in REFUSALS)
 
 
 def shorten(error: BaseException) -> str:
-    """The operating system's own words where the error quotes them, else its first line."""
+    """Return the operating system's message if the error quotes one, else the error's own text."""
     if isinstance(error, OSError):
         return str(error)
     return next(text for text in REFUSALS if text in str(error))
@@ -357,9 +370,10 @@ def quiet_warnings() -> Iterator[None]:
         yield
 
 
-def _tells(record: logging.LogRecord) -> bool:
-    """Whether asyncio's log tells something new. Of Orbax's many writes on a full disk one is
-    raised, and explained; the others come as tracebacks of tasks that nobody waits for."""
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return False for asyncio log records that repeat a disk error. When the disk is full, one of
+    Orbax's many writes is raised and explained; the others are logged as tracebacks of tasks that
+    nothing awaits."""
     error = record.exc_info[1] if record.exc_info else None
     return not ("never retrieved" in record.getMessage() and error and is_disk_error(error))
 

@@ -1,8 +1,9 @@
-"""The folder of a run's checkpoints: which are good, which are not, which are kept. No jax here.
+"""Folder of a run's checkpoints: which are good, which are damaged, which are retained. No jax
+here.
 
 40/                        a checkpoint; finished when it has a manifest.json
 60.orbax-checkpoint-tmp/   being written, or left behind by a killed process
-60.writing                 there from before the write until after the manifest
+60.writing                 exists from before the write until after the manifest
 20.damaged/                set aside: its files no longer agreed with its manifest
 20.trash/                  being deleted
 """
@@ -24,7 +25,7 @@ class CheckpointProblem(NamedTuple):
     step: int
     reason: str
     damaged: bool
-    """False: it was never finished, which is what a killed run leaves behind."""
+    """False: it was never finished, as when a run is killed."""
 
     def describe(self) -> str:
         if self.damaged:
@@ -36,19 +37,19 @@ class CheckpointProblem(NamedTuple):
 
 
 def find_steps(folder: Path) -> list[int]:
-    """Steps below `folder` that have a manifest, oldest first."""
+    """Return the steps below `folder` that have a manifest, oldest first."""
     return sorted(step for p in folder.glob("[0-9]*") if (step := read_number(p)) and is_sealed(p))
 
 
 def read_number(path: Path) -> int | None:
-    """The step that a checkpoint's folder, or what is written beside it, is named after."""
+    """Return the step in the name of a checkpoint's folder or of a marker next to it."""
     number = path.name.split(".")[0]
     return int(number) if number.isascii() and number.isdigit() else None
 
 
 def find_good_step(folder: str | Path) -> tuple[int, list[CheckpointProblem]]:
-    """The newest step whose files agree with their manifest, or -1; and what is wrong with those
-    after it. Only reads."""
+    """Return the newest step whose files agree with their manifest, or -1, and the problems of the
+    steps after it. Only reads."""
     folder, problems = Path(folder), []
     started = [*folder.glob(f"[0-9]*{ORBAX_TMP}*"), *folder.glob(f"[0-9]*{WRITING}")]
     started = {step for path in started if (step := read_number(path)) is not None}
@@ -66,42 +67,41 @@ def find_good_step(folder: str | Path) -> tuple[int, list[CheckpointProblem]]:
 
 
 def read_metrics(checkpoint: Path) -> dict[str, float]:
-    """What the checkpoint was saved with; nothing when its manifest is damaged."""
+    """Return the metrics saved with the checkpoint; empty if its manifest is damaged."""
     try:
         return read_manifest(checkpoint)["metrics"]
     except (OSError, ValueError):
         return {}
 
 
-def choose_kept(
+def choose_retained(
     metrics: dict[int, dict[str, float]],
     keep: int,
     keep_every: int | None,
     best_metric: str | None,
     best_mode: Literal["min", "max"],
 ) -> set[int]:
-    """Of the steps with their metrics: the newest, those on the period, and the best."""
-    wanted = set(sorted(metrics)[-keep:])
+    """Return the steps to retain: the newest ones, multiples of `keep_every`, and the best one."""
+    retained = set(sorted(metrics)[-keep:])
     if keep_every:
-        wanted |= {step for step in metrics if step % keep_every == 0}
-    found = {step: values.get(best_metric or "") for step, values in metrics.items()}
-    scores = {s: v for s, v in found.items() if v is not None and not math.isnan(v)}
+        retained |= {step for step in metrics if step % keep_every == 0}
+    metric_values = {step: values.get(best_metric or "") for step, values in metrics.items()}
+    scores = {s: v for s, v in metric_values.items() if v is not None and not math.isnan(v)}
     if scores:
         pick = min if best_mode == "min" else max
-        wanted.add(pick(sorted(scores), key=scores.__getitem__))
-    return wanted
+        retained.add(pick(sorted(scores), key=scores.__getitem__))
+    return retained
 
 
 def clear_folder(folder: Path, problems: list[CheckpointProblem], step: int) -> str:
-    """Remove what was never finished and set damaged checkpoints aside; returns what to tell people
-    (empty: nothing was wrong). The run goes on from `step`, or from the beginning at -1.
-    """
+    """Remove unfinished checkpoints and set damaged ones aside; return a report for the user (empty
+    if nothing was wrong). The run continues from `step`, or from the beginning if it is -1."""
     for leftover in [*folder.glob("*" + ORBAX_TMP + "*"), *folder.glob("*" + TRASH)]:
         shutil.rmtree(leftover, ignore_errors=True)
     for marker in folder.glob("*" + WRITING):
         marker.unlink()
     if any(problem.damaged for problem in problems):
-        for old in folder.glob("*" + DAMAGED):  # keep the newest damaged ones only
+        for old in folder.glob("*" + DAMAGED):  # retain the newest damaged ones only
             shutil.rmtree(old, ignore_errors=True)
     for problem in problems:
         path = folder / str(problem.step)
@@ -116,7 +116,7 @@ def clear_folder(folder: Path, problems: list[CheckpointProblem], step: int) -> 
 
 
 def describe_all_damaged(folder: Path) -> str:
-    """The message for a folder without one usable checkpoint."""
+    """Return the message for a folder without a usable checkpoint."""
     _, problems = find_good_step(folder)
     listed = "; ".join(f"{p.step}: {p.reason}" for p in problems)
     return (
@@ -126,7 +126,7 @@ def describe_all_damaged(folder: Path) -> str:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete so that a kill in the middle leaves no folder that looks like a checkpoint."""
+    """Delete such that a kill in between leaves no folder that looks like a checkpoint."""
     trash = folder.with_name(folder.name + TRASH)
     folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)

@@ -1,9 +1,10 @@
-"""What a person sees while a run goes on: a progress bar, one line a step, messages; and log.txt.
+"""Console output of a run: a progress bar, one line per step, messages; and log.txt.
 
-On a terminal a bar stays below the lines. Elsewhere, in cells of notebooks, or with log.console =
+On a terminal a bar stays below the lines. Elsewhere, in notebook cells and with log.console =
 "plain", there are only lines. Everything that is shown also goes to log.txt. No jax here.
 """
 
+from typing_extensions import override
 import contextlib
 import os
 import sys
@@ -25,7 +26,7 @@ HIDDEN = {
     *("tokens", "trained_tokens", "step_seconds", "time", "entropy", "num_tokens", "groups"),
     *("num_sampled_tokens", "policy_version", "trained_share", "prompt_tokens_saved"),
 }
-"""In metrics.jsonl, but not on the step's line; neither are names with a slash."""
+"""Metrics left out of the step's line; names with a slash are left out as well."""
 
 SHOWN = {
     "completions/mean_length": "length",
@@ -38,19 +39,19 @@ SHOWN = {
     "rollout/seconds": "rollout s",
     "sync/seconds": "sync s",
 }
-"""But these are, under a shorter name."""
+"""Metrics that the step's line shows under a shorter name, despite their slash."""
 
 
 class SafeConsole(RichConsole):
-    """rich's console for what verbs print: samples, reasons and names of strangers, in which a
-    terminal must find nothing to obey. Text with styles in it is left to whoever made it."""
+    """Rich console for the output of CLI commands: samples, reasons and names from untrusted data,
+    with control characters escaped. Text objects that carry styles are printed unchanged."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Text as it is shown, cells of tables included."""
+        """Render text with control characters escaped, including cells of tables."""
         return super().render_str(escape_control_chars(text), **options)
 
+    @override
     def print(self, *objects: Any, **options: Any) -> None:
-        """See rich."""
         super().print(*map(_without_control, objects), **options)
 
 
@@ -60,7 +61,7 @@ def _without_control(shown: Any) -> Any:
 
 
 class Console:
-    """The sink for people. `stream` defaults to stdout."""
+    """Sink for the terminal and log.txt. `stream` defaults to stdout."""
 
     name = "console"
 
@@ -96,23 +97,23 @@ class Console:
             self._bar.start()
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """One line for the step, and one for the evaluation after it, if there was one."""
+        """Print one line for the step, and one for the evaluation after it if there was one."""
         evals = {name: value for name, value in values.items() if name.startswith("eval/")}
         rest = {name: value for name, value in values.items() if name not in evals}
         if rest:
             self._clock.read(step)
-            elapsed, left = self._clock.elapsed(), self._clock.left()
-            self.log(format_step(step, self._clock.total_steps, rest, elapsed, left))
+            elapsed, remaining = self._clock.elapsed(), self._clock.remaining()
+            self.log(format_step(step, self._clock.total_steps, rest, elapsed, remaining))
             if self._bar:
-                times = f"{format_time(elapsed)} < {format_time(left)}"
+                times = f"{format_time(elapsed)} < {format_time(remaining)}"
                 self._bar.update(self._task, completed=step, times=times)
         if evals:
             self.log(format_eval(step, evals))
 
     def log(self, text: str) -> None:
-        """A message above the bar, and in log.txt."""
+        """Print a message above the bar and append it to log.txt."""
         text = escape_control_chars(text)
-        with self._lock:  # the watchdog and the signal thread speak, too
+        with self._lock:  # the watchdog and the signal thread log, too
             self.record(text)
             if self._rich:
                 self._rich.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -121,15 +122,15 @@ class Console:
                 self._stream.flush()
 
     def record(self, text: str) -> None:
-        """A message for log.txt alone, behind the time of day. A full disk costs the log, not what
-        people see."""
+        """Append a message to log.txt only, with the time of day. A full disk ends the log file,
+        but not the terminal output."""
         if self._log:
             try:
                 self._log.write(f"{time.strftime('%H:%M:%S')} {escape_control_chars(text)}\n")
                 self._log.flush()
             except OSError as error:
                 log, self._log = self._log, None
-                with contextlib.suppress(OSError):  # it would try to write the rest once more
+                with contextlib.suppress(OSError):  # close() tries to write the buffered rest again
                     log.close()
                 name = log.name
                 self.log(f"warning: {name} is no longer written: {error.strerror}")
@@ -147,17 +148,18 @@ class Console:
 
 
 def in_notebook(environment: Mapping[str, str]) -> bool:
-    """Whether this is a command in a cell (`!jaxtrain ...`): its output is a terminal by name that
-    cannot go back up, and would show every state of a bar below the last one.
+    """Return True if this process is a notebook command (`!jaxtrain ...`). Its output claims to be
+    a terminal but cannot move the cursor up, so that every state of a bar would appear below the
+    last one.
 
-    Told by what jupyter_client and ipykernel set for a kernel's processes."""
+    Detected by the environment variables that jupyter_client and ipykernel set for kernels."""
     pagers = {environment.get(name) for name in ("PAGER", "GIT_PAGER")}
     kernel = environment.get("TERM") == "xterm-color" and pagers == {"cat"}
     return kernel or "JPY_PARENT_PID" in environment
 
 
 def open_log(path: Path) -> IO[str]:
-    """log.txt, to be continued; UserError where it cannot be."""
+    """Open log.txt for appending; raise UserError if that is not possible."""
     try:
         return path.open("a", encoding="utf-8")
     except OSError as error:
@@ -165,7 +167,7 @@ def open_log(path: Path) -> IO[str]:
 
 
 class Clock:
-    """Time since the start, and the time left by the pace of the last steps."""
+    """Elapsed time, and the remaining time estimated from the pace of the last steps."""
 
     def __init__(self):
         self.total_steps = 0
@@ -175,26 +177,27 @@ class Clock:
     def start(self, total_steps: int, start_step: int) -> None:
         self.total_steps, self._began = total_steps, time.monotonic()
 
-    def read(self, step: int, now: float | None = None) -> None:
-        """Step `step` is done. The pace counts from the first reading: compilation is before it."""
-        self._readings.append((step, time.monotonic() if now is None else now))
+    def read(self, step: int, timestamp: float | None = None) -> None:
+        """Record that step `step` is done. The pace counts from the first reading, which excludes
+        compilation."""
+        self._readings.append((step, time.monotonic() if timestamp is None else timestamp))
 
     def elapsed(self) -> float:
         return time.monotonic() - self._began
 
-    def left(self) -> float | None:
-        """Seconds to go; None before two steps were seen."""
+    def remaining(self) -> float | None:
+        """Return the estimated remaining seconds; None before two steps are done."""
         if len(self._readings) < 2 or self._readings[-1][0] <= self._readings[0][0]:
             return None
-        (first, then), (last, now) = self._readings[0], self._readings[-1]
-        return max(self.total_steps - last, 0) * (now - then) / (last - first)
+        (first, first_time), (last, last_time) = self._readings[0], self._readings[-1]
+        return max(self.total_steps - last, 0) * (last_time - first_time) / (last - first)
 
 
 def format_step(
-    step: int, total: int, values: dict[str, float], elapsed: float, left: float | None
+    step: int, total: int, values: dict[str, float], elapsed: float, remaining: float | None
 ) -> str:
-    """step 12/200  0:01:03  loss 2.3451  grad 1.20  lr 1.0e-04  12.3k tok/s/dev  ..."""
-    known = {
+    """Return "step 12/200  0:01:03  loss 2.3451  grad 1.20  lr 1.0e-04  12.3k tok/s/dev  ..."."""
+    formatters = {
         "loss": lambda v: f"loss {v:.4f}",
         "grad_norm": lambda v: f"grad {v:.3g}",
         "learning_rate": lambda v: f"lr {v:.2e}",
@@ -204,30 +207,31 @@ def format_step(
         "peak_memory_gib": lambda v: f"mem {v:.1f} GiB",
     }
     parts = [f"step {step:>{len(str(total))}}/{total}", format_time(elapsed)]
-    parts += [known[name](values[name]) for name in known if name in values]
+    parts += [formatters[name](values[name]) for name in formatters if name in values]
     shown = {name: SHOWN.get(name, name) for name in values if name not in HIDDEN}
-    # Of several policies each one's reward.
+    # With several policies, show the reward of each.
     plain = [name for name in shown if "/" not in shown[name] or name.endswith("/reward")]
-    others = [name for name in plain if name not in known]
-    parts += [f"{shown[name]} {format_number(values[name])}" for name in others]
-    return "  ".join([*parts, f"ETA {format_time(left)}"])
+    extra_names = [name for name in plain if name not in formatters]
+    parts += [f"{shown[name]} {format_number(values[name])}" for name in extra_names]
+    return "  ".join([*parts, f"ETA {format_time(remaining)}"])
 
 
 def format_eval(step: int, values: dict[str, float]) -> str:
-    """eval at step 12  loss 2.3451  accuracy 0.25"""
+    """Return "eval at step 12  loss 2.3451  accuracy 0.25"."""
     shown = (f"{name[5:]} {format_number(value)}" for name, value in values.items())
     return "  ".join([f"eval at step {step}", *shown])
 
 
 def format_number(value: float) -> str:
-    """Four significant digits, without an exponent where that is readable; whole numbers whole."""
+    """Format with four significant digits, without an exponent where that is readable; integers
+    without a fraction."""
     if value == int(value) if abs(value) < 1e15 else False:
         return f"{int(value):,}"
     return f"{value:.4f}" if 0.01 <= abs(value) < 1000 else f"{value:.4g}"
 
 
 def format_count(value: float) -> str:
-    """950, 12.3k, 4.56M."""
+    """Format as 950, 12.3k or 4.56M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g}{unit}"
@@ -235,7 +239,7 @@ def format_count(value: float) -> str:
 
 
 def format_time(seconds: float | None) -> str:
-    """1:02:03, or - when not known."""
+    """Format as 1:02:03, or "-" if unknown."""
     if seconds is None:
         return "-"
     minutes, second = divmod(round(seconds), 60)

@@ -1,12 +1,12 @@
-"""The folder of a run: who may use it, what it holds, and where a resumed run goes on.
+"""The folder of a run: its lock, its contents, and the point from which a resumed run continues.
 
-.lock            held while a process trains here; the system frees it when the process dies
-run.json         the names of what the run makes here, which alone it may replace: belongings.py
+.lock            locked while a process trains here; the system unlocks it when the process ends
+run.json         names of the files that the run creates and may replace: run_files.py
 config.json      resolved config of the newest attempt
 attempts.jsonl   one line for each start: when, command, versions, devices, code from outside
-heartbeat.json   what the run is doing, and how it ended: watchdog.py
-hardware/        what each host's accelerators, memory and disk did: hardware.py
-checkpoints/ metrics.jsonl samples.jsonl log.txt ...   written by the other parts
+heartbeat.json   current phase of the run, and how it ended: watchdog.py
+hardware/        usage of each host's accelerators, memory and disk: hardware.py
+checkpoints/ metrics.jsonl samples.jsonl log.txt ...   written by other modules
 """
 
 import contextlib
@@ -27,25 +27,26 @@ from jaxtrain.config import Config
 from jaxtrain.config.base import list_places
 from jaxtrain.config.load import read_saved, validate_config
 from jaxtrain.config.methods import DEFAULT_KIND
+from jaxtrain.config.provenance import list_outside
 from jaxtrain.config.root import is_resumable
 from jaxtrain.config.secrets import redact, redact_command
 from jaxtrain.errors import UserError
 from jaxtrain.runs.checkpoint_folder import find_steps
 from jaxtrain.runs.manifest import write_atomically
-from jaxtrain.runs.records import MetricsRecord, ends_whole, flatten, read_records
-from jaxtrain.runs.run_files import delete_own, read_names, require_own, take_names
+from jaxtrain.runs.records import MetricsRecord, ends_with_newline, flatten, read_records
+from jaxtrain.runs.run_files import delete_own, read_names, require_own, claim_names
 
 ALWAYS = (
     "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt stacks.txt"
     " heartbeat.json hardware nonfinite_batch_step_*.npz"
 ).split()
-"""What any run makes in its folder."""
+"""Names that every run creates in its folder."""
 
 PACKAGES = "jax jaxlib flax optax orbax-checkpoint grain numpy transformers tokenizers datasets"
 
 
 class RunFolder:
-    """Context: claims config.run.output_dir for this process. Only process 0 writes to it."""
+    """Context that claims config.run.output_dir for this process. Only process 0 writes to it."""
 
     def __init__(self, config: Config, command: list[str]):
         self.path = Path(config.run.output_dir)
@@ -67,9 +68,9 @@ class RunFolder:
             self._lock = None
 
     def rewind(self, step: int) -> None:
-        """Training goes on after `step`: drop what later steps wrote before the run was stopped.
+        """Drop the lines that steps after `step` wrote before the run was stopped.
 
-        0 means from the beginning. Raises UserError where run.resume = "required" forbids that.
+        Step 0 restarts from the beginning. Raises UserError if run.resume = "required" forbids that.
         """
         if step == 0 and self.config.run.resume == "required":
             raise UserError(
@@ -78,7 +79,8 @@ class RunFolder:
             )
         if jax.process_index() == 0:
             for name in ("metrics.jsonl", "samples.jsonl"):
-                # An evaluation before the first step is step 0; a fresh start repeats that, too.
+                # An evaluation before the first step is logged as step 0 and repeated by a fresh
+                # start, so that its lines must go as well.
                 try:
                     cut_lines(self.path / name, step if step else -1)
                 except OSError as error:
@@ -88,7 +90,8 @@ class RunFolder:
                     ) from error
 
     def describe(self) -> list[str]:
-        """What people should see first: where, which versions, and what changed since last time."""
+        """Return the first lines to print: folder, versions, and config changes since the last
+        attempt."""
         versions = ", ".join(f"{name} {version}" for name, version in find_versions().items())
         lines = [f"run {self.path}, attempt {self.attempt}: {versions}"]
         if self.changes:
@@ -96,32 +99,32 @@ class RunFolder:
         return lines
 
     def _claim(self) -> None:
-        """All checks in order; nothing is written before the last of them passed."""
+        """Run all checks in order; nothing is written before the last of them has passed."""
         run = self.config.run
         if run.overwrite and run.resume == "required":
             raise UserError('run.overwrite is true and run.resume is "required"; keep one')
-        names = list_names(self.config)
+        run_names = list_names(self.config)
         try:
-            require_own(self.path, names)
-            self._check_inputs(names)
+            require_own(self.path, run_names)
+            self._check_inputs(run_names)
             self.path.mkdir(parents=True, exist_ok=True)
+            # Before anything is deleted or written: a second process must leave the folder intact.
             self._lock = take_lock(self.path / ".lock", self.path)
             if run.overwrite:
                 delete_own(self.path)
             self._check_resume()
-            take_names(self.path, names)
+            claim_names(self.path, run_names)
             for name in ALWAYS:
                 path = self.path / name
                 if "." in name and path.exists() and not path.is_file():
                     raise UserError(f"{path} is no regular file; move it away, it is the run's")
             attempts = self.path / "attempts.jsonl"
             self.attempt = 1 + (sum(1 for _ in read_records(attempts)) if attempts.exists() else 0)
-            start = "" if ends_whole(attempts) else "\n"
+            # A kill may have cut the last line; appending to it would damage this record, too.
+            start = "" if ends_with_newline(attempts) else "\n"
             write_atomically(self.path / "config.json", json.dumps(self.config.saved(), indent=2))
             with attempts.open("a") as file:
                 record = describe_attempt(self.attempt, redact_command(self.command))
-                from jaxtrain.config.provenance import list_outside
-
                 record["plugins"] = list_outside(self.config)
                 file.write(start + json.dumps(record) + "\n")
         except OSError as error:
@@ -135,14 +138,16 @@ class RunFolder:
             raise
 
     def _check_inputs(self, names: Collection[str]) -> None:
-        """Refuse to read from what this run replaces, or with run.overwrite deletes."""
-        home, own = os.path.realpath(self.path), {*names, *(read_names(self.path) or ())}
+        """Reject inputs that lie in files which this run replaces, or deletes with run.overwrite.
+        """
+        # Compare real paths: an input may reach the folder through a link.
+        home, run_names = os.path.realpath(self.path), {*names, *(read_names(self.path) or ())}
         for key, value in list_places(self.config):
             if not os.path.exists(value):
                 value = value.partition(":")[0]  # "file.py:name", "builtin:data"
             first = os.path.relpath(os.path.realpath(value), home).split(os.sep)[0]
             made_here = key in ("run.output_dir", "rollout.vllm.adapter_dir", "data.cache_dir")
-            if not made_here and any(fnmatchcase(first, name) for name in own):
+            if not made_here and any(fnmatchcase(first, name) for name in run_names):
                 raise UserError(
                     f"{key} {value!r} lies in {first!r} of run.output_dir {str(self.path)!r},"
                     " which this run replaces; name another run.output_dir, or copy it elsewhere"
@@ -170,23 +175,23 @@ class RunFolder:
             self.config.task.reads,
         )
         if forbidden and not run.allow_config_change:
-            more = f"\n  ... and {len(forbidden) - 8} more" if len(forbidden) > 8 else ""
+            omitted = f"\n  ... and {len(forbidden) - 8} more" if len(forbidden) > 8 else ""
             listed = "\n  ".join(forbidden[:8])
             raise UserError(
                 f"run.output_dir {str(self.path)!r} holds a run with another config"
-                f" (saved -> now):\n  {listed}{more}\nName another folder, restore the old values,"
+                f" (saved -> now):\n  {listed}{omitted}\nName another folder, restore the old values,"
                 " set run.allow_config_change=true to go on with the new ones, or"
                 " run.overwrite=true to start again"
             )
 
 
 def list_names(config: Config) -> list[str]:
-    """What a run with this config makes in its folder."""
+    """Return the names of everything a run with this config creates in its folder."""
     log, vllm = config.log, config.rollout.vllm
     samples_there = config.rollout.engine == "vllm"
     places = [config, *config.data.datasets, *config.eval.sets]
-    gym = any(one.env is not None and one.env.gym.start for one in places)
-    made = {
+    gym = any(section.env is not None and section.env.gym.start for section in places)
+    optional_names = {
         "curves.png": log.plot,
         "report.html": log.report,
         "tensorboard": log.tensorboard,
@@ -202,21 +207,22 @@ def list_names(config: Config) -> list[str]:
         "gym.log": gym,
         "observers": config.observers,
     }
-    return [*ALWAYS, *(name for name, wanted in made.items() if wanted)]
+    return [*ALWAYS, *(name for name, enabled in optional_names.items() if enabled)]
 
 
 def find_changes(
     saved: dict,
-    now: dict,
+    current: dict,
     devices_saved: int | None,
     devices_now: int,
     reads: Collection[str] = (),
 ) -> tuple[list[str], list[str]]:
-    """All keys that differ as "key: old -> new", and those of them that shape the result.
+    """Return all differing keys as "key: old -> new", and those of them that affect the training
+    result.
 
-    reads: sections that the task trains on; elsewhere env and rewards serve eval.sets.
+    reads: sections that the task trains on. Otherwise env and rewards only affect eval.sets.
     """
-    before, after = flatten(saved), flatten(now)
+    before, after = flatten(saved), flatten(current)
     keys = [*before, *(key for key in after if key not in before)]
     differing = [key for key in keys if before.get(key) != after.get(key)]
     kind = after.get("task.kind", DEFAULT_KIND)
@@ -224,6 +230,8 @@ def find_changes(
     forbidden = []
     for key in differing:
         old, new = before.get(key), after.get(key)
+        # Raising the number of steps, or splitting the same global batch differently, computes the
+        # same steps.
         longer = key in ("run.max_steps", "run.num_epochs") and old and new and new > old
         split = key in ("data.micro_batch_size", "optim.gradient_accumulation_steps") and same_batch
         section = key.split(".")[0]
@@ -240,7 +248,7 @@ def find_changes(
 
 
 def take_lock(path: Path, folder: Path) -> int:
-    """Lock the folder for this process; raises UserError when a living one holds it."""
+    """Lock the folder for this process; raise UserError if a running process holds the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -252,37 +260,39 @@ def take_lock(path: Path, folder: Path) -> int:
             " another folder"
         ) from None
     except OSError:
-        # Some network file systems have no locks; two runs in one folder are then the user's care.
+        # Some network file systems have no locks. Training there is allowed, and avoiding two runs in
+        # one folder is then up to the user.
         return descriptor
+    # Only after the lock is taken: until then the content names the process that holds it.
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
     return descriptor
 
 
 def cut_lines(path: Path, step: int) -> None:
-    """Keep the lines of a jsonl file whose "step" is at most `step`; blank and damaged ones go.
+    """Keep the lines of a jsonl file whose "step" is at most `step`; drop blank and damaged ones.
 
-    Raises OSError. The file is read line by line, since it may hold all answers of weeks.
+    Raises OSError. The file is streamed, since it may hold the answers of weeks.
     """
     if not path.exists():
         return
-    staying = sum(len(one.raw) + 1 for one in read_records(path) if _stays(one, step))
-    if staying == path.stat().st_size:
+    retained_bytes = sum(len(line.raw) + 1 for line in read_records(path) if _is_retained(line, step))
+    if retained_bytes == path.stat().st_size:
         return
-    kept = path.with_name(path.name + ".tmp")
-    with kept.open("wb") as file:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
         for record in read_records(path):
-            if _stays(record, step):
+            if _is_retained(record, step):
                 file.write(record.raw + b"\n")
-    kept.replace(path)
+    temporary.replace(path)  # atomic, so that a kill loses no lines
 
 
-def _stays(record: MetricsRecord, step: int) -> bool:
-    return record.step is not None and record.step <= step and record.whole
+def _is_retained(record: MetricsRecord, step: int) -> bool:
+    return record.step is not None and record.step <= step and record.terminated
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A saved config, with the defaults of keys that are newer than it; raises UserError when it is
+    """Read a saved config, adding defaults of keys that are newer than it; raise UserError if it is
     missing or broken."""
     try:
         saved = read_saved(path)
@@ -292,13 +302,13 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{why}, so nobody can tell which config its checkpoints belong to; put it back, or"
             " set run.overwrite=true to start again"
         ) from None
-    with contextlib.suppress(UserError):  # find_changes names what is no longer allowed
+    with contextlib.suppress(UserError):  # find_changes reports keys that are no longer allowed
         return validate_config(saved, str(path)).model_dump(mode="json")
     return saved
 
 
 def last_device_count(attempts: Path) -> int | None:
-    """Number of devices of the newest attempt; None when that is not recorded."""
+    """Return the number of devices of the newest attempt; None if it was not recorded."""
     try:
         newest = [record for record in read_records(attempts) if record.value][-1:]
     except OSError:
@@ -308,7 +318,7 @@ def last_device_count(attempts: Path) -> int | None:
 
 
 def describe_attempt(number: int, command: list[str]) -> dict[str, Any]:
-    """What is needed to tell two starts apart later."""
+    """Return the facts that distinguish this start from other starts of the run."""
     return {
         "attempt": number,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -323,7 +333,7 @@ def describe_attempt(number: int, command: list[str]) -> dict[str, Any]:
 
 
 def find_versions() -> dict[str, str]:
-    """Versions of Python, jaxtrain and the libraries that shape a run."""
+    """Return the versions of Python, jaxtrain and the libraries that affect a run."""
     import jaxtrain
 
     versions = {"python": platform.python_version(), "jaxtrain": jaxtrain.__version__}

@@ -1,14 +1,13 @@
-"""hardware/HOST.jsonl: what a host's accelerators, memory and disk do while a run goes on.
+"""hardware/HOST.jsonl: usage of a host's accelerators, memory and disk during a run.
 
-One line every `seconds`, from a thread of the first process of each host that sees the folder:
+One line every `seconds`, from a thread of the first process of each host that can access the folder:
 
     {"time": 1795371832.5, "gpus": [{"index": 0, "name": "NVIDIA H200", "use": 0.91,
      "memory": 64.5e9, "memory_total": 150.7e9, "temperature": 61, "power": 612}],
      "cpu": 0.22, "memory": 38.1e9, "memory_total": 128.0e9, "disk_free": 2.1e12, "load": 17.4}
 
-Shares from 0 to 1, bytes, degrees Celsius, watts; null where nobody can tell. GPUs are asked
-through NVML (package nvidia-ml-py); without it, and on TPUs, devices know their memory alone. No
-jax here.
+Shares from 0 to 1, bytes, degrees Celsius, watts; null where unknown. GPUs are read through NVML
+(package nvidia-ml-py); without it, and on TPUs, only memory is reported. No jax here.
 """
 
 import contextlib
@@ -24,12 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 8 * 2**20
-"""Of a file; then it becomes HOST.old.jsonl and a new one begins."""
+MAX_FILE_BYTES = 8 * 2**20
+"""Largest size of a file; then it becomes HOST.old.jsonl and a new one begins."""
 
 
 class Hardware:
-    """Context: writes the lines. A full disk or a lost folder costs lines, never the run."""
+    """Context that writes the lines. A full disk or a lost folder costs lines, never the run."""
 
     def __init__(
         self,
@@ -39,7 +38,7 @@ class Hardware:
         *,
         primary: bool = True,
     ):
-        """devices: jax.local_devices; asked only where there is no NVML."""
+        """devices: jax.local_devices; called only without NVML."""
         host = re.sub(r"[^\w.-]", "_", platform.node()) or "host"
         self.path = folder / "hardware" / f"{host}.jsonl"
         self.seconds, self.devices, self.primary = seconds, devices, primary
@@ -66,18 +65,18 @@ class Hardware:
             return
         reader = HardwareReader(self.path.parent.parent, self.devices)
         while True:
-            with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: jax, of its devices
+            with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: from jax devices
                 if self._is_first():
                     self._write(reader.read())
             if self._stop.wait(self.seconds):
                 return
 
     def _is_first(self) -> bool:
-        """Whether this process writes for its host: the one that holds the lock."""
+        """Return True if this process writes for its host, that is, if it holds the lock."""
         if self._lock is not None:
             return True
         if not self.primary and not (self.path.parent.parent / "run.json").exists():
-            return False  # the run's folder is another host's
+            return False  # this host does not share the run's folder
         self.path.parent.mkdir(exist_ok=True)
         lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -93,14 +92,14 @@ class Hardware:
         return True
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self.path.exists() and self.path.stat().st_size > MOST_BYTES:
+        if self.path.exists() and self.path.stat().st_size > MAX_FILE_BYTES:
             self.path.replace(self.path.with_suffix(".old.jsonl"))
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 class HardwareReader:
-    """What this host's hardware does now."""
+    """Reader of this host's current hardware usage."""
 
     def __init__(self, folder: Path, devices: Callable[[], list[Any]] = list):
         self.folder, self.devices = folder, devices
@@ -108,7 +107,7 @@ class HardwareReader:
         self._cpu = read_cpu()
 
     def read(self) -> dict[str, Any]:
-        """One line, as above."""
+        """Return one line in the format of the module docstring."""
         before, self._cpu = self._cpu, read_cpu()
         memory, total = read_memory()
         gpus = read_gpus(self._nvml) if self._nvml else read_devices(self.devices())
@@ -116,7 +115,7 @@ class HardwareReader:
             return {
                 "time": round(time.time(), 3),
                 "gpus": gpus,
-                "cpu": share(before, self._cpu),
+                "cpu": busy_share(before, self._cpu),
                 "memory": memory,
                 "memory_total": total,
                 "disk_free": shutil.disk_usage(self.folder).free,
@@ -126,7 +125,7 @@ class HardwareReader:
 
 
 def open_nvml() -> Any:
-    """The module pynvml, ready; None where there is none, or no driver."""
+    """Return the initialized module pynvml; None if it is not installed or there is no driver."""
     try:
         import pynvml
     except ImportError:
@@ -139,46 +138,47 @@ def open_nvml() -> Any:
 
 
 def read_gpus(nvml: Any) -> list[dict[str, Any]]:
-    """All GPUs that NVML sees, by their UUIDs: CUDA_VISIBLE_DEVICES renumbers the others' indices.
-    What one does not tell (a MIG device its use) is null."""
+    """Return all GPUs that NVML sees, with their UUIDs, because CUDA_VISIBLE_DEVICES renumbers the
+    indices of other libraries. Numbers that a GPU does not report (a MIG device's utilization) are
+    null."""
 
-    def ask(function: Callable[..., Any], *args: Any) -> Any:
+    def query(function: Callable[..., Any], *args: Any) -> Any:
         try:
             return function(*args)
         except nvml.NVMLError:
             return None
 
-    found = []
-    for index in range(ask(nvml.nvmlDeviceGetCount) or 0):
-        handle = ask(nvml.nvmlDeviceGetHandleByIndex, index)
+    gpus = []
+    for index in range(query(nvml.nvmlDeviceGetCount) or 0):
+        handle = query(nvml.nvmlDeviceGetHandleByIndex, index)
         if handle is None:
             continue
-        use = ask(nvml.nvmlDeviceGetUtilizationRates, handle)
-        memory = ask(nvml.nvmlDeviceGetMemoryInfo, handle)
-        power = ask(nvml.nvmlDeviceGetPowerUsage, handle)
-        found.append(
+        use = query(nvml.nvmlDeviceGetUtilizationRates, handle)
+        memory = query(nvml.nvmlDeviceGetMemoryInfo, handle)
+        power = query(nvml.nvmlDeviceGetPowerUsage, handle)
+        gpus.append(
             {
                 "index": index,
-                "uuid": _text(ask(nvml.nvmlDeviceGetUUID, handle)),
-                "name": _text(ask(nvml.nvmlDeviceGetName, handle)),
+                "uuid": _text(query(nvml.nvmlDeviceGetUUID, handle)),
+                "name": _text(query(nvml.nvmlDeviceGetName, handle)),
                 "use": None if use is None else use.gpu / 100,
                 "memory": None if memory is None else int(memory.used),
                 "memory_total": None if memory is None else int(memory.total),
-                "temperature": ask(nvml.nvmlDeviceGetTemperature, handle, 0),
+                "temperature": query(nvml.nvmlDeviceGetTemperature, handle, 0),
                 "power": None if power is None else power / 1000,
             }
         )
-    return found
+    return gpus
 
 
 def read_devices(devices: list[Any]) -> list[dict[str, Any]]:
-    """What jax's devices tell of themselves: their memory. CPUs are no accelerators."""
-    found = []
+    """Return the memory usage that jax devices report, CPUs excluded."""
+    accelerators = []
     for device in devices:
         if device.platform == "cpu":
             continue
         stats = device.memory_stats() or {}
-        found.append(
+        accelerators.append(
             {
                 "index": device.id,
                 "name": device.device_kind,
@@ -189,11 +189,11 @@ def read_devices(devices: list[Any]) -> list[dict[str, Any]]:
                 "power": None,
             }
         )
-    return found
+    return accelerators
 
 
 def read_cpu() -> tuple[int, int] | None:
-    """(busy, all) ticks of all cores since the start; None where there is no /proc."""
+    """Return (busy, total) ticks of all cores since boot; None without /proc."""
     try:
         first = Path("/proc/stat").read_text().partition("\n")[0]
         ticks = [int(word) for word in first.split()[1:9]]
@@ -202,19 +202,19 @@ def read_cpu() -> tuple[int, int] | None:
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
-def share(before: tuple[int, int] | None, now: tuple[int, int] | None) -> float | None:
-    """The part of the time between two readings in which cores were busy."""
-    if before is None or now is None or now[1] <= before[1]:
+def busy_share(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
+    """Return the share of the time between two readings in which cores were busy."""
+    if before is None or after is None or after[1] <= before[1]:
         return None
-    return round((now[0] - before[0]) / (now[1] - before[1]), 4)
+    return round((after[0] - before[0]) / (after[1] - before[1]), 4)
 
 
 def read_memory() -> tuple[int | None, int | None]:
-    """(used, total) bytes of the host; None where there is no /proc."""
+    """Return (used, total) bytes of the host; None without /proc."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if ":" in line}
-        return found["MemTotal"] - found["MemAvailable"], found["MemTotal"]
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if ":" in line}
+        return sizes["MemTotal"] - sizes["MemAvailable"], sizes["MemTotal"]
     except (OSError, ValueError, KeyError, IndexError):
         return None, None
 

@@ -1,7 +1,7 @@
-"""The integrity record of a folder: every file with its size and sha256, written last.
+"""Integrity record of a folder: every file with its size and sha256, written last.
 
-A folder is finished when its manifest.json exists, and good when the manifest agrees with the
-files. The record carries its own checksum, so that damage to it is noticed as well.
+A folder is finished if its manifest.json exists, and good if the manifest agrees with the files.
+The record has a checksum of its own, so that damage to it is detected as well.
 """
 
 import hashlib
@@ -14,8 +14,8 @@ from typing import Any
 from jaxtrain.safe_io import parse_json, read_bytes
 
 NAME = "manifest.json"
-MOST_BYTES = 2**28
-"""Of a manifest; one of a hundred thousand files has some ten million."""
+MAX_BYTES = 2**28
+"""Largest size of a manifest; one of a hundred thousand files has about ten million bytes."""
 
 
 def write_manifest(folder: Path, record: dict[str, Any]) -> None:
@@ -31,25 +31,27 @@ def write_manifest(folder: Path, record: dict[str, Any]) -> None:
 
 
 def is_sealed(folder: Path) -> bool:
-    """Whether the folder was finished; says nothing about its files."""
+    """Return True if the folder was finished; its files are not checked."""
     return (folder / NAME).is_file()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The sealed record; raises FileNotFoundError or ValueError when it is missing or damaged."""
-    body = parse_json(read_bytes(folder / NAME, MOST_BYTES))
+    """Return the sealed record; raise FileNotFoundError or ValueError if it is missing or damaged.
+    """
+    body = parse_json(read_bytes(folder / NAME, MAX_BYTES))
     if not isinstance(body, dict) or body.pop("sha256", None) != _digest(body):
         raise ValueError(f"{NAME} does not match its own checksum")
     files, metrics = body.get("files"), body.get("metrics", {})
     if not isinstance(files, dict) or not isinstance(metrics, dict):
         raise ValueError(f"{NAME} does not list its files")
-    if not all(isinstance(one, list) and len(one) == 2 for one in files.values()):
+    if not all(isinstance(entry, list) and len(entry) == 2 for entry in files.values()):
         raise ValueError(f"{NAME} does not list its files with size and checksum")
     return body
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with the first file that differs from the manifest; None when all is well."""
+    """Describe how the first damaged file differs from the manifest; None if all files are intact.
+    """
     try:
         body = read_manifest(folder)
     except FileNotFoundError:
@@ -68,20 +70,20 @@ def find_damage(folder: Path) -> str | None:
             for (name, (_, expected)), digest in zip(body["files"].items(), digests, strict=True):
                 if digest != expected:
                     return f"the content of {name} has changed"
-        except OSError as error:  # a bad disk, or the run that owns it deletes it right now
+        except OSError as error:  # a bad disk, or the training run is deleting it
             return f"{error.filename or NAME} cannot be read ({error.strerror})"
     return None
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file's bytes, in hex."""
+    """Return the sha256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomically(path: Path, text: str, durable: bool = True) -> None:
-    """Write a small file so that a kill leaves the old content or the new one; durable: so does a
-    power cut."""
+    """Write a small file so that a kill leaves either the old or the new content; with `durable`, a
+    power failure does too."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w") as file:
         file.write(text)

@@ -19,8 +19,7 @@ PANELS = (
     ("tokens/s per device", ("tokens_per_second_per_device",)),
     ("MFU", ("mfu",)),
 )
-"""Title of each panel and the metrics that it shows, * for any text; a panel without data is left
-out."""
+"""Title and metrics of each panel, * for any text; panels without data are left out."""
 
 LABELS = {"loss": "training", "eval/loss": "held-out"}
 FROM_ZERO = {"gradient norm", "tokens/s per device", "MFU"}
@@ -65,11 +64,11 @@ def plot_runs(runs: list[Path], output: Path) -> None:
     rows = (len(panels) + 1) // 2
     figure = Figure(figsize=(12, 3.4 * rows), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    for place, (title, names) in enumerate(panels, start=1):
-        axes = figure.add_subplot(rows, min(2, len(panels)), place)
+    for panel_number, (title, names) in enumerate(panels, start=1):
+        axes = figure.add_subplot(rows, min(2, len(panels)), panel_number)
         for color, (run, curve) in enumerate(curves.items()):
-            for found in [found for name in names for found in matching(curve, name)]:
-                draw(axes, *curve[found], found, run if len(curves) > 1 else "", f"C{color}")
+            for metric in [metric for name in names for metric in matching(curve, name)]:
+                draw(axes, *curve[metric], metric, run if len(curves) > 1 else "", f"C{color}")
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
@@ -89,7 +88,8 @@ def plot_runs(runs: list[Path], output: Path) -> None:
 
 
 def draw(axes, steps: list[int], values: list[float], name: str, run: str, color: str) -> None:
-    """One curve: held-out numbers as dots on a line, a noisy training loss with its average."""
+    """Draw one curve: held-out numbers as dots on a line, a noisy training loss with its average.
+    """
     held_out = name.startswith("eval/")
     label = plain(f"{run} {LABELS.get(name, name[5:] if held_out else '')}".strip() or name)
     if held_out:
@@ -104,7 +104,8 @@ def draw(axes, steps: list[int], values: list[float], name: str, run: str, color
 
 
 def smooth(values: list[float], share: float = 0.05) -> list[float]:
-    """Exponential average over about `share` of the curve, without the pull of a start value."""
+    """Return an exponential average over about `share` of the curve, with the bias of the start
+    value removed."""
     decay = 1 - 1 / max(share * len(values), 1)
     total = weight = 0.0
     result = []
@@ -115,7 +116,7 @@ def smooth(values: list[float], share: float = 0.05) -> list[float]:
 
 
 def read_metrics(run: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """{metric: (steps, values)} of a run folder or a metrics.jsonl; nulls are left out."""
+    """Return {metric: (steps, values)} of a run folder or a metrics.jsonl; nulls are left out."""
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the output_dir of a run that has started")
@@ -123,10 +124,10 @@ def read_metrics(run: Path) -> dict[str, tuple[list[int], list[float]]]:
     try:
         for record in read_records(path):
             if record.step is None:
-                if not record.whole and record.raw.startswith(b"{"):
-                    continue  # a run that is still being written, or was killed
-                found = show(record.raw.decode(errors="replace"), 60)
-                raise UserError(f"{path}, line {record.number} is not a line of metrics: {found}")
+                if not record.terminated and record.raw.startswith(b"{"):
+                    continue  # the last line of a run that is writing or was killed
+                excerpt = show(record.raw.decode(errors="replace"), 60)
+                raise UserError(f"{path}, line {record.number} is not a line of metrics: {excerpt}")
             for name, value in (record.value or {}).items():
                 if name != "step" and is_number(value) and abs(record.step) < 2**53:
                     steps, values = curves.setdefault(name, ([], []))
@@ -138,13 +139,14 @@ def read_metrics(run: Path) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether a value can be drawn: finite, and of a size that a scale can have."""
+    """Return True if a value can be drawn: finite, and within the range of a matplotlib axis."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return -1e300 < value < 1e300
 
 
 def plain(text: str) -> str:
-    """A name as matplotlib shows it: "$" begins no formula, "_" at its front hides nothing."""
+    """Escape a name for matplotlib: "$" must not begin a formula, nor a leading "_" hide the label.
+    """
     text = shorten(escape_control_chars(text), 80).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text

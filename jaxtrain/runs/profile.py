@@ -20,13 +20,13 @@ class ProfileWindow:
         if self.tracing and step >= self.start + self.steps:
             self._finish(state)
         elif self.start == step:
-            # What was dispatched earlier does not belong into the window.
+            # Steps dispatched earlier do not belong to the window.
             jax.block_until_ready(state)
             jax.profiler.start_trace(str(self.folder))
             self.tracing = True
 
     def close(self, state: Any = None) -> None:
-        """Training ends; write a trace that is still open."""
+        """Write a trace that is still open when training ends."""
         if self.tracing:
             self._finish(state)
 

@@ -1,5 +1,5 @@
-"""The jsonl files of a run as they are found: lines that a kill cut off, that a disk damaged, that
-somebody edited. No jax here."""
+"""Reader of a run's jsonl files, which may hold lines that a kill truncated, a disk damaged or a
+person edited. No jax here."""
 
 import errno
 from collections.abc import Iterator
@@ -8,36 +8,36 @@ from typing import Any, NamedTuple
 
 from jaxtrain.safe_io import parse_json
 
-MOST_LINE = 2**26
-"""Bytes of a line; what follows is another one, and damaged."""
+MAX_LINE_BYTES = 2**26
+"""Longest line; the rest of a longer one is read as another, damaged line."""
 
 
 class MetricsRecord(NamedTuple):
-    """One line."""
+    """Line of a jsonl file."""
 
     number: int
-    """From 1."""
+    """Line number, from 1."""
     raw: bytes
-    """As it stands there, without its end."""
+    """Bytes of the line, without the newline."""
     value: dict[str, Any] | None
-    """The object that it holds; None where it is damaged."""
-    whole: bool
-    """Whether it has an end: the last line of a killed run may not."""
+    """JSON object of the line; None if it is damaged."""
+    terminated: bool
+    """True if the line ends with a newline; the last line of a killed run may not."""
 
     @property
     def step(self) -> int | None:
-        """The step that the line is about; None where it names none."""
+        """Return the step of the line; None if it has none."""
         step = (self.value or {}).get("step")
         return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
 def read_records(path: Path) -> Iterator[MetricsRecord]:
-    """The lines of a file that are not blank, one after the other; raises OSError."""
+    """Yield the non-blank lines of a file; raise OSError if it cannot be read."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     with path.open("rb") as file:
         number = 0
-        while line := file.readline(MOST_LINE):
+        while line := file.readline(MAX_LINE_BYTES):
             number += 1
             raw = line.strip()
             if raw:
@@ -45,7 +45,7 @@ def read_records(path: Path) -> Iterator[MetricsRecord]:
 
 
 def read_object(raw: bytes) -> dict[str, Any] | None:
-    """The object that a line holds; None where it holds none."""
+    """Return the JSON object of a line; None if it is not one."""
     try:
         value = parse_json(raw)
     except ValueError:
@@ -53,8 +53,9 @@ def read_object(raw: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def ends_whole(path: Path) -> bool:
-    """Whether a file can be continued on a new line: it is not there, empty, or ends with one."""
+def ends_with_newline(path: Path) -> bool:
+    """Return True if appending to the file begins a new line: it is missing, empty, or ends with
+    one."""
     if not path.exists() or path.stat().st_size == 0:
         return True
     with path.open("rb") as file:

@@ -1,8 +1,9 @@
-"""What a run may replace or delete: the names in its own record, and nothing else. No jax here.
+"""Files that a run may replace or delete: the names in its own record, and nothing else. No jax
+here.
 
-A run's folder holds run.json, {"names": [...]}: what the run makes there. A name enters the record
-before it is made, and only while nothing of that name lies in the folder; so whatever was there
-before, or was put there by people under another name, is never touched.
+A run's folder holds run.json, {"names": [...]}: the names that the run creates there. A name is
+recorded before it is created, and only if the folder has no such entry, so that files which existed
+before, or which people add under other names, are never touched.
 """
 
 import json
@@ -20,21 +21,21 @@ MODEL_FILES = (
     *("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf"),
 )
-"""What tells a folder with a model, an adapter or a tokenizer."""
+"""Files that identify a folder with a model, an adapter or a tokenizer."""
 OUTPUTS = ("model", "merged", "quantized-fp8", "quantized-int8", "quantized-int4")
-"""Where export, merge and quantize write within a run's folder, again and again."""
-OLDER = (
+"""Folders that export, merge and quantize write in a run's folder, and may replace."""
+UNRECORDED_NAMES = (
     "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt curves.png eval"
     " stacks.txt heartbeat.json model merged tensorboard profile wandb wandb_id"
     " nonfinite_batch_step_*.npz"
 ).split()
-"""What runs made that left no record."""
+"""Names that runs without a record created."""
 
 
 def read_names(folder: Path) -> set[str] | None:
-    """The names that the run in `folder` made or will make; None where no run is.
+    """Return the names that the run in `folder` created or will create; None if there is no run.
 
-    Raises UserError where its record is damaged.
+    Raises UserError if its record is damaged.
     """
     path = folder / RECORD
     try:
@@ -43,47 +44,49 @@ def read_names(folder: Path) -> set[str] | None:
             return set(names)
         raise ValueError
     except (FileNotFoundError, NotADirectoryError):
-        return {name for name in OLDER if _find(folder, name)} if _is_older(folder) else None
+        return {name for name in UNRECORDED_NAMES if _find(folder, name)} if _is_older(folder) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
-            f"{path} is damaged, so nobody can tell what in {str(folder)!r} is the run's own; name"
+            f"{path} is damaged, so it is unknown which files in {str(folder)!r} belong to the run; name"
             f" another folder, or delete {RECORD} if nothing there is to be kept by its name"
         ) from None
 
 
 def find_foreign(folder: Path, names: Iterable[str]) -> list[str]:
-    """What lies in `folder` under these names (which may be patterns) and is not the run's."""
-    own = read_names(folder)
-    found = [path.name for name in sorted(names) for path in _find(folder, name)]
-    if own is None:  # no run: then it must not be a model's either
-        found += [path.name for name in MODEL_FILES for path in _find(folder, name)]
-    kept = [name for name in found if not _has(own or (), name)]
-    return list(dict.fromkeys(kept))
+    """Return the entries of `folder` that match these names (or patterns) and do not belong to the
+    run."""
+    run_names = read_names(folder)
+    existing = [path.name for name in sorted(names) for path in _find(folder, name)]
+    if run_names is None:  # no run: then it must not hold a model either
+        existing += [path.name for name in MODEL_FILES for path in _find(folder, name)]
+    foreign = [name for name in existing if not _has(run_names or (), name)]
+    return list(dict.fromkeys(foreign))
 
 
 def require_own(folder: Path, names: Iterable[str], key: str = "run.output_dir") -> None:
-    """Raise UserError where something under these names in `folder` is not the run's; reads."""
+    """Raise UserError if an entry of `folder` matches these names but does not belong to the run;
+    only reads."""
     if foreign := find_foreign(folder, names):
-        more = f" and {len(foreign) - 4} more" if len(foreign) > 4 else ""
+        omitted = f" and {len(foreign) - 4} more" if len(foreign) > 4 else ""
         raise UserError(
-            f"{key} {str(folder)!r} holds {describe(folder)}: {', '.join(foreign[:4])}{more} was"
+            f"{key} {str(folder)!r} holds {describe(folder)}: {', '.join(foreign[:4])}{omitted} was"
             " not made by a run there and would be overwritten. Name another folder, or move it"
             " away; run.overwrite deletes only what a run made"
         )
 
 
-def take_names(folder: Path, names: Iterable[str], key: str = "run.output_dir") -> None:
-    """Write these names into the folder's record; UserError where one is there and foreign."""
+def claim_names(folder: Path, names: Iterable[str], key: str = "run.output_dir") -> None:
+    """Add these names to the folder's record; raise UserError if one exists and is foreign."""
     require_own(folder, names, key)
-    own = read_names(folder) or set()
-    if not own.issuperset(names) or not (folder / RECORD).exists():
+    recorded = read_names(folder) or set()
+    if not recorded.issuperset(names) or not (folder / RECORD).exists():
         folder.mkdir(parents=True, exist_ok=True)
-        record = {"made_by": "jaxtrain", "names": sorted(own.union(names))}
+        record = {"made_by": "jaxtrain", "names": sorted(recorded.union(names))}
         write_atomically(folder / RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def delete_own(folder: Path) -> None:
-    """Delete what the run in `folder` made, its record last, and nothing else."""
+    """Delete what the run in `folder` created, its record last, and nothing else."""
     for name in sorted(read_names(folder) or ()):
         for path in _find(folder, name):
             remove(path)
@@ -91,25 +94,25 @@ def delete_own(folder: Path) -> None:
 
 
 def require_replaceable(target: Path, key: str = "--output") -> None:
-    """Raise UserError unless a model may be written as the folder `target`: it is not there, it is
-    empty, or it is the exported or merged model of the run around it."""
+    """Raise UserError unless a model may be written as the folder `target`: it does not exist, is
+    empty, or is the exported or merged model of the surrounding run."""
     target = Path(os.path.abspath(target))
     if not os.path.lexists(target) or (_is_folder(target) and not any(target.iterdir())):
         return
     if target.name in OUTPUTS and not target.is_symlink():
         if target.name in (read_names(target.parent) or ()):
             return
-    what = f"holds {describe(target)}" if target.is_dir() else "is no folder"
+    content = f"holds {describe(target)}" if target.is_dir() else "is no folder"
     linked = f" (a link to {os.path.realpath(target)})" if target.is_symlink() else ""
     raise UserError(
-        f"{key} {str(target)!r}{linked} is there already and {what}, which is never overwritten;"
+        f"{key} {str(target)!r}{linked} is there already and {content}, which is never overwritten;"
         " name a new folder, or move this one away"
     )
 
 
 def require_writable(path: Path, overwrite: bool, key: str = "--output") -> None:
-    """Raise UserError unless a verb may write the one file `path`: nothing has its name, or
-    `overwrite` says that it may go. A pipe or a device is written to as it is."""
+    """Raise UserError unless a command may write the file `path`: it does not exist, or `overwrite`
+    allows replacing it. Pipes and devices are always writable."""
     if path.is_dir():
         raise UserError(f"{key} {str(path)!r} is a folder; name a file")
     around = next((folder for folder in path.absolute().parents if os.path.lexists(folder)), None)
@@ -123,14 +126,14 @@ def require_writable(path: Path, overwrite: bool, key: str = "--output") -> None
 
 
 def write_output(path: Path, content: bytes, key: str = "--output") -> None:
-    """Write the one file of a verb, and the folder around it: at the end it is whole, or what was
-    there before is."""
+    """Write a command's output file and create its folder; a failure leaves the previous file
+    intact."""
     try:
         if _is_stream(path):
             with path.open("wb") as stream:
                 stream.write(content)
             return
-        path = Path(os.path.realpath(path))  # of a link, what it points to
+        path = Path(os.path.realpath(path))  # replace the target of a link, not the link
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -143,17 +146,18 @@ def write_output(path: Path, content: bytes, key: str = "--output") -> None:
 
 
 def record_output(target: Path) -> None:
-    """A model or curves will be written to `target`: at a run's place for them they are its own."""
+    """Record that a model or curves will be written to `target`, if that is a run's standard path
+    for them."""
     target = Path(os.path.abspath(target))
     if (
         target.name in (*OUTPUTS, "curves.png", "report.html")
         and read_names(target.parent) is not None
     ):
-        take_names(target.parent, [target.name], "--output")
+        claim_names(target.parent, [target.name], "--output")
 
 
 def describe(folder: Path) -> str:
-    """What a folder holds, in words."""
+    """Describe the content of a folder in words."""
     if (folder / RECORD).exists() or _is_older(folder):
         return "a run"
     if (folder / "adapter_config.json").exists():
@@ -164,7 +168,7 @@ def describe(folder: Path) -> str:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a folder, or a link (never what it points to); nothing if it is not there."""
+    """Delete a file, a folder or a link (never its target); do nothing if it does not exist."""
     if _is_folder(path):
         shutil.rmtree(path)
     else:
@@ -184,19 +188,20 @@ def _has(names: Collection[str], name: str) -> bool:
 
 
 def _is_name(name: str) -> bool:
-    """A record never leads out of its folder, nor to all of it."""
+    """Return True if a recorded name stays inside the folder and does not match all of it."""
     return name not in ("", ".", "..") and "/" not in name and name.strip("*?[]!") != ""
 
 
 def _find(folder: Path, name: str) -> list[Path]:
-    """What `folder` holds under a name or a pattern, links to nowhere too."""
+    """Return the paths in `folder` that match a name or a pattern, dangling links included."""
     if "*" in name:
         return sorted(folder.glob(name))
     return [folder / name] if os.path.lexists(folder / name) else []
 
 
 def _is_older(folder: Path) -> bool:
-    """Whether a run that wrote no record left its attempts here, and its own config or none."""
+    """Return True if the folder holds attempts of a run without a record, and that run's config or
+    none."""
     try:
         with (folder / "attempts.jsonl").open("rb") as file:
             first = json.loads(file.readline(1 << 20))

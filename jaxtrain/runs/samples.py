@@ -1,4 +1,4 @@
-"""samples.jsonl: what the model said, for people and for the tools that show runs.
+"""samples.jsonl: sampled answers of the model, for people and for the tools that display runs.
 
 Every line has `step`, `reward`, `rewards`, `prompt`, `completion`, `finish_reason` and `tokens`;
 answers to a set of problems also `set`, those of a training round `prompt_number` and
@@ -14,15 +14,15 @@ from typing import Any
 SAMPLES = "samples.jsonl"
 TABLE_COLUMNS = ("step", "reward", "rewards", "prompt", "completion", "finish_reason", "tokens")
 MAX_ROWS = 64
-"""Answers of a table; samples.jsonl has all that were kept."""
+"""Answers of a table; samples.jsonl has all that are recorded."""
 MAX_CELL = 4000
-"""Characters of a table's cell; the middle of longer ones is left out."""
+"""Characters of a table cell; the middle of a longer text is left out."""
 
 
 def append_samples(
     folder: Path, step: int, samples: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Append answers drawn at `step` to the samples of a run's folder; returns the lines."""
+    """Append answers drawn at `step` to the samples of a run's folder; return the lines."""
     lines = [{"step": step, **sample} for sample in samples]
     if lines:
         with (folder / SAMPLES).open("a", encoding="utf-8") as file:
@@ -32,8 +32,8 @@ def append_samples(
 
 
 def write_line(line: Mapping[str, Any]) -> str:
-    """A line of JSON that every reader takes: null for what is not finite, escapes for the halves
-    of surrogate pairs that a model may write."""
+    """Return a line of JSON that every reader accepts: null for non-finite numbers, escapes for the
+    lone surrogates that a model may write."""
     try:
         text = json.dumps(line, ensure_ascii=False, default=str, allow_nan=False)
         text.encode()
@@ -45,16 +45,16 @@ def write_line(line: Mapping[str, Any]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """A value of tables, lists and numbers with None in place of what is not finite."""
+    """Return a nested value with non-finite floats replaced by None."""
     if isinstance(value, Mapping):
-        return {str(key): finite(one) for key, one in value.items()}
+        return {str(key): finite(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [finite(element) for element in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table_rows(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """At most MAX_ROWS lines of samples.jsonl as rows of TABLE_COLUMNS, for people."""
+    """Return at most MAX_ROWS lines of samples.jsonl as rows of TABLE_COLUMNS."""
     return [[_cell(line.get(name)) for name in TABLE_COLUMNS] for line in lines[:MAX_ROWS]]
 
 

@@ -1,9 +1,9 @@
-"""Where numbers and events go: metrics.jsonl always; the console, TensorBoard, Weights & Biases and
-classes from outside (log.sinks) by config.
+"""Destinations of metrics and events: metrics.jsonl always; the console, TensorBoard, Weights &
+Biases and user classes (log.sinks) by config.
 
 A sink that cannot start stops the run before anything is trained (UserError). A sink that fails
-later is dropped with one warning; training goes on. Values are host floats: who calls write() has
-read them already. No jax here.
+later is dropped with one warning; training goes on. Values are host floats, read from the devices
+before write() is called. No jax here.
 """
 
 import importlib
@@ -26,31 +26,31 @@ from jaxtrain.safe_io import read_text
 from jaxtrain.text_safety import escape_control_chars
 
 TABLE_SECONDS = 60.0
-"""Least time between two tables of answers for Weights & Biases."""
+"""Shortest time between two tables of answers for Weights & Biases."""
 
 
 class Sink(Protocol):
-    """One destination of numbers: it has those of these methods that it needs. One from outside is
-    made with (the run's folder, the config as a dict), on process 0."""
+    """Destination of metrics. A sink implements only the methods it needs; all are optional. A sink
+    of log.sinks is constructed with (the run's folder, the config as a dict), on process 0."""
 
     name: str
-    """What messages call it. One from outside needs none."""
+    """Name in messages; optional in sinks of log.sinks."""
 
     def start(self, total_steps: int, start_step: int) -> None:
-        """Training goes from `start_step` (steps already done) to `total_steps`."""
+        """Begin training from `start_step` (steps already done) to `total_steps`."""
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """The numbers of one step, or of an evaluation after it ("eval/loss")."""
+        """Record the metrics of one step, or of an evaluation after it ("eval/loss")."""
 
     def sampled(self, lines: list[dict[str, Any]]) -> None:
-        """Answers of the model, as they stand in samples.jsonl: see samples.py."""
+        """Record answers of the model, in the format of samples.jsonl (samples.py)."""
 
     def close(self, summary: str | None) -> None:
-        """Let go of files and connections; `summary` is for people."""
+        """Release files and connections; `summary` is for people."""
 
 
 class Sinks:
-    """All sinks of a run. Processes other than the first pass primary=False: nothing is written."""
+    """Set of all sinks of a run. Processes other than 0 pass primary=False, and write nothing."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Sinks:
         self.console = Console(options.console, folder / "log.txt") if primary else None
         self._sinks: list[Any] = []
         self._waiting: list[Any] = [*extra]
-        """Sinks that hear of nothing before they were started."""
+        """Sinks that receive no calls before start()."""
         self._dropping = threading.Lock()
         self._missed_samples = False
         self._summary: str | None = None
@@ -78,7 +78,7 @@ class Sinks:
             self._waiting += [open_sink(name, folder, config) for name in options.sinks]
 
     def start(self, total_steps: int, start_step: int = 0) -> None:
-        """Open every sink; an error here is the user's to see."""
+        """Open every sink; raise UserError if one cannot start."""
         for sink in self._sinks:
             sink.start(total_steps, start_step)
         for sink in self._waiting:
@@ -86,7 +86,7 @@ class Sinks:
                 getattr(sink, "start", _nothing)(total_steps, start_step)
             except UserError:
                 raise
-            except Exception as error:  # the border: whatever foreign code may raise
+            except Exception as error:  # foreign code may raise anything
                 raise UserError(f"{_name(sink)} cannot start: {plugins.describe(error)}") from error
             self._sinks.append(sink)
         self._waiting = []
@@ -96,7 +96,7 @@ class Sinks:
         self._each("write", step, values)
 
     def sampled(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Append answers to samples.jsonl, and tell of them."""
+        """Append answers to samples.jsonl and pass them to every sink."""
         try:
             lines = append_samples(self.folder, step, samples)
         except OSError as error:  # a full disk costs the samples, not the run
@@ -108,7 +108,7 @@ class Sinks:
             self._each("sampled", lines)
 
     def log(self, text: object) -> None:
-        """A message for people: console and log.txt."""
+        """Write a message to the console and log.txt."""
         if self.console is not None:
             try:
                 self.console.log(str(text))
@@ -116,7 +116,7 @@ class Sinks:
                 self._drop(self.console, error)
 
     def summarize(self, text: str) -> None:
-        """What the console shows at the very end."""
+        """Set the text that the console shows at the very end."""
         self._summary = text
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Sinks:
         self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object
     ) -> None:
         if error is not None:
-            self._summary = None  # it promised what the error has just undone
+            self._summary = None  # it describes a success
             if self.console is not None:
                 self.console.record(f"{type(error).__name__}: {error}")
         self.close()
@@ -140,12 +140,12 @@ class Sinks:
         for sink in list(self._sinks):
             try:
                 getattr(sink, method, _nothing)(*args)
-            except Exception as error:  # the border: a broken sink must not cost the run
+            except Exception as error:  # a broken sink must not end the run
                 self._drop(sink, error)
 
     def _drop(self, sink: Any, error: Exception) -> None:
         with self._dropping:
-            self._sinks = [other for other in self._sinks if other is not sink]
+            self._sinks = [remaining for remaining in self._sinks if remaining is not sink]
         warning = f"warning: {_name(sink)} failed and is switched off: {plugins.describe(error)}"
         if sink is self.console:
             self.console = None
@@ -154,17 +154,17 @@ class Sinks:
                 escape_control_chars(warning), flush=True
             ) if self.console is None else self.console.log(warning)
         except OSError:
-            self.console = None  # nobody is listening any more: a closed pipe, a full disk
+            self.console = None  # nothing reads stdout any more: a closed pipe, a full disk
 
 
 def open_sink(name: str, folder: Path, config: Config) -> Any:
-    """The sink that an entry of log.sinks names; UserError where it cannot be found or made."""
-    made = plugins.find("sinks", name, {}, key="log.sinks")
+    """Construct the sink that an entry of log.sinks names; raise UserError if that fails."""
+    sink_class = plugins.find("sinks", name, {}, key="log.sinks")
     try:
-        return made(folder, config.saved())
+        return sink_class(folder, config.saved())
     except UserError:
         raise
-    except Exception as error:  # the border: whatever foreign code may raise
+    except Exception as error:  # foreign code may raise anything
         raise UserError(
             f"log.sinks {name!r} cannot be made with (folder, config): {plugins.describe(error)}"
         ) from error
@@ -175,11 +175,12 @@ def _name(sink: Any) -> str:
 
 
 def _nothing(*args: Any) -> None:
-    """Stands for a method that a sink does not have."""
+    """Do nothing, in place of a method that a sink does not have."""
 
 
 class JsonLines:
-    """One JSON object a line, flushed at once: {"step": 12, "time": ..., "loss": ...}."""
+    """Sink that writes one JSON object per line, flushed at once: {"step": 12, "time": ..., "loss":
+    ...}."""
 
     def __init__(self, path: Path):
         self.name, self.path = path.name, path
@@ -203,7 +204,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files, through tensorboardX."""
+    """Sink for TensorBoard event files, through tensorboardX."""
 
     name = "TensorBoard"
 
@@ -213,7 +214,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def start(self, total_steps: int, start_step: int) -> None:
-        # Steps after the restored checkpoint are trained again: hide what was written for them.
+        # Steps after the restored checkpoint are trained again: hide their earlier events.
         purge = start_step + 1 if start_step else None
         try:
             self._writer = self._module.SummaryWriter(str(self.folder), purge_step=purge)
@@ -230,7 +231,8 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases. A resumed run goes on under its own id, kept in <output_dir>/wandb_id."""
+    """Sink for Weights & Biases. A resumed run continues under its id, stored in
+    <output_dir>/wandb_id."""
 
     name = "Weights & Biases"
 
@@ -240,7 +242,7 @@ class WandB:
         self._config, self._id_file = config.saved(), folder / "wandb_id"
         self._run: Any = None
         self._samples: dict[str, list[dict[str, Any]]] = {}
-        """Answers that wait for the numbers of their step: steps may only rise."""
+        """Answers until the metrics of their step are written, since steps may only rise."""
         self._last_table, self._last = -math.inf, 0
         if os.environ.get("WANDB_MODE", "online") == "online" and not self._has_key():
             raise UserError(
@@ -249,23 +251,23 @@ class WandB:
             )
 
     def _read_id(self) -> str | None:
-        """The run's id there; None where none was kept, or what is kept is no id."""
+        """Return the stored run id; None if there is none or it is not valid."""
         try:
-            found = read_text(self._id_file, 1024).strip()
+            run_id = read_text(self._id_file, 1024).strip()
         except (OSError, ValueError):
             return None
-        return found if re.fullmatch(r"[\w.-]{1,128}", found, re.ASCII) else None
+        return run_id if re.fullmatch(r"[\w.-]{1,128}", run_id, re.ASCII) else None
 
     def _has_key(self) -> bool:
         return bool(os.environ.get("WANDB_API_KEY") or self._module.api.api_key)
 
     def start(self, total_steps: int, start_step: int) -> None:
-        known = self._read_id() if start_step else None
+        run_id = self._read_id() if start_step else None
         try:
             self._run = self._module.init(
-                **self._settings, config=self._config, id=known, resume="allow" if known else None
+                **self._settings, config=self._config, id=run_id, resume="allow" if run_id else None
             )
-        except Exception as error:  # the border: whatever the service says, the user must hear it
+        except Exception as error:  # whatever the service raises must reach the user
             raise UserError(
                 f"Weights & Biases could not start: {error}. Set WANDB_MODE=offline, or leave"
                 " log.wandb_project out"
@@ -273,7 +275,7 @@ class WandB:
         self._id_file.write_text(self._run.id)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        if step < self._last:  # steps may only rise: an evaluation beside training comes later
+        if step < self._last:  # steps may only rise; a background evaluation ends later
             values, step = {**values, "eval/step": float(step)}, self._last
         self._last = step
         self._run.log({**values, **self._tables(step)}, step=step)
@@ -281,12 +283,12 @@ class WandB:
     def sampled(self, lines: list[dict[str, Any]]) -> None:
         newest: dict[str, list[dict[str, Any]]] = {}
         for line in lines:
-            place = f"samples/{line['set']}" if "set" in line else "samples"
-            newest.setdefault(place, []).append(line)
+            table_name = f"samples/{line['set']}" if "set" in line else "samples"
+            newest.setdefault(table_name, []).append(line)
         self._samples |= newest
 
     def _tables(self, step: int) -> dict[str, Any]:
-        """The newest answers, once a minute at most: every table is a file of its own."""
+        """Return the newest answers, at most once a minute, because every table becomes a file."""
         if time.monotonic() - self._last_table < TABLE_SECONDS:
             return {}
         due = [name for name, lines in self._samples.items() if lines[0]["step"] <= step]
@@ -307,7 +309,8 @@ class WandB:
 
 
 def _import(module: str, key: str, extra: str) -> Any:
-    """An optional package, or a UserError that names the config key and the pip command."""
+    """Import an optional package, or raise a UserError that names the config key and the pip
+    command."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""Signs of life, what is being waited for when there are none, and a clean way to stop.
+"""Heartbeat of a run, reports of stalls, and clean stopping on signals.
 
     loop thread       beat(step) after each step; with phase("waiting for data"): around what blocks
-    watchdog thread   writes heartbeat.json; speaks up and dumps all stacks when nothing has moved
+    watchdog thread   writes heartbeat.json; warns and dumps all stacks when nothing has moved
     signal thread     counts SIGTERM/SIGINT as they arrive, even while the loop thread compiles
 
 No thread here ever waits for another. No jax.
@@ -24,14 +24,14 @@ from typing import Any
 from jaxtrain.runs.manifest import write_atomically
 from jaxtrain.text_safety import escape_control_chars, shorten
 
-Say = Callable[[str], None]
+LogFunction = Callable[[str], None]
 
 BEAT_SECONDS = 10.0
-"""heartbeat.json is written at least so often while the process lives, whatever the loop does."""
+"""Longest time between two writes of heartbeat.json while the process is alive."""
 
 
 class Watchdog:
-    """Context: heartbeat.json at most once a second, and a report when nothing moves for long.
+    """Context that writes heartbeat.json at most once a second, and reports when the run stalls.
 
     heartbeat.json: `state` ("running"; at the end "finished", "stopped" or "failed", with a
     `message`), `step` of `total_steps`, `phase`, `time` of writing and `moved`, the time of the
@@ -42,7 +42,7 @@ class Watchdog:
         self,
         folder: str | Path,
         seconds: float,
-        log: Say,
+        log: LogFunction,
         *,
         attempt: int = 1,
         primary: bool = True,
@@ -65,23 +65,23 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self, step: int) -> None:
-        """Step `step` is done."""
+        """Record that step `step` is done."""
         self._step = step
         self._move()
 
     def start(self, total_steps: int, start_step: int) -> None:
-        """Training goes from `start_step` (steps already done) to `total_steps`."""
+        """Record that training goes from `start_step` (steps already done) to `total_steps`."""
         self._facts |= {"total_steps": total_steps, "start_step": start_step}
         self._step = max(self._step, start_step)
         self._move()
 
     def stopped(self, reason: str) -> None:
-        """Training ends before its last step, because of a signal."""
+        """Record that a signal ends training before its last step."""
         self._facts |= {"state": "stopped", "message": reason}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Say what the loop is doing meanwhile: "waiting for data", "saving a checkpoint"."""
+        """Set what the loop does inside the context: "waiting for data", "saving a checkpoint"."""
         self._phases.append(name)
         self._move()
         try:
@@ -157,9 +157,9 @@ class Signals:
 
     WATCHED = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self, log: Say, tell: Say | None = None):
-        """tell: called with the first signal's name, in the signal thread."""
-        self.log, self.tell = log, tell
+    def __init__(self, log: LogFunction, on_signal: LogFunction | None = None):
+        """on_signal: called with the first signal's name, in the signal thread."""
+        self.log, self.on_signal = log, on_signal
         self.stop = False
         self.name = ""
 
@@ -187,11 +187,11 @@ class Signals:
                 os._exit(128 + received[0])
             self.name = signal.Signals(received[0]).name
             self.stop = True
-            if self.tell is not None:
-                self.tell(self.name)
+            if self.on_signal is not None:
+                self.on_signal(self.name)
             self.log(f"{self.name}: stopping after this step; once more to exit at once")
         self._reader.close()
 
 
 def _ignore(number: int, frame: object) -> None:
-    """A handler must be installed for the wake-up socket to be written to."""
+    """Do nothing: Python writes to the wake-up socket only for signals that have a handler."""

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtrain.errors import UserError
 from jaxtrain.runs import checkpoint
 from jaxtrain.runs.checkpoint import Checkpoints, load_checkpoint
-from jaxtrain.runs.checkpoint_folder import choose_kept, find_good_step
+from jaxtrain.runs.checkpoint_folder import choose_retained, find_good_step
 from jaxtrain.runs.manifest import NAME, find_damage, read_manifest, write_manifest
 
 REPO = Path(__file__).parents[2]
@@ -159,7 +159,7 @@ def test_retention_survives_damage_to_an_old_checkpoint(tmp_path):
 
 def test_ties_keep_the_first_best():
     scores = {1: {"m": 2.0}, 2: {"m": 1.0}, 3: {"m": 1.0}, 4: {"m": 3.0}}
-    assert choose_kept(scores, 1, None, "m", "min") == {2, 4}
+    assert choose_retained(scores, 1, None, "m", "min") == {2, 4}
 
 
 @pytest.mark.parametrize("harm", ["truncate", "flip", "remove"])

@@ -4,7 +4,7 @@ import json
 import time
 from types import SimpleNamespace
 
-from jaxtrain.runs.hardware import Hardware, read_devices, read_gpus, share
+from jaxtrain.runs.hardware import Hardware, read_devices, read_gpus, busy_share
 
 
 class Nvml:
@@ -61,8 +61,8 @@ def test_devices_without_nvml_tell_their_memory():
 
 
 def test_share_of_busy_time():
-    assert share((10, 100), (30, 140)) == 0.5
-    assert share(None, (1, 2)) is None and share((1, 2), (1, 2)) is None
+    assert busy_share((10, 100), (30, 140)) == 0.5
+    assert busy_share(None, (1, 2)) is None and busy_share((1, 2), (1, 2)) is None
 
 
 def read_lines(folder):

@@ -13,7 +13,7 @@ from jaxtrain.config.base import list_places
 from jaxtrain.errors import UserError
 from jaxtrain.runs.folder import RunFolder, cut_lines, find_changes
 from jaxtrain.runs.records import flatten
-from jaxtrain.runs.run_files import take_names
+from jaxtrain.runs.run_files import claim_names
 
 REPO = Path(__file__).parents[2]
 
@@ -171,7 +171,7 @@ def test_overwrite_deletes_the_run_and_nothing_else(tmp_path):
     (tmp_path / "model").mkdir()
     for name in ("log.txt", "model/x", "curves.png", "nonfinite_batch_step_3.npz"):
         (tmp_path / name).write_text("x")
-    take_names(tmp_path, ["eval"])
+    claim_names(tmp_path, ["eval"])
     for name in ("eval", "merged", "profile", "notes"):  # the first one is the run's
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text("x")

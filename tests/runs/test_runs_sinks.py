@@ -282,7 +282,7 @@ VALUES = {
 
 
 def test_a_line_has_what_people_expect():
-    line = console.format_step(7, 200, VALUES, elapsed=3661, left=59.6)
+    line = console.format_step(7, 200, VALUES, elapsed=3661, remaining=59.6)
     assert line == (
         "step   7/200  1:01:01  loss 2.3457  grad 1.2  lr 1.00e-04  12.3k tok/s/dev  MFU 31.2%"
         "  mem 3.2 GiB  reward 0.5000  ETA 0:01:00"
@@ -311,10 +311,10 @@ def test_counts_are_short(value, text):
 def test_eta_follows_the_pace_and_not_the_compilation():
     clock = Clock()
     clock.start(100, 0)
-    clock.read(1, now=500.0)  # the first reading comes after the compilation
-    assert clock.left() is None
-    clock.read(11, now=520.0)
-    assert clock.left() == pytest.approx(89 * 2.0)
+    clock.read(1, timestamp=500.0)  # the first reading comes after the compilation
+    assert clock.remaining() is None
+    clock.read(11, timestamp=520.0)
+    assert clock.remaining() == pytest.approx(89 * 2.0)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ class TeacherTokenizer:
         return [Tree((node,), origin=tree.origin, controls=tree.controls)]
 
     def rename(self, item: Sample | Tree | Dropped) -> Tree | Dropped:
-        """As a tree whose weights are the component's."""
+        """Convert an item to a tree whose weights are the component's."""
         if isinstance(item, Dropped):
             return item
         if isinstance(item, Sample):

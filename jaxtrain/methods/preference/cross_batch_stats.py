@@ -85,12 +85,12 @@ def mismatch(batch: Batch, shape: StepShape) -> Batch | None:
         return None
     trees = []
     for (_, answers), (prompt, _) in pairwise([groups[-1], *groups]):
-        whole = _grow(prompt, answers)
-        if whole.num_tokens > shape.row_tokens:
+        combined_tree = _grow(prompt, answers)
+        if combined_tree.num_tokens > shape.row_tokens:
             room = shape.row_tokens - len(prompt)
             trees += [_grow(prompt, [(t[:room], w[:room])]) for t, w in answers]
         else:
-            trees.append(whole)
+            trees.append(combined_tree)
     rows = fit_rows([tree.num_tokens for tree in trees], shape.row_tokens)
     packed = [[lay_out(trees[index], "branch") for index in row] for row in rows]
     return replace(shape, units=1, fields=FIELDS, normalize="branch").build(packed)

@@ -113,7 +113,7 @@ class WatchApp(App[None]):
         """Select the clicked tab, chart or row; a second click opens it."""
         choice = self.look.choice
         for spot in self.canvas.frame.spots:
-            if spot.left <= event.x < spot.right and spot.top <= event.y < spot.bottom:
+            if spot.x0 <= event.x < spot.x1 and spot.y0 <= event.y < spot.y1:
                 if spot.action == "screen":
                     go(choice, spot.value)
                 elif choice.selected.get(choice.screen) == spot.value and choice.screen != "runs":

@@ -77,10 +77,10 @@ def draw_frame(look: DashboardView, width: int, height: int) -> Frame:
             )
     spots += [
         s._replace(
-            left=s.left + sidebar_width,
-            right=s.right + sidebar_width,
-            top=s.top + HEAD,
-            bottom=s.bottom + HEAD,
+            x0=s.x0 + sidebar_width,
+            x1=s.x1 + sidebar_width,
+            y0=s.y0 + HEAD,
+            y1=s.y1 + HEAD,
         )
         for s in inside.spots
     ]

@@ -64,12 +64,12 @@ class ViewState:
 
 
 class ClickTarget(NamedTuple):
-    """A place of the screen that can be clicked: columns and rows from 0, ends left out."""
+    """Clickable area of the screen: columns x0 to x1 and rows y0 to y1, ends excluded."""
 
-    left: int
-    top: int
-    right: int
-    bottom: int
+    x0: int
+    y0: int
+    x1: int
+    y1: int
     action: str
     """screen or select."""
     value: Any

@@ -33,7 +33,7 @@ from jaxtrain.text_safety import show
 LOOK_SECONDS = 1.0
 SHOWN = 10
 """Trials of the table at the end."""
-Say = Callable[[str], None]
+LogFunction = Callable[[str], None]
 
 
 class Sweep:
@@ -43,7 +43,7 @@ class Sweep:
         self,
         file: SweepFile,
         study: Study,
-        log: Say,
+        log: LogFunction,
         *,
         make: Start = make_process,
         wait: Callable[[threading.Event], Any] = lambda stopped: stopped.wait(LOOK_SECONDS),
@@ -215,7 +215,7 @@ def watch_signals(stopped: threading.Event):
             signal.signal(number, handler)
 
 
-def sweep_command(file: SweepFile, *, show_only: bool, retry: bool, log: Say = print) -> int:
+def sweep_command(file: SweepFile, *, show_only: bool, retry: bool, log: LogFunction = print) -> int:
     """Check all trials, then run them, or print what would run each."""
     sampler = {"grid": list_grid, "random": draw_random}.get(file.sweep.method)
     check_trials(file, list_checked(file))
