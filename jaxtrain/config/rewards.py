@@ -69,7 +69,10 @@ def find_reward_conflicts(config: Any) -> Iterator[str]:
         for name in judges:
             if name not in named:
                 reward_names = ", ".join(named) or "none"
-                yield f"{key}.rewards: there is no reward {name!r}; the [[rewards]] are: {reward_names}"
+                yield (
+                    f"{key}.rewards: there is no reward {name!r}; the [[rewards]] are:"
+                    f" {reward_names}"
+                )
         needed = key.startswith("eval") or not config.task.rewards_itself
         if needed and (entry.env or config.env).kind in SILENT and not judges:
             yield (

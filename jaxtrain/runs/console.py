@@ -4,7 +4,6 @@ On a terminal a bar stays below the lines. Elsewhere, in notebook cells and with
 "plain", there are only lines. Everything that is shown also goes to log.txt. No jax here.
 """
 
-from typing_extensions import override
 import contextlib
 import os
 import sys
@@ -18,6 +17,7 @@ from typing import IO, Any, Literal
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
+from typing_extensions import override
 
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import escape_control_chars

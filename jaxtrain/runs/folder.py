@@ -34,7 +34,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.runs.checkpoint_folder import find_steps
 from jaxtrain.runs.manifest import write_atomically
 from jaxtrain.runs.records import MetricsRecord, ends_with_newline, flatten, read_records
-from jaxtrain.runs.run_files import delete_own, read_names, require_own, claim_names
+from jaxtrain.runs.run_files import claim_names, delete_own, read_names, require_own
 
 ALWAYS = (
     "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt stacks.txt"
@@ -179,8 +179,8 @@ class RunFolder:
             listed = "\n  ".join(forbidden[:8])
             raise UserError(
                 f"run.output_dir {str(self.path)!r} holds a run with another config"
-                f" (saved -> now):\n  {listed}{omitted}\nName another folder, restore the old values,"
-                " set run.allow_config_change=true to go on with the new ones, or"
+                f" (saved -> now):\n  {listed}{omitted}\nName another folder, restore the old"
+                " values, set run.allow_config_change=true to go on with the new ones, or"
                 " run.overwrite=true to start again"
             )
 

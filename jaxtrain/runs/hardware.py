@@ -1,6 +1,6 @@
 """hardware/HOST.jsonl: usage of a host's accelerators, memory and disk during a run.
 
-One line every `seconds`, from a thread of the first process of each host that can access the folder:
+One line every `seconds`, from a thread of the first process of each host that has the folder:
 
     {"time": 1795371832.5, "gpus": [{"index": 0, "name": "NVIDIA H200", "use": 0.91,
      "memory": 64.5e9, "memory_total": 150.7e9, "temperature": 61, "power": 612}],

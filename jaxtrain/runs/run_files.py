@@ -47,8 +47,8 @@ def read_names(folder: Path) -> set[str] | None:
         return {name for name in UNRECORDED_NAMES if _find(folder, name)} if _is_older(folder) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
-            f"{path} is damaged, so it is unknown which files in {str(folder)!r} belong to the run; name"
-            f" another folder, or delete {RECORD} if nothing there is to be kept by its name"
+            f"{path} is damaged, so it is unknown which files in {str(folder)!r} belong to the run;"
+            f" name another folder, or delete {RECORD} if nothing there is to be kept by its name"
         ) from None
 
 

@@ -4,7 +4,7 @@ import json
 import time
 from types import SimpleNamespace
 
-from jaxtrain.runs.hardware import Hardware, read_devices, read_gpus, busy_share
+from jaxtrain.runs.hardware import Hardware, busy_share, read_devices, read_gpus
 
 
 class Nvml:
