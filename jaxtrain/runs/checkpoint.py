@@ -245,7 +245,9 @@ class Checkpoints:
 
     def _delete_old(self) -> None:
         metrics = {step: read_metrics(self._folder(step)) for step in self.steps()}
-        retained_steps = choose_retained(metrics, self.keep, self.keep_every, self.best_metric, self.best_mode)
+        retained_steps = choose_retained(
+            metrics, self.keep, self.keep_every, self.best_metric, self.best_mode
+        )
         for step in set(metrics) - retained_steps:
             remove_folder(self._folder(step))
 

@@ -138,8 +138,7 @@ class RunFolder:
             raise
 
     def _check_inputs(self, names: Collection[str]) -> None:
-        """Reject inputs that lie in files which this run replaces, or deletes with run.overwrite.
-        """
+        """Reject inputs that lie in files which this run replaces, or deletes with run.overwrite."""
         # Compare real paths: an input may reach the folder through a link.
         home, run_names = os.path.realpath(self.path), {*names, *(read_names(self.path) or ())}
         for key, value in list_places(self.config):
@@ -276,7 +275,9 @@ def cut_lines(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    retained_bytes = sum(len(line.raw) + 1 for line in read_records(path) if _is_retained(line, step))
+    retained_bytes = sum(
+        len(line.raw) + 1 for line in read_records(path) if _is_retained(line, step)
+    )
     if retained_bytes == path.stat().st_size:
         return
     temporary = path.with_name(path.name + ".tmp")

@@ -44,7 +44,11 @@ def read_names(folder: Path) -> set[str] | None:
             return set(names)
         raise ValueError
     except (FileNotFoundError, NotADirectoryError):
-        return {name for name in UNRECORDED_NAMES if _find(folder, name)} if _is_older(folder) else None
+        return (
+            {name for name in UNRECORDED_NAMES if _find(folder, name)}
+            if _is_older(folder)
+            else None
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
             f"{path} is damaged, so it is unknown which files in {str(folder)!r} belong to the run;"

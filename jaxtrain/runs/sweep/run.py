@@ -215,7 +215,9 @@ def watch_signals(stopped: threading.Event):
             signal.signal(number, handler)
 
 
-def sweep_command(file: SweepFile, *, show_only: bool, retry: bool, log: LogFunction = print) -> int:
+def sweep_command(
+    file: SweepFile, *, show_only: bool, retry: bool, log: LogFunction = print
+) -> int:
     """Check all trials, then run them, or print what would run each."""
     sampler = {"grid": list_grid, "random": draw_random}.get(file.sweep.method)
     check_trials(file, list_checked(file))
