@@ -1,10 +1,10 @@
-"""Batch: packed rows of prefix trees, the one thing that every task trains on.
+"""Batch: packed rows of prefix trees, the input of every training step.
 
 Axes: A microsteps, B rows, T packed tokens of a row; a Batch is [A, B, T] or [B, T] throughout.
 A row is a forest in depth-first preorder, so two int arrays describe its structure: `prev` (the
 token that predicts this one) and `until` (the end of the tokens that can see it). Documents,
-preference pairs, GRPO groups and agent trees differ only in these numbers. A log-prob is stored on the token that it scores: the
-hidden state at `prev[t]` predicts token `t`, so nothing here is ever shifted.
+preference pairs, GRPO groups and agent trees differ only in these numbers. A log-prob is stored on
+the token that it scores: the hidden state at `prev[t]` predicts token `t`, so nothing is shifted.
 """
 
 from typing import Any, NamedTuple, TypeAlias

@@ -92,7 +92,7 @@ def find_places(name: str) -> list[str]:
 
 
 class MovedModule(ModuleType):
-    """An old module, whose attributes are those of the new ones."""
+    """An old module name that forwards attributes to the new modules."""
 
     places: Sequence[str]
 

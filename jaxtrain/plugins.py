@@ -166,7 +166,7 @@ def describe(error: BaseException) -> str:
 
 
 def trace(error: BaseException, size: int = 1500) -> str:
-    """The last `size` characters of an error's traceback, for a log."""
+    """Return the last `size` characters of an error's traceback, for a log."""
     text = escape_control_chars("".join(traceback.format_exception(error)).rstrip())
     return text if len(text) <= size else f"...{text[-size:]}"
 
@@ -182,7 +182,8 @@ def split_path(name: str, modules: bool) -> tuple[str, str]:
 
 @functools.cache
 def _scan(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Scan a group's entry points; cached per sys.path `path`, because a scan takes milliseconds."""
+    """Scan a group's entry points; cached per sys.path `path`, because a scan takes milliseconds.
+    """
     return tuple(
         sorted(entry_points(group=group), key=lambda entry: (entry.name, find_owner(entry)))
     )
@@ -208,6 +209,6 @@ def find_owner(entry: EntryPoint) -> str:
 
 
 def suggest(name: str, choices: Collection[str]) -> str:
-    """The end of a message about an unknown name: "; did you mean 'chat'?", or nothing."""
+    """Return the end of a message about an unknown name: "; did you mean 'chat'?", or ""."""
     near = difflib.get_close_matches(name, choices, 1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,7 +1,7 @@
-"""Files from outside, read within bounds: text that is UTF-8, JSON that is not nested without end.
+"""Bounded reading of untrusted files: UTF-8 text, and JSON without unlimited nesting.
 
-What is found wrong is a ValueError of one line, without the file's name: who reads knows how to
-name the place, and whether it costs a row or the run.
+Problems raise a ValueError of one line without the file's name: the caller can name the place, and
+decides whether to skip a row or to stop the run.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from jaxtrain.text_safety import show
 
 DEPTH = 100
-"""Tables and lists within each other; deeper ones have no use and overflow what walks them."""
+"""Nesting limit of tables and lists; deeper ones overflow the stack of recursive code."""
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -25,11 +25,11 @@ _BOMS = {b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32"} | {
 
 
 class InvalidValue(ValueError):
-    """Sound JSON with a value that nobody can use."""
+    """Well-formed JSON with an unusable value."""
 
 
 class UnreadableRow(dict):
-    """Stands for a row that is there but cannot be used; it has no columns, and says why."""
+    """Placeholder for a row that cannot be used; it has no columns and stores the reason."""
 
     def __init__(self, reason: str):
         super().__init__()

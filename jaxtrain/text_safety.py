@@ -1,8 +1,8 @@
-"""Text from strangers as people may see it: no control characters, and never more than a page.
+"""Make untrusted text safe to show: no control characters, and never more than a page.
 
-Whatever is printed, logged or put into a message goes through here: model answers, rows, names of
-files, words of servers. A terminal would obey an escape sequence in them, and a text that turns
-the direction of writing shows something else than it says.
+All untrusted text that is printed, logged or put into a message passes through here: model answers,
+rows, file names, server replies. A terminal would execute escape sequences in them, and marks that
+reverse the direction of writing would disguise the content.
 """
 
 import re
@@ -10,23 +10,23 @@ import reprlib
 from typing import Any
 
 MESSAGE = 1_900
-"""Characters of a message to people; a word before it and a line after it fit into 2,000."""
+"""Characters of a message; a prefix and a final line still fit into 2,000."""
 
 UNSEEN = re.compile(
     r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e"
     r"\u2066-\u2069\ufeff\ud800-\udfff]"
 )
-"""C0 and C1 but tab and line ends, marks of the direction of writing, lone surrogates."""
+"""C0 and C1 except tab and line ends, bidirectional marks, lone surrogates."""
 
 
 def escape_control_chars(text: str) -> str:
-    """The text with what a terminal would obey written out, as \\x1b; line ends become "\\n"."""
-    return UNSEEN.sub(_written_out, text).replace("\r\n", "\n")
+    """Return the text with control characters escaped, as \\x1b; line ends become "\\n"."""
+    return UNSEEN.sub(_escape_match, text).replace("\r\n", "\n")
 
 
 def shorten(text: str, longest: int = MESSAGE) -> str:
-    """A text of at most `longest` characters: the middle of a longer one is left out and counted.
-    (Its end stays, where a message says what to do.)"""
+    """Cut the middle out of a text longer than `longest` characters and count what is missing. (The
+    end stays, because a message ends with what to do.)"""
     if len(text) <= longest:
         return text
     tail = longest // 4
@@ -68,7 +68,7 @@ def name_type(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def _written_out(match: re.Match[str]) -> str:
+def _escape_match(match: re.Match[str]) -> str:
     code = ord(match.group())
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 

@@ -1,4 +1,4 @@
-"""From a Config to what every verb needs of the trained model: tokenizer, architecture, mesh.
+"""ModelBundle: tokenizer, architecture and mesh of the trained model, built from a Config.
 
 All checks that need no weights happen here, so that a mistake costs seconds. Weights follow from a
 bundle in core/weights.py.
@@ -37,17 +37,17 @@ class ModelBundle:
 
     tokenizer: Any
     architecture: Any
-    """The model family's own Config."""
+    """Config of the model family."""
     mesh: jax.sharding.Mesh
     folder: Path | None
-    """Where the weights lie; None for a random start."""
+    """Folder of the weights; None for a random start."""
     options: dict[str, Any]
     """Keyword arguments of build.abstract, build.init and loading.load; with `part` the model has
     only some of its parameters."""
     adapter: Any = None
     """The adapters.spec.Adapter that is trained; None trains all weights."""
     product: Fp8Product | None = None
-    """FP8 products of the Linears in layers; None: in the dtype that they compute in."""
+    """FP8 products of the Linears in layers; None: products in the compute dtype."""
     row_tokens: int = 0
     """Tokens of the longest text that models will see; 0: unknown."""
 

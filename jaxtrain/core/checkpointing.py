@@ -36,7 +36,7 @@ class SavePoint(NamedTuple):
 
 
 class CheckpointHook(Hook):
-    """Saves the state when section `checkpoint` says so, at the end, and before an error."""
+    """Save the state on the schedule of section `checkpoint`, at the end, and before an error."""
 
     def __init__(
         self,
@@ -86,7 +86,8 @@ class CheckpointHook(Hook):
         return is_due(step, before, options.every, times, total) or self.is_time()
 
     def is_time(self) -> bool:
-        """Return whether checkpoint.every_minutes have passed since a save, on process 0's clock."""
+        """Return whether checkpoint.every_minutes have passed since a save, on process 0's clock.
+        """
         minutes = self.config.checkpoint.every_minutes
         if minutes is None:
             return False
@@ -104,7 +105,7 @@ class CheckpointHook(Hook):
         if (self.config.checkpoint.best_metric or "").startswith("eval/"):
             # The best checkpoint is chosen by the numbers of its own step.
             self.evaluation.collect(wait=True)
-        # Never save a state whose loss is not finite: this raises instead.
+        # Never save a state whose loss is not finite: this raises NonFiniteStep instead.
         self.reports.flush()
         with self.session.phase("saving a checkpoint"):
             self.on_round_trained()

@@ -98,7 +98,7 @@ class HeldOutEvaluation:
 
 
 class EvaluationHook(Hook):
-    """Evaluates when section `eval` says so, and remembers the first and the last numbers."""
+    """Evaluate on the schedule of section `eval`, and record the first and the last numbers."""
 
     def __init__(self, session: Session, answers: AnswerEvaluator | None, reports: StepReports):
         self.session, self.answers, self.reports = session, answers, reports

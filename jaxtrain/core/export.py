@@ -59,7 +59,7 @@ def export_model(
 
 
 def find_ends(tokenizer: Any) -> frozenset[int]:
-    """The tokens that end an answer of a model trained with this tokenizer."""
+    """Return the tokens that end an answer of a model trained with this tokenizer."""
     try:
         return end_of_turn_ids(tokenizer)
     except UserError:  # a template that renders no plain turn: only runs on plain text come here

@@ -1,4 +1,4 @@
-"""Hooks: the work around training steps that the loop knows nothing about.
+"""Hooks: the work around training steps that is not part of the loop.
 
     on_start ─> per round: on_round ─> per batch: on_batch, on_step ─> on_round_trained
                            on_round_end ─> on_end            an error at any point ─> on_error

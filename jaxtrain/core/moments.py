@@ -120,9 +120,9 @@ def _widen(tree: Any) -> Any:
     return jax.tree.map(lambda value: value.astype(jnp.float32), tree)
 
 
-def _find_owner(where: tuple, slot: Any, params: Params) -> str | None:
-    """The path of the parameter whose moment a slot of a state is; None: it is something else."""
-    keys = (part.key for part in where if isinstance(part, jax.tree_util.DictKey))
+def _find_owner(key_path: tuple, slot: Any, params: Params) -> str | None:
+    """Return the path of the parameter whose moment a state's slot is; None for any other slot."""
+    keys = (part.key for part in key_path if isinstance(part, jax.tree_util.DictKey))
     path = next((key for key in keys if key in params), None)
     return path if path is not None and params[path].shape == slot.shape else None
 

@@ -1,4 +1,4 @@
-"""Hooks for those who watch a run: the profiler's window, and observers, whose verdicts count."""
+"""Hooks that watch a run: the profiler's window, and observers, whose verdicts can stop it."""
 
 from collections.abc import Callable
 

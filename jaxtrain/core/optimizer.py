@@ -77,8 +77,8 @@ def decay_share(shape: str, remaining):
 def build_optimizer(
     optim: OptimConfig, schedule: optax.Schedule, params: Params
 ) -> optax.GradientTransformation:
-    """The named optimizer with its weight-decay mask, and other rates for some parameters. Clipping
-    is the step's own business. Raises UserError for rates of what is not trained."""
+    """Build the named optimizer with its weight-decay mask and per-parameter rates. The step clips
+    gradients itself. Raises UserError for rates of parameters that are not trained."""
     factors = {path: rate_factor(path, optim) for path in params}
     for key, concerned in [("lora_plus_ratio", is_second), ("embedding_lr", is_embedding)]:
         if getattr(optim, key) is not None and not any(map(concerned, params)):
@@ -216,7 +216,7 @@ def decays(path: str, value, optim: OptimConfig) -> bool:
 
 
 def muon_dimensions(path: str, value) -> optax.contrib.MuonDimensionNumbers | None:
-    """Which axes of a weight form the matrix that muon orthogonalises; None: adamw's."""
+    """Return the axes of a weight that form the matrix muon orthogonalizes; None for adamw."""
     if is_vector(path) or is_embedding(path) or value.ndim < 2:
         return None
     axes = value.ndim

@@ -174,7 +174,7 @@ class Roles:
         return self._rebuild[role]
 
     def build(self, weights: Params) -> Models:
-        """The models that a loss gets; gradients go to the trained one alone."""
+        """Build the models that a loss receives; gradients reach only the trained one."""
         models = {}
         for name, role in self.roles.items():
             if role.in_loss:
@@ -198,7 +198,7 @@ class ModelSnapshot:
         return self.roles.params(role or self.roles.trained, self.weights)
 
     def model(self, role: str | None = None) -> Any:
-        """The role's model around its parameters."""
+        """Build the role's model around its parameters."""
         return self.roles.rebuild(role or self.roles.trained)(self.params(role))
 
 

@@ -27,53 +27,53 @@ class NonFiniteStep(RunStopped):
     def __init__(self, text: str, step: int):
         super().__init__(text)
         self.step = step
-        """The bad step. The state is that after the step before it."""
+        """Step that was not finite; the state is the one before it."""
         mark_shared(self)
 
 
 class PendingStep(NamedTuple):
-    """A step whose numbers were not read yet."""
+    """A dispatched step whose numbers were not read yet."""
 
     step: int
     """Count of this step, from 1."""
     output: Any
     """step.StepOutput on the devices."""
     batch: Batch
-    """The host batch that it trained on."""
+    """Host batch of the step."""
     counters: dict[str, Any]
-    """The source's counters when it had just given that batch."""
+    """Counters of the source right after it returned the batch."""
     round: dict[str, float] = {}
-    """Numbers about the round that begins with that batch."""
+    """Metrics of the round that begins with the batch."""
     policy: str = ""
-    """Whose step it was, where several policies are trained."""
+    """Name of the trained policy; "" if there is only one."""
     update: int = 0
-    """Count of that policy's own steps, from 1."""
+    """Count of that policy's steps, from 1."""
     compiled: bool = False
-    """Whether its program was compiled first, which is no time of a step."""
+    """Whether the call compiled the program, so that its time is no step time."""
 
 
 class StepReader:
-    """Turns a step's device output into the numbers that people watch."""
+    """Reads a step's device output and turns it into metrics."""
 
     def __init__(self, session: Session):
         config = session.config
         device = jax.devices()[0]
         self.session = session
-        # Asked for step by step, it would wait behind the next step, which the devices already run.
+        # Computed step by step, a rate would wait for the next step, which the devices already run.
         steps = np.arange(session.rounds.total_steps)
         self.learning_rates = np.asarray(jax.jit(session.schedule)(steps))
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
-        roles, held = session.roles, session.snapshot()
-        self.model = roles.rebuild(roles.trained)(jax.tree.map(shape, held.params()))
-        self.beside: list[tuple[Any, float]] = []
-        """Beside a draft the layers of its target, where the step runs them, and their weights."""
+        roles, snapshot = session.roles, session.snapshot()
+        self.model = roles.rebuild(roles.trained)(jax.tree.map(shape, snapshot.params()))
+        self.draft_targets: list[tuple[Any, float]] = []
+        """For a draft: layers of its target that the step runs, and their numbers of weights."""
         self.guesses = session.bundle.architecture.guesses
-        """Whether a step runs the target of what trains, too."""
+        """Whether a draft trains, whose steps may run its target, too."""
         if self.guesses:
             for name, role in roles.roles.items():
-                model = roles.rebuild(name)(jax.tree.map(shape, held.params(name)))
+                model = roles.rebuild(name)(jax.tree.map(shape, snapshot.params(name)))
                 if role.in_loss and name != roles.trained and hasattr(model, "stack"):
-                    self.beside.append((model.stack, count_matmul_params(model.stack)))
+                    self.draft_targets.append((model.stack, count_matmul_params(model.stack)))
         else:
             self.matmul_params = count_matmul_params(self.model, session.frozen)
         peak = peak_flops(device.device_kind, config.model.compute_dtype, config.log.peak_tflops)
@@ -88,7 +88,7 @@ class StepReader:
         tokens, spans = count_work(pending.batch)
         flops = self.count_flops(pending.batch, tokens, spans)
         if pending.compiled:
-            # It was dispatched somewhere within a call that took long: there is no time to tell.
+            # The call compiled first, so the time at which it dispatched the step is unknown.
             self.throughput.last_time = None
         rates = self.throughput.read(end_time, tokens, flops)
         values = {
@@ -109,7 +109,7 @@ class StepReader:
             mixing = self.model.stack.mixing_flops(spans)
             return model_flops(self.matmul_params, tokens, mixing)
         total = self.model.step_flops(batch, tokens, spans)
-        for stack, weights in self.beside:
+        for stack, weights in self.draft_targets:
             total += 2.0 * weights * tokens + stack.mixing_flops(spans)
         return total
 
@@ -165,7 +165,8 @@ class ExpertOverflowWarning:
 
 
 def count_matmul_params(model: Any, frozen: Container[str] = ()) -> float:
-    """Weights that multiply a token: those of the layers, as they say, and of the output head.
+    """Count the weights that multiply a token: those of the layers, by their token_share, and of
+    the output head.
 
     Of a model of arrays or shapes. The parameters whose paths are in `frozen` count 2/3: forward
     and the input's gradient, but not their own.

@@ -1,4 +1,4 @@
-"""From a ModelBundle to parameters: shapes with their places, weights loaded, drawn or quantized.
+"""Parameters of a ModelBundle: sharded shapes, and weights loaded, initialized or quantized.
 
 What adapters and folders need is imported only where there is one.
 """

@@ -79,8 +79,8 @@ class Episode:
     policy: str = ""
     """Name in section policies of the policy that drew the turns; "": the first trained one."""
     agent: str = ""
-    """Agent that spoke, if a policy plays several: episodes of a prompt are compared only within the
-    same agent."""
+    """Agent that spoke, if a policy plays several: episodes of a prompt are compared only within
+    the same agent."""
     others: list["Episode"] = field(default_factory=list)
     """Further episodes of the same game, of any policy: see as_game."""
 

@@ -1,4 +1,4 @@
-"""The reference that a policy is held to: which weights it has, and how a moving one moves."""
+"""Reference policy: choice of its weights, and updates of a moving one."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,11 +9,12 @@ from jaxtrain.core.task import TrainingContext, keep_weights
 from jaxtrain.errors import UserError
 
 REFERENCE = "reference"
-"""The role."""
+"""Name of the role."""
 
 
 def find_reference(kind: str, adapter: Adapter | None) -> Weights:
-    """Which weights the reference policy has by task.reference: auto, adapter_off, frozen, mixed.
+    """Return the weights of the reference policy for task.reference: auto, adapter_off, frozen,
+    mixed.
 
     Raises UserError where the adapter of adapter.path trains tables in full: without it the model
     is not the base.
@@ -33,15 +34,15 @@ def find_reference(kind: str, adapter: Adapter | None) -> Weights:
 def mixing(
     weights: Weights | None, every: int, share: float
 ) -> Callable[[TrainingContext, int], dict[str, float]]:
-    """`Task.after_round` for a reference of these weights: a moving one takes `share` of the policy
-    every so many steps (TR-DPO, arXiv 2404.09656); others stay."""
+    """Return `Task.after_round` for a reference of these weights: a moving one mixes in `share` of
+    the policy every `every` steps (TR-DPO, arXiv 2404.09656); others do not change."""
     return partial(mix_reference, every, share) if weights == "moving" else keep_weights
 
 
 def mix_reference(
     every: int, share: float, context: TrainingContext, before: int
 ) -> dict[str, float]:
-    """The moving reference follows the policy every so many steps."""
+    """Mix the policy into the moving reference every `every` steps."""
     if context.step // every > before // every:
         context.mix(REFERENCE, share)
     return {}

@@ -1,4 +1,4 @@
-"""From task.kind to the method and its `core.task.Task`."""
+"""Lookup of the method that task.kind names, and of its `core.task.Task`."""
 
 from jaxtrain import plugins
 from jaxtrain.config import Config
@@ -9,17 +9,17 @@ METHODS = {kind: entry.method for kind, entry in KINDS.items()}
 
 
 def find_method(config: Config) -> Method:
-    """The method that task.kind names: one of these, or one from outside."""
+    """Return the method that task.kind names, built in or from a plugin."""
     return plugins.find("tasks", config.task.kind, METHODS, key="task.kind", modules=True)
 
 
 def make_task(config: Config) -> Task:
-    """The config's task; raises UserError for what cannot run, before any weight is read."""
+    """Build the config's task; raises UserError for an invalid config before any weight is read."""
     task = find_method(config).make(config)
     refresh = config.rollout.draft_refresh
     if refresh is None or config.rollout.draft is None:
         return task
     from jaxtrain.methods.drafts.refresh import with_refresh
 
-    taught = config.model_copy(update={"task": refresh.task})
-    return with_refresh(task, config, find_method(taught))
+    refresh_config = config.model_copy(update={"task": refresh.task})
+    return with_refresh(task, config, find_method(refresh_config))

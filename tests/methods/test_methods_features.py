@@ -7,7 +7,7 @@ from jaxtrain.batch import Batch, check_batch
 from jaxtrain.core.scorer import make_features
 from jaxtrain.data.packing.steps import StepShape
 from jaxtrain.methods.ebft.feature_matching import pooling_weights
-from jaxtrain.methods.ebft.features import FeatureCache, FeatureSequence, ask
+from jaxtrain.methods.ebft.features import FeatureCache, FeatureSequence, build_feature_request
 from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
@@ -46,7 +46,7 @@ def draw_groups():
 def test_a_branch_has_the_features_of_its_sequence_alone(model, method, share):
     """float32 sums in other orders: 1e-4 of features of size 10."""
     groups = draw_groups()
-    requests = ask(groups, method, StepShape(2, 1, 32, units=1), share=share)
+    requests = build_feature_request(groups, method, StepShape(2, 1, 32, units=1), share=share)
     check_batch(requests.batch)
     width = len(pooling_weights(method, 1))
     params, rebuild = split_model(model)
@@ -65,7 +65,7 @@ def test_a_branch_has_the_features_of_its_sequence_alone(model, method, share):
 def test_a_prompt_is_computed_once():
     groups = draw_groups()
     shared, apart = (
-        ask(groups, "last_token", StepShape(1, 1, 64, units=1), share=share).batch
+        build_feature_request(groups, "last_token", StepShape(1, 1, 64, units=1), share=share).batch
         for share in (True, False)
     )
     count = lambda batch: int((batch.until > np.arange(64) + 1).sum())  # noqa: E731
@@ -74,7 +74,7 @@ def test_a_prompt_is_computed_once():
 
 def test_groups_larger_than_a_row_and_longer_sequences_fit():
     groups = draw_groups()
-    requests = ask(groups, "last_token", StepShape(1, 1, 8, units=1), share=True)
+    requests = build_feature_request(groups, "last_token", StepShape(1, 1, 8, units=1), share=True)
     assert all(min(position) >= 0 for position in requests.places)
     assert len(set(requests.places)) == len(requests.places)
 

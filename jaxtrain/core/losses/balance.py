@@ -26,7 +26,7 @@ LOADS = "expert_loads"
 
 
 class Balance(NamedTuple):
-    """Which losses on a router's load a run trains with: the factor of each."""
+    """Factors of the losses on a router's load."""
 
     aux: float = 0.0
     scope: Literal["row", "batch"] = "row"
@@ -42,7 +42,7 @@ class Balance(NamedTuple):
 
 
 class NoteCollector:
-    """A model that keeps what its blocks note whenever a loss asks for hidden states."""
+    """Wraps a model and collects the notes of its blocks whenever a loss asks for hidden states."""
 
     def __init__(self, model: Any):
         self.model = model

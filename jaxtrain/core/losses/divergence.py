@@ -2,18 +2,18 @@
 
 With p the teacher's probabilities of a token, q the student's, both of logits / temperature:
 
-    beta 0       forward KL    sum p (log p - log q)         covers all that the teacher may say
-    beta 1       reverse KL    sum q (log q - log p)         settles on what the teacher says most
+    beta 0       forward KL    sum p (log p - log q)         covers all modes of the teacher
+    beta 1       reverse KL    sum q (log q - log p)         concentrates on its main modes
     in between   generalized Jensen-Shannon: beta KL(p | m) + (1 - beta) KL(q | m),
                                m = beta p + (1 - beta) q
 
-This is the convention of GKD (arXiv 2306.13649) and of TRL's GKDTrainer, whose special cases are
-kept: at beta 0 and 1 the formula in between is 0 everywhere, so the two KLs stand in their place.
-They are its limits after division by beta and by 1 - beta: at 0.1 the numbers are about a tenth of
+This is the convention of GKD (arXiv 2306.13649) and of TRL's GKDTrainer, including its
+special cases: the formula in between vanishes at beta 0 and 1, so the two KLs replace it there.
+They are its limits after division by beta and by 1 - beta: at 0.1 the values are about a tenth of
 those at 0. Nothing is multiplied by temperature^2 here.
 
-Of k tokens instead of the whole vocabulary V, those that the teacher finds most likely, `rest` says
-what becomes of all others:
+With the teacher's k most likely tokens instead of the whole vocabulary V, `rest` selects how all
+other tokens are treated:
 
     bucket        both put theirs into one more category; never more than the divergence over V
     renormalize   both are divided by what they give to the k: conditional distributions
@@ -42,7 +42,7 @@ class ComparedTokens(NamedTuple):
 
     divergence: Any
     teacher_entropy: Any
-    """In nats, of what is compared: at the temperature, of the k where there are k."""
+    """Nats, of the compared distribution: at the temperature, over the k tokens if there are k."""
     student_entropy: Any
     agree: Any
     """1 where both find the same token most likely."""

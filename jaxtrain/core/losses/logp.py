@@ -1,4 +1,4 @@
-"""The log-probability of every token of a packed row, stored on the token that it scores."""
+"""Log-probability of every token of a packed row, stored on the token that it scores."""
 
 import jax
 import jax.numpy as jnp

@@ -31,8 +31,9 @@ class TopK(NamedTuple):
 
 
 def likeliest_tokens(model, batch: Batch, k: int) -> TopK:
-    """The k likeliest tokens and their log-probs [B, T, k] in the place of every token of rows
-    [B, T], given those before it; chunk by chunk. Where nothing comes before they mean nothing."""
+    """Return the k most likely tokens and their log-probs [B, T, k] in the place of every token of
+    rows [B, T], given those before it, chunk by chunk. Entries of tokens without a predecessor are
+    meaningless."""
     hidden_BTD, _ = predictions(model, batch)
     head_VD = model.head()
     spec_BTD, vocabulary = place_tokens(hidden_BTD, head_VD)

@@ -1,4 +1,4 @@
-"""The vocabulary ops on a mesh: each device on its tokens and its slice of the vocabulary.
+"""Vocabulary ops on a mesh: each device works on its tokens and its slice of the vocabulary.
 
 Kernels see local arrays only; this file owns the shard_map around them. Tokens are split over the
 axes of rows and length, the head over the axis of the vocabulary where that divides it; whatever

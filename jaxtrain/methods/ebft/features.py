@@ -104,7 +104,7 @@ class FeatureRequest(NamedTuple):
     """(microstep, row, number in the row) by sequence."""
 
 
-def ask(
+def build_feature_request(
     groups: Sequence[Sequence[FeatureSequence]], method: Pooling, shape: StepShape, *, share: bool
 ) -> FeatureRequest:
     """Return a batch of the sequences of some groups, in order.

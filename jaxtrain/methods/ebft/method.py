@@ -43,7 +43,7 @@ from jaxtrain.methods.ebft.features import (
     FeatureCache,
     FeatureRequest,
     FeatureSequence,
-    ask,
+    build_feature_request,
     feature_role,
 )
 from jaxtrain.methods.ebft.ground_truth import GroundTruthRows, GroundTruths, count_prompt
@@ -131,7 +131,7 @@ def open_data(config: Config, tokenizer: Any) -> FeatureMatchingData:
 
 
 def make(config: Config) -> Task:
-    """Build reinforcement learning with a feature network beside the policy."""
+    """Build reinforcement learning with an additional feature network."""
     task = config.task
     assert isinstance(task, EBFTTask)
     base = rl.make(config)
@@ -157,8 +157,8 @@ def read_coef(task: EBFTTask) -> dict[str, float]:
 
 
 def read_builder(task: EBFTTask, config: Config, rows: int) -> BatchBuilder:
-    """Return how a round becomes batches; with ce_coef the ground truth is a branch beside the
-    answers."""
+    """Return the builder of a round's batches; with ce_coef it packs the ground truth as a branch
+    next to the answers."""
     builder = rl.read_builder(task, config, rows)
     return dataclasses.replace(builder, truth=COMPONENT) if task.ce_coef > 0 else builder
 
@@ -237,7 +237,7 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
             truth = self.read_sequence(truth_of(group))
             is_cached = self.truth_features.get(FeatureCache.key(truth)) is not None
             sequences.append(answers if is_cached else [*answers, truth])
-        return ask(sequences, self.features.pooling, self.shape, share=self.share)
+        return build_feature_request(sequences, self.features.pooling, self.shape, share=self.share)
 
     def read_sequence(self, episode: Episode) -> FeatureSequence:
         """Return the last sequence of an episode without the token that ended it, which an answer

@@ -1,9 +1,8 @@
-"""Data that are drawn: rounds of answers to prompts, for all methods that sample what they train
-on.
+"""Sampled data: rounds of answers to prompts, for all methods that train on samples.
 
-Prompts, environment, rewards and engine live on process 0; the others receive its rounds, and take
-part where weights are gathered for the engine. With a rollout service (rollout.service), producer
-and episodes live in its processes, which open them with `open_producer`.
+Prompts, environment, rewards and engine are on process 0; the others receive its rounds, and take
+part in gathering weights for the engine. With a rollout service (rollout.service), producer and
+episodes run in its processes, which open them with `open_producer`.
 """
 
 import math
@@ -348,14 +347,13 @@ def count_all(
 
 
 class SecondTries:
-    """Decides whether the next prompt may be one whose answers earned nothing: from a share of the
-    run on, and only so many in a round."""
+    """Decides whether the next prompt may be a retry of one whose answers earned nothing: after a
+    share of the run, and at most so many a round."""
 
     def __init__(self, start: float, per_round: int):
         self.start, self.per_round = start, per_round
         self.rounds: Any = None
-        """RolloutRounds, or what a service knows of them: `progress`, `rounds_begun`,
-        `producer`."""
+        """RolloutRounds, or a service's view of them: `progress`, `rounds_begun`, `producer`."""
         self._round, self._count = -1, 0
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The dry run of a method that draws: everything around the model is tried once, without one.
+"""Dry run of a method that samples: tries everything around the model once, without a model.
 
     row ─> environment, with an engine that says what it is told to ─> episode ─> all rewards
 
@@ -19,9 +19,9 @@ from jaxtrain.generation.episodes import Env, Episode
 from jaxtrain.safe_io import UnreadableRow
 from jaxtrain.text_safety import shorten
 
-SAYS = "I do not know."
+SCRIPTED_ANSWER = "I do not know."
 SECONDS = 60.0
-"""Longest rehearsal of one episode, whatever env.timeout says."""
+"""Time limit of a rehearsed episode, regardless of env.timeout."""
 
 
 def rehearse(
@@ -76,12 +76,12 @@ async def play(
 ) -> tuple[Episode, dict[str, float | None]]:
     """Return a row's episode by an engine that always answers the same, and its rewards."""
     policies = {
-        name: ScriptedEngine(tokenizer, [SAYS] * 1000)
+        name: ScriptedEngine(tokenizer, [SCRIPTED_ANSWER] * 1000)
         if policy.trained
-        else ScriptedSpeaker([SAYS] * 1000)
+        else ScriptedSpeaker([SCRIPTED_ANSWER] * 1000)
         for name, policy in config.policies.items()
     }
-    engine = ScriptedEngine(tokenizer, [SAYS] * 1000, policies)
+    engine = ScriptedEngine(tokenizer, [SCRIPTED_ANSWER] * 1000, policies)
     episode = await env.run(dict(row), engine, config.sampling, 0)
     if rewards is None:
         return episode, dict(episode.all_rewards)

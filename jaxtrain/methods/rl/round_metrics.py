@@ -1,4 +1,4 @@
-"""Numbers and examples that describe a round, under the names that TRL's users know."""
+"""Metrics and examples of a round, under TRL's metric names."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning and pre-training: the weights of the batch say which tokens train."""
+"""Supervised fine-tuning and pre-training: the weights of the batch select the trained tokens."""
 
 from functools import partial
 from typing import Any
