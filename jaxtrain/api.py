@@ -111,8 +111,9 @@ class Model:
         return self._run(self.encode(texts), score, MIN_SCORING_ROW, nothing)
 
     def generate(self, texts: Sequence[Text], **sampling: Any) -> list[Completion]:
-        """A Completion (tokens, logprobs, finish_reason) for each text, which is continued as it
-        stands. sampling: keys of section sampling, such as max_new_tokens=64, temperature=0.0."""
+        """Return a Completion (tokens, logprobs, finish_reason) for each text, which is continued
+        as it stands. sampling: keys of section sampling, such as max_new_tokens=64,
+        temperature=0.0."""
         table = {**self.config.sampling.model_dump(), **sampling}
         chosen = validate(SamplingConfig, table, "sampling")
         prompts = [ids.tolist() for ids in self.encode(texts)]
@@ -126,7 +127,7 @@ class Model:
         return self._run(self.encode(texts), score, SCORING_ROW, np.zeros((0, count), np.float32))
 
     def require_scores(self) -> ScoreHead:
-        """The head that scores; UserError for a language model."""
+        """Return the scoring head; UserError for a language model."""
         head = self.snapshot.roles.bundle.architecture.score
         if head is None:
             raise UserError(
@@ -153,9 +154,9 @@ class Model:
             )
 
     def sampler(self, raw: bool, draft: str | None = None, policy: str | None = None) -> Requests:
-        """A sampler with these weights. raw: an answer ends with its text, not with a turn. draft:
-        folder of a draft model for speculative decoding: the same answers sooner. policy: another
-        one of `policies`."""
+        """Return a sampler with these weights. raw: an answer ends with its text, not with a turn.
+        draft: folder of a draft model for speculative decoding: the same answers sooner. policy:
+        another one of `policies`."""
         self.require_language()
         model = (self.snapshot if policy is None else self.policies[policy]).model()
         if draft is not None:
@@ -185,7 +186,8 @@ class Model:
     def _run(
         self, texts: list[np.ndarray], score: Callable, row: int, empty: np.ndarray
     ) -> list[np.ndarray]:
-        """score(params, batch [1, B, T]) -> [1, B, T, ...], cut back into texts."""
+        """Run score(params, batch [1, B, T]) -> [1, B, T, ...] on packed texts, and split its
+        outputs by text."""
         outputs = [empty.copy() for _ in texts]
         params, ways = self.snapshot.params(), row_shards(self.mesh)
         shares = self.snapshot.model().follows_trees

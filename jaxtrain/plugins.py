@@ -157,7 +157,7 @@ def load_module(module_name: str, *, key: str) -> ModuleType:
 
 
 def describe(error: BaseException) -> str:
-    """An error of foreign code and where it was raised: "KeyError: 'x' (my_format.py:3)"."""
+    """Return an error of foreign code and where it was raised: "KeyError: 'x' (my_format.py:3)"."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
@@ -172,8 +172,8 @@ def trace(error: BaseException, size: int = 1500) -> str:
 
 
 def split_path(name: str, modules: bool) -> tuple[str, str]:
-    """("package.module", "name") of an import path, whose last separator may be a dot, as TRL
-    writes it; ("package.module", "") where that may be a module; two empty texts for no path."""
+    """Split an import path into ("package.module", "name"). The last separator may be a dot, as in
+    TRL; ("package.module", "") if `modules` allows that, ("", "") if it is no path."""
     if modules and ":" not in name:
         return (name, "") if "." in name else ("", "")
     module_name, _, attribute = name.rpartition(":" if ":" in name else ".")
@@ -182,7 +182,8 @@ def split_path(name: str, modules: bool) -> tuple[str, str]:
 
 @functools.cache
 def _scan(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Scan a group's entry points; cached per sys.path `path`, because a scan takes milliseconds."""
+    """Scan a group's entry points; cached per sys.path `path`, because a scan takes milliseconds.
+    """
     return tuple(
         sorted(entry_points(group=group), key=lambda entry: (entry.name, find_owner(entry)))
     )

@@ -38,7 +38,7 @@ class UnreadableRow(dict):
 
 
 def read_text(path: str | Path, most: int) -> str:
-    """The text of a regular file of at most `most` bytes in UTF-8, with or without a mark.
+    """Return the text of a regular file of at most `most` bytes in UTF-8, with or without a BOM.
 
     Raises ValueError with the reason ("is a folder", "is not UTF-8 text: ..."), or OSError.
     """
@@ -46,7 +46,8 @@ def read_text(path: str | Path, most: int) -> str:
 
 
 def read_bytes(path: str | Path, most: int) -> bytes:
-    """The content of a regular file of at most `most` bytes. ValueError, OSError: see read_text."""
+    """Return the content of a regular file of at most `most` bytes. ValueError, OSError: see
+    read_text."""
     # O_NONBLOCK: opening a pipe must not wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -83,7 +84,7 @@ def decode(raw: bytes) -> str:
 
 
 def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
-    """The value of a JSON text; ValueError with a reason of one line.
+    """Return the value of a JSON text; ValueError with a reason of one line.
 
     It is Unfit where a value is nested deeper than DEPTH, a text has half a surrogate pair, which
     nothing can encode, or a whole number has more than 4,300 digits. strict refuses keys that stand

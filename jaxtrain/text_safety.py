@@ -35,7 +35,7 @@ def shorten(text: str, longest: int = MESSAGE) -> str:
 
 
 def show(value: Any, longest: int = 100) -> str:
-    """A value in a message: its repr where that is short, else its beginning and its size."""
+    """Return a value for a message: its repr if that is short, else its beginning and its size."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -61,7 +61,7 @@ class AuxiliaryModel:
         self.state = init_state(trained, self.optimizer, copies, self.learner.optim.offload)
 
     def snapshot(self) -> ModelSnapshot:
-        """The model with its current weights; `step` counts its own updates."""
+        """Return the model with its current weights; `step` counts its updates."""
         state = self.state
         return ModelSnapshot(self.roles, {**state.copies, **state.params}, int(state.step))
 

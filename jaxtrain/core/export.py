@@ -82,9 +82,9 @@ def export_policies(
 
 @contextlib.contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder to write to, which takes the place of `folder` when the block ends well.
+    """Yield an empty folder to write to, which replaces `folder` when the block succeeds.
 
-    Raises UserError where `folder` is there and no run's own: see run.belongings.
+    Raises UserError if `folder` exists but no run wrote it: see runs/run_files.py.
     """
     folder = Path(os.path.abspath(folder))
     require_replaceable(folder)
@@ -108,7 +108,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_card(config: Config, step: int) -> str:
-    """The model card: what it came from and every setting that differs from its default."""
+    """Return the model card: the model's origin and every setting that differs from its default."""
     changed = redact(config.model_dump(mode="json", exclude_defaults=True))
     return f"""\
 ---

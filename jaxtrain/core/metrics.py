@@ -91,7 +91,8 @@ def model_flops(matmul_params: float, tokens: float, mixing: float) -> float:
 
 
 def count_work(batch: Batch) -> tuple[int, np.ndarray]:
-    """(tokens of a host Batch that are not padding; for each of them how many tokens see it)."""
+    """Count the tokens of a host Batch that are not padding, and for each of them the tokens that
+    see it."""
     until = np.asarray(batch.until)
     index = np.arange(until.shape[-1])
     real = (np.asarray(batch.prev) >= 0) | (until > index + 1)

@@ -1,4 +1,4 @@
-"""An optimizer's moments in fewer bits than it computes with: bfloat16, or 8 bits by blocks.
+"""Optimizer moments stored in fewer bits than they are computed in: bfloat16, or 8-bit blocks.
 
     moments as stored ─> float32 ─> any optax transformation ─> float32 ─> stored again
                                              └─> updates, of moments before they are rounded
@@ -30,10 +30,10 @@ from jaxtrain.models.parameters import Params
 Kind = Literal["float32", "bfloat16", "int8"]
 
 BLOCK = 128
-"""Numbers that share a scale; fewer where the last axis is no multiple. (bitsandbytes: 256 of the
-flattened array, which shards of a matrix would cut.)"""
+"""Numbers that share a scale; fewer if the last axis is not a multiple. (bitsandbytes blocks the
+flattened array by 256, but shards of a matrix would cut such blocks.)"""
 FEWEST = 8
-"""Blocks of fewer numbers save little: such arrays stay float32."""
+"""Smallest block that saves enough memory: arrays with smaller ones stay float32."""
 SMALL = 4096
 """Arrays of fewer numbers stay float32."""
 DECADES = 7
@@ -52,9 +52,9 @@ class StoredState(NamedTuple):
     """State of `store_moments`."""
 
     count: jax.Array
-    """int32 updates made; rounding draws by it."""
+    """int32 number of updates, the seed of stochastic rounding."""
     inner: Any
-    """The transformation's own state, moments as they are stored."""
+    """State of `inner` with its stored moments."""
 
 
 def store_moments(
@@ -63,7 +63,8 @@ def store_moments(
     keeps: Callable[[str], bool] = lambda path: False,
     block: int = BLOCK,
 ) -> optax.GradientTransformation:
-    """`inner` with its moments (slots of a parameter's path and shape) stored as `kind`.
+    """Wrap `inner` so that its moments (slots of a parameter's path and shape) are stored as
+    `kind`.
 
     Updates come in the parameters' dtype. A slot named `nu` is a second moment: it is not negative,
     and in bfloat16 it is rounded up or down at random, in proportion, because the nearest would
@@ -132,13 +133,13 @@ def _is_second(where: tuple) -> bool:
 
 
 def block_size(shape: tuple[int, ...], block: int = BLOCK) -> int:
-    """Numbers in each block of an array of that shape; 0: it stays float32."""
+    """Return the block size for an array of that shape; 0 if it stays float32."""
     size = math.gcd(shape[-1], block) if shape else 0
     return size if size >= FEWEST and math.prod(shape) >= SMALL else 0
 
 
 def levels(signed: bool) -> np.ndarray:
-    """float32 [256], sorted: what codes stand for, as bitsandbytes' create_dynamic_map.
+    """Return the sorted levels of the codes, float32 [256], as in bitsandbytes' create_dynamic_map.
 
     Decade d of DECADES has the middles of 2^d (signed) or 2^(d+1) cells from 0.1 to 1 times
     10^(d-6); besides, there are 0 and 1.
@@ -152,7 +153,7 @@ def levels(signed: bool) -> np.ndarray:
 
 
 def quantize(x: jax.Array, signed: bool, block: int) -> QuantizedBlocks:
-    """float32 [..., n] -> the nearest levels of x over its block's largest magnitude; unsigned, the
+    """Map float32 [..., n] to the nearest levels of x / its block's largest magnitude; unsigned, the
     lowest level above zero for what is above zero, too.
 
     Which level is computed, not searched: decades by their thresholds, cells of one are even.
@@ -187,7 +188,7 @@ def quantize(x: jax.Array, signed: bool, block: int) -> QuantizedBlocks:
 
 
 def dequantize(blocks: QuantizedBlocks, signed: bool) -> jax.Array:
-    """float32 [..., n]."""
+    """Return the numbers float32 [..., n]."""
     codes, scales = blocks
     unit = jnp.asarray(levels(signed))[codes.astype(jnp.int32)]
     unit = unit.reshape(*scales.shape, -1) * scales[..., None]
@@ -195,7 +196,7 @@ def dequantize(blocks: QuantizedBlocks, signed: bool) -> jax.Array:
 
 
 def round_at_random(x: jax.Array, word: jax.Array) -> jax.Array:
-    """float32 -> bfloat16, up with the probability that leaves the mean as it is.
+    """Round float32 to bfloat16 stochastically, so that the mean is unchanged.
 
     word: uint32; what a number draws depends on it and on the number's place in the whole array,
     so that no mesh draws other ones.

@@ -42,7 +42,7 @@ class ObserverHook(Hook):
         checkpoints: CheckpointHook,
         log: Callable[[str], None],
     ):
-        """observers: empty but on process 0. evaluation, checkpoints: what verdicts trigger."""
+        """observers: empty except on process 0. evaluation, checkpoints: targets of verdicts."""
         self.session, self.observers, self.log = session, observers, log
         self.evaluation, self.checkpoints = evaluation, checkpoints
 

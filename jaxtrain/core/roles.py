@@ -94,7 +94,7 @@ class Roles:
                     self._rebuild[name] = lambda params: without_adapters(rebuild(params))
 
     def open(self, seed: int, *, trained: bool = True) -> tuple[Params, Params, Params]:
-        """(trained, frozen, copies) as a fresh run begins, read or drawn.
+        """Return (trained, frozen, copies) at the start of a fresh run, loaded or initialized.
 
         trained=False, for a run that goes on from a checkpoint: only what no checkpoint holds. Then
         trained weights are not even read, so that resuming needs no more memory than training.

@@ -26,8 +26,8 @@ class Scorer:
         self.snapshot, self.impl = snapshot, impl
 
     def logp(self, batch: Batch, role: str, temperature: float | None = None) -> np.ndarray:
-        """float32 [A, B, T] of every token of a batch [A, B, T] under a role's model; logits are
-        divided by `temperature`, as the sampler did."""
+        """Return log-probs float32 [A, B, T] of every token of a batch [A, B, T] under a role's
+        model; logits are divided by `temperature`, as in the sampler."""
         snapshot = self.snapshot()
         score = make_logp(snapshot.roles.rebuild(role), self.impl, temperature)
         # A role that shares the policy's routers must send each token where the update will, or
@@ -48,8 +48,8 @@ class Scorer:
     def features(
         self, batch: Batch, role: str, layers: Sequence[int], places: int = 1
     ) -> np.ndarray:
-        """float32 [A, B, S, places * C * D]: the outputs of C layers, one behind the other, pooled
-        over each of S sequences by streams[POOLING] [A, B, T, S * places], a weight a token."""
+        """Return float32 [A, B, S, places * C * D]: the outputs of C layers, concatenated, pooled
+        over each of S sequences with the token weights streams[POOLING] [A, B, T, S * places]."""
         snapshot = self.snapshot()
         score = make_features(snapshot.roles.rebuild(role), tuple(layers), places)
         fed = self._place(batch, snapshot, (POOLING,))

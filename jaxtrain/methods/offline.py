@@ -129,7 +129,8 @@ class OfflineData:
         self.recipe.show_example(probes[0], console)
 
     def show_counts(self, console: Console) -> None:
-        """Print how many rows were kept and dropped, of those that are tokenized in LOOK_SECONDS."""
+        """Print how many rows were kept and dropped, of those that are tokenized in LOOK_SECONDS.
+        """
         controls = describe_controls(self.config.data.datasets)
         for dataset in self._all():
             counts, complete = count_part(self.recipe.open(dataset), self.row_tokens, LOOK_SECONDS)
@@ -180,7 +181,7 @@ class OfflineRounds:
         total_steps: int,
         report: Callable[[Mapping[str, int], str], None] | None = None,
     ):
-        """report: gets the counts of what was read, after the first batch and with the last."""
+        """report: receives the counts of the data read, after the first batch and with the last."""
         self.source, self.total_steps = source, total_steps
         self.report, self._num_reported = report, 0
 

@@ -98,8 +98,8 @@ class Checkpoints:
     ) -> None:
         """Save a pytree of jax arrays; return once they may be overwritten or donated.
 
-        Does nothing if the step is already saved. Raises UserError on disk errors, which leave older
-        checkpoints intact.
+        Does nothing if the step is already saved. Raises UserError on disk errors, which leave
+        older checkpoints intact.
         """
         # One checkpoint is in flight at most: its copies on the host are released before the next.
         self.wait()
@@ -112,8 +112,8 @@ class Checkpoints:
             self._open()
             self._check_space(named)
             if jax.process_index() == 0:
-                # The marker must exist before Orbax renames its folder to <step>: a kill between the
-                # rename and the manifest would otherwise look like a damaged checkpoint.
+                # The marker must exist before Orbax renames its folder to <step>: a kill between
+                # the rename and the manifest would otherwise look like a damaged checkpoint.
                 self._marker(step).touch()
             content = ocp.args.Composite(
                 state=ocp.args.PyTreeSave(named),
@@ -163,8 +163,8 @@ class Checkpoints:
         arrays are not those of this model.
         """
         self.wait()
-        # Process 0 alone verifies the checksums, which may take minutes, so that all processes agree
-        # on one step even if a file changes meanwhile.
+        # Process 0 alone verifies the checksums, which may take minutes, so that all processes
+        # agree on one step even if a file changes meanwhile.
         step = broadcast("the newest checkpoint", self._find_newest)
         if step == -2:
             raise UserError(describe_all_damaged(self.folder))
@@ -187,7 +187,8 @@ class Checkpoints:
         return step
 
     def load(self, step: int, abstract: Any) -> Restored:
-        """Read a checkpoint without checking its files; `abstract` may be a subset of its arrays."""
+        """Read a checkpoint without checking its files; `abstract` may be a subset of its arrays.
+        """
         folder = self._folder(step)
         named = name_leaves(abstract)
         check_shapes(folder, named)

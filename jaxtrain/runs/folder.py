@@ -70,7 +70,7 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Drop the lines that steps after `step` wrote before the run was stopped.
 
-        Step 0 restarts from the beginning. Raises UserError if run.resume = "required" forbids that.
+        Step 0 restarts from the beginning. UserError if run.resume = "required" forbids that.
         """
         if step == 0 and self.config.run.resume == "required":
             raise UserError(
@@ -138,7 +138,8 @@ class RunFolder:
             raise
 
     def _check_inputs(self, names: Collection[str]) -> None:
-        """Reject inputs that lie in files which this run replaces, or deletes with run.overwrite."""
+        """Reject inputs that lie in files which this run replaces, or deletes with run.overwrite.
+        """
         # Compare real paths: an input may reach the folder through a link.
         home, run_names = os.path.realpath(self.path), {*names, *(read_names(self.path) or ())}
         for key, value in list_places(self.config):
@@ -259,8 +260,8 @@ def take_lock(path: Path, folder: Path) -> int:
             " another folder"
         ) from None
     except OSError:
-        # Some network file systems have no locks. Training there is allowed, and avoiding two runs in
-        # one folder is then up to the user.
+        # Some network file systems have no locks. Training there is allowed, and avoiding two runs
+        # in one folder is then up to the user.
         return descriptor
     # Only after the lock is taken: until then the content names the process that holds it.
     os.ftruncate(descriptor, 0)

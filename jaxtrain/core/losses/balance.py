@@ -59,9 +59,8 @@ class NoteCollector:
 
 
 def with_balance(loss: Callable, balance: Balance, loads: bool = False) -> Callable:
-    """`loss` (model, batch, ...) -> (sums, metrics), with the router's metrics among the metrics
-    and with a sum for each component of `balance.coef`, to be divided by the step's tokens that are
-    not padding.
+    """Wrap `loss` (model, batch, ...) -> (sums, metrics): add the router's metrics, and a sum for
+    each component of `balance.coef`, which is divided by the step's tokens that are not padding.
 
     loads: also LOADS among the metrics. A loss that runs the model several times counts every run.
     Nothing changes for a dense model.
@@ -87,7 +86,7 @@ def with_balance(loss: Callable, balance: Balance, loads: bool = False) -> Calla
 
 
 def measure_balance(noted: dict[str, Any], top: int, scope: str = "row"):
-    """({loss: sum over tokens}; metrics as (sum, weight)).
+    """Return ({loss: sum over tokens}, metrics as (sum, weight)).
 
     noted: `layers.router_notes.note_choice` of L layers. Losses and metrics: "balance" is the
     auxiliary loss, `top` at perfect balance; "sequence_balance" that within documents, 1 at
@@ -133,8 +132,8 @@ def measure_balance(noted: dict[str, Any], top: int, scope: str = "row"):
 def move_biases(
     params: Mapping[str, Any], loads_LE: Any, places: Mapping[str, Sequence[int]], rate: float
 ) -> dict[str, Any]:
-    """`params` with every correction bias moved by `rate` towards an even load: up where fewer
-    tokens than the mean went to an expert, down where more did.
+    """Return `params` with every correction bias moved by `rate` towards an even load: up for
+    experts with fewer tokens than the mean, down for those with more.
 
     loads_LE: tokens of the whole step. places: {path of biases [n, E]: their layers in loads_LE}.
     """

@@ -75,7 +75,7 @@ def plain_topk(
 
 
 def diverge(lp, lq, beta: float):
-    """Each category's part of the divergence, from log-probs of teacher and student."""
+    """Return each category's part of the divergence, from log-probs of teacher and student."""
     p, q = jnp.exp(lp), jnp.exp(lq)
     if beta == 0.0:
         return _times(p, lp - lq)
@@ -86,13 +86,13 @@ def diverge(lp, lq, beta: float):
 
 
 def mixture(lp, lq, beta: float):
-    """log(beta p + (1 - beta) q)."""
+    """Return log(beta p + (1 - beta) q)."""
     return jnp.logaddexp(lp + jnp.log(beta), lq + jnp.log1p(-beta))
 
 
 def pulled(lp, lq, beta: float):
-    """q times the divergence's slope by log q, up to multiples of q, which cancel where the
-    categories are all there are."""
+    """Return q times the divergence's slope by log q, up to multiples of q. These cancel if the
+    categories cover the whole distribution."""
     if beta == 0.0:
         return -jnp.exp(lp)
     if beta == 1.0:
@@ -101,8 +101,8 @@ def pulled(lp, lq, beta: float):
 
 
 def compare_all(u_CV, v_CV, beta: float, axis: Axis = None):
-    """(Compared, gradient [C, V] by u) of two whole vocabularies; u, v: logits / temperature of
-    student and teacher, this device's slices where `axis` names what they are split over."""
+    """Return (ComparedTokens, gradient [C, V] by u) over the whole vocabulary. u, v: logits /
+    temperature of student and teacher; with `axis`, this device's slices along it."""
     lq_CV, lp_CV = log_softmax(u_CV, axis), log_softmax(v_CV, axis)
     compared = ComparedTokens(
         add_up(diverge(lp_CV, lq_CV, beta), axis),
@@ -117,7 +117,7 @@ def compare_all(u_CV, v_CV, beta: float, axis: Axis = None):
 
 
 def compare_topk(u_CV, teacher: TopK, beta: float, rest: Rest, axis: Axis = None):
-    """(Compared, gradient [C, V] by u) over the teacher's k likeliest tokens.
+    """Return (ComparedTokens, gradient [C, V] by u) over the teacher's k likeliest tokens.
 
     teacher.logp: of logits / temperature, over the whole vocabulary; for "bucket" exactly so, for
     the others up to a constant of each token.
@@ -162,7 +162,7 @@ def compare_topk(u_CV, teacher: TopK, beta: float, rest: Rest, axis: Axis = None
 
 
 def likeliest(z_CV, axis: Axis = None):
-    """int32 [C] argmax in the whole vocabulary; the lowest id of equals."""
+    """Return the argmax over the whole vocabulary, int32 [C]; the lowest id among equals."""
     best_C = z_CV.argmax(-1).astype(jnp.int32)
     if axis is None:
         return best_C
@@ -178,10 +178,10 @@ def add_up(x_CV, axis: Axis = None):
 
 
 def _first(lp_Ck, ids_Ck):
-    """int32 [C, 1] place of the likeliest of the k, the bucket left out."""
+    """Return the place of the most likely of the k tokens, int32 [C, 1], without the bucket."""
     return lp_Ck[:, : ids_Ck.shape[1]].argmax(-1)[:, None]
 
 
 def _times(p, x):
-    """p x, 0 where p is, whatever x is there."""
+    """Return p x, and 0 where p is 0 even if x is not finite."""
     return jnp.where(p > 0, p * jnp.where(p > 0, x, 0.0), 0.0)

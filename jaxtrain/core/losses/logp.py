@@ -24,7 +24,7 @@ def token_logp(
 
 
 def predictions(model, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """The hidden state [B, T, D] that predicts each token, and the ids [B, T] to predict.
+    """Return the hidden state [B, T, D] that predicts each token, and the ids [B, T] to predict.
 
     Row `prev[t]` of the hidden states predicts token t, so branches that share a parent gather the
     same row and no sequence is ever shifted.

@@ -67,7 +67,7 @@ def likeliest_tokens(model, batch: Batch, k: int) -> TopK:
 
 
 def take_topk(v_CV, k: int, axis: Axis = None) -> TopK:
-    """The k likeliest tokens of the teacher's logits / temperature."""
+    """Return the k most likely tokens of the teacher's logits / temperature."""
     lp_CV = log_softmax(v_CV, axis)
     logp_Ck, ids_Ck = lax.top_k(lp_CV, min(k, lp_CV.shape[1]))
     if axis is None:

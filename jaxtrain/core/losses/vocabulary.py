@@ -23,7 +23,7 @@ def gather_logp(
     freeze_head: bool = False,
     impl: str = "auto",
 ) -> LogProbs:
-    """`logp_gather` of every token; fields float32 [B, T].
+    """Apply `logp_gather` to every token; fields float32 [B, T].
 
     `temperature` is a number or [B, T]; softcap: the model's `logit_softcap`. The
     arrays may be sharded in any way.
@@ -79,7 +79,7 @@ def sum_logp(
     freeze_head: bool = False,
     impl: str = "auto",
 ) -> tuple[jax.Array, LogProbs]:
-    """`weighted_logp` of all tokens: (their weighted sum, float32 [B, T] without gradients);
+    """Apply `weighted_logp` to all tokens: (their weighted sum, float32 [B, T] without gradients).
     softcap: the model's `logit_softcap`."""
 
     def local(axis, hidden_BTD, head_VD, target_BT, weight_BT):
@@ -120,7 +120,8 @@ def sum_logp(
 
 
 def place_tokens(hidden_BTD, head_VD):
-    """(spec of the hidden states, mesh axes of the vocabulary or None); (None, None) locally."""
+    """Return (spec of the hidden states, mesh axes of the vocabulary or None); (None, None)
+    locally."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return None, None
@@ -134,7 +135,7 @@ def stored_axes(head_VD) -> tuple[str, ...]:
 
 
 def whole_head(head_VD, dtype, axes):
-    """The head with all its features, in the dtype of the hidden states; inside shard_map.
+    """Gather all features of the head, in the dtype of the hidden states; inside shard_map.
 
     Gathered here and not by the partitioner, so that its gradient is scattered back.
     """
