@@ -51,8 +51,8 @@ class Model:
     def __init__(
         self, name: str | os.PathLike, overrides: Sequence[str] = (), *, several: bool = False
     ):
-        """name: as above. several: open all policies of a run that trained several, `policies` by
-        name; what the model itself says is the first one's. overrides: "section.key=value" as on
+        """name: as above. several: open all policies of a run that trained several as `policies`;
+        methods without a policy use the first one. overrides: "section.key=value" as on
         the command line, such as "model.compute_dtype=bfloat16" (a folder is computed in float32, a
         run as it trained).
 
@@ -85,7 +85,7 @@ class Model:
         return [self._ids(text, index) for index, text in enumerate(texts)]
 
     def logprobs(self, texts: Sequence[Text], temperature: float | None = None) -> list[np.ndarray]:
-        """Natural log-probs float32 [n] of each text's n tokens given those before them.
+        """Return log-probs (natural, float32 [n]) of each text's n tokens given those before them.
 
         The first token, which nothing predicts, has 0: the sum is that of the rest given it.
         temperature: what logits are divided by.
@@ -101,7 +101,7 @@ class Model:
         return text_logprobs
 
     def logits(self, texts: Sequence[Text]) -> list[np.ndarray]:
-        """Logits float32 [n, V] of each text: row i is what follows its token i.
+        """Return logits float32 [n, V] of each text: row i predicts the token after token i.
 
         All of them lie in the host's memory: 4 n V bytes a text.
         """
@@ -120,8 +120,8 @@ class Model:
         return self.sampler(raw=True).generate(prompts, chosen)
 
     def scores(self, texts: Sequence[Text]) -> list[np.ndarray]:
-        """Scores float32 [n, C] of each text by a reward model: row i is what it says at token i.
-        One for whole answers (C = 1) is read at the last token."""
+        """Return a reward model's scores float32 [n, C] of each text: row i is the score at token i.
+        With C = 1, a score of a whole answer is that of its last token."""
         count = len(self.require_scores().labels)
         score = make_scores(self.snapshot.roles.rebuild(self.snapshot.roles.trained))
         return self._run(self.encode(texts), score, SCORING_ROW, np.zeros((0, count), np.float32))
@@ -155,7 +155,7 @@ class Model:
 
     def sampler(self, raw: bool, draft: str | None = None, policy: str | None = None) -> Requests:
         """Return a sampler with these weights. raw: an answer ends with its text, not with a turn.
-        draft: folder of a draft model for speculative decoding: the same answers sooner. policy:
+        draft: folder of a draft model for speculative decoding: same answers, faster. policy:
         another one of `policies`."""
         self.require_language()
         model = (self.snapshot if policy is None else self.policies[policy]).model()

@@ -51,7 +51,7 @@ class CheckpointHook(Hook):
         # A bad step is read when the one after it has been marked.
         self.points: deque[SavePoint] = deque(maxlen=3)
         self.tried = session.start
-        """The newest step whose state is saved, or was refused by the disk."""
+        """Newest step whose state was saved, or could not be written to the disk."""
         self.saved_at = time.monotonic()
 
     @override
@@ -154,7 +154,7 @@ class CheckpointHook(Hook):
 
 
 def find_last_good(error: Exception, read: Callable[[], None], step: int) -> int:
-    """The step after which the state was as it is now, and finite."""
+    """Return the last step with a finite loss; the state is still the one after it."""
     try:
         if isinstance(error, NonFiniteStep):
             raise error

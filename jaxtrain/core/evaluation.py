@@ -107,9 +107,9 @@ class EvaluationHook(Hook):
         )
         self.history: list[dict[str, float]] = []
         self.evaluated_step = -1
-        """The last step whose weights an evaluation was started for."""
+        """Last step whose weights an evaluation was started on."""
         self.recorded = self.recorded_before = 0
-        """Evaluations whose numbers are written: all, and those before the current round ended."""
+        """Evaluations with written numbers: all, and those before the current round ended."""
 
     @property
     def recorded_this_round(self) -> bool:

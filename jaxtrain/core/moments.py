@@ -153,10 +153,10 @@ def levels(signed: bool) -> np.ndarray:
 
 
 def quantize(x: jax.Array, signed: bool, block: int) -> QuantizedBlocks:
-    """Map float32 [..., n] to the nearest levels of x / its block's largest magnitude; unsigned, the
-    lowest level above zero for what is above zero, too.
+    """Round float32 [..., n] to the nearest levels of x / its block's largest magnitude; unsigned, a
+    number above zero never becomes zero.
 
-    Which level is computed, not searched: decades by their thresholds, cells of one are even.
+    The level is computed, not searched: thresholds give the decade, whose cells are even.
     """
     blocks = x.reshape(*x.shape[:-1], -1, block)
     scales = jnp.abs(blocks).max(-1)

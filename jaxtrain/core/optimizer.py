@@ -107,7 +107,7 @@ def build_optimizer(
 
 def rate_factor(path: str, optim: OptimConfig) -> float:
     """Return a parameter's learning rate over optim.learning_rate. LoRA+ (Hayou et al. 2024,
-    arXiv:2402.12354) follows PEFT: magnitudes and biases get the rate of B."""
+    arXiv:2402.12354): B has its own rate, which DoRA's magnitudes share, as in PEFT."""
     if is_embedding(path):
         return 1.0 if optim.embedding_lr is None else optim.embedding_lr / optim.learning_rate
     return (optim.lora_plus_ratio or 1.0) if is_second(path) else 1.0

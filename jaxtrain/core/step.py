@@ -267,7 +267,7 @@ EXTREMES = {
     **dict.fromkeys(("min", "low_min", "min_reward"), (jnp.minimum, jnp.inf)),
 }
 """(join, neutral element) of metrics named ".../max", ".../low_min" and so on over microsteps; all
-others add up."""
+other metrics add up."""
 
 
 def join_metrics(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

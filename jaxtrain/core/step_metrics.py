@@ -142,13 +142,13 @@ class ExpertOverflowWarning:
 
     MOST_ROUNDS = 1.5
     STEPS = 10
-    """So many are looked at together."""
+    """Steps that are averaged."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
 
     def check(self, values: dict[str, float]) -> str | None:
-        """A warning, the first time that a layer took too many rounds over the last steps."""
+        """Return a warning the first time that layers took too many rounds over the last steps."""
         if "expert_rounds" not in values or len(self.seen) > self.STEPS:
             return None
         self.seen = [*self.seen[1 - self.STEPS :], values["expert_rounds"]]
