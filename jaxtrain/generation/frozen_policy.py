@@ -29,7 +29,7 @@ ROUTE = "/v1/chat/completions"
 LOOKS = 3
 """Times that a server is asked at the start whether it is there."""
 LOOK_SECONDS = 30.0
-MOST_BYTES = 2**24
+MAX_ANSWER_BYTES = 2**24
 """Of an answer."""
 
 
@@ -158,8 +158,8 @@ class ServedPolicy(FrozenPolicy):
         timeout = aiohttp.ClientTimeout(total=limit, sock_connect=10)
         try:
             async with session.post(f"{url}{ROUTE}", json=body, timeout=timeout) as answer:
-                raw = await answer.content.read(MOST_BYTES)
-                while len(raw) < MOST_BYTES and (chunk := await answer.content.read(MOST_BYTES)):
+                raw = await answer.content.read(MAX_ANSWER_BYTES)
+                while len(raw) < MAX_ANSWER_BYTES and (chunk := await answer.content.read(MAX_ANSWER_BYTES)):
                     raw += chunk
         except TimeoutError:
             raise ServerGone(f"no answer within {limit:g} s") from None

@@ -49,13 +49,13 @@ class ProducerOptions:
     ordered: bool = True
     """Slots leave in the order in which they were started, not by the age of their tokens."""
     streaming: bool = False
-    """They leave as they finish after all, but never one that was not requested yet."""
+    """Despite `ordered`, slots leave as they finish, though never before they are requested."""
     patience: float | None = None
     """Seconds that the event loop may be blocked; None: without limit."""
 
 
 class Producer:
-    """Slots ahead of the trainer; see the module's docstring."""
+    """Producer of slots ahead of the trainer; the module's docstring has the rules."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Producer:
         take_retry: Callable[[], bool] = lambda: False,
         log: Callable[[str], None] = print,
     ):
-        """take_retry: returns whether the next prompt may be one that waits for a second try."""
+        """take_retry: returns True if the next prompt may be one that waits for a second try."""
         self.prompts, self.player, self.rules = prompts, player, player.rules
         self.options, self.take_retry = options, take_retry
         self._requested = self._started = self._taken = 0
@@ -90,13 +90,13 @@ class Producer:
 
         requesting: places that this call requests, if not `count`: all of a round when its first
         slots are taken, none when the others are.
-        Raises what ends a run: what an engine raised, RunStopped or UserError for too many
-        failures, and Interrupted once the run is to stop.
+        Raises errors that end the run: those of the engine, RunStopped or UserError for too many
+        failures, and Interrupted once the run should stop.
         """
         return self._loop.run(self._take(count, count if requesting is None else requesting))
 
     def mark_done(self, slots: Sequence[RoundSlot]) -> None:
-        """Mark slots that were taken as done: given to the trainer, or dropped and counted."""
+        """Mark slots that were taken as done: passed to the trainer, or dropped and counted."""
         for slot in slots:
             groups = [*slot.flat, *([slot.group] if slot.group not in (None, *slot.flat) else [])]
             for request in slot.requests:
@@ -109,10 +109,11 @@ class Producer:
     def drop_older(self, version: int) -> None:
         """Cancel groups with tokens from before that version, now or as soon as that is known: no
         later round takes them. Their prompts are played again."""
+        # In the event loop's thread, which owns the tasks.
         self._loop.call_soon(lambda: self._drop_older(version))
 
     def state(self) -> dict[str, Any]:
-        """Return the cursor: what was marked done is done, all else will be played again."""
+        """Return the cursor: slots marked done stay done, all others will be played again."""
         return self.prompts.state()
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -129,10 +130,11 @@ class Producer:
         self._loop.call_soon(work)
 
     def close(self) -> None:
-        """Cancel what is being played and stop the thread."""
+        """Cancel the episodes in progress and stop the thread."""
         self._loop.close(self._cancel)
 
     async def _take(self, count: int, requesting: int) -> list[RoundSlot]:
+        # A whole round at once: all its slots are played while the first ones are taken.
         self._requested += requesting
         assert self._taken + count <= self._requested, "taken before it was requested"
         while self._started < self._requested + self.options.ahead:
@@ -162,7 +164,7 @@ class Producer:
         return self._finished.pop(number)
 
     async def _progress(self) -> None:
-        """Wait until a slot is filled; raise what went wrong in one."""
+        """Wait until a slot is filled; raise the error of a slot that failed."""
         if not self._running:
             raise RunStopped("the rollout producer has no slot left to wait for")
         done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
@@ -182,6 +184,7 @@ class Producer:
                 continue
             if self.player.is_flat(group):
                 slot.flat.append(group)
+                # Equal rewards give no gradient: try another prompt in this slot.
                 if self.rules.drop_flat:
                     slot.dropped["zero_advantage"] += 1
                     continue

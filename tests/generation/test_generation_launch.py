@@ -17,7 +17,7 @@ from jaxtrain.distributed import gpus, processes
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.vllm.control import ServerGone, call
 from jaxtrain.generation.vllm.launch import (
-    Launched,
+    LaunchedServer,
     Launcher,
     build_command,
     build_environment,
@@ -184,7 +184,7 @@ def test_three_restarts_in_ten_minutes_then_the_run_goes_on_without(tmp_path):
         return created[-1]
 
     servers = [
-        Launched(f"http://a:{position}", start, tmp_path / f"{position}.log") for position in (0, 1)
+        LaunchedServer(f"http://a:{position}", start, tmp_path / f"{position}.log") for position in (0, 1)
     ]
     launcher = Launcher(servers, output.append, lambda: current_time[0])
     launcher.start()

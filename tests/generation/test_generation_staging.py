@@ -8,7 +8,7 @@ import pytest
 from staged_hosts import ONE, WHOLE, Trainer, Worker
 
 from jaxtrain.generation.vllm.control import Deadline, ServerGone
-from jaxtrain.generation.weight_sync.staging import KEPT_DELTAS
+from jaxtrain.generation.weight_sync.staging import MAX_DELTAS
 from jaxtrain_vllm import weight_receiver as shelves
 
 
@@ -104,11 +104,11 @@ def test_a_chain_ends_where_it_is_too_long_or_another_trainer_begins():
     trainer, away, local_result = Trainer(), Worker("x"), Worker("y")
     trainer.make()
     trainer.push_weights([away, local_result])
-    for position in range(KEPT_DELTAS + 1):
+    for position in range(MAX_DELTAS + 1):
         trainer.make(position)
         trainer.push_weights([local_result])
     assert trainer.push_weights([away]) == WHOLE
-    assert away.shelf.begin("token") == [KEPT_DELTAS + 1, away.shelf.checksum]
+    assert away.shelf.begin("token") == [MAX_DELTAS + 1, away.shelf.checksum]
     assert away.shelf.begin("of another trainer") is None and away.shelf.version == -1
     with contextlib.suppress(OSError):
         away.there.close()

@@ -74,7 +74,7 @@ def read_lines(folder):
 
 
 def test_the_first_process_of_a_host_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxtrain.runs.hardware.MOST_BYTES", 200)
+    monkeypatch.setattr("jaxtrain.runs.hardware.MAX_FILE_BYTES", 200)
     with Hardware(tmp_path, 0.01), Hardware(tmp_path, 0.01):
         deadline = time.monotonic() + 20
         while not list(tmp_path.glob("hardware/*.old.jsonl")) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""VllmEngine: many coroutines with one prompt each, on servers that may come and go.
+"""VllmEngine: many coroutines with one prompt each, on servers that may join and leave.
 
 generate ──bounded──> its session's server ──answer──> checked ──> Completion
               ^                        │
@@ -34,13 +34,13 @@ from jaxtrain.generation.vllm.messages import (
 )
 from jaxtrain.generation.vllm.pool import Pool, VllmServer
 
-MAX_ASKS = 50
-"""Attempts per request, whatever happens to the servers: a bound even if they flap forever."""
+MAX_ATTEMPTS = 50
+"""Attempts per request, including those that do not count as failures: a bound if servers flap."""
 SESSION = "X-Session-ID"
 """Header by which a router keeps requests with a common prefix on one server."""
-MOST_BYTES = 2**28
-"""Limit for an answer; one with the experts of 100,000 tokens is a third of it."""
-PAUSE = 0.05
+MAX_ANSWER_BYTES = 2**28
+"""Limit for an answer; one with the experts of 100,000 tokens takes about a third of it."""
+KEPT_POLL_SECONDS = 0.05
 POLL_SECONDS = 0.25
 """Interval at which a waiting request checks whether its server was dropped."""
 
@@ -59,7 +59,7 @@ class LoopConnection(NamedTuple):
     session: aiohttp.ClientSession
     room: asyncio.Semaphore
     gate: asyncio.Lock
-    """Held by the one request that waits for a server; the others queue behind it."""
+    """Locked by the one request that polls for a server; the others queue behind it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class KeptServers:
         watchers      behind by some versions: sent the newest at once, whole or as deltas <───┘
 
     A server that is dropped keeps nothing. When none is left, KeepLost ends the evaluation, which
-    is then repeated; when all other servers are gone, training gets these.
+    is then repeated; if all other servers are gone, training gets these.
     """
 
     def __init__(self, pool: Pool, servers: Sequence[VllmServer]):
@@ -110,7 +110,7 @@ class KeptServers:
             if not any(self._may_come(server) for server in self.servers):
                 reasons = ", ".join(server.describe() for server in self.servers)
                 raise KeepLost(f"no server holds version {self.version} any more: {reasons}")
-            await asyncio.sleep(PAUSE)
+            await asyncio.sleep(KEPT_POLL_SECONDS)
 
     def release(self) -> None:
         """Return them to training."""
@@ -204,9 +204,10 @@ class VllmEngine:
         session = index // (self.group_size or 1)
         direct = False
         async with connection.room:
-            for _ in range(MAX_ASKS):
+            for _ in range(MAX_ATTEMPTS):
                 server = await self._acquire_server(connection, session, direct)
                 epoch = server.epoch
+                # Before the request: a group that will be too old is cancelled at once.
                 note_version(min(versions, default=server.version))
                 try:
                     # The seed depends on the position, so that a repeated request draws the same
@@ -227,11 +228,12 @@ class VllmEngine:
                         direct = True
                         continue
                     self.servers.suspect(server)
-                    # Only failures on a server that is still up count against the request.
+                    # Failures of a server that was dropped meanwhile are not the request's fault.
                     failures += server.epoch == epoch
                     if failures > self.servers.config.retries:
                         self._log_failure(lost)
                         raise EpisodeFailed(f"vllm: {lost.kind}") from None
+                    # Random, so that the requests of a lost server do not return all at once.
                     await asyncio.sleep(pause * (1 + random.random()))
                     pause = min(2 * pause, 30.0)
                     continue
@@ -241,6 +243,7 @@ class VllmEngine:
                 logprobs += answer.logprobs
                 versions += drawn
                 routed = join_routes(routed, answer.routed)
+                # A weight update interrupted the answer: continue behind the tokens drawn so far.
                 if answer.finish_reason == "abort" and len(tokens) < sampling.max_new_tokens:
                     self.servers.count("interrupted")
                     continue
@@ -265,10 +268,11 @@ class VllmEngine:
     async def _acquire_server(
         self, connection: LoopConnection, session: int, direct: bool
     ) -> VllmServer:
-        """Wait for a server; RunStopped when none comes. direct: not the router."""
+        """Wait for a server; RunStopped if none comes in time. direct: bypass the router."""
         servers = self.servers
         if self.kept_servers is not None:
             return await self.kept_servers.take(session if self.group_size else None)
+        # One request polls for all: thousands of them polling would keep the event loop busy.
         async with connection.gate:
             deadline = servers.clock() + servers.config.wait_seconds
             while True:
@@ -291,8 +295,9 @@ class VllmEngine:
         if 0 < server.max_model_len <= len(part.prompt):
             raise EpisodeFailed("vllm: the prompt fills the server's max_model_len")
         self.servers.check_length(server, len(part.prompt), part.max_tokens)
-        began = server.version
-        model = self.servers.label(began, self.policy) if self.adapters else server.model
+        # Read once: a publish may change it while the request is under way.
+        sent_version = server.version
+        model = self.servers.label(sent_version, self.policy) if self.adapters else server.model
         route = server.route
         body = build_request(
             route,
@@ -332,24 +337,24 @@ class VllmEngine:
                 f"{server.url} does not say to which experts tokens went, which"
                 " rollout.router_replay needs; start it with --enable-return-routed-experts"
             )
-        versions = self._date_tokens(server, answer, began)
+        versions = self._date_tokens(server, answer, sent_version)
         if self.kept_servers is not None and any(
             version != self.kept_servers.version for version in versions
         ):
             raise KeepLost(f"{server.url} went on to other weights")
         return answer, versions
 
-    def _date_tokens(self, server: VllmServer, answer: ServerAnswer, began: int) -> list[int]:
+    def _date_tokens(self, server: VllmServer, answer: ServerAnswer, sent_version: int) -> list[int]:
         """Return the version of each token; drops a server whose weights are not this run's."""
         count = len(answer.tokens)
         if self.adapters:
-            return [began] * count
+            return [sent_version] * count
         if answer.labels is None:
             # Requests are cut when weights change, so a whole answer is of one version; one that
             # raced with the change could be of either.
-            if server.version != began and answer.finish_reason != "abort":
+            if server.version != sent_version and answer.finish_reason != "abort":
                 raise AnswerLost("weights changed", "the weights changed while it was answered")
-            return [began] * count
+            return [sent_version] * count
         versions: list[int] = []
         for label in answer.labels:
             version = self.servers.read_label(label)
@@ -373,6 +378,7 @@ class VllmEngine:
             self._exchange(connection.session, server, body, session, limit)
         )
         try:
+            # A dead host keeps connections open; the epoch changes as soon as its watcher notices.
             while not (await asyncio.wait({task}, timeout=POLL_SECONDS))[0]:
                 if server.epoch != epoch:
                     raise AnswerLost("server gone", f"{server.url} is gone")
@@ -397,17 +403,22 @@ class VllmEngine:
         timeout = aiohttp.ClientTimeout(total=limit, sock_connect=10)
         url, named = f"{server.url}{server.route}", {SESSION: f"{self.servers.session}-{session}"}
         async with connections.post(url, json=body, timeout=timeout, headers=named) as answer:
+            # Read in parts, so that a broken server cannot fill the memory with one answer.
             raw = bytearray()
             async for part in answer.content.iter_any():
                 raw += part
-                if len(raw) > MOST_BYTES:
-                    raise aiohttp.ClientPayloadError(f"an answer of more than {MOST_BYTES} bytes")
+                if len(raw) > MAX_ANSWER_BYTES:
+                    raise aiohttp.ClientPayloadError(
+                        f"an answer of more than {MAX_ANSWER_BYTES} bytes"
+                    )
             return answer.status, bytes(raw)
 
     def _loop_connection(self) -> LoopConnection:
+        # aiohttp sessions and asyncio locks belong to the event loop that created them.
         loop = asyncio.get_running_loop()
         if loop not in self._connections:
             room = self.servers.config.concurrency
+            # Evaluation gets its servers' share of the concurrency; training has the rest.
             if self.kept_servers is not None:
                 room = max(1, int(room * self.kept_servers.share))
             # Shorter than the server's 5 s, or a request meets the end of its connection half way.

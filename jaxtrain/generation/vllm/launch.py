@@ -38,7 +38,7 @@ from jaxtrain.text_safety import escape_control_chars
 
 FOLDER = "servers"
 MAX_RESTARTS, RESTART_WINDOW_SECONDS = 3, 600.0
-"""A server that ends more often than that within that time is given up."""
+"""A server that ends more often than MAX_RESTARTS within the window is given up."""
 POLL_SECONDS = 1.0
 STOP_SECONDS = 20.0
 TAIL_LINES, TAIL_BYTES = 12, 16_384
@@ -47,7 +47,7 @@ TAIL_LINES, TAIL_BYTES = 12, 16_384
 
 @dataclass
 class Launched:
-    """Server over all its starts."""
+    """Server of the run, across restarts."""
 
     url: str
     make: Callable[[], ServerProcess]
@@ -60,14 +60,14 @@ class Launched:
 
 
 class Launcher(ServerSource):
-    """A `ServerSource` of servers that it runs itself."""
+    """`ServerSource` of servers that run as child processes."""
 
     name = 'rollout.vllm.launch "local"'
     fixed = True
 
     def __init__(
         self,
-        servers: Sequence[Launched],
+        servers: Sequence[LaunchedServer],
         log: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -85,6 +85,7 @@ class Launcher(ServerSource):
 
     @override
     def poll(self) -> list[DiscoveredServer]:
+        # Before the first answer an exit is a mistake in the setup, and a restart would not help.
         if not self._watching:
             for server in self.servers:
                 status = server.process and server.process.poll()
@@ -123,20 +124,21 @@ class Launcher(ServerSource):
             if status is None or self._closed.is_set():
                 continue
             why = f"its process ended with status {status}; {server.log_file}"
+            # First, so that its requests are repeated elsewhere before the slow restart.
             lost(server.url, why)
             while server.restarts and self.clock() - server.restarts[0] > RESTART_WINDOW_SECONDS:
                 server.restarts.popleft()
-            again = len(server.restarts) + 1
-            if again > MAX_RESTARTS:
+            attempt = len(server.restarts) + 1
+            if attempt > MAX_RESTARTS:
                 server.given_up = True
                 self.log(
-                    f"vllm {server.url} is not started again: it ended {again} times within"
+                    f"vllm {server.url} is not started again: it ended {attempt} times within"
                     f" {RESTART_WINDOW_SECONDS / 60:g} minutes; {server.log_file}"
                 )
                 continue
             server.restarts.append(self.clock())
             self.restarts += 1
-            self.log(f"vllm {server.url} is started again ({again} of {MAX_RESTARTS}): {why}")
+            self.log(f"vllm {server.url} is started again ({attempt} of {MAX_RESTARTS}): {why}")
             try:
                 self._start(server)
             except (OSError, UserError) as error:
@@ -146,7 +148,7 @@ class Launcher(ServerSource):
             failed(RunStopped(f"all vLLM servers of rollout.vllm.launch ended; see {logs}"))
 
     def close(self) -> None:
-        """End all of them, at once and for good; again: nothing."""
+        """Stop all servers in parallel, permanently; a second call does nothing."""
         self._closed.set()
         with self._lock:
             running = [server.process for server in self.servers if server.process is not None]
@@ -154,7 +156,8 @@ class Launcher(ServerSource):
             with ThreadPoolExecutor(len(running)) as pool:
                 list(pool.map(lambda process: process.stop(STOP_SECONDS), running))
 
-    def _start(self, server: Launched) -> None:
+    def _start(self, server: LaunchedServer) -> None:
+        # Under the lock, so that close() cannot miss a process that is just being started.
         with self._lock:
             if self._closed.is_set():
                 return
@@ -169,8 +172,8 @@ class Launcher(ServerSource):
 def open_launcher(
     config: Config, folder: Path, log: Callable[[str], None], longest: int | None = None
 ) -> Launcher:
-    """Return the launcher of section rollout.vllm, not started yet; ends what a killed run left
-    behind.
+    """Return the launcher of section rollout.vllm, not started yet; end the servers that a killed
+    run left behind.
 
     folder: RUN/servers. longest: maximum sequence length of the model. Raises UserError if vLLM or
     GPUs are missing.
@@ -182,7 +185,7 @@ def open_launcher(
     ended = sum(map(end_orphans, folder.glob("*.json")))
     if ended:
         log(f"ended {ended} processes of vLLM servers that a run before this one left")
-    # Nobody else on this machine is to pause them, or to give them weights.
+    # Other users of this machine must not pause the servers or change their weights.
     key = os.environ.setdefault(KEY_VARIABLE, secrets.token_urlsafe(32))
     with_trainer = vllm.transport == "device" and not vllm.sleep
     servers = []
@@ -191,7 +194,7 @@ def open_launcher(
     ):
         ranks = max(1, len(server_gpus))
         command = build_command(config, port, ranks=ranks, longest=longest)
-        # It takes the first ones; of the trainer's it only reads weights.
+        # vLLM uses the first `ranks` GPUs; from the trainer's it only reads weights.
         visible = [
             *server_gpus,
             *(gpus.list_gpus(os.environ) if with_trainer and server_gpus else []),
@@ -199,12 +202,13 @@ def open_launcher(
         env = build_environment(folder / "path", key, visible, vllm.python)
         log_file, note = folder / f"{number}.log", folder / f"{number}.json"
 
+        # Defaults bind this iteration's values; the closure would see those of the last server.
         def make(
             command=command, env=env, log_file=log_file, port=port, note=note
         ) -> ServerProcess:
             return ServerProcess(command, env, log_file, port, note=note)
 
-        servers.append(Launched(f"http://127.0.0.1:{port}", make, log_file))
+        servers.append(LaunchedServer(f"http://127.0.0.1:{port}", make, log_file))
     where = " | ".join(",".join(server_gpus) or "CPU" for server_gpus in assigned)
     count = f"{len(servers)} vLLM server{'s' if len(servers) > 1 else ''}"
     log(f"starting {count} (GPUs: {where}); logs in {folder}")
@@ -213,6 +217,7 @@ def open_launcher(
 
 def find_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Return different free ports of an address of this machine."""
+    # All sockets stay open until the last is bound, or the same port could be returned twice.
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server((host, 0))) for _ in range(count)]
         return [socket_.getsockname()[1] for socket_ in sockets]
@@ -270,19 +275,20 @@ def build_command(
 ) -> list[str]:
     """Build the command line of one server of this run.
 
-    port: a text stands for one that is not known yet. ranks: GPUs that it spreads over. longest:
+    port: text if it is not known yet. ranks: number of its GPUs. longest:
     maximum sequence length of the model, which may be less than data.sequence_len. The words of
     rollout.vllm.args come last, so that they override the others.
     """
     model, vllm = config.model, config.rollout.vllm
-    assert model.path is not None, "the config says that there is one"
+    assert model.path is not None, "validated with the config"
     command = [find_python(vllm.python), "-m", "jaxtrain_vllm.serve", "--model", str(model.path)]
     command += ["--host", host, "--port", str(port), "--sync", vllm.sync]
-    command += ["--drain-seconds", "0"]  # it ends with the run, which then waits for no answer
+    command += ["--drain-seconds", "0"]  # it ends with the run, which needs no more answers then
     if vllm.sync == "lora":
         rank = next((r for r in LORA_RANKS if r >= config.adapter.rank), config.adapter.rank)
         command += ["--max-lora-rank", str(rank)]
         if len(policies := list_trained(config)) > 1:
+            # Two per policy: requests in flight finish with the adapter before the newest.
             command += ["--max-loras", str(2 * len(policies))]
     if vllm.sleep:
         command.append("--sleep")
@@ -312,7 +318,7 @@ def build_environment(
     """Build the environment of a server.
 
     folder: receives a link to jaxtrain_vllm, the only package of this environment that vLLM's
-    Python shall find. key: demanded of every client. gpus: those that it may see; None: as this
+    Python should find. key: required of every client. gpus: visible GPUs; None: as for this
     process.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -320,6 +326,7 @@ def build_environment(
     if not link.is_symlink() or link.readlink() != package:
         link.unlink(missing_ok=True)
         link.symlink_to(package)
+    # Another Python must not import this environment's packages, built for another version.
     paths = [str(folder.absolute())]
     if find_python(python) == sys.executable:
         paths += filter(None, [os.environ.get("PYTHONPATH")])

@@ -37,7 +37,7 @@ class VllmServer:
     state: str = "new"
     """new, up, draining, down or gone."""
     version: int = -1
-    """Newest policy version that it holds; -1: none of this run's."""
+    """Newest policy version on it; -1: weights that are not this run's."""
     in_flight: int = 0
     epoch: int = 0
     """Incremented with every drop: a request of an older epoch will not be answered."""
@@ -79,7 +79,7 @@ class VllmServer:
 
     @property
     def lost(self) -> bool:
-        """Return True if nothing that it held counts any more."""
+        """Return True if its weights and its requests are lost."""
         return self.state in ("down", "gone")
 
     @property
@@ -136,7 +136,7 @@ class Pool:
         is_ours = start == f"jaxtrain-{self.session}" and number.isdigit()
         return int(number) if is_ours and int(number) <= self.version + 1 else None
 
-    # -- who is there
+    # -- membership
 
     def join(self, discovered: DiscoveredServer) -> VllmServer | None:
         """Admit a server that a source lists. None if it is known already; a draining one stays."""
@@ -146,7 +146,7 @@ class Pool:
                 if server.url == url:
                     server.capacity = discovered.capacity
                     if not server.listed:
-                        self._stay(server)
+                        self._relist(server)
                     return None
             server = VllmServer(url, capacity=discovered.capacity)
             self.all = [*self.all, server]
@@ -166,6 +166,7 @@ class Pool:
                 self._set(server, "draining", why)
                 server.leaving = self.clock()
                 self.counters["servers_drained"] += 1
+            # A draining server is forgotten by end_drain(), once its requests have ended.
             elif server.state != "draining" and not listed:
                 self._forget(server, why)
         server.nudge.set()
@@ -181,9 +182,10 @@ class Pool:
             if server.state != "draining" or (server.in_flight and not over and not dead):
                 return False
             if server.in_flight:
-                server.epoch += 1  # cut: the requests are asked again elsewhere
+                server.epoch += 1  # cut: the requests are repeated elsewhere
                 self.counters["requests_cut"] += server.in_flight
             if server.listed:
+                # It may return with other weights, so that its watcher must send them again.
                 self._set(server, "down", server.why)
                 server.version = -1
             else:
@@ -191,7 +193,7 @@ class Pool:
         self.changed()
         return True
 
-    def _stay(self, server: VllmServer) -> None:
+    def _relist(self, server: VllmServer) -> None:
         server.listed = True
         if server.state == "draining":
             # With older weights it counts as down, so that its watcher sends it the newest.
@@ -212,7 +214,7 @@ class Pool:
     def changed(self) -> None:
         """Hook, called without the lock after every state change."""
 
-    # -- who may be asked
+    # -- routing
 
     def up(self) -> list[VllmServer]:
         return [server for server in self.all if server.state == "up"]
@@ -248,6 +250,8 @@ class Pool:
                 self.counters["sessions_asked"] += 1
                 self.counters["sessions_at_first"] += chosen.first
             server = ready[chosen.index]
+            # An idle server makes no progress; the time limit for a hung one starts with its first
+            # request.
             if not server.in_flight:
                 server.progressed = self.clock()
             server.in_flight += 1
@@ -261,6 +265,7 @@ class Pool:
             if front is None or front.state != "up" or not ready:
                 return None
             front.version, front.model, front.route = self.version, ready[0].model, ready[0].route
+            # The router may choose any of its servers, so that the smallest limit counts.
             front.max_model_len = min(server.max_model_len for server in ready)
             front.in_flight += 1
             return front
@@ -290,6 +295,7 @@ class Pool:
     def cut_front(self) -> None:
         """Repeat requests in flight through the router directly: some hang behind it."""
         with self._lock:
+            # Which of them hang is unknown: the router does not report where a request went.
             if self.front is not None:
                 self.front.epoch += 1
                 self.counters["requests_cut"] += self.front.in_flight
@@ -345,6 +351,7 @@ class Pool:
     def add_load(self, server: VllmServer, change: int) -> None:
         """Add a change of the number of requests in flight from other processes."""
         with self._lock:
+            # Starts the time limit for a hung server, as in acquire().
             if change > 0 and not server.in_flight:
                 server.progressed = self.clock()
             server.in_flight += change
@@ -394,7 +401,7 @@ class Pool:
             else:
                 urls = {url.rstrip("/") for url in selection}
                 chosen = [candidate for candidate in free if candidate.url in urls]
-            chosen = chosen[: max(0, len(free) - 1)]  # at least one goes on with training
+            chosen = chosen[: max(0, len(free) - 1)]  # at least one continues with training
             for server in chosen:
                 server.kept_version = self.version
         return chosen
@@ -441,7 +448,7 @@ class Pool:
         self.changed()
 
     def drop(self, server: VllmServer, why: str) -> None:
-        """Send it no requests until it is re-admitted; those in flight are repeated elsewhere."""
+        """Send it no requests until it is readmitted; those in flight are repeated elsewhere."""
         with self._lock:
             if server.lost:
                 return
@@ -451,6 +458,7 @@ class Pool:
                 return
             self._set(server, "down", why)
             server.version, server.kept_version, server.behind = -1, None, False
+            # Requests in flight compare the epoch and give up at once instead of timing out.
             server.epoch += 1
             num_up = len(self.up())
             self.counters["servers_lost"] += 1
@@ -479,9 +487,10 @@ class Pool:
             time.sleep(0.1)
 
     def check(self, too_late: bool) -> None:
-        """Raise what ends the run: a watcher's error, or that no server came back in time."""
+        """Raise the error that ends the run: a watcher's, or RunStopped if no server came back."""
         if self.error is not None:
             raise self.error
+        # Here, because every waiting request and every publish calls check().
         self._release_last_kept()
         if too_late:
             reasons = ", ".join(server.describe() for server in self.all) or "none is known"

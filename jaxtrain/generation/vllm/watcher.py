@@ -1,8 +1,8 @@
-"""Threads that watch servers: drop one when it is gone, admit it when it comes or returns.
+"""Threads that watch servers: drop one that is gone, admit one that joins or returns.
 
 Checks /health every health_seconds, or at once after a failed request (`Pool.suspect`). A restarted
 server has none of the run's state, so it is inspected, must draw a token, and receives the weights
-again before it gets work.
+again before it gets requests.
 """
 
 import math
@@ -52,18 +52,19 @@ class Watcher:
 
     def _watch(self, server: VllmServer) -> None:
         pause = self.pool.config.health_seconds
-        looked = -math.inf
+        checked_at = -math.inf
         while not self.closed.is_set() and server.state != "gone":
             nudged = server.nudge.wait(min(pause, TELEMETRY_SECONDS))
+            # Cleared before the checks, so that a request to check again during them is not lost.
             server.nudge.clear()
             if self.closed.is_set() or self.pool.end_drain(server):
                 continue
             if server.state == "up" and (server.in_flight or self.pool.front is not None):
                 self._read(server)
             # /metrics is read more often than /health: routing needs fresh queue lengths.
-            if nudged or self.pool.clock() - looked >= pause:
+            if nudged or self.pool.clock() - checked_at >= pause:
                 self._check_health(server)
-                looked = self.pool.clock()
+                checked_at = self.pool.clock()
 
     def _read(self, server: VllmServer) -> Telemetry | None:
         """Read and record a server's /metrics."""
@@ -82,16 +83,16 @@ class Watcher:
             return
         server.strikes = 0
         if server.state == "new" and not server.model:
-            self._take_in(server)
-        elif self._wants_weights(server) and self.push_weights is not None:
-            self._take_back(server, self.push_weights)
+            self._inspect_joined(server)
+        elif self._needs_weights(server) and self.push_weights is not None:
+            self._readmit(server, self.push_weights)
         elif server.behind and not self.pool.publishing and self.push_weights is not None:
             self._catch_up(server, self.push_weights)
         elif server.state in ("up", "draining"):
             self._check_progress(server)
 
-    def _wants_weights(self, server: VllmServer) -> bool:
-        """Return True if a server waits for weights that no publish will bring it. A new server
+    def _needs_weights(self, server: VllmServer) -> bool:
+        """Return True if a server waits for weights and no publish will push them. A new server
         that was present when a publish began gets them from that publish."""
         late = server.state == "new" and not self.pool.publishing
         return self.pool.version >= 0 and (server.state == "down" or late)
@@ -100,12 +101,13 @@ class Watcher:
         # A time-out may be a busy event loop; only several in a row count. A refused or broken
         # connection is final.
         server.strikes += 1
-        late = isinstance(error, ServerGone) and "not answered" in str(error)
-        if isinstance(error, ServerRefused) and says_draining(error):
+        timed_out = isinstance(error, ServerGone) and "not answered" in str(error)
+        if isinstance(error, ServerRefused) and announces_shutdown(error):
             return self.pool.leave(server, "it announced that it leaves", listed=server.listed)
-        if server.state in ("up", "draining") and (not late or server.strikes >= MAX_STRIKES):
+        if server.state in ("up", "draining") and (not timed_out or server.strikes >= MAX_STRIKES):
             self.pool.drop(server, f"/health: {error}")
-        elif late:
+        elif timed_out:
+            # Check again at once: MAX_STRIKES time-outs are long enough without the pauses.
             server.nudge.set()
         elif not server.model:
             server.why = str(error)
@@ -116,6 +118,7 @@ class Watcher:
         if not pool.load(server) or server.updating or pool.asleep:
             pool.note_progress(server)
             return
+        # Read before the probe, which takes long: another thread may drop the server meanwhile.
         epoch, limit = server.epoch, pool.config.progress_seconds
         if self.pool.clock() - server.progressed < limit / 4:
             return
@@ -124,7 +127,7 @@ class Watcher:
         if silent < limit:
             return
         if telemetry is None or not telemetry.tokens:
-            # It does not tell what it does: ask for one token, behind what waits there.
+            # It reports no counts: request one token, which queues behind its other requests.
             try:
                 seconds = min(limit, PROBE_SECONDS)
                 self.inspector.probe(server.route, server.url, server.model, seconds)
@@ -139,45 +142,47 @@ class Watcher:
                 f"hung: no token for {silent:.0f} s with {pool.load(server):.0f} requests under"
                 " way, though /health says 200; rollout.vllm.progress_seconds",
             )
+            # Requests through the router do not see the epoch of the server behind it.
             pool.cut_front()
 
-    def _take_in(self, server: VllmServer) -> None:
-        """Inspect one that has just joined; the weights come afterwards."""
+    def _inspect_joined(self, server: VllmServer) -> None:
+        """Inspect a server that has just joined; it receives the weights afterwards."""
         try:
             self.inspect(server)
         except (ServerGone, ServerRefused) as error:
             server.why = str(error)
         except UserError as error:
-            self._tell_useless(server, error)
+            self._log_unusable(server, error)
         else:
             server.why = "waits for weights"
             server.nudge.set()
 
-    def _take_back(self, server: VllmServer, bring: Callable[[VllmServer], None]) -> None:
+    def _readmit(self, server: VllmServer, push_weights: Callable[[VllmServer], None]) -> None:
         try:
+            # It may have been restarted with another model or other options.
             self.inspector.inspect(server)
-            bring(server)
+            push_weights(server)
             while server.state == "up" and server.version < self.pool.version:
-                bring(server)  # another version was published meanwhile
+                push_weights(server)  # another version was published meanwhile
         except (ServerGone, ServerRefused) as error:
             server.why = str(error)
         except (UserError, RunStopped) as error:
-            self._tell_useless(server, error)
+            self._log_unusable(server, error)
 
-    def _catch_up(self, server: VllmServer, bring: Callable[[VllmServer], None]) -> None:
-        """It kept older weights for an evaluation, and works all the while."""
+    def _catch_up(self, server: VllmServer, push_weights: Callable[[VllmServer], None]) -> None:
+        """Push the newest weights to a server that kept older ones and has stayed up."""
         try:
-            bring(server)
+            push_weights(server)
         except (ServerGone, ServerRefused, RunStopped) as error:
             self.pool.drop(server, f"weight sync: {error}")
 
-    def _tell_useless(self, server: VllmServer, error: Exception) -> None:
-        """It came as something that this run cannot use; the others may do without it."""
+    def _log_unusable(self, server: VllmServer, error: Exception) -> None:
+        """Log, once per reason, that a server is unusable; training continues with the others."""
         if str(error) != server.why:
             self.pool.log(f"vllm {server.url} is there but of no use: {error}")
         server.why = str(error)
 
 
-def says_draining(error: ServerRefused) -> bool:
+def announces_shutdown(error: ServerRefused) -> bool:
     """Return True if a refused /health announces that the server is about to shut down."""
     return error.status == 503 and "draining" in error.message

@@ -24,8 +24,8 @@ from jaxtrain.generation.vllm.control import (
 from jaxtrain_vllm.adapter_store import FILES, FILES_HEADER, ROUTE
 from jaxtrain_vllm.wire import cut_after
 
-PIECE = 2**20
-MOST_ANSWER = 2**16
+CHUNK_BYTES = 2**20
+MAX_ANSWER_BYTES = 2**16
 
 
 def send_adapter(url: str, folder: Path, name: str, deadline: Deadline) -> str:
@@ -61,7 +61,7 @@ def describe(file: Path) -> tuple[int, int]:
     """Return (bytes, crc32) of a file."""
     crc = 0
     with file.open("rb") as stream:
-        while piece := stream.read(PIECE):
+        while piece := stream.read(CHUNK_BYTES):
             crc = zlib.crc32(piece, crc)
     return file.stat().st_size, crc
 
@@ -70,7 +70,7 @@ def read_all(folder: Path) -> Iterator[bytes]:
     """Yield the files of an adapter, one after the other."""
     for file in FILES:
         with (folder / file).open("rb") as stream:
-            while piece := stream.read(PIECE):
+            while piece := stream.read(CHUNK_BYTES):
                 yield piece
 
 
@@ -95,7 +95,7 @@ def _request(
             sent = {**headers(), "Content-Type": "application/octet-stream", **fields}
             connection.request(method, f"{base.path}{ROUTE}{name}", body, sent)
             answer = connection.getresponse()
-            return answer.status, answer.read(MOST_ANSWER)
+            return answer.status, answer.read(MAX_ANSWER_BYTES)
     except (OSError, http.client.HTTPException, ValueError) as error:
         why = "it took too long" if late.is_set() else str(error) or repr(error)
         raise ServerGone(f"an adapter did not get there: {why}") from None

@@ -21,7 +21,7 @@ CONTROL_SECONDS = 60.0
 CLOSE_SECONDS = 15.0
 
 
-def push_to_all(servers: Servers, bring: Callable[[VllmServer], None], version: int) -> None:
+def push_to_all(servers: Servers, push_weights: Callable[[VllmServer], None], version: int) -> None:
     """Push `version` to every server that is up or new and keeps no other version, in parallel.
 
     A server that fails, or needs more than sync_seconds, is dropped. Returns as soon as the others
@@ -35,14 +35,15 @@ def push_to_all(servers: Servers, bring: Callable[[VllmServer], None], version: 
 
     def try_one(server: VllmServer) -> None:
         try:
-            bring(server)
-        except BaseException as error:  # handed over to the caller's thread
+            push_weights(server)
+        except BaseException as error:  # raised in the caller's thread
             failures.put((server, error))
         else:
             failures.put((server, None))
 
     deadline = Deadline(limit)
     for server in pending:
+        # A daemon thread each: one that hangs must not delay the others or the exit.
         threading.Thread(target=try_one, args=(server,), daemon=True).start()
     while pending:
         try:
@@ -69,7 +70,7 @@ class Delivery:
     def __init__(self, servers: Servers):
         self.servers = servers
         self._thread: threading.Thread | None = None
-        self._found: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._error: BaseException | None = None
 
     def start(self, version: int, work: Callable[[], dict[str, float]], started: float) -> None:
@@ -78,12 +79,13 @@ class Delivery:
         started: beginning of the whole publish (perf_counter), for "sync/seconds".
         """
         assert self._thread is None, "one publish at a time"
+        # In the caller's thread, so that its next requests wait for this version.
         self.servers.begin_publish(version)
 
         def run() -> None:
             try:
-                self._found = {**work(), "sync/seconds": time.perf_counter() - started}
-            except BaseException as error:  # handed over: to who waits here, and to all requests
+                self._metrics = {**work(), "sync/seconds": time.perf_counter() - started}
+            except BaseException as error:  # raised by wait() and in waiting requests
                 self._error = self.servers.error = error
             finally:
                 self.servers.publishing = False
@@ -99,7 +101,7 @@ class Delivery:
                 self._thread = None
         if self._error is not None:
             raise self._error
-        return self._found
+        return self._metrics
 
     def close(self) -> None:
         """Wait a short time for the last delivery: ended midway, it would leave servers paused."""
@@ -109,7 +111,7 @@ class Delivery:
 
 def put_to_sleep(servers: Servers) -> None:
     """Make the servers release their GPU memory; they get no requests until `wake`."""
-    servers.asleep = True
+    servers.asleep = True  # before the calls, so that no request reaches a sleeping server
     for server in servers.up():
         try:
             call(server.url, "POST", "/sleep", timeout=CONTROL_SECONDS, level=1)

@@ -94,30 +94,32 @@ class DeviceImage:
             self._allocate(list_devices(params))
         self.state.begin()
         missing, self._sums = dict(self.sizes), []
-        held, held_bytes = [], 0
+        copying, copying_bytes = [], 0
         for rows in look_ahead(self._list_rows(params, self._homes)):
             block, address = self._find(rows.name)
             size = rows.array.nbytes
             missing[rows.name] -= size
             if not size:
                 continue
+            # The driver copies outside of jax's streams, so that jax must have written the array.
             rows.array.block_until_ready()
             row_bytes = size // (rows.array.shape[0] if rows.array.ndim else 1)
             target = address + rows.first * row_bytes
             self._cuda.copy(block.device, target, rows.array.unsafe_buffer_pointer(), size)
             self._sums.append((rows.name, rows.sum))
-            held.append(rows.array)  # until it is copied
-            held_bytes += size
-            if held_bytes > AHEAD_BYTES:
+            copying.append(rows.array)  # keep the buffer alive: the copy is asynchronous
+            copying_bytes += size
+            if copying_bytes > AHEAD_BYTES:
                 self._wait()
-                held, held_bytes = [], 0
+                copying, copying_bytes = [], 0
         self._wait()
-        del held
+        del copying
         assert not any(missing.values()), f"unwritten parts: {[n for n, m in missing.items() if m]}"
 
     def seal(self, version: int) -> int:
         """Mark the image as complete; return the checksum of what was sent there."""
         sums = dict.fromkeys(self.shapes, 0)
+        # Start all copies before reading the first sum: one transfer latency instead of many.
         for _, partial_sum in self._sums:
             if hasattr(partial_sum, "copy_to_host_async"):
                 partial_sum.copy_to_host_async()
@@ -172,6 +174,7 @@ class DeviceImage:
             for size, near in zip(room, devices.values(), strict=True):
                 device = self._cuda.locate(near)
                 address = self._cuda.allocate(device, max(size, ALIGNED))
+                # Recorded before the export, so that free() releases it if the export fails.
                 self._blocks.append(DeviceBlock(device, address, size, b""))
                 self._blocks[-1] = DeviceBlock(
                     device, address, size, self._cuda.export(device, address)

@@ -128,6 +128,7 @@ def _sum_rows(array: jax.Array, first: Any) -> jax.Array:
     bits = "int16" if array.dtype.itemsize == 2 else "int32"
     signed = jax.lax.bitcast_convert_type(array, bits)
     rows = signed.reshape(array.shape[0] if array.ndim else 1, -1)
+    # int32 overflow wraps around in XLA, which is the sum modulo 2**32.
     sums = rows.astype("int32").sum(1, dtype="int32")
     weights = jnp.arange(1, len(sums) + 1, dtype="int32") + jnp.int32(first)
     return (sums * weights).sum(dtype="int32")
@@ -138,7 +139,7 @@ def lay_out(op: TensorOp, value: jax.Array, dtype: str) -> Iterator[SplitPiece]:
     for piece in _write_all(op, value, dtype):
         array: Any = piece.array
         for shard in array.addressable_shards:
-            if shard.replica_id == 0:
+            if shard.replica_id == 0:  # replicas hold the same rows
                 where = _compose(piece.index, shard.index)
                 for rows, block in _cut_rows(shard.data):
                     yield piece._replace(index=_compose(where, rows), array=block)
@@ -179,9 +180,11 @@ def _find_changes(old: jax.Array, new: jax.Array, room: int) -> tuple[jax.Array,
     """Return (number of items whose bits differ, flat positions of the first `room` of them, new
     values)."""
     bits = "uint16" if new.dtype.itemsize == 2 else "uint32"
+    # Bits, not values: NaN differs from itself, and -0.0 equals 0.0.
     old_bits, new_bits = (jax.lax.bitcast_convert_type(a, bits).reshape(-1) for a in (old, new))
     differs = old_bits != new_bits
     running_count = jnp.cumsum(differs, dtype="int32")
+    # Unchanged items, and changes beyond `room`, get an index out of range, which "drop" ignores.
     target = jnp.where(differs, running_count - 1, room)
     every = jnp.arange(new.size, dtype="uint32")
     empty = jnp.zeros(room, "uint32")

@@ -108,6 +108,7 @@ class Image:
         self.segment.begin()
         missing = {name: tensor.bits.size for name, tensor in self.tensors.items()}
         parts: dict[str, list[Future[Part | None]]] = {name: [] for name in self.tensors}
+        # Bounds the arrays that queued jobs keep alive.
         room = threading.BoundedSemaphore(4 * THREADS)
         for piece in look_ahead(pieces):
             tensor = self.tensors[piece.name]
@@ -216,7 +217,7 @@ class ScatterJob(NamedTuple):
         index = np.uint32 if self.tensor.bits.size <= 2**32 else np.uint64
         where = np.asarray(where, index)
         self.tensor.bits[where] = values
-        return where, values.copy()
+        return where, values.copy()  # the piece's memory may be reused
 
 
 def _moved(inside: tuple[np.ndarray, ...], index: Index) -> tuple[np.ndarray, ...]:

@@ -8,7 +8,7 @@ continue with keys and values of the old weights. Requests in flight finish with
 they began with; older versions are unloaded, then deleted.
 
 Each folder contains a note that names its run. Only folders that an earlier process of the same
-run left are removed: adapter_dir may belong to anybody, and serve several runs at once.
+run left are removed: adapter_dir may be shared with other runs and with other files.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from jaxtrain.generation.weight_sync.delivery import (
 )
 from jaxtrain.safe_io import parse_json, read_text
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 NOTE = "made_by_jaxtrain.json"
 UNFINISHED = ".{}.unfinished"
 
@@ -104,9 +104,9 @@ class LoraPublisher:
         with server.alone(deadline):
             epoch, version = server.epoch, self.version
             if server.state == "up" and server.version == version and not self.servers.asleep:
-                return  # who had it alone before, a publish or a watcher, has just brought it
+                return  # a publish or a watcher has pushed it while this one waited for the lock
             if server.state in ("new", "down"):
-                self._loaded[server].clear()  # it was restarted, or its state is not known
+                self._loaded[server].clear()  # it was restarted, or its state is unknown
             if self.servers.asleep:
                 wake(server, deadline, "weights", "kv_cache")
             for policy in self.policies:
@@ -124,6 +124,7 @@ class LoraPublisher:
         try:
             call(server.url, "POST", "/v1/load_lora_adapter", body, timeout=deadline.left())
         except ServerRefused as error:
+            # A repeated call after a lost answer; names are unique, so that it is the same adapter.
             if error.status == 400 and "already" in error.message:
                 return
             if error.status == 404 and error.message == "Not Found":
@@ -153,7 +154,7 @@ class LoraPublisher:
     def _write(self, version: int, params: Any, policy: str) -> None:
         """Write the folder of a version atomically; a full disk costs older versions first."""
         target = self.folder / self.servers.label(version, policy)
-        for last in (False, True):
+        for is_retry in (False, True):
             unfinished = target.with_name(UNFINISHED.format(target.name))
             shutil.rmtree(unfinished, ignore_errors=True)
             try:
@@ -162,13 +163,14 @@ class LoraPublisher:
                 (unfinished / NOTE).write_text(json.dumps(note) + "\n")
                 reserve(unfinished, self.measure(params))
                 self.write(params, unfinished)
+                # Renamed when complete: servers read the folder, and never see half of it.
                 shutil.rmtree(target, ignore_errors=True)
                 os.replace(unfinished, target)
                 self._written = [n for n in self._written if n != target.name] + [target.name]
                 return
             except OSError as error:
                 shutil.rmtree(unfinished, ignore_errors=True)
-                if error.errno not in FULL or last:
+                if error.errno not in DISK_FULL_ERRORS or is_retry:
                     raise RunStopped(
                         f"rollout.vllm.adapter_dir {self.folder}: version {version} cannot be"
                         f" written: {error.strerror or error}; make room there or name another"
@@ -185,6 +187,7 @@ class LoraPublisher:
         keep = keep * count + (len(self._written) % count if keep else 0)
         with self._lock:
             for name in self._written[: max(0, len(self._written) - keep)]:
+                # A list, not a generator: every server must unload it, even if one refuses.
                 if all([self._unload(server, name) for server in self.servers.all]):
                     shutil.rmtree(self.folder / name, ignore_errors=True)
                     self._written.remove(name)
@@ -195,9 +198,9 @@ class LoraPublisher:
         if name not in self._loaded[server]:
             return True
         if server.lost:
-            return True  # taken back, it counts as one that holds none
+            return True  # when it is readmitted, it counts as having no adapters
         if server.kept_version is not None and name == self.servers.label(server.kept_version):
-            return False  # an evaluation asks for it
+            return False  # an evaluation samples from it
         try:
             body = {"lora_name": name}
             call(server.url, "POST", "/v1/unload_lora_adapter", body, timeout=CONTROL_SECONDS)
@@ -208,7 +211,7 @@ class LoraPublisher:
             return server.lost
         self._loaded[server].discard(name)
         if server in self._sends:
-            with contextlib.suppress(ServerGone):  # then it is removed with the server's process
+            with contextlib.suppress(ServerGone):  # the files go with the server's process
                 remove_adapter(server.url, name, CONTROL_SECONDS)
         return True
 
@@ -227,10 +230,10 @@ class LoraPublisher:
                         body = {"lora_name": model["id"]}
                         path = "/v1/unload_lora_adapter"
                         call(server.url, "POST", path, body, timeout=CONTROL_SECONDS)
-                        if not is_leftover:  # it was sent there
+                        if not is_leftover:  # it was uploaded
                             remove_adapter(server.url, model["id"], CONTROL_SECONDS)
             except (ServerGone, ServerRefused, TypeError, KeyError):
-                return  # in doubt they stay: a served adapter must keep its folder
+                return  # keep the folders if in doubt: a served adapter needs its own
         for path in folders:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -245,7 +248,7 @@ class LoraPublisher:
                 if note["run"] == self.run and path.name in (name, UNFINISHED.format(name)):
                     folders.add(path)
             except (OSError, ValueError, TypeError, KeyError):
-                continue  # no note, or none of ours
+                continue  # no note, or another run's
         return folders
 
 

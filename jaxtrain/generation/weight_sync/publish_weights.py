@@ -31,13 +31,13 @@ from jaxtrain.generation.weight_sync.delivery import (
 )
 from jaxtrain.generation.weight_sync.device_image import DeviceImage
 from jaxtrain.generation.weight_sync.host_image import Image, as_numpy, choose_dtypes
-from jaxtrain.generation.weight_sync.staging import WORTH, Staging, WeightVersion
+from jaxtrain.generation.weight_sync.staging import MAX_DELTA_FRACTION, Staging, WeightVersion
 from jaxtrain.generation.weight_sync.weight_links import WeightLinks, WorkerLink
 from jaxtrain.huggingface.ops import TIED_COPY, SplitPiece
 from jaxtrain_vllm import BACKEND, wire
 from jaxtrain_vllm.cuda_driver import CudaError
 
-COUNTED = (
+COUNTERS = (
     "sync/bytes",
     "sync/tcp_bytes",
     "sync/chains",
@@ -49,8 +49,8 @@ COUNTED = (
 LINK_SECONDS = 60.0
 RESUME_SECONDS = 5.0
 """Time to resume a server that missed the deadline: it is dropped, but should not stay paused."""
-FEW_BYTES = 2**28
-"""For weights up to this size changes are always determined, even if no server needs them."""
+SMALL_MODEL_BYTES = 2**28
+"""Up to this size changes are always computed, even if no server needs them."""
 
 
 class TensorSet(NamedTuple):
@@ -88,7 +88,7 @@ class WeightPublisher:
         self.servers, self.write, self.shapes = servers, write, dict(tensors.shapes)
         self.find, self.device = find, device
         self.wide, self.carried = frozenset(tensors.wide), tensors.carried
-        self._left: list[DeviceImage] = []
+        self._retired: list[DeviceImage] = []
         """Retired device images, which servers may still have open."""
         self.dtype, self.delta, self.ahead = config.weight_dtype, delta, ahead
         self.links = WeightLinks(config.listen, config.listen_port)
@@ -130,14 +130,14 @@ class WeightPublisher:
             start = time.perf_counter()
             last, self.newest = self.newest, self._seal(weights)
             self.staging.history.add(last, self.newest)
-            self._sent = dict.fromkeys(COUNTED, 0.0)
+            self._sent = dict.fromkeys(COUNTERS, 0.0)
             self._sent["sync/checksum_seconds"] = time.perf_counter() - start
-            retired, self._left = self._left, []
+            retired, self._retired = self._retired, []
             hosts = {urllib.parse.urlsplit(s.url).hostname for s in self.servers.all}
             self.staging.relays.begin(version, len(hosts))
             kept_urls = [server.url for server in self.servers.all if server.keeps]
             self.staging.exclude_owners(
-                [link for url in kept_urls for link in self.links.known(url)]
+                [link for url in kept_urls for link in self.links.connected(url)]
             )
             push_to_all(self.servers, self.push_weights, version)
             for image in retired:  # every server that is up reads another image now
@@ -164,7 +164,7 @@ class WeightPublisher:
         self.delivery.close()
         self.servers.close()
         self.links.close()
-        for image in filter(None, [self.device, *self._left]):
+        for image in filter(None, [self.device, *self._retired]):
             image.free()
 
     def push_weights(self, server: VllmServer) -> None:
@@ -199,7 +199,7 @@ class WeightPublisher:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Wait until nobody reads the image, and block new readers."""
+        """Wait until no thread reads the image, and block new readers."""
         with self._readers_changed:
             # A reader that exceeds the limit fails safely: the segment's state, or the checksum,
             # shows that the image was overwritten.
@@ -239,14 +239,14 @@ class WeightPublisher:
         # anyway, so that no error could last.
         compare = self.delta and old is not None and old.device is None
         compare = compare and self._since_full < self.servers.config.full_every
-        few = image.segment.room.nbytes <= FEW_BYTES
-        if self.find is None and not few and self.links.all_share():
+        is_small = image.segment.room.nbytes <= SMALL_MODEL_BYTES
+        if self.find is None and not is_small and self.links.all_share():
             compare = False  # no server needs the changes, and comparing takes longer than copying
         write = self.find if compare and self.find is not None else self.write
         changes = image.take(write(params), compare=compare)
         if changes is not None:
             size = sum(change.nbytes for change in changes.values())
-            if size > WORTH * image.segment.room.nbytes:
+            if size > MAX_DELTA_FRACTION * image.segment.room.nbytes:
                 changes = None
         if changes is None:
             self._since_full = 0
@@ -264,7 +264,7 @@ class WeightPublisher:
     def _leave_device(self, why: str) -> None:
         """Send weights through host memory from now on."""
         if self.device is not None:
-            self._left.append(self.device)
+            self._retired.append(self.device)
             self.device = None
             self.servers.log(
                 f"rollout.vllm.transport device: {why}; weights go through the host's memory from"
@@ -274,8 +274,9 @@ class WeightPublisher:
     def _to_host(self, weights: WeightVersion, why: str, deadline: Deadline) -> WeightVersion:
         """Return the same version in the host's image, for a server that cannot read the
         device's."""
-        assert weights.device is not None, "it is there already"
+        assert weights.device is not None, "it is in host memory already"
         state = weights.device.state
+        # Several servers may fail to read the device at once: the first copies, others reuse it.
         with self._host_lock:
             newest, image = self.newest, self._image
             if newest is not None and newest.version == weights.version and newest.device is None:
@@ -316,6 +317,7 @@ class WeightPublisher:
                 return self.links.wait_for(server.url, count, 0.0)
             except ServerGone:
                 pass
+        # Links of a restarted server are dead, and would count as its workers.
         self.links.forget(server.url)
         info = {"init_info": self.links.describe(server.url)}
         try:

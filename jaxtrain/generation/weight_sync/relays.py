@@ -23,14 +23,14 @@ SLOWER, MORE_SECONDS = 4.0, 10.0
 then the trainer sends the version itself."""
 PATIENCE = 1 / 3
 """Fraction of the remaining time to wait for the first holders, or for one relayed transfer."""
-FAILURES = 2
+MAX_FAILURES = 2
 """After so many failures in a row the trainer serves a worker itself: it may not reach the
 others."""
 
 
 @dataclass(eq=False)
 class RelaySource:
-    """A worker that passes on what it has."""
+    """Worker that serves its payloads to other hosts."""
 
     link: WorkerLink
     address: tuple[str, int]
@@ -64,7 +64,7 @@ class Relays:
         self._changed = threading.Condition()
 
     def begin(self, version: int, hosts: int) -> None:
-        """Start a version that nobody has yet, and that so many hosts will want."""
+        """Start a version that no host has yet and `hosts` hosts will receive."""
         with self._changed:
             self.on = 0 < self.fan_out < hosts
             self._version, self._sources, self._coming = version, [], Counter()
@@ -117,6 +117,7 @@ class Relays:
             elif arrived:
                 self._longest = max(self._longest, time.monotonic() - transfer.started)
             else:
+                # Frees the trainer's place: another host may be served directly instead.
                 self._direct -= 1
             if address is not None and self.wants(link):
                 self._sources.append(RelaySource(link, address, transfer.names))
@@ -125,14 +126,14 @@ class Relays:
 
     def wants(self, link: WorkerLink) -> bool:
         """Return True if this link shall pass on what it receives. Never from the trainer's own
-        host: its address there may be a loopback address, which nobody else reaches."""
+        host: its address there may be a loopback address, which other hosts cannot reach."""
         return self.on and link.host != link.local_host
 
     def _find(self, version: int, name: str, link: WorkerLink) -> tuple[bool, RelaySource | None]:
         """Return (True if other hosts have it or are getting it, an idle source for this link)."""
         if version != self._version or self._direct < self.fan_out:
             return False, None
-        if not self.wants(link) or link.failures >= FAILURES:
+        if not self.wants(link) or link.failures >= MAX_FAILURES:
             return False, None
         candidates = [
             source for source in self._sources if name in source.names and not source.link.closed
@@ -142,7 +143,7 @@ class Relays:
 
 
 def read_address(answer: Any) -> tuple[str, int] | None:
-    """Parse the address where a worker passes on what it has."""
+    """Parse the address where a worker serves its payloads."""
     if isinstance(answer, list) and [type(part) for part in answer] == [str, int]:
         return answer[0], answer[1]
     return None

@@ -26,9 +26,9 @@ from jaxtrain_vllm import payloads, wire
 from jaxtrain_vllm.payloads import PayloadOffers
 from jaxtrain_vllm.shared_memory import SharedMemorySegment
 
-WORTH = 0.7
+MAX_DELTA_FRACTION = 0.7
 """A delta larger than this fraction of the whole is not used."""
-KEPT_DELTAS = 8
+MAX_DELTAS = 8
 OWNER_SECONDS = 30.0
 """Time for which the workers of a host wait for the one whose memory they read last: they have no
 base for a delta of their own."""
@@ -67,7 +67,7 @@ class DeltaHistory:
     those of the newest version, so that several deltas merge into one."""
 
     def __init__(self) -> None:
-        self._steps: deque[DeltaChange] = deque(maxlen=KEPT_DELTAS)
+        self._steps: deque[DeltaChange] = deque(maxlen=MAX_DELTAS)
         self._newest = (-1, 0)
 
     def add(self, before: WeightVersion | None, weights: WeightVersion) -> None:
@@ -78,30 +78,32 @@ class DeltaHistory:
         else:
             positions = {name: change.positions for name, change in weights.changes.items()}
             self._steps.append(DeltaChange((before.version, before.checksum), positions))
+            # Bounds the memory of the history.
             while sum(step.nbytes for step in self._steps) > total / 2:
                 self._steps.popleft()
         self._newest = (weights.version, weights.checksum)
 
     def since(
-        self, held: tuple[int, int], weights: WeightVersion
+        self, served: tuple[int, int], weights: WeightVersion
     ) -> dict[str, wire.Changes] | None:
-        """Return what turns the version `held`, given with its checksum, into the newest one.
+        """Return what turns the version `served`, given with its checksum, into the newest one.
 
         None if that is unknown, or too large to be worth it.
         """
         bases = [step.base for step in self._steps]
-        if held not in bases or self._newest != (weights.version, weights.checksum):
+        if served not in bases or self._newest != (weights.version, weights.checksum):
             return None
-        steps = [*self._steps][bases.index(held) :]
+        steps = [*self._steps][bases.index(served) :]
         if len(steps) == 1:
             return weights.changes
         merged = {}
         for name, tensor in weights.tensors.items():
             parts = [step.positions[name] for step in steps if name in step.positions]
+            # Values are read from the newest version, so that only positions need merging.
             where = np.unique(np.concatenate(parts)) if parts else np.empty(0, "<u4")
             merged[name] = wire.Changes(where, tensor.bits[where], tensor.bits.size)
         total = sum(tensor.bits.nbytes for tensor in weights.tensors.values())
-        return merged if sum(change.nbytes for change in merged.values()) <= WORTH * total else None
+        return merged if sum(change.nbytes for change in merged.values()) <= MAX_DELTA_FRACTION * total else None
 
 
 class StagingHost:
@@ -132,8 +134,8 @@ class StagingHost:
                 # Another link is being sent the version, or the last owner has not come yet.
                 if not deadline.left():
                     raise ServerGone("the weights did not reach its host in time")
-                most = patience.left() if self.busy is None else 1.0
-                self.changed.wait(deadline.left(max(most, 0.01)))
+                wait_seconds = patience.left() if self.busy is None else 1.0
+                self.changed.wait(deadline.left(max(wait_seconds, 0.01)))
             return self.segment
 
     def done(self, link: WorkerLink, version: int, segment: Any) -> None:
@@ -198,6 +200,7 @@ class Staging:
             hosts = list(self._hosts.values())
         for host in hosts:
             with host.changed:
+                # An owner that is not updated would make the others wait OWNER_SECONDS in vain.
                 host.owner = None if host.owner in links else host.owner
 
     def send(
@@ -238,6 +241,7 @@ class Staging:
                 try:
                     new_segment = self._transfer(link, weights, deadline).get("segment")
                 finally:
+                    # Also after an error, or the other links of the host would wait for this one.
                     host.done(
                         link,
                         weights.version,
@@ -265,6 +269,7 @@ class Staging:
         answer = self.send(link, weights, header, (), deadline)
         link.can_share = "error" not in answer
         if link.can_share:
+            # It serves from another process's memory, to which no delta can be applied.
             link.is_base = False
             self._check(answer, weights)
             delta = weights.changes is not None
@@ -299,6 +304,7 @@ class Staging:
         self, version: int, base: int, changes: dict[str, wire.Changes]
     ) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
         """Call `wire.pack_delta` once for all hosts."""
+        # A lock of its own: packing takes long, and _lock must stay short.
         with self._packing:
             if self._packed[0] != version:
                 self._packed = (version, {})

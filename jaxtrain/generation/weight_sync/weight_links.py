@@ -54,6 +54,7 @@ class WorkerLink:
         late = threading.Event()
         try:
             self.connection.settimeout(None)
+            # A socket time-out would apply to each read; this limits the whole exchange.
             with wire.cut_after(timeout, self.connection, late):
                 wire.send_message(self.connection, header, payload)
                 return wire.receive_message(self.connection, ANSWER_BYTES, 0)[0]
@@ -123,8 +124,8 @@ class WeightLinks:
                     raise ServerGone(f"{connected} of {count} workers connected in {seconds:g} s")
             return list(self._links[server])
 
-    def known(self, server: str) -> list[WorkerLink]:
-        """Return the current links of a server."""
+    def connected(self, server: str) -> list[WorkerLink]:
+        """Return the links of a server that are connected now."""
         with self._changed:
             return list(self._links.get(server, ()))
 
@@ -142,6 +143,7 @@ class WeightLinks:
             self.forget(server)
 
     def _admit(self, connection: socket.socket) -> None:
+        # A slow worker must not block the listener for the others.
         threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
