@@ -46,7 +46,7 @@ TAIL_LINES, TAIL_BYTES = 12, 16_384
 
 
 @dataclass
-class Launched:
+class LaunchedServer:
     """Server of the run, across restarts."""
 
     url: str
