@@ -159,7 +159,9 @@ class ServedPolicy(FrozenPolicy):
         try:
             async with session.post(f"{url}{ROUTE}", json=body, timeout=timeout) as answer:
                 raw = await answer.content.read(MAX_ANSWER_BYTES)
-                while len(raw) < MAX_ANSWER_BYTES and (chunk := await answer.content.read(MAX_ANSWER_BYTES)):
+                while len(raw) < MAX_ANSWER_BYTES and (
+                    chunk := await answer.content.read(MAX_ANSWER_BYTES)
+                ):
                     raw += chunk
         except TimeoutError:
             raise ServerGone(f"no answer within {limit:g} s") from None

@@ -184,7 +184,8 @@ def test_three_restarts_in_ten_minutes_then_the_run_goes_on_without(tmp_path):
         return created[-1]
 
     servers = [
-        LaunchedServer(f"http://a:{position}", start, tmp_path / f"{position}.log") for position in (0, 1)
+        LaunchedServer(f"http://a:{position}", start, tmp_path / f"{position}.log")
+        for position in (0, 1)
     ]
     launcher = Launcher(servers, output.append, lambda: current_time[0])
     launcher.start()

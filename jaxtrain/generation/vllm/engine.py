@@ -344,7 +344,9 @@ class VllmEngine:
             raise KeepLost(f"{server.url} went on to other weights")
         return answer, versions
 
-    def _date_tokens(self, server: VllmServer, answer: ServerAnswer, sent_version: int) -> list[int]:
+    def _date_tokens(
+        self, server: VllmServer, answer: ServerAnswer, sent_version: int
+    ) -> list[int]:
         """Return the version of each token; drops a server whose weights are not this run's."""
         count = len(answer.tokens)
         if self.adapters:

@@ -103,7 +103,11 @@ class DeltaHistory:
             where = np.unique(np.concatenate(parts)) if parts else np.empty(0, "<u4")
             merged[name] = wire.Changes(where, tensor.bits[where], tensor.bits.size)
         total = sum(tensor.bits.nbytes for tensor in weights.tensors.values())
-        return merged if sum(change.nbytes for change in merged.values()) <= MAX_DELTA_FRACTION * total else None
+        return (
+            merged
+            if sum(change.nbytes for change in merged.values()) <= MAX_DELTA_FRACTION * total
+            else None
+        )
 
 
 class StagingHost:
