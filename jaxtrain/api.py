@@ -120,7 +120,7 @@ class Model:
         return self.sampler(raw=True).generate(prompts, chosen)
 
     def scores(self, texts: Sequence[Text]) -> list[np.ndarray]:
-        """Return a reward model's scores float32 [n, C] of each text: row i is the score at token i.
+        """Return a reward model's scores float32 [n, C] of each text; row i is that at token i.
         With C = 1, a score of a whole answer is that of its last token."""
         count = len(self.require_scores().labels)
         score = make_scores(self.snapshot.roles.rebuild(self.snapshot.roles.trained))

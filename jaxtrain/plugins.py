@@ -182,7 +182,8 @@ def split_path(name: str, modules: bool) -> tuple[str, str]:
 
 @functools.cache
 def _scan(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Scan a group's entry points; cached per sys.path `path`, because a scan takes milliseconds."""
+    """Scan a group's entry points; cached per sys.path `path`, because a scan takes
+    milliseconds."""
     return tuple(
         sorted(entry_points(group=group), key=lambda entry: (entry.name, find_owner(entry)))
     )

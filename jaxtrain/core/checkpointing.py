@@ -86,7 +86,8 @@ class CheckpointHook(Hook):
         return is_due(step, before, options.every, times, total) or self.is_time()
 
     def is_time(self) -> bool:
-        """Return whether checkpoint.every_minutes have passed since a save, on process 0's clock."""
+        """Return whether checkpoint.every_minutes have passed since a save, on process 0's
+        clock."""
         minutes = self.config.checkpoint.every_minutes
         if minutes is None:
             return False

@@ -83,7 +83,7 @@ def model_flops(matmul_params: float, tokens: float, mixing: float) -> float:
     """FLOPs that one training step needs, recomputation not counted.
 
     6 per weight that multiplies a token (the output head counts, the embedding table does not) and
-    3 times the cost of mixing tokens in a forward pass, as layers report it: attention 4 per visible
+    3 times the cost of mixing tokens in a forward pass, by the layers: attention 4 per visible
     (query, key) pair, head and dim, a tree's shared tokens once. PaLM's MFU (arXiv 2204.02311) with
     the mask accounted for.
     """

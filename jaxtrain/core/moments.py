@@ -153,7 +153,7 @@ def levels(signed: bool) -> np.ndarray:
 
 
 def quantize(x: jax.Array, signed: bool, block: int) -> QuantizedBlocks:
-    """Round float32 [..., n] to the nearest levels of x / its block's largest magnitude; unsigned, a
+    """Round float32 [..., n] to the nearest level of x / its block's largest magnitude; unsigned, a
     number above zero never becomes zero.
 
     The level is computed, not searched: thresholds give the decade, whose cells are even.

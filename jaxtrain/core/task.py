@@ -73,7 +73,8 @@ class TrainingContext(Protocol):
         ...
 
     def activate_policy(self, policy: str) -> None:
-        """Make this one of several trained policies the one to score and update; "": the only one."""
+        """Make this one of several trained policies the one to score and update; "": the only
+        one."""
         ...
 
     def prepare(self, round: Round) -> Round:
@@ -111,7 +112,8 @@ class Rounds(Protocol):
         ...
 
     def next(self, context: TrainingContext) -> Round:
-        """Return the next round or part of one, prepared; raises Interrupted if the run is to stop."""
+        """Return the next round or part of one, prepared; raises Interrupted if the run is to
+        stop."""
         ...
 
     def finish(self, context: TrainingContext, *, interrupted: bool) -> dict[str, float]:

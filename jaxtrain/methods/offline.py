@@ -129,7 +129,8 @@ class OfflineData:
         self.recipe.show_example(probes[0], console)
 
     def show_counts(self, console: Console) -> None:
-        """Print how many rows were kept and dropped, of those that are tokenized in LOOK_SECONDS."""
+        """Print how many rows were kept and dropped, of those that are tokenized in
+        LOOK_SECONDS."""
         controls = describe_controls(self.config.data.datasets)
         for dataset in self._all():
             counts, complete = count_part(self.recipe.open(dataset), self.row_tokens, LOOK_SECONDS)

@@ -187,7 +187,8 @@ class Checkpoints:
         return step
 
     def load(self, step: int, abstract: Any) -> Restored:
-        """Read a checkpoint without checking its files; `abstract` may be a subset of its arrays."""
+        """Read a checkpoint without checking its files; `abstract` may be a subset of its
+        arrays."""
         folder = self._folder(step)
         named = name_leaves(abstract)
         check_shapes(folder, named)

@@ -138,7 +138,8 @@ class RunFolder:
             raise
 
     def _check_inputs(self, names: Collection[str]) -> None:
-        """Reject inputs that lie in files which this run replaces, or deletes with run.overwrite."""
+        """Reject inputs that lie in files which this run replaces, or deletes with
+        run.overwrite."""
         # Compare real paths: an input may reach the folder through a link.
         home, run_names = os.path.realpath(self.path), {*names, *(read_names(self.path) or ())}
         for key, value in list_places(self.config):

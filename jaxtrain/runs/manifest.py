@@ -36,7 +36,8 @@ def is_sealed(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the sealed record; raise FileNotFoundError or ValueError if it is missing or damaged."""
+    """Return the sealed record; raise FileNotFoundError or ValueError if it is missing or
+    damaged."""
     body = parse_json(read_bytes(folder / NAME, MAX_BYTES))
     if not isinstance(body, dict) or body.pop("sha256", None) != _digest(body):
         raise ValueError(f"{NAME} does not match its own checksum")
@@ -49,7 +50,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Describe how the first damaged file differs from the manifest; None if all files are intact."""
+    """Describe how the first damaged file differs from the manifest; None if all files are
+    intact."""
     try:
         body = read_manifest(folder)
     except FileNotFoundError:

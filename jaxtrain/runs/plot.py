@@ -88,7 +88,8 @@ def plot_runs(runs: list[Path], output: Path) -> None:
 
 
 def draw(axes, steps: list[int], values: list[float], name: str, run: str, color: str) -> None:
-    """Draw one curve: held-out numbers as dots on a line, a noisy training loss with its average."""
+    """Draw one curve: held-out numbers as dots on a line, a noisy training loss with its
+    average."""
     held_out = name.startswith("eval/")
     label = plain(f"{run} {LABELS.get(name, name[5:] if held_out else '')}".strip() or name)
     if held_out:
@@ -145,6 +146,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def plain(text: str) -> str:
-    """Escape a name for matplotlib: "$" must not begin a formula, nor a leading "_" hide the label."""
+    """Escape a name for matplotlib: "$" must not begin a formula, nor a leading "_" hide the
+    label."""
     text = shorten(escape_control_chars(text), 80).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
