@@ -13,7 +13,7 @@ from jaxtrain.environments.rewards import Rewards
 from jaxtrain.errors import UserError
 
 MAX_INSPECTED = 4096
-"""Rows of a dataset that servers are asked about before a run."""
+"""Rows of a dataset that are checked with servers before a run."""
 MAX_MEASURED = 64
 """Prompts of a dataset whose lengths are checked before a run."""
 

@@ -19,14 +19,14 @@ class PromptRequest(NamedTuple):
     """A prompt to be played."""
 
     draw: int
-    """Its number in the order of the run."""
+    """Number of the prompt in the order of the run."""
     attempt: int
-    """0, or more when it is asked again because no episode was rewarded."""
+    """0, or more when it is repeated because no episode was rewarded."""
     row: dict[str, Any]
     dataset: int = 0
-    """Index of the dataset that it comes from."""
+    """Index of the prompt's dataset."""
     index: int = 0
-    """Number of its row there."""
+    """Number of the row in the dataset."""
 
     @property
     def key(self) -> str:
@@ -47,10 +47,10 @@ class Completion(NamedTuple):
     finish_reason: FinishReason
     """stop: an end token or a stop text; length: max_new_tokens or the model's longest row."""
     versions: Sequence[int] = ()
-    """Version of the policy that drew each token; empty where nobody counts versions."""
+    """Version of the policy that drew each token; empty if versions are not tracked."""
     routed: Any = None
-    """Where the engine records it: the experts that each token of the prompt and the answer but the
-    last went to, as data.routes has them."""
+    """Experts to which each token of the prompt and the answer but the last was routed, in the format
+    of data.routes; None if the engine does not record them."""
 
 
 class Engine(Protocol):
@@ -123,14 +123,14 @@ class KeepsVersions(Protocol):
 
 
 class KeepLost(RunStopped):
-    """No server has the kept version any more: what was requested of it must be requested again."""
+    """Raised when no server has the kept version any more; its requests must be repeated."""
 
 
 class SharedServers(NamedTuple):
     """Access of other processes to an engine's servers."""
 
     sender: Any
-    """Has `table()`, (number, plain data), and `hear(reports)`: what travels between them."""
+    """Object with `table()`, which returns (number, plain data), and `hear(reports)`."""
     opener: str
     """"package.module:Class" of (settings, the process's name): its `engine`, `update(table)` and
     `reports()`."""
@@ -142,17 +142,17 @@ class EngineKind(ABC):
     """A kind of engine by rollout.engine; plugins give a class of this kind."""
 
     several: bool = False
-    """Whether it draws with several adapters on one base: Company of an engine for each trained
-    policy, and a publisher that gets {policy: params}."""
+    """True if it draws with several adapters on one base: one engine for each trained policy, and a
+    publisher that gets {policy: params}."""
     serves: bool = True
-    """Whether it keeps weights of its own, so that evaluations may ask it, too."""
+    """True if it keeps weights of its own, so that evaluations can use it as well."""
 
     def reserved(self, config: Config) -> int:
         """Return how many devices of this process the trainer must leave to it."""
         return 0
 
     def ahead(self, config: Config) -> bool:
-        """Return whether answers are drawn while the trainer trains."""
+        """Return True if answers are drawn while the trainer trains."""
         return True
 
     def check(self, config: Config, parts: Any) -> None:
@@ -196,15 +196,15 @@ class EpisodeFailed(Exception):
     ):
         super().__init__(reason)
         self.cause = cause
-        """For people: which environment, reward or server, by its key, and what it said."""
+        """Description for users: key of the environment, reward or server, and its message."""
         self.trace = trace
-        """The end of the traceback, where somebody's code raised something."""
+        """End of the traceback, if user code raised an exception."""
         self.pause = pause
-        """Whether another try is worth a pause before it, as after a connection was refused."""
+        """True if a retry should wait first, as after a refused connection."""
         self.again = again
-        """Whether another try can help."""
+        """True if a retry can help."""
         self.mistake = mistake
-        """Whether a person must mend something: where nothing has ever worked, the run ends."""
+        """True if the user must fix something; the run ends if no episode has ever worked."""
 
 
 def pause_before(attempt: int) -> float:

@@ -1,9 +1,9 @@
 """Groups as JSON and back, bit by bit: what a checkpoint keeps of the replay buffer.
 
-A dataclass of rollout.types becomes {"kind": "Episode", ...}; a list of numbers of one type becomes
-{"dtype", "data"}, zlib and base64 of its bytes: about 10 bytes for a token of an episode. Left out
-is what nobody reads again of an answer that was trained: its texts and what was measured of it.
-Between processes nothing is, and numbers travel as the array that they are: {"array"}.
+A dataclass of episodes.py or engine.py becomes {"kind": "Episode", ...}; a list of numbers of one type becomes
+{"dtype", "data"}, zlib and base64 of its bytes: about 10 bytes for a token of an episode. Fields
+that are not read again after training are left out: texts and measurements. Between processes all
+fields are sent, and numbers as arrays: {"array"}.
 """
 
 import base64
@@ -60,7 +60,7 @@ def pack(
             if dtype is not None:
                 try:
                     return numbers(np.array(value, dtype))
-                except OverflowError:  # an integer beyond 64 bits, in somebody's row
+                except OverflowError:  # an integer beyond 64 bits, in a row of the data
                     pass
             return {"kind": type(value).__name__, "items": [go(item) for item in value]}
         if isinstance(value, dict):

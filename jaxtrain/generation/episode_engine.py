@@ -48,7 +48,7 @@ class EpisodeScope:
     index: int = 0
     """Number of the episode."""
     tracker: VersionTracker | None = None
-    """Notes versions; None: nobody needs them."""
+    """Records versions; None if they are not needed."""
     media: MediaTokens = field(default_factory=dict)
     """Tokens that no prompt may hold."""
     clock: WaitClock = field(default_factory=WaitClock)
@@ -170,5 +170,5 @@ def combine_engines(engines: Mapping[str, Engine]) -> EpisodeEngine:
 
 
 def with_policies(engine: Engine, policies: Mapping[str, Any]) -> Engine:
-    """Return the engine with others beside it; itself if there are none."""
+    """Return the engine combined with others; the engine itself if there are none."""
     return EpisodeEngine(engine, policies) if policies else engine

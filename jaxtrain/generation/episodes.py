@@ -22,16 +22,16 @@ class TokenSequence:
     tokens: list[int]
     """Prompt included, exactly as the policy saw and drew them: never re-tokenized."""
     sampled: list[bool]
-    """Whether the policy drew the token, here: these are trained."""
+    """True for tokens that the policy drew in this sequence; these are trained."""
     logprobs: list[float]
     """The sampler's log-prob of each drawn token; 0.0 elsewhere."""
     versions: list[int]
-    """Policy version of each drawn token; -1 elsewhere and where it is not known."""
+    """Policy version of each drawn token; -1 elsewhere and if unknown."""
     turns: list[int] = field(default_factory=list)
-    """Number of the turn that each drawn token belongs to, from 0; -1 elsewhere. Empty: nobody
-    counts turns, all are the first."""
+    """Number of the turn that each drawn token belongs to, from 0; -1 elsewhere. Empty if turns
+    are not counted; all tokens are then of the first."""
     routed: Any = None
-    """A record of data.routes; None: there is none."""
+    """Record of data.routes, or None."""
 
 
 @dataclass(eq=False)
@@ -166,18 +166,18 @@ class Group:
     row: dict[str, Any]
     episodes: list[Episode]
     rewards: list[dict[str, float | None]]
-    """One dict of rewards by name for each episode; None: that reward had nothing to say."""
+    """One dict of rewards by name for each episode; None: the reward does not apply."""
     advantages: Any = None
     """float64 [G], or [G, turns] where single turns are rewarded; filled when the round is
     complete."""
     totals: Any = None
     """float64 [G] weighted sum of the rewards."""
     replayed: bool = False
-    """Whether it was trained before and came out of the replay buffer."""
+    """True if it was trained before and comes from the replay buffer."""
     dataset: int = 0
     """Index of the prompt's dataset in data.datasets."""
     truth: Episode | None = None
-    """What the data say the answer is, of methods that compare with it."""
+    """Ground truth of the data, for methods that compare answers with it."""
 
     @property
     def min_version(self) -> int:

@@ -1,4 +1,4 @@
-"""Frozen policies: models behind servers of their own that speak in episodes and are never updated.
+"""Frozen policies: models on separate servers that take part in episodes and are never updated.
 
     chat.other("judge").draw() ── messages ──> ServedPolicy.reply ──> POST /v1/chat/completions
                                                      ^                      │
@@ -27,10 +27,10 @@ from jaxtrain.text_safety import escape_control_chars
 
 ROUTE = "/v1/chat/completions"
 LOOKS = 3
-"""Times that a server is asked at the start whether it is there."""
+"""Attempts to reach a server at the start."""
 LOOK_SECONDS = 30.0
 MAX_ANSWER_BYTES = 2**24
-"""Of an answer."""
+"""Largest size of an answer."""
 
 
 class ServedPolicy(FrozenPolicy):

@@ -73,8 +73,8 @@ class AnswerOptions:
     truths: GroundTruthSource | None = None
     """Ground truths that each group's answers are compared with."""
     need_reward: bool = True
-    """Whether the method learns from rewards that are known when answers are drawn; a group without
-    any is then a mistake."""
+    """True if the method learns from rewards that are available when answers are drawn; a group
+    without any is then an error."""
 
 
 class GroupPlayer:

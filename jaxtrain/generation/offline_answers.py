@@ -13,10 +13,10 @@ from jaxtrain.generation.episodes import Episode, TokenSequence
 
 
 class OfflineAnswers:
-    """Which prompts are answered by the data, and these answers as an episode.
+    """Selection of prompts that the data answer, and these answers as episodes.
 
-    Whether one is depends on the seed and the prompt's number alone, so that a resumed run and any
-    order of playing decide alike.
+    The selection depends only on the seed and the prompt's number, so that it is the same in a
+    resumed run and in any order of playing.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ class AnswerEvaluation:
         """On process 0, where some servers may answer while training goes on."""
         self.answers: SetAnswers | None = None
         self.defers = session.rounds.serves and bool(session.config.rollout.vllm.eval_servers)
-        """Whether some servers answer while training goes on; on all processes alike."""
+        """True if some servers evaluate during training; equal on all processes."""
         self.write_samples: WriteSamples = lambda step, lines: None
 
     def start(self, write_samples: WriteSamples) -> int | None:

@@ -3,9 +3,10 @@
     loop thread    begin(step) ── keep ──> part of the engine    collect() ──> Found, between rounds
     "evaluation"       └── a thread: answers of all sets ────────────┘
 
-One at a time. Its numbers are those of one version of the weights and stand at that version's
-step, whenever they come. What lost its servers is asked anew, of the weights of then; so is what
-the end of a run broke off: a note in the run's folder says what is under way.
+One evaluation at a time. Its metrics belong to one version of the weights and are logged at that
+version's step, even if they arrive later. An evaluation that lost its servers is repeated with the
+weights of that time, as is one that the end of a run interrupted: a note in the run's folder records
+the evaluation in progress.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ class BackgroundResult(NamedTuple):
 
 
 class BackgroundEval:
-    """Evaluation beside training, on process 0. Used by the loop thread."""
+    """Evaluation during training, on process 0. Used by the loop thread."""
 
     def __init__(
         self,
@@ -49,11 +50,11 @@ class BackgroundEval:
         folder: Path,
         should_stop: Callable[[], bool] = lambda: False,
     ):
-        """should_stop: asked by whoever waits."""
+        """should_stop: polled while waiting."""
         self.engine, self.sets, self.note = engine, sets, folder / NOTE
         self.should_stop = should_stop
         self.step: int | None = None
-        """Of the evaluation that is under way."""
+        """Step of the evaluation in progress."""
         self.asked_again = self._in_a_row = 0
         """Evaluations that lost their servers, in all and since one did not."""
         self._closed = threading.Event()

@@ -38,12 +38,12 @@ class AnsweredProblem:
     totals: list[float] = field(default_factory=list)
     """Weighted sum of the rewards of each answer; 0 where every function had nothing to say."""
     failed: int = 0
-    """Answers that came to nothing: they count as unsolved, with reward 0."""
+    """Failed answers; they count as unsolved, with reward 0."""
     unjudged: int = 0
-    """Answers that no function had a number for, be it that it failed: reward 0, too."""
+    """Answers without a number from any function, or whose functions failed; also reward 0."""
     speakers: "dict[str, AnsweredProblem]" = field(default_factory=dict)
-    """Where policies or agents have names: the same of each who played. The fields above are those
-    of the first episode of each game."""
+    """Results by named policy or agent. The fields above are those of the first episode of each
+    game."""
 
     def add(self, episode: Episode, score: dict[str, float | None], total: float | None) -> None:
         """Add an answer; total: None if nothing judged it."""

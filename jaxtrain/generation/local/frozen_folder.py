@@ -42,7 +42,7 @@ class FolderSpeaker:
     """`engine.FrozenPolicy` in the process; for one event loop at a time."""
 
     def __init__(self, name: str, section: PolicyConfig, tokenizer: Any, engine: LocalEngine):
-        """engine: with a sampler that nobody else uses."""
+        """engine: with a sampler of its own."""
         self.name, self.tokenizer, self.engine = name, tokenizer, engine
         self.sampling = SamplingConfig(
             max_new_tokens=section.max_tokens, temperature=section.temperature

@@ -48,7 +48,7 @@ class Request:
     @property
     def completion(self) -> Completion:
         routed = None
-        if self.routed:  # nobody has read the last token
+        if self.routed:  # the last token has not been read yet
             read = len(self.prompt) + len(self.tokens) - 1
             routed = np.concatenate(self.routed)[:read]
         return Completion(self.tokens, self.logprobs, self.finish_reason, self.versions, routed)

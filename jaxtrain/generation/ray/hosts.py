@@ -31,10 +31,10 @@ from jaxtrain.generation.vllm.sources import DiscoveredServer
 
 POLL_SECONDS = 2.0
 YOUNG_SECONDS = 60.0
-"""A server that ends before it is so old is started again after a pause only."""
+"""A server that ends before this age is restarted after a pause."""
 PAUSE_SECONDS = 30.0
 HOST, PORT = "{host}", "{port}"
-"""What stands for the address in a command that does not know its machine yet."""
+"""Placeholders for the address in a command whose machine is not known yet."""
 
 
 class ServerHost:
@@ -54,7 +54,7 @@ class ServerHost:
     ):
         """command: where HOST and PORT stand for the address; its Python is the first word.
         folder: of the run, for the log, and home, to start in: where this machine has them.
-        address: None asks Ray for this machine's. key: asked of whoever sends it requests."""
+        address: None asks Ray for this machine's. key: required of every client."""
         self.host = address or find_address()
         self.port = find_ports(1, self.host)[0]
         log_folder = Path(folder) if Path(folder).is_dir() else Path(tempfile.gettempdir())
@@ -257,7 +257,7 @@ def make_key() -> str:
 
 
 def find_address() -> str:
-    """Return this machine's address as the cluster knows it."""
+    """Return this machine's address within the cluster."""
     import ray
 
     return ray.util.get_node_ip_address()

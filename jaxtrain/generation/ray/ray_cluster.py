@@ -35,7 +35,7 @@ LOST_CLUSTER = (
 
 def import_ray() -> Any:
     """Import the package; raises UserError if it is not installed."""
-    # Before the import, which reads them; nobody here wants to be counted or warned of the future.
+    # Before the import, which reads them: no usage statistics and no warning of future changes.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     try:
@@ -107,7 +107,7 @@ class RayCluster:
 
     @property
     def address(self) -> str:
-        """This machine's address as the cluster knows it."""
+        """This machine's address within the cluster."""
         return LOOPBACK if self.own else self.ray.util.get_node_ip_address()
 
     def close(self) -> None:
@@ -203,7 +203,7 @@ class RayRemote(RemoteObject):
                     answer.set_result(ray_future.result())
                 else:
                     answer.set_exception(translate(error, self.cluster.ray))
-            except Exception:  # cancelled by whoever waited for it
+            except Exception:  # cancelled by its caller
                 pass
 
         ray_future.add_done_callback(give)

@@ -32,7 +32,7 @@ class WorkerHandle:
         self.remote, self.name = remote, name
         self.load = 0
         self.answers = True
-        """Whether its last call was answered."""
+        """True if its last call was answered."""
         self.opening = asyncio.Lock()
         self.counted: dict[str, float] = {}
         """Its counters as of its last report."""

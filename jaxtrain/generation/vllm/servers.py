@@ -51,11 +51,11 @@ class Servers(Pool):
         self.silent: set[int] = set()
         """Indices of the sources that did not answer the last poll."""
         self._known: dict[int, set[str]] = {}
-        """{place of a source: URLs that it listed last}"""
+        """{index of a source: URLs that it listed last}"""
         self.fixed = all(source.fixed for source in self.sources)
-        """Whether no other servers can come."""
+        """True if no further servers can join."""
         self.closing = ExitStack()
-        """What ends with them."""
+        """Resources that are closed with the servers."""
         self._opened = False
         if config.routed:
             self.front = VllmServer(config.discover.removeprefix("router+").rstrip("/"))

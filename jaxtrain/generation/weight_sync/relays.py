@@ -81,7 +81,7 @@ class Relays:
         with self._changed:
             while True:
                 available, source = self._find(version, name, link)
-                # If nobody has it and nobody is getting it, waiting is pointless.
+                # If no host has it or is receiving it, waiting is pointless.
                 if source is not None or not available or not patience.left():
                     break
                 self._changed.wait(patience.left(1.0))
@@ -125,7 +125,7 @@ class Relays:
         return arrived
 
     def wants(self, link: WorkerLink) -> bool:
-        """Return True if this link shall pass on what it receives. Never from the trainer's own
+        """Return True if this link should pass on what it receives. Never from the trainer's own
         host: its address there may be a loopback address, which other hosts cannot reach."""
         return self.on and link.host != link.local_host
 

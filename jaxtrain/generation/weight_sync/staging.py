@@ -368,7 +368,7 @@ class Staging:
         """Send over several connections if the payload is large, else over the link alone."""
         size = sum(part.nbytes for part in payload)
         if self.offers is not None and link.can_fetch and self._count_streams(size) > 1:
-            # Idempotent: several hosts fetch the same memory, which nobody writes before `clear`.
+            # Idempotent: several hosts fetch the same memory, which is not written before `clear`.
             self.offers.put(name, payload)
             fetch_fields = self._describe_fetch(link, size, deadline.left())
             answer = self.send(link, weights, {**header, **fetch_fields}, (), deadline)

@@ -50,7 +50,7 @@ class WatchedRun:
         """Unix time at which heartbeat.json was written, by whichever clock is later."""
         self.servers: list[dict[str, Any]] = []
         self.version = 0
-        """Grows with every change: who has drawn this one need not draw again."""
+        """Incremented with every change, so that an unchanged run is not drawn again."""
         self._tails = {name: Tail(path / name) for name in TAILED}
         self._seen: dict[str, tuple[int, int, int]] = {}
         self._hardware: dict[str, Tail] = {}
@@ -110,7 +110,7 @@ class WatchedRun:
         return self.flat.get(name, default)
 
     def keep_hardware(self, host: str, line: dict[str, Any]) -> None:
-        """Add a line about a host that somebody else measured."""
+        """Add a line about a host that another process measured."""
         self.hardware.setdefault(host, deque(maxlen=KEPT_HARDWARE)).append(line)
         self.version += 1
 

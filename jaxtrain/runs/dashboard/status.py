@@ -14,9 +14,9 @@ from jaxtrain.runs.plot import is_number
 from jaxtrain.runs.samples import finite
 
 SILENT = 60.0
-"""Seconds without a heartbeat after which nobody knows whether a run still lives."""
+"""Seconds without a heartbeat after which a run may have died."""
 PACE_LINES = 50
-"""Newest lines of metrics by which the time left is told."""
+"""Newest lines of metrics from which the remaining time is estimated."""
 WARNING = ("warning", "error", "failed", "died", "refused", "timed out", "is gone", "not finite")
 """Words of log lines that people should see."""
 
@@ -27,7 +27,7 @@ class RunStatus(NamedTuple):
     kind: str
     """running, waiting, silent, finished, stopped, failed or unknown."""
     text: str
-    """What it does or why it ended, for people; may be empty."""
+    """Current phase, or reason of the end; may be empty."""
 
     @property
     def live(self) -> bool:
@@ -61,7 +61,7 @@ def read_state(run: WatchedRun, timestamp: float | None = None) -> RunStatus:
     age = timestamp - max(
         (sign for sign in signs if sign and sign <= timestamp + 5), default=max(signs)
     )
-    if kind != "running":  # written before runs told how they ended
+    if kind != "running":  # written before runs recorded how they ended
         return RunStatus("silent", f"last sign {ago(age)} ago")
     if age <= SILENT and is_gone(beat):
         return RunStatus("silent", f"process {beat.get('pid')} is gone")
@@ -106,7 +106,7 @@ def current_step(run: WatchedRun) -> int:
 
 
 def total_steps(run: WatchedRun) -> int | None:
-    """The last step of the run; None where nobody tells."""
+    """Return the last step of the run; None if unknown."""
     for steps in (run.beat.get("total_steps"), run.key("run.max_steps")):
         if is_number(steps) and steps > 0:
             return int(steps)

@@ -1,29 +1,29 @@
-"""A file that somebody else is writing, read from where one stopped."""
+"""Incremental reader of a file that another process is writing."""
 
 import os
 from pathlib import Path
 
 MOST_READ = 8 * 2**20
-"""Bytes of one reading."""
+"""Most bytes of one reading."""
 MOST_LINE = 64 * 2**20
-"""Bytes of a line; a longer one is dropped."""
+"""Longest line; longer ones are dropped."""
 SEAM = 64
-"""Bytes before the offset by which the file is known again."""
+"""Bytes before the offset by which the file is recognized."""
 
 
 class Tail:
-    """New whole lines of a file, each time it is asked.
+    """Reader that returns the new complete lines of a file at each call.
 
-    A file that became shorter, was replaced (as a resumed run does with its metrics) or no longer
-    holds what was read is read from its start again: `restarted` then counts up, and the lines that
-    come replace all before.
+    A file that became shorter, was replaced (as the metrics of a resumed run are) or has other
+    content is read from its start again: `restarted` is incremented, and the new lines replace all
+    earlier ones.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.restarted = 0
         self.behind = False
-        """Whether more is there to read at once."""
+        """True if the file has more to read now."""
         self._forget()
 
     def read(self) -> list[bytes]:

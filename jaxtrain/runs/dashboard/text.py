@@ -31,7 +31,7 @@ def fit(line: Text | str, width: int, style: str = "") -> Text:
 
 
 def cut_left(text: str, width: int) -> str:
-    """The end of a text in at most `width` cells: what tells long names apart."""
+    """Return the end of a text in at most `width` cells, which distinguishes long names."""
     if cell_len(text) <= width:
         return text
     while text and cell_len(text) > width - 1:

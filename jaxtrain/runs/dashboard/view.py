@@ -26,16 +26,16 @@ class ViewState:
 
     screen: str = "metrics"
     open: bool = False
-    """Whether the selected chart or sample has the whole screen."""
+    """True if the selected chart or sample fills the screen."""
     help: bool = False
     selected: dict[str, int] = field(default_factory=dict)
-    """Chosen chart, sample, line or run by screen."""
+    """Selected chart, sample, line or run by screen."""
     scrolled: int = 0
     """Lines of an open sample that are above the screen."""
     filters: dict[str, str] = field(default_factory=dict)
     """Regular expression by screen: names of metrics, texts of the others."""
     typed: str | None = None
-    """What is being typed behind "/"; None: nobody types."""
+    """Text typed behind "/" so far; None if the prompt is closed."""
     log_y: bool = False
     smooth: int = 0
     x: int = 0
@@ -48,13 +48,13 @@ class ViewState:
     marked: str | None = None
     """Path of the run that others are compared with."""
     order: str = "newest"
-    """Of samples: newest, best or worst first."""
+    """Order of samples: newest, best or worst first."""
     unfolded: bool = False
-    """Whether tool calls and their results are shown whole."""
+    """True if tool calls and their results are shown in full."""
     follow: bool = True
-    """Whether the log shows its end."""
+    """True if the log follows its end."""
     warnings: bool = False
-    """Whether the log shows warnings only."""
+    """True if the log shows warnings only."""
     cursor: float | None = None
     """Share of the open chart's width, 0 to 1."""
     window: Window | None = None
@@ -93,7 +93,7 @@ class DashboardView:
     ):
         self.runs, self.choice = runs, choice or ViewState()
         self.now = timestamp
-        """Unix time for everything that is told relative to it; None: the clock."""
+        """Unix time from which relative times are computed; None: the clock."""
         self.grid: tuple[int, int] = (2, 3)
         """Columns and rows of charts on the last picture."""
         self._drawn: dict[Hashable, Any] = {}

@@ -1,1 +1,1 @@
-"""Observers of a run: they hear of everything and change nothing but its course."""
+"""Observers of a run: they receive its events, and may only save, evaluate or stop it."""

@@ -24,7 +24,7 @@ from jaxtrain.runs.observers.protocol import VERDICTS, ObservedRun
 from jaxtrain.text_safety import escape_control_chars, shorten, show
 
 MOMENT = 1.0
-"""Seconds that a call may take before people are told: training waits for it."""
+"""Seconds that a call may take before a warning is logged, since training waits for it."""
 
 
 class Observers:
@@ -149,7 +149,7 @@ class Observers:
 
     def _alert(self, label: str, text: str) -> None:
         self.log(f"warning: {label}: {text}")
-        if not self._alerting:  # who warns of a warning is not told on
+        if not self._alerting:  # no recursion: an alert raised by an alert is only logged
             self._alerting = True
             try:
                 self._call("alert", f"{label}: {text}")

@@ -1,5 +1,5 @@
-"""A watch over one number of the steps: what leaps out of its running median is told, saved or ends
-the run. (A loss that is not finite ends a run without any of this.)"""
+"""Detection of spikes of a metric over its running median, with a warning, a checkpoint or a stop.
+(A non-finite loss ends a run in any case.)"""
 
 import math
 from collections import deque
@@ -15,7 +15,7 @@ from jaxtrain.runs.observers.protocol import ObservedRun, Verdict
 NORMAL = 1.4826
 """Standard deviation of a normal distribution by its median absolute deviation."""
 LEAST = 1e-3
-"""Least deviation that is assumed, as a share of the median: numbers that hardly move."""
+"""Smallest assumed deviation, as a share of the median, for metrics that hardly change."""
 
 
 class LossSpikeOptions(Section):

@@ -8,34 +8,33 @@ from typing import Any, Literal, Protocol, TypeAlias
 from jaxtrain.runs.records import read_records
 
 Verdict: TypeAlias = Literal["save", "evaluate", "stop"] | None
-"""What a run is asked to do once the round under way is trained. stop: it ends there as after its
-last step, with a checkpoint and an export."""
+"""Request to the run, handled after the current round. stop: end there as after the last step, with a
+checkpoint and an export."""
 VERDICTS = ("save", "evaluate", "stop")
 
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """The run as observers see it."""
+    """View of the run for observers."""
 
     folder: Path
-    """Its output_dir."""
+    """The run's output_dir."""
     home: Path
-    """Where this observer may put files of its own; made by whoever needs it."""
+    """Folder for this observer's own files; the observer creates it."""
     config: Mapping[str, Any]
-    """All keys; no secrets."""
+    """All config keys, without secrets."""
     total_steps: int
     start_step: int
-    """Steps that were done before."""
+    """Steps done by earlier attempts."""
     attempt: int
     log: Callable[[str], None]
-    """A line for people: console and log.txt. May be called from any thread."""
+    """Logs a line to the console and log.txt. May be called from any thread."""
     alert: Callable[[str], None]
-    """A warning for people, which the other observers hear as well: the loop's thread only."""
+    """Logs a warning and passes it to the other observers. Only for the loop's thread."""
 
     def earlier(self) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl up to `start_step`, {"step": ..., "loss": ...}: what an
-        observer must know of earlier attempts, which saw exactly these. A number that was not
-        finite is None."""
+        """Yield the lines of metrics.jsonl up to `start_step`, {"step": ..., "loss": ...}, from which
+        an observer restores its state. Non-finite numbers are None."""
         path = self.folder / "metrics.jsonl"
         if path.exists():
             for record in read_records(path):

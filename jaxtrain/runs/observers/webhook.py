@@ -1,9 +1,9 @@
-"""A POST of JSON to somebody's URL when a run starts, ends, or something is wrong with it.
+"""A POST of JSON to a URL when a run starts, ends, or logs a warning.
 
 {"event": "start" | "end" | "alert", "run": "runs/x", "step": 12, "total_steps": 100, "state": "",
  "message": "...", "host": "...", "time": 1700000000.0, "text": "one line of all that"}
 
-`text` is what chat services show. The URL is a secret: it is in no message and no file of the run.
+Chat services show `text`. The URL is a secret: no message and no file of the run contains it.
 """
 
 import json
@@ -66,7 +66,7 @@ class Webhook:
             self._put("alert", message=text)
 
     def end(self, state: str, message: str) -> None:
-        """Tell of the end, and wait until it is told."""
+        """Send the end event, and wait until it is sent."""
         events = {"end", "failure"} if state == "failed" else {"end"}
         if events & set(self.options.events):
             self._put("end", state=state, message=message)

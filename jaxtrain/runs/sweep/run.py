@@ -57,7 +57,7 @@ class Sweep:
         self.stopped = threading.Event()
         self.failed = 0
         self.hopeless = False
-        """Whether no other trial is to start."""
+        """True if no further trial should start."""
 
     def run(self) -> int:
         """Until nothing is left to try, or a signal came; how many trials failed."""

@@ -16,15 +16,15 @@ from jaxtrain.safe_io import parse_json, read_text
 
 JOURNAL, RECORD, LOCK, LOCKS = "study.journal", "sweep.json", ".lock", ".locks"
 MOST_BYTES = 2**24
-"""Of the record."""
+"""Largest size of the record."""
 AGAIN = "again"
 """Attribute of a trial that repeats a failed one."""
 KEPT = ("config", "metric", "mode", "value", "method", "seed", "overrides")
-"""What may not change from one start of a sweep to the next."""
+"""Keys that must not change between starts of a sweep."""
 
 
 def load_optuna() -> Any:
-    """The package; UserError with what to install."""
+    """Import Optuna; raise UserError that says what to install."""
     try:
         import optuna
     except ImportError:
@@ -114,8 +114,8 @@ class Study:
         return self.study.get_trials(deepcopy=False)
 
     def ask(self) -> RequestedTrial | None:
-        """The next trial: one that was interrupted and is nobody's now, or a new one; None where
-        there is none."""
+        """Return the next trial: an interrupted one that no process runs, or a new one; None if there
+        are no more."""
         states = self.optuna.trial.TrialState
         with self.locked():
             trials = self.trials()

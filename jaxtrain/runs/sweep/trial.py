@@ -14,7 +14,7 @@ from jaxtrain.runs.sweep.study import RequestedTrial
 from jaxtrain.text_safety import escape_control_chars
 
 LOG_LINES, LOG_BYTES = 6, 4096
-"""Of a failed trial's log, what is told."""
+"""Part of a failed trial's log that is shown."""
 
 
 class Process(Protocol):
