@@ -49,8 +49,8 @@ class Completion(NamedTuple):
     versions: Sequence[int] = ()
     """Version of the policy that drew each token; empty if versions are not tracked."""
     routed: Any = None
-    """Experts to which each token of the prompt and the answer but the last was routed, in the format
-    of data.routes; None if the engine does not record them."""
+    """Experts to which each token of the prompt and the answer but the last was routed, as in
+    data.routes; None if the engine does not record them."""
 
 
 class Engine(Protocol):

@@ -5,8 +5,8 @@
 
 One evaluation at a time. Its metrics belong to one version of the weights and are logged at that
 version's step, even if they arrive later. An evaluation that lost its servers is repeated with the
-weights of that time, as is one that the end of a run interrupted: a note in the run's folder records
-the evaluation in progress.
+weights of that time, as is one that the end of a run interrupted: a note in the folder of the run
+records the evaluation in progress.
 """
 
 import contextlib

@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 from jaxtrain.runs.records import read_records
 
 Verdict: TypeAlias = Literal["save", "evaluate", "stop"] | None
-"""Request to the run, handled after the current round. stop: end there as after the last step, with a
-checkpoint and an export."""
+"""Request to the run, handled after the current round. stop: end there as after the last step, with
+a checkpoint and an export."""
 VERDICTS = ("save", "evaluate", "stop")
 
 
@@ -33,8 +33,8 @@ class ObservedRun:
     """Logs a warning and passes it to the other observers. Only for the loop's thread."""
 
     def earlier(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of metrics.jsonl up to `start_step`, {"step": ..., "loss": ...}, from which
-        an observer restores its state. Non-finite numbers are None."""
+        """Yield the lines of metrics.jsonl up to `start_step`, {"step": ..., "loss": ...}, from
+        which an observer restores its state. Non-finite numbers are None."""
         path = self.folder / "metrics.jsonl"
         if path.exists():
             for record in read_records(path):

@@ -18,7 +18,7 @@ from jaxtrain.config.parse import read_table
 from jaxtrain.errors import UserError
 
 MOST_CHECKED = 256
-"""Up to this many combinations all are checked; of more, each value with the first of all others."""
+"""Up to this many combinations, all are checked; of more, each value with the first others."""
 MOST_TRIALS = 10_000
 LONGEST_NAME = 80
 OWN_KEYS = ("run.output_dir",)

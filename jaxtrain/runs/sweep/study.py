@@ -114,8 +114,8 @@ class Study:
         return self.study.get_trials(deepcopy=False)
 
     def ask(self) -> RequestedTrial | None:
-        """Return the next trial: an interrupted one that no process runs, or a new one; None if there
-        are no more."""
+        """Return the next trial: an interrupted one that no process runs, or a new one; None if
+        there are no more."""
         states = self.optuna.trial.TrialState
         with self.locked():
             trials = self.trials()
