@@ -1,8 +1,9 @@
 """Groups as JSON and back, bit by bit: what a checkpoint keeps of the replay buffer.
 
 A dataclass of episodes.py or engine.py becomes {"kind": "Episode", ...}; a list of numbers of one
-type becomes {"dtype", "data"}, zlib and base64 of its bytes: about 10 bytes per token. Fields that are not read again after training are left out: texts and measurements. Between processes all
-fields are sent, and numbers as arrays: {"array"}.
+type becomes {"dtype", "data"}, zlib and base64 of its bytes: about 10 bytes for a token of an
+episode. Fields that are not read again after training are left out: texts and measurements. Between
+processes all fields are sent, and numbers as arrays: {"array"}.
 """
 
 import base64
