@@ -143,20 +143,20 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
     show_estimate(config, parts, trained, length, held / max(entries, 1), console, on)
 
 
-def unpacked(parts: ModelBundle, frozen: Shapes) -> str:
+def unpacked(bundle: ModelBundle, frozen: Shapes) -> str:
     """GiB per device of the packed experts of one layer as they are where they multiply; "" where
     there are none."""
-    kind = "none" if parts.adapter is None else parts.adapter.quantize
-    linears = find_linears(parts.architecture) if kind != "none" else {}
+    kind = "none" if bundle.adapter is None else bundle.adapter.quantize
+    linears = find_linears(bundle.architecture) if kind != "none" else {}
     layers: dict[str, int] = collections.Counter()
     for path in find_stored(frozen, kind) if linears else ():
         owner, _, name = path.removesuffix(".kernel").rpartition(".")
         if owner.endswith(".experts") and f"{owner}.{name}" in linears:
             layers[owner] += math.prod(linears[f"{owner}.{name}"].shape[1:])
     ways = count_ways(
-        [*mesh_axes("experts", parts.mesh), *mesh_axes("mlp", parts.mesh)], parts.mesh
+        [*mesh_axes("experts", bundle.mesh), *mesh_axes("mlp", bundle.mesh)], bundle.mesh
     )
-    size = np.dtype(jnp.dtype(parts.options["dtype"])).itemsize
+    size = np.dtype(jnp.dtype(bundle.options["dtype"])).itemsize
     return f"{max(layers.values()) * size / ways / GIB:.3f}" if layers else ""
 
 

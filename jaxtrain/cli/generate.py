@@ -246,7 +246,7 @@ def read_request(row: dict[str, Any], origin: str, args: argparse.Namespace) -> 
     try:
         prompt, tools = read_messages(prompt, {}, {}), read_tools(row.get("tools"))
     except MalformedRow as error:
-        raise UserError(f"{origin}: {error.place} {error}".replace(":  ", ": ")) from None
+        raise UserError(f"{origin}: {error.location} {error}".replace(":  ", ": ")) from None
     if args.system and prompt[0].get("role") != "system":
         prompt = [{"role": "system", "content": args.system}, *prompt]
     return {

@@ -65,11 +65,11 @@ def read_sections(config: Config, overrides: list[str], origin: str) -> Config:
 class PlaySession:
     """An environment with all of its policies."""
 
-    def __init__(self, config: Config, parts: ModelBundle, samplers: Mapping[str, Requests]):
+    def __init__(self, config: Config, bundle: ModelBundle, samplers: Mapping[str, Requests]):
         """config: of read_sections. samplers: of the trained policies by name, "" of the only one.
         UserError where a frozen policy cannot be had."""
-        self.config, self.parts, self.samplers = config, parts, samplers
-        self.folders = open_folders(config, parts, list(parts.mesh.devices.flat))
+        self.config, self.parts, self.samplers = config, bundle, samplers
+        self.folders = open_folders(config, bundle, list(bundle.mesh.devices.flat))
         self.frozen = open_frozen(config)
 
     def name_first(self, game: Episode) -> Episode:

@@ -71,7 +71,7 @@ def open_data(path: str, overrides: list[str], most: int, raw: bool) -> EvalProm
             try:
                 yield from read_prompts(rows[index], dataset, named(index), raw)
             except MalformedRow as error:
-                text = f"{named(index)}: {error.place} {error}".replace(":  ", ": ")
+                text = f"{named(index)}: {error.location} {error}".replace(":  ", ": ")
                 raise UserError(text) from None
 
     entries = list(islice(read_all(), most))

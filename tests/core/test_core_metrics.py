@@ -62,10 +62,10 @@ def test_peak_is_known_or_left_out():
 
 
 def test_crowded_experts_are_told_once():
-    look = ExpertOverflowWarning().look
-    assert look({"loss": 1.0}) is None
-    calm = [look({"expert_rounds": 1.4}) for _ in range(20)]
-    crowded = [look({"expert_rounds": 1.7}) for _ in range(30)]
+    check = ExpertOverflowWarning().check
+    assert check({"loss": 1.0}) is None
+    calm = [check({"expert_rounds": 1.4}) for _ in range(20)]
+    crowded = [check({"expert_rounds": 1.7}) for _ in range(30)]
     assert not any(calm)
     assert [i for i, line in enumerate(crowded) if line] == [3]  # mean of 4 x 1.7 and 6 x 1.4
     assert "1.52 rounds" in crowded[3] and "parallel.expert_buffer" in crowded[3]

@@ -33,8 +33,8 @@ def parts_of(config, folder=None, adapter=None, devices=slice(0, 1), **axes) -> 
     return ModelBundle(None, config, mesh, folder, {"dtype": "float32"}, adapter)
 
 
-def states_of(parts: ModelBundle, **kwargs) -> dict[str, np.ndarray]:
-    actual = FrozenTarget(parts, LAYERS, **{"last": True, "seed": 0, **kwargs})(host_batch())
+def states_of(bundle: ModelBundle, **kwargs) -> dict[str, np.ndarray]:
+    actual = FrozenTarget(bundle, LAYERS, **{"last": True, "seed": 0, **kwargs})(host_batch())
     real = (pack(ROWS, TOKENS).until > np.arange(TOKENS) + 1)[None, ..., None]
     return {n: np.where(real, np.asarray(v)[:, : len(ROWS)], 0) for n, v in actual.items()}
 

@@ -146,11 +146,11 @@ class AnswerEvaluation:
         """Open what answers, once the weights are there; see AnswerEvaluator."""
         session, self.write_samples = self.session, write_samples
         engine = session.rounds.engine
+        serving = ServingEngine(session.rounds.serves, engine)
         if self.sets is not None and self.defers and isinstance(engine, KeepsVersions):
             self.background = BackgroundEval(
                 engine, self.sets, session.folder, session.stop_requested
             )
-        serving = ServingEngine(session.rounds.serves, engine)
         self.answers = SetAnswers(
             session.config, session.task, self.sets, write_samples, serving, self.log
         )

@@ -258,6 +258,6 @@ def make_key() -> str:
 
 def find_address() -> str:
     """Return this machine's address within the cluster."""
-    import ray
+    from ray.util import get_node_ip_address
 
-    return ray.util.get_node_ip_address()
+    return get_node_ip_address()

@@ -179,8 +179,8 @@ class RayRemote(RemoteObject):
     def __init__(self, cluster: RayCluster, handle: Any):
         self.cluster, self.handle = cluster, handle
 
-    @override
     @property
+    @override
     def error(self) -> RunStopped | None:
         return self.cluster.error
 

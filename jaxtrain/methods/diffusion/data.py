@@ -75,7 +75,6 @@ class TruncatedAnswers:
     sequence_len: int
     split: bool
 
-    @override
     def __call__(self, row: Any, origin: str) -> Sequence[Any]:
         return [document for item in self.tokenize(row, origin) for document in self.split_up(item)]
 

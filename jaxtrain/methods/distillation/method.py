@@ -95,13 +95,13 @@ def make(config: Config) -> Task:
     assert isinstance(task, DistillationTask)
     draws = task.on_policy_share > 0
     engine = find_engine(config) if draws else None
-    parts = build_model_bundle(config, engine.reserved(config) if engine else 0)
+    bundle = build_model_bundle(config, engine.reserved(config) if engine else 0)
     if engine:
-        engine.check(config, parts)
-    roles = {POLICY: Role(parts)}
-    if (role := open_teacher(task, parts, config.data.sequence_len)) is not None:
+        engine.check(config, bundle)
+    roles = {POLICY: Role(bundle)}
+    if (role := open_teacher(task, bundle, config.data.sequence_len)) is not None:
         roles[TEACHER] = role
-    check_packing(config, parts.architecture)
+    check_packing(config, bundle.architecture)
     architectures = [role.bundle.architecture for role in roles.values()]
     for architecture in architectures:
         check_packing(config, architecture)
@@ -109,7 +109,7 @@ def make(config: Config) -> Task:
             option = "task.share_prompts packs answers behind one prompt"
             require_trees(architecture, option, "set task.share_prompts and data.packing to false")
     follows = all(follows_trees(architecture) for architecture in architectures)
-    data = _open(config, parts.tokenizer, follows=follows)
+    data = _open(config, bundle.tokenizer, follows=follows)
     return Task(
         roles=roles,
         loss=partial(distil, numbers=read_numbers(task)),
@@ -124,25 +124,25 @@ def distil(models: Models, batch: Batch, numbers: Distillation):
     return distillation_loss(models[POLICY], models.get(TEACHER), batch, numbers)
 
 
-def open_teacher(task: DistillationTask, parts: ModelBundle, row_tokens: int) -> Role | None:
+def open_teacher(task: DistillationTask, bundle: ModelBundle, row_tokens: int) -> Role | None:
     """Return the teacher's role, None if it is no model of this process; raises UserError for one
     whose token ids differ in meaning from the student's."""
     teacher = task.teacher
     if teacher.kind == "self":
-        adapter = parts.adapter
+        adapter = bundle.adapter
         if adapter is not None and adapter.full:
             raise UserError(
                 f'task.teacher.kind "self": the adapter of adapter.path trains'
                 f" {', '.join(adapter.full)} in full, which stays when the adapter is off; set"
                 ' task.teacher.kind to "start"'
             )
-        return Role(parts, "bare")
+        return Role(bundle, "bare")
     if teacher.kind == "start":
-        return Role(parts, "start")
+        return Role(bundle, "start")
     if teacher.kind == "data":
         return None
     if teacher.path or teacher.tokenizer:
-        difference = compare_vocabularies(parts.tokenizer, find_tokenizer(teacher))
+        difference = compare_vocabularies(bundle.tokenizer, find_tokenizer(teacher))
         if difference is not None:
             raise UserError(
                 "task.teacher reads other tokens than the student (model), so that their"
@@ -151,7 +151,7 @@ def open_teacher(task: DistillationTask, parts: ModelBundle, row_tokens: int) ->
             )
     if teacher.kind == "server":
         return None
-    beside = build_auxiliary_bundle(teacher, parts, "task.teacher")
+    beside = build_auxiliary_bundle(teacher, bundle, "task.teacher")
     if row_tokens > beside.architecture.longest:
         raise UserError(
             f"data.sequence_len {row_tokens} is longer than the teacher's"
@@ -223,8 +223,8 @@ class OnPolicyData(PromptData):
             yield str(self.recipe.probe(dataset))
 
     @override
-    def eval_batches(self, dataset: DatasetConfig, parts: ModelBundle) -> Iterator[Batch]:
-        return self.held_out.eval_batches(dataset, parts)
+    def eval_batches(self, dataset: DatasetConfig, bundle: ModelBundle) -> Iterator[Batch]:
+        return self.held_out.eval_batches(dataset, bundle)
 
     def prepare(self, round: Round, scorer: Scorer) -> Round:
         """Add the teacher's log-probs, and keep only the stream of drawn tokens; held-out rows have

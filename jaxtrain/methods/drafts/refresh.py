@@ -43,8 +43,9 @@ def with_refresh(task: Task, config: Config, method: Any) -> Task:
             " draws none here; remove it"
         )
     trained = next(role.bundle for role in task.roles.values() if role.weights == "trained")
-    draft = section.task.draft.model_copy(update={"path": config.rollout.draft})
-    draft_task = section.task.model_copy(update={"draft": draft})
+    task_section: Any = section.task
+    draft = task_section.draft.model_copy(update={"path": config.rollout.draft})
+    draft_task = task_section.model_copy(update={"draft": draft})
     try:
         objective: DraftObjective = method.teach(
             config.model_copy(update={"task": draft_task}), trained

@@ -36,10 +36,10 @@ CACHED_BYTES = 2**28
 """Of features of ground truths that are kept."""
 
 
-def feature_role(features: FeatureConfig, config: Config, parts: ModelBundle) -> Role:
+def feature_role(features: FeatureConfig, config: Config, bundle: ModelBundle) -> Role:
     """The network of task.features; UserError for one that reads other tokens than the policy, is
     too short for its rows, or lacks a named layer."""
-    full = () if parts.adapter is None else parts.adapter.full
+    full = () if bundle.adapter is None else bundle.adapter.full
     network = features.network
     if network == "bare" and full:
         raise UserError(
@@ -47,13 +47,13 @@ def feature_role(features: FeatureConfig, config: Config, parts: ModelBundle) ->
             ' full, which stays when the adapter is off; set it to "start"'
         )
     if network == "auto":
-        network = "start" if parts.adapter is None or full else "bare"
+        network = "start" if bundle.adapter is None or full else "bare"
     if network == "bare":
-        role = Role(parts, "bare", in_loss=False)
+        role = Role(bundle, "bare", in_loss=False)
     elif network == "start":
-        role = Role(parts, "start", in_loss=False, dtype="bfloat16")
+        role = Role(bundle, "start", in_loss=False, dtype="bfloat16")
     else:
-        role = Role(_open_beside(network, config, parts), "own", in_loss=False)
+        role = Role(_open_beside(network, config, bundle), "own", in_loss=False)
     try:
         features.find_layers(role.bundle.architecture.num_hidden_layers)
     except ValueError as error:
@@ -61,7 +61,7 @@ def feature_role(features: FeatureConfig, config: Config, parts: ModelBundle) ->
     return role
 
 
-def _open_beside(path: str, config: Config, parts: ModelBundle) -> ModelBundle:
+def _open_beside(path: str, config: Config, bundle: ModelBundle) -> ModelBundle:
     """Another model's folder on the policy's mesh."""
     dtype = config.model.compute_dtype
     model = ModelConfig(
@@ -72,13 +72,13 @@ def _open_beside(path: str, config: Config, parts: ModelBundle) -> ModelBundle:
         scan_layers=config.model.scan_layers,
     )
     key = "task.features.network"
-    difference = compare_vocabularies(parts.tokenizer, find_tokenizer(model))
+    difference = compare_vocabularies(bundle.tokenizer, find_tokenizer(model))
     if difference is not None:
         raise UserError(
             f"{key} reads other tokens than the policy, whose tokens it is shown: {difference};"
             " choose a model of the policy's own family"
         )
-    beside = build_auxiliary_bundle(model, parts, key)
+    beside = build_auxiliary_bundle(model, bundle, key)
     if config.data.sequence_len > beside.architecture.longest:
         raise UserError(
             f"data.sequence_len {config.data.sequence_len} is longer than the feature network's"

@@ -135,9 +135,9 @@ def make(config: Config) -> Task:
     task = config.task
     assert isinstance(task, EBFTTask)
     base = rl.make(config)
-    parts = base.roles[POLICY].bundle
-    role = feature_role(task.features, config, parts)
-    data = FeatureMatchingData(config, parts.tokenizer)
+    bundle = base.roles[POLICY].bundle
+    role = feature_role(task.features, config, bundle)
+    data = FeatureMatchingData(config, bundle.tokenizer)
     judges = base.prepare.judges if isinstance(base.prepare, rl.PolicyPreparation) else ()
     objective = rl.read_objective(task, config)
     return dataclasses.replace(
@@ -147,7 +147,7 @@ def make(config: Config) -> Task:
         coef=read_coef(task),
         data=data,
         prepare=FeatureMatchingPreparation(task, config, data, judges, role.bundle),
-        evaluate=partial(data.evaluate, parts),
+        evaluate=partial(data.evaluate, bundle),
     )
 
 

@@ -63,15 +63,15 @@ def make(config: Config) -> Task:
     """The policy, the frozen network, and the loss of the blocks."""
     task = config.task
     assert isinstance(task, EBFTStridedTask)
-    parts = build_model_bundle(config)
+    bundle = build_model_bundle(config)
     option = 'task.kind "ebft_strided" lets blocks branch off inside of a text'
-    require_trees(parts.architecture, option, 'use task.kind "ebft"')
-    features = feature_role(task.features, config, parts)
+    require_trees(bundle.architecture, option, 'use task.kind "ebft"')
+    features = feature_role(task.features, config, bundle)
     depth = features.bundle.architecture.num_hidden_layers
     require_trees(
         features.bundle.architecture, option, "choose another network", "task.features.network"
     )
-    data = StridedData(config, parts.tokenizer)
+    data = StridedData(config, bundle.tokenizer)
     draws = BlockSampling(
         config.run.seed,
         data.strides,
@@ -93,7 +93,7 @@ def make(config: Config) -> Task:
         train_ce=task.ce_coef > 0,
     )
     return Task(
-        roles={POLICY: Role(parts), FEATURES: features},
+        roles={POLICY: Role(bundle), FEATURES: features},
         loss=of_policy(partial(strided_loss, numbers=scored, impl=config.model.logp)),
         coef={RL: task.rl_coef, CE: task.ce_coef},
         data=data,

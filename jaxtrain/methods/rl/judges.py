@@ -40,7 +40,7 @@ class RewardModelJudge:
     """Whether it scores turns instead of episodes."""
 
 
-def open_judges(config: Config, parts: ModelBundle) -> dict[RewardModelJudge, Role]:
+def open_judges(config: Config, bundle: ModelBundle) -> dict[RewardModelJudge, Role]:
     """Return the judges of a run with the roles of their models; raises UserError for a folder that
     is no reward model, or that reads other tokens than the policy."""
     judges = {}
@@ -56,12 +56,12 @@ def open_judges(config: Config, parts: ModelBundle) -> dict[RewardModelJudge, Ro
                 ' name a reward model, such as one that task.kind "reward_model" trained'
             )
         head = next(head for head in HEADS.values() if head.per == per)
-        if find_tokenizer(reward.model).get_vocab() != parts.tokenizer.get_vocab():
+        if find_tokenizer(reward.model).get_vocab() != bundle.tokenizer.get_vocab():
             raise UserError(
                 f"{key} reads other tokens than the policy, whose tokens it is to judge; serve it"
                 ' with vLLM and use function "vllm_reward", which sends texts'
             )
-        role = Role(build_auxiliary_bundle(reward.model, parts, key, head), "own", in_loss=False)
+        role = Role(build_auxiliary_bundle(reward.model, bundle, key, head), "own", in_loss=False)
         judges[RewardModelJudge(f"judge_{index}", reward.label, reward.weight, per == "token")] = (
             role
         )

@@ -270,7 +270,7 @@ class RolloutRounds:
     def _draw_everywhere(self) -> list[Batch]:
         """Draw on process 0 and return the batches on every process; what process 0 raises, all
         raise."""
-        part = DrawnPart(*broadcast_or_raise("a round", lambda: tuple(self.draw())))
+        part = DrawnPart._make(broadcast_or_raise("a round", lambda: tuple(self.draw())))
         self.part, self.last_part, self.policy = part.part, part.last_part, part.policy
         self.metrics, self._counters = part.metrics, part.counters
         return part.batches
