@@ -22,8 +22,8 @@ def render() -> str:
         lines += [*describe_folder(ROOT / top, ""), ""]
     for name in ("scripts", "benchmarks"):
         lines.append(f"{name}/")
-        for path in sorted((ROOT / name).glob("*.py")):
-            lines.append(entry("  " + path.name, first_line(path)))
+        for path in sorted((ROOT / name).rglob("*.py")):
+            lines.append(entry(f"  {path.relative_to(ROOT / name)}", first_line(path)))
     lines += ["", entry("configs/", "runnable recipes, one file each")]
     lines.append(entry("tests/", "mirrors the packages"))
     lines.append(entry("docs/", "architecture, config, methods"))

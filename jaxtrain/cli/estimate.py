@@ -31,7 +31,7 @@ def on_one_device(config: Config) -> Config:
 
 def show_estimate(
     config: Config,
-    parts: ModelBundle,
+    bundle: ModelBundle,
     trained: dict,
     tokens: int,
     slots: float,
@@ -43,7 +43,7 @@ def show_estimate(
     if on is not None:
         device, count = read_devices(on)
     else:
-        kind, count = jax.devices()[0].device_kind, parts.mesh.size
+        kind, count = jax.devices()[0].device_kind, bundle.mesh.size
         device = find_device(kind)
         if device is None:
             console.print(
@@ -53,21 +53,21 @@ def show_estimate(
             )
             return
     reason = None
-    if isinstance(parts.architecture, BaseDraftConfig):
+    if isinstance(bundle.architecture, BaseDraftConfig):
         reason = "drafts are not described by it"
-    elif (dtype := parts.options["dtype"]) != "bfloat16":
+    elif (dtype := bundle.options["dtype"]) != "bfloat16":
         reason = f"it is for products in bfloat16, and model.compute_dtype is {dtype}"
     if reason is not None:
         console.print(f"no estimate of a step's time: {reason}", markup=False)
         return
-    shapes, rebuild = abstract_params(parts)
+    shapes, rebuild = abstract_params(bundle)
     work = read_work(
-        build.abstract(parts.architecture),
+        build.abstract(bundle.architecture),
         rebuild(shapes),
         shapes,
         trained.keys(),
-        remat=parts.options["remat"],
-        dtype=parts.options["dtype"],
+        remat=bundle.options["remat"],
+        dtype=bundle.options["dtype"],
         slots=slots,
     )
     target = SearchTarget(

@@ -189,7 +189,7 @@ def test_trees_have_no_two_sides():
             for parent in (-1, 0, 0)
         )
     )
-    with pytest.raises(AssertionError, match="share a prefix"):
+    with pytest.raises(AssertionError, match="with a shared prefix"):
         mask(build_batch([[lay_out(tree)]], 12, Fields(since=True)), Noise(MASK), [0, 0])
 
 
