@@ -405,8 +405,8 @@ def describe_trees(part: MixturePart, tokenizer: Any, num_samples: int = 1) -> s
     clock, trees, lines = _RowClock(), [], []
     dropped: Counter[str] = Counter()
     for row, origin in clock.read(part):
-        outputs: Iterable[Any] = part.tokenize(row, origin)
-        for item in outputs:
+        item: Any
+        for item in part.tokenize(row, origin):
             if isinstance(item, Dropped):
                 dropped[item.reason] += 1
                 continue

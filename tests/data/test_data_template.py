@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from jaxtrain.data.chat import template
+from jaxtrain.data.chat import named_templates, template
 from jaxtrain.data.chat.messages import read_messages
 from jaxtrain.data.chat.template import (
     Renderer,
@@ -93,7 +93,7 @@ def test_shipped_tokenizer_is_what_the_script_makes(tmp_path):
     spec.loader.exec_module(maker)
     maker.write(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / name).read_bytes() == (template.BUILTIN / name).read_bytes(), name
+        assert (tmp_path / name).read_bytes() == (named_templates.BUILTIN / name).read_bytes(), name
 
 
 def test_shipped_tokenizer(shipped):

@@ -29,11 +29,11 @@ def test_an_array_arrives_whole_without_passing_the_host(source, axes, target, s
     x = np.arange(2 * 6 * 4 * 3, dtype=np.float32).reshape(2, 6, 4, 3)
     devices = jax.devices()
     held = jax.device_put(x, place(devices[source], *axes))
-    target = place(devices[target], *spec)
+    sharding = place(devices[target], *spec)
     training = make_mesh(devices[target], fsdp=-1)
     with jax.transfer_guard_device_to_host("disallow"), jax.set_mesh(training):
-        moved = move(held, target)
-    assert moved.sharding == target
+        moved = move(held, sharding)
+    assert moved.sharding == sharding
     np.testing.assert_array_equal(moved, x)
 
 

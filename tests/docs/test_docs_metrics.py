@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.docs.metric_names import ROOT, is_known, list_names
 
-ROOMS = ("core", "data", "losses", "rollout", "tasks", "train")
+ROOMS = ("core", "data", "generation", "methods")
 NAME = re.compile(r"[a-z][a-z_0-9]*(/[a-z][a-z_0-9]*)+")
 NO_METRICS = {
     *("vllm/sessions_asked", "vllm/sessions_at_first"),  # vllm/affinity is made of them

@@ -223,7 +223,7 @@ def test_what_is_given_up_had_told_its_version_and_leaves_no_row(models):
         await engine.close()
 
     asyncio.run(play())
-    assert messages == [7, 7, 7] and ages._found == {(0, 1): 7, (1, 2): 8}
+    assert messages == [7, 7, 7] and ages._versions == {(0, 1): 7, (1, 2): 8}
     assert not engine._unbegun and not engine._futures and not engine.sampler.busy
 
 

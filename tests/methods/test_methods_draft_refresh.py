@@ -142,7 +142,7 @@ def test_a_refresh_is_a_step_on_each_answer_by_itself(folders, kind):
         rows.append([lay_out(Tree((node,)))])
     flat = jax.tree.map(lambda x: x[None], build_batch(rows, 64))
     flat = flat._replace(weights={"nll": flat.weights["nll"].astype(np.float32)})
-    module = sys.modules[f"jaxtrain.tasks.{kind}"]
+    module = sys.modules[f"jaxtrain.methods.drafts.{kind}_method"]
     section = task_section(folders[kind], kind)
     lesson = module.teach(section, task.roles["policy"].bundle)
     flat = lesson.label(flat, np.random.default_rng(9))
