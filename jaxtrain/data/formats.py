@@ -31,6 +31,7 @@ from typing import Any
 from jaxtrain import plugins
 from jaxtrain.config.data import FORMATS, DatasetConfig
 from jaxtrain.data.chat.messages import ACCEPTED, MalformedRow
+from jaxtrain.data.comparisons.kinds import detect_kind
 from jaxtrain.errors import UserError
 
 COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -91,8 +92,6 @@ def require_format(dataset: DatasetConfig, columns: tuple[str, ...]) -> str:
             return dataset.format
         name = None
     if name is None:
-        from jaxtrain.data.comparisons.preference_row import detect_kind
-
         if detect_kind(columns) in ("pairs", "labels"):
             raise UserError(
                 f"{dataset.path}: these are preference data (columns {', '.join(columns)}), which"

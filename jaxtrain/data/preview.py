@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from rich.console import Console
@@ -405,8 +405,7 @@ def describe_trees(part: MixturePart, tokenizer: Any, num_samples: int = 1) -> s
     clock, trees, lines = _RowClock(), [], []
     dropped: Counter[str] = Counter()
     for row, origin in clock.read(part):
-        item: Any
-        for item in part.tokenize(row, origin):
+        for item in cast(Any, part.tokenize(row, origin)):
             if isinstance(item, Dropped):
                 dropped[item.reason] += 1
                 continue

@@ -54,7 +54,7 @@ def assert_same_bits(first, right):
 def write_run(folder, steps=(1, 2, 3), **options) -> list[str]:
     """Save make_arrays(step) with a cursor for each step; returns what was said."""
     output = []
-    store = Checkpoints(folder, **{"keep": 9, "say": output.append, **options})
+    store = Checkpoints(folder, **{"keep": 9, "log": output.append, **options})
     for step in steps:
         store.save(step, make_arrays(step), {"position": step}, {"eval/loss": 1.0 / step})
     store.close()

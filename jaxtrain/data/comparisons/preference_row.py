@@ -16,9 +16,9 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.messages import (
@@ -28,6 +28,15 @@ from jaxtrain.data.chat.messages import (
     read_messages,
     read_tools,
 )
+from jaxtrain.data.comparisons.kinds import (
+    CHOSEN,
+    LABELS,
+    MANY,
+    ONE,
+    PROMPTS,
+    Kind,
+    detect_kind,
+)
 from jaxtrain.data.comparisons.ranked import RankedPair, rank_pairs
 from jaxtrain.data.formats import check_fields, read_number
 from jaxtrain.errors import UserError
@@ -35,17 +44,6 @@ from jaxtrain.text_safety import name_type
 
 Messages = list[dict[str, Any]]
 Text = str | Messages
-Kind = Literal["pairs", "labels", "scores"]
-
-PROMPTS = ("prompt", "messages", "conversations", "question", "instruction", "input")
-CHOSEN = (
-    ("chosen", "rejected"),
-    ("chosen_response", "rejected_response"),
-    ("chatgpt", "llama2-13b-chat"),
-)
-ONE = ("completion", "output")
-LABELS = ("label", "kto_tag", "completion_decision")
-MANY = ("completions", "answers", "responses", "generations")
 SCORES = ("scores", "ratings", "rating")
 RANKS = ("ranks", "rank")
 OWN_TEXT = ("response", "answer", "completion", "text", "content", "messages")
@@ -84,21 +82,6 @@ class PreferenceRow:
     tools: Any = None
     left_out: tuple[str, ...] = ()
     """A reason for each comparison that was impossible: ties, answers without a score."""
-
-
-def detect_kind(columns: Iterable[str]) -> Kind | None:
-    """Return the kind of rows with these columns, or None."""
-    names = set(columns)
-    if any(names >= set(columns_of_pair) for columns_of_pair in CHOSEN):
-        return "pairs"
-    prompt_names = names & set(PROMPTS)
-    if names & set(LABELS) and (
-        names & {"messages", "conversations"} or prompt_names and names & {*ONE}
-    ):
-        return "labels"
-    if prompt_names and names & set(MANY):
-        return "scores"
-    return None
 
 
 def require_kind(dataset: DatasetConfig, columns: tuple[str, ...], want: str) -> str:
