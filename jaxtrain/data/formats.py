@@ -26,12 +26,11 @@ It raises ValueError with the reason to drop a row; any other error ends the run
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
 from jaxtrain import plugins
 from jaxtrain.config.data import FORMATS, DatasetConfig
 from jaxtrain.data.chat.messages import ACCEPTED, MalformedRow
-from jaxtrain.data.comparisons.kinds import detect_kind
 from jaxtrain.errors import UserError
 
 COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -46,6 +45,19 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
 OPTIONAL = {"tools", "system", "input"}
 """Columns that a format reads if present."""
 
+Kind = Literal["pairs", "labels", "scores"]
+
+PROMPTS = ("prompt", "messages", "conversations", "question", "instruction", "input")
+CHOSEN = (
+    ("chosen", "rejected"),
+    ("chosen_response", "rejected_response"),
+    ("chatgpt", "llama2-13b-chat"),
+)
+ONE = ("completion", "output")
+LABELS = ("label", "kto_tag", "completion_decision")
+MANY = ("completions", "answers", "responses", "generations")
+"""Columns of preference rows."""
+
 
 def detect_format(columns: Iterable[str], fields: Mapping[str, str] | None = None) -> str | None:
     """Return the name of the first format whose columns are all present, or None.
@@ -57,6 +69,21 @@ def detect_format(columns: Iterable[str], fields: Mapping[str, str] | None = Non
     for name, alternatives in COLUMNS.items():
         if any(names >= set(needed) for needed in alternatives):
             return name
+    return None
+
+
+def detect_kind(columns: Iterable[str]) -> Kind | None:
+    """Return the kind of rows with these columns, or None."""
+    names = set(columns)
+    if any(names >= set(columns_of_pair) for columns_of_pair in CHOSEN):
+        return "pairs"
+    prompt_names = names & set(PROMPTS)
+    if names & set(LABELS) and (
+        names & {"messages", "conversations"} or prompt_names and names & {*ONE}
+    ):
+        return "labels"
+    if prompt_names and names & set(MANY):
+        return "scores"
     return None
 
 

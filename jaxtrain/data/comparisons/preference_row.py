@@ -28,17 +28,18 @@ from jaxtrain.data.chat.messages import (
     read_messages,
     read_tools,
 )
-from jaxtrain.data.comparisons.kinds import (
+from jaxtrain.data.comparisons.ranked import RankedPair, rank_pairs
+from jaxtrain.data.formats import (
     CHOSEN,
     LABELS,
     MANY,
     ONE,
     PROMPTS,
     Kind,
+    check_fields,
     detect_kind,
+    read_number,
 )
-from jaxtrain.data.comparisons.ranked import RankedPair, rank_pairs
-from jaxtrain.data.formats import check_fields, read_number
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import name_type
 
