@@ -17,7 +17,8 @@ WINDOW = 5
 
 
 def draw(output: str, files: list[str]) -> None:
-    """One color a file: rounds as dots, their running mean as a line, evaluations at the right."""
+    """Draw each file in its color: rounds as dots, their running mean as a line, evaluations at the
+    right."""
     figure, (first, right) = plt.subplots(1, 2, figsize=(9, 3.4))
     for number, file in enumerate(files):
         lines = [json.loads(line) for line in Path(file).read_text().splitlines()]

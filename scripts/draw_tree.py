@@ -88,7 +88,8 @@ def draw_nodes(axes, tree: Tree, packed: PackedTree) -> None:
 
 
 def draw_mask(axes, tree: Tree, packed: PackedTree) -> None:
-    """Who sees whom, a cell colored by the key's node; `until` as the foot of each column."""
+    """Draw the attention mask, a cell colored by the key's node; `until` as the foot of each
+    column."""
     n = len(packed.tokens)
     roles = [tree.nodes[i].role for i in packed.node]
     row = np.arange(n)

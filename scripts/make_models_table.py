@@ -100,8 +100,8 @@ def make_rows() -> list[str]:
 
 
 def describe_served(entries: list[dict]) -> str:
-    """What came of a family's tiny exports in vLLM: the largest difference of log-probs, rounded
-    up, of those that agree and of those that do not, and vLLM's words where it did not run one."""
+    """Results of a family's tiny exports in vLLM: the largest difference of log-probs, rounded up,
+    of those that agree and of those that do not, and vLLM's words where it did not run one."""
     compared = [entry for entry in entries if "difference" in entry]
     close = [entry for entry in compared if is_close(entry)]
     words = []

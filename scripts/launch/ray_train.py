@@ -1,4 +1,4 @@
-"""One training run over the machines of a Ray cluster, a process each:
+"""Training run over the machines of a Ray cluster, a process each:
 
     ray job submit --address http://HEAD:8265 --working-dir . -- \\
         python scripts/launch/ray_train.py --machines 2 --gpus 8 -- \\
@@ -47,13 +47,13 @@ def write_words(words: list[str], address: str, size: int, process: int) -> list
 
 
 class Host:
-    """One machine's process; lives in an actor, and ends with it."""
+    """Actor that holds one machine's process, which ends with it."""
 
     def __init__(self):
         self.process: ServerProcess | None = None
 
     def find_address(self) -> str:
-        """Where process 0 will listen."""
+        """Return the address where process 0 will listen."""
         import ray
 
         return f"{ray.util.get_node_ip_address()}:{free_port()}"

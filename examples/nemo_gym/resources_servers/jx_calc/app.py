@@ -40,7 +40,7 @@ class VerifyRequest(BaseVerifyRequest):
 
 
 class VerifyResponse(VerifyRequest, BaseVerifyResponse):
-    """What the answer is worth."""
+    """Reward of an answer."""
 
     called: float
     """Whether the tool was called."""
@@ -63,7 +63,7 @@ def evaluate(node: ast.expr) -> float:
 
 
 def compute(expression: str) -> str:
-    """What the tool says to an expression."""
+    """Return the tool's answer to an expression."""
     try:
         if len(expression) > 100:
             raise ValueError("expression too long")
@@ -75,7 +75,7 @@ def compute(expression: str) -> str:
 
 
 def read_text(item: Any) -> str:
-    """What the last item of a response says, or what its call comes to."""
+    """Return the text of a response's last item, or the result of its call."""
     if item.type == "function_call":
         try:
             return compute(str(json.loads(item.arguments)["expression"]))

@@ -1,1 +1,2 @@
-"""What a package can bring to jaxtrain. Nothing is imported before a config names it."""
+"""Example of everything a package can add to jaxtrain. Nothing is imported before a config names
+it."""

@@ -8,11 +8,11 @@ class Growing:
         self.limit = first
 
     def choose(self, ask):
-        """Whether this prompt is asked now; it comes up again in the next epoch."""
+        """Return whether this prompt is used now; it comes up again in the next epoch."""
         return ask.row["start"] <= self.limit
 
     def learn(self, ask, rewards):
-        """What its answers earned."""
+        """Record the rewards of its answers."""
         self.limit += max(rewards) > 0
 
     def state(self):
