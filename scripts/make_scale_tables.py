@@ -19,11 +19,10 @@ sys.path += [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 from experts_step import MODELS as EXPERTS  # noqa: E402
 from step_work import MODELS  # noqa: E402
 
-from jaxtrain.adapters.attach import split_trained  # noqa: E402
 from jaxtrain.config import AdapterConfig  # noqa: E402
 from jaxtrain.core.adapter import make_adapter  # noqa: E402
 from jaxtrain.core.bundle import ModelBundle  # noqa: E402
-from jaxtrain.core.weights import abstract_params  # noqa: E402
+from jaxtrain.core.weights import abstract_params, split_trained  # noqa: E402
 from jaxtrain.distributed.mesh import AXES, make_mesh  # noqa: E402
 from jaxtrain.models import build, families  # noqa: E402
 from jaxtrain.runs.estimate.devices import DEVICES  # noqa: E402
