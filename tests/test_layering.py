@@ -120,16 +120,16 @@ def at_import(node: ast.AST):
 
 def imports(path: Path, *, lazy: bool = True) -> list[tuple[int, str]]:
     """(line, module) of every import in a file; lazy: those inside functions, too."""
-    found = []
+    imported = []
     for node in ast.walk(tree(path)) if lazy else at_import(tree(path)):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            imported += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             # `from package import module` names a module of the package.
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                found.append((node.lineno, inner if inner in modules() else node.module or ""))
-    return found
+                imported.append((node.lineno, inner if inner in modules() else node.module or ""))
+    return imported
 
 
 def graph(*, packages: bool = True) -> dict[str, set[str]]:
