@@ -169,7 +169,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path):
 
 
 BROKEN = """
-from jaxtrain.generation.types import Episode
+from jaxtrain.generation.episodes import Episode
 
 class Broken:
     def __init__(self, tokenizer, **options):
