@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -152,23 +153,45 @@ def _named(
                 optax.scale_by_learning_rate(schedule),
             )
         case "muon":
-            # Any: optax takes None for a parameter, too, but its type does not say so.
-            dimensions: dict[str, Any] = {
-                path: muon_dimensions(path, value) for path, value in params.items()
-            }
-            return optax.contrib.muon(
-                schedule,
-                beta=optim.beta1,
-                adam_b1=optim.beta1,
-                adam_b2=optim.beta2,
-                eps=optim.eps,
-                weight_decay=decay,
-                weight_decay_mask=mask,
-                # Updates as large as adamw's (arXiv 2502.16982), so one learning rate fits both.
-                consistent_rms=0.2,
-                muon_weight_dimension_numbers=dimensions,
-            )
+            return _muon(optim, schedule, params, mask)
     raise AssertionError(optim.name)
+
+
+def _muon(
+    optim: OptimConfig, schedule: optax.Schedule, params: Params, mask: dict[str, bool]
+) -> optax.GradientTransformation:
+    """Build Muon for the matrices and AdamW for all else, with one weight-decay mask.
+
+    optax.contrib.muon decays every parameter of its AdamW or none, and gives AdamW Muon's Nesterov
+    momentum, so it is taken apart here; the state has the form of its state.
+    """
+    numbers = {path: muon_dimensions(path, value) for path, value in params.items()}
+    matrices = {path: n if n is not None else optax.MaskedNode() for path, n in numbers.items()}
+
+    def scale(updates: Any, _: Any) -> Any:
+        # Updates as large as adamw's (arXiv 2502.16982), so one learning rate fits both.
+        return jax.tree.map(lambda update: 0.2 * max(update.shape[-2:]) ** 0.5 * update, updates)
+
+    transforms = {
+        "muon": optax.chain(
+            optax.contrib.scale_by_muon(
+                beta=optim.beta1, eps=optim.eps, weight_dimension_numbers=matrices
+            ),
+            optax.stateless(scale),
+            optax.add_decayed_weights(optim.weight_decay, mask),
+            optax.scale_by_learning_rate(schedule),
+        ),
+        "adam": optax.adamw(
+            schedule,
+            optim.beta1,
+            optim.beta2,
+            optim.eps,
+            weight_decay=optim.weight_decay,
+            mask=mask,
+        ),
+    }
+    labels = {path: "adam" if n is None else "muon" for path, n in numbers.items()}
+    return optax.partition(transforms, labels)
 
 
 def make_outside(

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxtrain.config import OptimConfig
-from jaxtrain.core.optimizer import build_optimizer, build_schedule, decays
+from jaxtrain.core.optimizer import build_optimizer, build_schedule, decays, muon_dimensions
 
 
 def rates(total=100, **keys):
@@ -109,6 +109,48 @@ def test_muon_orthogonalises_each_layer_alone():
     np.testing.assert_allclose(
         found["embed.embedding"], PARAMS["embed.embedding"] - 0.1 * np.sign(embedding), rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("decayed", [False, True])
+def test_muon_updates_all_but_matrices_as_adamw(decayed):
+    """Twenty updates of embeddings, norms and biases equal torch's AdamW, those of matrices optax's
+    Muon."""
+    torch = pytest.importorskip("torch")
+    optim = OptimConfig(
+        name="muon", learning_rate=0.03, lr_scheduler="constant", beta2=0.99,
+        weight_decay=0.5, decay_embeddings=decayed,
+    )  # fmt: skip
+    params = {path: jnp.asarray(value, jnp.float32) for path, value in PARAMS.items()}
+    matrices = [path for path in PARAMS if muon_dimensions(path, PARAMS[path]) is not None]
+    assert matrices == ["layers.mlp.up.kernel"]
+    muon = optax.contrib.muon(
+        0.03, beta=0.9, weight_decay=0.5, consistent_rms=0.2,
+        muon_weight_dimension_numbers=optax.contrib.MuonDimensionNumbers((1,), (2,)),
+    )  # fmt: skip
+    twins = {path: torch.tensor(PARAMS[path], dtype=torch.float64) for path in PARAMS}
+    groups = [
+        {"params": [twin], "weight_decay": 0.5 if decayed and path == "embed.embedding" else 0.0}
+        for path, twin in twins.items()
+    ]
+    adamw = torch.optim.AdamW(groups, lr=0.03, betas=(0.9, 0.99), eps=1e-8)
+    alone = {path: params[path] for path in matrices}
+    optimizer = build_optimizer(optim, build_schedule(optim, 20), params)
+    state, muon_state = optimizer.init(params), muon.init(alone)
+    for step in range(20):
+        updates, state = optimizer.update(
+            {path: jnp.cos(value + step) for path, value in params.items()}, state, params
+        )
+        params = optax.apply_updates(params, updates)
+        updates, muon_state = muon.update(
+            {path: jnp.cos(value + step) for path, value in alone.items()}, muon_state, alone
+        )
+        alone = optax.apply_updates(alone, updates)
+        for twin in twins.values():
+            twin.grad = torch.cos(twin + step)
+        adamw.step()
+    for path in PARAMS:
+        expected = alone[path] if path in matrices else twins[path].numpy()
+        np.testing.assert_allclose(params[path], expected, rtol=1e-4, atol=2e-6, err_msg=path)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon", "sgd"])

@@ -6,6 +6,7 @@ are compared with finite differences, or with those of the same formula over a w
 """
 
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,15 @@ from jaxtrain.batch import Batch
 from jaxtrain.data.comparisons.pairs import PairTrees
 from jaxtrain.data.comparisons.ranked import Ranked, RankedAnswer, RankedPair
 from jaxtrain.data.packing.pack import Fields, build_batch, lay_out
+from jaxtrain.methods.preference.config import (
+    LossName,
+    PreferenceTask,
+    find_mixture_conflicts,
+    find_number_conflicts,
+)
 from jaxtrain.methods.preference.cross_batch_stats import at_same_rank, sum_sides
 from jaxtrain.methods.preference.loss import PRESETS, PreferenceObjective, preference_terms
+from jaxtrain.methods.preference.method import preference_coef, read_objective
 
 BETA = 0.3
 STREAMS = {
@@ -230,7 +238,7 @@ def test_pairs_lose_what_the_specification_says(name):
         np.testing.assert_allclose(slope, (index(1e-6) - index(-1e-6)) / 2e-6, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "hinge", "ipo", "nca_pair", "sppo_hard", "apo_down"])
+@pytest.mark.parametrize("name", ["sigmoid", "hinge", "ipo", "discopop", "sigmoid_norm"])
 @pytest.mark.parametrize("divergence", ["forward_kl", "js", "alpha"])
 def test_divergences_shape_the_scores(name, divergence):
     batch, logp = make_batch(1)
@@ -361,3 +369,74 @@ def test_numbers_stay_finite_far_out():
         assert all(np.isfinite(entry).all() for entry in actual), size
         for name in ("forward_kl", "alpha", "js"):
             assert np.isfinite(mean_loss(batch, far, objective("sigmoid", divergence=name)))
+
+
+SETTINGS = {
+    "loss_weights": [0.7],
+    "beta": 0.45,
+    "label_smoothing": 0.2,
+    "f_divergence": "js",
+    "f_alpha": 0.3,
+    "ld_alpha": 0.4,
+    "use_weighting": True,
+    "discopop_tau": 0.2,
+    "simpo_gamma": 0.9,
+    "alphapo_alpha": 0.6,
+    "cpo_alpha": 0.35,
+    "desirable_weight": 1.7,
+    "undesirable_weight": 1.7,
+}
+"""A value of each number of a loss, other than any loss's own."""
+
+
+def read_number(batches, table):
+    """(loss, sum of the metrics) of a section task on log-probs; None where it is refused."""
+    task = PreferenceTask(**table)
+    if list(find_number_conflicts(task)) or list(find_mixture_conflicts(task)):
+        return None
+    kind = (task.of_labels, bool(task.nll_weight) and task.resolved("nll_on"), task.ld_alpha)
+    if kind not in batches:
+        batches[kind] = make_batch(3, kind[0], kind[1] or "none", kind[2])
+    batch, logp = batches[kind]
+    sums, metrics = preference_terms(
+        jnp.asarray(logp), batch, read_objective(task), jnp.asarray(0.5 * logp)
+    )
+    loss = sum(
+        factor * float(sums[name]) for name, factor in preference_coef(task).items()
+    )
+    return loss, sum(float(value) for value, _ in metrics.values())
+
+
+@pytest.mark.parametrize("loss", get_args(LossName))
+def test_no_number_is_ignored_silently(loss):
+    """Every number of section task changes what a loss is, or is refused by its name."""
+    batches: dict = {}
+    plain = read_number(batches, {"loss": loss})
+    assert plain is not None
+    ignored = [
+        key for key, value in SETTINGS.items()
+        if (found := read_number(batches, {"loss": loss, key: value})) is not None
+        and found[0] == plain[0]
+    ]  # fmt: skip
+    # beta scales the rewards of the metrics, too, which sft has beside its likelihood.
+    assert ignored == (["beta"] if loss == "sft" else [])
+    for key in set(SETTINGS) - {"loss_weights"}:
+        if read_number(batches, {"loss": loss, key: SETTINGS[key]}) is None:
+            conflicts = list(find_number_conflicts(PreferenceTask(loss=loss, **{key: SETTINGS[key]})))
+            assert conflicts and all(f"task.{key}" in sentence for sentence in conflicts), key
+
+
+@pytest.mark.parametrize(("loss", "refused"), [
+    ("sft", True), ("nca_pair", True), ("bco_pair", True), ("sppo_hard", True), ("apo_down", True),
+    ("apo_zero", True), ("aot", True), ("sigmoid", False), ("sigmoid_norm", False), ("ipo", False),
+    ("hinge", False), ("exo_pair", False), ("robust", False), ("discopop", False),
+])  # fmt: skip
+def test_divergences_need_a_difference(loss, refused):
+    """The losses with f-divergences are those that TRL accepts, except sft alone."""
+    conflicts = list(find_number_conflicts(PreferenceTask(loss=loss, f_divergence="forward_kl")))
+    assert bool(conflicts) == refused
+    if refused:
+        assert f"f_divergence has no meaning in task.loss {loss}" in conflicts[0]
+        assert "sigmoid_norm" in conflicts[0] and "nca_pair" not in conflicts[0].split(";")[1]
+    limit = PreferenceTask(loss=loss, f_divergence="alpha", f_alpha=1.0)  # reverse_kl
+    assert not list(find_number_conflicts(limit))

@@ -1,7 +1,7 @@
 """Section task for preferences: the loss by name, its numbers, and the reference beside it."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 from typing_extensions import override
@@ -73,14 +73,11 @@ SHAPED = {
     "ipo",
     "robust",
     "exo_pair",
-    "nca_pair",
-    "bco_pair",
-    "sppo_hard",
-    "apo_down",
     "discopop",
     "sigmoid_norm",
 }
-"""Losses of an f-divergence's scores."""
+"""Losses of an f-divergence's scores: those of a difference between two answers. A score has an
+unknown term of the prompt, which cancels in the difference alone (2309.16240)."""
 RANKED = {"aot", "aot_unpaired"}
 MARGINAL = {"simpo", "alphapo"}
 
@@ -253,7 +250,8 @@ def find_number_conflicts(task: PreferenceTask) -> Iterator[str]:
     names = set(task.names)
 
     def unread(key: str, readers: set[str]) -> Iterator[str]:
-        for name in sorted(names - readers - {"sft"}):
+        # sft is a likelihood beside others, whose numbers it does not share.
+        for name in sorted(names - readers - ({"sft"} if names != {"sft"} else set())):
             yield (
                 f"task.{key} has no meaning in task.loss {name}; remove it, or take one of"
                 f" {', '.join(sorted(readers))}"
@@ -263,12 +261,22 @@ def find_number_conflicts(task: PreferenceTask) -> Iterator[str]:
         yield from unread("label_smoothing", SMOOTHED)
     if "exo_pair" in names and task.label_smoothing == 0:
         yield "task.label_smoothing 0 has no logarithm, which task.loss exo_pair takes; set 0.001"
-    if task.f_divergence != "reverse_kl":
+    if task.f_divergence != "reverse_kl" and (task.f_divergence, task.f_alpha) != ("alpha", 1):
         yield from unread("f_divergence", SHAPED)
+    if task.f_divergence != "alpha" and task.f_alpha != 0.5:
+        yield (
+            f"task.f_alpha {task.f_alpha} has no meaning in task.f_divergence"
+            f' "{task.f_divergence}"; remove it, or set f_divergence to "alpha"'
+        )
+    if task.discopop_tau != 0.05 and "discopop" not in names:
+        yield from unread("discopop_tau", {"discopop"})
     if task.simpo_gamma:
         yield from unread("simpo_gamma", MARGINAL)
     if task.alphapo_alpha:
         yield from unread("alphapo_alpha", WITHOUT_REFERENCE - {"sft", "orpo"})
+    if names == {"sft"} and (task.ld_alpha is not None or task.use_weighting):
+        key = "use_weighting" if task.ld_alpha is None else "ld_alpha"
+        yield from unread(key, set(get_args(LossName)) - {"sft"} - OF_LABELS - RANKED)
     if task.ld_alpha is not None and names & OF_LABELS:
         yield "task.ld_alpha compares the lengths of two answers; remove it for losses of labels"
     if task.use_weighting and names & (RANKED | OF_LABELS):
