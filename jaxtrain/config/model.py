@@ -141,13 +141,14 @@ class OptimConfig(Section):
     decay_ratio: float = Field(0.2, gt=0, le=1)
     """Share of all steps that the wsd scheduler decays over."""
     weight_decay: float = Field(0.0, ge=0, le=1000)
-    """Decoupled weight decay, on matrices only (no norms, no biases, no embeddings)."""
+    """Decoupled weight decay, on matrices only (no norms, no biases; embeddings and the output head
+    with decay_embeddings)."""
     decay_embeddings: bool = False
     """Decay embeddings and the output head as well."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """First-moment decay (adamw, lion) or momentum (muon, sgd)."""
     beta2: float = Field(0.999, ge=0, lt=1)
-    """Second-moment decay (adamw, lion)."""
+    """Second-moment decay (adamw, lion, and muon's adamw)."""
     eps: float = Field(1e-8, gt=0, le=1)
     """Term that keeps adamw's division finite."""
     moments: Literal["params", "float32", "bfloat16", "int8"] = "params"

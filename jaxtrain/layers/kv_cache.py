@@ -212,7 +212,7 @@ def visible_slots(
     after they are written. In a ring all slots are within the window, in whatever order."""
     first_B1, end_B1 = decoding.start[:, None], decoding.end[:, None]
     stop_BT = first_B1 + jnp.arange(1, T + 1, dtype=jnp.int32)
-    until_BT = end_B1 if decoding.both_sides else stop_BT
+    until_BT = stop_BT if decoding.horizon is None else decoding.horizon[:, None]
     until_BT = jnp.where(stop_BT <= end_B1, jnp.minimum(until_BT, S), 0)
     return until_BT, jnp.maximum(until_BT - (window or S), 0)
 
@@ -222,9 +222,10 @@ def cache_context(S: int, positions_BT: jax.Array, decoding: Decoding) -> Contex
     B, T = positions_BT.shape
     slots_S = jnp.arange(S, dtype=jnp.int32)
     since_BS = jnp.maximum(slots_S - decoding.start[:, None], 0)
+    stop_B = decoding.end if decoding.horizon is None else decoding.horizon
     return Context(
-        until=jnp.where(slots_S < decoding.end[:, None], T, 0).astype(jnp.int32),
-        since=jnp.zeros_like(since_BS) if decoding.both_sides else since_BS,
+        until=jnp.where(slots_S < stop_B[:, None], T, 0).astype(jnp.int32),
+        since=since_BS if decoding.horizon is None else jnp.zeros_like(since_BS),
         positions=positions_BT,
         key_positions=jnp.broadcast_to(slots_S, (B, S)),
     )

@@ -56,9 +56,9 @@ class Decoding(NamedTuple):
     """int32 [B]: tokens that the state has read before."""
     end: jax.Array
     """int32 [B]: tokens that it has read afterwards."""
-    both_sides: bool = False
-    """Let the new tokens see all tokens up to `end`, later ones too. Tokens after the new ones were
-    read before, so `end` may lie beyond the last new token."""
+    horizon: jax.Array | None = None
+    """int32 [B]: the new tokens see all tokens before it, later ones too, of which those from `end`
+    on were read before. None: a token sees those up to itself."""
     shared: SharedSlots | None = None
     """Prefix shared between rows, ending before `start`; None if unknown."""
 

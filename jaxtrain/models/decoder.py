@@ -303,7 +303,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         *,
         capture: Sequence[int] = (),
         trial: bool = False,
-        both_sides: bool = False,
+        horizon_B: jax.Array | None = None,
         shared: SharedSlots | None = None,
     ) -> Decoded:
         """Read the next T tokens of every row, and return the cache behind them.
@@ -312,14 +312,14 @@ class Decoder(EmbeddingAndHead, CachedStack):
         default all; later tokens never see those behind them, whose states are meaningless. The
         caller keeps within the slots of the cache. capture: layers, counted from 0. trial: the
         number of tokens that stay is not known yet; returns TrialTokens in place of the cache.
-        both_sides: the tokens see all those up to the end, later ones too; `counts_B` may then
-        exceed T, over what the cache holds from an earlier reading. shared: the prefix that rows of
+        horizon_B: the tokens see all those before this position, later ones too, which the cache
+        holds from an earlier reading. shared: the prefix that rows of
         the cache have in common, which is then read once.
         """
         T = tokens_BT.shape[1]
         end_B = cache.length + (T if counts_B is None else counts_B)
         context, decoding = place_new(cache.length, end_B, T)
-        decoding = decoding._replace(both_sides=both_sides, shared=shared)
+        decoding = decoding._replace(horizon=horizon_B, shared=shared)
         outputs, states = self._run(
             *self._embed(tokens_BT, context),
             DecodingStates(cache.states, decoding, trial),

@@ -10,6 +10,7 @@ import pytest
 from jaxtrain.batch import Batch
 from jaxtrain.config import SamplingConfig
 from jaxtrain.errors import UserError
+from jaxtrain.generation.local import diffusion_sampler
 from jaxtrain.generation.local.diffusion_device import Unmasking
 from jaxtrain.generation.local.diffusion_sampler import UnmaskingSampler
 from jaxtrain.models import build, families
@@ -119,6 +120,26 @@ def test_a_cache_is_exact_where_the_rest_of_the_text_cannot_change(models):
     exact, cached = (answer(models[1], cache=cache, **how) for cache in (False, True))
     assert [entry.tokens for entry in exact] == [entry.tokens for entry in cached]
     for entry, second in zip(exact, cached, strict=True):
+        np.testing.assert_allclose(entry.logprobs, second.logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "shift"),
+    [
+        (5, True),
+        *[pytest.param(*how, marks=pytest.mark.slow) for how in ((4, True), (12, True), (5, False))],
+    ],
+)
+def test_a_cached_block_is_read_alone(models, monkeypatch, length, shift):
+    """The width that blocks are padded to is no part of what is read again: answers are those of a
+    width that is exactly the block's."""
+    how = {"shift": shift, "block_length": length, "steps": 24, "cache": True}
+    sampling = {"max_new_tokens": 24}
+    padded = answer(models[2], sampling=sampling, **how)
+    monkeypatch.setattr(diffusion_sampler, "bucket", lambda count, least: count)
+    exact = answer(models[2], sampling=sampling, **how)
+    assert [entry.tokens for entry in padded] == [entry.tokens for entry in exact]
+    for entry, second in zip(padded, exact, strict=True):
         np.testing.assert_allclose(entry.logprobs, second.logprobs, atol=2e-5)
 
 

@@ -72,7 +72,7 @@ def unmask_block(
 
     def read_all(tokens_BC):
         cache = model.init_cache(B, C)
-        decoded = model.decode(tokens_BC, cache, block.end, both_sides=True)
+        decoded = model.decode(tokens_BC, cache, block.end, horizon_B=block.end)
         index_BW = jnp.minimum(first_B[:, None] + offset_W, C - 1)
         return jnp.take_along_axis(decoded.hidden, index_BW[:, :, None], axis=1), decoded.cache
 
@@ -81,7 +81,8 @@ def unmask_block(
         index_BT = jnp.minimum(first_B[:, None] + jnp.arange(T, dtype=jnp.int32), C - 1)
         new_BT = jnp.take_along_axis(tokens_BC, index_BT, axis=1)
         cache = cache._replace(length=first_B)
-        decoded = model.decode(new_BT, cache, block.end - first_B, both_sides=True)
+        # Tokens behind a shorter block only fill the width: their keys stay those of the reading.
+        decoded = model.decode(new_BT, cache, block.stop - first_B, horizon_B=block.end)
         return decoded.hidden[:, :W], decoded.cache
 
     def keep_some(state: UnmaskState, hidden_BWD) -> UnmaskState:
