@@ -127,7 +127,10 @@ def test_a_cache_is_exact_where_the_rest_of_the_text_cannot_change(models):
     ("length", "shift"),
     [
         (5, True),
-        *[pytest.param(*how, marks=pytest.mark.slow) for how in ((4, True), (12, True), (5, False))],
+        *[
+            pytest.param(*how, marks=pytest.mark.slow)
+            for how in ((4, True), (12, True), (5, False))
+        ],
     ],
 )
 def test_a_cached_block_is_read_alone(models, monkeypatch, length, shift):

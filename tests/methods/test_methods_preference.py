@@ -401,9 +401,7 @@ def read_number(batches, table):
     sums, metrics = preference_terms(
         jnp.asarray(logp), batch, read_objective(task), jnp.asarray(0.5 * logp)
     )
-    loss = sum(
-        factor * float(sums[name]) for name, factor in preference_coef(task).items()
-    )
+    loss = sum(factor * float(sums[name]) for name, factor in preference_coef(task).items())
     return loss, sum(float(value) for value, _ in metrics.values())
 
 
@@ -422,7 +420,9 @@ def test_no_number_is_ignored_silently(loss):
     assert ignored == (["beta"] if loss == "sft" else [])
     for key in set(SETTINGS) - {"loss_weights"}:
         if read_number(batches, {"loss": loss, key: SETTINGS[key]}) is None:
-            conflicts = list(find_number_conflicts(PreferenceTask(loss=loss, **{key: SETTINGS[key]})))
+            conflicts = list(
+                find_number_conflicts(PreferenceTask(loss=loss, **{key: SETTINGS[key]}))
+            )
             assert conflicts and all(f"task.{key}" in sentence for sentence in conflicts), key
 
 
