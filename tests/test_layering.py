@@ -79,6 +79,30 @@ WITHOUT_JAX = [
 
 MAX_LINES, MAX_KERNEL_LINES = 500, 900
 
+MAX_PARAMETERS = 7
+WIDE = {
+    "adapters.merge.merge_adapter": "the options of `jaxtrain merge`, a public function",
+    "core.losses.vocabulary.sum_logp": "arrays and the numbers of one formula",
+    "data.comparisons.preferences.Preferences": "half of them are set by one method each",
+    "environments.chat.ChatEnv": "what a section env and a plugin may each give",
+    "environments.rewards.vllm_reward.vllm_reward": "its keywords are keys of a user's config",
+    "generation.local.sampler.Sampler": "bounds of the compiled program",
+    "layers.block.Block": "a slot for each norm and module that a published block has",
+    "layers.expert_transport.send_through": "operands of a custom_vjp stand one by one",
+    "layers.mamba2.mix_heads": "operands of a shard_map",
+    "layers.router.Router": "each keyword is a published router's",
+    "layers.sharded_attention.attend_cached": "operands of a shard_map",
+    "layers.sharded_attention.local": "operands of a shard_map",
+    "methods.distillation.loss.sum_divergence": "arrays and the numbers of one formula",
+    "methods.distillation.loss.local": "operands of a shard_map",
+    "methods.distillation.loss.walk": "operands of a custom_vjp stand one by one",
+    "methods.trees.selection.select_rows": "keys of a section and of a dataset",
+    "models.naming.attention_names": "each keyword is a tensor name of some family",
+    "models.naming.expert_names": "each keyword is a tensor name of some family",
+    "runs.checkpoint.Checkpoints": "keys of a section, and two sinks",
+}
+"""Functions, or classes, with more than MAX_PARAMETERS parameters, and why: at most 20."""
+
 
 def room(module: str) -> str | None:
     """The member of LAYERS that a module belongs to; None for outside packages."""
@@ -289,6 +313,32 @@ def test_files_are_short():
         if lines > (MAX_KERNEL_LINES if "kernels" in path.parts else MAX_LINES):
             long[str(path)] = lines
     assert not long
+
+
+def wide_functions():
+    """Yield "room.module.function" for each, or its class for a constructor."""
+    for name, path in modules().items():
+        if not name.startswith("jaxtrain."):
+            continue
+        classes = {
+            id(member): node.name
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.ClassDef)
+            for member in node.body
+        }
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                if sum(arg.arg not in ("self", "cls") for arg in given) > MAX_PARAMETERS:
+                    function = classes.get(id(node), node.name)
+                    yield f"{name.removeprefix('jaxtrain.')}.{function}"
+
+
+def test_functions_take_few_parameters():
+    """What belongs together is a small dataclass."""
+    wide = list(wide_functions())
+    assert set(wide) == set(WIDE), f"new or no longer wide: {set(wide) ^ set(WIDE)}"
+    assert len(wide) <= 20, wide
 
 
 def test_no_drawer_for_everything():

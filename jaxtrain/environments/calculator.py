@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtrain.data.sources.calculator import SYSTEM, TOOLS
-from jaxtrain.environments.conversation import Conversation
+from jaxtrain.environments.conversation import ChatRules, Conversation
 from jaxtrain.environments.token_history import TurnTemplate
 from jaxtrain.environments.tool_calls import ToolCallError, parse_tool_calls, strip_thinking
 from jaxtrain.errors import UserError
@@ -125,15 +125,9 @@ class CalculatorEnv:
                 f"env.kind calculator: a row has {len(answers)} answers to {1 + len(follow_ups)}"
                 " questions; it needs one for each message of the user"
             )
-        chat = Conversation(
-            self.template,
-            engine,
-            sampling,
-            index,
-            schemas=row.get("tools") or TOOLS,
-            name="solved",
-            rewritten=self.rewritten,
-        )
+        rules = ChatRules(name="solved", rewritten=self.rewritten)
+        schemas = row.get("tools") or TOOLS
+        chat = Conversation(self.template, engine, sampling, index, rules, schemas=schemas)
         chat.say(prompt)
         num_right = 0
         while (answer := await chat.draw()).finished:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config import EnvConfig
-from jaxtrain.environments.conversation import Conversation
+from jaxtrain.environments.conversation import ChatRules, Conversation
 from jaxtrain.environments.single_turn import find_prompt
 from jaxtrain.environments.token_history import TurnTemplate
 from jaxtrain.environments.tools import Tool, Toolbox
@@ -49,17 +49,14 @@ class ChatEnv:
     ) -> Episode:
         """Play an episode on a copy of the row; UserError if the function returns anything else."""
         config = self.config
-        chat = Conversation(
-            self.template,
-            engine,
-            sampling,
-            index,
-            tools=Toolbox(self.tools, config.tool_seconds),
-            max_turns=config.max_turns,
+        rules = ChatRules(
             name=self.name,
+            max_turns=config.max_turns,
             rewritten=config.history == "template",
             row_tokens=self.row_tokens,
         )
+        tools = Toolbox(self.tools, config.tool_seconds)
+        chat = Conversation(self.template, engine, sampling, index, rules, tools=tools)
         outcome = await self.play(copy.deepcopy(dict(row)), chat, **self.options)
         if isinstance(outcome := as_game(outcome), Episode):
             return outcome

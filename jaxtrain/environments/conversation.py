@@ -9,6 +9,7 @@ The tokens that the model wrote are kept exactly and are the only ones trained; 
 environment (questions, tool results) are context. token_history.py defines the prompt of a turn.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,8 +41,26 @@ class AssistantReply(str):
     stop text, or because the row is full."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatRules:
+    """Rules of all conversations of an environment."""
+
+    name: str = "reward"
+    """Name of rewards without one."""
+    max_turns: int = 8
+    """Turns of `Conversation.answer`."""
+    rewritten: bool = True
+    """See TokenHistory."""
+    row_tokens: int | None = None
+    """Longest sequence that can be trained."""
+
+
 class Conversation:
     """Episode in progress."""
+
+    policy: str = ""
+    agent: str = ""
+    """Policy and agent of the Episode."""
 
     def __init__(
         self,
@@ -49,30 +68,22 @@ class Conversation:
         engine: Engine,
         sampling: Sampling,
         index: int,
+        rules: ChatRules,
         *,
         tools: Toolbox | None = None,
         schemas: Sequence[Any] | None = None,
-        max_turns: int = 8,
-        name: str = "reward",
-        rewritten: bool = True,
-        row_tokens: int | None = None,
-        policy: str = "",
-        agent: str = "",
     ):
-        """schemas: tools that the environment answers itself. name: name of rewards without one.
-        rewritten: see TokenHistory. row_tokens: longest sequence that can be trained."""
-        self.engine, self.sampling, self.index = engine, sampling, index
-        self.policy, self.agent = policy, agent
-        """Policy and agent of the Episode."""
+        """schemas: tools that the environment answers itself."""
+        self.engine, self.sampling, self.index, self.rules = engine, sampling, index, rules
         self.tools = Toolbox() if tools is None else tools
         self.schemas = list(schemas or [])
-        self.max_turns, self.name, self.row_tokens = max_turns, name, row_tokens
+        self.max_turns = rules.max_turns
         self.messages: list[dict[str, Any]] = []
         """Messages in chat-template form. An environment may edit the list, for instance to
         summarize old messages: the prompt of the next turn follows it."""
         self.num_turns = 0
         """Assistant turns so far."""
-        self._history = TokenHistory(template, rewritten)
+        self._history = TokenHistory(template, rules.rewritten)
         self._said: list[dict[str, Any]] = []
         self._drawn: list[dict[str, Any]] = []
         """Message of each sampled turn."""
@@ -119,19 +130,11 @@ class Conversation:
         return self._begin(self.engine, self.policy, agent)
 
     def _begin(self, engine: Engine, policy: str, agent: str) -> "Conversation":
-        return Conversation(
-            self._history.template,
-            engine,
-            self.sampling,
-            self.index,
-            tools=Toolbox(seconds=self.tools.seconds),
-            max_turns=self.max_turns,
-            name=self.name,
-            rewritten=self._history.rewritten,
-            row_tokens=self.row_tokens,
-            policy=policy,
-            agent=agent,
-        )
+        tools = Toolbox(seconds=self.tools.seconds)
+        template, sampling = self._history.template, self.sampling
+        chat = Conversation(template, engine, sampling, self.index, self.rules, tools=tools)
+        chat.policy, chat.agent = policy, agent
+        return chat
 
     @property
     def full(self) -> bool:
@@ -159,8 +162,8 @@ class Conversation:
         tools = [*self.schemas, *self.tools.schemas]
         prompt = self._history.prepare(self.messages, self._find_drawn(), tools)
         sampling, room = self.sampling, None
-        if self.row_tokens is not None:
-            room = self.row_tokens - len(prompt.tokens)
+        if self.rules.row_tokens is not None:
+            room = self.rules.row_tokens - len(prompt.tokens)
             if room < sampling.max_new_tokens:
                 sampling = sampling.model_copy(update={"max_new_tokens": max(room, 1)})
         if room is not None and room <= 0:
@@ -203,7 +206,7 @@ class Conversation:
         if not self.num_turns:
             raise UserError("chat.reward comes after chat.draw: no turn was drawn yet")
         self._turn_rewards += [{} for _ in range(self.num_turns - len(self._turn_rewards))]
-        rewards, name = self._turn_rewards[-1], name or self.name
+        rewards, name = self._turn_rewards[-1], name or self.rules.name
         rewards[name] = rewards.get(name, 0.0) + read_reward(value, f"chat.reward({value!r:.80})")
 
     def finish(self, reward: Rewards = None, **metrics: Any) -> Episode:
@@ -221,7 +224,7 @@ class Conversation:
             for name, value in reward.items():
                 rewards[str(name)] = None if value is None else read_reward(value, source)
         elif reward is not None:
-            rewards[self.name] = read_reward(reward, source)
+            rewards[self.rules.name] = read_reward(reward, source)
         rewarded = self._turn_rewards
         if rewarded:
             rewarded = [*rewarded, *({} for _ in range(self.num_turns - len(rewarded)))]

@@ -41,6 +41,16 @@ class ChatAnswer(NamedTuple):
     completion: Completion
 
 
+class EndpointFormat(NamedTuple):
+    """How an endpoint writes prompts and reads turns."""
+
+    template: TurnTemplate
+    family: str
+    """Format of tool calls, a key of tool_calls.FAMILIES."""
+    row_tokens: int
+    """Longest sequence, prompt and answer together."""
+
+
 class RecordedTurn(NamedTuple):
     """Identity of a sampled turn, to recognize it among an agent's messages."""
 
@@ -55,25 +65,22 @@ class EpisodeRecord:
     def __init__(
         self,
         episode_id: str,
-        template: TurnTemplate,
-        family: str,
+        form: EndpointFormat,
         engine: Engine,
         sampling: Sampling,
         index: int,
-        row_tokens: int,
         base_url: str = "",
         within: "EpisodeRecord | None" = None,
     ):
-        """family: format of tool calls, a key of tool_calls.FAMILIES. row_tokens: longest sequence.
-        within: record of the same event loop that fails with this one; by default the running loop
-        is used."""
+        """within: record of the same event loop that fails with this one; by default the running
+        loop is used."""
         self.id, self.base_url = episode_id, base_url
         """base_url: URL with the episode in its path, for agents configured with a URL only."""
         self.engine, self.sampling, self.index = engine, sampling, index
-        self.family, self.row_tokens = family, row_tokens
+        self.form = form
         self.within = within
         self.loop = asyncio.get_running_loop() if within is None else within.loop
-        self.history = TokenHistory(template)
+        self.history = TokenHistory(form.template)
         self.num_calls = 0
         """Number of sampled tool calls."""
         self.refused = ""
@@ -98,7 +105,7 @@ class EpisodeRecord:
         text = self.history.template.tokenizer.decode(shown)
         if prompt.opened and OPENED not in text.partition("</think>")[0]:
             text = f"{OPENED}\n{text}"
-        content, calls = split_calls(text, self.family) if request.tools else (text, [])
+        content, calls = split_calls(text, self.form.family) if request.tools else (text, [])
         self.num_calls += len(calls)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
@@ -222,13 +229,13 @@ class EpisodeRecord:
     async def _generate(self, tokens: list[int], sampling: Sampling) -> Completion:
         if self._closed:
             raise RequestRefused(410, f"episode {self.id} has ended")
-        room = self.row_tokens - len(tokens)
+        room = self.form.row_tokens - len(tokens)
         if room <= 0:
             self._overflow, self._finish_reason = True, "length"
             raise RequestRefused(
                 400,
-                f"This model's maximum context length is {self.row_tokens} tokens; the prompt has"
-                f" {len(tokens)}",
+                f"This model's maximum context length is {self.form.row_tokens} tokens;"
+                f" the prompt has {len(tokens)}",
             )
         if room < sampling.max_new_tokens:
             sampling = sampling.model_copy(update={"max_new_tokens": room})

@@ -28,7 +28,7 @@ from aiohttp import web
 
 from jaxtrain.environments.chat_request import RequestRefused, limit
 from jaxtrain.environments.chat_response import MODEL, split_chat, write_chat, write_tokens
-from jaxtrain.environments.episode_record import ChatAnswer, EpisodeRecord
+from jaxtrain.environments.episode_record import ChatAnswer, EndpointFormat, EpisodeRecord
 from jaxtrain.environments.token_history import TurnTemplate
 from jaxtrain.environments.tool_calls import find_family
 from jaxtrain.errors import UserError
@@ -107,17 +107,9 @@ class PolicyServer:
         with self._lock:
             self._count += 1
             name = episode_id or f"{index}-{self._count}"
-            record = EpisodeRecord(
-                name,
-                self.template,
-                self.family,
-                engine,
-                sampling,
-                index,
-                self.max_model_len,
-                f"http://{self.host}:{self.port}/e/{name}/v1",
-                within,
-            )
+            form = EndpointFormat(self.template, self.family, self.max_model_len)
+            url = f"http://{self.host}:{self.port}/e/{name}/v1"
+            record = EpisodeRecord(name, form, engine, sampling, index, url, within)
             self._records[name] = record
         return record
 

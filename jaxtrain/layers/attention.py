@@ -32,7 +32,7 @@ from jaxtrain.layers.kv_cache import (
     ring_context,
     visible_slots,
 )
-from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.layers.linear import Dtype, LayerInit, Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer, SharedKV, State
 from jaxtrain.layers.norm import RMSNorm, UnitRMSNorm
 from jaxtrain.layers.rope import Angles, PositionScale, rotate
@@ -96,14 +96,9 @@ class Attention(Mixer):
         head_dim: int,
         options: AttentionOptions,
         *,
-        init_std: float = 0.02,
-        param_dtype: Dtype = jnp.float32,
-        dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
+        init: LayerInit,
     ):
-        linear = functools.partial(
-            Linear, init_std=init_std, param_dtype=param_dtype, dtype=dtype, rngs=rngs
-        )
+        linear = functools.partial(Linear, init=init)
         query_dim, kv_dim = num_heads * head_dim, num_kv_heads * head_dim
         num_in = num_features if options.num_in is None else options.num_in
         self.imports, self.qk_norm, self.clip = options.imports, options.qk_norm, options.clip
@@ -128,12 +123,12 @@ class Attention(Mixer):
         has_gate = self.output_gate == "own"
         self.gate = linear(num_in, query_dim, axes=("embed", "heads")) if has_gate else None
         widths = (query_dim, kv_dim) if self.qk_norm == "all_heads" else (head_dim, head_dim)
-        norm = functools.partial(options.norm, eps=options.eps, param_dtype=param_dtype)
+        norm = functools.partial(options.norm, eps=options.eps, param_dtype=init.param_dtype)
         self.q_norm = norm(widths[0]) if self.qk_norm else None
         self.k_norm = norm(widths[1]) if self.qk_norm and not self.imports else None
         self.v_norm = UnitRMSNorm(head_dim, eps=options.eps) if options.v_norm else None
         # At least float32, as the kernels add sinks to scores that are float32.
-        zeros_N = jnp.zeros((num_heads,), jnp.promote_types(param_dtype, jnp.float32))
+        zeros_N = jnp.zeros((num_heads,), jnp.promote_types(init.param_dtype, jnp.float32))
         self.sinks = nnx.Param(zeros_N, axes=("heads",)) if options.sinks else None
         self.stored: Stored = "default"
         """Storage of the state's keys and values; set by `store_cache`."""

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxtrain.distributed.sharding import constrain, count_ways, split_axes
-from jaxtrain.layers.linear import Dtype
+from jaxtrain.layers.linear import LayerInit
 
 
 class Embed(nnx.Module):
@@ -23,15 +23,12 @@ class Embed(nnx.Module):
         num_embeddings: int,
         num_features: int,
         *,
-        init_std: float = 0.02,
-        param_dtype: Dtype = jnp.float32,
-        dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
+        init: LayerInit,
     ):
         shape = (num_embeddings, num_features)
-        table_VD = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
+        table_VD = init.normal(shape)
         self.embedding = nnx.Param(table_VD, axes=("vocab", "embed"))
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = jnp.dtype(init.dtype)
         self.adapter: Any = nnx.data(None)
 
     def table(self) -> jax.Array:

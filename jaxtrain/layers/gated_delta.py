@@ -24,7 +24,7 @@ from typing_extensions import override
 from jaxtrain.distributed.sharding import constrain, partition_spec
 from jaxtrain.errors import UserError
 from jaxtrain.layers.fused_linear import fuse_kernels, fused_product, multiply_fused
-from jaxtrain.layers.linear import Dtype, Linear, PreciseLinear
+from jaxtrain.layers.linear import Dtype, LayerInit, Linear, PreciseLinear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import GatedRMSNorm
 from jaxtrain.layers.recurrent import kept_until, move_tail
@@ -60,6 +60,27 @@ class SharedRowState(NamedTuple):
     hops: Hops | None
 
 
+class DeltaInputs(NamedTuple):
+    """Inputs of the rule, by key head."""
+
+    m: jax.Array
+    """[B, T, H, F], or [B, T, H F] and maybe more columns: what the convolution reads."""
+    g_BTHR: jax.Array
+    """Logarithms of the decays."""
+    beta_BTHR: jax.Array
+
+
+class DeltaSizes(NamedTuple):
+    """Sizes of a GatedDelta layer."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+    """Tokens that the convolution reaches."""
+
+
 class TrialDeltaState(NamedTuple):
     """A state, and inputs of new tokens of which an unknown number will be accepted."""
 
@@ -84,38 +105,31 @@ class GatedDelta(Mixer):
     def __init__(
         self,
         num_features: int,
-        num_key_heads: int,
-        num_value_heads: int,
-        key_dim: int,
-        value_dim: int,
+        sizes: DeltaSizes,
         *,
-        taps: int = 4,
         norm_eps: float = 1e-6,
         impl: str = "auto",
-        init_std: float = 0.02,
-        param_dtype: Dtype = jnp.float32,
-        dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
+        init: LayerInit,
     ):
-        common = {"init_std": init_std, "param_dtype": param_dtype, "dtype": dtype, "rngs": rngs}
+        num_key_heads, num_value_heads, key_dim, value_dim, taps = sizes
         inner = num_value_heads * value_dim
         width = 2 * num_key_heads * key_dim + inner
-        into = {"axes": ("embed", "heads"), **common}
+        into = {"axes": ("embed", "heads"), "init": init}
         self.qkv = Linear(num_features, width, **into)
         self.z = Linear(num_features, inner, **into)
         self.b = PreciseLinear(num_features, num_value_heads, **into)
         self.a = PreciseLinear(num_features, num_value_heads, **into)
-        conv_F1W = init_std * jax.random.normal(rngs.params(), (width, 1, taps), param_dtype)
+        conv_F1W = init.normal((width, 1, taps))
         self.conv = nnx.Param(conv_F1W, axes=("heads", None, None))
         # Small, and summed over whole rows: never rounded to the dtype of the other weights.
-        wide = jnp.promote_types(param_dtype, jnp.float32)
+        wide = jnp.promote_types(init.param_dtype, jnp.float32)
         decay_N = jax.random.uniform(
-            rngs.params(), (num_value_heads,), wide, minval=0.01, maxval=16.0
+            init.rngs.params(), (num_value_heads,), wide, minval=0.01, maxval=16.0
         )
         self.A_log = nnx.Param(jnp.log(decay_N), axes=("heads",))
-        self.dt_bias = nnx.Param(jnp.ones((num_value_heads,), param_dtype), axes=("heads",))
-        self.norm = GatedRMSNorm(value_dim, eps=norm_eps, param_dtype=param_dtype)
-        self.out = Linear(inner, num_features, axes=("heads", "embed"), **common)
+        self.dt_bias = nnx.Param(jnp.ones((num_value_heads,), init.param_dtype), axes=("heads",))
+        self.norm = GatedRMSNorm(value_dim, eps=norm_eps, param_dtype=init.param_dtype)
+        self.out = Linear(inner, num_features, axes=("heads", "embed"), init=init)
         self.num_key_heads, self.repeats = num_key_heads, num_value_heads // num_key_heads
         self.key_dim, self.value_dim, self.taps = key_dim, value_dim, taps
         self.impl = impl
@@ -166,7 +180,8 @@ class GatedDelta(Mixer):
         T = tried.m_BTHF.shape[1]
         count_B = decoding.end - decoding.start
         until_BT = kept_until(count_B, T)
-        _, S = self._mix(*tried[1:], DeltaRows(until_BT, None, None), None, tried.old)
+        rows = SharedRowState(DeltaRows(until_BT, None, None), None, None)
+        _, S = self._mix(DeltaInputs(*tried[1:]), rows, None, tried.old)
         return DeltaState(move_tail(tried.old.tail, tried.m_BTHF, count_B), S)
 
     def __call__(
@@ -188,15 +203,15 @@ class GatedDelta(Mixer):
         g_BTHR = -jnp.exp(rate_HR) * jax.nn.softplus(a_BTHR.astype(wide) + bias_HR)
         beta_BTHR = jax.nn.sigmoid(b_BTHR.astype(wide))
         if state is None:
-            rows, chunks, hops = inputs.shared or SharedRowState(as_chains(context), None, None)
-            if rows.lone is not None:
+            shared = inputs.shared or SharedRowState(as_chains(context), None, None)
+            if shared.rows.lone is not None:
                 # Lone tokens share a chain, so each must forget the state of the one before.
-                g_BTHR = jnp.where(rows.lone[:, :, None, None], FORGETS, g_BTHR)
+                g_BTHR = jnp.where(shared.rows.lone[:, :, None, None], FORGETS, g_BTHR)
         else:
-            rows, chunks, hops = DeltaRows(context.until, context.prev, None), None, None
-        out_BTHF, S = self._mix(
-            m_BTF, g_BTHR, beta_BTHR, rows, context.prev, state, chunks=chunks, hops=hops
-        )
+            rows = DeltaRows(context.until, context.prev, None)
+            shared = SharedRowState(rows, None, None)
+        ruled = DeltaInputs(m_BTF, g_BTHR, beta_BTHR)
+        out_BTHF, S = self._mix(ruled, shared, context.prev, state)
         by_head = (*x_BTD.shape[:2], H * R, self.value_dim)
         out_BTNV = self.norm(out_BTHF.reshape(by_head), z_BTHF.reshape(by_head))
         y_BTD = self.out(out_BTNV.reshape(*x_BTD.shape[:2], -1))
@@ -230,39 +245,35 @@ class GatedDelta(Mixer):
         by_head = (*x_BTD.shape[:2], self.num_key_heads, -1)
         return m_BTF, *(y_BTF.reshape(by_head) for y_BTF in rest)
 
-    def _mix(self, m_BTF, g_BTHR, beta_BTHR, rows: DeltaRows, before_BT, state, **shared):
+    def _mix(self, inputs: DeltaInputs, shared: SharedRowState, before_BT, state):
         """Return (the heads' outputs [B, T, H, R V], the last S or None), on the current mesh.
 
-        before_BT: the convolution's `Context.prev`; shared: fields of `SharedRowState`.
+        before_BT: the convolution's `Context.prev`.
         """
         conv_HFW = self.conv[...].reshape(self.num_key_heads, -1, self.taps)
-        run = functools.partial(
-            mix_heads, repeats=self.repeats, key_dim=self.key_dim, impl=self.impl
-        )
-        by_row = rows.until, rows.prev, before_BT
+        run = functools.partial(mix_heads, key_dim=self.key_dim, impl=self.impl)
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            return run(m_BTF, conv_HFW, g_BTHR, beta_BTHR, *by_row, state, **shared)
-        m_BTHF = m_BTF.reshape(*m_BTF.shape[:2], self.num_key_heads, -1)
+            return run(inputs, conv_HFW, shared, before_BT, state)
+        m_BTHF = inputs.m.reshape(*inputs.m.shape[:2], self.num_key_heads, -1)
         # Whole rows on every device: the recurrence cannot be cut along tokens.
         by_token = partition_spec(("rows", None, "row_heads", None), m_BTHF.shape, mesh)
         row_axes, _, heads, _ = by_token
         of_state = DeltaState(by_token, PartitionSpec(row_axes, heads))
-        is_tree = rows.prev is not None
+        is_tree = shared.rows.prev is not None
         return jax.shard_map(
             run,
             in_specs=(
                 by_token,
                 PartitionSpec(heads),
-                by_token,
-                by_token,
-                *[PartitionSpec(row_axes)] * len(by_row),
+                PartitionSpec(row_axes),
+                PartitionSpec(row_axes),
                 PartitionSpec() if state is None else of_state,
             ),
             # With `prev` there is no last state; None has no leaves, so any spec fits.
             out_specs=(by_token, PartitionSpec() if is_tree else of_state.S),
             check_vma=False,
-        )(m_BTHF, conv_HFW, g_BTHR, beta_BTHR, *by_row, state)
+        )(inputs._replace(m=m_BTHF), conv_HFW, shared, before_BT, state)
 
 
 def as_chains(context: Context) -> DeltaRows:
@@ -284,24 +295,11 @@ def as_chains(context: Context) -> DeltaRows:
 
 
 def mix_heads(
-    m,
-    conv_HFW,
-    g_BTHR,
-    beta_BTHR,
-    until_BT,
-    prev_BT,
-    before_BT,
-    state,
-    *,
-    repeats,
-    key_dim,
-    impl,
-    chunks=None,
-    hops=None,
+    inputs: DeltaInputs, conv_HFW, shared: SharedRowState, before_BT, state, *, key_dim, impl
 ):
-    """Apply the convolution and the rule to the local key heads; m [B, T, H, F], or [B, T, H F]
-    and maybe more."""
-    (B, T), (H, F, _) = m.shape[:2], conv_HFW.shape
+    """Apply the convolution and the rule to the local key heads: see `GatedDelta._mix`."""
+    m, g_BTHR, beta_BTHR = inputs
+    (B, T), (H, F, _), repeats = m.shape[:2], conv_HFW.shape, g_BTHR.shape[-1]
     N, V = H * repeats, (F - 2 * key_dim) // repeats
     q, k, v = conv_heads(
         m.reshape(B, T, -1),
@@ -310,7 +308,7 @@ def mix_heads(
         V,
         before_BT,
         tail=None if state is None else state.tail,
-        hops=hops,
+        hops=shared.hops,
         eps=EPS,
         # `impl` names a backend of the rule, which this op may lack; only portable ones count.
         impl=impl if impl in ("xla", "reference") else "auto",
@@ -321,10 +319,10 @@ def mix_heads(
         v,
         g_BTHR.reshape(B, T, N),
         beta_BTHR.reshape(B, T, N),
-        until_BT,
-        prev_BT,
+        shared.rows.until,
+        shared.rows.prev,
         state=None if state is None else state.S.reshape(B, N, key_dim, V),
-        chunks=chunks,
+        chunks=shared.chunks,
         impl=impl,
     )
     S = None if S is None else S.reshape(B, H, repeats, key_dim, V)

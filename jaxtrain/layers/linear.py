@@ -1,5 +1,6 @@
 """Linear: the one place where a weight meets an activation."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,23 @@ from jax.sharding import PartitionSpec
 from jaxtrain.distributed.sharding import gathered
 
 Dtype = jnp.dtype | type | str
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerInit:
+    """How the parameters of layers are created, and the dtype in which they are used."""
+
+    rngs: nnx.Rngs
+    std: float = 0.02
+    """Standard deviation of new weights."""
+    param_dtype: Dtype = jnp.float32
+    dtype: Dtype = jnp.float32
+    """Dtype of activations and matmuls."""
+
+    def normal(self, shape: Sequence[int]) -> jax.Array:
+        """Draw weights of a shape. Each call takes the next key: the order of calls is part of
+        what a seed means."""
+        return self.std * jax.random.normal(self.rngs.params(), shape, self.param_dtype)
 
 
 class Linear(nnx.Module):
@@ -35,22 +53,21 @@ class Linear(nnx.Module):
         axes: tuple[str | None, ...],
         lead: tuple[int, ...] = (),
         use_bias: bool = False,
-        init_std: float = 0.02,
-        param_dtype: Dtype = jnp.float32,
-        dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
+        init: LayerInit,
     ):
         shape = (*lead, num_in, num_out)
-        kernel = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
+        kernel = init.normal(shape)
         self.kernel: Any = nnx.Param(kernel, axes=axes)
         self.bias = (
-            nnx.Param(jnp.zeros((*lead, num_out), param_dtype), axes=(*axes[: len(lead)], axes[-1]))
+            nnx.Param(
+                jnp.zeros((*lead, num_out), init.param_dtype), axes=(*axes[: len(lead)], axes[-1])
+            )
             if use_bias
             else None
         )
         self.adapter: Any = nnx.data(None)
         self.product: Callable[[jax.Array, jax.Array], jax.Array] | None = None
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = jnp.dtype(init.dtype)
 
     @property
     def rounds_kernel(self) -> bool:

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from jaxtrain.distributed.sharding import constrain, count_ways, mesh_axes, partition_spec
 from jaxtrain.errors import UserError
-from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.layers.linear import Dtype, LayerInit, Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import GroupedRMSNorm
 from jaxtrain.layers.recurrent import kept_until, move_tail, used_until
@@ -49,6 +49,26 @@ class TrialMambaState(NamedTuple):
     dt_BTN: jax.Array
 
 
+class MambaSizes(NamedTuple):
+    """Sizes of a Mamba-2 layer."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    taps: int
+    conv_bias: bool
+    dt_limit: tuple[float, float]
+
+    def check(self) -> None:
+        """UserError where the heads do not divide into groups."""
+        if self.num_heads % self.num_groups:
+            raise UserError(
+                f"config.json: {self.num_heads} Mamba heads must be a multiple of the"
+                f" {self.num_groups} groups"
+            )
+
+
 class HeadParameters(NamedTuple):
     """Parameters of the heads, split like their activations."""
 
@@ -72,44 +92,35 @@ class Mamba2(Mixer):
     def __init__(
         self,
         num_features: int,
-        num_heads: int,
-        head_dim: int,
-        num_groups: int,
-        state_dim: int,
+        sizes: MambaSizes,
         *,
-        taps: int = 4,
-        conv_bias: bool = True,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
         norm_eps: float = 1e-5,
         impl: str = "auto",
-        init_std: float = 0.02,
-        param_dtype: Dtype = jnp.float32,
-        dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
+        init: LayerInit,
     ):
-        common = {"init_std": init_std, "param_dtype": param_dtype, "dtype": dtype, "rngs": rngs}
+        num_heads, head_dim, num_groups, state_dim, taps, conv_bias, dt_limit = sizes
         inner = num_heads * head_dim
         mixed = inner + 2 * num_groups * state_dim
         columns = inner + mixed + num_heads
-        self.in_proj = Linear(num_features, columns, axes=("embed", "heads"), **common)
-        conv_F1W = init_std * jax.random.normal(rngs.params(), (mixed, 1, taps), param_dtype)
+        self.in_proj = Linear(num_features, columns, axes=("embed", "heads"), init=init)
+        conv_F1W = init.normal((mixed, 1, taps))
         self.conv = nnx.Param(conv_F1W, axes=("heads", None, None))
-        zeros_F = jnp.zeros((mixed,), param_dtype)
+        zeros_F = jnp.zeros((mixed,), init.param_dtype)
         self.conv_bias = nnx.Param(zeros_F, axes=("heads",)) if conv_bias else None
         # Small, and summed over whole rows: never rounded to the dtype of the other weights.
-        wide = jnp.promote_types(param_dtype, jnp.float32)
+        wide = jnp.promote_types(init.param_dtype, jnp.float32)
         decay_N = jnp.arange(1, num_heads + 1, dtype=wide)
         self.A_log = nnx.Param(jnp.log(decay_N), axes=("heads",))
         self.D = nnx.Param(jnp.ones((num_heads,), wide), axes=("heads",))
         low, high = map(math.log, FIRST_STEPS)
         step_N = jnp.exp(
-            jax.random.uniform(rngs.params(), (num_heads,), wide, minval=low, maxval=high)
+            jax.random.uniform(init.rngs.params(), (num_heads,), wide, minval=low, maxval=high)
         )
         # The inverse of softplus, so that the first steps are as drawn.
         bias_N = step_N + jnp.log(-jnp.expm1(-step_N))
         self.dt_bias = nnx.Param(bias_N, axes=("heads",))
-        self.norm = GroupedRMSNorm(inner, num_groups, eps=norm_eps, param_dtype=param_dtype)
-        self.out_proj = Linear(inner, num_features, axes=("heads", "embed"), **common)
+        self.norm = GroupedRMSNorm(inner, num_groups, eps=norm_eps, param_dtype=init.param_dtype)
+        self.out_proj = Linear(inner, num_features, axes=("heads", "embed"), init=init)
         self.num_heads, self.head_dim, self.taps = num_heads, head_dim, taps
         self.num_groups, self.state_dim = num_groups, state_dim
         self.dt_limit, self.impl = dt_limit, impl
@@ -195,9 +206,7 @@ class Mamba2(Mixer):
             -jnp.exp(self.A_log[...].astype(wide)),
             self.D[...].astype(wide),
         )
-        run = functools.partial(
-            mix_heads, head_dim=self.head_dim, state_dim=self.state_dim, impl=self.impl
-        )
+        run = functools.partial(mix_heads, state_dim=self.state_dim, impl=self.impl)
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
             return run(m_BTGF, share, dt_BTN, until_BT, prev_BT, state)
@@ -248,9 +257,7 @@ def divide_groups(x: jax.Array, *, parts: int, state_dim: int, axis: int) -> jax
     )
 
 
-def mix_heads(
-    m_BTGF, share: HeadParameters, dt_BTN, until_BT, prev_BT, state, *, head_dim, state_dim, impl
-):
+def mix_heads(m_BTGF, share: HeadParameters, dt_BTN, until_BT, prev_BT, state, *, state_dim, impl):
     """Apply the convolution and the recurrence to the local groups: see `Mamba2._mix`."""
     B, T, G, F = m_BTGF.shape
     N, wide = dt_BTN.shape[2], dt_BTN.dtype
@@ -262,7 +269,7 @@ def mix_heads(
     mixed_BTGF = jax.nn.silu(mixed_BTF).reshape(B, T, G, F)
     cuts = [F - 2 * state_dim, F - state_dim]
     x_BTGF, B_BTGS, C_BTGS = jnp.split(mixed_BTGF, cuts, axis=-1)
-    x_BTNP = x_BTGF.reshape(B, T, N, head_dim)
+    x_BTNP = x_BTGF.reshape(B, T, N, -1)
     S = None if state is None else state.S
     y_BTNP, S = ssd(
         x_BTNP, dt_BTN, share.A_N, B_BTGS, C_BTGS, until_BT, prev_BT, state=S, impl=impl

@@ -15,20 +15,20 @@ Letters: P and R dims of a head's queries and keys without and with rotation, V 
 the latent of keys and values, L = C + R.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from typing_extensions import override
 
 from jaxtrain.distributed.sharding import constrain
 from jaxtrain.layers.fused_linear import fuse_kernels, multiply_fused
 from jaxtrain.layers.kv_cache import FEW, cache_context, put_new, put_packed, visible_slots
-from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.layers.linear import Dtype, LayerInit, Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, PositionScale, rotate
@@ -50,13 +50,32 @@ class PackedLatents(NamedTuple):
     """[B, S, L]."""
 
 
-class LatentAttention(Mixer):
-    """[B, T, D] -> [B, T, D] with N heads.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentOptions:
+    """Sizes of latent attention, and in which models differ."""
 
-    query_rank: features of c_q; None: queries are made of x. use_bias: on W_qa, W_kva and the
-    output. adjacent: rotate pairs of adjacent dims, else of dims R/2 apart. scale: of scores, by
-    default (P + R)**-0.5. position_scale: queries times a factor that grows with their position.
-    """
+    plain_dim: int
+    rotated_dim: int
+    value_dim: int
+    query_rank: int | None
+    """Features of c_q; None: queries are made of x."""
+    latent_rank: int
+    eps: float = 1e-6
+    """Of the norms of both latents."""
+    use_bias: bool = False
+    """Biases on W_qa, W_kva and the output."""
+    adjacent: bool = True
+    """Rotate pairs of adjacent dims, else of dims R/2 apart."""
+    scale: float | None = None
+    """Factor on scores; None: (P + R)**-0.5."""
+    position_scale: PositionScale | None = None
+    """Multiply queries by a factor that grows with their position."""
+    impl: str = "auto"
+    """Backend of attention."""
+
+
+class LatentAttention(Mixer):
+    """[B, T, D] -> [B, T, D] with N heads."""
 
     follows_trees = True
     both_sides = True
@@ -69,27 +88,22 @@ class LatentAttention(Mixer):
         self,
         num_features: int,
         num_heads: int,
+        options: LatentOptions,
         *,
-        plain_dim: int,
-        rotated_dim: int,
-        value_dim: int,
-        query_rank: int | None,
-        latent_rank: int,
-        norm_eps: float = 1e-6,
-        use_bias: bool = False,
-        adjacent: bool = True,
-        scale: float | None = None,
-        position_scale: PositionScale | None = None,
-        impl: str = "auto",
-        init_std: float = 0.02,
-        param_dtype: Dtype = jnp.float32,
-        dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
+        init: LayerInit,
     ):
-        linear = functools.partial(
-            Linear, init_std=init_std, param_dtype=param_dtype, dtype=dtype, rngs=rngs
+        plain_dim, rotated_dim, value_dim = (
+            options.plain_dim,
+            options.rotated_dim,
+            options.value_dim,
         )
-        norm = functools.partial(RMSNorm, eps=norm_eps, param_dtype=param_dtype)
+        query_rank, latent_rank, use_bias = (
+            options.query_rank,
+            options.latent_rank,
+            options.use_bias,
+        )
+        linear = functools.partial(Linear, init=init)
+        norm = functools.partial(RMSNorm, eps=options.eps, param_dtype=init.param_dtype)
         query_dim = num_heads * (plain_dim + rotated_dim)
         ranked = query_rank is not None
         first = functools.partial(linear, axes=("embed", None), use_bias=use_bias)
@@ -106,9 +120,9 @@ class LatentAttention(Mixer):
         self.out = linear(inner_dim, num_features, axes=("heads", "embed"), use_bias=use_bias)
         self.num_heads, self.plain_dim, self.rotated_dim = num_heads, plain_dim, rotated_dim
         self.value_dim, self.latent_rank = value_dim, latent_rank
-        self.adjacent, self.position_scale = adjacent, position_scale
-        self.scale = (plain_dim + rotated_dim) ** -0.5 if scale is None else scale
-        self.impl = impl
+        self.adjacent, self.position_scale = options.adjacent, options.position_scale
+        self.scale = (plain_dim + rotated_dim) ** -0.5 if options.scale is None else options.scale
+        self.impl = options.impl
 
     @override
     def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> Latents:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxtrain.distributed.sharding import constrain
 from jaxtrain.layers.fused_linear import fuse_kernels, multiply_fused
-from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.layers.linear import LayerInit, Linear
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -35,19 +35,9 @@ class MLP(nnx.Module):
         *,
         activation: str = "silu",
         use_bias: bool = False,
-        init_std: float = 0.02,
-        param_dtype: Dtype = jnp.float32,
-        dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
+        init: LayerInit,
     ):
-        linear = functools.partial(
-            Linear,
-            use_bias=use_bias,
-            init_std=init_std,
-            param_dtype=param_dtype,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        linear = functools.partial(Linear, use_bias=use_bias, init=init)
         if self.is_gated:
             self.gate = linear(num_features, num_hidden, axes=("embed", "mlp"))
         self.up = linear(num_features, num_hidden, axes=("embed", "mlp"))

@@ -4,6 +4,7 @@ Every token reaches all experts that its router chose, however many others chose
 result does not depend on its neighbors and a packed tree equals its branches.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,7 @@ from jaxtrain_kernels import Clamped, Context
 from jaxtrain.distributed.sharding import constrain
 from jaxtrain.layers.expert_parallel import through_experts
 from jaxtrain.layers.expert_transport import Transport
-from jaxtrain.layers.linear import Dtype, ExpertLinear, Linear
+from jaxtrain.layers.linear import ExpertLinear, LayerInit, Linear
 from jaxtrain.layers.mlp import MLP, GatedMLP
 from jaxtrain.layers.router import Router
 from jaxtrain.layers.router_notes import note_choice
@@ -33,9 +34,10 @@ class Experts(nnx.Module):
         top: int,
         gated: bool = True,
         use_bias: bool = False,
-        **common,
+        *,
+        init: LayerInit,
     ):
-        linear = functools.partial(ExpertLinear, num_experts, top, use_bias=use_bias, **common)
+        linear = functools.partial(ExpertLinear, num_experts, top, use_bias=use_bias, init=init)
         if gated:
             self.gate = linear(num_features, num_hidden, axes=("expert_embed", "mlp"))
         self.up = linear(num_features, num_hidden, axes=("expert_embed", "mlp"))
@@ -48,25 +50,36 @@ class SharedGate(nnx.Module):
     token_share = 1.0
     """See `Linear.token_share`."""
 
-    def __init__(self, num_features: int, *, init_std, param_dtype, dtype, rngs: nnx.Rngs):
-        kernel_D1 = init_std * jax.random.normal(rngs.params(), (num_features, 1), param_dtype)
+    def __init__(self, num_features: int, *, init: LayerInit):
+        kernel_D1 = init.normal((num_features, 1))
         self.kernel = nnx.Param(kernel_D1, axes=("embed", None))
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = jnp.dtype(init.dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return jax.nn.sigmoid(x @ self.kernel[...].astype(self.dtype))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEOptions:
+    """In which published mixtures of experts differ, apart from their sizes and their router."""
+
+    activation: str | Clamped = "silu"
+    """Key of jaxtrain_kernels.grouped_matmul.ffn.ACTIVATIONS; Clamped for experts alone."""
+    use_bias: bool = False
+    """Biases on all matrices of each expert."""
+    gated: bool = True
+    """Experts, and shared ones, are GatedMLPs."""
+    num_latent: int | None = None
+    """Dims that experts read and write, between a matrix before all of them and one behind; the
+    router and what is shared read x."""
+    num_shared: int | None = None
+    """F of an MLP that every token goes through as well."""
+    gate_shared: bool = False
+    """Each token takes its own share of the shared MLP."""
+
+
 class MoE(nnx.Module):
-    """[B, T, D] -> [B, T, D] through k of E experts of F each, plus shared ones.
-
-    gated: whether experts, and shared ones, are GatedMLPs. num_latent: dims that experts read and
-    write, between a matrix before all of them and one behind; the router and what is shared read x.
-
-    activation: a key of jaxtrain_kernels.grouped_matmul.ffn.ACTIVATIONS, or Clamped, for experts
-    alone; use_bias: on all three matrices of each of them. num_shared: F of an MLP
-    that every token goes through as well; gate_shared: each token takes its own share of it.
-    """
+    """[B, T, D] -> [B, T, D] through k of E experts of F each, plus shared ones."""
 
     preset = "mlp"
 
@@ -76,39 +89,31 @@ class MoE(nnx.Module):
         num_features: int,
         num_hidden: int,
         num_experts: int,
+        options: MoEOptions,
         *,
-        activation: str | Clamped = "silu",
-        use_bias: bool = False,
-        gated: bool = True,
-        num_latent: int | None = None,
-        num_shared: int | None = None,
-        gate_shared: bool = False,
-        impl: str = "auto",
-        init_std: float = 0.02,
-        param_dtype: Dtype = jnp.float32,
-        dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
+        init: LayerInit,
     ):
-        common = {"init_std": init_std, "param_dtype": param_dtype, "dtype": dtype, "rngs": rngs}
         self.router = router
+        num_latent, gated, activation = options.num_latent, options.gated, options.activation
         width = num_features if num_latent is None else num_latent
         self.experts = Experts(
-            width, num_hidden, num_experts, router.routing.top, gated, use_bias, **common
+            width, num_hidden, num_experts, router.routing.top, gated, options.use_bias, init=init
         )
         latent = num_latent is not None
         self.latent_in = (
-            Linear(num_features, width, axes=("embed", None), **common) if latent else None
+            Linear(num_features, width, axes=("embed", None), init=init) if latent else None
         )
         self.latent_out = (
-            Linear(width, num_features, axes=(None, "embed"), **common) if latent else None
+            Linear(width, num_features, axes=(None, "embed"), init=init) if latent else None
         )
-        make = functools.partial(GatedMLP if gated else MLP, activation=activation, **common)
-        self.shared = make(num_features, num_shared) if num_shared is not None else None
-        self.shared_gate = SharedGate(num_features, **common) if gate_shared else None
+        make = functools.partial(GatedMLP if gated else MLP, activation=activation, init=init)
+        has_shared = options.num_shared is not None
+        self.shared = make(num_features, options.num_shared) if has_shared else None
+        self.shared_gate = SharedGate(num_features, init=init) if options.gate_shared else None
         self.num_experts = num_experts
         self.activation = activation
-        self.impl = impl
-        self.transport = Transport()  # see `use_transport`
+        self.impl = "auto"  # see `use_transport`
+        self.transport = Transport()
 
     def __call__(
         self,

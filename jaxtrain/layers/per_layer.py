@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxtrain.distributed.sharding import constrain
 from jaxtrain.layers.embed import Embed
-from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.layers.linear import LayerInit, Linear
 from jaxtrain.layers.mlp import gated
 from jaxtrain.layers.norm import RMSNorm
 
@@ -31,15 +31,11 @@ class PerLayerInputs(nnx.Module):
         *,
         norm: type[RMSNorm],
         eps: float,
-        init_std: float = 0.02,
-        param_dtype: Dtype = jnp.float32,
-        dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
+        init: LayerInit,
     ):
-        common = {"init_std": init_std, "param_dtype": param_dtype, "dtype": dtype, "rngs": rngs}
-        self.embed = Embed(num_embeddings, num_layers * size, **common)
-        self.projection = Linear(num_features, num_layers * size, axes=("embed", None), **common)
-        self.norm = norm(size, eps=eps, param_dtype=param_dtype)
+        self.embed = Embed(num_embeddings, num_layers * size, init=init)
+        self.projection = Linear(num_features, num_layers * size, axes=("embed", None), init=init)
+        self.norm = norm(size, eps=eps, param_dtype=init.param_dtype)
         self.num_layers = num_layers
 
     def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
@@ -65,17 +61,12 @@ class PerLayerGate(nnx.Module):
         activation: str,
         norm: type[RMSNorm],
         eps: float,
-        init_std: float = 0.02,
-        param_dtype: Dtype = jnp.float32,
-        dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
+        init: LayerInit,
     ):
-        linear = functools.partial(
-            Linear, init_std=init_std, param_dtype=param_dtype, dtype=dtype, rngs=rngs
-        )
+        linear = functools.partial(Linear, init=init)
         self.gate = linear(num_features, size, axes=("embed", None))
         self.out = linear(size, num_features, axes=(None, "embed"))
-        self.norm = norm(num_features, eps=eps, param_dtype=param_dtype)
+        self.norm = norm(num_features, eps=eps, param_dtype=init.param_dtype)
         self.activation = activation
 
     def __call__(self, x_BTD: jax.Array, layer_input_BTP: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.distributed.sharding import partition_spec
-from jaxtrain.layers.linear import Dtype
+from jaxtrain.layers.linear import Dtype, LayerInit
 from jaxtrain.layers.norm import RMSNorm
 
 SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -174,25 +174,25 @@ class Router(nnx.Module):
         norm: RMSNorm | None = None,
         input_scale: float = 1.0,
         wide: bool = False,
-        init_std: float = 0.02,
-        param_dtype: Dtype = jnp.float32,
-        dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
+        init: LayerInit,
     ):
-        shape, floats = (num_features, num_experts), jnp.promote_types(param_dtype, jnp.float32)
-        kernel_DE = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
+        shape, floats = (
+            (num_features, num_experts),
+            jnp.promote_types(init.param_dtype, jnp.float32),
+        )
+        kernel_DE = init.normal(shape)
         self.kernel = nnx.Param(kernel_DE, axes=("embed", None))
 
         def vector(enabled: bool, value: float, dtype: Dtype) -> nnx.Param | None:
             full_E = jnp.full((num_experts,), value, dtype)
             return nnx.Param(full_E, axes=("norm",)) if enabled else None
 
-        self.bias = vector(logit_bias, 0, param_dtype)
+        self.bias = vector(logit_bias, 0, init.param_dtype)
         self.choice_bias = vector(choice_bias, 0, floats)
-        self.expert_scale = vector(expert_scale, 1, param_dtype)
+        self.expert_scale = vector(expert_scale, 1, init.param_dtype)
         self.norm, self.input_scale = norm, input_scale
         self.routing, self.wide = routing, wide
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = jnp.dtype(init.dtype)
 
     def __call__(self, x: jax.Array, replayed: jax.Array | None = None) -> ExpertChoice:
         """replayed: see `choose`."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.layers.linear import Dtype
+from jaxtrain.layers.linear import LayerInit
 
 
 class Score(nnx.Module):
@@ -19,16 +19,13 @@ class Score(nnx.Module):
         num_scores: int,
         *,
         use_bias: bool,
-        init_std: float = 0.02,
-        param_dtype: Dtype = jnp.float32,
-        dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
+        init: LayerInit,
     ):
         shape = (num_scores, num_features)
-        weight_nD = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
+        weight_nD = init.normal(shape)
         self.weight = nnx.Param(weight_nD, axes=(None, None))
         self.bias = (
-            nnx.Param(jnp.zeros(num_scores, param_dtype), axes=(None,)) if use_bias else None
+            nnx.Param(jnp.zeros(num_scores, init.param_dtype), axes=(None,)) if use_bias else None
         )
 
     def __call__(self, hidden: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from typing_extensions import override
 from jaxtrain.distributed.sharding import constrain
 from jaxtrain.errors import UserError
 from jaxtrain.layers.fused_linear import fuse_kernels, multiply_fused
-from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.layers.linear import Dtype, LayerInit, Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.recurrent import move_tail
 
@@ -44,24 +44,13 @@ class ShortConv(Mixer):
         num_features: int,
         *,
         taps: int,
-        init_std: float = 0.02,
-        param_dtype: Dtype = jnp.float32,
-        dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
+        init: LayerInit,
     ):
-        linear = functools.partial(
-            Linear,
-            num_features,
-            num_features,
-            init_std=init_std,
-            param_dtype=param_dtype,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        linear = functools.partial(Linear, num_features, num_features, init=init)
         self.gate_in = linear(axes=("embed", "heads"))
         self.gate_out = linear(axes=("embed", "heads"))
         self.x = linear(axes=("embed", "heads"))
-        conv_F1W = init_std * jax.random.normal(rngs.params(), (num_features, 1, taps), param_dtype)
+        conv_F1W = init.normal((num_features, 1, taps))
         self.conv = nnx.Param(conv_F1W, axes=("heads", None, None))
         self.out = linear(axes=("heads", "embed"))
         self.num_features, self.taps = num_features, taps

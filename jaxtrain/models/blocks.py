@@ -2,7 +2,7 @@
 differ."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from flax import nnx
@@ -10,51 +10,55 @@ from jaxtrain_kernels import Clamped
 
 from jaxtrain.layers.attention import Attention, AttentionOptions
 from jaxtrain.layers.block import Block
+from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.mixer import Mixer
 from jaxtrain.layers.mlp import GatedMLP
-from jaxtrain.layers.moe import MoE
+from jaxtrain.layers.moe import MoE, MoEOptions
 from jaxtrain.layers.router import Router
 from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.experts import ExpertsConfig, GroupedExpertsConfig
 from jaxtrain.models.naming import PRE_NORMS
 
-MakeMLP = Callable[[DecoderConfig, Mapping[str, Any]], GatedMLP | MoE]
-"""(config, the keyword arguments of layers with weights) -> what stands behind the attention."""
+MakeMLP = Callable[[DecoderConfig, LayerInit], GatedMLP | MoE]
+"""(config, how parameters are created) -> the layer behind the attention."""
 
 
-def dense_mlp(config: DecoderConfig, common: Mapping[str, Any], use_bias: bool = False) -> GatedMLP:
+def dense_mlp(config: DecoderConfig, init: LayerInit, use_bias: bool = False) -> GatedMLP:
     """Build a gated MLP of `intermediate_size`."""
     width, hidden, act = config.hidden_size, config.intermediate_size, config.hidden_act
-    return GatedMLP(width, hidden, activation=act, use_bias=use_bias, **common)
+    return GatedMLP(width, hidden, activation=act, use_bias=use_bias, init=init)
 
 
 def experts_mlp(
     config: ExpertsConfig,
-    common: Mapping[str, Any],
+    init: LayerInit,
     num_hidden: int,
     *,
-    num_shared: int | None = None,
-    gate_shared: bool = False,
     activation: str | Clamped | None = None,
     use_bias: bool = False,
+    num_shared: int | None = None,
+    gate_shared: bool = False,
     **router: Any,
 ) -> MoE:
     """Build experts of `num_hidden` each, routed by `config.routing`; further keywords are options
     of MoE and of Router."""
     width, count = config.hidden_size, config.num_local_experts
-    act = config.hidden_act if activation is None else activation
-    shared = {"num_shared": num_shared, "gate_shared": gate_shared}
-    chooser = Router(width, count, config.routing, **router, **common)
-    mlp_options = {"activation": act, "use_bias": use_bias}
-    return MoE(chooser, width, num_hidden, count, **mlp_options, **shared, **common)
+    options = MoEOptions(
+        activation=config.hidden_act if activation is None else activation,
+        use_bias=use_bias,
+        num_shared=num_shared,
+        gate_shared=gate_shared,
+    )
+    chooser = Router(width, count, config.routing, **router, init=init)
+    return MoE(chooser, width, num_hidden, count, options, init=init)
 
 
-def grouped_experts_mlp(config: GroupedExpertsConfig, common: Mapping[str, Any]) -> MoE:
+def grouped_experts_mlp(config: GroupedExpertsConfig, init: LayerInit) -> MoE:
     """Build DeepSeek-V3's routed and shared experts."""
     return experts_mlp(
         config,
-        common,
+        init,
         config.moe_intermediate_size,
         num_shared=config.shared_width,
         choice_bias=config.routing.score == "sigmoid",
@@ -75,7 +79,7 @@ def attention_block(
 ) -> Block:
     """Build a block of attention and an MLP with the norms `norms` (see `block_of`); choices:
     further options of `Attention`."""
-    common = options.layer_options(config, rngs)
+    init = options.layer_init(config, rngs)
     mixer = attention(
         config.hidden_size,
         config.num_attention_heads,
@@ -87,14 +91,14 @@ def attention_block(
             impl=options.attention_impl,
             **choices,
         ),
-        **common,
+        init=init,
     )
-    return block_of(config, common, mixer, make_mlp, norms=norms, residual_scale=residual_scale)
+    return block_of(config, init, mixer, make_mlp, norms=norms, residual_scale=residual_scale)
 
 
 def block_of(
     config: DecoderConfig,
-    common: Mapping[str, Any],
+    init: LayerInit,
     mixer: Mixer,
     make_mlp: MakeMLP = dense_mlp,
     *,
@@ -104,7 +108,7 @@ def block_of(
     """Build a block of a token mixer and an MLP; norms: the block's norms by their names in
     `Block`, such as the keys of PRE_NORMS, POST_NORMS or SANDWICH_NORMS of models.naming."""
     make = functools.partial(
-        config.norm, config.hidden_size, eps=config.rms_norm_eps, param_dtype=common["param_dtype"]
+        config.norm, config.hidden_size, eps=config.rms_norm_eps, param_dtype=init.param_dtype
     )
-    mlp, norm_layers = make_mlp(config, common), {name: make() for name in norms}
+    mlp, norm_layers = make_mlp(config, init), {name: make() for name in norms}
     return Block(mixer, mlp, residual_scale=residual_scale, **norm_layers)

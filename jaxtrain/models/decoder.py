@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, D model, L layers, V vocab, R rows to fill.
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -16,6 +16,7 @@ from jaxtrain_kernels import Context
 from jaxtrain.batch import ROUTED, Batch
 from jaxtrain.layers.embed import Embed, capped
 from jaxtrain.layers.expert_transport import Transport
+from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.mixer import Decoding, SharedSlots, State
 from jaxtrain.layers.moe import use_transport
 from jaxtrain.layers.noise import RowNoise, add_embedding_noise, set_rng_bits, token_rng_bits
@@ -45,14 +46,10 @@ class DecoderOptions:
     only_layer: Any = None
     """Index of the one layer to build; `only` of layers.stack.Stack."""
 
-    def layer_options(self, config: DecoderConfig, rngs: nnx.Rngs) -> dict[str, Any]:
-        """The keyword arguments that every layer with weights takes."""
-        return {
-            "init_std": config.initializer_range,
-            "param_dtype": jnp.dtype(self.param_dtype),
-            "dtype": jnp.dtype(self.dtype),
-            "rngs": rngs,
-        }
+    def layer_init(self, config: DecoderConfig, rngs: nnx.Rngs) -> LayerInit:
+        """How the parameters of the model's layers are created."""
+        std, param_dtype = config.initializer_range, jnp.dtype(self.param_dtype)
+        return LayerInit(rngs, std, param_dtype, jnp.dtype(self.dtype))
 
 
 class DecoderCache(NamedTuple):
@@ -89,9 +86,9 @@ class Decoded(NamedTuple):
     stream ROUTED."""
 
 
-def make_score(head: ScoreHead, num_features: int, common: Mapping[str, Any]) -> Score:
+def make_score(head: ScoreHead, num_features: int, init: LayerInit) -> Score:
     """Build the layer of a score head."""
-    return Score(num_features, len(head.labels), use_bias=head.per == "token", **common)
+    return Score(num_features, len(head.labels), use_bias=head.per == "token", init=init)
 
 
 class EmbeddingAndHead(nnx.Module):
@@ -188,8 +185,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
     """
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs):
-        common = options.layer_options(config, rngs)
-        self.embed = Embed(config.vocab_size, config.hidden_size, **common)
+        init = options.layer_init(config, rngs)
+        self.embed = Embed(config.vocab_size, config.hidden_size, init=init)
         self.stack = Stack(
             config.layers(),
             lambda kind, rngs: self.make_block(kind, config, options, rngs),
@@ -204,8 +201,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
         )
         head = config.score
         has_head = head is None and not config.tie_word_embeddings
-        self.lm_head = Embed(config.vocab_size, config.hidden_size, **common) if has_head else None
-        self.score = None if head is None else make_score(head, config.hidden_size, common)
+        self.lm_head = Embed(config.vocab_size, config.hidden_size, init=init) if has_head else None
+        self.score = None if head is None else make_score(head, config.hidden_size, init)
         self.encodings = tuple(
             (name, tuple(frequency.tolist()), factor)
             for name, (frequency, factor) in config.encodings().items()

@@ -159,10 +159,10 @@ class GuessBlocks(NamedTuple):
 
 class Model(Draft):
     def __init__(self, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        common = options.layer_options(config, rngs)
+        init = options.layer_init(config, rngs)
         width, eps = config.hidden_size, config.rms_norm_eps
-        norm = {"eps": eps, "param_dtype": common["param_dtype"]}
-        self.fc = Linear(config.num_captured, width, axes=("mlp", "embed"), **common)
+        norm = {"eps": eps, "param_dtype": init.param_dtype}
+        self.fc = Linear(config.num_captured, width, axes=("mlp", "embed"), init=init)
         self.hidden_norm = RMSNorm(width, **norm)
         self.stack = Stack(
             config.layers(),

@@ -58,13 +58,13 @@ class TargetEmbeddingAndHead(EmbeddingAndHead):
     """Empty: it is never exported."""
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs):
-        common = options.layer_options(config, rngs)
-        self.embed = Embed(config.vocab_size, config.hidden_size, **common)
+        init = options.layer_init(config, rngs)
+        self.embed = Embed(config.vocab_size, config.hidden_size, init=init)
         self.norm = config.norm(
             config.hidden_size, eps=config.rms_norm_eps, param_dtype=jnp.dtype(options.param_dtype)
         )
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Embed(config.vocab_size, config.hidden_size, **common)
+        self.lm_head = None if tied else Embed(config.vocab_size, config.hidden_size, init=init)
         self.score = None
         self.stored: tuple[tuple[str, str], ...] = ()
 

@@ -141,11 +141,11 @@ class Midlayer(nnx.Module):
     """The one layer of the draft. The residual is the incoming state, without a norm."""
 
     def __init__(self, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        common = options.layer_options(config, rngs)
+        init = options.layer_init(config, rngs)
         width = config.hidden_size
 
         def norm() -> RMSNorm:
-            return RMSNorm(width, eps=config.rms_norm_eps, param_dtype=common["param_dtype"])
+            return RMSNorm(width, eps=config.rms_norm_eps, param_dtype=init.param_dtype)
 
         self.embed_norm, self.hidden_norm, self.mlp_norm = norm(), norm(), norm()
         self.attention = Attention(
@@ -154,9 +154,11 @@ class Midlayer(nnx.Module):
             config.num_key_value_heads,
             config.head_size,
             AttentionOptions(num_in=2 * width, impl=options.attention_impl),
-            **common,
+            init=init,
         )
-        self.mlp = GatedMLP(width, config.intermediate_size, activation=config.hidden_act, **common)
+        self.mlp = GatedMLP(
+            width, config.intermediate_size, activation=config.hidden_act, init=init
+        )
 
     def project(
         self, embedded_BTD: jax.Array, state_BTD: jax.Array, turns: Angles
@@ -186,12 +188,12 @@ class Model(Draft):
     """`kept` is a table: it is stored with the weights, and nothing trains it."""
 
     def __init__(self, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        common = options.layer_options(config, rngs)
+        init = options.layer_init(config, rngs)
         width = config.hidden_size
-        self.fc = Linear(config.num_captured, width, axes=("embed", None), **common)
+        self.fc = Linear(config.num_captured, width, axes=("embed", None), init=init)
         self.midlayer = Midlayer(config, options, rngs)
-        self.norm = RMSNorm(width, eps=config.rms_norm_eps, param_dtype=common["param_dtype"])
-        self.lm_head = Embed(config.draft_vocab_size, width, **common)
+        self.norm = RMSNorm(width, eps=config.rms_norm_eps, param_dtype=init.param_dtype)
+        self.lm_head = Embed(config.draft_vocab_size, width, init=init)
         ids_P = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
         self.kept = nnx.Param(ids_P, axes=(None,)) if config.prunes else None
         frequency, factor = config.encodings()["default"]

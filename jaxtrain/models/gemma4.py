@@ -25,9 +25,10 @@ from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import ParameterEntry, TensorRef, Transpose
 from jaxtrain.layers.attention import Attention, AttentionOptions
 from jaxtrain.layers.block import Block
+from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import GatedMLP
-from jaxtrain.layers.moe import MoE
+from jaxtrain.layers.moe import MoE, MoEOptions
 from jaxtrain.layers.norm import PreciseRMSNorm, RMSNorm
 from jaxtrain.layers.parallel_mlp import ParallelMLP
 from jaxtrain.layers.per_layer import PerLayerGate, PerLayerInputs
@@ -256,9 +257,9 @@ def read_overrides(by_layer: Any, values: Mapping[str, Any]) -> tuple[int | None
 class Model(Decoder):
     def __init__(self, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         super().__init__(config, options, rngs)
-        common = options.layer_options(config, rngs)
+        init = options.layer_init(config, rngs)
         self.per_layer = (
-            make_per_layer(config, common) if config.hidden_size_per_layer_input else None
+            make_per_layer(config, init) if config.hidden_size_per_layer_input else None
         )
 
     def layer_inputs(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array | None:
@@ -267,11 +268,9 @@ class Model(Decoder):
     def make_block(
         self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs
     ) -> Block:
-        common = options.layer_options(config, rngs)
+        init = options.layer_init(config, rngs)
         width, eps, act = config.hidden_size, config.rms_norm_eps, config.hidden_act
-        make_norm = functools.partial(
-            config.norm, width, eps=eps, param_dtype=common["param_dtype"]
-        )
+        make_norm = functools.partial(config.norm, width, eps=eps, param_dtype=init.param_dtype)
         full, shared = kind.startswith("full"), kind.endswith("_shared")
         size, kv_heads = config.heads(FULL if full else SLIDING)
         attention = Attention(
@@ -291,25 +290,25 @@ class Model(Decoder):
                 scale=1.0,
                 impl=options.attention_impl,
             ),
-            **common,
+            init=init,
         )
         hidden = config.intermediate_size * (2 if shared and config.use_double_wide_mlp else 1)
-        mlp, norms = GatedMLP(width, hidden, activation=act, **common), SANDWICH_NORMS.keys()
+        mlp, norms = GatedMLP(width, hidden, activation=act, init=init), SANDWICH_NORMS.keys()
         if config.enable_moe_block:
-            experts = make_experts(config, common)
+            experts = make_experts(config, init)
             inner = {name.removeprefix("mlp."): make_norm() for name in EXPERT_NORMS}
             mlp, norms = ParallelMLP(mlp, experts, **inner), norms - {"mlp_norm"}
         per_layer_width = config.hidden_size_per_layer_input
         per_layer = None
         if per_layer_width:
             per_layer = PerLayerGate(
-                width, per_layer_width, activation=act, norm=config.norm, eps=eps, **common
+                width, per_layer_width, activation=act, norm=config.norm, eps=eps, init=init
             )
         norm_layers = {name: make_norm() for name in norms}
         return Block(attention, mlp, per_layer=per_layer, scalar=True, **norm_layers)
 
 
-def make_per_layer(config: Config, common: Mapping[str, Any]) -> PerLayerInputs:
+def make_per_layer(config: Config, init: LayerInit) -> PerLayerInputs:
     """Build the module that computes per-layer inputs."""
     assert config.hidden_size_per_layer_input, "asked before"
     return PerLayerInputs(
@@ -319,11 +318,11 @@ def make_per_layer(config: Config, common: Mapping[str, Any]) -> PerLayerInputs:
         config.hidden_size_per_layer_input,
         norm=config.norm,
         eps=config.rms_norm_eps,
-        **common,
+        init=init,
     )
 
 
-def make_experts(config: Config, common: Mapping[str, Any]) -> MoE:
+def make_experts(config: Config, init: LayerInit) -> MoE:
     """Experts whose router reads the residual through a norm of its own."""
     width, eps = config.hidden_size, config.rms_norm_eps
     assert config.experts_per_token and config.moe_intermediate_size, "checked"
@@ -333,12 +332,12 @@ def make_experts(config: Config, common: Mapping[str, Any]) -> MoE:
         count,
         RoutingOptions(top=top, normalize=True),
         expert_scale=True,
-        norm=RMSNorm(width, eps=eps, param_dtype=common["param_dtype"]),
+        norm=RMSNorm(width, eps=eps, param_dtype=init.param_dtype),
         input_scale=width**-0.5,
-        **common,
+        init=init,
     )
     hidden, act = config.moe_intermediate_size, config.hidden_act
-    return MoE(router, width, hidden, count, activation=act, **common)
+    return MoE(router, width, hidden, count, MoEOptions(activation=act), init=init)
 
 
 def names(config: Config) -> list[ParameterEntry]:

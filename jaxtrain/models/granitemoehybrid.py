@@ -11,16 +11,18 @@ from flax import nnx
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields
 from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.layers.linear import LayerInit
+from jaxtrain.layers.mamba2 import Mamba2, MambaSizes
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import MLP, GatedMLP
-from jaxtrain.layers.moe import MoE
+from jaxtrain.layers.moe import MoE, MoEOptions
 from jaxtrain.layers.router import Router, RoutingOptions
 from jaxtrain.models.blocks import block_of
 from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.granite import GraniteConfig, granite_block
 from jaxtrain.models.granitemoe import granite_expert_names
 from jaxtrain.models.granitemoeshared import shared_names
-from jaxtrain.models.mamba import MambaSizes, make_mamba, mamba_names, read_dt_limit
+from jaxtrain.models.mamba import mamba_names, read_dt_limit
 from jaxtrain.models.naming import (
     attention_names,
     norm_names,
@@ -135,25 +137,24 @@ class Model(Decoder):
     def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         if kind != "mamba":
             return granite_block(config, options, rngs, make_mlp)
-        common = options.layer_options(config, rngs)
-        mixer = make_mamba(config.hidden_size, config.sizes, config.rms_norm_eps, common)
-        return block_of(config, common, mixer, make_mlp, residual_scale=config.residual_multiplier)
+        init = options.layer_init(config, rngs)
+        mixer = Mamba2(config.hidden_size, config.sizes, norm_eps=config.rms_norm_eps, init=init)
+        return block_of(config, init, mixer, make_mlp, residual_scale=config.residual_multiplier)
 
 
-def make_mlp(config: Config, common: Mapping[str, Any]) -> MLP | MoE:
+def make_mlp(config: Config, init: LayerInit) -> MLP | MoE:
     """The shared MLP, beside experts where there are any."""
     width, act, shared = config.hidden_size, config.hidden_act, config.shared_intermediate_size
     count, top = config.num_local_experts, config.num_experts_per_tok
     if not count:
-        return GatedMLP(width, shared, activation=act, **common)
+        return GatedMLP(width, shared, activation=act, init=init)
     return MoE(
-        Router(width, count, RoutingOptions(top=top, normalize=True), **common),
+        Router(width, count, RoutingOptions(top=top, normalize=True), init=init),
         width,
         config.intermediate_size,
         count,
-        activation=act,
-        num_shared=shared,
-        **common,
+        MoEOptions(activation=act, num_shared=shared),
+        init=init,
     )
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields
 from jaxtrain.huggingface.ops import ParameterEntry, PermutedRows, StackedOps, Transpose
-from jaxtrain.layers.gated_delta import GatedDelta
+from jaxtrain.layers.gated_delta import DeltaSizes, GatedDelta
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from jaxtrain.models.blocks import MakeMLP, attention_block, block_of
@@ -104,18 +104,20 @@ def make_mixing_block(
         return attention_block(
             config, options, rngs, qk_norm="head", output_gate="joint", make_mlp=make_mlp
         )
-    common = options.layer_options(config, rngs)
+    init = options.layer_init(config, rngs)
     mixer = GatedDelta(
         config.hidden_size,
-        config.linear_num_key_heads,
-        config.linear_num_value_heads,
-        config.linear_key_head_dim,
-        config.linear_value_head_dim,
-        taps=config.linear_conv_kernel_dim,
+        DeltaSizes(
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+            config.linear_conv_kernel_dim,
+        ),
         norm_eps=config.rms_norm_eps,
-        **common,
+        init=init,
     )
-    return block_of(config, common, mixer, make_mlp)
+    return block_of(config, init, mixer, make_mlp)
 
 
 def group_rows(config: HybridConfig) -> tuple[tuple[int, int], ...]:

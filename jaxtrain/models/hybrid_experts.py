@@ -2,12 +2,13 @@
 share."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Collection, Sequence
+from typing import Self
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.layers.moe import MoE
+from jaxtrain.layers.linear import LayerInit
+from jaxtrain.layers.moe import MoE, MoEOptions
 from jaxtrain.layers.router import Router, RoutingOptions
 from jaxtrain.models.hybrid import HybridConfig
 from jaxtrain.models.naming import (
@@ -51,20 +52,20 @@ class HybridExpertsConfig(HybridConfig):
         return self.num_experts_per_tok, self.num_experts
 
 
-def shared_experts_mlp(
-    config: HybridExpertsConfig, common: Mapping[str, Any], *, normalize: bool
-) -> MoE:
+def shared_experts_mlp(config: HybridExpertsConfig, init: LayerInit, *, normalize: bool) -> MoE:
     """Experts and a shared one; normalize: the gates of a token sum to 1."""
     width, count, top = config.hidden_size, config.num_experts, config.num_experts_per_tok
     return MoE(
-        Router(width, count, RoutingOptions(top=top, normalize=normalize), **common),
+        Router(width, count, RoutingOptions(top=top, normalize=normalize), init=init),
         width,
         config.moe_intermediate_size,
         count,
-        activation=config.hidden_act,
-        num_shared=config.shared_expert_intermediate_size,
-        gate_shared=True,
-        **common,
+        MoEOptions(
+            activation=config.hidden_act,
+            num_shared=config.shared_expert_intermediate_size,
+            gate_shared=True,
+        ),
+        init=init,
     )
 
 

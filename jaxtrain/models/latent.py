@@ -17,7 +17,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.block import Block
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.mla import LatentAttention
+from jaxtrain.layers.mla import LatentAttention, LatentOptions
 from jaxtrain.layers.rope import PositionScale, frequencies
 from jaxtrain.models.blocks import block_of, dense_mlp, grouped_experts_mlp
 from jaxtrain.models.decoder import DecoderOptions
@@ -156,25 +156,27 @@ def make_latent_block(
     kind: str, config: LatentConfig, options: DecoderOptions, rngs: nnx.Rngs
 ) -> Block:
     """Latent attention, and an MLP ("dense") or experts with a shared one."""
-    common = options.layer_options(config, rngs)
+    init = options.layer_init(config, rngs)
     mixer = LatentAttention(
         config.hidden_size,
         config.num_attention_heads,
-        plain_dim=config.qk_nope_head_dim,
-        rotated_dim=config.qk_rope_head_dim,
-        value_dim=config.v_head_dim,
-        query_rank=config.q_lora_rank,
-        latent_rank=config.kv_lora_rank,
-        norm_eps=LATENT_EPS,
-        use_bias=config.attention_bias,
-        adjacent=config.adjacent,
-        scale=config.score_scale,
-        position_scale=config.position_scale,
-        impl=options.attention_impl,
-        **common,
+        LatentOptions(
+            plain_dim=config.qk_nope_head_dim,
+            rotated_dim=config.qk_rope_head_dim,
+            value_dim=config.v_head_dim,
+            query_rank=config.q_lora_rank,
+            latent_rank=config.kv_lora_rank,
+            eps=LATENT_EPS,
+            use_bias=config.attention_bias,
+            adjacent=config.adjacent,
+            scale=config.score_scale,
+            position_scale=config.position_scale,
+            impl=options.attention_impl,
+        ),
+        init=init,
     )
     make_mlp = dense_mlp if kind == "dense" else grouped_experts_mlp
-    return block_of(config, common, mixer, make_mlp)
+    return block_of(config, init, mixer, make_mlp)
 
 
 def latent_names(config: LatentConfig) -> list[ParameterEntry]:

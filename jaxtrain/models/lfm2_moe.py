@@ -109,9 +109,9 @@ class Model(Decoder):
         make_mlp = dense_mlp if kind.endswith("_dense") else experts
         if kind.startswith("block"):
             return attention_block(config, options, rngs, qk_norm="head", make_mlp=make_mlp)
-        common = options.layer_options(config, rngs)
-        mixer = ShortConv(config.hidden_size, taps=config.conv_L_cache, **common)
-        return block_of(config, common, mixer, make_mlp)
+        init = options.layer_init(config, rngs)
+        mixer = ShortConv(config.hidden_size, taps=config.conv_L_cache, init=init)
+        return block_of(config, init, mixer, make_mlp)
 
 
 def names(config: Config) -> list[ParameterEntry]:

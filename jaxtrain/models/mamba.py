@@ -1,52 +1,13 @@
-"""Shared parts of families with Mamba-2 layers: sizes, the layer, tensor names, limits of dt."""
+"""Shared parts of families with Mamba-2 layers: tensor names, limits of dt."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import ParameterEntry, PermutedRows, StackedOps, Transpose
-from jaxtrain.layers.mamba2 import Mamba2
+from jaxtrain.layers.mamba2 import MambaSizes
 from jaxtrain.models.naming import layer_entry, linear_entries
-
-
-class MambaSizes(NamedTuple):
-    """Sizes of a Mamba-2 layer, as `layers.mamba2.Mamba2` takes them."""
-
-    num_heads: int
-    head_dim: int
-    num_groups: int
-    state_dim: int
-    taps: int
-    conv_bias: bool
-    dt_limit: tuple[float, float]
-
-    def check(self) -> None:
-        """UserError where the heads do not divide into groups."""
-        if self.num_heads % self.num_groups:
-            raise UserError(
-                f"config.json: {self.num_heads} Mamba heads must be a multiple of the"
-                f" {self.num_groups} groups"
-            )
-
-
-def make_mamba(
-    num_features: int, sizes: MambaSizes, norm_eps: float, common: Mapping[str, Any]
-) -> Mamba2:
-    """The layer; common: the keyword arguments of layers with weights."""
-    heads, head_dim, groups, state_dim, taps, conv_bias, dt_limit = sizes
-    return Mamba2(
-        num_features,
-        heads,
-        head_dim,
-        groups,
-        state_dim,
-        taps=taps,
-        conv_bias=conv_bias,
-        dt_limit=dt_limit,
-        norm_eps=norm_eps,
-        **common,
-    )
 
 
 def mamba_names(

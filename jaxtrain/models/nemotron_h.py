@@ -14,14 +14,16 @@ from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import TIED_COPY, ParameterEntry, TensorRef
 from jaxtrain.layers.attention import Attention, AttentionOptions
 from jaxtrain.layers.block import SingleBlock
+from jaxtrain.layers.linear import LayerInit
+from jaxtrain.layers.mamba2 import Mamba2, MambaSizes
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import MLP
-from jaxtrain.layers.moe import MoE
+from jaxtrain.layers.moe import MoE, MoEOptions
 from jaxtrain.layers.norm import PreciseRMSNorm, RMSNorm
 from jaxtrain.layers.router import Router, RoutingOptions
 from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.mamba import MambaSizes, make_mamba, mamba_names, read_dt_limit
+from jaxtrain.models.mamba import mamba_names, read_dt_limit
 from jaxtrain.models.naming import (
     CHOICE_BIAS,
     expert_names,
@@ -185,10 +187,10 @@ def read_kinds(raw: dict[str, Any]) -> list[str] | None:
 
 class Model(Decoder):
     def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        common = options.layer_options(config, rngs)
+        init = options.layer_init(config, rngs)
         width, eps, act = config.hidden_size, config.rms_norm_eps, config.hidden_act
         if kind == "mamba":
-            layer = make_mamba(width, config.sizes, eps, common)
+            layer = Mamba2(width, config.sizes, norm_eps=eps, init=init)
         elif kind == "attention":
             layer = Attention(
                 width,
@@ -196,16 +198,16 @@ class Model(Decoder):
                 config.num_key_value_heads,
                 config.head_size,
                 AttentionOptions(impl=options.attention_impl),
-                **common,
+                init=init,
             )
         elif kind == "mlp":
-            layer = MLP(width, config.intermediate_size, activation=act, **common)
+            layer = MLP(width, config.intermediate_size, activation=act, init=init)
         else:
-            layer = make_experts(config, common)
-        return SingleBlock(config.norm(width, eps=eps, param_dtype=common["param_dtype"]), layer)
+            layer = make_experts(config, init)
+        return SingleBlock(config.norm(width, eps=eps, param_dtype=init.param_dtype), layer)
 
 
-def make_experts(config: Config, common: Mapping[str, Any]) -> MoE:
+def make_experts(config: Config, init: LayerInit) -> MoE:
     """Experts without gates, chosen as in DeepSeek-V3, and a shared one."""
     routing = RoutingOptions(
         top=config.num_experts_per_tok,
@@ -216,17 +218,19 @@ def make_experts(config: Config, common: Mapping[str, Any]) -> MoE:
         scale=config.routed_scaling_factor,
     )
     width, count = config.hidden_size, config.n_routed_experts
-    router = Router(width, count, routing, choice_bias=True, wide=True, **common)
+    router = Router(width, count, routing, choice_bias=True, wide=True, init=init)
     return MoE(
         router,
         width,
         config.moe_intermediate_size,
         count,
-        activation=config.hidden_act,
-        gated=False,
-        num_latent=config.moe_latent_size,
-        num_shared=config.moe_shared_expert_intermediate_size,
-        **common,
+        MoEOptions(
+            activation=config.hidden_act,
+            gated=False,
+            num_latent=config.moe_latent_size,
+            num_shared=config.moe_shared_expert_intermediate_size,
+        ),
+        init=init,
     )
 
 

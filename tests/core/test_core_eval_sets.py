@@ -13,6 +13,7 @@ from jaxtrain.generation.episodes import Episode
 from jaxtrain.generation.evaluation.eval_sets import (
     FIRST_INDEX,
     AnsweredProblem,
+    SetRules,
     answer_set,
     list_answers,
     pass_at,
@@ -65,7 +66,7 @@ class Rewards:
 
 def test_every_row_is_answered_k_times_with_its_own_draws():
     env, rows = Env(), [{"n": 0}, {"n": 1}, {"n": 2}]
-    found = asyncio.run(answer_set(rows, env, None, Rewards(), None, k=4, max_running=5))
+    found = asyncio.run(answer_set(rows, env, None, None, SetRules(Rewards(), 4, max_running=5)))
     assert sorted(env.seen) == [FIRST_INDEX + i for i in range(12)] and env.most <= 5
     assert [one.row["n"] for one in found] == [0, 1, 2]
     assert [e.completion for e in found[1].episodes] == ["1.4", "1.5", "1.6", "1.7"]
@@ -108,7 +109,7 @@ class Judges(Rewards):
 def test_each_policy_of_a_game_is_judged_and_counted_by_itself():
     rows, policies = [{"n": 0}, {"n": 1}], {"a": ["both"], "b": ["both", "own"]}
     env = Game({4, 5, 6, 7})  # nothing of the second row
-    found = asyncio.run(answer_set(rows, env, None, Judges(), None, k=4, policies=policies))
+    found = asyncio.run(answer_set(rows, env, None, None, SetRules(Judges(), 4, policies)))
     numbers = summarize(found, 4, threshold=1.0)
     one = {key: value for key, value in numbers.items() if not key.startswith(("a/", "b/"))}
     assert {f"a/{key}": value for key, value in one.items()}.items() <= numbers.items()
@@ -133,17 +134,17 @@ def test_agents_of_one_policy_have_their_numbers_too():
                 one.policy, one.agent = "", "host"
             return first
 
-    found = asyncio.run(answer_set([{"n": 0}], Agents(), None, Rewards(), None, k=4))
+    found = asyncio.run(answer_set([{"n": 0}], Agents(), None, None, SetRules(Rewards(), 4)))
     numbers = summarize(found, 4, threshold=1.0)
     assert numbers["guest/avg@4"] == numbers["avg@4"] == 0.5
     assert numbers["host/avg@4"] == 4 / 5 and "host/failed" not in numbers
 
 
 def test_failed_episodes_count_as_unsolved():
-    found = asyncio.run(answer_set([{"n": 0}], Env({1, 3}), None, Rewards(), None, k=4))
+    found = asyncio.run(answer_set([{"n": 0}], Env({1, 3}), None, None, SetRules(Rewards(), 4)))
     numbers = summarize(found, 4, threshold=1.0)
     assert numbers["failed"] == 2 and numbers["avg@4"] == 0 and numbers["reward"] == 0
-    nothing = asyncio.run(answer_set([{"n": 0}], Env({0}), None, Rewards(), None, k=1))
+    nothing = asyncio.run(answer_set([{"n": 0}], Env({0}), None, None, SetRules(Rewards(), 1)))
     assert summarize(nothing, 1, 1.0)["reward"] == 0
 
 
@@ -152,7 +153,7 @@ def test_answers_without_a_verdict_are_counted():
         async def score(self, episodes, row):
             return [{"right": None if e.completion.endswith("1") else 1.0} for e in episodes]
 
-    found = asyncio.run(answer_set([{"n": 0}], Env(), None, Silent(), None, k=4))
+    found = asyncio.run(answer_set([{"n": 0}], Env(), None, None, SetRules(Silent(), 4)))
     numbers = summarize(found, 4, threshold=1.0)
     assert numbers["unjudged"] == 1 and numbers["avg@4"] == 0.75 and numbers["reward"] == 0.75
 

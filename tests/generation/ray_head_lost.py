@@ -11,7 +11,7 @@ if __name__ == "__main__":
     from jaxtrain.errors import RunStopped
     from jaxtrain.generation.ray import ray_cluster
     from jaxtrain.generation.ray.actors import start_service
-    from jaxtrain.generation.ray.remote_producer import RemoteProducer
+    from jaxtrain.generation.ray.remote_producer import RemoteProducer, ServiceRequest
     from tests.generation.far_toy import OPENER, rules, settings
     from tests.generation.test_generation_ray import Nodes
 
@@ -21,7 +21,7 @@ if __name__ == "__main__":
     try:
         asked = settings(worker={"holds": range(30)})
         service = start_service(nodes.join())
-        producer = RemoteProducer(service, "test", OPENER, asked, rules())
+        producer = RemoteProducer(service, ServiceRequest("test", OPENER, asked), rules())
         head = nodes.cluster.head_node
         threading.Timer(1.0, lambda: head.kill_gcs_server(check_alive=False)).start()
         try:

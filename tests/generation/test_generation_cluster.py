@@ -13,7 +13,7 @@ from jaxtrain.generation.producer import Producer
 from jaxtrain.generation.ray import remote_producer
 from jaxtrain.generation.ray import worker_pool as crews
 from jaxtrain.generation.ray.hosts import describe_hosts
-from jaxtrain.generation.ray.remote_producer import RemoteProducer
+from jaxtrain.generation.ray.remote_producer import RemoteProducer, ServiceRequest
 from jaxtrain.generation.ray.service import RolloutService
 from jaxtrain.generation.ray.worker import EpisodeWorker
 from tests.generation.far_toy import (
@@ -66,9 +66,7 @@ class Cluster:
         output = options.pop("said", [])
         created = RemoteProducer(
             self.service,
-            speaker,
-            OPENER,
-            settings(**requests),
+            ServiceRequest(speaker, OPENER, settings(**requests)),
             rules(),
             log=output.append,
             **options,
@@ -257,9 +255,8 @@ def test_a_signal_ends_the_waiting(cluster):
 
 def test_what_cannot_be_opened_ends_the_start(cluster):
     with pytest.raises(RuntimeError, match="no_such_function"):
-        RemoteProducer(
-            cluster.service, "me", "tests.generation.far_toy:no_such_function", settings(), rules()
-        )
+        opener = "tests.generation.far_toy:no_such_function"
+        RemoteProducer(cluster.service, ServiceRequest("me", opener, settings()), rules())
 
 
 def test_a_lost_cluster_ends_the_run(cluster):

@@ -17,7 +17,7 @@ from jaxtrain.generation.producer import Producer
 from jaxtrain.generation.ray.actors import start_service
 from jaxtrain.generation.ray.hosts import HOST, PORT, RaySource, find_hosts, start_hosts
 from jaxtrain.generation.ray.ray_cluster import join
-from jaxtrain.generation.ray.remote_producer import RemoteProducer
+from jaxtrain.generation.ray.remote_producer import RemoteProducer, ServiceRequest
 from tests.generation.far_toy import (
     OPENER,
     Table,
@@ -82,7 +82,10 @@ def attach(nodes):
         options = {key: requests.pop(key) for key in ("rows", "worker", "ahead") if key in requests}
         log = ([] if output is None else output).append
         producer = RemoteProducer(
-            service, requests.pop("who", "test"), OPENER, settings(**options), rules(), log=log
+            service,
+            ServiceRequest(requests.pop("who", "test"), OPENER, settings(**options)),
+            rules(),
+            log=log,
         )
         created.append(producer)
         return producer

@@ -11,6 +11,7 @@ from jaxtrain_kernels.rotate_heads import BACKENDS
 from jaxtrain.layers import sharded_attention
 from jaxtrain.layers.attention import Attention, AttentionOptions
 from jaxtrain.layers.fused_linear import MIN_VECTORS
+from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.mixer import LayerInputs, LayerSpec
 from jaxtrain.layers.norm import PreciseRMSNorm
 from jaxtrain.layers.rope import angles
@@ -19,7 +20,8 @@ D, N, K, H = 24, 4, 2, 16
 
 
 def make(**options):
-    layer = Attention(D, N, K, H, AttentionOptions(**options), rngs=nnx.Rngs(0), init_std=0.3)
+    init = LayerInit(nnx.Rngs(0), 0.3)
+    layer = Attention(D, N, K, H, AttentionOptions(**options), init=init)
     for norm in (layer.q_norm, layer.k_norm):
         if norm is not None:
             scale = jax.random.uniform(jax.random.key(3), norm.scale.shape, minval=0.5, maxval=2.0)

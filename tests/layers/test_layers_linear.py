@@ -10,13 +10,13 @@ from jaxtrain.adapters.int8 import Int8, quantize_int8
 from jaxtrain.adapters.lora import DoRA
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.layers.fused_linear import MIN_VECTORS, fuse_kernels, fused_product, multiply_fused
-from jaxtrain.layers.linear import Linear
+from jaxtrain.layers.linear import LayerInit, Linear
 
 
 @pytest.mark.parametrize("num_vectors", [MIN_VECTORS // 2, MIN_VECTORS])
 def test_several_products_with_their_gradients(num_vectors):
     q, k, v = (
-        Linear(24, n, axes=("embed", "heads"), use_bias=bias, init_std=1.0, rngs=nnx.Rngs(n))
+        Linear(24, n, axes=("embed", "heads"), use_bias=bias, init=LayerInit(nnx.Rngs(n), 1.0))
         for n, bias in ((8, True), (16, False), (8, False))
     )
     x = jax.random.normal(jax.random.key(0), (2, num_vectors // 2, 24))
@@ -42,7 +42,12 @@ def test_several_products_with_their_gradients(num_vectors):
 
 def make_linears(**options):
     return [
-        Linear(24, n, axes=("embed", "heads"), use_bias=n == 8, rngs=nnx.Rngs(n), **options)
+        Linear(
+            *(24, n),
+            axes=("embed", "heads"),
+            use_bias=n == 8,
+            init=LayerInit(nnx.Rngs(n), **options),
+        )
         for n in (8, 16)
     ]
 

@@ -15,8 +15,9 @@ from jaxtrain.adapters.lora import DoRA, LoRA
 from jaxtrain.adapters.nf4 import NF4, quantize_nf4
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.layers import mla
+from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec
-from jaxtrain.layers.mla import LatentAttention
+from jaxtrain.layers.mla import LatentAttention, LatentOptions
 from jaxtrain.layers.rope import PositionScale, angles, frequencies
 
 D, N, P, R, V, C = 24, 4, 10, 6, 9, 64
@@ -27,9 +28,8 @@ FREQUENCY, _ = frequencies(R, {"rope_theta": 100.0})
 
 def make_layer() -> LatentAttention:
     sizes = {"plain_dim": P, "rotated_dim": R, "value_dim": V, "query_rank": 20, "latent_rank": C}
-    layer = LatentAttention(
-        *(D, N), **sizes, position_scale=PositionScale(0.3, 5), init_std=0.3, rngs=nnx.Rngs(0)
-    )
+    options = LatentOptions(**sizes, position_scale=PositionScale(0.3, 5))
+    layer = LatentAttention(D, N, options, init=LayerInit(nnx.Rngs(0), 0.3))
     layer.kv_norm.scale[...] += 0.3 * jax.random.normal(jax.random.key(1), (C,))
     return layer
 

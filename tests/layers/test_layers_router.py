@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.router import Router, RoutingOptions, choose
 
@@ -191,7 +192,9 @@ def test_routers_equal_those_of_transformers(name):
     spread = torch.zeros(T, E).scatter(1, experts, gates.float())
     (spread * torch.from_numpy(probe)).sum().backward()
 
-    router = Router(D, E, RoutingOptions(top=TOP, **routing), **options, rngs=nnx.Rngs(0))
+    router = Router(
+        D, E, RoutingOptions(top=TOP, **routing), **options, init=LayerInit(nnx.Rngs(0))
+    )
     for path, leaf in nnx.to_flat_state(nnx.state(router)):
         leaf.set_value(jnp.asarray(held[".".join(path)]))
         nnx.update(router, nnx.from_flat_state([(path, leaf)]))
@@ -247,9 +250,7 @@ def test_the_choice_bias_is_wide_and_logits_are_never_rounded():
             RoutingOptions(top=TOP, score="sigmoid"),
             choice_bias=True,
             wide=wide,
-            param_dtype=jnp.bfloat16,
-            dtype=jnp.bfloat16,
-            rngs=nnx.Rngs(0),
+            init=LayerInit(nnx.Rngs(0), param_dtype=jnp.bfloat16, dtype=jnp.bfloat16),
         )
         assert router.choice_bias.dtype == jnp.float32 and router.kernel.dtype == jnp.bfloat16
         x = jax.random.normal(jax.random.key(0), (5, D), jnp.bfloat16)

@@ -32,9 +32,9 @@ def open_rows(tmp_path, rows, turns="first", thinking="keep"):
 
 
 def make(rows, tokenizer, **options):
-    defaults = dict(row_tokens=256, column="prompt", system=None, raw=False, played=False)
-    defaults |= dict(multiplier=1.5, least=64)
-    return GroundTruths([rows.dataset], tokenizer, **{**defaults, **options})
+    limits = {"row_tokens": 256, "multiplier": 1.5, "least": 64}
+    limits |= {key: options.pop(key) for key in limits if key in options}
+    return GroundTruths([rows.dataset], tokenizer, EnvConfig(**options), **limits)
 
 
 def play(env, row, texts, tokenizer, sampling=None):
@@ -92,7 +92,7 @@ def test_remaining_turns_are_those_of_the_own_row(tmp_path, tokenizer):
     place in a list."""
     rows = open_rows(tmp_path, [{"messages": talk(number)} for number in range(3)])
     env = open_env(EnvConfig(kind="dialogue"), tokenizer, 256)
-    truths = make(rows, tokenizer, played=True)
+    truths = make(rows, tokenizer, kind="dialogue")
     for number in (2, 0, 1):
         row = rows[number]
         drawn = play(env, row, ["so", "be it"], tokenizer)

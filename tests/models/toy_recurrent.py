@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.huggingface.ops import ParameterEntry, StackedOps, TensorRef, Transpose
-from jaxtrain.layers.linear import Linear
+from jaxtrain.layers.linear import LayerInit, Linear
 from jaxtrain.layers.mixer import LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.models.blocks import attention_block
@@ -38,10 +38,10 @@ class Recurrent(Mixer):
     follows_trees = True
     preset = "recurrent"
 
-    def __init__(self, num_features: int, num_hidden: int, **common):
-        self.gate = Linear(num_features, num_hidden, axes=("embed", "mlp"), **common)
-        self.value = Linear(num_features, num_hidden, axes=("embed", "mlp"), **common)
-        self.out = Linear(num_hidden, num_features, axes=("mlp", "embed"), **common)
+    def __init__(self, num_features: int, num_hidden: int, *, init: LayerInit):
+        self.gate = Linear(num_features, num_hidden, axes=("embed", "mlp"), init=init)
+        self.value = Linear(num_features, num_hidden, axes=("embed", "mlp"), init=init)
+        self.out = Linear(num_hidden, num_features, axes=("mlp", "embed"), init=init)
         self.num_hidden = num_hidden
 
     def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype) -> State:
@@ -77,12 +77,12 @@ class Recurrent(Mixer):
 
 class Block(nnx.Module):
     def __init__(self, config: "Config", options: DecoderOptions, rngs: nnx.Rngs):
-        common = options.layer_options(config, rngs)
+        init = options.layer_init(config, rngs)
         width = config.hidden_size
         self.norm = RMSNorm(
             width, eps=config.rms_norm_eps, param_dtype=jnp.dtype(options.param_dtype)
         )
-        self.mixer = Recurrent(width, config.intermediate_size, **common)
+        self.mixer = Recurrent(width, config.intermediate_size, init=init)
 
     def __call__(self, x_BTD: jax.Array, inputs: LayerInputs, state: State | None = None):
         h_BTD, state = self.mixer(self.norm(x_BTD), inputs, state)
@@ -99,9 +99,9 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> "Config":
         fields = {field.name for field in dataclasses.fields(cls)}
-        common = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
-        common["rope"] = (("rope_theta", 1e4), ("rope_type", "default"))
-        return cls(**common | {key: value for key, value in raw.items() if key in fields})
+        preset = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+        preset["rope"] = (("rope_theta", 1e4), ("rope_type", "default"))
+        return cls(**preset | {key: value for key, value in raw.items() if key in fields})
 
     def layers(self) -> tuple[LayerSpec, ...]:
         """Recurrent, attention, recurrent, attention, ..."""

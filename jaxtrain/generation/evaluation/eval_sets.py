@@ -63,25 +63,36 @@ class AnsweredProblem:
         return list(self.speakers.values()) or [self]
 
 
+@dataclass(frozen=True)
+class SetRules:
+    """How often the rows of a set are answered, and what judges the answers."""
+
+    rewards: Rewards
+    k: int
+    """Answers of each row."""
+    policies: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """See GroupRules.policies."""
+    max_running: int = 256
+    """Limit of episodes at once."""
+
+
 async def answer_set(
     rows: Sequence[Mapping[str, Any]],
     env: Env,
     engine: Engine,
-    rewards: Rewards,
     sampling: Sampling,
-    k: int,
-    max_running: int = 256,
+    rules: SetRules,
     failures: Failures | None = None,
-    policies: Mapping[str, Sequence[str]] | None = None,
 ) -> list[AnsweredProblem]:
-    """Answer every row k times, with at most `max_running` episodes at once.
+    """Answer every row `rules.k` times.
 
-    policies: as GroupRules.policies. The same rows, weights and sampling.seed give the same
+    The same rows, weights and sampling.seed give the same
     answers, wherever in a run that happens. Episodes and judgments that fail are counted, and
     reported to `failures`; they do not end the run, unless a mistake must be corrected and nothing
     has worked yet.
     """
-    gate = asyncio.Semaphore(max_running)
+    gate, k = asyncio.Semaphore(rules.max_running), rules.k
+    rewards, policies = rules.rewards, rules.policies
     failures = failures or Failures()
 
     async def play(row: Mapping[str, Any], index: int) -> Episode | None:
@@ -99,7 +110,7 @@ async def answer_set(
         episodes: list[Episode], row: Mapping[str, Any]
     ) -> list[dict[str, float | None]]:
         try:
-            return await score_policies(rewards, policies or {}, episodes, dict(row))
+            return await score_policies(rewards, policies, episodes, dict(row))
         except EpisodeFailed as failure:
             if failure.mistake:
                 raise UserError(failure.cause) from None
@@ -112,7 +123,7 @@ async def answer_set(
         first = FIRST_INDEX + number * k
         played = await asyncio.gather(*(play(row, first + i) for i in range(k)))
         games = [episode for episode in played if episode is not None]
-        episodes = list_episodes(games, list(policies or {}))
+        episodes = list_episodes(games, list(policies))
         scores = await judge(episodes, row) if episodes else []
         answered = AnsweredProblem(row, failed=k - len(games))
         firsts = {id(game) for game in games}

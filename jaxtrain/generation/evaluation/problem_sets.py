@@ -17,12 +17,13 @@ from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.environments.guarded import GuardedEnv, open_guarded
 from jaxtrain.environments.rewards import Rewards, open_rewards
 from jaxtrain.errors import UserError
-from jaxtrain.generation.engine import Engine, Sampling
+from jaxtrain.generation.engine import Engine
 from jaxtrain.generation.engines import seed_sampling
 from jaxtrain.generation.episode_engine import with_policies
 from jaxtrain.generation.episodes import Env
 from jaxtrain.generation.evaluation.eval_sets import (
     AnsweredProblem,
+    SetRules,
     answer_set,
     list_answers,
     set_sampling,
@@ -41,27 +42,18 @@ class ProblemSets:
 
     def __init__(
         self,
-        sets: Sequence[EvalSetConfig],
+        config: Config,
         envs: Sequence[Env],
         rewards: Rewards,
-        sampling: Sampling,
-        *,
-        show: int = 0,
-        patience: float | None = None,
         log: Callable[[str], None] = print,
-        frozen: Mapping[str, Any] | None = None,
-        policies: Mapping[str, Sequence[str]] | None = None,
     ):
-        """Read all rows.
-
-        envs: one for each set. frozen: the frozen policies. policies: the trained ones, if they
-        have names, as GroupRules.policies. show: best and worst answers of each set to log. Raises
-        UserError for a set that cannot be read.
-        """
+        """Read all rows; envs: one for each of `eval.sets`. Raises UserError for a set that cannot
+        be read."""
+        sets = config.eval.sets
         self.sets = [(section, read_problems(i, section)) for i, section in enumerate(sets)]
-        self.envs, self.rewards, self.sampling = envs, rewards, sampling
-        self.show, self.patience, self.log = show, patience, log
-        self.others, self.policies = dict(frozen or {}), policies
+        self.envs, self.rewards, self.sampling = envs, rewards, seed_sampling(config)
+        self.show, self.patience, self.log = config.eval.show, config.env.step_timeout, log
+        self.frozen, self.policies = open_frozen(config), list_judges(config)
 
     def run(
         self,
@@ -77,7 +69,7 @@ class ProblemSets:
         returns True.
         """
         metrics: dict[str, float] = {}
-        engine = with_policies(engine, self.others)
+        engine = with_policies(engine, self.frozen)
         for index, (section, rows) in enumerate(self.sets):
             loop = EventLoop("evaluation", self.patience, self.log)
             loop.should_stop = should_stop
@@ -104,11 +96,9 @@ class ProblemSets:
                 rows,
                 self.envs[index],
                 engine,
-                self.rewards.only(section.rewards),
                 set_sampling(self.sampling, section),
-                section.k,
-                failures=Failures(log=self.log),
-                policies=self.policies,
+                SetRules(self.rewards.only(section.rewards), section.k, self.policies),
+                Failures(log=self.log),
             )
         except UserError as error:
             raise UserError(f"eval.sets.{index} ({section.path}): {error}") from None
@@ -151,17 +141,7 @@ def open_problem_sets(
             folder = config.run.output_dir
             envs.append(open_guarded(section, tokenizer, room, key, media, folder))
             stack.callback(envs[-1].close)
-        sets = ProblemSets(
-            config.eval.sets,
-            envs,
-            rewards,
-            seed_sampling(config),
-            show=config.eval.show,
-            patience=config.env.step_timeout,
-            log=log,
-            frozen=open_frozen(config),
-            policies=list_judges(config),
-        )
+        sets = ProblemSets(config, envs, rewards, log)
         for env, (_, rows) in zip(envs, sets.sets, strict=True):
             env.inspect(rows, log)
         stack.pop_all()

@@ -31,7 +31,11 @@ from jaxtrain.generation.frozen_policy import open_frozen
 from jaxtrain.generation.group_player import GroupPlayer, GroupRules
 from jaxtrain.generation.ray.actors import start_service
 from jaxtrain.generation.ray.ray_cluster import join
-from jaxtrain.generation.ray.remote_producer import RemoteProducer
+from jaxtrain.generation.ray.remote_producer import (
+    RemoteProducer,
+    ServiceRequest,
+    SharedEngine,
+)
 
 WORKER = "jaxtrain.generation.ray.factory:open_worker"
 
@@ -54,46 +58,43 @@ def worker_settings(
     }
 
 
+def make_request(config: Config, opener: str, worker: dict[str, Any]) -> ServiceRequest:
+    """Build the request to a service; worker: of `worker_settings`."""
+    settings = {
+        "service": {
+            "config": config.model_dump(mode="json"),
+            "tokenizer": worker["tokenizer"],
+            "folder": os.getcwd(),
+        },
+        "worker": (WORKER, worker),
+    }
+    trainer = f"{config.run.output_dir} on {os.uname().nodename}, process {os.getpid()}"
+    return ServiceRequest(trainer, opener, settings)
+
+
 def open_remote(
     config: Config,
-    tokenizer: Any,
-    shared: SharedServers,
-    opener: str,
+    request: ServiceRequest,
     rules: GroupRules,
-    *,
-    room: int,
-    media: Any,
+    engine: SharedEngine,
     facts: Callable[[], dict[str, Any]],
     stack: ExitStack,
     log: Callable[[str], None],
 ) -> RemoteProducer:
     """Attach to the run's service on Ray: its own, or the one that rollout.service names.
 
-    opener: "package.module:function" that makes the service's producer; a name and no import, for
-    only the service needs it. stack: leaves the cluster. Raises UserError, also while another run
-    uses the service.
+    stack: leaves the cluster. Raises UserError, also while another run uses the service.
     """
     ray, name = config.rollout.ray, service_name(config.rollout.service)
     cluster = join(ray)
     stack.callback(cluster.close)
     service = start_service(cluster) if name is None else cluster.find(name)
-    settings = {
-        "service": {
-            "config": config.model_dump(mode="json"),
-            "tokenizer": tokenizer,
-            "folder": os.getcwd(),
-        },
-        "worker": (WORKER, worker_settings(config, tokenizer, shared, room, media)),
-    }
-    trainer = f"{config.run.output_dir} on {os.uname().nodename}, process {os.getpid()}"
     log(f"episodes are played by {ray.episode_workers} workers on Ray, {cluster.describe()}")
     return RemoteProducer(
         service,
-        trainer,
-        opener,
-        settings,
+        request,
         rules,
-        engine=shared.sender,
+        engine=engine,
         facts=facts,
         wait_seconds=ray.wait_seconds,
         log=log,

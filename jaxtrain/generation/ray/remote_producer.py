@@ -64,15 +64,25 @@ class RemoteStatus:
         return self
 
 
+class ServiceRequest(NamedTuple):
+    """A trainer's request to its service: to make a producer."""
+
+    trainer: str
+    """Who asks, as messages name it."""
+    opener: str
+    """"package.module:function" that makes the producer; a name and no import, for only the service
+    needs it."""
+    settings: dict[str, Any]
+    """Argument of the opener."""
+
+
 class RemoteProducer:
     """A Producer in another process; see the module's docstring."""
 
     def __init__(
         self,
         service: RemoteObject,
-        trainer: str,
-        opener: str,
-        settings: dict[str, Any],
+        request: ServiceRequest,
         rules: GroupRules,
         *,
         engine: SharedEngine | None = None,
@@ -85,8 +95,8 @@ class RemoteProducer:
         facts: returns the service's `TrainerStatus`. wait_seconds: time that a lost service may
         take to come back.
         """
-        self.service, self.trainer, self.opener, self.settings = service, trainer, opener, settings
-        self.rules, self.engine, self.facts, self.log = rules, engine, facts, log
+        self.service, self.request, self.rules = service, request, rules
+        self.engine, self.facts, self.log = engine, facts, log
         self.wait_seconds = wait_seconds
         self.token = secrets.token_hex(8)
         self.prompts = self.player = RemoteStatus()
@@ -228,7 +238,7 @@ class RemoteProducer:
 
     def _attach(self) -> None:
         # Opening a producer reads data sets: it may take long.
-        arguments = (self.token, self.trainer, self.opener, self.settings)
+        arguments = (self.token, *self.request)
         self._take_in(self._wait(self.service.call("attach", *arguments)))
 
     def _reattach(self) -> None:

@@ -10,7 +10,7 @@ stands behind the very prompt that the answers are drawn behind.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtrain.config import DatasetConfig
+from jaxtrain.config import DatasetConfig, EnvConfig
 from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.chat.template import end_of_turn_ids
 from jaxtrain.data.chat.tokenize import RowTokenizer
@@ -93,21 +93,20 @@ class GroundTruths:
         self,
         datasets: Sequence[DatasetConfig],
         tokenizer: Any,
+        env: EnvConfig,
         *,
         row_tokens: int,
-        column: str,
-        system: str | None,
-        raw: bool,
-        played: bool,
         multiplier: float | None,
         least: int,
     ):
-        """row_tokens: longest sequence. column, system, raw: of the environment that asks. played:
-        whether it plays the turns that remain, too. multiplier: answers may have so many times the
-        tokens of the ground truth, but `least` always; None: as sampling says."""
-        self.tokenizer, self.ends = tokenizer, frozenset(end_of_turn_ids(tokenizer, raw))
-        self.column, self.system, self.played = column, system, played
-        self.raw = raw or not tokenizer.chat_template
+        """env: the environment that asks. row_tokens: longest sequence. multiplier: limit of an
+        answer as a multiple of the ground truth's tokens, at least `least` tokens; None: as
+        sampling says."""
+        self.tokenizer, self.ends = tokenizer, frozenset(end_of_turn_ids(tokenizer, env.raw))
+        self.column, self.system = env.prompt_column, env.system
+        self.plays_on = env.kind == "dialogue"
+        """True if the turns that remain are played, too."""
+        self.raw = env.raw or not tokenizer.chat_template
         self.multiplier, self.least = multiplier, least
         form = {"fields": {}, "roles": {}, "as_chat": False, "train_on": "last"}
         form["format"] = "prompt_completion" if self.raw else "chat"
@@ -124,7 +123,7 @@ class GroundTruths:
         `sampled`. Raises EpisodeFailed for a row without a ground truth.
         """
         truth = self.read(request, [])
-        remaining = request.row[REMAINING] if self.played else []
+        remaining = request.row[REMAINING] if self.plays_on else []
         if not remaining:
             return truth
         conversation = self.read(request, remaining)

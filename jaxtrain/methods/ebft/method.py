@@ -68,15 +68,12 @@ class FeatureMatchingData(PromptData):
     def __init__(self, config: Config, tokenizer: Any):
         task = config.task
         assert isinstance(task, EBFTTask)
-        env, plan = config.env, rl.make_plan(config)
+        plan = rl.make_plan(config)
         truths = GroundTruths(
             config.data.datasets,
             tokenizer,
+            config.env,
             row_tokens=config.data.sequence_len,
-            column=env.prompt_column,
-            system=env.system,
-            raw=env.raw,
-            played=env.kind == "dialogue",
             multiplier=task.gt_length_multiplier if task.adaptive_max_tokens else None,
             least=task.adaptive_min_tokens,
         )

@@ -133,9 +133,8 @@ def policy_terms(logp_BT, entropy_BT, batch: Batch, objective: PolicyObjective):
         entropy_BT,
         mask_BT,
         batch.owner,
-        low=low,
-        high=high,
-        objective=objective,
+        (low, high),
+        objective,
     )
     metrics |= describe_gap(old_BT - sampler_BT, importance_BT, mask_BT)
     metrics["trained_share"] = _mean(kept_BT, mask_BT)
@@ -299,11 +298,11 @@ def top_entropy_mask(entropy_BT, mask_BT, share: float):
 
 
 def describe_tokens(
-    ratio_BT, advantage_BT, entropy_BT, mask_BT, owner_BT, *, low, high, objective: PolicyObjective
+    ratio_BT, advantage_BT, entropy_BT, mask_BT, owner_BT, clip_range, objective: PolicyObjective
 ) -> dict[str, Any]:
     """Entropy, ratios and how often the clip bit, as (sum, weight) pairs or extremes; low_min and
     high_max are those of single branches (TRL: of sequences)."""
-    ratio_BT = jax.lax.stop_gradient(ratio_BT)
+    (low, high), ratio_BT = clip_range, jax.lax.stop_gradient(ratio_BT)
     metrics = {
         "entropy": _mean(entropy_BT, mask_BT),
         "ratio/mean": _mean(ratio_BT, mask_BT),

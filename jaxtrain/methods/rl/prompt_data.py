@@ -34,7 +34,7 @@ from jaxtrain.generation.group_player import AnswerOptions, GroupPlayer, GroupRu
 from jaxtrain.generation.producer import Producer, ProducerOptions
 from jaxtrain.generation.prompts import PromptOrder, PromptRows, open_prompts
 from jaxtrain.generation.publisher import Publisher
-from jaxtrain.generation.ray.factory import enter, open_remote
+from jaxtrain.generation.ray.factory import enter, make_request, open_remote, worker_settings
 from jaxtrain.generation.ray.remote_producer import RemoteProducer
 from jaxtrain.generation.ray.worker_pool import RemotePlayer, RolloutWorkers
 from jaxtrain.methods.registry import find_method
@@ -167,18 +167,11 @@ class PromptData:
             )
             producer = self.make_producer(prompts, player, second_tries, log)
         else:
-            producer = open_remote(
-                config,
-                bundle.tokenizer,
-                kind.share(engine, rollout.ray.episode_workers),
-                OPENER,
-                self.make_rules(),
-                room=room,
-                media=media,
-                facts=second_tries.facts,
-                stack=stack,
-                log=log,
-            )
+            shared = kind.share(engine, rollout.ray.episode_workers)
+            worker = worker_settings(config, bundle.tokenizer, shared, room, media)
+            request = make_request(config, OPENER, worker)
+            rules, facts = self.make_rules(), second_tries.facts
+            producer = open_remote(config, request, rules, shared.sender, facts, stack, log)
         stack.callback(producer.close)
         stages = RoundStages(
             producer,
