@@ -19,6 +19,13 @@ MAX_CELL = 4000
 """Characters of a table cell; the middle of a longer text is left out."""
 
 
+MAX_MESSAGE = 200_000
+"""Characters of a message that are read for showing it."""
+
+Sample = Mapping[str, Any]
+"""Line of samples.jsonl, which anybody may have written."""
+
+
 def append_samples(
     folder: Path, step: int, samples: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
@@ -51,6 +58,22 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(element) for element in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_messages(value: Any) -> list[dict[str, Any]]:
+    """Return a prompt or an answer as a list of messages."""
+    if isinstance(value, list):
+        return [m if isinstance(m, dict) else {"role": "", "content": str(m)} for m in value]
+    return [] if value is None else [{"role": "", "content": str(value)}]
+
+
+def message_text(message: Sample) -> str:
+    """Return a message's text, its parts joined."""
+    value = message.get("content")
+    if isinstance(value, list):
+        parts = (part.get("text", part) if isinstance(part, dict) else part for part in value)
+        value = "\n".join(map(str, parts))
+    return "" if value is None else str(value)[:MAX_MESSAGE]
 
 
 def table_rows(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:

@@ -1,6 +1,5 @@
 """The dashboard as a program: keys, clicks, a folder that appears later, a real terminal."""
 
-import asyncio
 import os
 import shutil
 import subprocess
@@ -10,59 +9,45 @@ from pathlib import Path
 
 import pytest
 from folders import HOSTILE, lines, write_lines, write_run
-
-from jaxtrain.runs.dashboard.app import WatchApp
-from jaxtrain.runs.dashboard.print import render_text
-from jaxtrain.runs.dashboard.reader import RunReader
-from jaxtrain.runs.dashboard.view import DashboardView
+from watching import Watching, watch
 
 REPO = Path(__file__).parents[2]
 
 
-def open_app(*paths: Path) -> WatchApp:
-    look = DashboardView([])
-    return WatchApp(RunReader(list(paths), look), look)
-
-
 def test_the_dashboard_follows_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    app, run = open_app(tmp_path / "runs"), tmp_path / "runs" / "agent"
+    run = tmp_path / "runs" / "agent"
 
-    def shown() -> str:
+    async def script(watching: Watching) -> None:
+        app, press = watching.app, watching.press
+
+        async def shown() -> str:
+            app.tick()
+            return await press()
+
+        assert "no run is there yet" in await shown()
+        write_run(run, kind="sft")
+        screen = await shown()
+        assert "step 60/90" in screen and "─ loss ─" in screen
+        write_lines(run / "metrics.jsonl", lines(61, "sft"), "a")
+        assert "step 61/90" in await shown()
+        new = tmp_path / "new"  # as a resumed run cuts it
+        write_lines(new, [line for step in range(1, 31) for line in lines(step, "sft")])
+        new.replace(run / "metrics.jsonl")
+        assert "30│" in await shown()
+        write_lines(run / "samples.jsonl", [HOSTILE], "a")
         app.tick()
-        app.draw()
-        return render_text(app.canvas.frame)
+        assert "a [/nope] [bold]markup[/bold]" in await press("2 enter")
+        assert "2 hits" in await press("tab slash v l l m enter N")
+        await watching.pilot.click(offset=(4, 2))
+        assert app.tabs.active == "metrics" and "paused" in await press("space")
+        await press("e")
+        assert list(tmp_path.glob("jaxtrain-watch-*.svg"))
+        assert "step 60/90" in await press(size=(60, 15))
+        await press("enter")
+        await watching.pilot.press("q")
 
-    async def play() -> None:
-        async with app.run_test(size=(120, 40)) as pilot:
-            assert "no run is there yet" in shown()
-            write_run(run, kind="sft")
-            assert "step 60/90" in shown() and "─ loss ─" in shown()
-            write_lines(run / "metrics.jsonl", lines(61, "sft"), "a")
-            assert "step 61/90" in shown()
-            new = tmp_path / "new"  # as a resumed run cuts it
-            write_lines(new, [line for step in range(1, 31) for line in lines(step, "sft")])
-            new.replace(run / "metrics.jsonl")
-            assert "30│" in shown()
-            write_lines(run / "samples.jsonl", [HOSTILE], "a")
-            await pilot.press("2", "enter")
-            assert "a [/nope] [bold]markup[/bold]" in shown()
-            await pilot.press("tab", "slash", "v", "l", "l", "m", "enter")
-            assert "2 hits" in shown()
-            await pilot.press("N")
-            assert not app.look.choice.follow
-            await pilot.click(offset=(4, 2))
-            assert app.look.choice.screen == "metrics"
-            await pilot.press("space")
-            assert "paused" in shown()
-            await pilot.press("e")
-            assert list(tmp_path.glob("jaxtrain-watch-*.svg"))
-            await pilot.resize_terminal(60, 15)
-            await pilot.pause()
-            assert "step 60/90" in shown() and len(app.canvas.frame.lines) == 15
-            await pilot.press("q")
-
-    asyncio.run(play())
+    app = watch([tmp_path / "runs"], script, now=None)
     assert app.return_code == 0
     created = {path.name for path in run.iterdir()}
     assert created == {

@@ -4,15 +4,13 @@ import json
 import tempfile
 from pathlib import Path
 
+import pytest
 from folders import write_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rich.cells import cell_len
+from watching import Watching, watch
 
-from jaxtrain.runs.dashboard.frame import draw_frame
-from jaxtrain.runs.dashboard.run_data import WatchedRun
 from jaxtrain.runs.dashboard.status import facts
-from jaxtrain.runs.dashboard.view import SCREENS, DashboardView
 from jaxtrain.runs.report.collect import collect
 from jaxtrain.runs.report.page import render
 
@@ -51,7 +49,8 @@ FILES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.slow  # a whole dashboard for each example
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(FILES)
 def test_any_files_can_be_looked_at(files):
     with tempfile.TemporaryDirectory() as folder:
@@ -64,15 +63,12 @@ def test_any_files_can_be_looked_at(files):
             else:
                 text = json.dumps(value)
             (path / name).write_bytes(text.encode(errors="surrogatepass"))
-        run = WatchedRun(path)
-        run.read()
-        look = DashboardView([run, WatchedRun(write_run(Path(folder) / "other", steps=3))])
-        look.runs[1].read()
-        for screen in SCREENS:
-            for look.choice.open in (False, True):
-                look.choice.screen = screen
-                frame = draw_frame(look, 90, 34)
-                assert {cell_len(line.plain) for line in frame.lines} == {90}
-                assert len(frame.lines) == 34
-        json.dumps(facts(run), allow_nan=False)
-        assert render(collect(look.runs)).encode()
+        other = write_run(Path(folder) / "other", steps=3)
+
+        async def script(watching: Watching) -> None:
+            for keys in ("enter", "escape 2", "enter", "3", "4", "5"):
+                await watching.press(keys)
+
+        runs = watch([path, other], script, (90, 34)).view.runs
+        json.dumps(facts(runs[0]), allow_nan=False)
+        assert render(collect(runs)).encode()

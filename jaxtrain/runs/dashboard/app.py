@@ -1,144 +1,247 @@
-"""Terminal dashboard: Textual delivers keys and clicks and displays the lines of frame.py.
+"""Terminal dashboard (Textual): head, a tab for each screen, search, keys.
 
 Textual draws on stderr, so that stdout stays free. Nothing here ever writes into a run's folder.
 """
 
 import time
 from pathlib import Path
+from typing import ClassVar, cast
 
-from rich.segment import Segment
-from textual import events
+from rich.text import Text
+from textual import events, on
 from textual.app import App, ComposeResult
-from textual.strip import Strip
-from textual.widget import Widget
-from typing_extensions import override
+from textual.binding import Binding
+from textual.containers import Horizontal
+from textual.pilot import Pilot
+from textual.widgets import Footer, Input, ProgressBar, Static, TabbedContent
 
 from jaxtrain.errors import UserError
-from jaxtrain.runs.dashboard.frame import draw_frame
-from jaxtrain.runs.dashboard.keys import go, press
-from jaxtrain.runs.dashboard.print import render_svg, render_text
 from jaxtrain.runs.dashboard.reader import RunReader
-from jaxtrain.runs.dashboard.view import DashboardView, Frame
+from jaxtrain.runs.dashboard.screens.log import LogPane
+from jaxtrain.runs.dashboard.screens.metrics import MetricsPane
+from jaxtrain.runs.dashboard.screens.pane import Pane
+from jaxtrain.runs.dashboard.screens.runs import RunsPane
+from jaxtrain.runs.dashboard.screens.samples import SamplesPane
+from jaxtrain.runs.dashboard.screens.servers import ServersPane
+from jaxtrain.runs.dashboard.status import (
+    MARKS,
+    current_step,
+    describe,
+    elapsed_and_left,
+    read_state,
+    total_steps,
+)
+from jaxtrain.runs.dashboard.text import cut_left
+from jaxtrain.runs.dashboard.view import SCREENS, DashboardView
 from jaxtrain.runs.run_files import write_output
 
 READ_SECONDS, DRAW_SECONDS = 0.5, 5.0
 """Between two readings; and between two pictures when nothing is new: times pass."""
 
 
-class FrameWidget(Widget):
-    """The lines of a frame."""
-
-    DEFAULT_CSS = "Canvas { width: 100%; height: 100%; }"
-
-    def __init__(self, look: DashboardView):
-        super().__init__()
-        self.look = look
-        self.frame = Frame([], [])
-
-    def draw(self) -> None:
-        """Redraw the frame."""
-        width, height = self.size
-        if width and height:
-            self.frame = draw_frame(self.look, width, height)
-            self.refresh()
-
-    def on_resize(self) -> None:
-        """Redraw for the new terminal size."""
-        self.draw()
-
-    @override
-    def render_line(self, y: int) -> Strip:
-        if y >= len(self.frame.lines):
-            return Strip.blank(self.size.width)
-        line = self.frame.lines[y]
-        segments = [s for s in line.render(self.app.console, end="") if isinstance(s, Segment)]
-        return Strip(segments, line.cell_len)
-
-
 class WatchApp(App[None]):
     """`jaxtrain watch` on a terminal."""
 
+    TITLE = "jaxtrain watch"
     ENABLE_COMMAND_PALETTE = False
-    CSS = "Screen { background: $background; overflow: hidden; }"
+    HORIZONTAL_BREAKPOINTS: ClassVar = [(0, "-narrow"), (100, "-normal")]
+    VERTICAL_BREAKPOINTS: ClassVar = [(0, "-short"), (34, "-tall")]
+    CSS = """
+    Screen { overflow: hidden; }
+    #head { height: 1; }
+    #progress { height: 1; }
+    ProgressBar { width: 1fr; padding: 0 1; }
+    ProgressBar Bar { width: 1fr; }
+    #legend { width: auto; max-width: 60%; }
+    Input { display: none; height: 3; }
+    TabbedContent, ContentSwitcher, TabPane { height: 1fr; padding: 0; }
+    ContentTabs { height: 1; }
+    ContentTabs Underline { display: none; }
+    ContentTab.-active { text-style: reverse; }
+    .-narrow #numbers, .-short #panels, .-tall #brief { display: none; }
+    """
+    BINDINGS: ClassVar = [
+        Binding("q", "quit", "quit"),
+        Binding("ctrl+c", "quit", "quit", show=False, priority=True),
+        Binding("question_mark", "help", "keys"),
+        Binding("slash", "search", "search"),
+        Binding("space", "hold", "hold"),
+        Binding("e", "export", "export"),
+        Binding("escape", "leave", "all", show=False),
+        *(
+            Binding(str(number), f"show('{name}')", f"screen {name}", show=False)
+            for number, name in enumerate(SCREENS, start=1)
+        ),
+        Binding("tab", "turn(1)", "next screen", show=False, priority=True),
+        Binding("shift+tab", "turn(-1)", "screen before", show=False, priority=True),
+    ]
 
-    def __init__(self, reading: RunReader, look: DashboardView):
+    def __init__(self, reading: RunReader, view: DashboardView, screen: str = "metrics"):
         super().__init__()
-        self.reading, self.look = reading, look
-        self.canvas = FrameWidget(look)
-        self._drawn = 0.0
+        self.reading, self.view, self.first_screen = reading, view, screen
+        self.animation_level = "none"
+        self.held = False
+        self._drawn, self._legend = 0.0, Text()
 
     def compose(self) -> ComposeResult:
-        """Yield the only widget, which fills the screen."""
-        yield self.canvas
+        """Yield head, tabs, search and keys."""
+        yield Static(id="head")
+        with Horizontal(id="progress"):
+            yield ProgressBar(total=1, show_eta=False)
+            yield Static(id="legend")
+        with TabbedContent(initial=self.first_screen):
+            for number, pane in enumerate(
+                (MetricsPane, SamplesPane, LogPane, RunsPane, ServersPane), start=1
+            ):
+                yield pane(f"{number} {SCREENS[number - 1].capitalize()}", self.view)
+        yield Input(placeholder="regular expression; empty: all")
+        yield Footer()
 
     def on_mount(self) -> None:
         """Start reading."""
         self.set_interval(READ_SECONDS, self.tick)
+        self.query_one("ContentTabs").can_focus = False
+        self.call_after_refresh(self.draw)
+
+    @property
+    def tabs(self) -> TabbedContent:
+        """The tabs."""
+        return self.query_one(TabbedContent)
+
+    @property
+    def pane(self) -> Pane:
+        """The screen that is shown."""
+        return cast(Pane, self.tabs.get_pane(self.tabs.active or self.first_screen))
 
     def tick(self) -> None:
         """Read new data and draw it."""
         new = self.reading.read()
-        passed = time.monotonic() - self._drawn
-        if (new or passed >= DRAW_SECONDS) and not self.look.choice.paused:
+        new = self.reading.measure(self.view.first) or new
+        if (new or time.monotonic() - self._drawn >= DRAW_SECONDS) and not self.held:
             self.draw()
 
     def draw(self) -> None:
-        """Redraw the screen."""
+        """Draw the head and the screen that is shown."""
         self._drawn = time.monotonic()
-        self.canvas.draw()
+        head, share = draw_head(self.view, self.size.width)
+        self.query_one("#head", Static).update(head, layout=False)
+        self.query_one(ProgressBar).update(progress=share)
+        legend = self.pane.legend()
+        if self.held:
+            legend.append(" paused ", "black on yellow")
+        if legend != self._legend:
+            self._legend = legend
+            self.query_one("#legend", Static).update(legend)
+        self.pane.draw()
 
-    async def on_event(self, event: events.Event) -> None:
-        """Handle every key here, including Tab, which Textual would use to move its focus."""
-        if isinstance(event, events.Key):
-            self.take(event.key, event.character)
-        elif isinstance(event, events.Paste) and self.look.choice.typed is not None:
-            for character in event.text[:200]:
-                press(self.look, character, character)
-            self.draw()
-        else:
-            await super().on_event(event)
-
-    def take(self, key: str, character: str | None) -> None:
-        """Handle a key press."""
-        if key == "upper_n" or character in ("N", "G"):
-            key = character or key
-        action = press(self.look, key, character, self.size.height)
-        if action == "quit":
-            self.exit()
-        elif action == "export":
-            self.look.choice.notice = export(self.look, *self.size)
+    @on(TabbedContent.TabActivated)
+    def enter_screen(self) -> None:
+        """Draw a screen that was just chosen."""
+        self.pane.focus_main()
         self.draw()
 
-    def on_click(self, event: events.Click) -> None:
-        """Select the clicked tab, chart or row; a second click opens it."""
-        choice = self.look.choice
-        for spot in self.canvas.frame.spots:
-            if spot.x0 <= event.x < spot.x1 and spot.y0 <= event.y < spot.y1:
-                if spot.action == "screen":
-                    go(choice, spot.value)
-                elif choice.selected.get(choice.screen) == spot.value and choice.screen != "runs":
-                    choice.open = True
-                else:
-                    choice.selected[choice.screen] = spot.value
-                self.draw()
-                return
+    def on_resize(self, event: events.Resize) -> None:
+        """Draw again, once the widgets have their new sizes."""
+        self.call_after_refresh(self.draw)
 
-    def on_mouse_scroll_down(self) -> None:
-        """Scroll down, as the key does."""
-        self.take("down", None)
+    def action_show(self, name: str) -> None:
+        """Show a screen."""
+        self.tabs.active = name
 
-    def on_mouse_scroll_up(self) -> None:
-        """Scroll up, as the key does."""
-        self.take("up", None)
+    def action_turn(self, by: int) -> None:
+        """Show the next screen, or the one before."""
+        index = SCREENS.index(self.tabs.active) + by
+        self.tabs.active = SCREENS[index % len(SCREENS)]
+
+    def action_help(self) -> None:
+        """Show the keys of this screen beside it, or hide them."""
+        if panels := self.screen.query("HelpPanel"):
+            panels.remove()
+        else:
+            self.action_show_help_panel()
+
+    def action_hold(self) -> None:
+        """Hold the picture while reading goes on."""
+        self.held = not self.held
+        self.draw()
+
+    def action_search(self) -> None:
+        """Type a regular expression."""
+        search = self.query_one(Input)
+        search.display = True
+        search.value = self.view.filters.get(self.tabs.active, "")
+        search.focus()
+
+    @on(Input.Submitted)
+    def search_for(self, event: Input.Submitted) -> None:
+        """Take what was typed."""
+        self.view.filters[self.tabs.active] = event.value
+        self.close_search()
+
+    def close_search(self) -> None:
+        """Hide the search."""
+        self.query_one(Input).display = False
+        self.pane.focus_main()
+        self.draw()
+
+    def action_leave(self) -> None:
+        """Leave the search; else drop it."""
+        if not self.query_one(Input).display:
+            self.view.filters.pop(self.tabs.active, None)
+        self.close_search()
+
+    def action_export(self) -> None:
+        """Write the screen as SVG and as text to the current folder."""
+        name = f"jaxtrain-watch-{time.strftime('%H%M%S')}"
+        try:
+            write_output(Path(f"{name}.svg"), self.export_screenshot().encode())
+            write_output(Path(f"{name}.txt"), self.export_text().encode())
+            self.notify(f"written: {name}.svg, {name}.txt")
+        except UserError as error:
+            self.notify(str(error), severity="error", markup=False)
+
+    def export_text(self) -> str:
+        """Return the screen as plain text, without spaces at the ends of lines."""
+        # Textual has a public export as SVG only, which goes by the same method.
+        strips = self.screen._compositor.render_strips()
+        return "".join(f"{strip.text.rstrip()}\n" for strip in strips)
 
 
-def export(look: DashboardView, width: int, height: int) -> str:
-    """Write the screen as SVG and as text to the current folder; return the message to display."""
-    name = f"jaxtrain-watch-{time.strftime('%H%M%S')}"
-    frame = draw_frame(look, width, height)
-    try:
-        write_output(Path(f"{name}.svg"), render_svg(frame, width).encode())
-        write_output(Path(f"{name}.txt"), render_text(frame).encode())
-    except UserError as error:
-        return str(error)
-    return f"written: {name}.svg, {name}.txt"
+def draw_head(view: DashboardView, width: int) -> tuple[Text, float]:
+    """Return the line about the chosen run, and the share of its steps that are done."""
+    run = view.first
+    if run is None:
+        return Text(" ? no run is there yet; waiting for one", style="bold"), 0.0
+    state, step, total = read_state(run, view.clock()), current_step(run), total_steps(run)
+    mark, word, color = MARKS[state.kind]
+    head = Text(f" {mark} {word}  ", f"bold {color}")
+    head.append(cut_left(run.name, max(width - len(word) - 40, 10)), "bold")
+    if width >= 70:
+        about = describe(run)
+        head.append(f"  {about if width >= 100 else about.partition(' · ')[0]}")
+    head.append(f"  step {step:,}/{total:,}" if total else f"  step {step:,}")
+    head.append(f"   {elapsed_and_left(run, state.live)}")
+    head.append(f"   {state.text}", "bright_black" if state.live else color)
+    head.truncate(max(width, 1), overflow="ellipsis")
+    return head, min(max(step / total, 0.0), 1.0) if total else 0.0
+
+
+def take_picture(app: WatchApp, size: tuple[int, int]) -> tuple[str, str]:
+    """Return the first screen as text and as SVG, drawn without a terminal."""
+    picture = ("", "")
+
+    async def draw(pilot: Pilot[None]) -> None:
+        nonlocal picture
+        await settle(pilot)
+        picture = (app.export_text(), app.export_screenshot())
+        app.exit()
+
+    app.run(headless=True, size=size, auto_pilot=draw)
+    return picture
+
+
+async def settle(pilot: Pilot[None]) -> None:
+    """Draw once more when all widgets know their sizes."""
+    await pilot.pause()
+    cast(WatchApp, pilot.app).draw()
+    await pilot.pause()

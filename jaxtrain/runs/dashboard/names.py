@@ -4,64 +4,22 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 FIRST = {
-    "rl": (
-        *("reward", "eval/*/reward", "eval/accuracy", "completions/mean_length", "entropy"),
-        *("grad_norm", "tokens_per_second_per_device", "sampling/mismatch_kl"),
-    ),
-    "": (
-        *("loss", "eval/loss", "*accuracy", "grad_norm", "learning_rate"),
-        *("tokens_per_second_per_device", "eval/*/reward", "reward*"),
-    ),
+    "rl": "reward eval/*/reward eval/accuracy completions/mean_length entropy grad_norm"
+    " tokens_per_second_per_device sampling/mismatch_kl",
+    "": "loss eval/loss *accuracy grad_norm learning_rate tokens_per_second_per_device"
+    " eval/*/reward reward*",
 }
-"""Charts that come first, by task.kind."""
+"""Patterns of the charts that come first, by task.kind."""
 
-GROUPS = (
-    (
-        "Progress",
-        (
-            "loss",
-            "eval/*",
-            "*accuracy",
-            "perplexity",
-            "entropy",
-            "grad_norm",
-            "learning_rate",
-            "*loss",
-        ),
-    ),
-    ("Reward", ("reward*", "frac_reward*", "rewards/*", "env/*", "completions/*", "*margin*")),
-    (
-        "Policy",
-        (
-            "sampling/*",
-            "lag/*",
-            "policy_version",
-            "dropped/*",
-            "kl",
-            "clip*",
-            "ratio*",
-            "cancelled/*",
-            "curator/*",
-            "importance*",
-        ),
-    ),
-    (
-        "Speed",
-        (
-            "step_seconds",
-            "*per_second*",
-            "mfu",
-            "peak_memory*",
-            "rollout/*",
-            "sync/*",
-            "vllm/*",
-            "ray/*",
-            "packing*",
-        ),
-    ),
-    ("Data", ("*",)),
-)
-"""Title and metrics of each part of the numbers."""
+GROUPS = {
+    "Progress": "loss eval/* *accuracy perplexity entropy grad_norm learning_rate *loss",
+    "Reward": "reward* frac_reward* rewards/* env/* completions/* *margin*",
+    "Policy": "sampling/* lag/* policy_version dropped/* kl clip* ratio* cancelled/* curator/*"
+    " importance*",
+    "Speed": "step_seconds *per_second* mfu peak_memory* rollout/* sync/* vllm/* ray/* packing*",
+    "Data": "*",
+}
+"""Patterns of each part of the numbers, by its title."""
 
 SHORT = {
     "frac_reward_zero_std": "zero std",
@@ -86,19 +44,11 @@ SHORT = {
 """Names where there is little space; the whole name stands above its chart."""
 
 
-def label(name: str) -> str:
-    """A metric's short name."""
-    return SHORT.get(name, name)
-
-
 def order_charts(names: Iterable[str], kind: str) -> list[str]:
     """Metrics as charts: those of the task's kind first, then the others as they came."""
     remaining, ordered = dict.fromkeys(names), []
-    for pattern in (*FIRST.get(kind, FIRST[""]), *FIRST[""]):
-        matching = sorted(name for name in remaining if fnmatchcase(name, pattern))
-        ordered += matching
-        for name in matching:
-            del remaining[name]
+    for pattern in f"{FIRST.get(kind, '')} {FIRST['']}".split():
+        ordered += sorted(take_matching(remaining, pattern))
     data = [name for name in remaining if name.startswith("data/")]
     return [*ordered, *(name for name in remaining if name not in data), *data]
 
@@ -106,13 +56,15 @@ def order_charts(names: Iterable[str], kind: str) -> list[str]:
 def group(names: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Metrics by groups, without groups that have none."""
     remaining, groups = dict.fromkeys(names), []
-    for title, patterns in GROUPS:
-        members = []
-        for pattern in patterns:
-            matching = [name for name in remaining if fnmatchcase(name, pattern)]
-            members += matching
-            for name in matching:
-                del remaining[name]
-        if members:
-            groups.append((title, members))
+    for title, patterns in GROUPS.items():
+        members = [n for pattern in patterns.split() for n in take_matching(remaining, pattern)]
+        groups += [(title, members)] if members else []
     return groups
+
+
+def take_matching(names: dict[str, None], pattern: str) -> list[str]:
+    """Remove the names that fit a pattern, and return them."""
+    matching = [name for name in names if fnmatchcase(name, pattern)]
+    for name in matching:
+        del names[name]
+    return matching

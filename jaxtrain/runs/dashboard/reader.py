@@ -10,7 +10,6 @@ from typing import Any
 from jaxtrain.errors import UserError
 from jaxtrain.runs.dashboard.run_data import WatchedRun, find_runs
 from jaxtrain.runs.dashboard.status import number, read_state
-from jaxtrain.runs.dashboard.view import DashboardView
 from jaxtrain.runs.hardware import HardwareReader
 from jaxtrain.text_safety import escape_control_chars
 
@@ -20,40 +19,49 @@ this host writes none."""
 
 
 class RunReader:
-    """Keeps look.runs up to date with the folders; reads files only."""
+    """Keeps `runs` up to date with the folders; reads files only."""
 
-    def __init__(
-        self, paths: list[Path], look: DashboardView, clock: Callable[[], float] = time.monotonic
-    ):
-        self.paths, self.look, self.clock = paths, look, clock
+    def __init__(self, paths: list[Path], clock: Callable[[], float] = time.monotonic):
+        for path in paths:
+            if path.exists() and not path.is_dir():
+                raise UserError(
+                    f"{path} is a file; give the output_dir of a run, or a folder with runs in it"
+                )
+        self.paths, self.clock = paths, clock
+        self.runs: list[WatchedRun] = []
         self._searched = self._measured = -1e9
         self._hardware: HardwareReader | None = None
 
     def read(self) -> bool:
         """Take in what is new; whether anything was."""
         new = False
-        if self.clock() - self._searched >= SEARCH_SECONDS or not self.look.runs:
+        if self.clock() - self._searched >= SEARCH_SECONDS or not self.runs:
             self._searched = self.clock()
-            known_paths = {str(run.path) for run in self.look.runs}
+            paths = {str(run.path) for run in self.runs}
             new_runs = [
-                WatchedRun(path) for path in find_runs(self.paths) if str(path) not in known_paths
+                WatchedRun(path) for path in find_runs(self.paths) if str(path) not in paths
             ]
-            self.look.runs += new_runs
-            name_apart(self.look.runs)
+            self.runs += new_runs
+            name_apart(self.runs)
             new = bool(new_runs)
-        for run in self.look.runs:
+        for run in self.runs:
             new = run.read() or new
-        return self._measure() or new
+        return new
 
     def read_all(self) -> None:
-        """Read everything that is there now."""
+        """Read everything that is there now; raise UserError if there is no run."""
         self.read()
-        while any(run.behind for run in self.look.runs):
+        while any(run.behind for run in self.runs):
             self.read()
+        if not self.runs:
+            raise UserError(
+                f"no run in {', '.join(map(str, self.paths))}: a run's folder holds config.json and"
+                " metrics.jsonl; give the run.output_dir of one that has started, or a folder above"
+            )
 
-    def _measure(self) -> bool:
-        """This host's hardware, for a live run on it whose own lines are old or missing."""
-        run = self.look.first
+    def measure(self, run: WatchedRun | None) -> bool:
+        """Measure this host's hardware for a live run on it whose own lines are old or missing;
+        return whether there is a new line."""
         if run is None or self.clock() - self._measured < HARDWARE_SECONDS:
             return False
         self._measured = self.clock()
@@ -71,21 +79,8 @@ def name_apart(runs: list[WatchedRun]) -> None:
     """Give runs the shortest ends of their paths that tell them apart: seed0/run, seed1/run."""
     for run in runs:
         parts = run.path.absolute().parts
-        other_paths = [
-            path_parts.path.absolute().parts for path_parts in runs if path_parts is not run
-        ]
+        others = [other.path.absolute().parts for other in runs if other is not run]
         length = 1
-        while length < len(parts) and any(
-            path_parts[-length:] == parts[-length:] for path_parts in other_paths
-        ):
+        while length < len(parts) and any(o[-length:] == parts[-length:] for o in others):
             length += 1
         run.name = escape_control_chars(os.path.join(*parts[-length:]))
-
-
-def check_paths(paths: list[Path]) -> None:
-    """Raise UserError for a path that can never become a run's."""
-    for path in paths:
-        if path.exists() and not path.is_dir():
-            raise UserError(
-                f"{path} is a file; give the output_dir of a run, or a folder with runs in it"
-            )

@@ -1,7 +1,7 @@
 """Data of a run's folder, updated incrementally as the run writes.
 
 Everything here was written by others and may be damaged, hostile or half there: what cannot be used
-is left out, and no text is shown before `shown.printable` had it.
+is left out, and no text is shown before `escape_control_chars` had it.
 """
 
 import os
@@ -59,6 +59,8 @@ class WatchedRun:
         self._clear_metrics()
         self.samples: deque[dict[str, Any]] = deque(maxlen=KEPT_SAMPLES)
         self.log: deque[str] = deque(maxlen=KEPT_LOG)
+        self.samples_seen = self.log_lines = self.log_starts = 0
+        """Samples and lines of the log read so far; times that the log began anew."""
 
     def read(self) -> bool:
         """Read on; whether anything is new."""
@@ -119,8 +121,11 @@ class WatchedRun:
             self._clear_metrics()
         elif name == "attempts.jsonl":
             self.attempts = []
+        elif name == "samples.jsonl":
+            self.samples.clear()
         else:
-            (self.samples if name == "samples.jsonl" else self.log).clear()
+            self.log.clear()
+            self.log_lines, self.log_starts = 0, self.log_starts + 1
 
     def _clear_metrics(self) -> None:
         self.metrics: dict[str, Series] = {}
@@ -166,9 +171,11 @@ class WatchedRun:
         self.clock.append(timestamp)
 
     def _take_samples(self, lines: list[bytes]) -> None:
+        self.samples_seen += len(lines)
         self.samples.extend(sample for raw in lines if (sample := read_object(raw)) is not None)
 
     def _take_log(self, lines: list[bytes]) -> None:
+        self.log_lines += len(lines)
         self.log.extend(escape_control_chars(raw.decode(errors="replace")) for raw in lines)
 
     def _take_attempts(self, lines: list[bytes]) -> None:
@@ -211,6 +218,12 @@ TAILED = {
     "log.txt": "_take_log",
     "attempts.jsonl": "_take_attempts",
 }
+
+
+def list_gpus(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the accelerators of a line about a host."""
+    gpus = line.get("gpus")
+    return [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
 
 
 def find_runs(paths: list[Path], most: int = 64) -> list[Path]:

@@ -10,12 +10,11 @@ import numpy as np
 
 from jaxtrain.config.secrets import HIDDEN, is_secret, redact, redact_command, redact_text
 from jaxtrain.runs.dashboard.names import order_charts
-from jaxtrain.runs.dashboard.run_data import WatchedRun
-from jaxtrain.runs.dashboard.screens.hardware import list_gpus
-from jaxtrain.runs.dashboard.screens.samples import content, messages
+from jaxtrain.runs.dashboard.run_data import WatchedRun, list_gpus
 from jaxtrain.runs.dashboard.status import facts, is_warning, time_passed
 from jaxtrain.runs.plot import is_number
 from jaxtrain.runs.records import differing_keys
+from jaxtrain.runs.samples import message_text, read_messages
 from jaxtrain.text_safety import escape_control_chars, shorten
 
 POINTS = 2000
@@ -190,9 +189,10 @@ def show_sample(sample: dict[str, Any]) -> dict[str, Any]:
     return {
         "reward": sample["reward"] if is_number(sample.get("reward")) else None,
         "facts": [[text(k)[:80], v if is_number(v) else text(v)[:200]] for k, v in extras.items()],
-        "prompt": [show_message(m, "prompt") for m in messages(sample.get("prompt"))[-6:]],
+        "prompt": [show_message(m, "prompt") for m in read_messages(sample.get("prompt"))[-6:]],
         "answer": [
-            show_message(m, "answer") for m in messages(sample.get("completion"))[:MOST_MESSAGES]
+            show_message(m, "answer")
+            for m in read_messages(sample.get("completion"))[:MOST_MESSAGES]
         ],
     }
 
@@ -201,7 +201,7 @@ def show_message(message: dict[str, Any], kind: str) -> list[str]:
     """[role, text, tool calls]"""
     role = f"{text(message.get('role') or kind)} {text(message.get('name'))}".strip()[:80]
     calls = message.get("tool_calls")
-    shown = shorten(escape_control_chars(content(message)), MOST_TEXT)
+    shown = shorten(escape_control_chars(message_text(message)), MOST_TEXT)
     return [role, shown, "" if not calls else shorten(escape_control_chars(str(calls)), MOST_TEXT)]
 
 

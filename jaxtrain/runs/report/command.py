@@ -3,10 +3,8 @@
 from pathlib import Path
 
 from jaxtrain.arguments import Parser, expand_path
-from jaxtrain.errors import UserError
-from jaxtrain.runs.dashboard.reader import RunReader, check_paths
+from jaxtrain.runs.dashboard.reader import RunReader
 from jaxtrain.runs.dashboard.run_data import WatchedRun
-from jaxtrain.runs.dashboard.view import DashboardView
 from jaxtrain.runs.report.collect import collect
 from jaxtrain.runs.report.page import render
 from jaxtrain.runs.run_files import read_names, record_output, require_writable, write_output
@@ -38,15 +36,9 @@ def report_command(argv: list[str]) -> None:
 
 def read_runs(paths: list[Path]) -> list[WatchedRun]:
     """Read everything that the runs have written; raise UserError if there is no run."""
-    check_paths(paths)
-    look = DashboardView([])
-    RunReader(paths, look).read_all()
-    if not look.runs:
-        raise UserError(
-            f"no run in {', '.join(map(str, paths))}: give the run.output_dir of one that has"
-            " started, or a folder above some"
-        )
-    return look.runs
+    reading = RunReader(paths)
+    reading.read_all()
+    return reading.runs
 
 
 def write_report(folder: Path) -> Path:

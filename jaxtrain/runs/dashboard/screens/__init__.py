@@ -1,1 +1,1 @@
-"""The five screens: (look, width, height) -> a Frame of exactly that size."""
+"""The five screens, each a tab of the dashboard."""

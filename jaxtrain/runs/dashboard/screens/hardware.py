@@ -1,96 +1,87 @@
-"""Panel, or single line, with the use of accelerators, memory and disk of the hosts."""
+"""Use of accelerators, memory and disk of the hosts."""
 
-import time
 from typing import Any
 
 import numpy as np
+from rich.console import Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.runs.console import format_count
 from jaxtrain.runs.dashboard.chart import spark
+from jaxtrain.runs.dashboard.run_data import WatchedRun, list_gpus
 from jaxtrain.runs.dashboard.status import number
-from jaxtrain.runs.dashboard.text import bar, box, flat
-from jaxtrain.runs.dashboard.view import DashboardView
+from jaxtrain.runs.dashboard.text import flat
 
 GIB = 2**30
-TABLE = 48
+TABLE_CELLS = 48
 """Columns of a GPU's row; what is right of them shows its use so far."""
 
 
-def newest(look: DashboardView) -> dict[str, dict[str, Any]]:
-    """The last line of each host of the chosen run."""
-    run = look.first
+def newest(run: WatchedRun | None) -> dict[str, dict[str, Any]]:
+    """The last line of each host."""
     return {host: lines[-1] for host, lines in run.hardware.items() if lines} if run else {}
 
 
-def draw_hardware(look: DashboardView, width: int, height: int) -> list[Text]:
-    """A row for each GPU while there is space, else one for each host's; then CPUs."""
-    hosts = newest(look)
-    gpus = [(host, gpu) for host, line in hosts.items() for gpu in list_gpus(line)]
-    space = height - 2 - len(hosts)
-    lines: list[Text] = []
-    if gpus and len(gpus) + 1 <= space:
-        lines.append(Text(f" gpu  use{' ' * 12}memory{' ' * 10}°C    W", style="bright_black"))
-        room = width - 2 - TABLE - 2
-        for host, gpu in gpus:
-            line = draw_gpu(gpu)
-            if room >= 8:
-                course = past_use(look, host, gpu.get("index"))[-4 * room :]
-                line.append(f"  {spark(np.array(course), room)}", "green")
-            lines.append(line)
-    elif gpus:
-        lines += [Text(" " + sum_up(list_gpus(line), host)) for host, line in hosts.items()]
-    for host, line in hosts.items():
-        lines.append(draw_host(host, line))
+def draw_hardware(
+    run: WatchedRun | None, now: float, width: int, height: int
+) -> tuple[str, Group | Text]:
+    """Return a title and a row for each GPU while there is space, else one for each host; then
+    CPUs."""
+    hosts = newest(run)
     if not hosts:
-        lines = [Text(" nothing is recorded (log.hardware_seconds)", style="bright_black")]
-    title = "hardware"
-    if hosts:
-        age = (look.now or time.time()) - max(number(line.get("time")) for line in hosts.values())
-        title = "hardware" if age < 120 else "hardware, when last seen"
-    return box(lines, width, height, title)
+        return "hardware", Text(" nothing is recorded (log.hardware_seconds)", "bright_black")
+    table = Table.grid(padding=(0, 1, 0, 0))
+    sums: list[Text] = []
+    for title in ("gpu", "use", "", "memory", "", "°C", "W", ""):
+        table.add_column(title, no_wrap=True, justify="right" if title in ("°C", "W") else "left")
+    gpus = [(host, gpu) for host, line in hosts.items() for gpu in list_gpus(line)]
+    if gpus and len(gpus) + 1 <= height - len(hosts):
+        table.add_row(*(Text(str(c.header), style="bright_black") for c in table.columns))
+        for host, gpu in gpus:
+            temperature, power = gpu.get("temperature"), gpu.get("power")
+            table.add_row(
+                flat(gpu.get("index", "?"))[:3],
+                *draw_use(gpu.get("use")),
+                *draw_memory(gpu),
+                "" if temperature is None else f"{number(temperature):.0f}",
+                "" if power is None else f"{number(power):.0f}",
+                Text(past_use(run, host, gpu.get("index"), width - TABLE_CELLS), "green"),
+            )
+    elif gpus:
+        sums = [Text(summarize(list_gpus(line), host)) for host, line in hosts.items()]
+    for host, line in hosts.items():
+        name = Text(flat(host)[:30], "bright_black")
+        table.add_row("cpu", *draw_use(line.get("cpu")), *draw_memory(line), "", "", name)
+    old = now - max(number(line.get("time")) for line in hosts.values()) >= 120
+    return "hardware, when last seen" if old else "hardware", Group(*sums, table)
 
 
-def past_use(look: DashboardView, host: str, index: Any) -> list[float]:
-    """The use of one GPU in all lines that are kept."""
-    run = look.first
-    lines = run.hardware.get(host, ()) if run else ()
+def draw_use(use: Any) -> tuple[ProgressBar | str, str]:
+    """Return a share as a bar and in percent."""
+    return ("", "") if use is None else (draw_bar(number(use), 8), f"{number(use):>4.0%}")
+
+
+def draw_memory(line: dict[str, Any]) -> tuple[ProgressBar, str]:
+    """Return used memory as a bar and in GiB."""
+    used, total = number(line.get("memory")), number(line.get("memory_total"))
+    return draw_bar(used / total if total else 0.0, 6), f"{used / GIB:.1f}/{total / GIB:.0f} G"
+
+
+def draw_bar(share: float, width: int) -> ProgressBar:
+    """A share as a bar."""
+    return ProgressBar(1.0, min(max(share, 0.0), 1.0), width, complete_style="green")
+
+
+def past_use(run: WatchedRun | None, host: str, index: Any, width: int) -> str:
+    """The use of one GPU in the newest lines."""
+    lines = list(run.hardware.get(host, ()) if run else ())[-4 * max(width, 0) :]
     readings = [gpu for line in lines for gpu in list_gpus(line) if gpu.get("index") == index]
-    return [number(gpu.get("use")) for gpu in readings]
+    return spark(np.array([number(gpu.get("use")) for gpu in readings]), width) if width > 7 else ""
 
 
-def list_gpus(line: dict[str, Any]) -> list[dict[str, Any]]:
-    """The accelerators of a line."""
-    gpus = line.get("gpus")
-    return [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
-
-
-def draw_gpu(gpu: dict[str, Any]) -> Text:
-    """use, memory, temperature, power of one; blanks where it does not tell."""
-    use, memory, total = gpu.get("use"), gpu.get("memory"), number(gpu.get("memory_total"))
-    line = Text(f" {flat(gpu.get('index', '?'))[:3]:<4} ")
-    line.append_text(bar(number(use), 8) if use is not None else Text(" " * 8))
-    line.append(f" {number(use):>4.0%}  " if use is not None else " " * 7)
-    share = number(memory) / total if total else None
-    line.append_text(bar(share, 6))
-    line.append(f" {number(memory) / GIB:>5.1f}/{total / GIB:.0f} G".ljust(13))
-    temperature, power = gpu.get("temperature"), gpu.get("power")
-    line.append(f"{number(temperature):>3.0f}" if temperature is not None else "   ")
-    return line.append(f" {number(power):>4.0f}" if power is not None else "")
-
-
-def draw_host(host: str, line: dict[str, Any]) -> Text:
-    """CPU and memory of a host."""
-    cpu = line.get("cpu")
-    text = Text(" cpu  ").append_text(bar(number(cpu), 8))
-    text.append(f" {number(cpu):>4.0%}  " if cpu is not None else " " * 7)
-    total = number(line.get("memory_total"))
-    text.append_text(bar(number(line.get("memory")) / total if total else None, 6))
-    text.append(f" {number(line.get('memory')) / GIB:>5.1f}/{total / GIB:.0f} G".ljust(13))
-    return text.append(f" {flat(host)}", "bright_black")
-
-
-def sum_up(gpus: list[dict[str, Any]], host: str = "") -> str:
+def summarize(gpus: list[dict[str, Any]], host: str = "") -> str:
     """gpu 91-94 %  60.1/143 G  64 °C"""
     uses = [100 * number(gpu["use"]) for gpu in gpus if gpu.get("use") is not None]
     parts = [f"{flat(host)} {len(gpus)} gpus" if host else "gpu"]
@@ -103,19 +94,17 @@ def sum_up(gpus: list[dict[str, Any]], host: str = "") -> str:
     return "  ".join([*parts, f"{heat:.0f} °C"] if heat else parts)
 
 
-def one_line(look: DashboardView) -> Text:
+def summarize_hardware(run: WatchedRun | None) -> str:
     """Hardware and speed in one line, for small screens."""
     parts = []
-    for line in list(newest(look).values())[:1]:
-        if gpus := list_gpus(line):
-            parts.append(sum_up(gpus))
-        total = number(line.get("memory_total")) / GIB
+    for line in list(newest(run).values())[:1]:
+        gpus, total = list_gpus(line), number(line.get("memory_total")) / GIB
+        parts += [summarize(gpus)] if gpus else []
         memory = f"{number(line.get('memory')) / GIB:.0f}/{total:.0f} G"
         parts.append(f"cpu {number(line.get('cpu')):.0%}  {memory}")
-    run = look.first
     if run is not None:
         if speed := run.last("tokens_per_second_per_device"):
             parts.append(f"{format_count(speed)} tok/s/dev")
         if mfu := run.last("mfu"):
             parts.append(f"MFU {mfu:.0%}")
-    return Text(" " + "  ".join(parts))
+    return " " + "  ".join(parts)

@@ -1,71 +1,114 @@
 """Screen 3: log.txt, with search and warnings only."""
 
+from typing import Any, ClassVar
+
 from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.widgets import RichLog
+from typing_extensions import override
 
+from jaxtrain.runs.dashboard.run_data import KEPT_LOG
+from jaxtrain.runs.dashboard.screens.pane import Pane
 from jaxtrain.runs.dashboard.status import is_warning
-from jaxtrain.runs.dashboard.text import box, fit
-from jaxtrain.runs.dashboard.view import DashboardView, Frame
+
+MAX_LINE = 2000
+"""Characters of a line that are shown."""
 
 
-def draw(look: DashboardView, width: int, height: int) -> Frame:
-    """Lines of the chosen run's log; the end while it is followed."""
-    run, choice = look.first, look.choice
-    lines, space = listed(look), height - 2
-    if choice.follow:
-        choice.selected["log"] = max(len(lines) - 1, 0)
-    selected = look.select("log", len(lines))
-    first = max(
-        0, min(selected - space + 1 if choice.follow else selected - space // 2, len(lines) - space)
-    )
-    pattern, shown = look.pattern("log"), []
-    for row, text in enumerate(lines[first : first + space], start=first):
-        line = fit(text.replace("\t", "    ")[: 4 * width], width - 2)
-        if is_warning(text):
-            line.stylize("yellow")
-        if pattern is not None:
-            for match in pattern.finditer(line.plain):
-                line.stylize("black on yellow", *match.span())
-        if row == selected and not choice.follow:
-            line.stylize("bold")
-        shown.append(line)
-    if not lines:
-        shown = [Text(""), Text("  no line yet" if not choice.warnings else "  no warning")]
-    parts = ["following" if choice.follow else f"line {selected + 1} of {len(lines)}"]
-    if choice.warnings:
-        parts.append("warnings only")
-    if pattern is not None:
-        parts.append(f"{len(hits(look))} hits")
-    head = f"log of {run.name}" if run else "log"
-    return Frame(box(shown, width, height, head, ", ".join(parts)), [])
+class LogPane(Pane):
+    """Screen 3."""
 
+    NAME, MAIN = "log", "RichLog"
+    DEFAULT_CSS = "LogPane RichLog { border: round $surface-lighten-2; }"
+    BINDINGS: ClassVar = [
+        Binding("n", "hit(True)", "next hit"),
+        Binding("N", "hit(False)", "hit before"),
+        Binding("w", "warnings", "warnings"),
+        Binding("g,home", "top", "top"),
+        Binding("G,end", "bottom", "end"),
+    ]
+    warnings = False
+    hit_line = -1
+    _source: Any = None
+    _seen = 0
 
-def listed(look: DashboardView) -> list[str]:
-    """The lines that are shown."""
-    run, choice = look.first, look.choice
-    if run is None:
-        return []
-    key = ("log", str(run.path), run.version, choice.warnings)
-    return look.remember(
-        key, lambda: [line for line in run.log if not choice.warnings or is_warning(line)]
-    )
+    def compose(self) -> ComposeResult:
+        """Yield the log."""
+        self.lines: list[str] = []
+        yield RichLog(max_lines=KEPT_LOG, min_width=0)
 
+    @property
+    def log_view(self) -> RichLog:
+        """The widget."""
+        return self.query_one(RichLog)
 
-def hits(look: DashboardView) -> list[int]:
-    """Lines in which the searched text stands."""
-    pattern = look.pattern("log")
-    if pattern is None:
-        return []
-    return [row for row, line in enumerate(listed(look)) if pattern.search(line)]
+    @property
+    def following(self) -> bool:
+        """True if the end of the log is shown as it grows."""
+        return self.log_view.is_vertical_scroll_end
 
+    @override
+    def draw(self) -> None:
+        run, log = self.view.first, self.log_view
+        pattern = self.view.pattern("log")
+        source = (run and (run.path, run.log_starts), self.warnings, pattern, self.hit_line)
+        follow = self.following
+        if source != self._source:
+            log.clear()
+            self.lines.clear()
+            self._source, self._seen = source, 0
+        if run is not None:
+            new = list(run.log)[-(run.log_lines - self._seen) :]
+            new = new if run.log_lines > self._seen else []
+            self._seen = run.log_lines
+            for text in [t for t in new if not self.warnings or is_warning(t)]:
+                line = Text(text[:MAX_LINE].expandtabs(4), "yellow" if is_warning(text) else "")
+                for match in pattern.finditer(line.plain) if pattern else ():
+                    line.stylize("black on yellow", *match.span())
+                if len(self.lines) == self.hit_line:
+                    line.stylize("bold underline")
+                self.lines.append(text)
+                log.write(line, scroll_end=False)
+            del self.lines[:-KEPT_LOG]
+        if follow:
+            log.scroll_end(animate=False)
+        parts = ["following" if follow else f"line {log.scroll_offset.y + 1} of {len(self.lines)}"]
+        parts += ["warnings only"] * self.warnings
+        parts += [f"{len(self.hits())} hits"] if pattern else []
+        if not self.lines:
+            parts = ["no warning" if self.warnings else "no line yet"]
+        log.border_title = Text(f"log of {run.name}" if run else "log")
+        log.border_subtitle = ", ".join(parts)
 
-def next_hit(look: DashboardView, forward: bool) -> None:
-    """Go to the next line with the searched text, or the one before; around the end."""
-    rows = hits(look)
-    if not rows:
-        look.choice.notice = "nothing found"
-        return
-    current_row = look.choice.selected.get("log", 0)
-    ahead = [row for row in rows if row > current_row] or rows
-    behind = [row for row in rows if row < current_row] or rows
-    look.choice.follow = False
-    look.choice.selected["log"] = ahead[0] if forward else behind[-1]
+    def hits(self) -> list[int]:
+        """Lines in which the searched text stands."""
+        pattern = self.view.pattern("log")
+        return [i for i, line in enumerate(self.lines) if pattern and pattern.search(line)]
+
+    def action_hit(self, forward: bool) -> None:
+        """Go to the next line with the searched text, or the one before; around the end."""
+        rows = self.hits()
+        if not rows:
+            self.notify("nothing found")
+            return
+        ahead = [row for row in rows if row > self.hit_line] or rows
+        behind = [row for row in rows if row < self.hit_line] or rows
+        self.hit_line = ahead[0] if forward else behind[-1]
+        self.draw()
+        middle = max(self.hit_line - self.log_view.size.height // 2, 0)
+        self.log_view.scroll_to(y=middle, animate=False)
+
+    def action_warnings(self) -> None:
+        """Show warnings only, or all lines."""
+        self.warnings, self.hit_line = not self.warnings, -1
+        self.draw()
+        self.action_bottom()
+
+    def action_top(self) -> None:
+        """Go to the first line."""
+        self.log_view.scroll_home(animate=False)
+
+    def action_bottom(self) -> None:
+        """Go to the end and follow it."""
+        self.log_view.scroll_end(animate=False)

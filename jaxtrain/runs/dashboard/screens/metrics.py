@@ -2,230 +2,309 @@
 
 import re
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
+from rich.table import Table
 from rich.text import Text
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Grid, Horizontal, VerticalScroll
+from textual.widgets import Static
+from typing_extensions import override
 
-from jaxtrain.runs.console import format_number
-from jaxtrain.runs.dashboard.chart import Curve, Window, chart, label_place, spark
-from jaxtrain.runs.dashboard.names import group, label, order_charts
+from jaxtrain.runs.dashboard.chart import Curve, Plot, Window, label_place, spark
+from jaxtrain.runs.dashboard.names import SHORT, group, order_charts
 from jaxtrain.runs.dashboard.run_data import WatchedRun
-from jaxtrain.runs.dashboard.screens.hardware import draw_hardware, one_line
-from jaxtrain.runs.dashboard.status import is_step, is_warning
-from jaxtrain.runs.dashboard.text import beside, box, cut_left, fit, flat
-from jaxtrain.runs.dashboard.view import SMOOTH, X_AXES, ClickTarget, DashboardView, Frame
+from jaxtrain.runs.dashboard.screens.hardware import draw_hardware, summarize_hardware
+from jaxtrain.runs.dashboard.screens.pane import Pane
+from jaxtrain.runs.dashboard.status import MARKS, is_step, is_warning, read_state
+from jaxtrain.runs.dashboard.text import cut_left, fit, flat, plain
 from jaxtrain.runs.plot import smooth
 
-NORMAL, WIDE, TALL = 100, 160, 30
-"""Columns from which numbers stand beside the charts, and charts in three columns; rows of the body
-from which hardware and events have panels."""
+SMOOTH = (0.0, 0.05, 0.2)
+X_AXES = ("step", "time", "tokens")
 TIME = re.compile(r"\d\d:\d\d:\d\d ")
-NUMBERS, CHART_ROWS, PANEL_ROWS = 34, 8, 8
+MAX_ROWS, MAX_COLUMNS, CHART_ROWS, WIDE = 10, 3, 8, 126
+"""Charts below and beside each other; rows that one needs; columns from which three are beside
+each other."""
+CHOICES = {"log": 2, "smooth": len(SMOOTH), "axis": len(X_AXES), "columns": MAX_COLUMNS + 1}
+"""What keys change, and the number of its values; no columns: by the width."""
 
 
-def draw(look: DashboardView, width: int, height: int) -> Frame:
-    """The screen below the head."""
-    names = chart_names(look)
-    if look.choice.open and names:
-        return draw_open(look, names[look.select("metrics", len(names))], width, height)
-    tall, normal = height >= TALL, width >= NORMAL
-    below = PANEL_ROWS if tall else min(2, max(height - 6, 0))
-    numbers_width = NUMBERS if normal else 0
-    area, spots = draw_charts(look, names, width - numbers_width, height - below, numbers_width)
-    if numbers_width:
-        area = beside(draw_numbers(look, numbers_width, height - below), area)
-    if tall:
-        half = max(width * 42 // 100, 40)
-        area += beside(draw_hardware(look, half, below), draw_events(look, width - half, below))
-    elif below:
-        event = next(reversed(events(look.first)), "") if look.first else ""
-        lines = [one_line(look), Text(" " + event, style="yellow" if is_warning(event) else "")]
-        area += [fit(line, width) for line in lines[:below]]
-    return Frame(area, spots)
+class MetricsPane(Pane, can_focus=True):
+    """Screen 1. The keys come to the pane itself; its charts only draw."""
 
+    NAME = "metrics"
+    DEFAULT_CSS = """
+    MetricsPane {
+        #runs-list, #numbers, #hardware, #events { border: round $surface-lighten-2; height: 1fr; }
+        #runs-list { display: none; width: 24; }
+        #numbers { width: 34; }
+        #panels { height: 8; }
+        #hardware { width: 42%; min-width: 50; }
+        #events { width: 1fr; }
+        #brief { height: 2; text-wrap: nowrap; text-overflow: ellipsis; }
+        #notes { display: none; height: auto; padding: 0 1; }
+        &.open #notes { display: block; }
+        &.open #panels, &.open #numbers, &.open #brief { display: none; }
+        Plot { border: round $surface-lighten-2; width: 1fr; height: 1fr; }
+        Plot.chosen { border: round $accent; }
+    }
+    """
+    BINDINGS: ClassVar = [
+        Binding("enter", "open(True)", "open"),
+        Binding("escape", "open(False)", "back", show=False),
+        Binding("y", "choose('log')", "log y"),
+        Binding("s", "choose('smooth')", "smooth"),
+        Binding("x", "choose('axis')", "axis"),
+        Binding("c", "choose('columns')", "columns of charts", show=False),
+        Binding("r", "list_runs", "runs"),
+        Binding("left", "move(-1, 0)", "chart before; open: cursor", show=False),
+        Binding("right", "move(1, 0)", "next chart; open: cursor", show=False),
+        Binding("up", "move(0, -1)", "chart above", show=False),
+        Binding("down", "move(0, 1)", "chart below", show=False),
+        Binding("pageup", "page(-1)", "page before", show=False),
+        Binding("pagedown", "page(1)", "next page", show=False),
+        Binding("plus", "zoom(0.25)", "open: zoom in", show=False),
+        Binding("minus", "zoom(1.0)", "open: zoom out", show=False),
+        Binding("0", "zoom(0)", "open: whole curve", show=False),
+    ]
+    opened = False
+    grid = (1, 1)
+    """Columns and rows of charts."""
+    cursor: float | None = None
+    """Share of the open chart's width, 0 to 1."""
+    window: Window | None = None
+    """Part of the open chart's x axis."""
+    chosen = 0
+    """Index of the chosen chart."""
 
-def chart_names(look: DashboardView) -> list[str]:
-    """Metrics of the shown runs that fit the filter, in the order of their charts."""
-    runs, pattern = look.shown, look.pattern("metrics")
-    names = dict.fromkeys(name for run in runs for name in run.metrics)
-    kind = str(runs[0].key("task.kind") or "") if runs else ""
-    matching = [name for name in names if pattern is None or pattern.search(name)]
-    return order_charts(matching, kind)
+    def compose(self) -> ComposeResult:
+        """Yield numbers beside charts, hardware and events below."""
+        self.values = dict.fromkeys(CHOICES, 0)
+        with Horizontal():
+            yield Static(id="runs-list")
+            with VerticalScroll(id="numbers", can_focus=False):
+                yield Static()
+            with Grid():
+                for _ in range(MAX_ROWS * MAX_COLUMNS):
+                    yield Plot()
+        yield Static(id="notes")
+        with Horizontal(id="panels"):
+            yield Static(id="hardware")
+            yield Static(id="events")
+        yield Static(id="brief")
 
+    @override
+    def focus_main(self) -> None:
+        self.focus()
 
-def draw_charts(
-    look: DashboardView, names: Sequence[str], width: int, height: int, x_offset: int
-) -> tuple[list[Text], list[ClickTarget]]:
-    """Draw one page of charts; `x_offset` is the column where they begin."""
-    if not names:
-        notice = "no metric has this name" if look.pattern("metrics") else "no step was logged yet"
-        return box(["", f"  {notice}"], width, height), []
-    by_width = 1 if width < 60 else 3 if width >= WIDE - NUMBERS else 2
-    columns = min(look.choice.columns or by_width, max(width // 24, 1), len(names))
-    rows = min(max(height // CHART_ROWS, 1), -(-len(names) // columns))
-    look.grid = (columns, rows)
-    chosen, page_size = look.select("metrics", len(names)), columns * rows
-    first = chosen // page_size * page_size
-    pages, lines, spots = -(-len(names) // page_size), [], []
-    for row in range(rows):
-        tall = height * (row + 1) // rows - height * row // rows
-        parts, x = [], 0
-        for column in range(columns):
-            wide = width * (column + 1) // columns - width * column // columns
-            index = first + row * columns + column
-            if index < len(names):
-                last_one = index == min(first + page_size, len(names)) - 1
-                page = f"page {first // page_size + 1}/{pages}" if pages > 1 and last_one else ""
-                drawn = draw_chart(look, names[index], wide, tall, index == chosen, page)
-                spots.append(
-                    ClickTarget(
-                        x_offset + x,
-                        len(lines),
-                        x_offset + x + wide,
-                        len(lines) + tall,
-                        "select",
-                        index,
-                    )
-                )
-            else:
-                drawn = [fit("", wide) for _ in range(tall)]
-            parts.append(drawn)
-            x += wide
-        lines += beside(*parts)
-    return lines, spots
+    @override
+    def legend(self) -> Text:
+        text = Text(no_wrap=True)
+        for run in self.view.shown[:4] if len(self.view.runs) > 1 else ():
+            text.append("● ", self.view.color(run)).append(f"{cut_left(run.name, 18)}  ")
+        text.append_text(super().legend())
+        text.append("log y  " if self.values["log"] else "", "yellow")
+        settings = f"smooth {SMOOTH[self.values['smooth']]:.0%}  x: {X_AXES[self.values['axis']]} "
+        return text.append(settings, "bright_black")
 
+    def chart_names(self) -> list[str]:
+        """Metrics of the shown runs that fit the filter, in the order of their charts."""
+        runs, pattern = self.view.shown, self.view.pattern("metrics")
+        names = dict.fromkeys(name for run in runs for name in run.metrics)
+        kind = str(runs[0].key("task.kind") or "") if runs else ""
+        return order_charts([n for n in names if pattern is None or pattern.search(n)], kind)
 
-def draw_chart(
-    look: DashboardView, name: str, width: int, height: int, chosen: bool, note: str = ""
-) -> list[Text]:
-    """Draw one metric of all visible runs in a frame, with its newest value at the bottom."""
-    choice, runs = look.choice, look.shown
-    state = tuple((str(run.path), run.points(name), look.color(run)) for run in runs)
-    state += tuple(len(run.steps) for run in runs)  # all charts reach to the newest line
-    options = (choice.log_y, choice.smooth, choice.x)
+    @override
+    def draw(self) -> None:
+        names, first, now = self.chart_names(), self.view.first, self.view.clock()
+        self.set_class(self.opened and bool(names), "open")
+        self.draw_charts(names)
+        marks = []
+        for run in self.view.runs:
+            sign = Text("● " if run in self.view.shown else "○ ", self.view.color(run))
+            mark, _, color = MARKS[read_state(run, now).kind]
+            marks.append(sign.append(fit(run.name, 18), "default").append(mark, color))
+        self.fill("#runs-list", "runs", Text("\n").join(marks))
+        several = first is not None and len(self.view.runs) > 1
+        numbers = f"numbers of {first.name}" if first and several else "numbers"
+        self.query_one("#numbers").border_title = Text(numbers)
+        self.query_one("#numbers Static", Static).update(draw_numbers(first, names))
+        hardware = draw_hardware(first, now, *self.query_one("#hardware").size)
+        self.fill("#hardware", *hardware)
+        lines = [style_event(line) for line in list_events(first)[-50:]]
+        space = max(self.query_one("#events").size.height, 1)
+        self.fill("#events", "events", Text("\n").join(lines[-space:]))
+        self.fill("#brief", "", Text("\n").join([Text(summarize_hardware(first)), *lines[-1:]]))
 
-    def make() -> list[Text]:
-        curves = [curve for run in runs if (curve := read_curve(look, run, name))]
-        last = next((v for run in runs if (v := run.last(name)) is not None), None)
-        window = whole_extent(look) if curves else None
-        inside = chart(curves, width - 2, height - 2, choice.log_y, X_AXES[choice.x], window)
-        title = cut_left(name, width - 6)
-        footer = "  ".join(filter(None, [note, plain(last)]))
-        return box(inside, width, height, title, footer, "cyan" if chosen else "bright_black")
+    def fill(self, selector: str, title: str, content: object) -> None:
+        """Show content below a title."""
+        widget = self.query_one(selector, Static)
+        widget.border_title = Text(title)
+        widget.update(content, layout=False)
 
-    return look.remember(("chart", name, width, height, chosen, note, state, options), make)
-
-
-def whole_extent(look: DashboardView) -> Window | None:
-    """The part of the x axis that all lines of the shown runs cover."""
-    kind = X_AXES[look.choice.x]
-    places = [along for run in look.shown if len(along := run.along(kind))]
-    if not places:
-        return None
-    return Window(min(min(a[0], a[-1]) for a in places), max(max(a[0], a[-1]) for a in places))
-
-
-def read_curve(look: DashboardView, run: WatchedRun, name: str) -> Curve | None:
-    """A metric of a run as it is drawn; None where the run has none of it."""
-    if name not in run.metrics:
-        return None
-    x, y = run.curve(name, X_AXES[look.choice.x])
-    share = SMOOTH[look.choice.smooth]
-    return Curve(x, np.array(smooth(y.tolist(), share)) if share else y, look.color(run))
-
-
-def plain(value: float | None) -> str:
-    """A value in as few characters as tell it; no -0."""
-    if value is None:
-        return ""
-    return format_number(value + 0.0) if value else "0"
-
-
-def draw_numbers(look: DashboardView, width: int, height: int) -> list[Text]:
-    """Newest values of the chosen run by group, with their course."""
-    run, inner, lines = look.first, width - 2, []
-    if run is None:
-        return box([], width, height, "numbers")
-    names = [name for name in chart_names(look) if name in run.metrics]
-    for title, members in group(names):
-        lines.append(Text(title, style="bold"))
-        for name in members:
-            value = plain(run.last(name))
-            points = run.points(name)
-            course = look.remember(
-                ("spark", str(run.path), name, points), lambda name=name: course_of(run, name)
+    def draw_charts(self, names: Sequence[str]) -> None:
+        """Draw the page of charts that holds the chosen one, or that alone."""
+        area, plots = self.query_one(Grid), list(self.query(Plot))
+        width, height = area.size
+        by_width = 1 if width < 60 else 3 if width >= WIDE else 2
+        columns = max(min(self.values["columns"] or by_width, width // 24, len(names)), 1)
+        rows = max(min(height // CHART_ROWS, -(-len(names) // columns), MAX_ROWS), 1)
+        columns, rows = self.grid = (1, 1) if self.opened else (columns, rows)
+        styles = area.styles
+        if (styles.grid_size_columns, styles.grid_size_rows) != (columns, rows):
+            styles.grid_size_columns, styles.grid_size_rows = columns, rows
+        self.chosen = min(max(self.chosen, 0), max(len(names) - 1, 0))
+        first = self.chosen // (columns * rows) * columns * rows
+        for index, plot in enumerate(plots, start=first):
+            plot.display = index < min(first + columns * rows, len(names))
+            plot.set_class(index == self.chosen, "chosen")
+            if plot.display:
+                last = index == min(first + columns * rows, len(names)) - 1
+                pages = -(-len(names) // (columns * rows))
+                page = f"page {first // (columns * rows) + 1}/{pages}  " if pages > 1 else ""
+                self.draw_chart(plot, names[index], page if last and not self.opened else "")
+        if not names:
+            searched = self.view.pattern("metrics") is not None
+            plots[0].display = True
+            plots[0].show(
+                "no metric has this name" if searched else "no step was logged yet", "", ()
             )
-            space = inner - len(value) - 5
-            line = fit(" " + cut_left(label(flat(name)), space - 1), space)
-            lines.append(line.append(f" {value} ", "cyan").append(course, "green"))
-    if len(lines) > height - 2:
-        cut = len(lines) - height + 3
-        lines = [*lines[: height - 3], Text(f" … {cut} more in the charts", style="bright_black")]
-    title = f"numbers of {run.name}" if len(look.runs) > 1 else "numbers"
-    return box(lines, width, height, title)
+
+    def draw_chart(self, plot: Plot, name: str, page: str) -> None:
+        """Draw one metric of all shown runs."""
+        view, kind, log = self.view, X_AXES[self.values["axis"]], bool(self.values["log"])
+        runs = [run for run in view.shown if name in run.metrics]
+        share = SMOOTH[self.values["smooth"]]
+        # All charts reach to the newest line.
+        state = [
+            (run.path, run.points(name), len(run.steps), view.color(run)) for run in view.shown
+        ]
+        window = self.whole_extent(runs, name) if self.opened else self.whole_extent(view.shown)
+        cursor = None
+        if self.opened:
+            low, high = window = self.window or window
+            cursor = None if self.cursor is None else low + self.cursor * (high - low)
+        value = plain(next((v for run in view.shown if (v := run.last(name)) is not None), None))
+        options = dict(log=log, x=kind, window=window, cursor=cursor)
+        if not plot.show(name, page + value, (*state, share), **options) and not self.opened:
+            return
+        curves = []
+        for run in runs:
+            x, y = run.curve(name, kind)
+            y = np.array(smooth(y.tolist(), share)) if share else y
+            curves.append(Curve(x, y, view.color(run)))
+        plot.curves = curves
+        if self.opened:
+            pairs = zip(runs, curves, strict=True)
+            notes = [describe_curve(run, curve, kind, cursor) for run, curve in pairs]
+            self.query_one("#notes", Static).update(Text("\n", no_wrap=True).join(notes[:8]))
+
+    def whole_extent(self, runs: Sequence[WatchedRun], name: str = "") -> Window:
+        """The part of the x axis that all lines of runs cover, or those with a metric."""
+        kind = X_AXES[self.values["axis"]]
+        places = [run.curve(name, kind)[0] if name else run.along(kind) for run in runs]
+        ends = [float(end) for x in places if len(x) for end in (x[0], x[-1])]
+        return Window(min(ends), max(ends)) if ends else Window(0.0, 1.0)
+
+    def action_open(self, opened: bool) -> None:
+        """Show the chosen chart alone, or the page; without an open chart drop the search."""
+        if not (opened or self.opened):
+            self.view.filters.pop(self.NAME, None)
+        self.opened = opened and bool(self.chart_names())
+        self.window = self.cursor = None
+        self.redraw()
+
+    def action_choose(self, name: str) -> None:
+        """Go to the next value of a choice."""
+        self.values[name] = (self.values[name] + 1) % CHOICES[name]
+        self.window = None if name == "axis" else self.window
+        self.redraw()
+
+    def action_list_runs(self) -> None:
+        """Show the list of runs, or hide it."""
+        runs = self.query_one("#runs-list")
+        runs.display = not runs.display
+        self.redraw()
+
+    def action_move(self, x: int, y: int) -> None:
+        """Choose a neighbor; of an open chart move the cursor."""
+        if self.opened and x:
+            cursor = (1.0 if x < 0 else 0.0) if self.cursor is None else self.cursor
+            self.cursor = min(max(cursor + 0.02 * x, 0.0), 1.0)
+        elif self.chosen + x + y * self.grid[0] >= 0:
+            self.chosen += x + y * self.grid[0]
+            self.window = self.cursor = None
+        self.redraw()
+
+    def action_page(self, by: int) -> None:
+        """Turn pages."""
+        self.action_move(0, by * self.grid[1])
+
+    def action_zoom(self, share: float) -> None:
+        """Show twice `share` of the open chart's window, around the cursor; 0: the whole."""
+        names, cursor = self.chart_names(), self.cursor
+        if not self.opened or not names:
+            return
+        full = self.whole_extent(self.view.shown, names[self.chosen])
+        low, high = self.window or full
+        middle, half = (
+            low + (0.5 if cursor is None else cursor) * (high - low),
+            (high - low) * share,
+        )
+        window = Window(max(middle - half, full.low), min(middle + half, full.high))
+        if not share:
+            self.window = self.cursor = None
+        elif half >= 1e-9 * max(abs(full.high), 1.0):
+            self.window = None if window == full else window
+            if cursor is not None:
+                self.cursor = (middle - window.low) / (window.high - window.low)
+        self.redraw()
+
+    def on_click(self, event: events.Click) -> None:
+        """Choose the clicked chart; open it with the second click."""
+        plots = list(self.query(Plot))
+        if event.widget in plots and not self.opened:
+            size = self.grid[0] * self.grid[1]
+            clicked = self.chosen // size * size + plots.index(event.widget)
+            self.opened, self.chosen = clicked == self.chosen, clicked
+            self.redraw()
 
 
-def course_of(run: WatchedRun, name: str) -> str:
-    """Three bars: beginning, middle and end of a metric."""
-    return spark(run.curve(name)[1], 3)
+def describe_curve(run: WatchedRun, curve: Curve, kind: str, cursor: float | None) -> Text:
+    """Return a run's value at a cursor, or its last, and its range."""
+    point = -1 if cursor is None else int(np.abs(curve.x - cursor).argmin())
+    note = Text("● ", style=curve.color).append(fit(run.name, 20), "default")
+    note.append(f"  {kind} {label_place(float(curve.x[point]), kind)}  ", "bright_black")
+    note.append(f"{plain(float(curve.y[point]))}  ", "bold default")
+    extremes = plain(float(curve.y.min())), plain(float(curve.y.max()))
+    return note.append("least {}  greatest {}".format(*extremes), "default")
 
 
-def events(run: WatchedRun | None) -> list[str]:
-    """First lines of the messages in the log that are no step's."""
-    if run is None:
-        return []
-    lines = [line for line in run.log if line.strip() and not is_step(line)]
-    timed = [line for line in lines if TIME.match(line)]  # older logs tell no times
-    return [flat(line) for line in timed or lines]
+def draw_numbers(run: WatchedRun | None, names: Sequence[str]) -> Table:
+    """Newest values of a run by group, each with its course in three bars."""
+    table = Table.grid(expand=True, padding=(0, 1, 0, 0))
+    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    table.add_column(justify="right", style="cyan", no_wrap=True)
+    table.add_column(style="green", no_wrap=True)
+    for title, members in group(name for name in names if run and name in run.metrics):
+        table.add_row(Text(title, style="bold"))
+        for name in members if run else ():
+            value = plain(run.last(name))
+            short = Text(" " + cut_left(SHORT.get(name) or flat(name), 26 - len(value)))
+            table.add_row(short, value, spark(np.array(run.metrics[name].values), 3))
+    return table
 
 
-def draw_events(look: DashboardView, width: int, height: int) -> list[Text]:
-    """Newest events, the last one at the bottom."""
-    run = look.first
-    key = ("events", str(run.path) if run else "", run.version if run else 0, width, height)
-
-    def make() -> list[Text]:
-        newest = events(run)[-(height - 2) :]
-        lines = [Text(line, style="yellow" if is_warning(line) else "") for line in newest]
-        return box(lines, width, height, "events")
-
-    return look.remember(key, make)
+def list_events(run: WatchedRun | None) -> list[str]:
+    """Return the lines of the log that report no step: the timed ones, if the log has times."""
+    lines = [line for line in run.log if line.strip() and not is_step(line)] if run else []
+    return [flat(line) for line in [line for line in lines if TIME.match(line)] or lines]
 
 
-def draw_open(look: DashboardView, name: str, width: int, height: int) -> Frame:
-    """Draw one chart on the whole screen, with the values of all runs at the cursor."""
-    choice, runs = look.choice, [run for run in look.shown if name in run.metrics]
-    pairs = [(run, curve) for run in runs if (curve := read_curve(look, run, name))]
-    window, kind = choice.window, X_AXES[choice.x]
-    low, high = extent([curve for _, curve in pairs], window)
-    cursor = None if choice.cursor is None else low + choice.cursor * (high - low)
-    notes: list[Text] = []
-    for run, curve in pairs:
-        line = Text("● ", style=look.color(run)).append(fit(run.name, min(28, width // 3)).plain)
-        point = len(curve.x) - 1
-        if cursor is not None:
-            point = int(np.abs(curve.x - cursor).argmin())
-        line.append(f"  {kind} {label_place(float(curve.x[point]), kind)}  ", "bright_black")
-        line.append(f"{plain(float(curve.y[point]))}  ", "bold")
-        line.append(f"least {plain(float(curve.y.min()))}  greatest {plain(float(curve.y.max()))}")
-        notes.append(fit(line, width))
-    notes = notes[: max(height - 6, 0)]
-    inside = chart(
-        [curve for _, curve in pairs],
-        *(width - 2, height - 2 - len(notes)),
-        log=choice.log_y,
-        x=kind,
-        window=Window(low, high),
-        cursor=cursor,
-    )
-    return Frame([*box(inside, width, height - len(notes), name, "", "cyan"), *notes], [])
-
-
-def extent(curves: Sequence[Curve], window: Window | None) -> Window:
-    """The part of the x axis that is shown."""
-    if window is not None:
-        return window
-    full = [curve.x for curve in curves if len(curve.x)]
-    if not full:
-        return Window(0.0, 1.0)
-    return Window(min(float(x.min()) for x in full), max(float(x.max()) for x in full))
+def style_event(line: str) -> Text:
+    """Return a message of the log; warnings stand out."""
+    return Text(line, style="yellow" if is_warning(line) else "", no_wrap=True, overflow="ellipsis")

@@ -1,10 +1,16 @@
 """Screen 4: the runs side by side, and the config keys in which they differ."""
 
+from typing import Any, ClassVar
+
 from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from typing_extensions import override
 
 from jaxtrain.runs.console import format_count
 from jaxtrain.runs.dashboard.run_data import WatchedRun
-from jaxtrain.runs.dashboard.screens.metrics import plain
+from jaxtrain.runs.dashboard.screens.pane import Pane, TextTable
 from jaxtrain.runs.dashboard.status import (
     MARKS,
     best,
@@ -14,98 +20,122 @@ from jaxtrain.runs.dashboard.status import (
     read_state,
     total_steps,
 )
-from jaxtrain.runs.dashboard.text import box, cut_left, fit, flat
-from jaxtrain.runs.dashboard.view import ClickTarget, DashboardView, Frame
+from jaxtrain.runs.dashboard.text import cut_left, flat, plain
 from jaxtrain.runs.records import differing_keys
 from jaxtrain.text_safety import show
 
-
-def draw(look: DashboardView, width: int, height: int) -> Frame:
-    """The table of runs above the table of keys."""
-    selected = look.select("runs", len(look.runs))
-    above = min(len(look.runs) + 3, max(height // 2, 4))
-    space = above - 3
-    first = max(0, min(selected - space // 2, len(look.runs) - space))
-    name_width = min(max([12, *(len(run.name) for run in look.runs)]), max(width // 4, 12))
-    narrow = width < 140
-    lines = [Text("   " + head(name_width, narrow), style="bold")]
-    spots = []
-    for row, run in enumerate(look.runs[first : first + space]):
-        line = draw_run(look, run, name_width, narrow)
-        if first + row == selected:
-            line = fit(line, width - 2)
-            line.stylize("reverse")
-        lines.append(line)
-        spots.append(ClickTarget(0, row + 2, width, row + 3, "select", first + row))
-    top = box(lines, width, above, "runs", f"{selected + 1} of {len(look.runs)}")
-    return Frame([*top, *draw_keys(look, width, height - above)], spots)
+COLUMNS = ("", "name", "task", "model", "step", "last", "best", "of", "tok/s/dev", "MFU", "state")
+WIDE_COLUMNS = ("model", "of", "tok/s/dev", "MFU")
+MAX_COMPARED, MAX_KEYS = 8, 500
+"""Runs and keys of the lower table."""
 
 
-def head(name_width: int, narrow: bool) -> str:
-    """Titles of the columns."""
-    text = f"{'name':<{name_width}} {'task':<10} "
-    text += "" if narrow else f"{'model':<22} "
-    text += f"{'step':>11} {'last':>9} {'best':>9} "
-    text += "" if narrow else f"{'of':<22} {'tok/s/dev':>9} {'MFU':>6} "
-    return text + "state"
+class RunsPane(Pane):
+    """Screen 4."""
 
+    NAME, MAIN = "runs", "#runs-table"
+    DEFAULT_CSS = """
+    RunsPane TextTable { border: round $surface-lighten-2; }
+    RunsPane #runs-table { height: auto; max-height: 50%; }
+    """
+    BINDINGS: ClassVar = [
+        Binding("d", "mark", "compare"),
+        Binding("space", "hide", "hide"),
+        Binding("escape", "unmark", "no comparison", show=False),
+    ]
 
-def draw_run(look: DashboardView, run: WatchedRun, name_width: int, narrow: bool) -> Text:
-    """A run's line."""
-    state, best_value, total = read_state(run, look.now), best(run), total_steps(run)
-    hidden = str(run.path) in look.choice.hidden
-    marked = look.choice.marked == str(run.path)
-    line = Text(f"{'d' if marked else ' '}{'○' if hidden else '●'} ", style=look.color(run))
-    line.append_text(fit(run.name, name_width)).append(" ")
-    line.append_text(fit(method(run), 10)).append(" ")
-    if not narrow:
-        line.append_text(fit(model(run), 22)).append(" ")
-    line.append(f"{f'{current_step(run)}/{total or chr(63)}':>11} ")
-    last = run.last(best_value[0]) if best_value else None
-    line.append(
-        f"{plain(last) or '-':>9} {plain(best_value[1]) if best_value else '-':>9} ", "cyan"
-    )
-    if not narrow:
-        line.append_text(fit(cut_left(best_value[0], 22) if best_value else "", 22)).append(" ")
+    def compose(self) -> ComposeResult:
+        """Yield the table of runs and that of keys."""
+        yield TextTable(id="runs-table")
+        yield TextTable(id="keys-table", zebra_stripes=True)
+
+    @override
+    def draw(self) -> None:
+        table = self.query_one("#runs-table", TextTable)
+        wide = table.size.width >= 140
+        columns = [name for name in COLUMNS if wide or name not in WIDE_COLUMNS]
+        rows = [self.draw_run(run) for run in self.view.runs]
+        shown = [[row[name] for name in columns] for row in rows]
+        key = (tuple(columns), tuple(str(cell) for row in shown for cell in row))
+        table.fill(key, [(name, 0) for name in columns], shown)
+        table.border_title = "runs"
+        table.border_subtitle = f"{self.view.chosen + 1} of {len(rows)}" if rows else ""
+        self.draw_keys()
+
+    def draw_run(self, run: WatchedRun) -> dict[str, Any]:
+        """Return a run's cells by column."""
+        view = self.view
+        state, best_value = read_state(run, view.clock()), best(run)
+        _, word, color = MARKS[state.kind]
+        last = run.last(best_value[0]) if best_value else None
         speed, mfu = run.last("tokens_per_second_per_device"), run.last("mfu")
-        line.append(f"{format_count(speed) if speed else '-':>9} ")
-        line.append(f"{f'{mfu:.1%}' if mfu else '-':>6} ")
-    _, word, color = MARKS[state.kind]
-    return line.append(f"{word} {state.text}", color)
+        sign = ("d" if run is view.marked else " ") + ("●" if run in view.shown else "○")
+        return {
+            "": Text(sign, view.color(run)),
+            "name": cut_left(run.name, 40),
+            "task": method(run)[:12],
+            "model": model(run),
+            "step": f"{current_step(run)}/{total_steps(run) or '?'}",
+            "last": Text(plain(last) or "-", "cyan"),
+            "best": Text(plain(best_value[1]) if best_value else "-", "cyan"),
+            "of": cut_left(flat(best_value[0]), 22) if best_value else "",
+            "tok/s/dev": format_count(speed) if speed else "-",
+            "MFU": f"{mfu:.1%}" if mfu else "-",
+            "state": Text(f"{word} {state.text}", color),
+        }
+
+    def draw_keys(self) -> None:
+        """Config keys that differ: between the marked run and the chosen one, or between all."""
+        view, table = self.view, self.query_one("#keys-table", TextTable)
+        marked = view.marked is not None and view.first is not view.marked
+        runs = [view.marked, view.first] if marked else view.shown[:MAX_COMPARED]
+        runs = [run for run in runs if run is not None]
+        keys = differing_keys([run.flat for run in runs]) if len(runs) > 1 else []
+        width = max(table.size.width // (len(runs) + 1) - 2, 8)
+        heading = [("key", width), *((run.name, width) for run in runs)]
+        rows = [
+            [cut_left(flat(key), width), *(flat(show_value(run, key)) for run in runs)]
+            for key in keys[:MAX_KEYS]
+        ]
+        table.fill((tuple(heading), tuple(map(tuple, rows))), heading, rows)
+        same = "all keys are the same" if len(runs) > 1 else "give several runs to compare them"
+        table.border_title = "config keys that differ"
+        table.border_subtitle = f"{len(keys)} keys" if keys else same
+
+    @on(TextTable.RowHighlighted, "#runs-table")
+    def choose(self, event: TextTable.RowHighlighted) -> None:
+        """Make a run the one that all screens show."""
+        if event.cursor_row != self.view.chosen and self.view.runs:
+            self.view.chosen = event.cursor_row
+            self.app.draw()
+
+    @on(TextTable.RowSelected, "#runs-table")
+    def leave(self) -> None:
+        """Look at the metrics of the chosen run."""
+        self.app.action_show("metrics")
+
+    def action_mark(self) -> None:
+        """Compare the chosen run with others, or stop that."""
+        self.view.marked = None if self.view.marked is self.view.first else self.view.first
+        self.app.draw()
+
+    def action_unmark(self) -> None:
+        """Compare all runs again."""
+        self.view.marked = None
+        self.app.draw()
+
+    def action_hide(self) -> None:
+        """Hide the chosen run's curves, or draw them again."""
+        if self.view.first is not None:
+            self.view.hidden ^= {str(self.view.first.path)}
+            if not self.view.shown:
+                self.view.hidden.clear()
+                self.notify("one run at least is shown")
+            self.app.draw()
 
 
-def draw_keys(look: DashboardView, width: int, height: int) -> list[Text]:
-    """Config keys that differ: between the marked run and the chosen one, or between all shown."""
-    if height < 3:
-        return [fit("", width) for _ in range(height)]
-    runs = look.shown
-    marked = next((run for run in look.runs if str(run.path) == look.choice.marked), None)
-    if marked is not None and look.first is not None and look.first is not marked:
-        runs = [marked, look.first]
-    keys = differing_keys([run.flat for run in runs]) if len(runs) > 1 else []
-    if not keys:
-        notice = "all keys are the same" if len(runs) > 1 else "give several runs to compare them"
-        return box(["", f"  {notice}"], width, height, "config keys that differ")
-    runs = runs[: max((width - 30) // 12, 1)]
-    key_width = min(max(map(len, keys)) + 1, width // 3)
-    column_width = max((width - 2 - key_width) // len(runs), 6)
-    heading = fit("", key_width)
-    for run in runs:
-        heading.append_text(fit(run.name, column_width, look.color(run)))
-    lines = [heading]
-    for key in keys:
-        line = fit(cut_left(flat(key), key_width - 1), key_width)
-        for run in runs:
-            line.append_text(fit(flat(tell(run, key)), column_width))
-        lines.append(line)
-    footer = f"{len(keys)} keys" + (
-        f", {len(keys) - height + 3} not shown" if len(keys) > height - 3 else ""
-    )
-    return box(lines, width, height, "config keys that differ", footer)
-
-
-def tell(run: WatchedRun, key: str) -> str:
-    """A key's value; - where the run's config has no such key."""
+def show_value(run: WatchedRun, key: str) -> str:
+    """Return a config key's value; - where the run's config has no such key."""
     if key not in run.flat:
         return "-"
     value = run.flat[key]

@@ -1,184 +1,201 @@
 """Screen 2: answers of the model, as a table and as full conversations."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import VerticalScroll
+from textual.widgets import Static
+from typing_extensions import override
 
-from jaxtrain.runs.dashboard.screens.metrics import plain
-from jaxtrain.runs.dashboard.text import box, fit, flat, wrap
-from jaxtrain.runs.dashboard.view import ClickTarget, DashboardView, Frame
+from jaxtrain.runs.dashboard.screens.pane import Pane, TextTable
+from jaxtrain.runs.dashboard.text import flat, plain
 from jaxtrain.runs.plot import is_number
+from jaxtrain.runs.samples import Sample, message_text, read_messages
+from jaxtrain.text_safety import escape_control_chars
 
-MOST_CHARACTERS = 200_000
-"""Of one message that is shown whole."""
-FOLDED = 3
-"""Lines of a tool's result that are shown folded."""
+FOLDED, MAX_LINES, CELL = 3, 2000, 2000
+"""Lines of a tool's result that are shown folded, and of any message; characters of a cell."""
 ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
-Sample = Mapping[str, Any]
+
+class SamplesPane(Pane):
+    """Screen 2."""
+
+    NAME = "samples"
+    DEFAULT_CSS = """
+    SamplesPane TextTable, SamplesPane VerticalScroll { border: round $surface-lighten-2; }
+    SamplesPane VerticalScroll { display: none; padding: 0 1; }
+    """
+    BINDINGS: ClassVar = [
+        Binding("b", "sort('best')", "best"),
+        Binding("w", "sort('worst')", "worst"),
+        Binding("m", "sort('newest')", "newest"),
+        Binding("t", "unfold", "tool calls"),
+        Binding("escape", "open(False)", "back", show=False),
+        Binding("right,n", "move(1)", "open: next", show=False),
+        Binding("left,N", "move(-1)", "open: before", show=False),
+        Binding("g,home", "ends(True)", "top", show=False),
+        Binding("G,end", "ends(False)", "end", show=False),
+    ]
+    order, unfolded = "newest", False
+
+    def compose(self) -> ComposeResult:
+        """Yield the table and one conversation."""
+        yield TextTable()
+        with VerticalScroll():
+            yield Static(markup=False)
+
+    def on_mount(self) -> None:
+        """Name the two parts."""
+        self.table, self.whole = self.query_one(TextTable), self.query_one(VerticalScroll)
+
+    @override
+    def focus_main(self) -> None:
+        (self.whole if self.whole.display else self.table).focus()
+
+    @override
+    def draw(self) -> None:
+        run, width, pattern = self.view.first, self.table.size.width, self.view.pattern(self.NAME)
+        samples, narrow = self.listed(), width < 88
+        titles = ["step", "reward", "tokens", "end"] + ([] if narrow else ["version"])
+        columns = [(title, max(len(title), 6)) for title in titles]
+        half = max((width - sum(w + 2 for _, w in columns) - 6) // 2, 8)
+        source = (run and (run.path, run.samples_seen), self.order, pattern, width)
+        rows = (draw_row(sample, narrow) for sample in samples)
+        self.table.fill(source, [*columns, ("prompt", half), ("answer", half)], rows)
+        number = min(self.table.cursor_row + 1, len(samples))
+        self.table.border_title = Text(f"samples of {run.name}" if run else "samples")
+        none = "no sample fits the search" if pattern else "no sample was kept yet"
+        count = f"{number} of {len(samples)}, {self.order} first" if samples else none
+        self.table.border_subtitle = count
+        if self.whole.display and samples:
+            sample = samples[number - 1]
+            step = flat(sample.get("step", ""))[:12]
+            self.whole.border_title = Text(f"sample {number} of {len(samples)}, step {step}")
+            self.whole.query_one(Static).update(draw_conversation(sample, self.unfolded))
+
+    def listed(self) -> list[Sample]:
+        """The samples of the chosen run that fit the search, in the chosen order."""
+        run, pattern = self.view.first, self.view.pattern(self.NAME)
+        samples = list(reversed(run.samples)) if run else []
+        if pattern is not None:
+            samples = [sample for sample in samples if pattern.search(whole_text(sample))]
+        if self.order != "newest":
+            samples = [s for s in samples if is_number(s.get("reward"))]
+            samples.sort(key=lambda s: s["reward"], reverse=self.order == "best")
+        return samples
+
+    @on(TextTable.RowSelected)
+    def open_sample(self) -> None:
+        """Show the whole conversation."""
+        self.action_open(self.table.row_count > 0)
+
+    @on(TextTable.RowHighlighted)
+    def count_rows(self) -> None:
+        """Show the number of the row below the table."""
+        self.draw()
+
+    def action_open(self, opened: bool) -> None:
+        """Show one conversation, or the table; without a conversation drop the search."""
+        if not (opened or self.whole.display):
+            self.view.filters.pop(self.NAME, None)
+        self.whole.display, self.table.display = opened, not opened
+        self.whole.scroll_home(animate=False)
+        self.focus_main()
+        self.draw()
+
+    def action_move(self, by: int) -> None:
+        """Show the next conversation, or the one before."""
+        if self.whole.display:
+            self.table.move_cursor(row=self.table.cursor_row + by)
+            self.whole.scroll_home(animate=False)
+            self.draw()
+
+    def action_unfold(self) -> None:
+        """Show tool calls and their results in full, or folded."""
+        self.unfolded = not self.unfolded
+        self.draw()
+
+    def action_sort(self, order: str) -> None:
+        """Sort the samples."""
+        self.order, self.whole.display = order, True
+        self.action_open(False)
+        self.action_ends(True)
+
+    def action_ends(self, first: bool) -> None:
+        """Go to the first line or sample, or the last."""
+        if self.whole.display:
+            (self.whole.scroll_home if first else self.whole.scroll_end)(animate=False)
+        self.table.move_cursor(row=0 if first else self.table.row_count - 1)
 
 
-def draw(look: DashboardView, width: int, height: int) -> Frame:
-    """The table, or the chosen sample."""
-    samples = listed(look)
-    if not samples:
-        notice = (
-            "no sample fits the search" if look.pattern("samples") else "no sample was kept yet"
-        )
-        return Frame(box(["", f"  {notice}"], width, height, "samples"), [])
-    selected = look.select("samples", len(samples))
-    if look.choice.open:
-        return draw_open(look, samples[selected], selected, len(samples), width, height)
-    narrow = width < 90
-    fixed = "   step reward tokens end    " + ("" if narrow else "version ")
-    half = max((width - 2 - len(fixed)) // 2, 8)
-    lines = [Text(fixed + "prompt".ljust(half) + "answer", style="bold")]
-    space = height - 3
-    first = max(0, min(selected - space // 2, len(samples) - space))
-    spots = []
-    for row, sample in enumerate(samples[first : first + space]):
-        line = draw_row(sample, half, width - 2, narrow)
-        if first + row == selected:
-            line.stylize("reverse")
-        lines.append(line)
-        spots.append(ClickTarget(0, row + 2, width, row + 3, "select", first + row))
-    footer = f"{selected + 1} of {len(samples)}, {look.choice.order} first"
-    return Frame(box(lines, width, height, f"samples of {title(look)}", footer), spots)
-
-
-def title(look: DashboardView) -> str:
-    """The name of the run whose samples are shown."""
-    return look.first.name if look.first else ""
-
-
-def listed(look: DashboardView) -> list[Sample]:
-    """The samples of the chosen run that fit the search, in the chosen order."""
-    run, pattern, order = look.first, look.pattern("samples"), look.choice.order
-    if run is None:
-        return []
-
-    def make() -> list[Sample]:
-        matching: list[Sample] = [
-            s for s in run.samples if pattern is None or pattern.search(whole_text(s))
-        ]
-        matching.reverse()
-        if order != "newest":
-            sign = -1 if order == "best" else 1
-            matching = [s for s in matching if is_number(s.get("reward"))]
-            matching.sort(key=lambda s: sign * s["reward"])
-        return matching
-
-    text = pattern.pattern if pattern else ""
-    return look.remember(("samples", str(run.path), run.version, text, order), make)
-
-
-def draw_row(sample: Sample, half: int, width: int, narrow: bool) -> Text:
-    """Draw one line of the table."""
-    reward, tokens = sample.get("reward"), sample.get("tokens")
-    line = Text(f"{flat(sample.get('step', ''))[:7]:>7} ")
+def draw_row(sample: Sample, narrow: bool) -> list[Text | str]:
+    """Return the cells of a sample."""
+    reward, prompt = sample.get("reward"), read_messages(sample.get("prompt"))
+    answer = (message_text(m)[:CELL] for m in read_messages(sample.get("completion"))[:8])
     color = "green" if is_number(reward) and reward > 0 else "red"
-    line.append(f"{plain(reward) if is_number(reward) else '-':>6} ", color)
-    line.append(f"{plain(tokens) if is_number(tokens) else '-':>6} ")
-    line.append_text(fit(flat(sample.get("finish_reason") or sample.get("set") or "-"), 7))
-    if not narrow:
-        version = sample.get("policy_version")
-        line.append(f"{plain(version) if is_number(version) else '-':>7} ")
-    line.append_text(fit(flat(ending(sample.get("prompt"))), half - 1)).append(" ")
-    line.append(flat(messages_text(sample.get("completion"))))
-    return fit(line, width)
+    return [
+        flat(sample.get("step", ""))[:7],
+        Text(number_text(reward), color),
+        number_text(sample.get("tokens")),
+        flat(sample.get("finish_reason") or sample.get("set") or "-")[:12],
+        *([] if narrow else [number_text(sample.get("policy_version"))]),
+        flat(message_text(prompt[-1])[:CELL] if prompt else ""),
+        flat(" ".join(answer)[:CELL]),
+    ]
 
 
-def messages(value: Any) -> list[dict[str, Any]]:
-    """A prompt or an answer as a list of messages."""
-    if isinstance(value, list):
-        return [m if isinstance(m, dict) else {"role": "", "content": str(m)} for m in value]
-    return [] if value is None else [{"role": "", "content": str(value)}]
-
-
-def ending(prompt: Any) -> str:
-    """Return the text of the last message of a prompt."""
-    turns = messages(prompt)
-    return content(turns[-1]) if turns else ""
-
-
-def content(message: Mapping[str, Any]) -> str:
-    """A message's text; parts of it joined."""
-    value = message.get("content")
-    if isinstance(value, list):
-        value = "\n".join(
-            str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in value
-        )
-    return "" if value is None else str(value)[:MOST_CHARACTERS]
-
-
-def messages_text(value: Any) -> str:
-    """Return the start of all messages on one line, for the table."""
-    return " ".join(content(m)[:2000] for m in messages(value)[:8])
+def number_text(value: Any) -> str:
+    """A number of a sample; - where it has none."""
+    return plain(value) if is_number(value) else "-"
 
 
 def whole_text(sample: Sample) -> str:
     """Return the text that searches match against."""
-    turns = [*messages(sample.get("prompt")), *messages(sample.get("completion"))]
-    return "\n".join(content(turn) for turn in turns)
+    turns = [*read_messages(sample.get("prompt")), *read_messages(sample.get("completion"))]
+    return "\n".join(message_text(turn) for turn in turns)
 
 
-def draw_open(
-    look: DashboardView, sample: Sample, index: int, count: int, width: int, height: int
-) -> Frame:
-    """Draw one conversation with its roles, tool calls folded, and the rewards by name."""
-    choice = look.choice
-    key = ("sample", id(sample), width, choice.unfolded)
-    lines = look.remember(key, lambda: conversation(sample, width - 4, choice.unfolded))
-    choice.scrolled = min(max(choice.scrolled, 0), max(len(lines) - height + 2, 0))
-    shown = [Text(" ").append_text(line) for line in lines[choice.scrolled :]]
-    hidden_lines = len(lines) - choice.scrolled - (height - 2)
-    head = f"sample {index + 1} of {count}, step {flat(sample.get('step', ''))[:12]}"
-    return Frame(
-        box(shown, width, height, head, f"{hidden_lines} more lines" if hidden_lines > 0 else ""),
-        [],
-    )
-
-
-def conversation(sample: Sample, width: int, unfolded: bool) -> list[Text]:
-    """Return all lines of a sample."""
-    lines: list[Text] = []
-    facts = [("reward", sample.get("reward"))]
+def draw_conversation(sample: Sample, unfolded: bool) -> Text:
+    """Return all of a sample: its numbers, then messages with tool calls and results, which are
+    folded unless `unfolded`."""
     rewards = sample.get("rewards")
-    facts += list(rewards.items()) if isinstance(rewards, dict) else []
-    shown_elsewhere = {"prompt", "completion", "reward", "rewards", "step"}
-    facts += [(k, v) for k, v in sample.items() if k not in shown_elsewhere]
-    summary = "   ".join(
-        f"{flat(k)} {plain(v) if is_number(v) else flat(v)[:200]}"
-        for k, v in facts
-        if v is not None
+    facts = {"reward": sample.get("reward"), **(rewards if isinstance(rewards, dict) else {})}
+    hidden = ("prompt", "completion", "step", "rewards", *facts)
+    facts |= {name: value for name, value in sample.items() if name not in hidden}
+    shown = (
+        f"{flat(name)[:80]} {plain(value) if is_number(value) else flat(value)[:200]}"
+        for name, value in facts.items()
+        if value is not None
     )
-    lines += [Text(line, style="cyan") for line in wrap(summary, width)]
+    text = Text().append("   ".join(shown) + "\n", "cyan")
     for part in ("prompt", "completion"):
-        for message in messages(sample.get(part)):
+        for message in read_messages(sample.get(part)):
             role = flat(message.get("role") or part)[:40]
-            name = flat(message.get("name") or "")[:60]
-            heading = f"{role} {name}".strip()
-            lines += [Text(""), Text(heading, style=f"bold {ROLES.get(role, 'white')}")]
-            text = wrap(content(message), width)
-            if role == "tool" and not unfolded and len(text) > FOLDED:
-                text = [*text[:FOLDED], f"▸ {len(text) - FOLDED} more lines (t)"]
-            lines += [Text(line) for line in text]
-            lines += draw_calls(message.get("tool_calls"), width, unfolded)
-    return lines
+            heading = f"{role} {flat(message.get('name') or '')[:60]}".strip()
+            text.append(f"\n{heading}\n", f"bold {ROLES.get(role, 'white')}")
+            content = escape_control_chars(message_text(message)).expandtabs(4)
+            lines = content.split("\n") if content else []
+            most = FOLDED if role == "tool" and not unfolded else MAX_LINES
+            text.append("".join(f"{line}\n" for line in lines[:most]))
+            if len(lines) > most:
+                text.append(f"▸ {len(lines) - most:,} more lines{' (t)' * (most == FOLDED)}\n")
+            for call in list_calls(message.get("tool_calls")):
+                text.append(f"▾ {call}\n" if unfolded else f"▸ {flat(call)[:200]}\n", "yellow")
+    return text
 
 
-def draw_calls(calls: Any, width: int, unfolded: bool) -> list[Text]:
-    """Tool calls of a message: one line each, or whole."""
-    lines = []
+def list_calls(calls: Any) -> Iterator[str]:
+    """Yield the tool calls of a message as name(arguments)."""
     for call in calls if isinstance(calls, list) else []:
-        function = call.get("function", call) if isinstance(call, dict) else {"name": str(call)}
+        function = call.get("function", call) if isinstance(call, dict) else call
         function = function if isinstance(function, dict) else {"name": str(function)}
         arguments = function.get("arguments")
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False, default=str)
-        text = f"{'▾' if unfolded else '▸'} {flat(function.get('name'))}({arguments})"
-        call_lines = wrap(text, width) if unfolded else [fit(flat(text), width).plain]
-        lines += [Text(line, style="yellow") for line in call_lines]
-    return lines
+        yield escape_control_chars(f"{flat(function.get('name'))[:200]}({arguments})").expandtabs(4)

@@ -1,67 +1,66 @@
 """Screen 5: the servers that answer for a run, and how far their weights lag behind."""
 
-import time
 from fnmatch import fnmatchcase
+from typing import Any
 
 from rich.text import Text
+from textual.app import ComposeResult
+from typing_extensions import override
 
-from jaxtrain.runs.dashboard.run_data import WatchedRun
-from jaxtrain.runs.dashboard.screens.metrics import plain
+from jaxtrain.runs.dashboard.screens.pane import Pane, TextTable
 from jaxtrain.runs.dashboard.status import ago, number
-from jaxtrain.runs.dashboard.text import beside, box, cut_left, fit, flat
-from jaxtrain.runs.dashboard.view import DashboardView, Frame
+from jaxtrain.runs.dashboard.text import cut_left, flat, plain
 
 STATES = {"up": "green", "new": "cyan", "draining": "yellow", "down": "red"}
 NUMBERS = ("lag/*", "policy_version", "sync/*", "rollout/*", "vllm/*", "dropped/*", "cancelled/*")
+COLUMNS = ("url", "state", "version", "in flight", "for", "why")
+MAX_SERVERS, MAX_NUMBERS = 500, 300
+"""Rows of the two tables."""
 
 
-def draw(look: DashboardView, width: int, height: int) -> Frame:
-    """The servers above, numbers about them below."""
-    run = look.first
-    servers = run.servers if run else []
-    below = max(height // 2, height - len(servers) - 4) if height > 10 else 0
-    top = height - below
-    url_width = min(
-        max([20, *(len(flat(server.get("url", ""))) for server in servers)]) + 1, width // 2
-    )
-    lines = [
-        Text(
-            f" {'url':<{url_width}}{'state':<10}{'version':>8}{'in flight':>11}{'for':>9}  why",
-            style="bold",
+class ServersPane(Pane):
+    """Screen 5."""
+
+    NAME, MAIN = "servers", "#servers-table"
+    DEFAULT_CSS = """
+    ServersPane TextTable { border: round $surface-lighten-2; height: 1fr; }
+    ServersPane #servers-table { height: auto; max-height: 50%; }
+    """
+
+    def compose(self) -> ComposeResult:
+        """Yield the table of servers and that of numbers about them."""
+        yield TextTable(id="servers-table")
+        yield TextTable(id="lag-table", show_header=False)
+
+    @override
+    def draw(self) -> None:
+        run, table = self.view.first, self.query_one("#servers-table", TextTable)
+        rows = [self.draw_server(server) for server in (run.servers if run else [])[:MAX_SERVERS]]
+        table.fill(
+            tuple(str(cell) for row in rows for cell in row), [(c, 0) for c in COLUMNS], rows
         )
-    ]
-    timestamp = look.now or time.time()
-    for server in servers:
-        state = flat(server.get("state", "?"))[:9]
-        line = Text(" ").append_text(
-            fit(cut_left(flat(server.get("url", "")), url_width - 1), url_width)
+        table.border_title = Text(f"servers of {run.name}" if run else "servers")
+        none = 'this run has no servers (rollout.engine = "vllm" has some)'
+        table.border_subtitle = Text(f"{len(rows)} servers" if rows else none)
+        names = [n for p in NUMBERS for n in (run.metrics if run else ()) if fnmatchcase(n, p)]
+        values = [
+            [cut_left(flat(name), 50), Text(plain(run.last(name)), "cyan", justify="right")]
+            for name in (names[:MAX_NUMBERS] if run else ())
+        ]
+        numbers = self.query_one("#lag-table", TextTable)
+        numbers.fill(
+            tuple(str(cell) for row in values for cell in row), [("", 50), ("", 12)], values
         )
-        line.append(f"{state:<10}", STATES.get(state, ""))
-        for key, wide in (("version", 8), ("in_flight", 11)):
-            value = server.get(key)
-            line.append(f"{'-' if value is None else flat(value)[: wide - 1]:>{wide}}")
-        since = number(server.get("since"))
-        line.append(f"{ago(timestamp - since) if since else '-':>9}  ")
-        lines.append(line.append(flat(server.get("why") or ""), "bright_black"))
-    if not servers:
-        lines = [Text(""), Text('  this run has no servers (rollout.engine = "vllm" has some)')]
-    title = f"servers of {run.name}" if run else "servers"
-    drawn = box(lines, width, top, title, f"{len(servers)} servers" if servers else "")
-    if below:
-        drawn += draw_numbers(run, width, below)
-    return Frame(drawn, [])
+        numbers.border_title = "weights and answers"
 
-
-def draw_numbers(run: WatchedRun | None, width: int, height: int) -> list[Text]:
-    """Lag, synchronization and what was dropped, by reason, in two columns."""
-    names = [n for p in NUMBERS for n in (run.metrics if run else ()) if fnmatchcase(n, p)]
-    half, rows = width // 2, height - 2
-    columns = []
-    for part, wide in ((names[:rows], half), (names[rows : 2 * rows], width - half)):
-        lines = []
-        for name in part:
-            value = plain(run.last(name)) if run else ""
-            line = fit(" " + cut_left(flat(name), wide - 16), wide - 14)
-            lines.append(line.append(f"{value:>11}", "cyan"))
-        columns.append(box(lines, wide, height, "" if columns else "weights and answers"))
-    return beside(*columns)
+    def draw_server(self, server: dict[str, Any]) -> list[Text | str]:
+        """Return the cells of a server."""
+        state, since = flat(server.get("state", "?"))[:9], number(server.get("since"))
+        counts = [server.get(key) for key in ("version", "in_flight")]
+        return [
+            cut_left(flat(server.get("url", "")), 60),
+            Text(state, STATES.get(state, "")),
+            *("-" if count is None else flat(count)[:12] for count in counts),
+            ago(self.view.clock() - since) if since else "-",
+            Text(flat(server.get("why") or ""), "bright_black"),
+        ]
