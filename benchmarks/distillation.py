@@ -24,7 +24,14 @@ import time
 from functools import partial
 
 import numpy as np
-from harness import Table, append_line, command_line, make_parser, planned_gib, run_child
+from harness import (
+    Table,
+    append_line,
+    command_line,
+    make_parser,
+    measure_children,
+    planned_gib,
+)
 
 SIDES = ("jaxtrain", "trl", "chunked")
 CHUNK = 512
@@ -241,20 +248,17 @@ def main() -> None:
         actual_values = side == "jaxtrain"
         row = run_jaxtrain(options) if actual_values else run_torch(options, side == "chunked")
         return append_line(path, row)
-    table = Table(COLUMNS, options.out, command_line())
     tokens = options.rows * options.microsteps * options.length
     print(f"{tokens} tokens a step: {options.student} follows {options.teacher}")
-    for side in options.sides:
-        start = time.perf_counter()
-        rows, failed = run_child(__file__, [side], options.seconds)
-        row = {"by": side, "wall_s": time.perf_counter() - start, **(rows[0] if rows else {})}
-        if failed:
-            row["failed"] = failed
-        else:
-            row["step_s"] = statistics.median(row["seconds"][options.warm_up :])
-            row["tokens_per_s"] = tokens / row["step_s"]
-            row["how"] = f"{row['hardware']}, {row['version']}"
-        table.add(row)
+
+    def derive(row: dict) -> dict:
+        row["step_s"] = statistics.median(row["seconds"][options.warm_up :])
+        row["tokens_per_s"] = tokens / row["step_s"]
+        return row | {"how": f"{row['hardware']}, {row['version']}"}
+
+    cases = {(side,): {"by": side} for side in options.sides}
+    table = Table(COLUMNS, options.out, command_line())
+    measure_children(__file__, table, cases, options.seconds, derive)
 
 
 if __name__ == "__main__":

@@ -29,11 +29,13 @@ the time in which the target's devices worked; starved: in which those that trai
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,10 +46,10 @@ from harness import (
     command_line,
     log,
     make_parser,
+    measure_children,
     planned_gib,
     query_gpu,
     read_lines,
-    run_child,
     run_limited,
     shorten,
     time_queued,
@@ -165,98 +167,60 @@ def write_config(options, kind: str, folder: Path) -> dict:
 def run_jaxtrain(options, kind: str, report) -> None:
     """The compiled step of the task; `report` takes each length's numbers."""
     import jax
+    from task_step import TaskStep, describe_side
 
-    from jaxtrain.config.load import validate_config
-    from jaxtrain.core.optimizer import build_optimizer, build_schedule
-    from jaxtrain.core.roles import Roles
-    from jaxtrain.core.step import init_state, make_step
-    from jaxtrain.core.task import Round
-    from jaxtrain.data.packing.pack import build_batch, lay_out, stack_batches
-    from jaxtrain.data.packing.tree import chain
-    from jaxtrain.distributed.feed import feed
     from jaxtrain.layers import linear
     from jaxtrain.methods.drafts.anchors import ANCHOR
     from jaxtrain.methods.drafts.target_states import read_target
-    from jaxtrain.methods.registry import make_task
 
     if options.apart:
         linear.MANY = 2**30
-    with tempfile.TemporaryDirectory() as position:
-        config = validate_config(write_config(options, kind, Path(position)), "draft.py")
-        task = make_task(config)
-        roles = Roles(task.roles)
-        mesh = task.mesh
-        with jax.set_mesh(mesh):
-            trained, frozen, copies = roles.open(0)
-            log("weights drawn")
-            optimizer = build_optimizer(config.optim, build_schedule(config.optim, 1000), trained)
-            state = init_state(trained, optimizer, copies)
-            del trained
-            step = make_step(
-                roles.build, task.loss, task.coef, optimizer, config.optim.max_grad_norm
-            )
-            draft = roles.build({**frozen, **state.copies, **state.params})["draft"]
-            layers = tuple(draft.capture)
-            del draft
+    with tempfile.TemporaryDirectory() as folder:
+        program = TaskStep(write_config(options, kind, Path(folder)), __file__)
+    log("weights drawn")
+    with jax.set_mesh(program.mesh):
+        layers = tuple(program.roles.build(program.params)["draft"].capture)
 
-            @jax.jit
-            def of_target(frozen, batch):
-                params = roles.params("target", frozen)
-                target = roles.rebuild("target")(params)
-                only = jax.tree.map(lambda x: x[0], batch)
-                return read_target(target, only, layers, last=kind == "eagle3")
+    @jax.jit
+    def of_target(frozen, batch):
+        target = program.roles.rebuild("target")(program.roles.params("target", frozen))
+        only = jax.tree.map(lambda x: x[0], batch)
+        return read_target(target, only, layers, last=kind == "eagle3")
 
-            fields = task.data.fields
-            for length in options.lengths or SIZES[options.size]["lengths"]:
-                rng = np.random.default_rng(1)
-                words = target_sizes(options)["vocab_size"] - 8
-                tokens = rng.integers(2, words, length, np.int32)
-                ones = dict.fromkeys(fields.components, np.ones(length))
-                row = [lay_out(chain(tokens, ones), "branch")]
-                batch = stack_batches([build_batch([row], length, fields)])
-                batch = task.prepare(Round([batch]), None).batches[0]
-                placed = feed(batch, mesh)
-                began = time.perf_counter()
-                compiled = step.lower(state, placed, frozen).compile()
-                compile_s = time.perf_counter() - began
-                log(f"{kind} {length}: step compiled in {compile_s:.0f} s")
-
-                def run(compiled=compiled, placed=placed):
-                    nonlocal state
-                    state, output = compiled(state, placed, frozen)
-                    return output
-
-                losses = [float(run().metrics["loss"][0]) for _ in range(options.warm_up)]
-                alone = of_target.lower(frozen, placed).compile()
-                jax.block_until_ready(alone(frozen, placed))
-                seconds = time_queued(run, options.steps)
-                temporaries = compiled.memory_analysis().temp_size_in_bytes
-                row = {
-                    "seconds": seconds,
-                    "loss": losses[0],
-                    "loss_after": losses[-1],
-                    "compile_s": compile_s,
-                    "peak_gib": planned_gib(compiled),
-                    "temporaries_gib": temporaries / 2**30,
-                    "held_gib": allocated_gib(),
-                    "pairs": unrolled_pairs(length),
-                    "hardware": jax.devices()[0].device_kind,
-                    "version": f"jax {jax.__version__}",
-                }
-                if kind == "dflash":
-                    anchors = np.flatnonzero(batch.streams[ANCHOR])
-                    row["pairs"] = int(anchors.sum() * BLOCK + len(anchors) * BLOCK**2)
-                    row["anchors"] = len(anchors)
-                target_s = []
-                for _ in range(options.steps):
-                    start = time.perf_counter()
-                    jax.block_until_ready(alone(frozen, placed))
-                    target_s.append(time.perf_counter() - start)
-                report(length, row | {"target_s": statistics.median(target_s)})
-                if options.trace:
-                    with jax.profiler.trace(f"{options.trace}/{kind}-{length}"):
-                        run()
-                        jax.block_until_ready(state)
+    words = target_sizes(options)["vocab_size"] - 8
+    for length in options.lengths or SIZES[options.size]["lengths"]:
+        tokens = np.random.default_rng(1).integers(2, words, (1, length), np.int32)
+        batch = program.prepare(program.make_batch(tokens))
+        compiled, placed = program.compile(batch)
+        log(f"{kind} {length}: step compiled in {program.compile_s:.0f} s")
+        run = partial(program.run, compiled, placed)
+        losses = [float(run().metrics["loss"][0]) for _ in range(options.warm_up)]
+        with jax.set_mesh(program.mesh):
+            alone = of_target.lower(program.frozen, placed).compile()
+        jax.block_until_ready(alone(program.frozen, placed))
+        row = {
+            "seconds": time_queued(run, options.steps),
+            "loss": losses[0],
+            "loss_after": losses[-1],
+            "compile_s": program.compile_s,
+            "peak_gib": planned_gib(compiled),
+            "temporaries_gib": compiled.memory_analysis().temp_size_in_bytes / 2**30,
+            "held_gib": allocated_gib(),
+            "pairs": unrolled_pairs(length),
+        }
+        if kind == "dflash":
+            anchors = np.flatnonzero(batch.streams[ANCHOR])
+            row["pairs"] = int(anchors.sum() * BLOCK + len(anchors) * BLOCK**2)
+            row["anchors"] = len(anchors)
+        target_s = []
+        for _ in range(options.steps):
+            start = time.perf_counter()
+            jax.block_until_ready(alone(program.frozen, placed))
+            target_s.append(time.perf_counter() - start)
+        report(length, row | {"target_s": statistics.median(target_s)} | describe_side())
+        if options.trace:
+            with jax.profiler.trace(f"{options.trace}/{kind}-{length}"):
+                jax.block_until_ready(run())
 
 
 def run_torch(options, kind: str, report) -> None:
@@ -317,20 +281,6 @@ def derive(options, kind: str, length: int, numbers: dict) -> dict:
     return row
 
 
-def measure_sides(options) -> None:
-    """Measure every method by every side, each in a process of its own."""
-    table = Table(COLUMNS, options.out, command_line())
-    for kind in options.kinds.split(","):
-        for side in options.sides.split(","):
-            log(f"{kind}, {side}")
-            rows, failed = run_child(__file__, [kind, side], options.seconds)
-            for row in rows:
-                table.add(row)
-            if failed:
-                last = max((row["length"] for row in rows), default=0)
-                table.add({"kind": kind, "by": side, "length": last, "failed": failed})
-
-
 COLUMNS = (
     ("method", "kind", "<8"),
     ("row", "length", ">6"),
@@ -382,7 +332,7 @@ def run_split(options, split: int, folder: Path) -> dict:
     steps = read_steps()
     row = {"target_devices": split, "whole_s": time.perf_counter() - start}
     if len(steps) < SPLIT_WARM_UP + 3:
-        return row | {"failed": late or shorten(output, 700)}
+        return row | {"failed": shorten(f"{late}: {output}", 700)}
     timed = steps[SPLIT_WARM_UP:]
     times = [line["time"] for line in timed]
     tokens = sum(line["tokens"] for line in timed[1:])
@@ -422,8 +372,13 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="jaxtrain: folder for profiles of one step")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not options.child and options.splits:
+        return measure_splits(options)
     if not options.child:
-        return measure_splits(options) if options.splits else measure_sides(options)
+        ways = itertools.product(options.kinds.split(","), options.sides.split(","))
+        cases = {way: dict(zip(("kind", "by"), way, strict=True)) for way in ways}
+        table = Table(COLUMNS, options.out, command_line())
+        return measure_children(__file__, table, cases, options.seconds)
     kind, side, path = options.child
 
     def report(length: int, numbers: dict) -> None:

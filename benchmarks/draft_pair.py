@@ -8,29 +8,31 @@ DATA holds gsm8k_train.jsonl and gsm8k_test.jsonl (question, answer) and the fol
     target      a Qwen3 of 24 layers and width 768 (282M parameters), random weights, all tokens of
                 the training conversations
     answers     its own greedy answers to some training questions
-    drafts      on the data's answers and its own, at once: DFlash of 2 layers and blocks of 8, and
-                Eagle3 with 5 guesses
+    drafts      on the data's answers and its own: DFlash of 2 layers and blocks of 8, and Eagle3
+                with 5 guesses
     decoding    test questions, greedily, plainly and with each draft, by number of rows
 
-Training is the ordinary command line. What decodes (draft_decoding.py) is one process that
-compiles while the target trains: a program of 24 unrolled layers takes longer to compile than to
-run. Nothing else runs while it is timed. Drafts are shallow because decoding one row costs launches
-and bytes of weights, a layer as much in a draft as in the target.
+Training is the ordinary command line; every stage is a process, one after the other. Prompts have
+97 to 128 tokens and answers at most 160, so that all rows have as many slots and nothing compiles
+anew. Drafts are shallow because decoding one row costs launches and bytes of weights, a layer as
+much in a draft as in the target.
+
+tok/s    tokens of all answers over the median seconds of three passes, prompts included
+tau      tokens for each pass of the target: mean over answers of the mean over their cycles
+differ   answers whose tokens are not those of plain decoding
 """
 
-import argparse
 import json
 import os
-import signal
-import subprocess
+import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+
+from harness import Table, command_line, log, make_parser, query_gpu, run_limited
 
 SUFFIX = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 """As the benchmark's prompts end."""
-HERE = Path(__file__).parent
 SHAPES = {
     "full": {"width": 768, "ffn": 2304, "layers": 24, "heads": 12, "kv": 4, "head": 64},
     "tiny": {"width": 32, "ffn": 64, "layers": 6, "heads": 2, "kv": 1, "head": 16},
@@ -55,6 +57,12 @@ RUNS = {
         "unroll": 3,
     },
 }
+LEAST, MOST = 97, 128
+"""Tokens of a prompt."""
+NEW = {"full": 160, "tiny": 24}
+ROWS = {"full": (1, 4, 16, 64), "tiny": (1, 2)}
+WAVES = {"full": 24, "tiny": 1}
+"""How often all rows answer training questions."""
 
 
 def architecture(size: str) -> dict:
@@ -80,11 +88,6 @@ def architecture(size: str) -> dict:
     }
 
 
-def compute_dtype(size: str) -> str:
-    """Return the dtype of products, and of weights that are not trained."""
-    return "bfloat16" if size == "full" else "float32"
-
-
 def write_rows(source: Path, target: Path) -> None:
     """Questions in the words of the benchmark's prompts."""
     rows = map(json.loads, source.read_text().strip().split("\n"))
@@ -94,7 +97,8 @@ def write_rows(source: Path, target: Path) -> None:
 
 def make_config(args, stage: str) -> dict:
     """The run of the target, or of a draft, as a config's table."""
-    run, dtype, work = RUNS[args.size][stage], compute_dtype(args.size), args.work
+    run, work, full = RUNS[args.size][stage], args.work, args.size == "full"
+    dtype = "bfloat16" if full else "float32"
     dataset = {
         "path": str(work / "train.jsonl"),
         "fields": {"prompt": "question", "completion": "answer"},
@@ -104,14 +108,14 @@ def make_config(args, stage: str) -> dict:
     }
     datasets = [dataset]
     if stage != "target" and (work / "answers.jsonl").exists():
-        local_value = dataset | {"path": str(work / "answers.jsonl"), "weight": 1.0}
-        datasets = [dataset | {"weight": 1.0}, local_value]
+        answers = dataset | {"path": str(work / "answers.jsonl"), "weight": 1.0}
+        datasets = [dataset | {"weight": 1.0}, answers]
     table = {
         "run": {"max_steps": run["steps"], "output_dir": str(work / stage)},
         "data": {
             "sequence_len": run["length"],
             "micro_batch_size": run["rows"],
-            "num_workers": 4 if args.size == "full" else 0,
+            "num_workers": 4 if full else 0,
             "datasets": datasets,
         },
         "optim": {
@@ -124,14 +128,13 @@ def make_config(args, stage: str) -> dict:
         },
         "checkpoint": {"every": 10**6, "every_minutes": None},
         "log": {"every": max(1, run["steps"] // 10), "plot": False},
+        "model": {"compute_dtype": dtype},
     }
     if stage == "target":
         tokenizer = str(args.data / "qwen2_tokenizer")
-        table["model"] = {"architecture": architecture(args.size), "tokenizer": tokenizer}
-        table["model"] |= {"compute_dtype": dtype}
+        table["model"] |= {"architecture": architecture(args.size), "tokenizer": tokenizer}
         return table
-    table["model"] = {"path": str(work / "target/model"), "param_dtype": dtype}
-    table["model"] |= {"compute_dtype": dtype}
+    table["model"] |= {"path": str(work / "target/model"), "param_dtype": dtype}
     draft: dict = {"target_layers": READ[args.size][stage]}
     table["task"] = {"kind": stage, "min_loss_tokens": 16, "draft": draft}
     if stage == "dflash":
@@ -142,112 +145,177 @@ def make_config(args, stage: str) -> dict:
     return table
 
 
-def log(text: str) -> None:
-    """A line of progress."""
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+class Decoder:
+    """The target, alone and with its drafts, on one device."""
+
+    def __init__(self, args):
+        import jax
+
+        from jaxtrain.data.chat.template import end_of_turn_ids, load_tokenizer
+        from jaxtrain.distributed.mesh import make_mesh
+        from jaxtrain.generation.engine import Sampling
+
+        self.args = args
+        self.tokenizer = load_tokenizer(str(args.data / "qwen2_tokenizer"), None)
+        self.ends = end_of_turn_ids(self.tokenizer, False)
+        self.sampling = Sampling(temperature=0.0, max_new_tokens=NEW[args.size])
+        self.mesh = make_mesh(jax.devices()[:1])
+        self.target = self.load("target")
+        self.samplers: dict = {}
+
+    def load(self, name: str):
+        """A model as it decodes."""
+        import jax
+
+        from jaxtrain.generation.local.slots import unstack
+        from jaxtrain.models import loading
+
+        dtype = "bfloat16" if self.args.size == "full" else "float32"
+        folder = self.args.work / name / "model"
+        model = loading.load(folder, self.mesh, param_dtype=dtype, dtype=dtype)
+        with jax.set_mesh(self.mesh):
+            return unstack(model)
+
+    def prompts(self, path: Path, most: int) -> list[tuple[str, list[int]]]:
+        """(question, tokens) of the first rows of a file that have the right length."""
+        from jaxtrain.data.chat.template import prompt_tokens
+
+        chosen = []
+        for line in path.read_text().strip().split("\n"):
+            text = json.loads(line)["question"].removesuffix(SUFFIX) + SUFFIX
+            ids = prompt_tokens(self.tokenizer, [{"role": "user", "content": text}], None)
+            if LEAST <= len(ids) <= MOST and len(chosen) < most:
+                chosen.append((text, list(ids)))
+        return chosen
+
+    def answer(self, name: str, model, prompts: list[list[int]]) -> tuple[float, list]:
+        """(seconds, requests) of prompts that begin at once, a row each."""
+        from jaxtrain.generation.local.sampler import LocalSampler
+
+        key = name, len(prompts)
+        if key not in self.samplers:
+            options = {"max_len": 1024, "max_batch": len(prompts), "mesh": self.mesh}
+            self.samplers[key] = LocalSampler(model, self.ends, **options)
+        sampler = self.samplers[key]
+        requests = [
+            sampler.request(prompt, self.sampling, number=number)
+            for number, prompt in enumerate(prompts)
+        ]
+        start = time.perf_counter()
+        for request in requests:
+            sampler.add(request)
+        while sampler.busy:
+            sampler.step()
+        return time.perf_counter() - start, requests
+
+    def answer_questions(self) -> None:
+        """Write the target's own answers to training questions into answers.jsonl."""
+        rows, out = max(ROWS[self.args.size]), []
+        questions = self.prompts(self.args.work / "train.jsonl", WAVES[self.args.size] * rows)
+        for start in range(0, len(questions) - rows + 1, rows):
+            part = questions[start : start + rows]
+            _, requests = self.answer("plain", self.target, [ids for _, ids in part])
+            for (question, _), request in zip(part, requests, strict=True):
+                text = self.tokenizer.decode(request.tokens, skip_special_tokens=True).strip()
+                if request.finish_reason == "stop" and text:
+                    out.append(json.dumps({"question": question, "answer": text}))
+        log(f"{len(out)} of {len(questions)} answers ended")
+        if len(out) > rows:
+            (self.args.work / "answers.jsonl").write_text("\n".join(out) + "\n")
+
+    def time_rows(self, models: dict, prompts: list[list[int]], rows: int) -> list[dict]:
+        """Return a row of the report for each way to decode; at few rows in several waves."""
+        count = max(rows, 12)
+        chosen = (prompts * (count // len(prompts) + 1))[:count]
+        waves = [chosen[i : i + rows] for i in range(0, count, rows)]
+        seconds: dict = {name: [] for name in models}
+        first: dict = {}
+        for turn in range(4):
+            for name, model in models.items():
+                parts = [self.answer(name, model, wave) for wave in waves]
+                first.setdefault(name, [request for _, requests in parts for request in requests])
+                if turn:  # the first compiles
+                    seconds[name].append(sum(time for time, _ in parts))
+        report = []
+        for name, requests in first.items():
+            tokens = sum(len(request.tokens) for request in requests)
+            row = {"rows": rows, "by": name, "seconds": seconds[name], "answers": len(requests)}
+            row |= {"tokens": tokens, "tokens_per_s": tokens / statistics.median(seconds[name])}
+            if name in DRAFTS:
+                row |= compare(first["plain"], requests, models[name].draft.num_drafted)
+                row["speedup"] = row["tokens_per_s"] / report[0]["tokens_per_s"]
+            report.append(row)
+        return report
 
 
-class Child:
-    """A process whose output goes into a file."""
-
-    def __init__(self, name: str, command: list[str], folder: Path):
-        self.name, self.began = name, time.monotonic()
-        self.log = folder / f"{name}.log"
-        # Several processes share the GPU: none takes memory that it does not need.
-        environment = {
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            "HF_HUB_OFFLINE": "1",
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        }
-        self.process = subprocess.Popen(
-            command,
-            stdout=self.log.open("w"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment,
-        )
-        log(f"{name}: started")
-
-    @property
-    def runs(self) -> bool:
-        """True until the process ends."""
-        return self.process.poll() is None
-
-    def end(self) -> None:
-        """Kill it and all that it started."""
-        if self.runs:
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def wait(self, deadline: float, done: Callable[[], bool] = lambda: False) -> bool:
-        """Until it ends, is done, or the time is over; whether it did what it should."""
-        while self.runs and time.monotonic() < deadline and not done():
-            time.sleep(0.3)
-        good = done() or self.process.poll() == 0
-        how = "done" if good else "out of time" if self.runs else f"exit {self.process.poll()}"
-        log(f"{self.name}: {how} after {time.monotonic() - self.began:.0f} s")
-        return good
+def compare(plain: list, drafted: list, num_drafted: int) -> dict:
+    """Acceptance, and whether the answers are those of plain decoding."""
+    means = [statistics.fmean(entry.lengths) for entry in drafted if entry.lengths]
+    lengths = [length for entry in drafted for length in entry.lengths]
+    largest = 0.0
+    for a, b in zip(plain, drafted, strict=True):
+        for x, y, p, q in zip(a.tokens, b.tokens, a.logprobs, b.logprobs, strict=False):
+            if x != y:
+                break
+            largest = max(largest, abs(p - q))
+    return {
+        "tau": statistics.fmean(means) if means else 0.0,
+        "tau_pooled": statistics.fmean(lengths) if lengths else 0.0,
+        "histogram": [lengths.count(i) for i in range(1, num_drafted + 2)],
+        "differ": sum(a.tokens != b.tokens for a, b in zip(plain, drafted, strict=True)),
+        "largest_logprob_difference": largest,
+    }
 
 
-def train(args, stage: str) -> Child:
-    """A training run, begun."""
-    path = args.work / f"{stage}.json"
-    path.write_text(json.dumps(make_config(args, stage), indent=1))
-    return Child(stage, [sys.executable, "-m", "jaxtrain.main", "--config", str(path)], args.work)
+COLUMNS = (
+    ("rows", "rows", ">4"),
+    ("by", "by", ">8"),
+    ("tok/s", "tokens_per_s", ">9,.0f"),
+    ("tau", "tau", ">6.2f"),
+    ("speed", "speedup", ">7.2f"),
+    ("differ", "differ", ">7"),
+    ("answers", "answers", ">8"),
+)
 
 
-def go_through(args, children: list[Child]) -> None:
-    """Run all stages; the decoding process writes the report."""
-    end = time.monotonic() + args.budget
-    target = train(args, "target")
-    words = [str(args.data), "--size", args.size, "--work", str(args.work)]
-    decoding = Child(
-        "decoding", [sys.executable, str(HERE / "draft_decoding.py"), *words], args.work
-    )
-    children += [target, decoding]
+def decode(args) -> None:
+    """Time test questions plainly and with each draft."""
+    from jaxtrain.generation.local.speculation import DraftedModel
 
-    def told(name: str) -> bool:
-        return (args.work / "gate" / name).exists()
-
-    if not target.wait(end):
-        return
-    (args.work / "gate/answers.go").touch()
-    decoding.wait(min(end, time.monotonic() + 0.2 * args.budget), lambda: told("answers.done"))
-    drafts = [train(args, stage) for stage in DRAFTS]
-    children += drafts
-    for draft in drafts:
-        draft.wait(end)
-        draft.end()
-    (args.work / "gate/decode.go").touch()
-    decoding.wait(end)
+    decoder = Decoder(args)
+    models = {name: DraftedModel(decoder.target, decoder.load(name)) for name in DRAFTS}
+    models = {"plain": decoder.target} | models
+    prompts = [ids for _, ids in decoder.prompts(args.data / "gsm8k_test.jsonl", 64)]
+    table = Table(COLUMNS, args.out, command_line(), hardware=query_gpu())
+    for rows in ROWS[args.size]:
+        for row in decoder.time_rows(models, prompts, rows):
+            table.add(row)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("data", type=Path, help="folder with GSM8K and a tokenizer")
     parser.add_argument("--size", default="full", choices=[*SHAPES])
-    parser.add_argument("--budget", type=float, default=400.0, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=900.0, help="seconds for everything")
     parser.add_argument("--work", type=Path, default=Path("runs/draft_pair"), help="a new folder")
-    parser.add_argument("--out", type=Path, help="path without suffix for JSON and text")
+    parser.add_argument("--stage", choices=["answers", "decode"], help="of a folder with the runs")
     args = parser.parse_args()
-    (args.work / "gate").mkdir(parents=True)
+    if args.stage:
+        return Decoder(args).answer_questions() if args.stage == "answers" else decode(args)
+    args.work.mkdir(parents=True)
     write_rows(args.data / "gsm8k_train.jsonl", args.work / "train.jsonl")
-    children: list[Child] = []
-    try:
-        go_through(args, children)
-    finally:
-        for child in children:
-            child.end()
-        text = "".join(
-            f"# {entry.name}\n{entry.log.read_text(errors='replace')}\n" for entry in children
-        )
-        print(text[-6000:], flush=True)
-        report = args.work / "decoding.json"
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.with_suffix(".txt").write_text(text)
-            if report.exists():
-                args.out.with_suffix(".json").write_text(report.read_text())
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(args.work / "compiled"))
+    end = time.monotonic() + args.budget
+    for stage in ("target", "answers", *DRAFTS, "decode"):
+        command = [sys.executable, __file__, *sys.argv[1:], "--stage", stage]
+        if stage in RUNS[args.size]:
+            path = args.work / f"{stage}.json"
+            path.write_text(json.dumps(make_config(args, stage), indent=1))
+            command = [sys.executable, "-m", "jaxtrain.main", "--config", str(path)]
+        output, failed = run_limited(command, max(1.0, end - time.monotonic()))
+        log(f"{stage}: {failed or 'done'}\n{output}")
+        if failed:
+            raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ python benchmarks/ebft.py --model tiny --prompts 2 --group 2 --prompt 32 --new 1
 
 Every pooling is a run of the ordinary command with random weights, --prompts x --group answers a
 round, all of --new tokens as the ground truth is. In the last run every ground truth was met before
-(--distinct of them in all).
+(--prompts of them in all).
 
 round s    wall-clock from round to round, median after the first WARM_UP rounds
 wait s     of it answers were drawn, the sampler's weights made and everything scored
@@ -16,12 +16,11 @@ share      feature s / round s
 import argparse
 import json
 import random
-import statistics
 import tempfile
 from pathlib import Path
 
-from rl import WARM_UP, run_mode
-from step_work import MODELS
+from harness import Table, command_line, make_parser, query_gpu
+from rl import WARM_UP, add_sizes, base_config, median, round_seconds, run_config
 
 RUNS = {
     "last_token": {"pooling": "last_token"},
@@ -42,97 +41,59 @@ def write_rows(path: Path, count: int, prompt: int, new: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_config(args: argparse.Namespace, folder: Path, name: str) -> Path:
-    """A run's config as JSON."""
+def make_config(args: argparse.Namespace, folder: Path, name: str) -> dict:
+    """A run's config."""
     rows = args.prompts if name == "known truths" else args.prompts * (args.rounds + 1)
     data = folder / f"{rows}.jsonl"
     write_rows(data, rows, args.prompt, args.new)
     # A group is one tree: its prompt once, the ground truth beside the answers; and ends of turns.
-    row = -(-(args.prompt + (args.group + 1) * (args.new + 8)) // 128) * 128
-    table = {
-        "run": {"max_steps": args.rounds, "export": False},
-        "model": {
-            "tokenizer": "builtin",
-            "compute_dtype": args.dtype,
-            "architecture": MODELS[args.model],
-        },
-        "data": {
-            "sequence_len": row,
-            "micro_batch_size": args.rows,
-            "datasets": [{"path": str(data)}],
-        },
-        "task": {"kind": "ebft", "features": RUNS[name], "adaptive_max_tokens": False},
-        "rollout": {
-            "prompts_per_step": args.prompts,
-            "group_size": args.group,
-            "max_batch": args.prompts * args.group,
-        },
-        "env": {"raw": True},
-        "sampling": {"temperature": 1.0, "max_new_tokens": args.new},
-        "optim": {"learning_rate": 1e-6},
-        "checkpoint": {"every": 10**6},
-        "log": {"plot": False, "console": "off"},
-    }
-    path = folder / f"{name.replace(' ', '_')}.json"
-    path.write_text(json.dumps(table))
-    return path
+    table = base_config(args, args.prompt + (args.group + 1) * (args.new + 8))
+    table["data"] |= {"micro_batch_size": args.rows, "datasets": [{"path": str(data)}]}
+    table["task"] = {"kind": "ebft", "features": RUNS[name], "adaptive_max_tokens": False}
+    return table | {"env": {"raw": True}}
 
 
 def summarize(name: str, lines: list[dict]) -> dict:
     """Return one row of the table."""
     rounds = lines[WARM_UP - 1 :]
-    times = [line["time"] for line in rounds]
-    round_s = statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
-
-    def median(key: str) -> float:
-        return statistics.median(line[key] for line in rounds[1:])
-
-    features = median("ebft/feature_seconds")
+    timed, round_s = rounds[1:], round_seconds(rounds)
+    features = median(timed, "ebft/feature_seconds")
     return {
         "run": name,
-        "rounds": len(rounds) - 1,
+        "rounds": len(timed),
         "round s": round_s,
-        "wait s": median("rollout/seconds"),
+        "wait s": median(timed, "rollout/seconds"),
         "feature s": features,
         "share": features / round_s,
-        "known": median("ebft/cached_truths"),
-        "drawn tokens": median("num_sampled_tokens"),
+        "known": median(timed, "ebft/cached_truths"),
+        "drawn tokens": median(timed, "num_sampled_tokens"),
         "peak GiB": max(line.get("peak_memory_gib", 0.0) for line in lines),
     }
 
 
+COLUMNS = (
+    ("run", "run", "<13"),
+    ("rounds", "rounds", ">6"),
+    *((name, name, ">10.3f") for name in ("round s", "wait s", "feature s")),
+    ("share", "share", ">7.1%"),
+    ("known", "known", ">7.2f"),
+    ("drawn tokens", "drawn tokens", ">13,.0f"),
+    ("peak GiB", "peak GiB", ">9.1f"),
+)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(MODELS))
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--prompts", type=int, default=32, help="a round")
-    parser.add_argument("--group", type=int, default=4, help="answers to a prompt")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=256, help="tokens of an answer, and of a truth")
+    parser = make_parser(__doc__)
+    add_sizes(parser, 32, 4, 512, 256)
     parser.add_argument("--rows", type=int, default=4, help="of a microstep")
-    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
-    parser.add_argument("--out", type=Path, help="PATH.json gets what was measured")
     args = parser.parse_args()
-    actual = []
-    with tempfile.TemporaryDirectory() as folder:
+    table = Table(COLUMNS, args.out, command_line(), hardware=query_gpu())
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
         for name in args.runs:
-            config = write_config(args, Path(folder), name)
-            out = Path(folder) / name.replace(" ", "_")
-            out.mkdir()
-            row = summarize(name, run_mode(config, "sync", 0, out, []))
-            actual.append(row)
-            if len(actual) == 1:
-                print("  ".join(f"{key:>12}" for key in row))
-            print(
-                "  ".join(
-                    f"{v:>12.4g}" if isinstance(v, float) else f"{v:>12}" for v in row.values()
-                )
-            )
-    if args.out:
-        shape = {key: value for key, value in vars(args).items() if key != "out"}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.with_suffix(".json").write_text(json.dumps({"shape": shape, "runs": actual}))
+            lines = run_config(make_config(args, folder, name), folder / name, [])
+            table.add(summarize(name, lines))
 
 
 if __name__ == "__main__":

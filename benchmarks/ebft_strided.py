@@ -33,7 +33,7 @@ from harness import (
     command_line,
     log,
     make_parser,
-    run_child,
+    measure_children,
     time_queued,
 )
 from step_work import MODELS, write_tokenizer
@@ -93,64 +93,32 @@ def make_rows(options) -> np.ndarray:
 def run_jaxtrain(options) -> dict:
     """prepare and step as the loop calls them, two steps in flight."""
     import jax
+    from task_step import TaskStep, describe_side
 
-    from jaxtrain.config.load import validate_config
-    from jaxtrain.core.optimizer import build_optimizer, build_schedule
-    from jaxtrain.core.roles import ModelSnapshot, Roles
-    from jaxtrain.core.scorer import Scorer
-    from jaxtrain.core.step import init_state, make_step
-    from jaxtrain.core.task import Round
-    from jaxtrain.data.packing.pack import build_batch, lay_out, stack_batches
-    from jaxtrain.data.packing.tree import chain
     from jaxtrain.distributed.feed import feed
-    from jaxtrain.methods.registry import make_task
 
-    with tempfile.TemporaryDirectory() as position:
-        config = validate_config(write_config(options, Path(position)), "ebft_strided.py")
-        task = make_task(config)
-    roles, mesh = Roles(task.roles), task.mesh
-    with jax.set_mesh(mesh):
-        trained, frozen, copies = roles.open(0)
-        optimizer = build_optimizer(config.optim, build_schedule(config.optim, 1000), trained)
-        state = init_state(trained, optimizer, copies)
-        del trained
-        step = jax.jit(
-            make_step(roles.build, task.loss, task.coef, optimizer, config.optim.max_grad_norm),
-            donate_argnums=0,
-        )
-        held = lambda: ModelSnapshot(roles, {**frozen, **state.copies, **state.params}, 0)  # noqa: E731
-        scorer = Scorer(held)
-        fields = task.data.fields
-        ones = {name: np.ones(SIZES[options.size]["length"]) for name in fields.components}
-        rows = [[lay_out(chain(tokens, ones), "branch")] for tokens in make_rows(options)]
-        batch = stack_batches([build_batch(rows, SIZES[options.size]["length"], fields)])
+    with tempfile.TemporaryDirectory() as folder:
+        program = TaskStep(write_config(options, Path(folder)), __file__)
+    batch, numbers = program.make_batch(make_rows(options)), itertools.count()
 
-        def run(number: int):
-            nonlocal state
-            (ready,) = task.prepare(Round([batch], version=number), scorer).batches
-            state, output = step(state, feed(ready, mesh), frozen)
-            return output
+    def run():
+        with jax.set_mesh(program.mesh):
+            ready = feed(program.prepare(batch, next(numbers)), program.mesh)
+        return program.run(program.step, ready)
 
-        began = time.perf_counter()
-        first = jax.device_get(run(0))
-        compile_s = time.perf_counter() - began
-        log(f"jaxtrain: first step in {compile_s:.0f} s")
-        for number in range(1, options.warm_up):
-            jax.block_until_ready(run(number))
-        numbers = itertools.count(options.warm_up)
-        seconds = time_queued(lambda: run(next(numbers)), options.steps)
-        if options.trace:
-            with jax.profiler.trace(str(options.trace)):
-                jax.block_until_ready(run(0))
-    losses = {name: total / weight for name, (total, weight) in first.metrics.items() if weight}
-    return {
-        "seconds": seconds,
-        "compile_s": compile_s,
-        "loss": float(losses["ebft/rl_loss"]),
-        "peak_gib": allocated_gib(),
-        "hardware": jax.devices()[0].device_kind,
-        "version": f"jax {jax.__version__}",
-    }
+    began = time.perf_counter()
+    first = jax.device_get(run())
+    compile_s = time.perf_counter() - began
+    log(f"jaxtrain: first step in {compile_s:.0f} s")
+    for _ in range(1, options.warm_up):
+        jax.block_until_ready(run())
+    seconds = time_queued(run, options.steps)
+    if options.trace:
+        with jax.profiler.trace(str(options.trace)):
+            jax.block_until_ready(run())
+    total, weight = first.metrics["ebft/rl_loss"]
+    row = {"seconds": seconds, "compile_s": compile_s, "loss": float(total / weight)}
+    return row | {"peak_gib": allocated_gib()} | describe_side()
 
 
 def run_torch(options, retained: bool) -> dict:
@@ -217,11 +185,8 @@ def main() -> None:
         side, path = options.child
         row = run_jaxtrain(options) if side == "jaxtrain" else run_torch(options, "kept" in side)
         return append_line(path, derive(options, side, row))
-    table = Table(COLUMNS, options.out, command_line())
-    for side in options.sides.split(","):
-        log(side)
-        rows, failed = run_child(__file__, [side], options.seconds)
-        table.add({"by": side, "failed": failed} if failed else rows[0])
+    cases = {(side,): {"by": side} for side in options.sides.split(",")}
+    measure_children(__file__, Table(COLUMNS, options.out, command_line()), cases, options.seconds)
 
 
 if __name__ == "__main__":

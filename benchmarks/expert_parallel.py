@@ -21,10 +21,11 @@ import time
 import jax
 import jax.numpy as jnp
 import pod
+import train_step
 from harness import command_line, make_parser, write_json
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from pod import Case
+from train_step import Setting
 
 from jaxtrain.core.losses.balance import NoteCollector
 from jaxtrain.core.losses.nll import nll_loss
@@ -32,59 +33,60 @@ from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.layers.expert_transport import Transport
 
 
-def loss(model, batch):
+def loss(model, batch, **options):
     """nll_loss with what its experts note among the metrics."""
     watched = NoteCollector(model)
-    sums, metrics = nll_loss(watched, batch)
+    sums, metrics = nll_loss(watched, batch, **options)
     (noted,) = watched.noted
     total_LE = noted["expert_load"].sum(1)
-    actual = {"load": (total_LE.max(-1) / total_LE.mean(-1)).mean()}
+    notes = {"load": (total_LE.max(-1) / total_LE.mean(-1)).mean()}
     if "expert_rounds" in noted:
-        actual["rounds"] = noted["expert_rounds"].mean()
-    return sums, {**metrics, **{name: (value, 1.0) for name, value in actual.items()}}
+        notes["rounds"] = noted["expert_rounds"].mean()
+    return sums, {**metrics, **{name: (value, 1.0) for name, value in notes.items()}}
 
 
-class Program(pod.Program):
+class Program(train_step.Program):
     loss = staticmethod(loss)
 
 
-def cases(tiny: bool, gpus: int) -> list[Case]:
+def cases(tiny: bool, gpus: int) -> list[tuple[str, Setting]]:
     """Steps, those that say most first."""
     if gpus > 2:
         return whole_models(tiny, gpus)
-    model, tokens, layers = ("tiny-moe", 64, 2) if tiny else ("qwen3-30b-a3b", 4096, 12)
-    make = functools.partial(Case, "16k", model, tokens, rows=4, layers=layers)
-    fsdp, expert = {"fsdp": gpus}, {"expert": gpus}
+    model, work, depth = ("tiny-moe", "tiny-doc", 2) if tiny else ("qwen3-30b-a3b", "doc4k", 12)
+    make = functools.partial(Setting, model, work, depth=depth, remat="save_attention")
+    fsdp, expert = (("fsdp", gpus),), (("expert", gpus),)
+    large = functools.partial(make, mesh=expert, rows=4)
     return [
-        make(fsdp),
-        make(expert),
-        make(expert, transport=Transport(buffer=float(gpus)), note="one round, no loop"),
-        make(expert, transport=Transport("gather", buffer=0.6), note="buffer .6"),
-        make(expert, transport=Transport(chunks=2), note="2 chunks"),
-        make(expert, transport=Transport(wide_sums=True), note="wide sums"),
-        make(expert, transport=Transport("exchange"), note="exchange"),
-        Case("4k", model, tokens, fsdp, layers=layers),
-        Case("4k", model, tokens, expert, layers=layers),
+        ("16k", make(mesh=fsdp, rows=4)),
+        ("16k", large()),
+        ("16k", large(transport=Transport(buffer=float(gpus)), note="one round, no loop")),
+        ("16k", large(transport=Transport("gather", buffer=0.6), note="buffer .6")),
+        ("16k", large(transport=Transport(chunks=2), note="2 chunks")),
+        ("16k", large(transport=Transport(wide_sums=True), note="wide sums")),
+        ("16k", large(transport=Transport("exchange"), note="exchange")),
+        ("4k", make(mesh=fsdp)),
+        ("4k", make(mesh=expert)),
     ]
 
 
-def whole_models(tiny: bool, gpus: int) -> list[Case]:
+def whole_models(tiny: bool, gpus: int) -> list[tuple[str, Setting]]:
     """Return cases of all layers with 16k tokens a GPU: documents of 4k and 16k, experts and
     weights sharded in every way."""
     qwen, oss = ("tiny-moe", "tiny-gpt-oss") if tiny else ("qwen3-30b-a3b", "gpt-oss-20b")
-    short, long = (16, 64) if tiny else (4096, 16384)
-    make = functools.partial(Case, param_dtype="bfloat16")
-    spread = [{"expert": gpus}, {"fsdp": gpus}]
-    mixed = [{"fsdp": n, "expert": gpus // n} for n in (2, 4) if n < gpus]
+    short, long = ("tiny-doc16", "tiny-doc") if tiny else ("doc4k", "doc16k")
+    make = functools.partial(Setting, param_dtype="bfloat16", remat="save_attention")
+    expert, spread = (("expert", gpus),), ((("expert", gpus),), (("fsdp", gpus),))
+    mixed = [(("fsdp", n), ("expert", gpus // n)) for n in (2, 4) if n < gpus]
     return [
-        *(make("4k", qwen, short, mesh, rows=4) for mesh in spread),
-        make("4k", qwen, short, spread[0], rows=4, remat="elementwise"),
-        *(make("16k", qwen, long, mesh) for mesh in spread),
-        make("16k", qwen, long, spread[0], remat="elementwise"),
-        *(make("gpt-oss", oss, short, mesh, rows=4) for mesh in spread),
-        *(make("4k", qwen, short, mesh, rows=4) for mesh in mixed),
+        *(("4k", make(qwen, short, mesh=mesh, rows=4)) for mesh in spread),
+        ("4k", make(qwen, short, mesh=expert, rows=4, remat="elementwise")),
+        *(("16k", make(qwen, long, mesh=mesh)) for mesh in spread),
+        ("16k", make(qwen, long, mesh=expert, remat="elementwise")),
+        *(("gpt-oss", make(oss, short, mesh=mesh, rows=4)) for mesh in spread),
+        *(("4k", make(qwen, short, mesh=mesh, rows=4)) for mesh in mixed),
         *(
-            make("4k", qwen, short, spread[0], rows=4, transport=Transport(kind), note=kind)
+            ("4k", make(qwen, short, mesh=expert, rows=4, transport=Transport(kind), note=kind))
             for kind in ("gather", "exchange")
         ),
     ]

@@ -16,10 +16,17 @@ process GiB  jaxtrain: the allocator's peak from the start, so with drawing and 
 import argparse
 import contextlib
 import dataclasses
-import time
 
 import numpy as np
-from harness import Table, allocated_gib, append_line, command_line, make_parser, run_child, shorten
+from harness import (
+    Table,
+    allocated_gib,
+    append_line,
+    command_line,
+    make_parser,
+    measure_children,
+    shorten,
+)
 from step_work import MODELS, WORKS
 
 
@@ -201,16 +208,12 @@ def main() -> None:
     if options.child:
         return run_as_child(*options.child, options.steps)
     table = Table(COLUMNS, options.out, command_line())
-    deadline = time.perf_counter() + options.budget
-    for name in options.cases:
-        for index, case in enumerate(CASES[name]):
-            remaining = deadline - time.perf_counter()
-            rows, failed = [], "no time left"
-            if remaining >= 20:
-                limit = min(options.seconds, remaining)
-                rows, failed = run_child(__file__, [name, str(index)], limit)
-            row = {**dataclasses.asdict(case), "how": case.label(), "failed": failed}
-            table.add(rows[0] if rows else row)
+    cases = {
+        (name, str(index)): {**dataclasses.asdict(case), "how": case.label()}
+        for name in options.cases
+        for index, case in enumerate(CASES[name])
+    }
+    measure_children(__file__, table, cases, options.seconds, budget=options.budget)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Shared parts of the benchmarks: arguments, timing, processes, error measures, tables, files."""
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -154,30 +155,37 @@ def allocated_gib() -> float:
 
 
 def run_limited(
-    command: list[str], seconds: float, done: Callable[[], bool] = lambda: False
+    command: list[str],
+    seconds: float,
+    done: Callable[[], bool] = lambda: False,
+    env: dict[str, str] | None = None,
 ) -> tuple[str, str | None]:
     """Run a process and return (the end of its output, why it failed or None).
 
     The process and all it started are killed after `seconds`, or once `done()` is true.
     """
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "HF_HUB_OFFLINE": "1"}
-    deadline = time.monotonic() + seconds
+    defaults = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "HF_HUB_OFFLINE": "1"}
+    environment, deadline = {**os.environ, **defaults, **(env or {})}, time.monotonic() + seconds
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, start_new_session=True, env=environment
         )
-        while process.poll() is None and time.monotonic() < deadline and not done():
+        failed = None
+        while process.poll() is None and not done():
+            if time.monotonic() > deadline:
+                failed = f"cut off after {seconds:.0f} s"
+                break
             time.sleep(0.25)
-        late = process.poll() is None and not done()
-        if process.poll() is None:
+        if process.poll():
+            failed = f"exit {process.returncode}"
+        with contextlib.suppress(ProcessLookupError):  # what it started may outlive it
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
         output.seek(0)
-        text = output.read()[-1500:]
-    return text, f"cut off after {seconds:.0f} s" if late else None
+        return output.read()[-1500:], failed
 
 
-def run_child(script: str, words: list[str], seconds: float) -> tuple[list[dict], str | None]:
+def run_child(script: str, words: Sequence[str], seconds: float) -> tuple[list[dict], str | None]:
     """Run a script again with `--child *words PATH` and return (rows of PATH, why it failed)."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -192,6 +200,33 @@ def run_child(script: str, words: list[str], seconds: float) -> tuple[list[dict]
             process.wait()
             failed = f"cut off after {seconds:.0f} s"
         return read_lines(path), failed
+
+
+def measure_children(
+    script: str,
+    table: "Table",
+    cases: dict[tuple[str, ...], dict],
+    seconds: float,
+    derive: Callable[[dict], dict] = dict,
+    budget: float = float("inf"),
+) -> None:
+    """Add the rows of every case, each measured by `run_child` within `seconds`.
+
+    cases: {words of the child: cells of its rows}. derive: further cells of a row that was
+    measured. A case that fails, or for which the budget leaves no 20 s, has a row with "failed".
+    """
+    deadline = time.monotonic() + budget
+    for words, labels in cases.items():
+        log(" ".join(words))
+        limit, rows, failed = min(seconds, deadline - time.monotonic()), [], "no time left"
+        start = time.monotonic()
+        if limit >= 20 or budget == float("inf"):
+            rows, failed = run_child(script, words, limit)
+        for row in rows:
+            row = {**labels, **row, "wall_s": time.monotonic() - start}
+            table.add(row if "failed" in row else derive(row))
+        if failed:
+            table.add({**labels, "failed": failed})
 
 
 def append_line(path: str | Path, row: dict) -> None:

@@ -150,7 +150,7 @@ def run_ours(
     steps = read_steps()[:expected]
     how = "trees, packed" + (", LoRA on bf16 weights" if part["rank"] else "")
     if len(steps) < WARM_UP + 3:
-        return [{"how": how, "failed": shorten(late or output, 600), "whole_s": seconds}]
+        return [{"how": how, "failed": shorten(f"{late}: {output}", 600), "whole_s": seconds}]
     timed = steps[WARM_UP:]
     times = [line["time"] for line in timed]
     tokens = sum(line["tokens"] for line in timed[1:])
@@ -193,7 +193,7 @@ def run_trl(
     )
     lines = read_lines(rows)
     if late or not lines:
-        lines.append({"how": "the rest", "failed": shorten(late or output, 600)})
+        lines.append({"how": "the rest", "failed": shorten(f"{late}: {output}", 600)})
     return lines
 
 

@@ -1,6 +1,7 @@
 """Every family's export served by vLLM on a CPU: are its log-probs ours?
 
 JAXTRAIN_VLLM_PYTHON=path/to/vllm/python python benchmarks/served_families.py [NAME ...]
+JAXTRAIN_VLLM_PYTHON=path/to/vllm/python python benchmarks/served_families.py --adapter all-linear
 
 For each tiny config of tests/models/families_*.py, in sizes that vLLM's kernels have: a model with
 no norm, bias or decay at its neutral value is written by our exporter, opened by vLLM, and asked
@@ -9,6 +10,12 @@ Those of our own model, read from the same folder, are compared. What was found 
 benchmarks/results/served_families_cpu.json, from which scripts/make_models_table.py makes a column
 of docs/models.md. JAXTRAIN_VLLM_PATH: a folder with what vLLM's environment lacks (torchvision for
 Qwen3.5's classes).
+
+--adapter: Linears (adapter.target) that get one with no factor at zero, written as a run publishes
+it; vLLM answers with it, and its log-probs are compared with those of our adapted model. "moved" is
+how far the adapter moves ours, so that what vLLM leaves out shows. --modules: vLLM is told to
+prepare only those that the adapter has (--lora-target-modules). Results go into
+served_adapters_cpu.json.
 """
 
 import argparse
@@ -33,10 +40,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from make_models_table import CLOSE, SERVED, tiny_configs
+from make_models_table import ADAPTED, CLOSE, SERVED, tiny_configs
 
+from jaxtrain.adapters.attach import attach
+from jaxtrain.adapters.peft import write_gathered
+from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.models import build, families, loading, saving
+from jaxtrain.models.parameters import split_model
 
 VOCAB, NEW = 512, 12
 LENGTHS = (40, 17, 61)
@@ -236,49 +247,85 @@ def served_configs() -> dict[str, dict]:
     return {name: fit_to_vllm(raw) for name, (_, raw) in tiny_configs().items()}
 
 
-def run(names: list[str], work: Path, dtype: str, seconds: float) -> dict[str, dict]:
-    """{name: {"dtype", "difference"} or {"dtype", "error"}}."""
+def write_adapter(folder: Path, target: list[str]) -> tuple[Any, list[str]]:
+    """(the adapted model of a folder, the modules with a pair); written into folder/adapter."""
+    config = families.read_config(folder)
+    linears = find_linears(config)
+    adapter = Adapter(choose_slots(linears, target, LoRASpec(4, 8.0), {}, {}))
+    shapes, rebuild = split_model(attach(build.abstract(config), adapter))
+    params = dict(split_model(loading.load(folder, param_dtype="float32"))[0])
+    rng = np.random.default_rng(2)
+    for path in sorted(path for path in shapes if ".adapter." in path):
+        shape = shapes[path].shape
+        size = 0.1 if path.endswith(".b") else shape[-2] ** -0.5
+        params[path] = jnp.asarray(size * rng.normal(size=shape), "float32")
+    (folder / "adapter").mkdir(exist_ok=True)
+    write_gathered(params, config, adapter, folder / "adapter", None)
+    modules = {name.rpartition(".")[2] for path in adapter.slots for name in linears[path].modules}
+    return rebuild(params), sorted(modules)
+
+
+def run(
+    names: list[str],
+    work: Path,
+    dtype: str,
+    seconds: float,
+    target: list[str] | None = None,
+    narrow: bool = False,
+) -> dict[str, dict]:
+    """{name: {"dtype", "difference"} or {"dtype", "error"}}; with a target, of models with an
+    adapter, and then "moved", too."""
     configs, prompts = served_configs(), make_prompts()
-    folders = {}
+    folders, adapted, results = {}, {}, {}
     for name in names:
         if not (work / name / "config.json").exists():
             write_model(configs[name], work / name)
         folders[name] = {"path": str(work / name), "dtype": dtype}
-    actual = {}
+        if target:
+            adapted[name], modules = write_adapter(work / name, target)
+            folders[name] |= {"adapter": str(work / name / "adapter")}
+            folders[name] |= {"modules": modules} if narrow else {}
     for name, answer in ask_vllm(folders, prompts, work, seconds).items():
         if "error" in answer:
-            actual[name] = {"error": shorten(answer["error"])}
+            error = answer["error"].replace(str(work / name / "adapter"), "it")
+            results[name] = {"error": shorten(error)}
         else:
-            model = loading.load(work / name, param_dtype="float32")
-            actual[name] = {"difference": compare(answer, prompts, model)}
-        actual[name]["dtype"] = dtype
-        print(f"{name}: {actual[name]}", flush=True)
-    return actual
+            base = loading.load(work / name, param_dtype="float32")
+            model = adapted.get(name, base)
+            results[name] = {"difference": compare(answer, prompts, model)}
+            if target:
+                texts = [p + a for p, a in zip(prompts, answer["answers"], strict=True)]
+                pairs = zip(score(model, texts), score(base, texts), strict=True)
+                results[name]["moved"] = max(float(abs(a - b).max()) for a, b in pairs)
+        results[name]["dtype"] = dtype
+        print(f"{name}: {results[name]}", flush=True)
+    return results
 
 
-def make_parser(about: str) -> argparse.ArgumentParser:
-    """Options of a command that asks vLLM about many models."""
-    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="tiny configs; all of them")
+    parser.add_argument("--adapter", nargs="+", metavar="TARGET", help="adapter.target")
+    parser.add_argument("--modules", action="store_true", help="vLLM prepares these modules alone")
     parser.add_argument("--dtype", default="float32", choices=list(CLOSE), help="vLLM's")
     parser.add_argument("--seconds", type=float, default=450, help="for one process of vLLM")
     parser.add_argument("--keep", type=Path, help="write the folders here and leave them")
     parser.add_argument("--dry", action="store_true", help="change no file of results")
-    return parser
-
-
-def main() -> int:
-    parser = make_parser(__doc__)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         work = args.keep or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        completed = run(args.names or sorted(served_configs()), work, args.dtype, args.seconds)
-    if not args.dry:
-        recorded = json.loads(SERVED.read_text()) if SERVED.exists() else {}
-        SERVED.write_text(json.dumps({**recorded, **completed}, indent=1, sort_keys=True) + "\n")
-    return 0
+        names = args.names or sorted(served_configs())
+        completed = run(names, work, args.dtype, args.seconds, args.adapter, args.modules)
+    if args.dry:
+        return
+    path = ADAPTED if args.adapter else SERVED
+    recorded = json.loads(path.read_text()) if path.exists() else {}
+    if args.adapter:
+        kind = " ".join(args.adapter)
+        completed = {kind: {**recorded.get(kind, {}), **completed}}
+    path.write_text(json.dumps({**recorded, **completed}, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

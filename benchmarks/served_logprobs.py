@@ -6,8 +6,7 @@ The job is {"prompts": [[ids]], "new": tokens of an answer, "folders": {name: {"
 where a folder may have "adapter", a PEFT folder to be served beside it, and then "modules", those
 that vLLM is to prepare for one. A line is added to the answers for each folder: {"name", "prompts":
 [[log-probs, from the second token on; none with an adapter]], "answers": [[ids]], "drawn":
-[[log-probs]]}, or {"name", "error"}. Needs neither jax nor jaxtrain; served_families.py and
-served_adapters.py call it.
+[[log-probs]]}, or {"name", "error"}. Needs neither jax nor jaxtrain; served_families.py calls it.
 """
 
 import gc

@@ -225,12 +225,17 @@ class Work:
         )
 
 
+def one_document(length: int) -> Work:
+    """Return rows of one document."""
+    return Work(lambda: documents([length]), length)
+
+
 WORKS: dict[str, Work] = {
     "tiny-tree": Work(lambda: agent_tree(4, 24, 10), 256),
     "tiny-docs": Work(lambda: documents([100, 30, 60, 17]), 256),
-    "tiny-doc": Work(lambda: documents([64]), 64),
-    "doc4k": Work(lambda: documents([4096]), 4096),
-    "doc2k": Work(lambda: documents([2048]), 2048),
+    "tiny-doc": one_document(64),
+    "tiny-doc16": one_document(16),
+    **{f"doc{n}k": one_document(1024 * n) for n in (2, 4, 8, 16, 128)},
     "tree8k": Work(lambda: agent_tree(20, 330, 70), 7936),
     "tree32k": Work(lambda: agent_tree(28, 1000, 170), 32000),
     "docs8k": Work(lambda: documents([2900, 410, 1290, 160, 730, 1980, 90, 620]), 8192),

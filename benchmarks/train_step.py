@@ -27,6 +27,7 @@ import dataclasses
 import functools
 import gzip
 import itertools
+import math
 import os
 import re
 import time
@@ -53,11 +54,12 @@ from jaxtrain.core.bundle import ModelBundle, make_product
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.metrics import count_work, model_flops, peak_flops
 from jaxtrain.core.optimizer import build_optimizer, build_schedule
-from jaxtrain.core.step import init_state, make_step
+from jaxtrain.core.step import abstract_state, init_state, make_step
 from jaxtrain.core.step_metrics import count_matmul_params
 from jaxtrain.core.weights import abstract_params, open_params, split_trained
 from jaxtrain.distributed.feed import feed, row_shards
 from jaxtrain.distributed.mesh import make_mesh
+from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.models import build, families
 
 WARM_UP, TIMED = 3, 10
@@ -95,6 +97,13 @@ class Setting:
     mesh: tuple[tuple[str, int], ...] = ()
     flags: tuple[tuple[str, str], ...] = ()
     """XLA flags of this program."""
+    transport: Transport = Transport()
+    """Of tokens to experts of other devices."""
+    note: str = ""
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(size for _, size in self.mesh)
 
     def raw(self) -> dict:
         """The model's config.json."""
@@ -111,16 +120,17 @@ class Setting:
         parts += [self.matmul] if self.matmul != "default" else []
         parts += [f"{axis}={size}" for axis, size in self.mesh]
         parts += [f"{name.removeprefix('xla_')}={value}" for name, value in self.flags]
-        return " ".join(parts)
+        return " ".join([*parts, self.note]).rstrip()
 
 
 class Program:
-    """A compiled step with its state and batch on the devices."""
+    """A step, compiled on shapes; `open` puts its state and batch on the devices."""
+
+    loss = staticmethod(nll_loss)
 
     def __init__(self, setting: Setting, batch: Batch | None = None, optim: OptimConfig = OPTIM):
         self.setting = setting
-        devices = jax.devices() if setting.mesh else jax.devices()[:1]
-        self.mesh = make_mesh(devices, **dict(setting.mesh))
+        self.mesh = make_mesh(jax.devices()[: setting.num_devices], **dict(setting.mesh))
         self.architecture = families.config_from_hf(setting.raw())
         rows = setting.rows * row_shards(self.mesh)
         shape = (self.architecture.vocab_size, rows, setting.microsteps)
@@ -129,51 +139,61 @@ class Program:
         if setting.lora:
             how = {"target": setting.target, "quantize": setting.quantize}
             adapter = AdapterConfig(kind="lora", rank=setting.lora, **how)
-        self.parts = ModelBundle(
+        options = {
+            "param_dtype": setting.param_dtype,
+            "dtype": setting.dtype,
+            "remat": setting.remat,
+            "scan_layers": setting.layers == "scan",
+            "attention_impl": setting.impl,
+            "transport": setting.transport,
+        }
+        self.bundle = ModelBundle(
             tokenizer=None,
             architecture=self.architecture,
             mesh=self.mesh,
             folder=None,
-            options={
-                "param_dtype": setting.param_dtype,
-                "dtype": setting.dtype,
-                "remat": setting.remat,
-                "scan_layers": setting.layers == "scan",
-                "attention_impl": setting.impl,
-            },
+            options=options,
             adapter=make_adapter(adapter, self.architecture),
             product=make_product(ModelConfig(matmul=setting.matmul, path="-")),
         )
         with jax.set_mesh(self.mesh):
-            _, self.rebuild = abstract_params(self.parts)
-            trained, self.frozen = split_trained(open_params(self.parts, 0), self.parts.adapter)
-            optimizer = build_optimizer(optim, build_schedule(optim, 1000), trained)
-            self.state = init_state(trained, optimizer)
+            shapes, self.rebuild = abstract_params(self.bundle)
+            trained, self.frozen = split_trained(shapes, self.bundle.adapter)
+            self.optimizer = build_optimizer(optim, build_schedule(optim, 1000), trained)
             head = "auto" if setting.impl in ATTENTION_ONLY else setting.impl
-            loss = functools.partial(nll_loss, impl=head)
-            step = make_step(self.rebuild, loss, {"nll": 1.0}, optimizer, optim.max_grad_norm)
-            self.placed = feed(self.batch, self.mesh)
-            start = time.perf_counter()
-            lowered = step.lower(self.state, self.placed, self.frozen)
+            loss = functools.partial(self.loss, impl=head)
+            grad_norm = optim.max_grad_norm
+            step = make_step(self.rebuild, loss, {"nll": 1.0}, self.optimizer, grad_norm)
+            self.state, self.placed = abstract_state(trained, self.optimizer), None
+            lowered = step.lower(self.state, feed(self.batch, self.mesh), self.frozen)
             flags = {name: SWITCH.get(value, value) for name, value in setting.flags}
+            start = time.perf_counter()
             self.compiled = lowered.compile(compiler_options=flags or None)
             self.compile_s = time.perf_counter() - start
 
+    def open(self) -> None:
+        """Draw weights, and put the batch on the devices."""
+        with jax.set_mesh(self.mesh):
+            trained, self.frozen = split_trained(open_params(self.bundle, 0), self.bundle.adapter)
+            self.state = init_state(trained, self.optimizer)
+            self.placed = feed(self.batch, self.mesh)
+
     def run(self):
         """Run one step and return its output."""
-        self.state, output = self.compiled(self.state, self.placed, self.frozen)
+        with jax.set_mesh(self.mesh):
+            self.state, output = self.compiled(self.state, self.placed, self.frozen)
         return output
 
-    def measure(self, timed: int = TIMED) -> dict:
+    def measure(self, timed: int | None = None) -> dict:
         """Loss of the first step, seconds a step, memory, rates."""
-        with jax.set_mesh(self.mesh):
-            losses = [float(self.run().metrics["loss"][0]) for _ in range(WARM_UP)]
-            jax.block_until_ready(self.state)
-            seconds = summarize_seconds(time_queued(self.run, timed))
+        if self.placed is None:
+            self.open()
+        outputs = [self.run() for _ in range(WARM_UP)]
+        losses = [float(output.metrics["loss"][0]) for output in outputs]
         row = {
             "loss": losses[0],
             "loss_after": losses[-1],
-            **seconds,
+            **summarize_seconds(time_queued(self.run, timed or TIMED)),
             "compile_s": self.compile_s,
             "peak_gib": planned_gib(self.compiled),
         }
@@ -190,7 +210,7 @@ class Program:
         text = re.sub(r", backend_config=\{kernel_hash.*", "", self.compiled.as_text())
         with gzip.open(folder / "program.txt.gz", "wt") as file:
             file.write(text)
-        with jax.set_mesh(self.mesh), jax.profiler.trace(str(folder)):
+        with jax.profiler.trace(str(folder)):
             for _ in range(steps):
                 output = self.run()
             jax.block_until_ready((output, self.state))

@@ -2,232 +2,61 @@
 
     python benchmarks/weight_sync.py --shape 8b --servers 1 4 --load        a GPU with 80 GB or more
     python benchmarks/weight_sync.py --shape tiny --plain                   a CPU, to try it
+    python benchmarks/weight_sync.py --shape 4b --hosts 8                   a CPU with 64 GB
+    python benchmarks/weight_sync.py --shape 64m --hosts 1 1 1 1 --fan-out 0 2 --rate 50
 
 The trainer's side is the run's own (`generation/weight_sync/publish_weights.py`) with random
-float32 weights made on the device. A server is a process with the real receiving code of
-`jaxtrain_vllm` behind the routes that the publisher calls, but without vLLM; --load has it copy
-what it committed to the GPU, as vLLM would (its repacking is not in that). --transport tcp: as for
-a server on another host, over loopback; device: from GPU memory to GPU memory (without a GPU: host
-memory that stands in for it).
+float32 weights made on the device; a server is a process of `weight_server.py`. --load has it copy
+what it committed to the GPU, as vLLM would (its repacking is not in that).
+
+--transport tcp: each server is sent its own copy over loopback; device: from GPU memory to GPU
+memory (without a GPU: host memory that stands in for it).
+--hosts: so many servers on each of several hosts, none of them the trainer's. Hosts are addresses
+of loopback, whose servers read the memory of their host's first one (not with --transport tcp).
+--rate: no process sends more than so many MB a second, as if that were its network card's.
 --verify: all bytes that servers loaded against what the host's way makes. --plain: also the plain
 way, tensor by tensor on the host, whose bits must be the same. `weight_sync_check.py` runs the ways
 between processes of one GPU, each on its own.
 """
 
 import argparse
-import contextlib
-import json
+import itertools
 import os
-import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+from harness import Report
+from weight_server import ServerProcess, pace, serve, stand_in_cuda
+
+
+def shape(vocab: int, width: int, ffn: int, layers: int, heads: tuple[int, int], dim: int) -> dict:
+    """Return the sizes of a config.json; heads: (query, key)."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": dim,
+        "tie_word_embeddings": False,
+    }
+
 
 SHAPES = {
-    "8b": {
-        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "tie_word_embeddings": False,
-    },
-    "tiny": {
-        "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024,
-        "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 64, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
+    "8b": shape(151936, 4096, 12288, 36, (32, 8), 128),
+    "4b": shape(151936, 2560, 9728, 34, (32, 8), 128),  # 7.9 GB in bfloat16
+    "0.6b": shape(151936, 1024, 3072, 28, (16, 8), 128),
+    "64m": shape(32768, 512, 2048, 8, (8, 4), 64),  # 129 MB
+    "tiny": shape(4096, 256, 1024, 6, (4, 2), 64),
+}
 CHANGED = 0.015
 
 
-class Receiver(BaseHTTPRequestHandler):
-    """The routes of a server; its worker is one shelf."""
-
-    shelf, held, device, loaded, label = None, {}, None, {}, "default"
-    paused = pending_version = listener = None
-
-    def log_message(self, *arguments):
-        pass
-
-    def do_GET(self):
-        self.answer(None)
-
-    def do_POST(self):
-        size = int(self.headers.get("Content-Length") or 0)
-        self.answer(json.loads(self.rfile.read(size) or b"null"))
-
-    def answer(self, body):
-        path = self.path.split("?")[0]
-        try:
-            actual = ROUTES[path](body)
-            status = 200
-        except KeyError:
-            actual, status = {"detail": "Not Found"}, 404
-        except ValueError as error:
-            actual, status = {"error": {"message": str(error)}}, 500
-        raw = json.dumps(actual).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(raw)))
-        self.end_headers()
-        self.wfile.write(raw)
-
-
-def draw(body):
-    logprobs = {"content": [{"token_id": 1, "logprob": 0.0}]}
-    choice = {"token_ids": [1], "finish_reason": "length", "logprobs": logprobs}
-    return {"choices": [choice]}
-
-
-def connect(body):
-    from jaxtrain_vllm import weight_receiver
-
-    info = body["init_info"]
-    link = weight_receiver.connect(info, 0, Receiver.held, Receiver.shelf.begin(info["token"]))
-    Receiver.listener = threading.Thread(target=Receiver.shelf.listen, args=(link,), daemon=True)
-    Receiver.listener.start()
-
-
-def check(body):
-    Receiver.pending_version = body["update_info"]["version"]
-    Receiver.shelf.check(Receiver.pending_version, body["update_info"]["checksum"])
-
-
-def load(tensors):
-    """Copy everything to the GPU, into tensors that are there already after the first time."""
-    if Receiver.device is None:
-        return
-    import torch
-
-    from jaxtrain_vllm.pinned_memory import to_torch
-
-    where = find_device()
-    for name, (shape, dtype, bits) in tensors.items():
-        if name not in Receiver.loaded:
-            Receiver.loaded[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=where)
-        Receiver.loaded[name].copy_(to_torch(bits, shape, dtype, where))
-    if where == "cuda":
-        torch.cuda.synchronize()
-
-
-def commit(body):
-    if Receiver.device is not None:
-        Receiver.device.take(Receiver.shelf.memory, find_device())
-    Receiver.shelf.commit(Receiver.pending_version, load)
-
-
-def digest(body):
-    """{name: CRC of the bits} of all that was loaded."""
-    import torch
-
-    from jaxtrain_vllm import wire
-
-    largest = max(tensor.nbytes for tensor in Receiver.loaded.values())
-    room = torch.empty(largest, dtype=torch.uint8, pin_memory=find_device() == "cuda")
-    actual = {}
-    for name, tensor in Receiver.loaded.items():
-        part = room[: tensor.nbytes]
-        part.copy_(tensor.view(-1).view(torch.uint8))
-        bits = part.numpy().view(wire.BITS[tensor.itemsize])
-        actual[name] = wire.checksum({name: wire.WireTensor(tuple(tensor.shape), "bfloat16", bits)})
-    return actual
-
-
-def find_device():
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def open_shelf(transport):
-    """Return the receiver of a transport."""
-    from jaxtrain_vllm.shared_memory import SharedMemorySegment
-    from jaxtrain_vllm.weight_receiver import WeightReceiver
-
-    if transport == "device":
-        from jaxtrain_vllm.cuda_ipc import CudaIpcMemory, open_ipc_memory
-
-        opened = open_ipc_memory(find_device())
-        return WeightReceiver(
-            opened or (lambda messages: CudaIpcMemory(messages, "cpu", stand_in()))
-        )
-    if transport == "tcp":
-
-        def attach(described):
-            raise OSError("another host")
-
-        SharedMemorySegment.attach = attach
-    return WeightReceiver()
-
-
-def stand_in():
-    """For the driver, where there is none."""
-    sys.path.append(str(ROOT / "tests" / "generation"))
-    from host_cuda import HostCuda
-
-    return HostCuda()
-
-
-ROUTES = {
-    "/health": lambda body: {},
-    "/version": lambda body: {"version": "0.32.0"},
-    "/v1/models": lambda body: {"data": [{"id": "base", "max_model_len": 4096}]},
-    "/inference/v1/generate": draw,
-    "/get_world_size": lambda body: {"world_size": 1},
-    "/init_weight_transfer_engine": connect,
-    "/pause": lambda body: {},
-    "/resume": lambda body: {},
-    "/start_weight_update": lambda body: {},
-    "/update_weights": check,
-    "/finish_weight_update": commit,
-    "/digest": digest,
-}
-
-
-def serve(options):
-    """A server, until its input ends."""
-    Receiver.shelf = open_shelf(options.transport)
-    if options.load:
-        from jaxtrain_vllm.pinned_memory import PinnedArray
-
-        Receiver.device = PinnedArray()
-        if find_device() == "cuda":
-            import torch
-
-            torch.zeros(1, device="cuda")
-    Receiver.held = json.loads(sys.stdin.readline())
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(server.server_port, flush=True)
-    sys.stdin.read()
-    if Receiver.listener is not None:
-        Receiver.listener.join(5)
-
-
-def start_servers(count, options):
-    """Processes that will be servers once they are told what they hold (`tell_servers`)."""
-    local_value = [sys.executable, __file__, "--serve", "--transport", options.transport]
-    local_value += ["--load"] if options.load else []
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    actual = []
-    for _ in range(count):
-        pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        actual.append(subprocess.Popen(local_value, env=env, **pipe))
-    return actual
-
-
-def tell_servers(started, shapes):
-    """Their URLs; they hold tensors of these shapes."""
-    for process in started:
-        process.stdin.write(json.dumps(shapes) + "\n")
-        process.stdin.flush()
-    return [f"http://127.0.0.1:{int(process.stdout.readline())}" for process in started]
-
-
-def make_model(shape):
+def make_model(shape: str):
     """(entries, {path: shape}, {Hugging Face name: shape}) of a Qwen3 of that shape."""
     import jax
 
@@ -245,15 +74,16 @@ def make_model(shape):
     return entries, shapes, named
 
 
-def draw_params(shapes):
+def draw_params(shapes: dict) -> dict:
+    """Return random float32 parameters."""
     import jax
 
     make = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape), static_argnums=1)
     return {path: make(jax.random.key(i), s) for i, (path, s) in enumerate(shapes.items())}
 
 
-def change(params, seed):
-    """Other weights at some places: about CHANGED of them in bfloat16."""
+def change(params: dict, seed: int) -> None:
+    """Put other weights at some places: about CHANGED of them in bfloat16."""
     import jax
 
     @partial(jax.jit, donate_argnums=0)
@@ -267,187 +97,195 @@ def change(params, seed):
     jax.block_until_ready(params)
 
 
-def measure(started, options, model, params):
-    """Rows of the table for servers that were started."""
-    import jax
+class Trainer:
+    """The publisher of a run, its weights, and servers that it sends them to."""
 
-    from jaxtrain.config import SamplingConfig
-    from jaxtrain.config.vllm import VllmConfig
-    from jaxtrain.generation.vllm.servers import Servers
-    from jaxtrain.generation.weight_sync.device_layout import PublishedCopy, list_pieces
-    from jaxtrain.generation.weight_sync.publish_weights import TensorSet, WeightPublisher
+    def __init__(self, options, model, params, urls: list[str], fan_out: int, streams: int):
+        from jaxtrain.config import SamplingConfig
+        from jaxtrain.config.vllm import VllmConfig
+        from jaxtrain.generation.vllm.servers import Servers
+        from jaxtrain.generation.weight_sync.device_layout import PublishedCopy, list_pieces
+        from jaxtrain.generation.weight_sync.publish_weights import TensorSet, WeightPublisher
 
-    entries, _, named = model
-    count = len(started)
-    urls = tell_servers(started, {name: list(shape) for name, shape in named.items()})
-    config = VllmConfig(servers=urls, full_every=1000, wait_seconds=20, sync_seconds=60)
-    servers = Servers(config, SamplingConfig(), lambda line: print("!", line, flush=True))
-    servers.open()
+        self.options, self.params, self.urls = options, params, urls
+        self.entries, _, self.named = model
+        waits = {"wait_seconds": 20, "sync_seconds": 600, "full_every": 1000}
+        config = VllmConfig(servers=urls, fan_out=fan_out, streams=streams, **waits)
+        self.servers = Servers(config, SamplingConfig(), lambda line: print("!", line, flush=True))
+        self.servers.open()
+        retained = PublishedCopy() if options.base == "device" else None
 
-    retained = PublishedCopy() if options.base == "device" else None
+        def write(params, **how):
+            return list_pieces(params, self.entries, "bfloat16", retained, **how)
 
-    def write(params):
-        return list_pieces(params, entries, "bfloat16", retained)
+        self.publisher = WeightPublisher(
+            self.servers,
+            write,
+            TensorSet(self.named),
+            delta=True,
+            ahead=True,
+            find=partial(write, compare=True) if retained else None,
+            device=self.open_device() if options.transport == "device" else None,
+        )
+        self.version = -1
 
-    def find(params):
-        return list_pieces(params, entries, "bfloat16", retained, compare=True)
+    def open_device(self):
+        """Return the trainer's image of the weights in GPU memory."""
+        import jax
 
-    publisher = WeightPublisher(
-        servers, write, TensorSet(named), delta=True, ahead=True,
-        find=find if retained else None,
-        device=open_device(named, entries) if options.transport == "device" else None,
-    )  # fmt: skip
-    rows, version = [], -1
-    plan = [("full", False)] * options.repeat + [("delta", True)] * options.repeat
-    start = time.perf_counter()
-    for _ in range(2):  # memory is touched for the first time, functions are compiled
-        publisher.publish(version := version + 1, params)
-        publisher.delivery.wait()
-    took = time.perf_counter() - start
-    print(f"# {count} servers, {options.transport}: ready; twice in {took:.1f} s", flush=True)
-    for kind, delta in plan:
-        change(params, version)
-        publisher.delta = delta
-        jax.block_until_ready(params)
+        from jaxtrain.generation.weight_sync.device_image import DeviceImage
+        from jaxtrain.generation.weight_sync.device_layout import list_rows
+        from jaxtrain_vllm.cuda_driver import Cuda
+
+        def rows(params, homes):
+            return list_rows(params, self.entries, "bfloat16", homes)
+
+        cuda = Cuda() if jax.default_backend() in ("gpu", "cuda") else stand_in_cuda()
+        return DeviceImage(self.named, "bfloat16", rows, cuda)
+
+    def publish(self, delta: bool = True) -> dict:
+        """Send the parameters and return the parts of what it took."""
+        self.version += 1
+        self.publisher.delta = delta
         start = time.perf_counter()
-        blocked = publisher.publish(version := version + 1, params)["sync/blocked_seconds"]
-        parts = publisher.delivery.wait()
+        blocked = self.publisher.publish(self.version, self.params)["sync/blocked_seconds"]
+        parts = self.publisher.delivery.wait()
         seconds = time.perf_counter() - start
-        assert not servers.counters["servers_lost"]
-        assert options.transport != "device" or publisher.device, "it went through the host"
-        row = {"servers": count, "transport": options.transport, "kind": kind}
-        row |= {"base": options.base, "sent": "delta" if parts["sync/delta"] else "all"}
-        row |= {"seconds": seconds, "blocked": blocked, "checksum": parts["sync/checksum_seconds"]}
-        row |= {"stage": parts["sync/stage_seconds"], "pause": parts["sync/pause_seconds"]}
-        size = (sum(array.size for array in params.values()) * 2 * count) / 1e9
-        row |= {"GB": size, "GB/s": size / seconds, "tcp_GB": parts["sync/tcp_bytes"] / 1e9}
-        rows.append(row | {"changed": parts.get("sync/changed", 1.0)})
-        show(rows[-1])
-        if options.verify and (kind, delta) not in plan[version - 1 :]:
-            verify(urls, entries, params)
-    if options.plain and count == options.servers[0]:
-        rows.append(compare_with_plain(publisher, entries, named, params))
-        show(rows[-1])
-    publisher.close()
-    stop(started)
-    return rows
+        assert not self.servers.counters["servers_lost"]
+        through_host = self.options.transport == "device" and not self.publisher.device
+        assert not through_host, "it went through the host"
+        size = sum(array.size for array in self.params.values()) * 2 * len(self.urls) / 1e9
+        return {
+            "sent": "delta" if parts["sync/delta"] else "all",
+            "seconds": seconds,
+            "blocked": blocked,
+            "checksum": parts["sync/checksum_seconds"],
+            "stage": parts["sync/stage_seconds"],
+            "pause": parts["sync/pause_seconds"],
+            "GB": size,
+            "GB/s": size / seconds,
+            "tcp_GB": parts["sync/tcp_bytes"] / 1e9,
+            "changed": parts.get("sync/changed", 1.0),
+        }
+
+    def measure(self, report: Report, **labels) -> None:
+        """Add rows of whole versions and of deltas."""
+        for _ in range(2):  # memory is touched for the first time, functions are compiled
+            self.publish()
+        plan = [False] * self.options.repeat + [True] * self.options.repeat
+        for index, delta in enumerate(plan):
+            change(self.params, self.version)
+            kind = "delta" if delta else "full"
+            report.add(**labels, kind=kind, base=self.options.base, **self.publish(delta))
+            if self.options.verify and delta not in plan[index + 1 :]:
+                self.verify()
+
+    def verify(self) -> None:
+        """AssertionError unless all bytes are what the host's way makes of the parameters."""
+        import numpy as np
+
+        from jaxtrain.generation.vllm.control import call
+        from jaxtrain.generation.weight_sync.device_layout import list_pieces
+        from jaxtrain.generation.weight_sync.host_image import look_ahead
+        from jaxtrain_vllm import wire
+
+        with ThreadPoolExecutor() as pool:
+            digests = [pool.submit(call, url, "GET", "/digest", timeout=60) for url in self.urls]
+            room, filled, expected = np.zeros(0, "<u2"), 0, {}
+            for piece in look_ahead(list_pieces(self.params, self.entries, "bfloat16")):
+                size = int(np.prod(piece.shape))  # the pieces of a tensor come one after the other
+                if room.size < size:
+                    room = np.zeros(size, room.dtype)
+                bits, array = room[:size], np.asarray(piece.array)
+                bits.reshape(piece.shape)[piece.index] = array.view(bits.dtype)
+                filled += array.size
+                if filled == size:
+                    tensor = wire.WireTensor(piece.shape, "bfloat16", bits)
+                    expected[piece.name], filled = wire.checksum({piece.name: tensor}), 0
+            actual = [digest.result() for digest in digests]
+        differ = [n for n in expected for sums in actual if sums.get(n) != expected[n]]
+        print(f"verified {len(actual)} servers, {len(expected)} tensors, {len(differ)} differ")
+        assert not differ and set(expected) == set(actual[0]), f"other bytes in {differ[:5]}"
+
+    def compare_with_plain(self, report: Report) -> None:
+        """Add the seconds of the plain way, on the host in one thread; AssertionError for other
+        bits."""
+        import numpy as np
+
+        from jaxtrain.generation.weight_sync.publish_weights import collect
+        from jaxtrain_vllm import wire
+
+        start = time.perf_counter()
+        pieces = (
+            piece
+            for entry in self.entries
+            for piece in entry.op.write(np.asarray(self.params[entry.param]), np.asarray)
+        )
+        tensors = collect(pieces, self.named, "bfloat16")
+        report.add(kind="plain, on the host", seconds=time.perf_counter() - start)
+        assert wire.checksum(tensors) == self.publisher.newest.checksum, "other bits"
 
 
-def stop(started):
-    for process in started:
-        with contextlib.suppress(OSError):  # it is dead already
-            process.stdin.close()
-    for process in started:
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
+def start_servers(options, addresses: list[str]) -> list[ServerProcess]:
+    """Start the processes of servers at these addresses."""
+    command = [sys.executable, __file__, "--transport", options.transport]
+    command += ["--rate", str(options.rate), *(["--load"] if options.load else [])]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return [ServerProcess(command, address, env) for address in addresses]
 
 
-def open_device(named, entries):
-    """The trainer's image of the weights in GPU memory."""
-    import jax
-
-    from jaxtrain.generation.weight_sync.device_image import DeviceImage
-    from jaxtrain.generation.weight_sync.device_layout import list_rows
-    from jaxtrain_vllm.cuda_driver import Cuda
-
-    def rows(params, homes):
-        return list_rows(params, entries, "bfloat16", homes)
-
-    cuda = Cuda() if jax.default_backend() in ("gpu", "cuda") else stand_in()
-    return DeviceImage(named, "bfloat16", rows, cuda)
+def list_addresses(options) -> list[list[str]]:
+    """Return the servers' addresses in each case; those of --hosts are not the trainer's."""
+    if not options.hosts:
+        return [["127.0.0.1"] * count for count in options.servers]
+    return [[f"127.0.0.{host + 2}" for host, n in enumerate(options.hosts) for _ in range(n)]]
 
 
-def verify(urls, entries, params):
-    """AssertionError unless all bytes are what the host's way makes of the parameters."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    import numpy as np
-
-    from jaxtrain.generation.vllm.control import call
-    from jaxtrain.generation.weight_sync.device_layout import list_pieces
-    from jaxtrain.generation.weight_sync.host_image import look_ahead
-    from jaxtrain_vllm import wire
-
-    start = time.perf_counter()
-    with ThreadPoolExecutor() as pool:
-        held = [pool.submit(call, url, "GET", "/digest", timeout=60) for url in urls]
-        room, filled, expected = np.zeros(0, "<u2"), 0, {}
-        for piece in look_ahead(list_pieces(params, entries, "bfloat16")):
-            size = int(np.prod(piece.shape))  # the pieces of a tensor come one after the other
-            if room.size < size:
-                room = np.zeros(size, room.dtype)
-            bits, array = room[:size], np.asarray(piece.array)
-            bits.reshape(piece.shape)[piece.index] = array.view(bits.dtype)
-            filled += array.size
-            if filled == size:
-                tensor = wire.WireTensor(piece.shape, "bfloat16", bits)
-                expected[piece.name], filled = wire.checksum({piece.name: tensor}), 0
-        actual = [done.result() for done in held]
-    differ = [name for name in expected for held in actual if held.get(name) != expected[name]]
-    messages = {"verified": len(actual), "tensors": len(expected), "differ": len(differ)}
-    show(messages | {"seconds": time.perf_counter() - start})
-    assert not differ and set(expected) == set(actual[0]), f"other bytes in {differ[:5]}"
-
-
-def compare_with_plain(publisher, entries, named, params):
-    """Seconds of the plain way, on the host in one thread; AssertionError for other bits."""
-    import numpy as np
-
-    from jaxtrain.generation.weight_sync.publish_weights import collect
-    from jaxtrain_vllm import wire
-
-    start = time.perf_counter()
-    pieces = (p for e in entries for p in e.op.write(np.asarray(params[e.param]), np.asarray))
-    tensors = collect(pieces, named, "bfloat16")
-    row = {"kind": "plain, on the host", "seconds": time.perf_counter() - start}
-    assert wire.checksum(tensors) == publisher.newest.checksum, "other bits than the plain way's"
-    return row | {"bits": "the same"}
-
-
-def show(row):
-    cells = (f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
-    print("  ".join(cells), flush=True)
-
-
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--hosts", type=int, nargs="+", help="servers of each host")
     parser.add_argument("--transport", choices=["shared", "tcp", "device"], default="shared")
     parser.add_argument("--base", choices=["host", "device"], default="host")
+    parser.add_argument("--fan-out", type=int, nargs="+", default=[8], help="rollout.vllm.fan_out")
+    parser.add_argument("--streams", type=int, nargs="+", default=[4], help="rollout.vllm.streams")
+    parser.add_argument("--rate", type=float, default=0.0, help="MB a second of each process")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--load", action="store_true")
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.load = options.load or options.verify or options.transport == "device"
     if options.serve:
         return serve(options)
-    waiting = [start_servers(number, options) for number in options.servers]
+    pace(options.rate)
+    ways = list(itertools.product(list_addresses(options), options.fan_out, options.streams))
+    waiting = [start_servers(options, addresses) for addresses, _, _ in ways]
     try:
-        run(options, waiting)
+        report, model = Report(options.out), make_model(options.shape)
+        params = draw_params(model[1])
+        report.header["parameters"] = sum(array.size for array in params.values())
+        print(f"# {report.header}, {os.cpu_count()} cores", flush=True)
+        for index, (started, (_, fan_out, streams)) in enumerate(zip(waiting, ways, strict=True)):
+            shapes = {name: list(shape) for name, shape in model[2].items()}
+            urls = [server.open(shapes) for server in started]
+            trainer = Trainer(options, model, params, urls, fan_out, streams)
+            labels = {"servers": len(urls), "transport": options.transport}
+            if options.hosts:
+                labels |= {"hosts": len(options.hosts), "fan_out": fan_out, "streams": streams}
+            trainer.measure(report, **labels)
+            if options.plain and index == 0:
+                trainer.compare_with_plain(report)
+            trainer.publisher.close()
     finally:
-        for started in waiting:
-            stop(started)
-
-
-def run(options, waiting):
-    import jax
-
-    model = make_model(options.shape)
-    params = draw_params(model[1])
-    count = sum(array.size for array in params.values())
-    device = jax.devices()[0].device_kind
-    print(f"# {count / 1e9:.2f} B parameters in float32 on {device}, {os.cpu_count()} cores")
-    rows = [row for started in waiting for row in measure(started, options, model, params)]
-    if options.out:
-        header = {"command": " ".join(["python", *sys.argv]), "hardware": device}
-        header |= {"cores": os.cpu_count(), "jax": jax.__version__, "parameters": count}
-        options.out.write_text(json.dumps(header | {"rows": rows}, indent=1) + "\n")
+        servers = [server for started in waiting for server in started]
+        for server in servers:
+            server.hang_up()
+        for server in servers:
+            server.wait()
 
 
 if __name__ == "__main__":

@@ -12,28 +12,35 @@ import argparse
 import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from harness import log, query_gpu, run_limited, write_json
+
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 SIZE = 2**28
 HELD_GB = {"8b": (33.0, 16.4), "tiny": (0.1, 0.1)}
 """GB of the trainer's weights in float32, and of one copy in bfloat16."""
+CASES = (
+    (1, "device", "--verify"),
+    (4, "device", "--verify"),
+    (4, "shared", "--load"),
+    (1, "shared", "--load"),
+)
+"""(servers, transport, option) of weight_sync.py."""
 
 
-def lend(folder):
-    """Owner of lent memory, until it is killed."""
+def lend(folder: Path) -> None:
+    """Own lent memory until killed."""
     from jaxtrain_vllm.cuda_driver import Cuda
 
     cuda = Cuda()
     position = cuda.allocate(0, SIZE)
-    created = bytes(range(256)) * (SIZE // 256)
-    host = ctypes.create_string_buffer(created, SIZE)
+    host = ctypes.create_string_buffer(bytes(range(256)) * (SIZE // 256), SIZE)
     with cuda._on(0):
         cuda._call("cuMemcpyHtoD_v2", ctypes.c_uint64(position), host, ctypes.c_size_t(SIZE))
     (folder / "handle.part").write_bytes(cuda.export(0, position))
@@ -41,8 +48,8 @@ def lend(folder):
     time.sleep(60)
 
 
-def borrow(folder):
-    """Reads lent memory, has its owner killed, and says what becomes of the own GPU."""
+def borrow(folder: Path) -> None:
+    """Read lent memory, kill its owner, and check that this process's GPU goes on."""
     import torch
 
     from jaxtrain_vllm.cuda_driver import Cuda
@@ -54,14 +61,13 @@ def borrow(folder):
     expected = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(SIZE // 256)
     actual = torch.zeros_like(expected)
 
-    def read(label):
+    def read(label: str) -> None:
         try:
             actual.zero_()
             cuda.copy(0, actual.data_ptr(), position, SIZE, stream)
             torch.cuda.synchronize()
-            print(
-                f"{label}: {'the right bytes' if torch.equal(actual, expected) else 'OTHER BYTES'}"
-            )
+            same = torch.equal(actual, expected)
+            print(f"{label}: {'the right bytes' if same else 'OTHER BYTES'}", flush=True)
         except (OSError, RuntimeError) as error:
             print(f"{label}: {error!r:.300}", flush=True)
 
@@ -85,7 +91,7 @@ def borrow(folder):
     print(f"the GPU goes on: {'yes' if total == 1000 else 'NO'}", flush=True)
 
 
-def wait_for(file, owner):
+def wait_for(file: Path, owner: subprocess.Popen) -> None:
     end = time.monotonic() + 20
     while not file.exists():
         if owner.poll() is not None or time.monotonic() > end:
@@ -93,38 +99,22 @@ def wait_for(file, owner):
         time.sleep(0.02)
 
 
-def run_case(name, command, seconds, env):
-    """Run a case and return True if it ended well in time; its output is shown as it comes."""
-    print(f"## {name} (at most {seconds:.0f} s)", flush=True)
-    start = time.monotonic()
-    process = subprocess.Popen(command, env=env, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        code = process.wait(max(1.0, seconds))
-        messages = "ok" if code == 0 else f"FAILED with {code}"
-    except subprocess.TimeoutExpired:
-        messages = "FAILED: too late"
-    try:
-        os.killpg(process.pid, signal.SIGKILL)  # whatever it left behind
-    except ProcessLookupError:
-        pass
-    process.wait()
-    print(f"## {name}: {messages}, {time.monotonic() - start:.1f} s", flush=True)
-    return messages == "ok"
+def list_cases(shape: str, total: float | None, folder: Path) -> dict[str, tuple[list[str], float]]:
+    """Return {name: (command, GB of the GPU that it needs beside the trainer's own)}; total: of
+    the GPU, None without one."""
+    driver = [__file__, "--role", "borrow", "--folder", str(folder)]
+    cases = {"the driver alone": (driver, 0.0)} if total else {}
+    for servers, transport, option in CASES:
+        command = [str(ROOT / "benchmarks" / "weight_sync.py"), "--repeat", "2", option]
+        command += ["--shape", shape, "--servers", str(servers), "--transport", transport]
+        command += ["--out", str(folder / f"{transport}{servers}.json")]
+        copies = servers + (transport == "device")
+        needed = copies * HELD_GB[shape][1] + servers * 2.5 + 3
+        cases[f"{transport}, {servers} server{'s' * (servers > 1)}"] = (command, needed)
+    return cases
 
 
-def measure_memory():
-    """GB of the GPU, None without one."""
-    ask = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        actual = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        print(f"# no GPU is seen: {error}", flush=True)
-        return None
-    print(f"# {actual.splitlines()[0]} MiB", flush=True)
-    return int(actual.splitlines()[0].split(",")[1]) * 2**20 / 1e9
-
-
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=sorted(HELD_GB), default="8b")
     parser.add_argument("--seconds", type=float, default=140, help="for all cases together")
@@ -135,61 +125,29 @@ def main():
     options = parser.parse_args()
     if options.role:
         return {"lend": lend, "borrow": borrow}[options.role](options.folder)
-    end, total = time.monotonic() + options.seconds, measure_memory()
-    runs, messages = [], {}
+    memory = query_gpu("memory.total")  # "143771 MiB"
+    total = None if memory == "CPU" else int(memory.split()[0]) * 2**20 / 1e9
+    end, results, runs = time.monotonic() + options.seconds, {}, []
+    os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": text + "/compiled"}
-        env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONUNBUFFERED": "1"}
-        if total:
-            local_value = [sys.executable, __file__, "--role", "borrow", "--folder", text]
-            messages["the driver alone"] = run_case("the driver alone", local_value, 40, env)
-        for number, transport, extra in (
-            (1, "device", ["--verify"]),
-            (4, "device", ["--verify"]),
-            (4, "shared", ["--load"]),
-            (1, "shared", ["--load"]),
-        ):
-            name = f"{transport}, {number} server{'s' * (number > 1)}"
-            weights, copy = HELD_GB[options.shape]
-            peers = (number + (transport == "device")) * copy + number * 2.5 + 3
-            if total and weights + 8 + peers > total:
-                print(f"## {name}: skipped, it needs {weights + 8 + peers:.0f} GB", flush=True)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = text + "/compiled"
+        for name, (command, peers) in list_cases(options.shape, total, folder).items():
+            weights = HELD_GB[options.shape][0] if peers else 0.0
+            limit = min(end - time.monotonic(), options.case_seconds)
+            if limit < 15 or (total and weights + 8 + peers > total):
+                log(f"{name}: skipped, it needs {weights + 8 + peers:.0f} GB and 15 s")
                 continue
-            remaining = end - time.monotonic()
-            if remaining < 15:
-                print(f"## {name}: skipped, no time is left", flush=True)
-                continue
-            if total:
-                share = min(0.75, (0.97 * total - peers) / total)
-                env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{share:.2f}"
-            out = folder / f"{transport}{number}.json"
-            local_value = [
-                sys.executable,
-                str(ROOT / "benchmarks" / "weight_sync.py"),
-                "--repeat",
-                "2",
-            ]
-            local_value += [
-                "--shape",
-                options.shape,
-                "--servers",
-                str(number),
-                "--transport",
-                transport,
-            ]
-            local_value += [*extra, "--out", str(out)]
-            messages[name] = run_case(name, local_value, min(remaining, options.case_seconds), env)
-            if out.exists():
-                runs.append(json.loads(out.read_text()))
-    print("# " + "; ".join(f"{name}: {'ok' if ok else 'FAILED'}" for name, ok in messages.items()))
-    for run in runs:
-        for row in run["rows"]:
-            short = {k: row[k] for k in ("seconds", "blocked", "checksum", "stage", "pause")}
-            cells = "  ".join(f"{k} {v:.3f}" for k, v in short.items())
-            print(f"{row['transport']:>6} {row['servers']} {row['kind']:>5}  {cells}")
+            share = f"{min(0.75, (0.97 * total - peers) / total) if total else 0.75:.2f}"
+            env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": share}
+            output, failed = run_limited([sys.executable, *command], limit, env=env)
+            results[name] = failed is None
+            log(f"{name}: {failed or 'ok'}\n{output}")
+        for path in sorted(folder.glob("*.json")):
+            runs.append(json.loads(path.read_text()))
+    log("; ".join(f"{name}: {'ok' if ok else 'FAILED'}" for name, ok in results.items()))
     if options.out:
-        options.out.write_text(json.dumps({"runs": runs, "cases": messages}, indent=1) + "\n")
+        write_json(options.out, {"runs": runs, "cases": results})
 
 
 if __name__ == "__main__":

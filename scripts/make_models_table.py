@@ -7,7 +7,7 @@ A family is in it once tests/models/families_*.py have a tiny config of it. What
 say is asked of the model of that config; devices are the meshes on which test_models_families.py
 and the tests named below compare it with one device; vLLM's classes are those of its registry,
 which a test with a real server checks; what its log-probs were is in files that
-benchmarks/served_families.py and served_adapters.py write.
+benchmarks/served_families.py and served_families.py --adapter all-linear write.
 """
 
 import argparse

@@ -111,26 +111,17 @@ def sweep(monkeypatch):
 
 
 class NoInputs:
-    """A sweep's inputs whose functions are only the config that they would be compiled for."""
-
-    class arrangement:
-        moved = [1]
+    """A sweep's inputs of which a kernel's are only the config that it would be compiled for."""
 
     def __init__(self, case):
         pass
 
-    def forward(self, config, arranged):
-        return (config, arranged), ()
-
-    def backward(self, kernel, config, arranged):
-        return (config, arranged), ()
+    def arrays(self, kernel, config):
+        return (config,)
 
 
 def test_a_sweep_saves_its_winners(tables, sweep, monkeypatch, capsys):
-    def milliseconds(run, budget_s):
-        config, arranged = run
-        if not arranged:  # as fast as one likes: keys in a row's own order are not what runs
-            return {"ms": 0.5}
+    def milliseconds(run, config, budget_s):
         if isinstance(config, gpu_fwd.Config):
             return {"ms": 1.0 if config.k_block == 256 else 2.0}
         if isinstance(config, gpu_dkv.Config):
@@ -139,8 +130,7 @@ def test_a_sweep_saves_its_winners(tables, sweep, monkeypatch, capsys):
             raise NotImplementedError("too large")
         return {"ms": 1.5 if config.in_registers else 2.0}
 
-    monkeypatch.setattr(sweep, "Inputs", NoInputs)
-    monkeypatch.setattr(sweep, "around", lambda *_: None)
+    monkeypatch.setattr(sweep, "HopperInputs", NoInputs)
     monkeypatch.setattr(sweep, "jax_ms", milliseconds)
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--case", "32k_h16_8_d64", "--save"])
     sweep.main()

@@ -137,6 +137,11 @@ def test_chunks_are_chains_and_states_are_where_they_are_looked_for(name):
     assert sorted(seen) == sorted({t for path in branches for t in path})
 
 
+@jax.jit
+def find_links(until, prev):
+    return gpu_windows.find_links(until, 2, gpu_windows.cut(prev, until))[0]
+
+
 @pytest.mark.parametrize(
     "forest",
     [
@@ -153,7 +158,7 @@ def test_windows_of_the_hopper_kernels(forest):
     row, count = testing.pack(forest, T), sum(size for size, _ in forest)
     until = np.where(np.arange(T) < count, row["until"], 0).astype(np.int32)[None]
     prev = row["prev"].astype(np.int32)[None]
-    links, _ = gpu_windows.find_links(jnp.asarray(until), 2, gpu_windows.cut(prev, until))
+    links = find_links(jnp.asarray(until), jnp.asarray(prev))
     window, offset, length = (np.asarray(x[0]) for x in (links.window, links.offset, links.length))
     total = int(links.total[0])
     assert 0 < total <= len(window) and (length[:total] > 0).all() and not length[total:].any()
@@ -165,9 +170,9 @@ def test_windows_of_the_hopper_kernels(forest):
     assert sorted(tokens) == list(range(count))
 
     x = np.random.default_rng(0).standard_normal((1, T, 3), np.float32)
-    by_chunk = gpu_windows.by_chunk(links, jnp.asarray(x), False)
+    by_chunk = jax.jit(gpu_windows.by_chunk, static_argnums=2)(links, jnp.asarray(x), False)
     assert by_chunk.shape == (1, len(window), 3, C)
-    back = gpu_windows.from_chunks(links, by_chunk, False, T)
+    back = jax.jit(gpu_windows.from_chunks, static_argnums=(2, 3))(links, by_chunk, False, T)
     np.testing.assert_array_equal(back[0], np.where(np.arange(T)[:, None] < count, x[0], 0.0))
 
     full = {t for s, n in ranges if n == C for t in range(s // tile, (s + n) // tile)}
@@ -217,8 +222,10 @@ def draw_step(dtype="float32", rows=3):
 def test_the_kernel_of_decoding(dtype):
     """Interpreted, in two programs a head: beside XLA; a row without a token keeps every bit."""
     *arguments, until, state = draw_step(dtype)
-    out, S = gpu_decode.run(gpu_decode.Config(columns=32), *arguments, until, state, interpret=True)
-    expected, wanted_S = xla.gated_delta(*arguments, until, state=state)
+    config = gpu_decode.Config(columns=32)
+    kernel = jax.jit(functools.partial(gpu_decode.run, config, interpret=True))
+    out, S = kernel(*arguments, until, state)
+    expected, wanted_S = jax.jit(xla.gated_delta)(*arguments, until, state=state)
     np.testing.assert_allclose(S, wanted_S, atol=2e-6)
     close = 2e-6 if dtype == "float32" else 2**-7
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, expected)), atol=close)

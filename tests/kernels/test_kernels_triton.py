@@ -306,14 +306,14 @@ def test_kernels_compile_for_five_generations(tmp_path):
 
 
 def test_a_sweep_fills_the_table(monkeypatch, tmp_path):
-    """benchmarks/sweep_triton.py with times by formula instead of by a GPU."""
+    """benchmarks/sweep.py --impl triton with times by formula instead of by a GPU."""
     folder = Path(__file__).parents[2] / "benchmarks"
     before = set(sys.modules)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(autotune, "TABLES", tmp_path)
     autotune.table.cache_clear()
     try:
-        import sweep_triton as sweep
+        import sweep
 
         def milliseconds(run, budget_s):
             config = run()
@@ -324,9 +324,9 @@ def test_a_sweep_fills_the_table(monkeypatch, tmp_path):
         monkeypatch.setattr(sweep, "jax_ms", milliseconds)
         report = sweep.Report(None)
         with triton_call.compile_for(89):
-            work = sweep.find_work(["product"], ["t8192"])
+            work = sweep.find_work("triton", ["product"], ["t8192"])
             assert [w.near for w in work] == [{"K": 2048, "N": 768}, {"K": 768, "N": 2048}]
-            work = work[0]._replace(run=lambda config: config, arrays=tuple)
+            work = work[0]._replace(run=lambda config: config, load=sweep.for_all)
             entry = sweep.measure(work, report)
             autotune.save(work.table, autotune.device_kind(), "here", [entry])
             actual = grouped_triton.choose(grouped_triton.PRODUCT, 128, K=2048, N=768)
