@@ -126,6 +126,16 @@ def fetch(peft: PeftFolder, name: str, index: Any = ()) -> np.ndarray:
     return peft.files.fetch(name, index or full_index(peft.files.tensors[name].shape))
 
 
+class MergeReport(NamedTuple):
+    """Result of a merge."""
+
+    changed: int
+    """Number of tensors that the adapter changed."""
+    lost: float
+    """Rounding of the merged tensors to the dtypes that they are stored in, as a share of the
+    adapter's changes: the ratio of the two root mean squares."""
+
+
 class MatrixLocation(NamedTuple):
     """The location of a parameter's matrix in a tensor of a folder."""
 
@@ -200,14 +210,14 @@ def merge_adapter(
     quantize: str = "none",
     family: str | None = None,
     keys: Mapping[str, Any] = MappingProxyType({}),
-) -> int:
+) -> MergeReport:
     """Write the model of `base` with the PEFT folder `adapter` merged in to `output`, with the
     adapter's tokenizer if it has one.
 
     Tensors keep their dtypes unless `dtype` is set. quantize: storage of the weights during
     training; tensors stored so are quantized and dequantized before the merge. family: as
-    model.family. keys: values of config.json that the adapter's tokens change. Returns the number
-    of changed tensors; raises one UserError for all that cannot be merged, before writing.
+    model.family. keys: values of config.json that the adapter's tokens change. Raises one UserError
+    for all that cannot be merged, before writing.
     """
     base, output = Path(base), Path(output)
     files = open_folder(base)
@@ -217,7 +227,10 @@ def merge_adapter(
     corrections = find_corrections(files, peft, config)
     restore = None if quantize == "none" or config is None else RoundTrip(config, quantize, files)
 
+    change_square = rounding_square = 0.0
+
     def change(name: str, array: np.ndarray, index: int | None) -> np.ndarray:
+        nonlocal change_square, rounding_square
         if restore is not None:
             array = restore(name, array, index)
         if name not in corrections:
@@ -228,6 +241,12 @@ def merge_adapter(
                 f"{name} with {str(adapter)!r} merged in holds NaN or infinite values: it or the"
                 f" tensor of {str(base)!r} does, or their sum does not fit into {merged.dtype}"
             )
+        wide = merged.astype(np.float32)
+        stored = wide.astype(dtype or array.dtype).astype(np.float32)
+        rounding_square += float(np.square(stored - wide).sum(dtype=np.float64))
+        rows = slice(min(len(wide), len(array)))  # a table may grow
+        delta = wide[rows] - array[rows].astype(np.float32)
+        change_square += float(np.square(delta).sum(dtype=np.float64))
         return merged
 
     shapes = find_grown(files, peft, corrections)
@@ -237,7 +256,8 @@ def merge_adapter(
     copy_tokenizer(Path(adapter), output)
     if "eos_token_id" in keys:
         add_eos(output / GENERATION, keys["eos_token_id"])
-    return len(corrections)
+    lost = (rounding_square / change_square) ** 0.5 if change_square else 0.0
+    return MergeReport(len(corrections), lost)
 
 
 def add_eos(file: Path, eos: int) -> None:

@@ -149,6 +149,15 @@ def find_conflicts(config: Config):
             " optim.gradient_accumulation_steps"
         )
     yield from data.find_split_conflicts()
+    if run.overwrite and run.resume == "required":
+        yield 'run.overwrite is true and run.resume is "required"; keep one'
+    for name in ("datasets", "eval_datasets"):
+        for index, dataset in enumerate(getattr(data, name)):
+            if dataset.tools and not config.task.trees:
+                yield (
+                    f"data.{name}.{index}.tools has no effect without task.kind tree: remove it,"
+                    " and give rows their tools in a column"
+                )
     yield from find_size_conflicts(config)
     yield from find_parallel_conflicts(config.parallel)
     evaluates = data.eval_datasets or config.eval.sets

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jaxtrain_kernels import logp_gather, tree_attention
+from jaxtrain_kernels.grouped_matmul import moe
 
 from jaxtrain.config import Config, ModelConfig, ParallelConfig
 from jaxtrain.core.architecture import (
@@ -66,6 +68,7 @@ def build_model_bundle(
     """
     if config.run.compile_cache:
         keep_compiled()
+    check_backends(config.model)
     folder, raw = find_architecture(config.model)
     if folder is not None and is_main_process():
         from jaxtrain.huggingface.generation import find_problem
@@ -152,6 +155,20 @@ def model_options(model: ModelConfig) -> dict[str, Any]:
         "attention_impl": model.attention,
         "experts_impl": model.experts,
     }
+
+
+def check_backends(model: ModelConfig) -> None:
+    """Refuse names of backends that their op does not have."""
+    backends = {
+        "attention": tree_attention.BACKENDS,
+        "logp": logp_gather.BACKENDS,
+        "experts": moe.BACKENDS,
+    }
+    for key, known in backends.items():
+        if (name := getattr(model, key)) not in ("auto", *known):
+            raise UserError(
+                f"model.{key} {name!r} is no backend; choose one of auto, {', '.join(known)}"
+            )
 
 
 def make_product(model: ModelConfig) -> Fp8Product | None:

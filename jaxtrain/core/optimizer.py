@@ -1,6 +1,7 @@
 """Optimizers and schedules from optax, chosen and masked by the config's plain numbers."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -131,7 +132,8 @@ def _named(
     decay = optim.weight_decay
     if optim.name not in OPTIMIZERS:
         facts = {"weight_decay": decay, "mask": mask}
-        return make_outside("optimizers", "name", "options", optim, facts, schedule)
+        made = make_outside("optimizers", "name", "options", optim, facts, schedule)
+        return name_errors(made, f"optim.name {optim.name!r}")
     match optim.name:
         case "adamw":
             return optax.adamw(
@@ -213,6 +215,30 @@ def make_outside(
         options_key=f"optim.{options}",
         argument_names="learning_rate" if args else "",
     )
+
+
+def name_errors(made: Any, key: str) -> optax.GradientTransformation:
+    """Return a plugin's transformation whose errors are UserErrors that name its key. Raises
+    UserError for what is no transformation."""
+
+    def named(method: str) -> Callable[..., Any]:
+        call = getattr(made, method, None)
+        if not callable(call):
+            raise UserError(
+                f"{key} makes a {type(made).__name__} without {method!r}; an optimizer is an optax"
+                " GradientTransformation"
+            )
+
+        def run(*arguments: Any) -> Any:
+            try:
+                return call(*arguments)
+            except Exception as error:  # the border: whatever foreign code may raise
+                described = plugins.describe(error)
+                raise UserError(f"{key} fails in its {method}: {described}") from error
+
+        return run
+
+    return optax.GradientTransformation(named("init"), named("update"))
 
 
 VECTORS = (

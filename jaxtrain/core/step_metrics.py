@@ -137,6 +137,31 @@ class StepReader:
         )
 
 
+class ZeroGradientWarning:
+    """Says once that gradients have been zero for many steps, so that nothing trains."""
+
+    STEPS = 10
+    """Steps in a row."""
+
+    def __init__(self) -> None:
+        self.zeros: dict[str, int] = {}
+        """Steps in a row with zero gradients, by metric: with several policies each has one."""
+
+    def check(self, values: dict[str, float]) -> str | None:
+        """Return a warning the first time that gradients were zero over the last steps."""
+        for name, value in values.items():
+            if name.rpartition("/")[2] != "grad_norm":
+                continue
+            self.zeros[name] = self.zeros.get(name, 0) + 1 if value == 0 else 0
+            if self.zeros[name] == self.STEPS:
+                return (
+                    f"warning: {name} has been 0 for {self.STEPS} steps in a row, so nothing is"
+                    " learned: the loss has no weight anywhere (rewards that are all equal, masks"
+                    " that leave out every token), or what is trained takes no part in it"
+                )
+        return None
+
+
 class ExpertOverflowWarning:
     """Says once that experts on other devices get more tokens than fit into a round."""
 

@@ -16,7 +16,12 @@ from typing_extensions import override
 from jaxtrain.batch import Batch
 from jaxtrain.core.hooks import Hook
 from jaxtrain.core.session import Session
-from jaxtrain.core.step_metrics import ExpertOverflowWarning, PendingStep, StepReader
+from jaxtrain.core.step_metrics import (
+    ExpertOverflowWarning,
+    PendingStep,
+    StepReader,
+    ZeroGradientWarning,
+)
 from jaxtrain.core.task import Round
 from jaxtrain.runs.sinks import Sinks
 from jaxtrain.runs.watchdog import Watchdog
@@ -29,7 +34,8 @@ class StepReports(Hook):
         """observers: runs.observers.dispatch.Observers, or NoObservers."""
         self.session, self.log_every = session, session.config.log.every
         self.sinks, self.watchdog, self.observers = sinks, watchdog, observers
-        self.reader, self.overflow = StepReader(session), ExpertOverflowWarning()
+        self.reader = StepReader(session)
+        self.checks = ExpertOverflowWarning(), ZeroGradientWarning()
         self.pending: PendingStep | None = None
         self.shapes: set[tuple[int, ...]] = set()
         """Shapes of batches that this process has compiled a step for."""
@@ -88,8 +94,9 @@ class StepReports(Hook):
         # With several policies a line has the newest numbers of each since the line before.
         self.newest[pending.policy] = step_values = self.reader.read(pending)
         self.latest = {name: x for values in self.newest.values() for name, x in values.items()}
-        if (warning := self.overflow.check(self.latest)) is not None:
-            self.sinks.log(warning)
+        for check in self.checks:
+            if (warning := check.check(step_values)) is not None:
+                self.sinks.log(warning)
         self.watchdog.beat(pending.step)
         self.round_metrics |= pending.round
         efficiency = pending.counters["packing_efficiency"]

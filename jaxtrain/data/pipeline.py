@@ -88,6 +88,11 @@ def open_source(
     """
     parts = opened or [recipe.open(dataset) for dataset in data.datasets]
     row_tokens, units = recipe.row_tokens, recipe.units
+    if longer := [size for size in data.length_buckets if size > row_tokens]:
+        raise UserError(
+            f"data.length_buckets {longer[0]:,} is above {row_tokens:,}, the tokens of a row, which"
+            " it would shorten; remove it, or raise data.sequence_len"
+        )
     shape = StepShape(
         rows_per_microstep,
         microsteps,

@@ -82,6 +82,8 @@ class GuardedEnv:
         episode = as_game(task.result())
         if problem := find_problem(episode):
             raise self._failed(problem, problem)
+        for played in (episode, *episode.others):
+            leave_out_unscored(played)
         return episode
 
     async def _play(self, work: Coroutine[Any, Any, Episode]) -> Episode:
@@ -137,8 +139,11 @@ def find_problem(episode: Any) -> str:
         lists = sequence.tokens, sequence.sampled, sequence.logprobs, sequence.versions
         if len(set(map(len, lists))) > 1:
             return "environment returned lists of different lengths"
-        if any(value != value for value in sequence.logprobs):
-            return "a log-prob is NaN"
+        drawn = [
+            value for value, s in zip(sequence.logprobs, sequence.sampled, strict=True) if s
+        ]
+        if drawn and all(value != value for value in drawn):
+            return "every log-prob is NaN"
     for name, value in [pair for rewards in env_rewards(episode) for pair in rewards.items()]:
         if value is None:
             continue
@@ -147,6 +152,14 @@ def find_problem(episode: Any) -> str:
         if not math.isfinite(value):
             return f"reward {name} is {'NaN' if value != value else 'infinite'}"
     return ""
+
+
+def leave_out_unscored(episode: Episode) -> None:
+    """Turn drawn tokens whose log-prob is NaN into context, which is not trained."""
+    for sequence in episode.sequences:
+        for place, value in enumerate(sequence.logprobs):
+            if value != value:
+                sequence.logprobs[place], sequence.sampled[place] = 0.0, False
 
 
 def env_rewards(episode: Episode) -> list[dict[str, Any]]:

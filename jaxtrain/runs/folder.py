@@ -101,8 +101,6 @@ class RunFolder:
     def _claim(self) -> None:
         """Run all checks in order; nothing is written before the last of them has passed."""
         run = self.config.run
-        if run.overwrite and run.resume == "required":
-            raise UserError('run.overwrite is true and run.resume is "required"; keep one')
         run_names = list_names(self.config)
         try:
             require_own(self.path, run_names)

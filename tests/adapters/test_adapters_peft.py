@@ -352,6 +352,25 @@ def test_merging_to_bfloat16_rounds_once(tmp_path):
         np.testing.assert_array_equal(rounded.fetch(name, everything), expected)
 
 
+def test_what_a_merge_loses_to_rounding_is_measured(tmp_path):
+    """The share of the adapter's changes that rounding takes, by the folders that were written."""
+    write_case(tmp_path, "lora")
+    exact = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "exact", "float32")
+    rounded = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", "bfloat16")
+    base, wide, narrow = (SafetensorsFolder(tmp_path / name) for name in ("base", "exact", "out"))
+    error = change = 0.0
+    for name, stored in base.tensors.items():
+        everything = tuple(slice(0, size) for size in stored.shape)
+        before, merged, written = (
+            folder.fetch(name, everything).astype(np.float64) for folder in (base, wide, narrow)
+        )
+        if (before != merged).any():
+            error += np.square(written - merged).sum()
+            change += np.square(merged - before).sum()
+    assert exact.lost == 0 and exact.changed == rounded.changed > 0
+    assert rounded.lost == pytest.approx(np.sqrt(error / change), rel=1e-5) and rounded.lost > 0
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

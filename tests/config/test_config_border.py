@@ -124,6 +124,8 @@ def test_places_that_are_no_files(tmp_path):
         ("data.sequence_len=8000000 data.micro_batch_size=8", "tokens in one forward pass"),
         ("data.global_batch_size=3 data.micro_batch_size=2", "not a multiple"),
         ("data.length_buckets=[4]", "lengths of rows are 8 to"),
+        ("run.overwrite=true run.resume=required", 'resume is "required"; keep one'),
+        ("data.datasets.0.tools=tools.json", "tools has no effect without task.kind tree"),
         ("optim.warmup_steps=5", "above run.max_steps"),
         ("task.kind=[1]", "task.kind: must be a text, found [1]"),
         ("task.kind=json.decoder", "has no class Section"),
@@ -145,7 +147,7 @@ def test_places_that_are_no_files(tmp_path):
     ids=lambda text: text[:40],
 )
 def test_overrides_that_are_refused(tmp_path, override, expected):
-    words = override.split(" ") if " data." in override else [override]
+    words = override.split(" ") if " data." in override or " run." in override else [override]
     assert expected in refuse(write(tmp_path, GOOD), words)
 
 

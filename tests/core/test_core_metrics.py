@@ -15,7 +15,8 @@ from jaxtrain.core.metrics import (
     model_flops,
     peak_flops,
 )
-from jaxtrain.core.step_metrics import ExpertOverflowWarning
+from jaxtrain.core.step_metrics import ExpertOverflowWarning, ZeroGradientWarning
+from jaxtrain.methods.rl.round_metrics import SilentRewardWarning
 from jaxtrain.models import build, families
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -59,6 +60,24 @@ def test_peak_is_known_or_left_out():
     assert peak_flops("NVIDIA H200", "float32", None) is None
     assert peak_flops("cpu", "bfloat16", None) is None
     assert peak_flops("cpu", "float32", 2.0) == 2e12
+
+
+def test_gradients_of_zero_are_told_once_for_each_policy():
+    check = ZeroGradientWarning().check
+    few = [check({"grad_norm": 0.0}) for _ in range(9)] + [check({"grad_norm": 1e-9})]
+    assert not any(few)
+    lines = [check({"a/grad_norm": 0.0, "b/grad_norm": 1.0, "loss": 0.0}) for _ in range(30)]
+    assert [i for i, line in enumerate(lines) if line] == [9]
+    assert "a/grad_norm has been 0 for 10 steps in a row" in lines[9]
+
+
+def test_rewards_that_never_fire_are_told_once():
+    check = SilentRewardWarning().check
+    silent = {"rewards/form/mean": 0.0, "rewards/form/std": 0.0, "reward": 0.5}
+    fires = {"rewards/sum/mean": 0.0, "rewards/sum/std": 1.0}  # as often -1 as 1
+    lines = [check({**silent, **fires}) for _ in range(25)]
+    assert [i for i, found in enumerate(lines) if found] == [9]
+    assert len(lines[9]) == 1 and "reward 'form' has given 0 to every answer" in lines[9][0]
 
 
 def test_crowded_experts_are_told_once():

@@ -1,5 +1,7 @@
 """Schedules against closed forms; optimizers against hand-written updates in float64 numpy."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 from jaxtrain.config import OptimConfig
+from jaxtrain.errors import UserError
 from jaxtrain.core.optimizer import build_optimizer, build_schedule, decays, muon_dimensions
 
 
@@ -109,6 +112,26 @@ def test_muon_orthogonalises_each_layer_alone():
     np.testing.assert_allclose(
         found["embed.embedding"], PARAMS["embed.embedding"] - 0.1 * np.sign(embedding), rtol=1e-4
     )
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    ("def make(rate):\n    def init(params): raise KeyError('no such layer')\n"
+     "    return optax.GradientTransformation(init, None)", "without 'update'"),
+    ("def make(rate):\n    def init(params): raise KeyError('no such layer')\n"
+     "    return optax.GradientTransformation(init, optax.sgd(rate).update)",
+     "fails in its init: KeyError: 'no such layer'"),
+    ("def make(rate):\n    def update(*arguments): raise ValueError('no state')\n"
+     "    return optax.GradientTransformation(lambda params: (), update)",
+     "fails in its update: ValueError: no state"),
+])  # fmt: skip
+def test_errors_of_an_optimizer_from_outside_are_named(tmp_path, source, message):
+    (tmp_path / "mine.py").write_text(f"import optax\n{source}\n")
+    optim = OptimConfig(name=f"{tmp_path / 'mine.py'}:make", lr_scheduler="constant")
+    params = {path: jnp.asarray(value, jnp.float32) for path, value in PARAMS.items()}
+    with pytest.raises(UserError, match=re.escape(message)) as found:
+        optimizer = build_optimizer(optim, build_schedule(optim, 10), params)
+        optimizer.update(params, optimizer.init(params), params)
+    assert "optim.name" in str(found.value) and "mine.py:make" in str(found.value)
 
 
 @pytest.mark.parametrize("decayed", [False, True])

@@ -14,7 +14,7 @@ from jaxtrain.methods.distillation.data import LogProbReader, TeacherRecipe
 
 TOKENS = [7, 3, 5, 9]
 SAMPLE = Sample(np.array(TOKENS, np.int32), np.array([0, 0, 1, 1], np.float32))
-KNOWN = [[(5, -0.1), (8, -3.0)], [(9, -0.5), (2, -1.0), (4, -2.0)]]
+KNOWN = [[(5, -0.1), (8, -3.0)], [(9, -0.5), (2, -1.5), (4, -2.0)]]
 """What stands in the places of tokens 5 and 9."""
 IDS = [[pair[0] for pair in entry] for entry in KNOWN]
 NUMBERS = [[pair[1] for pair in entry] for entry in KNOWN]
@@ -22,7 +22,7 @@ CHAT = [[{"token": f"token_id:{i}", "logprob": x} for i, x in entry] for entry i
 PROMPT = [None, {"3": {"logprob": -1.0}}] + [
     {str(i): {"logprob": x, "rank": n} for n, (i, x) in enumerate(entry)} for entry in KNOWN
 ]
-ARRAY = np.array([[-0.1, -3.0], [-0.5, -1.0]])
+ARRAY = np.array([[-0.1, -3.0], [-0.5, -1.5]])
 FORMS = {
     "axolotl": {"logprobs": CHAT},
     "axolotl prepared": {"target_token_ids": IDS, "logprobs": NUMBERS},
@@ -45,7 +45,7 @@ def test_forms(form):
     """The k likeliest of the last tokens, each in the place of the token that it is about."""
     actual = reader(logprobs="theirs" if form == "renamed" else "logprobs")(FORMS[form], SAMPLE)
     np.testing.assert_array_equal(actual["ids"][2:], [[5, 8], [9, 2]])
-    np.testing.assert_allclose(actual["logp"][2:], [[-0.1, -3.0], [-0.5, -1.0]], rtol=1e-6)
+    np.testing.assert_allclose(actual["logp"][2:], [[-0.1, -3.0], [-0.5, -1.5]], rtol=1e-6)
     assert (actual["ids"][:2] == -1).all()
 
 
@@ -62,6 +62,9 @@ BAD = {
     "occurs twice": {"target_token_ids": [[5, 5], [9, 2]], "logprobs": ARRAY},
     "outside the vocabulary": {"target_token_ids": [[5, 10], [9, 2]], "logprobs": ARRAY},
     "no log-probability": {"target_token_ids": IDS[:1] + [[9]], "logprobs": [[-1, -2], [0.5]]},
+    "probabilities of one entry sum to 2.72": {
+        "target_token_ids": IDS, "logprobs": [[-1.0, -1.2], [0.0, 0.0, -0.33]],
+    },
     "is no log-prob": {"target_token_ids": [["x"], [9]], "logprobs": [[-1], [-1]]},
     "not the tokens": {"input_ids": [7, 3, 5, 8], "logprobs": CHAT},
     "1 target_token_ids": {"target_token_ids": IDS[:1], "logprobs": ARRAY},

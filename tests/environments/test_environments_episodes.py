@@ -110,6 +110,22 @@ def test_single_turn_renders_texts_and_messages_alike(tokenizer):
     assert sum(entry.sampled) == 2 and entry.sampled[-2:] == [True, True]
 
 
+def test_a_token_without_log_prob_is_context(tokenizer):
+    class Gaps(Script):
+        async def generate(self, *arguments, **options):
+            completion = await super().generate(*arguments, **options)
+            logprobs = [float("nan") if n < self.gaps else -0.5 for n in range(2)]
+            return completion._replace(logprobs=logprobs)
+
+    env, engine = open_guarded(EnvConfig(), tokenizer), Gaps(tokenizer, ["1<|im_end|>"] * 2)
+    engine.gaps = 1
+    episode = play(env, {"prompt": "What is 1?"}, engine)
+    assert episode.sampled[-2:] == [False, True] and episode.logprobs[-2:] == [0.0, -0.5]
+    engine.gaps = 2
+    with pytest.raises(EpisodeFailed, match="every log-prob is NaN"):
+        play(env, {"prompt": "What is 1?"}, engine)
+
+
 def test_raw_texts_are_continued_as_they_are(tokenizer):
     env = open_env(EnvConfig(raw=True, prompt_column="text"), tokenizer)
     engine = Script(tokenizer, ["b"], finish_reason="length")

@@ -4,6 +4,7 @@ and every question gets one answer."""
 import asyncio
 import contextlib
 import json
+import math
 import threading
 import time
 
@@ -161,7 +162,7 @@ def choice(**changes):
         (choice(finish_reason="tired"), "finish_reason is 'tired'"),
         (choice(logprobs=None), "0 log-probs for 2 tokens"),
         (choice(logprobs={"content": [{"logprob": -1}, {"logprob": 7.0}]}), "7.0 among them"),
-        (choice(logprobs={"content": [{"logprob": -1}, {"logprob": None}]}), "None among them"),
+        (choice(logprobs={"content": [{"logprob": -1}, {"logprob": "x"}]}), "'x' among them"),
         (choice(logprobs={"content": [{"token_id": 9, "logprob": -1}] * 2}), "other tokens"),
         (choice(weight_versions=[{"version": "x", "start": 0, "end": 1}]), "do not cover 2"),
         (choice(weight_versions=[{"from": 0}]), "weight_versions"),
@@ -173,6 +174,18 @@ def test_garbage_is_one_clear_error(raw, messages):
     with opened([fake]) as (engine, *_), pytest.raises(RunStopped) as error:
         ask(engine)
     assert messages in str(error.value) and fake.url in str(error.value)
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), -9999.0])
+def test_a_log_prob_that_is_no_number_costs_its_token_alone(missing):
+    fake = FakeVllm()
+    logprobs = {"content": [{"logprob": -1.0}, {"logprob": missing}]}
+    nothing = {"content": [{"logprob": missing}] * 2}
+    fake.script += [choice(logprobs=x, weight_versions=None) for x in (nothing, logprobs)]
+    with opened([fake]) as (engine, servers, _):
+        (answer,) = ask(engine)
+        assert answer.logprobs[0] == -1.0 and math.isnan(answer.logprobs[1])
+        assert servers.counters["tokens_without_logprob"] == 3 and servers.counters["retries"] == 1
 
 
 def test_a_server_killed_on_the_way_is_dropped_and_its_work_redone():

@@ -337,6 +337,10 @@ class VllmEngine:
                 f"{server.url} does not say to which experts tokens went, which"
                 " rollout.router_replay needs; start it with --enable-return-routed-experts"
             )
+        missing = sum(value != value for value in answer.logprobs)
+        self.servers.count("tokens_without_logprob", missing)
+        if missing and missing == len(answer.tokens):
+            raise AnswerLost("NaN log-probs", f"{server.url} gives NaN for every log-prob")
         versions = self._date_tokens(server, answer, sent_version)
         if self.kept_servers is not None and any(
             version != self.kept_servers.version for version in versions

@@ -20,6 +20,10 @@ from jaxtrain.generation.engine import Sampling
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 
 
+VLLM_NAN = -9999.0
+"""Log-prob that vLLM writes for a NaN."""
+
+
 class GarbageAnswer(Exception):
     """Raised for an answer with status 200 that violates the route's format."""
 
@@ -29,6 +33,7 @@ class ServerAnswer(NamedTuple):
 
     tokens: list[int]
     logprobs: list[float]
+    """NaN where the server has none."""
     finish_reason: str
     """stop, length, or abort: the server was ordered to return what it had."""
     labels: list[str] | None
@@ -103,7 +108,9 @@ def parse_answer(
     if len(tokens) > max_tokens or (not tokens and reason != "abort"):
         raise GarbageAnswer(f"{len(tokens)} tokens, 1 to {max_tokens} were asked for")
     logprobs = _read_logprobs(route, choice, tokens)
-    bad = [x for x in logprobs if not isinstance(x, int | float) or not -1e30 < x < 1e-3]
+    # vLLM turns a NaN into null or, with processed log-probs, into -9999.
+    logprobs = [math.nan if x is None or x == VLLM_NAN else x for x in logprobs]
+    bad = [x for x in logprobs if not isinstance(x, int | float) or x >= 1e-3 or x <= -1e30]
     if len(logprobs) != len(tokens) or bad:
         problem = f"{bad[0]!r} among them" if bad else "as many are needed"
         raise GarbageAnswer(f"{len(logprobs)} log-probs for {len(tokens)} tokens, {problem}")

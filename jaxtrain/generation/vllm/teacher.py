@@ -6,6 +6,7 @@
 Every branch is sent whole; the server's prefix cache avoids recomputing what branches share.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -158,4 +159,11 @@ def read_entry(entry: Any, k: int, url: str) -> list[tuple[int, float]]:
         raise RunStopped(
             f"{url}{ROUTE} gives {str(entry)[:80]} where log-probs should be"
         ) from None
-    return sorted((p for p in pairs if p[1] > -np.inf), key=lambda pair: -pair[1])[:k]
+    likeliest = sorted((p for p in pairs if p[1] > -np.inf), key=lambda pair: -pair[1])[:k]
+    total = math.fsum(math.exp(min(value, 1.0)) for _, value in likeliest)
+    if total > 1.02:
+        raise RunStopped(
+            f"{url}{ROUTE} gives log-probs whose probabilities sum to {total:.3g}; start it without"
+            " --logprobs-mode, or with raw_logprobs"
+        )
+    return likeliest

@@ -179,6 +179,7 @@ class PromptData:
             self.plan.advantages,
             ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
             lambda: count_all(rewards, playing, producer, envs),
+            self.log,
         )
         return engine, publisher, stages
 

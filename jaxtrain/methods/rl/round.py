@@ -44,6 +44,7 @@ from jaxtrain.methods.rl.batch_builder import BatchBuilder, RoundBatches, build_
 from jaxtrain.methods.rl.replay import ReplayBuffer
 from jaxtrain.methods.rl.round_metrics import (
     RoundTally,
+    SilentRewardWarning,
     choose_samples,
     describe_groups,
     explain_idle_rounds,
@@ -80,6 +81,8 @@ class RoundStages:
     replay: ReplayBuffer
     counters: Callable[[], dict[str, float]] = dict
     """Cumulative numbers of rewards and engines that go into the metrics."""
+    log: Callable[[str], None] = print
+    """Gets warnings about what is drawn."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +156,7 @@ class RolloutRounds:
         self._efficiency = 0.0
         self._counters: dict[str, Any] = {}
         self._idle, self._idle_drops = 0, Counter[str]()
+        self._silent = SilentRewardWarning()
         self._step_share = 0.0
         """Optimizer steps done, as a share of the run's."""
         # Publishing and timing.
@@ -406,6 +410,8 @@ class RolloutRounds:
         if self.last_part:
             # Cancelled and skipped prompts count in the round during which they happened.
             self._counted = self._count()
+            for warning in self._silent.check(self.metrics):
+                self.stages.log(warning)
         self.samples = self.choose_samples() if self.last_part else []
 
     def _describe(self) -> dict[str, float]:

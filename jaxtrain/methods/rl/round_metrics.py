@@ -175,6 +175,34 @@ def choose_samples(
     return lines
 
 
+class SilentRewardWarning:
+    """Says once of every reward that it has given 0 to all answers of many rounds."""
+
+    ROUNDS = 10
+    """Rounds in a row."""
+
+    def __init__(self) -> None:
+        self.silent: Counter[str] = Counter()
+        """Rounds in a row in which a reward gave nothing but 0."""
+
+    def check(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return warnings; metrics: of a whole round, as describe_rewards names them."""
+        warnings = []
+        for key, value in metrics.items():
+            name = key.removeprefix("rewards/").removesuffix("/mean")
+            if key != f"rewards/{name}/mean":
+                continue
+            fired = value != 0 or metrics.get(f"rewards/{name}/std", 0.0) > 0
+            self.silent[name] = 0 if fired else self.silent[name] + 1
+            if self.silent[name] == self.ROUNDS:
+                warnings.append(
+                    f"warning: reward {name!r} has given 0 to every answer of the last"
+                    f" {self.ROUNDS} rounds; look at answers in samples.jsonl: is it what the"
+                    " reward looks for, and does the prompt ask for it?"
+                )
+        return warnings
+
+
 def explain_idle_rounds(
     idle_rounds: int,
     prompts_per_round: int,
