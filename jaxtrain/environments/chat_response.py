@@ -33,7 +33,12 @@ def write_chat(answer: ChatAnswer, number: str, body: Mapping[str, Any]) -> dict
     if body.get("logprobs"):
         choice["logprobs"] = {
             "content": [
-                {"token": f"token_id:{token}", "logprob": value if value == value else None, "bytes": None, "top_logprobs": []}
+                {
+                    "token": f"token_id:{token}",
+                    "logprob": value if value == value else None,
+                    "bytes": None,
+                    "top_logprobs": [],
+                }
                 for token, value in zip(drawn.tokens, drawn.logprobs, strict=True)
             ]
         }
@@ -55,7 +60,12 @@ def write_tokens(prompt: list[int], drawn: Completion, number: str) -> dict[str,
     """Build the response to POST /inference/v1/generate."""
     tokens = [int(token) for token in drawn.tokens]
     content = [
-        {"token_id": token, "logprob": value if value == value else None, "rank": None, "top_logprobs": []}
+        {
+            "token_id": token,
+            "logprob": value if value == value else None,
+            "rank": None,
+            "top_logprobs": [],
+        }
         for token, value in zip(tokens, drawn.logprobs, strict=True)
     ]
     choice = {

@@ -139,9 +139,7 @@ def find_problem(episode: Any) -> str:
         lists = sequence.tokens, sequence.sampled, sequence.logprobs, sequence.versions
         if len(set(map(len, lists))) > 1:
             return "environment returned lists of different lengths"
-        drawn = [
-            value for value, s in zip(sequence.logprobs, sequence.sampled, strict=True) if s
-        ]
+        drawn = [value for value, s in zip(sequence.logprobs, sequence.sampled, strict=True) if s]
         if drawn and all(value != value for value in drawn):
             return "every log-prob is NaN"
     for name, value in [pair for rewards in env_rewards(episode) for pair in rewards.items()]:

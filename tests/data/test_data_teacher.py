@@ -63,7 +63,8 @@ BAD = {
     "outside the vocabulary": {"target_token_ids": [[5, 10], [9, 2]], "logprobs": ARRAY},
     "no log-probability": {"target_token_ids": IDS[:1] + [[9]], "logprobs": [[-1, -2], [0.5]]},
     "probabilities of one entry sum to 2.72": {
-        "target_token_ids": IDS, "logprobs": [[-1.0, -1.2], [0.0, 0.0, -0.33]],
+        "target_token_ids": IDS,
+        "logprobs": [[-1.0, -1.2], [0.0, 0.0, -0.33]],
     },
     "is no log-prob": {"target_token_ids": [["x"], [9]], "logprobs": [[-1], [-1]]},
     "not the tokens": {"input_ids": [7, 3, 5, 8], "logprobs": CHAT},
