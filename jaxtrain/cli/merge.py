@@ -52,9 +52,9 @@ def merge_command(
     print(f"{report.changed} tensors of {base} changed; the merged model is in {output}")
     if report.lost >= NOTED_LOSS:
         print(
-            f"warning: rounding the merged tensors to their dtype moved them by {report.lost:.0%} of"
-            " what the adapter changes (root mean squares); keep it with --dtype float32, or serve"
-            " the adapter beside its base"
+            f"warning: rounding the merged tensors to their dtype moved them by {report.lost:.0%}"
+            " of what the adapter changes (root mean squares); keep it with --dtype float32, or"
+            " serve the adapter beside its base"
         )
 
 

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from jaxtrain.config import OptimConfig
-from jaxtrain.errors import UserError
 from jaxtrain.core.optimizer import build_optimizer, build_schedule, decays, muon_dimensions
+from jaxtrain.errors import UserError
 
 
 def rates(total=100, **keys):
