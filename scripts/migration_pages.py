@@ -52,6 +52,31 @@ evals_per_epoch: 4
 saves_per_epoch: 1
 flash_attention: true""",
     ),
+    "llama-factory": (
+        "LLaMA-Factory",
+        "train.yaml",
+        "yaml",
+        """\
+model_name_or_path: Qwen/Qwen3-0.6B
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 16
+lora_target: all
+dataset: /data/chats.jsonl
+template: qwen3
+cutoff_len: 2048
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+val_size: 0.05
+eval_strategy: steps
+eval_steps: 500
+flash_attn: fa2""",
+    ),
     "trl": (
         "TRL",
         "train.sh",
@@ -98,7 +123,7 @@ def render_migration() -> dict[str, str]:
             path, output = Path(folder) / file, io.StringIO()
             path.write_text(example + "\n")
             with contextlib.redirect_stdout(output):
-                assert convert(path, system, None) == 0, output.getvalue()
+                assert convert([path], system, None) == 0, output.getvalue()
         converted = output.getvalue().strip()
         head = HEAD.format(name=name, file=file, language=language, theirs=example, ours=converted)
         body = "\n".join(write_tables(SYSTEMS[system].RULES))

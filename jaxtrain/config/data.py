@@ -21,7 +21,8 @@ class DatasetConfig(Section):
     path: Place
     """File (jsonl, json, csv, parquet, arrow, txt), folder of such files, Hub id, or
     "builtin:calculator" (conversations that the project generates), "builtin:calculator_pairs"
-    (right answers against wrong ones), or for task tree "builtin:caterpillar" (random trees)."""
+    (right answers against wrong ones), "builtin:tasks" (the numbers of a taskset's tasks, env.kind
+    verifiers), or for task tree "builtin:caterpillar" (random trees)."""
     name: str | None = None
     """Subset of a Hub dataset."""
     split: str = "train"

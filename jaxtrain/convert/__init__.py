@@ -1,13 +1,19 @@
-"""Configs of Axolotl, TRL and prime-rl put into the keys of this project.
+"""Configs of Axolotl, LLaMA-Factory, TRL and prime-rl put into the keys of this project.
 
 One table a system: its keys, and what each is here. `jaxtrain convert` writes a config by them, and
 a config that holds one of their keys is answered with ours.
 """
 
-from jaxtrain.convert import axolotl, prime_rl, trl
-from jaxtrain.convert.conversion import Conversion, ConversionRule, read_numbers
+from jaxtrain.convert import axolotl, llama_factory, prime_rl, trl
+from jaxtrain.convert.conversion import Conversion, ConversionRule, describe, read_numbers
 
-SYSTEMS = {"axolotl": axolotl, "trl": trl, "prime-rl": prime_rl}
+SYSTEMS = {
+    "axolotl": axolotl,
+    "llama-factory": llama_factory,
+    "trl": trl,
+    "prime-rl": prime_rl,
+}
+"""In the order in which a file is tried."""
 
 
 def find_hint(key: str) -> str | None:
@@ -19,4 +25,4 @@ def find_hint(key: str) -> str | None:
     return None
 
 
-__all__ = ["SYSTEMS", "Conversion", "find_hint", "read_numbers"]
+__all__ = ["SYSTEMS", "Conversion", "describe", "find_hint", "read_numbers"]

@@ -1,18 +1,25 @@
-"""Conversion of another system's keys to ours: rules, their output, and the file written."""
+"""Tables of another system's keys, and the conversion of its config by them."""
 
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from jaxtrain.text_safety import shorten, show
+from jaxtrain.text_safety import escape_control_chars, shorten, show
 
 Apply: TypeAlias = "Callable[[Conversion, Any], None]"
-
+Rules: TypeAlias = "Mapping[str, ConversionRule]"
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_LINE = re.compile(r"([\w ]+?) +([=!~@-]) +(.*)")
+_HEADING = re.compile(r"\[(.*?)\] ?(.*)")
+BORDER = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
+"""Errors of rules, which take values to be of the kind that the other system allows."""
+EMPTY = (None, False, 0, [], {}, "")
+"""Values that ask for nothing."""
 
 
 def read_numbers(value: Any) -> Any:
@@ -37,47 +44,124 @@ class ConversionRule:
     apply: Apply
     key: str | None = None
     """Ours, where it is one key."""
-    inner: "Mapping[str, ConversionRule] | None" = None
+    inner: "Rules | None" = None
     """Of a table: the rules of its keys."""
 
 
-def to(key: str, values: Mapping[Any, Any] | None = None, note: str = "") -> ConversionRule:
-    """Rename a key; `values`: theirs and ours, others have no counterpart."""
+def load_rules(name: str, functions: Mapping[str, Any]) -> dict[str, ConversionRule]:
+    """Return the rules of tables/NAME.txt by key. A heading in brackets names the tables, with dots
+    where they are nested, whose keys stand below it; a line is for keys with the same rule:
+
+        key key = our.key           renamed; a star stands for the key itself
+        key = our.key | a>b c       with the values that it may have, theirs>ours
+        key = our.key # text        with something to know about it
+        key key - because           not needed here
+        key - because | a b         not needed with these values; others have no counterpart
+        key key ! instead           no counterpart
+        key ~ here                  read by the rule of another key, or at the end
+        key @ function: here        a function of (conversion, value), one of `functions`
+
+    An indented line goes on with the one before.
+    """
+    text = (Path(__file__).parent / "tables" / f"{name}.txt").read_text(encoding="utf-8")
+    rules: dict[str, Any] = {}
+    tables = [rules]
+    for line in re.sub(r"\n +", " ", text.strip()).splitlines():
+        if heading := _HEADING.fullmatch(line):
+            tables = [_inner(rules, title, heading[2]) for title in heading[1].split(", ")]
+        else:
+            read = _read_line(line, functions)
+            for table in tables:
+                table.update(read)
+    return rules
+
+
+def _inner(rules: dict[str, Any], title: str, hint: str) -> dict[str, Any]:
+    """Return the rules of a table's own keys, of which there may be none yet."""
+    path = title.split(".")
+    for depth, part in enumerate(path):
+        if part not in rules:
+            rules[part] = section(".".join(path[: depth + 1]), {}, hint or "spread over sections")
+        rules = rules[part].inner
+    return rules
+
+
+def _read_line(line: str, functions: Mapping[str, Any]) -> dict[str, ConversionRule]:
+    match = _LINE.fullmatch(line)
+    assert match is not None, line
+    names, sign, right = match.groups()
+    if sign == "@":
+        function, _, hint = right.partition(": ")
+        return dict.fromkeys(names.split(), ConversionRule(hint, functions[function]))
+    right, _, note = right.partition(" # ") if sign == "=" else (right, "", "")
+    right, _, listed = right.partition(" | ")
+    pairs = [pair.partition(">") for pair in listed.split()]
+    values = {_scalar(old): _scalar(new) if arrow else _scalar(old) for old, arrow, new in pairs}
+    make = {"=": rename, "-": ignore, "!": refuse, "~": elsewhere}[sign]
+    return {name: make(right.replace("*", name), values, note) for name in names.split()}
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def rename(key: str, values: Mapping[Any, Any], note: str) -> ConversionRule:
+    """Rule of a key with another name. values: theirs and ours; empty: all are the same."""
 
     def apply(conversion: "Conversion", value: Any) -> None:
-        if value is None:
-            return
-        if values is None:
+        if not values:
             conversion.set(key, value)
         elif isinstance(value, str | bool | int | float) and value in values:
             conversion.set(key, values[value])
-        else:
+        elif value not in EMPTY:
             allowed = ", ".join(dict.fromkeys(map(str, values)))
             conversion.miss(f"{key} here, which has nothing for it (converted are {allowed})")
-        if note:
+        if note and value not in EMPTY:
             conversion.log(note)
 
     return ConversionRule(f"{key} ({note})" if note else key, apply, key)
 
 
-def always(reason: str) -> ConversionRule:
-    """Ignore a key that needs no counterpart."""
-    return ConversionRule(f"not needed: {reason}", lambda conversion, value: None)
-
-
-def missing(reason: str = "there is no such thing here yet") -> ConversionRule:
-    """It changes what is trained, and has no counterpart."""
+def ignore(reason: str, values: Mapping[Any, Any], note: str) -> ConversionRule:
+    """Rule of a key that changes nothing here. values: those of which this is true; empty: all."""
 
     def apply(conversion: "Conversion", value: Any) -> None:
-        if value not in (None, False, 0, [], {}, ""):
+        if values and value not in EMPTY and value not in list(values):
+            conversion.miss(reason)
+        elif value not in EMPTY:
+            conversion.drop(reason)
+
+    return ConversionRule(f"not needed: {reason}", apply)
+
+
+def refuse(reason: str, values: Mapping[Any, Any], note: str) -> ConversionRule:
+    """Rule of a key that has no counterpart."""
+
+    def apply(conversion: "Conversion", value: Any) -> None:
+        if value not in EMPTY:
             conversion.miss(reason)
 
     return ConversionRule(f"nothing: {reason}", apply)
 
 
-def by(hint: str) -> Callable[[Apply], ConversionRule]:
-    """A rule from a function of (conversion, value)."""
-    return lambda apply: ConversionRule(hint, apply)
+def elsewhere(hint: str, values: Mapping[Any, Any], note: str) -> ConversionRule:
+    """Rule of a key that others read together with theirs."""
+    return ConversionRule(hint, lambda conversion, value: None)
+
+
+def section(name: str, rules: Rules, hint: str) -> ConversionRule:
+    """Rule of a table with rules of its own; `name` stands before its keys in messages."""
+
+    def apply(conversion: "Conversion", value: Any) -> None:
+        if isinstance(value, Mapping):
+            conversion.run(rules, value, prefix=f"{name}.")
+        elif value not in EMPTY and value is not True:
+            conversion.miss("a table is expected there")
+
+    return ConversionRule(hint, apply, inner=rules)
 
 
 @dataclass
@@ -91,26 +175,32 @@ class Conversion:
     """(key, value, why) of what has no counterpart."""
     notes: list[tuple[str, str]] = field(default_factory=list)
     """(key, what to know about it)."""
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+    """{why: keys} of what is not needed here."""
     _at: tuple[str, Any] = ("", None)
 
-    def run(
-        self, rules: Mapping[str, ConversionRule], source: Mapping[str, Any], prefix: str = ""
-    ) -> None:
+    def run(self, rules: Rules, source: Mapping[str, Any], prefix: str = "") -> None:
         """Apply the rules to every key of a table of theirs, in its order."""
         for key, value in source.items():
             before, self._at = self._at, (prefix + str(key), value)
-            self._apply(rules.get(key), value)
+            rule = rules.get(key)
+            try:
+                if rule is not None:
+                    rule.apply(self, value)
+                elif value not in (None, "", [], {}):
+                    self.miss("unknown to this converter")
+            except BORDER:
+                self.miss("its value is of a kind that is not expected there")
             self._at = before
 
-    def _apply(self, rule: ConversionRule | None, value: Any) -> None:
-        if rule is None:
-            self.miss("unknown to this converter")
-            return
-        try:
-            rule.apply(self, value)
-        except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError):
-            # The border: rules take values to be of the kind that the other system allows.
-            self.miss("its value is of a kind that is not expected there")
+    def attempt(self, *steps: "Callable[[Conversion], None]") -> None:
+        """Take steps that read several keys together; one that fails leaves a line."""
+        for step in steps:
+            try:
+                step(self)
+            except BORDER:
+                reason = "values that it reads are of a kind that is not expected there"
+                self.missed.append((step.__name__.strip("_").replace("_", " "), None, reason))
 
     def set(self, key: str, value: Any) -> None:
         """Put a value under a dotted key of ours; the last one counts. None sets nothing."""
@@ -129,26 +219,47 @@ class Conversion:
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
-    def miss(self, why: str) -> None:
-        """The key at hand has no counterpart."""
-        self.missed.append((*self._at, why))
+    def remove(self, key: str) -> Any:
+        """Take a dotted key of ours away and return its value; None if it is not set."""
+        parent, _, last = key.rpartition(".")
+        table = self.get(parent) if parent else self.table
+        value = table.pop(last, None) if isinstance(table, dict) else None
+        if table == {} and parent:
+            self.remove(parent)
+        return value
 
-    def log(self, text: str) -> None:
-        """Something to know about the key at hand."""
-        self.notes.append((self._at[0], text))
+    def miss(self, why: str, key: str | None = None) -> None:
+        """Record that the key at hand, or another of the source, has no counterpart."""
+        self.missed.append((*self._at, why) if key is None else (key, self.source.get(key), why))
+
+    def log(self, text: str, key: str | None = None) -> None:
+        """Record something to know about the key at hand, or another."""
+        self.notes.append((key or self._at[0], text))
+
+    def drop(self, why: str, key: str | None = None) -> None:
+        """Record that the key at hand, or another, is not needed."""
+        self.dropped.setdefault(why, []).append(key or self._at[0])
 
     def write(self, head: str) -> str:
-        """The config as TOML, below what has no counterpart, each in a comment."""
+        """Return the config as TOML, below comments on what was dropped or has no counterpart."""
         lines = [f"# {line}" for line in head.splitlines()]
-        lines += [f"# {key}: {text}" for key, text in self.notes]
+        lines += [f"# {escape_control_chars(f'{key}: {text}')}" for key, text in self.notes]
         if self.missed:
             lines += ["#", "# No counterpart:"]
-            lines += [f"#   {key} = {_one_line(value)}: {why}" for key, value, why in self.missed]
+            lines += [f"#   {describe(entry)}" for entry in self.missed]
+        if self.dropped:
+            lines += ["#", "# Not needed:"]
+            lines += [
+                escape_control_chars(f"#   {', '.join(keys)}: {why}")
+                for why, keys in self.dropped.items()
+            ]
         return "\n".join(lines) + "\n" + "\n".join(_toml(self.table)) + "\n"
 
 
-def _one_line(value: Any) -> str:
-    return shorten(show(value), 80)
+def describe(missed: tuple[str, Any, str]) -> str:
+    """Return a key without counterpart, its value and the reason, on one line."""
+    key, value, why = missed
+    return escape_control_chars(f"{key} = {shorten(show(value), 80)}: {why}")
 
 
 def _toml(table: Mapping[str, Any], path: str = "") -> Iterator[str]:

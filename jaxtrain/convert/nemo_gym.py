@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.convert.conversion import Conversion, ConversionRule, always, by
+from jaxtrain.convert.conversion import Conversion
 
 HEAD_PORT = 11000
 START_SECONDS = 360
@@ -12,29 +12,7 @@ PLUGIN = "nemo_gym"
 """In the names of its reward functions, and of itself."""
 
 
-def _later(hint: str) -> ConversionRule:
-    """Read by settle_gym, together with others."""
-    return by(hint)(lambda conversion, value: None)
-
-
-RULES: dict[str, ConversionRule] = {
-    "nemo_gym_enabled": _later('env.kind = "nemo_gym"'),
-    "nemo_gym_dir": _later("env.gym.directory"),
-    "nemo_gym_auto_clone": always("nemo-gym is installed as a package: env.gym.python"),
-    "nemo_gym_auto_start": _later("env.gym.start, or env.gym.head of a Gym that runs"),
-    "nemo_gym_config_paths": _later("env.gym.configs"),
-    "nemo_gym_head_port": _later("env.gym.head"),
-    "nemo_gym_server_timeout": _later("env.gym.start_seconds"),
-    "nemo_gym_verify_timeout": always("env.timeout bounds an episode with all of its requests"),
-    "nemo_gym_run_timeout": _later("env.timeout"),
-    "nemo_gym_model_name": always("the policy answers, whatever name it is asked for"),
-    "nemo_gym_multi_turn": _later("env.gym.mode"),
-    "nemo_gym_max_turns": _later("max_steps of the agent, in env.gym.overrides"),
-    "nemo_gym_datasets": _later("data.datasets and env.gym.agent"),
-}
-
-
-def settle_gym(conversion: Conversion) -> None:
+def finish_gym(conversion: Conversion) -> None:
     """Put together what all keys but these have made, and these."""
     source = conversion.source
     if not source.get("nemo_gym_enabled"):
@@ -59,7 +37,7 @@ def settle_gym(conversion: Conversion) -> None:
     if source.get("nemo_gym_max_turns") and agent:
         text = "set max_steps of the agent in env.gym.overrides, or in its own config"
         conversion.notes.append(("nemo_gym_max_turns", text))
-    _settle_datasets(conversion, source.get("nemo_gym_datasets") or [], agent)
+    _set_datasets(conversion, source.get("nemo_gym_datasets") or [], agent)
     rewards = conversion.table.pop("rewards", None) or []
     converted_rewards = [reward for reward in rewards if PLUGIN not in str(reward.get("function"))]
     conversion.set("rewards", converted_rewards or None)
@@ -69,7 +47,7 @@ def settle_gym(conversion: Conversion) -> None:
         ]
 
 
-def _settle_datasets(conversion: Conversion, datasets: list[Any], agent: bool) -> None:
+def _set_datasets(conversion: Conversion, datasets: list[Any], agent: bool) -> None:
     datasets = [dataset for dataset in datasets if isinstance(dataset, Mapping)]
     names = list(dict.fromkeys(dataset.get("server_name") for dataset in datasets))
     conversion.set(

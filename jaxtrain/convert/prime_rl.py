@@ -3,282 +3,266 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.convert.conversion import Conversion, ConversionRule, always, by, missing, to
-from jaxtrain.convert.shared import KERNELS, lora_targets, train_whole
+from jaxtrain.convert import shared
+from jaxtrain.convert.conversion import Conversion, load_rules
+from jaxtrain.convert.shared import (
+    finish,
+    finish_sampling,
+    listed,
+)
 
 SECTIONS = ("orchestrator", "trainer", "inference", "deployment")
+TASKS_OF_A_SET = 32
+"""Tasks of an evaluation that there is of all tasks, whose number only the taskset knows."""
+
+DEFAULTS = {
+    "optim.learning_rate": 1e-6,
+    "optim.weight_decay": 0.01,
+    "optim.lr_scheduler": "constant",
+}
+"""What prime-rl takes where a file says nothing, and this project would take something else."""
 
 
 def detect(table: Mapping[str, Any]) -> bool:
     """Return whether a table looks like this system's."""
     model = table.get("model")
     is_prime_rl = isinstance(model, Mapping) and "name" in model
-    return any(name in table for name in SECTIONS) or (is_prime_rl and "data" in table)
+    return any(name in table for name in SECTIONS) or (
+        is_prime_rl and any(name in table for name in ("data", "train"))
+    )
 
 
 def convert(table: Mapping[str, Any]) -> Conversion:
     """Their config in ours."""
+    table = without_none(table)
+    if "orchestrator" not in table and "train" in table:  # an orchestrator's own file
+        known = RULES["orchestrator"].inner or {}
+        table = {**table, "orchestrator": {k: table[k] for k in table if k in known}}
+        table = {k: v for k, v in table.items() if k not in table["orchestrator"]}
     conversion = Conversion(table)
-    if "orchestrator" in table:
+    orchestrator = table.get("orchestrator")
+    if drawn := isinstance(orchestrator, Mapping):
         conversion.set("task.kind", "rl")
         conversion.set("sampling.temperature", 1.0)
+    for key, value in DEFAULTS.items():
+        conversion.set(key, value)
     conversion.run(RULES, table)
+    if not conversion.get("run.max_steps"):
+        conversion.set("run.max_steps", 1_000_000)
+        conversion.log("unset: there a run goes on until it is stopped", "max_steps")
     if conversion.get("adapter"):
         conversion.table["adapter"].setdefault("kind", "lora")
-    batch = conversion.table.pop("batch_size", None)
-    size = conversion.get("rollout.group_size") or 1
-    if not (type(batch) is type(size) is int and size > 0):
-        return conversion
-    if batch and "orchestrator" in table:
-        conversion.set("rollout.group_size", size)
-        conversion.set("rollout.prompts_per_step", max(1, batch // size))
-    elif batch:
-        conversion.set("data.global_batch_size", batch)
+    if not conversion.get("optim.learning_rate"):
+        conversion.missed.append(("optim.lr", 0.0, "optim.learning_rate is above 0"))
+        conversion.remove("optim.learning_rate")
+    conversion.attempt(_finish_rounds if drawn else _set_data, _set_evaluation, finish)
     return conversion
 
 
-def section(name: str, rules: Mapping[str, ConversionRule]) -> ConversionRule:
-    """A table of theirs by rules of its own."""
+def without_none(value: Any) -> Any:
+    """Remove entries "None", which TOML has no other word for."""
+    if isinstance(value, Mapping):
+        return {k: without_none(v) for k, v in value.items() if v != "None"}
+    return [without_none(entry) for entry in value] if isinstance(value, list) else value
 
-    def apply(conversion: Conversion, value: Any) -> None:
-        if isinstance(value, Mapping):
-            conversion.run(rules, value, prefix=f"{name}.")
 
-    return ConversionRule(
-        "spread over several sections; `jaxtrain convert` knows where", apply, inner=rules
+def _finish_rounds(conversion: Conversion) -> None:
+    """Set the size of rounds, their length, the objective and the environments."""
+    orchestrator = conversion.source["orchestrator"]
+    train = orchestrator.get("train") or {}
+    group = conversion.get("rollout.group_size") or 1
+    if group == 1:
+        conversion.log("one answer has nothing to be compared with: 8", "orchestrator.group_size")
+        group = 8
+    batch = orchestrator.get("batch_size") or 128
+    prompts = max(1, batch // group)
+    conversion.set("rollout.group_size", group)
+    conversion.set("rollout.prompts_per_step", prompts)
+    trainer = (conversion.source.get("trainer") or {}).get("model") or {}
+    lengths = (
+        conversion.source.get("seq_len"),
+        orchestrator.get("seq_len"),
+        trainer.get("seq_len"),
     )
+    length = next(filter(None, lengths), 2048)
+    conversion.set("data.sequence_len", length)
+    if (conversion.get("sampling.max_new_tokens") or length) >= length:
+        conversion.set("sampling.max_new_tokens", max(length - length // 8, 1))
+        text = f"answers up to seq_len {length} there; an eighth is left to prompts"
+        conversion.log(text, "sampling.max_new_tokens")
+    finish_sampling(conversion)
+    if conversion.get("rollout.max_lag") is not None:
+        conversion.set("rollout.mode", "async" if conversion.remove("rollout.max_lag") else "sync")
+        lags = [orchestrator.get(name) for name in ("max_off_policy_steps", "max_async_level")]
+        lags += [conversion.source.get(name) for name in ("max_async_level", "async_level")]
+        if conversion.get("rollout.mode") == "async":
+            conversion.set("rollout.max_lag", next(filter(None, lags)))
+    if conversion.get("rollout.engine") != "vllm" and conversion.remove("rollout.vllm"):
+        conversion.drop("the sampler in the process has its own limits", "concurrency")
+    _set_algorithm(conversion, orchestrator.get("algo") or {})
+    keys = ("source", "env", "environment")
+    entries = [e for place in (train, orchestrator) for key in keys for e in listed(place.get(key))]
+    datasets = []
+    for entry in entries:
+        rows = entry.get("num_tasks") or entry.get("num_examples")
+        dataset = {"path": "builtin:tasks", "options": {"num_rows": rows or prompts}}
+        if entry.get("ratio"):
+            dataset["weight"] = entry["ratio"]
+        datasets.append(dataset | {"env": _environment(conversion, entry)})
+    if len(datasets) == 1:
+        conversion.set("env", datasets[0].pop("env"))
+    conversion.set("data.datasets", datasets or None)
+    if datasets:
+        text = "rows are numbers of tasks; set options.num_rows to how many the taskset has"
+        conversion.log(text, "data.datasets")
 
 
-@by("optim.name")
-def _optimizer(conversion: Conversion, value: Any) -> None:
-    to("optim.name", {"adamw": "adamw", "muon": "muon", "sgd": "sgd"}).apply(conversion, value)
+def _environment(conversion: Conversion, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return section env of an environment with its taskset, harness and runtime."""
+    world = {**entry, **(entry.get("env") or {})}
+    taskset = dict(world.get("taskset") or {"id": world.get("id"), **(world.get("args") or {})})
+    verifiers: dict[str, Any] = {"taskset": str(taskset.pop("id", None)).partition("@")[0]}
+    if taskset:
+        verifiers["args"] = taskset
+    agents = {
+        name: dict(value)
+        for name, value in {"agent": world, **world}.items()
+        if isinstance(value, Mapping) and ("harness" in value or "runtime" in value)
+    }
+    agents.pop("env", None)
+    for name, agent in agents.items():
+        harness = dict(agent.get("harness") or {})
+        runtime = {**(harness.pop("runtime", None) or {}), **(agent.get("runtime") or {})}
+        verifiers["harness"] = harness.pop("id", None)
+        verifiers["runtime"] = runtime.pop("type", None)
+        more = {"harness": harness, "runtime": runtime, "timeout": agent.get("timeout")}
+        if kept := {key: value for key, value in more.items() if value}:
+            for key, kind, setting in (
+                ("harness", "id", "harness"),
+                ("runtime", "type", "runtime"),
+            ):
+                if key in kept and verifiers.get(setting):
+                    kept[key] = {kind: verifiers[setting], **kept[key]}
+            verifiers.setdefault("agents", {})[name] = kept
+    for key in ("sampling", "algo", "algorithms", "curriculum", "timeout", "max_turns"):
+        if entry.get(key) and not (key == "timeout" and agents):
+            what = f"{key} of an environment" if key != "curriculum" else "rollout.zero_advantage"
+            conversion.missed.append((f"env.{key}", entry[key], f"{what} is that of all here"))
+    verifiers = {key: value for key, value in verifiers.items() if value is not None}
+    return {"kind": "verifiers", "verifiers": verifiers}
 
 
-OPTIM: dict[str, ConversionRule] = {
-    "lr": to("optim.learning_rate"),
-    "type": _optimizer,
-    "weight_decay": to("optim.weight_decay"),
-    "max_norm": to("optim.max_grad_norm"),
-    "betas1": to("optim.beta1"),
-    "betas2": to("optim.beta2"),
-    "mu": to("optim.beta1"),
-}
-SCHEDULER: dict[str, ConversionRule] = {
-    "type": to(
-        "optim.lr_scheduler", {"constant": "constant", "linear": "linear", "cosine": "cosine"}
-    ),
-    "warmup_steps": to("optim.warmup_steps"),
-    "decay_steps": missing("optim.decay_ratio is a share of the run, of wsd"),
-    "min_lr": to("optim.min_lr"),
-}
-CHECKPOINTS: dict[str, ConversionRule] = {
-    "interval": to("checkpoint.every"),
-    "keep_last": to("checkpoint.keep"),
-    "keep": to("checkpoint.keep"),
-    "keep_interval": to("checkpoint.keep_every"),
-    "resume_step": missing("a run goes on from its newest checkpoint"),
-    "weights": always("run.output_dir/model holds the weights"),
-    "weights_only": always("run.output_dir/model holds the weights"),
-}
-WANDB: dict[str, ConversionRule] = {
-    "project": to("log.wandb_project"),
-    "name": to("log.wandb_name"),
-    "id": always("a resumed run keeps its own id"),
-    "offline": missing("set WANDB_MODE"),
-    "shared": always("one process reports"),
-    "log_extras": always("samples.jsonl keeps answers of every round"),
-}
-LORA: dict[str, ConversionRule] = {
-    "rank": to("adapter.rank"),
-    "alpha": to("adapter.alpha"),
-    "dropout": to("adapter.dropout"),
-    "target_modules": lora_targets,
-    "modules_to_save": train_whole,
-}
-MODEL: dict[str, ConversionRule] = {
-    "name": to("model.path"),
-    "seq_len": to("data.sequence_len"),
-    "attn": KERNELS,
-    "impl": always("there is one implementation"),
-    "compile": always("every step is compiled"),
-    "ac": by("model.remat")(lambda conversion, value: conversion.set("model.remat", "full")),
-    "ac_offloading": missing(),
-    "fsdp_cpu_offload": missing(),
-    "optim_cpu_offload": to("optim.offload"),
-    "cp": to("parallel.context"),
-    "tp": to("parallel.tensor"),
-    "ep": to("parallel.expert"),
-    "dp_replicate": to("parallel.data"),
-    "reshard_after_forward": always("weights are gathered a layer at a time"),
-    "lora": section("trainer.model.lora", LORA),
-    "experimental": section("trainer.model.experimental", {"lora": section("lora", LORA)}),
-    "optimization_dtype": to("model.param_dtype"),
-    "reduce_dtype": always("gradients are summed in float32"),
-    "trust_remote_code": always("foreign code is never run for a model; see docs/extending.md"),
-    "tool_call_parser": always("templates and tools are those of section env"),
-    "chat_template": missing("model.chat_template is a file with a Jinja template"),
-}
-LOSS: dict[str, ConversionRule] = {
-    "type": to("task.objective", {"default": "grpo", "grpo": "grpo", "gspo": "gspo"}),
-    "ratio_type": to("task.ratio", {"token": "token", "sequence": "sequence"}),
-    "kl_tau": to("task.beta"),
-    "token_mask_high": to("task.importance_max"),
-    "token_mask_low": to("task.importance_min"),
-    "clip_ratio": to("task.epsilon_high"),
-}
-TRAINER: dict[str, ConversionRule] = {
-    "model": section("trainer.model", MODEL),
-    "optim": section("trainer.optim", OPTIM),
-    "scheduler": section("trainer.scheduler", SCHEDULER),
-    "loss": section("trainer.loss", LOSS),
-    "ckpt": section("trainer.ckpt", CHECKPOINTS),
-    "wandb": section("trainer.wandb", WANDB),
-    "max_steps": to("run.max_steps"),
-    "output_dir": to("run.output_dir"),
-    "dist_timeout_seconds": to("parallel.meet_timeout"),
-    "weight_broadcast": always("rollout.vllm.transport and rollout.vllm.sync say how"),
-    "log": always("section log"),
-}
-SAMPLING: dict[str, ConversionRule] = {
-    "max_tokens": to("sampling.max_new_tokens"),
-    "max_completion_tokens": to("sampling.max_new_tokens"),
-    "temperature": to("sampling.temperature"),
-    "top_p": to("sampling.top_p"),
-    "top_k": to("sampling.top_k"),
-    "min_p": to("sampling.min_p"),
-    "seed": to("sampling.seed"),
-    "repetition_penalty": missing("log-probs of the policy would no longer be those sampled from"),
-    "extra_body": missing(),
-}
-
-
-@by('env.kind = "verifiers" with env.verifiers.taskset and args')
-def _environments(conversion: Conversion, value: Any) -> None:
-    entries = value if isinstance(value, list) else [value]
-    environments = [entry for entry in entries if isinstance(entry, Mapping) and entry.get("id")]
-    if len(environments) != 1 or len(environments) != len(entries):
-        conversion.miss(
-            "each dataset has one environment: data.datasets.N.env, see docs/environments.md"
-        )
+def _set_evaluation(conversion: Conversion) -> None:
+    """Turn the environments of an evaluation into sets."""
+    source = conversion.source
+    evaluation = (source.get("orchestrator") or source).get("eval")
+    if not isinstance(evaluation, Mapping):
         return
-    (entry,) = environments
-    conversion.set("env.kind", "verifiers")
-    conversion.set("env.verifiers.taskset", str(entry["id"]).partition("@")[0])
-    if isinstance(args := entry.get("args"), Mapping) and args:
-        conversion.set("env.verifiers.args", dict(args))
-    conversion.log(
-        'a taskset of verifiers 0.4; data.datasets are rows {"task": 0}, {"task": 1}, ...'
-    )
+    sampling = evaluation.get("sampling") or {}
+    sets = []
+    for key in ("source", "env"):
+        for entry in listed(evaluation.get(key)):
+            of = {**evaluation, **(evaluation.get("select") or {}), **entry}
+            rows = next((of[k] for k in ("num_tasks", "num_examples", "limit") if of.get(k)), -1)
+            if rows < 1:
+                rows = TASKS_OF_A_SET
+                text = "all tasks there; set options.num_rows to how many the taskset has"
+                conversion.log(text, "eval.sets")
+            env = _environment(conversion, entry)
+            drawn = {**sampling, **(entry.get("sampling") or {})}
+            values = {
+                "name": entry.get("name") or env["verifiers"]["taskset"],
+                "path": "builtin:tasks",
+                "split": "train",
+                "options": {"num_rows": rows},
+                "k": of.get("group_size") or of.get("rollouts_per_example"),
+                "temperature": drawn.get("temperature"),
+                "max_new_tokens": drawn.get("max_completion_tokens") or drawn.get("max_tokens"),
+                "env": env,
+            }
+            sets.append({key: value for key, value in values.items() if value is not None})
+    if sets:
+        conversion.set("eval.sets", sets)
+        conversion.set("eval.every", evaluation.get("interval") or 100)
+        conversion.set("eval.at_start", not evaluation.get("skip_first_step"))
 
 
-BUFFER: dict[str, ConversionRule] = {
-    "online_difficulty_filtering": by('rollout.zero_advantage = "refill"')(
-        lambda conversion, value: (
-            conversion.set("rollout.zero_advantage", "refill") if value else None
-        )
-    ),
-    "seed": always("run.seed orders the data"),
-}
-TRAIN: dict[str, ConversionRule] = {
-    "sampling": section("orchestrator.train.sampling", SAMPLING),
-    "env": _environments,
-    "source": _environments,
-}
-ORCHESTRATOR: dict[str, ConversionRule] = {
-    "batch_size": by("rollout.prompts_per_step x rollout.group_size")(
-        lambda conversion, value: conversion.set("batch_size", value)
-    ),
-    "group_size": to("rollout.group_size"),
-    "rollouts_per_example": to("rollout.group_size"),
-    "seq_len": to("data.sequence_len"),
-    "max_off_policy_steps": to("rollout.max_lag"),
-    "max_async_level": to("rollout.max_lag"),
-    "max_inflight_rollouts": to("rollout.vllm.concurrency"),
-    "max_concurrent": to("rollout.vllm.concurrency"),
-    "oversampling_factor": by("rollout.zero_advantage and rollout.max_refill")(
-        lambda conversion, value: conversion.miss("more prompts are drawn as they are needed")
-    ),
-    "sampling": section("orchestrator.sampling", SAMPLING),
-    "train": section("orchestrator.train", TRAIN),
-    "env": _environments,
-    "environment": _environments,
-    "eval": missing("[[eval.sets]]"),
-    "buffer": section("orchestrator.buffer", BUFFER),
-    "renderer": missing("model.chat_template"),
-    "use_renderer": missing("model.chat_template"),
-    "use_token_client": always("tokens are kept exactly"),
-    "trajectory_strategy": always("episodes whose history is rewritten are trees"),
-    "client": by("rollout.vllm.servers")(lambda conversion, value: _client(conversion, value)),
-    "filters": missing(),
-    "log": always("section log"),
-    "wandb": section("orchestrator.wandb", WANDB),
-    "output_dir": to("run.output_dir"),
-    "model": section("orchestrator.model", {"name": to("model.path")}),
-    "max_steps": to("run.max_steps"),
-    "ckpt": section("orchestrator.ckpt", CHECKPOINTS),
-}
-DATA: dict[str, ConversionRule] = {
-    "name": by("data.datasets")(lambda conversion, value: _dataset(conversion, value)),
-    "source": by("data.datasets")(lambda conversion, value: _sources(conversion, value)),
-    "seq_len": to("data.sequence_len"),
-    "batch_size": by("data.global_batch_size")(
-        lambda conversion, value: conversion.set("batch_size", value)
-    ),
-    "micro_batch_size": to("data.micro_batch_size"),
-    "pack_function": always("data.packing"),
-    "shuffle": to("data.shuffle"),
-    "seed": to("run.seed"),
-    "type": always("data.datasets says what is read"),
-    "loss_mask": missing("train_on of a dataset"),
-}
-RULES: dict[str, ConversionRule] = {
-    "max_steps": to("run.max_steps"),
-    "seq_len": to("data.sequence_len"),
-    "output_dir": to("run.output_dir"),
-    "max_async_level": to("rollout.max_lag"),
-    "async_level": to("rollout.max_lag"),
-    "model": section("model", MODEL),
-    "data": section("data", DATA),
-    "optim": section("optim", OPTIM),
-    "scheduler": section("scheduler", SCHEDULER),
-    "ckpt": section("ckpt", CHECKPOINTS),
-    "wandb": section("wandb", WANDB),
-    "trainer": section("trainer", TRAINER),
-    "orchestrator": section("orchestrator", ORCHESTRATOR),
-    "inference": by("rollout.engine")(
-        lambda conversion, value: conversion.log(
-            'start vLLM yourself and name it in rollout.vllm.servers with rollout.engine = "vllm";'
-            " without, the sampler in the process is used"
-        )
-    ),
-    "deployment": always("start one process a host; see docs/distributed.md"),
-    "slurm": always("SLURM's variables are read; see docs/distributed.md"),
-    "inference_gpu_ids": missing("rollout.devices sets devices of the trainer aside"),
-    "trainer_gpu_ids": missing("CUDA_VISIBLE_DEVICES"),
-    "log": always("section log"),
-    "val": missing("data.eval_datasets"),
-    "eval": missing("[[eval.sets]]"),
-    "bench": missing("benchmarks/"),
-}
+def _set_algorithm(conversion: Conversion, algorithm: Mapping[str, Any]) -> None:
+    """Set section task: rewards less their group's mean, over all tokens; or a teacher."""
+    name = algorithm.get("type") or algorithm.get("id") or "grpo"
+    if name in ("opd", "on_policy_distillation"):
+        teacher = algorithm.get("teacher") or {}
+        url = next(listed(teacher.get("base_url")), None)
+        conversion.table["task"] = {"kind": "distillation", "on_policy_share": 1.0, "beta": 1.0}
+        conversion.set("task.teacher.path", teacher.get("name"))
+        if url:
+            conversion.set("task.teacher.kind", "server")
+            conversion.set("task.teacher.url", url.removesuffix("/v1"))
+            conversion.set("task.top_k", 20)
+        return
+    if name not in ("grpo", "default"):
+        conversion.missed.append(("orchestrator.algo.type", name, 'task.objective is "grpo" here'))
+    if conversion.get("task.importance_max") or conversion.get("task.importance_min"):
+        conversion.set("task.importance_correction", "token_mask")
+    for key, value in (("objective", "grpo"), ("average", "token"), ("scale_rewards", "none")):
+        conversion.set(f"task.{key}", value)
 
 
-def _dataset(conversion: Conversion, path: Any) -> None:
-    conversion.table.setdefault("data", {}).setdefault("datasets", []).append({"path": path})
+def _loss_type(conversion: Conversion, value: Any) -> None:
+    if value not in ("default", "grpo"):
+        conversion.set("task.ratio", "sequence" if value == "gspo" else None)
+        if value != "gspo":
+            conversion.miss('task.objective is "grpo" here')
 
 
-def _sources(conversion: Conversion, value: Any) -> None:
-    for source in value if isinstance(value, list) else [value]:
-        if isinstance(source, Mapping) and source.get("dataset"):
-            _dataset(conversion, source["dataset"])
-        else:
-            conversion.miss("a dataset is a file, a folder or a Hub id")
+def _recompute(conversion: Conversion, value: Any) -> None:
+    if value is not False and value is not None:
+        conversion.set("model.remat", "full")
+
+
+def _set_data(conversion: Conversion) -> None:
+    """Turn the data of supervised fine-tuning into datasets."""
+    data = conversion.source.get("data")
+    if not isinstance(data, Mapping):
+        return
+    datasets: list[dict[str, Any]] = []
+    for source in [{"dataset": data.get("name")}, *listed(data.get("source"))]:
+        path = source.get("dataset") if isinstance(source, Mapping) else None
+        if path:
+            kept = {"path": path, "name": source.get("subset"), "split": source.get("split")}
+            datasets.append({key: value for key, value in kept.items() if value is not None})
+        elif source != {"dataset": None}:
+            conversion.missed.append(
+                ("data.source", source, "a dataset is a file, folder or Hub id")
+            )
+    for key, name in (("subsets", "name"), ("splits", "split")):
+        for dataset, value in zip(
+            datasets * len(data.get(key) or []), data.get(key) or [], strict=False
+        ):
+            dataset[name] = value
+    mask = data.get("loss_mask") or {}
+    if mask and all(mask.get(role) for role in ("system", "user")):
+        for dataset in datasets:
+            dataset["train_on"] = "all"
+    elif (
+        any(mask.get(role) for role in ("system", "user", "tool")) or mask.get("assistant") is False
+    ):
+        conversion.missed.append(("data.loss_mask", mask, 'train_on is "assistant" or "all"'))
+    conversion.set("data.datasets", datasets or None)
 
 
 def _client(conversion: Conversion, value: Any) -> None:
-    urls = value.get("base_url") if isinstance(value, Mapping) else None
-    if urls:
+    if isinstance(value, Mapping) and (urls := list(listed(value.get("base_url")))):
         conversion.set("rollout.engine", "vllm")
-        conversion.set(
-            "rollout.vllm.servers",
-            [url.removesuffix("/v1") for url in (urls if isinstance(urls, list) else [urls])],
-        )
+        conversion.set("rollout.vllm.servers", [url.removesuffix("/v1") for url in urls])
+
+
+def _inference(conversion: Conversion, value: Any) -> None:
+    conversion.log(
+        'start vLLM yourself and name it in rollout.vllm.servers with rollout.engine = "vllm";'
+        " without, the sampler in the process is used"
+    )
+
+
+RULES = load_rules("prime_rl", {**vars(shared), **globals()})
+"""Every key that is known."""

@@ -1,135 +1,199 @@
 """Rules that several systems share: trainers built on Hugging Face's use the same names."""
 
+import math
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxtrain.convert.conversion import Conversion, ConversionRule, always, by, to
+from jaxtrain.convert.conversion import Conversion, load_rules
 
-SCHEDULES = {
-    "cosine": "cosine",
-    "linear": "linear",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "inverse_sqrt": "inverse_sqrt",
-    "cosine_with_min_lr": "cosine",
-    "warmup_stable_decay": "wsd",
-}
 OPTIMIZERS = {
-    "adamw": "adamw",
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_hf": "adamw",
-    "adamw_torch_8bit": "adamw",
-    "adamw_bnb_8bit": "adamw",
-    "adamw_8bit": "adamw",
-    "paged_adamw_32bit": "adamw",
-    "paged_adamw_8bit": "adamw",
-    "adafactor": "adafactor",
     "lion_pytorch": "lion",
-    "lion_8bit": "lion",
-    "lion_32bit": "lion",
-    "paged_lion_8bit": "lion",
-    "paged_lion_32bit": "lion",
-    "muon": "muon",
-    "sgd": "sgd",
+    "optimi_adamw": "adamw",
+    **{name: name for name in ("adamw", "adafactor", "lion", "muon", "sgd")},
 }
-KERNELS = always("the kernel follows from model, data and device")
-OBJECTIVES = {
-    name: name
-    for name in (
-        *("grpo", "dr_grpo", "bnpo", "dapo", "gdpo", "gspo", "cispo", "rloo", "sapo", "luspo"),
-        *("vespo", "gmpo"),
-    )
-}
+ADAMW = re.compile(
+    r"(ao_)?(paged_)?adamw(_torch|_hf|_bnb|_apex|_torch_xla|_torch_npu)?(_fused|_(4|8|32)bit)?"
+)
+LION = re.compile(r"(paged_)?lion(_8bit|_32bit)?")
 
 
-def dot(section: str, *names: str) -> dict[str, ConversionRule]:
-    """Keys that are called the same here, in one section."""
-    return {name: to(f"{section}.{name}") for name in names}
-
-
-@by("optim.name, optim.moments, optim.offload")
-def optimizer(conversion: Conversion, value: Any) -> None:
-    to("optim.name", OPTIMIZERS).apply(conversion, value)
-    if isinstance(value, str) and "8bit" in value:
+def _optimizer(conversion: Conversion, value: Any) -> None:
+    if value is None:
+        return
+    name = str(value)
+    base = "adamw" if ADAMW.fullmatch(name) else "lion" if LION.fullmatch(name) else None
+    base = OPTIMIZERS.get(name, base)
+    if base is None:
+        conversion.miss(
+            f"optim.name here: {', '.join(dict.fromkeys(OPTIMIZERS.values()))}, optax:*"
+        )
+        return
+    conversion.set("optim.name", base)
+    if "4bit" in name:
+        conversion.log("moments in 4 bits there, in 8 here")
+    if "8bit" in name or "4bit" in name:
         conversion.set("optim.moments", "int8")
-    if isinstance(value, str) and value.startswith("paged_"):
+    if "paged_" in name:
         conversion.set("optim.offload", True)
 
 
-@by("model.compute_dtype")
-def bf16(conversion: Conversion, value: Any) -> None:
+def _bf16(conversion: Conversion, value: Any) -> None:
     if value in (True, "auto", "full", "true"):
         conversion.set("model.compute_dtype", "bfloat16")
     elif value is False and not conversion.source.get("fp16"):
         conversion.set("model.compute_dtype", "float32")
 
 
-@by("model.compute_dtype (bfloat16 or float32)")
-def fp16(conversion: Conversion, value: Any) -> None:
+def _fp16(conversion: Conversion, value: Any) -> None:
     if value is True:
         conversion.set("model.compute_dtype", "bfloat16")
         conversion.log("there is no float16 here; bfloat16 needs no loss scaling")
 
 
-@by("model.remat")
-def checkpointing(conversion: Conversion, value: Any) -> None:
-    if value:
-        conversion.set("model.remat", "full")
-        conversion.log(
-            'model.remat = "save_attention" or "dots" recompute less, where memory allows'
-        )
-
-
-@by("log.tensorboard or log.wandb_project")
-def report_to(conversion: Conversion, value: Any) -> None:
-    trackers = value if isinstance(value, list) else [value]
+def _report_to(conversion: Conversion, value: Any) -> None:
+    trackers = [] if value is None else value if isinstance(value, list) else [value]
     if "tensorboard" in trackers or "all" in trackers:
         conversion.set("log.tensorboard", True)
-    if ("wandb" in trackers or "all" in trackers) and conversion.get("log.wandb_project") is None:
+    if "wandb" in trackers or "all" in trackers:
         conversion.set("log.wandb_project", conversion.source.get("wandb_project") or "huggingface")
-    if rest := [name for name in trackers if name not in ("tensorboard", "wandb", "all", "none")]:
-        conversion.miss(f"log.sinks can name a class of your own for {', '.join(map(str, rest))}")
+    if others := [name for name in trackers if name not in ("tensorboard", "wandb", "all", "none")]:
+        conversion.miss(f"log.sinks can name a class of your own for {', '.join(map(str, others))}")
 
 
-@by("run.resume")
-def resume(conversion: Conversion, value: Any) -> None:
+def _resume(conversion: Conversion, value: Any) -> None:
     if value:
         conversion.set("run.resume", "auto")
         conversion.log("a run goes on from the newest checkpoint in its own run.output_dir")
 
 
-def steps(key: str) -> ConversionRule:
-    """A number of steps; a share of the run has no counterpart."""
-
-    def apply(conversion: Conversion, value: Any) -> None:
-        if isinstance(value, float) and value < 1:
-            conversion.miss(f"{key} counts steps")
-        elif value:
-            conversion.set(key, int(value))
-
-    return ConversionRule(key, apply, key)
+def _max_steps(conversion: Conversion, value: Any) -> None:
+    if isinstance(value, int) and value > 0:
+        conversion.set("run.max_steps", value)
 
 
-def strategy(key: str) -> ConversionRule:
-    """When: by steps, which other keys tell, or once an epoch."""
-
-    def apply(conversion: Conversion, value: Any) -> None:
-        if value == "epoch":
-            conversion.set(key, 1)
-        elif value in (False, "no") and key.startswith("eval."):
-            conversion.set("eval.every", "never")
-
-    never = '; "no" is eval.every = "never"' if key.startswith("eval.") else ""
-    return ConversionRule(f"{key}, or by steps{never}", apply, key)
+def _epochs(conversion: Conversion, value: Any) -> None:
+    steps = conversion.source.get("max_steps")
+    if value and not (isinstance(steps, int) and steps > 0):
+        conversion.set("run.num_epochs", value)
 
 
-@by("adapter.target")
+def _warmup_steps(conversion: Conversion, value: Any) -> None:
+    share = isinstance(value, float) and value < 1
+    conversion.set("optim.warmup_ratio" if share else "optim.warmup_steps", value or None)
+
+
+def _warmup_ratio(conversion: Conversion, value: Any) -> None:
+    if not conversion.source.get("warmup_steps"):
+        conversion.set("optim.warmup_ratio", value)
+
+
+def _scheduler_options(conversion: Conversion, value: Any) -> None:
+    names = {"min_lr": "optim.min_lr", "min_lr_rate": "optim.min_lr_ratio"}
+    for name, number in (value or {}).items():
+        if name in names:
+            conversion.set(names[name], number)
+        else:
+            conversion.miss(f"{name}: optim.decay_ratio, optim.wsd_decay or a function of your own")
+
+
+def _save_steps(conversion: Conversion, value: Any) -> None:
+    _set_steps(conversion, "checkpoint", value)
+
+
+def _eval_steps(conversion: Conversion, value: Any) -> None:
+    _set_steps(conversion, "eval", value)
+
+
+def _logging_steps(conversion: Conversion, value: Any) -> None:
+    _set_steps(conversion, "log", value)
+
+
+def _set_steps(conversion: Conversion, name: str, value: Any) -> None:
+    """Set NAME.every to a number of steps; a share of the run counts from run.max_steps."""
+    total = conversion.source.get("max_steps")
+    if isinstance(value, float) and 0 < value < 1 and isinstance(total, int) and total > 0:
+        value = math.ceil(value * total)
+    if isinstance(value, float) and 0 < value < 1:
+        conversion.miss(f"{name}.every counts steps")
+    elif value and value > 0:
+        conversion.set(f"{name}.every", int(value))
+
+
+def _save_strategy(conversion: Conversion, value: Any) -> None:
+    if value == "epoch":
+        conversion.set("checkpoint.per_epoch", 1)
+    elif value == "best":
+        conversion.set("checkpoint.best_metric", "eval/loss")
+    elif value in (False, "no"):
+        conversion.log("the last step always saves a checkpoint, and checkpoint.every others")
+
+
+def _eval_strategy(conversion: Conversion, value: Any) -> None:
+    if value == "epoch":
+        conversion.set("eval.per_epoch", 1)
+    elif value in (False, "no"):
+        conversion.set("eval.every", "never")
+
+
+EXPERTS = {"gate_up": ["gate", "up"], "gate": ["gate"], "up": ["up"], "down": ["down"]}
+LINEARS = (
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj")),
+    *(f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")),
+    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+    *(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+    *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")),
+)
+"""Matrices of a layer that an expression for PEFT's target_modules is tried on."""
+ROOTS = ("model.", "model.language_model.", "language_model.model.", "model.text_model.", "")
+
+
 def lora_targets(conversion: Conversion, value: Any) -> None:
-    conversion.set("adapter.target", "all-linear" if value in (True, "all-linear") else value)
+    """Name the matrices; a text is an expression over whole names, as PEFT has it."""
+    if value in (True, "all-linear", "all", ["all-linear"]):
+        conversion.set("adapter.target", "all-linear")
+    elif isinstance(value, str) and re.search(r"[\\()\[*|^$]", value):
+        names = match_linears(value)
+        conversion.set("adapter.target", names or None)
+        if names:
+            conversion.log("the expression's matrices of the text model, by their names")
+        else:
+            conversion.miss("adapter.target has names, with * for any part; none fits all layers")
+    elif value:
+        conversion.set("adapter.target", value)
 
 
-@by("adapter.train_embeddings and adapter.train_head")
+def match_linears(expression: str) -> list[str]:
+    """Return names of the matrices that an expression has in all layers; none if only in some."""
+    try:
+        pattern = re.compile(expression[:1000])
+    except re.error:
+        return []
+    for root in ROOTS:
+        layers = [
+            [name for name in LINEARS if pattern.fullmatch(f"{root}layers.{layer}.{name}")]
+            for layer in range(32)
+        ]
+        if layers[0] and all(names == layers[0] for names in layers):
+            return list(dict.fromkeys(name.rpartition(".")[2] for name in layers[0]))
+    return []
+
+
+def _lora_parameters(conversion: Conversion, value: Any) -> None:
+    for name in value or []:
+        if not expert_targets(name):
+            conversion.miss(f"{name!r}: of parameters, only experts' matrices have adapters here")
+
+
+def expert_targets(name: Any) -> list[str]:
+    """Return adapter.target's names of a parameter of experts."""
+    *_, owner, part = ["", "", *str(name).split(".")]
+    matrices = EXPERTS.get(part.removesuffix("_proj"), []) if owner in ("experts", "") else []
+    return [f"experts.{matrix}" for matrix in matrices]
+
+
 def train_whole(conversion: Conversion, value: Any) -> None:
+    """Train embeddings and head in full."""
     names = {"embed_tokens": "adapter.train_embeddings", "lm_head": "adapter.train_head"}
     for name in value or []:
         if name in names:
@@ -138,109 +202,18 @@ def train_whole(conversion: Conversion, value: Any) -> None:
             conversion.miss(f"{name!r}: only embed_tokens and lm_head can be trained in full")
 
 
-@by('adapter.quantize = "nf4"')
 def load_4bit(conversion: Conversion, value: Any) -> None:
-    if value:
+    """Quantize the base to nf4; whole tensors of experts where the source asks for that."""
+    if value == "fp4":
+        conversion.miss('adapter.quantize = "nf4"')
+    elif value is True:
         fused = conversion.source.get("quantize_moe_experts")
         conversion.set("adapter.quantize", "nf4_fused" if fused else "nf4")
 
 
-@by("adapter.target, by names of experts' matrices")
-def lora_parameters(conversion: Conversion, value: Any) -> None:
-    for name in value or []:
-        if not _experts_of(name):
-            conversion.miss(
-                f"{name!r}: of parameters, only the matrices of experts have adapters here"
-            )
-
-
-def _experts_of(name: Any) -> list[str]:
-    """Return adapter.target's name of a parameter of experts."""
-    *_, owner, part = ["", "", *str(name).split(".")]
-    parts = {"gate_up": ["gate", "up"], "gate": ["gate"], "up": ["up"], "down": ["down"]}
-    matrices = parts.get(part.removesuffix("_proj"), []) if owner in ("experts", "") else []
-    return [f"experts.{matrix}" for matrix in matrices]
-
-
-@by('adapter.quantize = "int8"')
-def load_8bit(conversion: Conversion, value: Any) -> None:
-    if value:
-        conversion.set("adapter.quantize", "int8")
-
-
-@by('adapter.kind = "dora"')
-def dora(conversion: Conversion, value: Any) -> None:
-    if value:
-        conversion.set("adapter.kind", "dora")
-
-
-def hub_key(name: str) -> ConversionRule:
-    """An option of the observer that `push` writes."""
-    return by(f'observers: kind = "hub" with options.{name}')(lambda conversion, value: None)
-
-
-TRAINER: dict[str, ConversionRule] = {
-    **dot("optim", "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"),
-    **dot("optim", "warmup_ratio", "gradient_accumulation_steps"),
-    **dot("run", "output_dir", "seed"),
-    "max_steps": by("run.max_steps")(lambda conversion, value: _max_steps(conversion, value)),
-    "optim": optimizer,
-    "optimizer": optimizer,
-    "lr_scheduler": to("optim.lr_scheduler", SCHEDULES),
-    "lr_scheduler_type": to("optim.lr_scheduler", SCHEDULES),
-    "adam_beta1": to("optim.beta1"),
-    "adam_beta2": to("optim.beta2"),
-    "adam_epsilon": to("optim.eps"),
-    "bf16": bf16,
-    "fp16": fp16,
-    "tf32": always("products of bfloat16 need none; float32 ones are not rounded"),
-    "gradient_checkpointing": checkpointing,
-    "gradient_checkpointing_kwargs": always("model.remat says all"),
-    "save_steps": steps("checkpoint.every"),
-    "save_total_limit": to("checkpoint.keep"),
-    "eval_steps": steps("eval.every"),
-    "logging_steps": steps("log.every"),
-    "report_to": report_to,
-    "resume_from_checkpoint": resume,
-    "attn_implementation": KERNELS,
-    "experts_implementation": KERNELS,
-    "deepspeed": always("parallel.fsdp shards weights, gradients and optimizer state"),
-    "torch_compile": always("every step is compiled"),
-    "use_liger_kernel": always("the head's loss never makes an array of tokens x vocabulary"),
-    "ddp_timeout": to("parallel.meet_timeout"),
-    "ddp_find_unused_parameters": always("gradients of one program"),
-    "dataloader_num_workers": to("data.num_workers"),
-    "remove_unused_columns": always("columns that are not read cost nothing"),
-    "trust_remote_code": always("foreign code is never run for a model; see docs/extending.md"),
-    "neftune_noise_alpha": to("model.neftune_alpha"),
-    "lora_dropout": to("adapter.dropout"),
-    "loraplus_lr_ratio": to("optim.lora_plus_ratio"),
-    "loraplus_lr_embedding": to(
-        "optim.embedding_lr", note="of tables that are trained in full; none has an adapter here"
-    ),
-    "push_to_hub": by('observers: kind = "hub"')(lambda conversion, value: push(conversion, value)),
-    "hub_model_id": hub_key("repo"),
-    "hub_strategy": hub_key("strategy"),
-    "hub_private_repo": hub_key("private"),
-    "hub_revision": hub_key("branch"),
-    "hub_token": always("the token is HF_TOKEN's, or that of `hf auth login`"),
-    "hub_always_push": always("every push is conversion, the newest first"),
-    "lora_r": to("adapter.rank"),
-    "lora_alpha": to("adapter.alpha"),
-    "lora_target_modules": lora_targets,
-    "lora_target_parameters": lora_parameters,
-    "lora_modules_to_save": train_whole,
-    "load_in_4bit": load_4bit,
-    "load_in_8bit": load_8bit,
-}
-
-
-HUB_STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
-
-
-def push(conversion: Conversion, enabled: Any) -> None:
+def push(conversion: Conversion, value: Any) -> None:
     """Convert all keys about pushing to the Hub to the observer `hub`."""
-    if not enabled:
+    if not value:
         return
     source = conversion.source
     repo = source.get("hub_model_id")
@@ -248,7 +221,8 @@ def push(conversion: Conversion, enabled: Any) -> None:
         repo = str(source.get("output_dir") or "model").rstrip("/").rpartition("/")[2]
         conversion.log(f"the repository is called {repo!r}, by output_dir")
     strategy = source.get("hub_strategy") or "every_save"
-    options = {"repo": repo, "strategy": strategy if strategy in HUB_STRATEGIES else "end"}
+    known = ("end", "every_save", "checkpoint", "all_checkpoints")
+    options = {"repo": repo, "strategy": strategy if strategy in known else "end"}
     if source.get("hub_private_repo") is False:
         options["private"] = False
     if source.get("hub_revision"):
@@ -256,29 +230,112 @@ def push(conversion: Conversion, enabled: Any) -> None:
     conversion.set("observers", [{"kind": "hub", "options": options}])
 
 
-def _max_steps(conversion: Conversion, value: Any) -> None:
-    """It outweighs a number of epochs, which theirs allow beside it."""
-    if isinstance(value, int) and value > 0:
-        conversion.set("run.max_steps", value)
-        conversion.table["run"].pop("num_epochs", None)
+TRAINER = load_rules("shared", globals())
+"""Keys of Hugging Face's trainers."""
 
 
-@by("run.num_epochs")
-def epochs(conversion: Conversion, value: Any) -> None:
-    if value and not conversion.get("run.max_steps"):
-        conversion.set("run.num_epochs", value)
+def finish(conversion: Conversion) -> None:
+    """Apply what follows from several keys together."""
+    finish_adapter(conversion)
+    finish_evaluation(conversion)
+    finish_epochs(conversion)
+    scheduler = conversion.source.get("lr_scheduler_type", conversion.source.get("lr_scheduler"))
+    if scheduler == "constant":  # theirs has no warm-up; constant_with_warmup has
+        for key in ("optim.warmup_steps", "optim.warmup_ratio"):
+            if conversion.remove(key):
+                conversion.drop("a constant rate has no warm-up there", key.partition(".")[2])
+    if conversion.get("rollout.engine") == "vllm" and conversion.get("adapter.kind") == "lora":
+        conversion.set("rollout.vllm.sync", "lora")
 
 
-def settle(conversion: Conversion) -> None:
-    """Apply what follows from several keys together: quantized weights carry an adapter, and a
-    server takes an adapter as such."""
+def finish_adapter(conversion: Conversion) -> None:
+    """Complete section adapter, or remove what is left of one that is not used."""
     if conversion.get("adapter.quantize") and not conversion.get("adapter.kind"):
         conversion.set("adapter.kind", "lora")
     if parameters := conversion.source.get("lora_target_parameters"):
         targets = conversion.get("adapter.target") or []
         names = [targets] if isinstance(targets, str) else list(targets)
         for parameter in parameters if isinstance(parameters, list) else ():
-            names += [name for name in _experts_of(parameter) if name not in names]
+            names += [name for name in expert_targets(parameter) if name not in names]
         conversion.set("adapter.target", names or None)
-    if conversion.get("rollout.engine") == "vllm" and conversion.get("adapter.kind") == "lora":
-        conversion.set("rollout.vllm.sync", "lora")
+    if conversion.get("adapter") and not conversion.get("adapter.kind"):
+        for key in conversion.remove("adapter"):
+            conversion.drop("without an adapter it has no effect", f"adapter.{key}")
+
+
+def finish_evaluation(conversion: Conversion) -> None:
+    """Remove evaluations without data, and give early stopping its metric."""
+    if conversion.get("task.kind") == "rl":
+        for key in ("data.validation_split", "data.eval_datasets"):
+            if conversion.remove(key):
+                conversion.log("held-out prompts are [[eval.sets]], answered and rewarded", key)
+    data = ("data.eval_datasets", "data.validation_split", "eval.sets")
+    if not any(conversion.get(key) for key in data):
+        keys = ("eval.every", "eval.per_epoch", "eval.at_start", "eval.patience")
+        for key in (*keys, "checkpoint.best_metric", "checkpoint.best_mode"):
+            if conversion.get(key) != "never" and conversion.remove(key):
+                conversion.drop("there is nothing to evaluate, as no data are held out", key)
+    if conversion.get("eval.patience") and not conversion.get("checkpoint.best_metric"):
+        conversion.set("checkpoint.best_metric", "eval/loss")
+    if conversion.get("eval.every") == "never":
+        for key in ("eval.per_epoch", "eval.at_start", "eval.patience", "checkpoint.best_metric"):
+            if conversion.remove(key):
+                conversion.drop("nothing is evaluated", key)
+
+
+def finish_epochs(conversion: Conversion) -> None:
+    """Count in steps what is due so often in an epoch, where steps end the run."""
+    total = conversion.get("run.max_steps")
+    for name in ("checkpoint", "eval"):
+        often = conversion.get(f"{name}.per_epoch")
+        if not total or not often:
+            continue
+        conversion.remove(f"{name}.per_epoch")
+        steps = math.ceil(total / (often * (conversion.source.get("num_epochs") or 1)))
+        conversion.set(f"{name}.every", max(steps, 1))
+        conversion.log("of run.max_steps, as if they were all epochs", f"{name}.every")
+
+
+def finish_round(conversion: Conversion, per_device: Any, devices: Any = 1) -> None:
+    """Set the size of a round of reinforcement learning from the numbers of answers of a microstep.
+
+    per_device: answers of a device in a microstep. devices: how many, as far as that is known. The
+    source's own keys say how many microsteps a step and a generation have.
+    """
+    source = {**conversion.source, **(conversion.source.get("trl") or {})}
+    step = int(per_device or 1) * int(devices or 1)
+    drawn = source.get("generation_batch_size") or step * (source.get("steps_per_generation") or 0)
+    step *= conversion.remove("optim.gradient_accumulation_steps") or 1
+    conversion.remove("data.global_batch_size")
+    group = conversion.get("rollout.group_size") or 8
+    conversion.set("rollout.group_size", group)
+    minibatches = max(drawn // step, 1)
+    conversion.set("task.num_minibatches", minibatches if minibatches > 1 else None)
+    conversion.set("rollout.prompts_per_step", math.ceil(step / group) * minibatches)
+    rounded = ", rounded to whole groups" if step % group or (drawn > step and drawn % step) else ""
+    unread = "per_device_train_batch_size"  # its note is about rows of texts
+    conversion.notes = [note for note in conversion.notes if note[0] != unread]
+    text = f"{step} answers a step of {devices} device(s), {group} to a prompt{rounded}"
+    conversion.log(text, "rollout.prompts_per_step")
+
+
+def finish_sampling(conversion: Conversion) -> None:
+    """Remove what cuts the distribution of a policy, and give prompts room beside answers."""
+    for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        value = conversion.remove(f"sampling.{key}")
+        if value not in (None, off):
+            why = "log-probs would not be the policy's; answers are drawn from all tokens"
+            conversion.missed.append((key, value, why))
+    longest = conversion.get("sampling.max_new_tokens") or 0
+    length = conversion.get("data.sequence_len") or 2048
+    if isinstance(longest, int) and longest >= length:
+        conversion.set("data.sequence_len", longest + 1024)
+        conversion.log("prompt and answer together: 1,024 tokens for prompts", "data.sequence_len")
+
+
+def listed(value: Any) -> Iterator[Any]:
+    """Yield the entries of a list, or one value by itself; nothing for None."""
+    if isinstance(value, str | Mapping):
+        yield value
+    else:
+        yield from value or ()

@@ -7,7 +7,7 @@ import pytest
 from jaxtrain.config.docs import list_keys, list_sections
 from jaxtrain.config.load import load_config, suggest
 from jaxtrain.convert import SYSTEMS, axolotl, find_hint, prime_rl, trl
-from jaxtrain.convert.conversion import Conversion, ConversionRule
+from jaxtrain.convert.conversion import Conversion
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 
@@ -126,7 +126,7 @@ def test_an_axolotl_file_loads_and_says_what_is_lost(tmp_path, capsys):
     with pytest.raises(UserError, match="exists"):
         from jaxtrain.cli.convert import convert as verb
 
-        verb(tmp_path / "config.yml", None, output)
+        verb([tmp_path / "config.yml"], None, output)
 
 
 def test_axolotls_quantized_experts(tmp_path):
@@ -207,18 +207,21 @@ def test_a_trl_command_line_with_trl_s_defaults(tmp_path):
     assert config.optim.learning_rate == 1e-6 and config.sampling.temperature == 1.0
 
 
-def test_a_prime_rl_file_tells_what_it_still_needs(tmp_path, capsys):
-    code, actual_values, _ = convert(tmp_path, "rl.toml", PRIME)
-    assert code == 1
+def test_a_prime_rl_file_runs(tmp_path, capsys):
+    code, actual_values, output = convert(tmp_path, "rl.toml", PRIME)
+    assert code == 0, capsys.readouterr().out
     assert actual_values["rollout"] == {"group_size": 16, "prompts_per_step": 32}
     assert actual_values["adapter"] == {"rank": 8, "kind": "lora"}
-    assert (
-        actual_values["optim"]["learning_rate"] == 3e-6
-        and actual_values["sampling"]["max_new_tokens"] == 64
-    )
-    output = capsys.readouterr().out
-    assert "orchestrator.env" in output and "data.datasets is empty" in output
+    assert actual_values["optim"] == {
+        "learning_rate": 3e-6,
+        "weight_decay": 0.01,
+        "lr_scheduler": "constant",
+    }
+    assert actual_values["sampling"]["max_new_tokens"] == 64
     assert actual_values["env"] == {"kind": "verifiers", "verifiers": {"taskset": "some/env"}}
+    (dataset,) = load_config(output).data.datasets
+    assert (dataset.path, dataset.options) == ("builtin:tasks", {"num_rows": 32})
+    assert "how many the taskset has" in capsys.readouterr().out
 
 
 GYM = """
@@ -279,19 +282,20 @@ def test_every_key_that_the_tables_name_exists_here():
     for title, section in list_sections():
         position = title.split(" ")[0].strip("[]")
         actual_values |= {f"{position}.{key}" for key, *_ in list_keys(section)}
-    tables = [system.RULES for system in SYSTEMS.values()]
-    tables += [
-        trl.GRPO,
-        axolotl.DIFFUSION,
-        *(v for v in vars(prime_rl).values() if isinstance(v, dict)),
-    ]
-    rules = [
-        r for t in tables for r in t.values() if isinstance(r, ConversionRule) and r.key is not None
-    ]
-    assert len(rules) > 150
-    assert {rule.key for rule in rules} <= actual_values
-    inner = {f"data.datasets.{rule.key}" for rule in axolotl.DATASET.values() if rule.key}
+    rules = [rule for system in SYSTEMS.values() for _, rule in walk(system.RULES)]
+    keys = {rule.key for rule in rules if rule.key is not None}
+    assert len(keys) > 150
+    datasets = {rule.key for rule in axolotl.DATASET.values() if rule.key}
+    assert keys - datasets <= actual_values
+    inner = {f"data.datasets.{key}" for key in datasets if not key.startswith("task.")}
     assert inner and inner <= actual_values
+
+
+def walk(rules):
+    """(key, rule) of a table and those within it."""
+    for key, rule in rules.items():
+        yield key, rule
+        yield from walk(rule.inner or {})
 
 
 def test_optimizers_in_8_bits_and_paged_ones_keep_what_they_save():
@@ -367,5 +371,6 @@ def test_values_of_any_kind_end_in_a_config_or_a_line(name):
     for value in odd:
         data = {"datasets": [{"path": "a.jsonl", "split": value}, value], "val_set_size": value}
         tomllib.loads(axolotl.convert(data).write("head"))
-    deep = {"orchestrator": dict.fromkeys(prime_rl.ORCHESTRATOR, 3), "trainer": {"model": [1]}}
+    keys = prime_rl.RULES["orchestrator"].inner
+    deep = {"orchestrator": dict.fromkeys(keys, 3), "trainer": {"model": [1]}}
     tomllib.loads(prime_rl.convert(deep).write("head"))

@@ -199,6 +199,30 @@ class HubStream:
         self.rows.load_state_dict(state)
 
 
+@dataclass(frozen=True)
+class TaskRows:
+    """Rows {"task": 0}, {"task": 1}, ...: the numbers of a taskset's tasks."""
+
+    num_rows: Any
+
+    def __post_init__(self) -> None:
+        if type(self.num_rows) is not int or self.num_rows < 1:
+            raise UserError(
+                f"{BUILTIN}tasks: options.num_rows is {show(self.num_rows)}; set it to the number of"
+                " tasks, at least 1"
+            )
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"task": _inside(index, self.num_rows)}
+
+    def origin(self, index: int) -> str:
+        """Return the name of a row in messages."""
+        return f"{BUILTIN}tasks row {index}"
+
+
 def _inside(index: int, length: int) -> int:
     if not 0 <= index < length:
         raise IndexError(index)
@@ -210,18 +234,20 @@ def _builtin(dataset: DatasetConfig, split: str) -> RowSource:
     from jaxtrain.data.sources.calculator_pairs import CalculatorPairs
 
     name = dataset.path.removeprefix(BUILTIN)
-    if name not in ("calculator", "calculator_pairs"):
+    if name not in ("calculator", "calculator_pairs", "tasks"):
         raise UserError(
-            f"no builtin data {dataset.path!r}: there is {BUILTIN}calculator, and"
-            f" {BUILTIN}calculator_pairs for preferences"
+            f"no builtin data {dataset.path!r}: there is {BUILTIN}calculator,"
+            f" {BUILTIN}calculator_pairs for preferences, and {BUILTIN}tasks for tasksets"
         )
-    allowed = ("num_rows", "seed", "max_value", "follow_up")
+    allowed = ("num_rows",) if name == "tasks" else ("num_rows", "seed", "max_value", "follow_up")
     allowed += ("claims",) if name == "calculator" else ()
     for key in dataset.options:
         if key not in allowed:
             raise UserError(
                 f"{dataset.path} has no option {key!r}: its options are {', '.join(allowed)}"
             )
+    if name == "tasks":
+        return TaskRows(dataset.options.get("num_rows"))
     rows = CalculatorRows(split=split, **dataset.options)
     return rows if name == "calculator" else CalculatorPairs(rows)
 

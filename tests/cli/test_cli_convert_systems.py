@@ -1,0 +1,392 @@
+"""`jaxtrain convert`: what configs of the systems need to run as they come out, and nothing lost."""
+
+import json
+import tomllib
+
+import pytest
+
+from jaxtrain.config.load import load_config, validate_config
+from jaxtrain.convert import SYSTEMS
+from jaxtrain.convert.shared import match_linears
+from jaxtrain.main import main
+
+BASE = {"base_model": "m", "datasets": [{"path": "a.jsonl"}], "num_epochs": 2}
+
+
+def convert(system, **keys):
+    """Return the conversion of a table, whose result passes the loader."""
+    conversion = SYSTEMS[system].convert(keys)
+    validate_config(conversion.table, "it")
+    return conversion
+
+
+def run(tmp_path, files, *more):
+    """(exit code, the file that was written, as a table)."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    paths = [str(tmp_path / name) for name in files if not name.endswith((".json", "acc.yml"))]
+    output = tmp_path / "ours.toml"
+    code = main(["convert", *paths, "--output", str(output), *more])
+    return code, tomllib.loads(output.read_text()), output
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected", "gone"),
+    [
+        ({"evals_per_epoch": 4, "eval_strategy": "epoch"}, {}, "eval.per_epoch"),
+        ({"eval_steps": 50, "early_stopping_patience": 3}, {}, "eval.every"),
+        ({"evals_per_epoch": 0, "val_set_size": 0.1}, {"eval.every": "never"}, "eval.per_epoch"),
+        (
+            {"early_stopping_patience": 3, "val_set_size": 0.1, "eval_steps": 5},
+            {"checkpoint.best_metric": "eval/loss", "eval.patience": 3},
+            None,
+        ),
+        (
+            {"saves_per_epoch": 2, "evals_per_epoch": 4, "val_set_size": 0.1, "max_steps": 100},
+            {"checkpoint.every": 25, "eval.every": 13, "run.max_steps": 100},
+            "run.num_epochs",
+        ),
+        ({"warmup_steps": 0.1}, {"optim.warmup_ratio": 0.1}, "optim.warmup_steps"),
+        (
+            {"warmup_steps": 10, "warmup_ratio": 0.1},
+            {"optim.warmup_steps": 10},
+            "optim.warmup_ratio",
+        ),
+        (
+            {"lr_scheduler": "constant", "warmup_steps": 10},
+            {"optim.lr_scheduler": "constant"},
+            "optim.warmup_steps",
+        ),
+        (
+            {"tokens": {"bos_token": "<s>", "pad_token": "<pad>"}},
+            {"model.special_tokens": {"bos_token": "<s>", "pad_token": "<pad>"}},
+            "model.added_tokens",
+        ),
+        ({"lora_r": 8, "adapter": None}, {}, "adapter"),
+        (
+            {"adapter": "lora", "lora_target_modules": False},
+            {"adapter.kind": "lora"},
+            "adapter.target",
+        ),
+        ({"optimizer": "adamw_torch_4bit"}, {"optim.moments": "int8", "optim.name": "adamw"}, None),
+    ],
+)
+def test_axolotl_keys_that_ask_for_nothing_or_for_something_else(keys, expected, gone):
+    conversion = convert("axolotl", **BASE, **keys)
+    assert {key: conversion.get(key) for key in expected} == expected
+    assert gone is None or conversion.get(gone) is None
+
+
+def test_a_dropped_key_has_a_line():
+    conversion = convert("axolotl", **BASE, evals_per_epoch=4, flash_attention=True, xformers=None)
+    text = conversion.write("head")
+    assert "eval.per_epoch: there is nothing to evaluate" in text
+    assert "flash_attention: the kernel follows" in text
+    assert "xformers" not in text, "an empty key asks for nothing"
+
+
+def test_axolotl_prompts_of_a_format_are_no_alpaca_in_silence():
+    kind = {"field_instruction": "q", "field_output": "a", "format": "[INST] {instruction} [/INST]"}
+    dataset = {"path": "a.jsonl", "type": {**kind, "system_prompt": "Be brief."}}
+    conversion = convert("axolotl", **{**BASE, "datasets": [dataset]})
+    missed = {key.rpartition(".")[2]: value for key, value, _ in conversion.missed}
+    assert missed == {"format": "[INST] {instruction} [/INST]", "system_prompt": "Be brief."}
+    bare = {"path": "a.jsonl", "type": {**kind, "format": "{instruction}"}}
+    conversion = convert("axolotl", **{**BASE, "datasets": [bare]})
+    assert not conversion.missed and conversion.get("data.datasets") == [
+        {
+            "path": "a.jsonl",
+            "format": "prompt_completion",
+            "fields": {"prompt": "q", "completion": "a"},
+        }
+    ]
+    styled = {"path": "a.jsonl", "type": "alpaca:chat"}
+    assert convert("axolotl", **{**BASE, "datasets": [styled]}).missed
+
+
+def test_an_expression_of_matrices_becomes_their_names():
+    expression = r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|q|k)_proj"
+    conversion = convert("axolotl", **BASE, adapter="lora", lora_target_modules=expression)
+    assert conversion.get("adapter.target") == ["q_proj", "k_proj", "up_proj"]
+    some = r"model\.layers\.(3|7)\.self_attn\.q_proj"
+    assert match_linears(some) == [] and match_linears("(") == []
+    conversion = convert("axolotl", **BASE, adapter="lora", lora_target_modules=some)
+    assert conversion.get("adapter.target") is None and conversion.missed
+
+
+def test_axolotl_ebft():
+    ebft = {
+        "feature_layers": [0.5],
+        "embed_method": "concat",
+        "use_whitening": True,
+        "ce_coef": 0.1,
+    }
+    trl = {"num_generations": 4, "max_completion_length": 64, "loss_type": "grpo"}
+    sizes = {"micro_batch_size": 2, "gradient_accumulation_steps": 4}
+    conversion = convert("axolotl", **BASE, **sizes, rl="ebft", ebft=ebft, trl=trl)
+    assert conversion.get("task") == {
+        "kind": "ebft",
+        "features": {"layers": [0.5], "pooling": "concat", "whitening": True},
+        "ce_coef": 0.1,
+        "objective": "grpo",
+    }
+    assert conversion.get("rollout") == {"group_size": 4, "prompts_per_step": 2}
+    strided = {"mode": "strided", "stride": 4, "n_samples_per_prompt": 2, "top_p": 0.9}
+    conversion = convert("axolotl", **BASE, **sizes, rl="ebft", ebft=strided)
+    assert conversion.get("task") == {
+        "kind": "ebft_strided",
+        "stride": 4,
+        "n_samples": 2,
+        "top_p": 0.9,
+    }
+    assert conversion.get("data.micro_batch_size") == 2
+
+
+def test_a_policy_draws_from_all_tokens():
+    trl = {
+        "num_generations": 4,
+        "top_p": 0.9,
+        "reward_funcs": ["a.py:f"],
+        "max_completion_length": 600,
+    }
+    conversion = convert("axolotl", **{**BASE, "micro_batch_size": 4}, rl="grpo", trl=trl)
+    assert ("top_p", 0.9) in [(key, value) for key, value, _ in conversion.missed]
+    assert conversion.get("data.sequence_len") == 1624, "Axolotl's 512 hold no answer"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        # Microsteps: 4 of them are the one step of a generation.
+        ("--gradient_accumulation_steps 4 --steps_per_generation 4", (4, None)),
+        ("--gradient_accumulation_steps 4 --steps_per_generation 8", (8, 2)),
+        ("--gradient_accumulation_steps 4", (4, None)),
+        ("--generation_batch_size 32", (4, 4)),
+        ("", (1, None)),
+    ],
+)
+def test_a_round_of_trl(tmp_path, flags, expected):
+    command = "trl grpo --model_name_or_path m --dataset_name d --reward_funcs f.py:r"
+    sizes = "--num_generations 8 --per_device_train_batch_size 8"
+    code, ours, output = run(tmp_path, {"a.sh": f"{command} {sizes} {flags}"})
+    assert code == 0
+    task, rollout = ours["task"], ours["rollout"]
+    assert (rollout["prompts_per_step"], task.get("num_minibatches")) == expected
+    assert load_config(output).optim.gradient_accumulation_steps == 1
+
+
+def test_accelerate_starts_a_script_of_any_name(tmp_path):
+    lines = """#!/bin/bash
+export WANDB_API_KEY=secret-of-mine
+cd work && ls
+accelerate launch --config_file acc.yml examples/train_grpo.py \\
+  --model_name_or_path m --dataset_name d --reward_funcs f.py:r --hub_token hf_abc && echo done
+"""
+    files = {"a.sh": lines, "acc.yml": "num_processes: 4\ndistributed_type: MULTI_GPU\n"}
+    code, ours, output = run(tmp_path, files)
+    assert code == 0 and ours["task"]["kind"] == "rl"
+    assert ours["rollout"] == {"group_size": 8, "prompts_per_step": 4}
+    text = output.read_text()
+    assert "hf_abc" not in text and "secret-of-mine" not in text and "4 device(s)" in text
+    plain = (
+        "torchrun --nproc_per_node 2 my.py --model_name_or_path m --dataset_name d --max_steps 3"
+    )
+    output.unlink()
+    code, ours, _ = run(tmp_path, {"b.sh": plain})
+    assert code == 0 and "task" not in ours and ours["run"]["max_steps"] == 3
+
+
+def test_secrets_are_written_nowhere(tmp_path, capsys):
+    text = """
+base_model: https://me:pass-word@host/model
+comet_api_key: top-secret
+env: {WANDB_API_KEY: top-secret, list: [{token: top-secret}]}
+datasets: [{path: "https://host/a.jsonl?token=top-secret"}]
+num_epochs: 1
+rl: grpo
+trl: {use_vllm: true, vllm_server_host: "me:pass-word@host", reward_funcs: [f.py:r]}
+"""
+    code, ours, output = run(tmp_path, {"a.yml": text})
+    written = output.read_text() + capsys.readouterr().out
+    assert "top-secret" not in written and "pass-word" not in written
+    assert "<not-saved>" in ours["model"]["path"]
+    assert main(["convert", str(tmp_path / "a.yml")]) in (0, 1)
+    printed = capsys.readouterr().out
+    assert "top-secret" not in printed and "pass-word" not in printed
+
+
+LLAMA = """
+model_name_or_path: some/model
+stage: sft
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: chats, mine
+template: qwen3
+cutoff_len: 4096
+max_samples: 100
+learning_rate: 1.0e-4
+ddp_timeout: 180000000
+val_size: 0.1
+eval_strategy: steps
+eval_steps: 500
+bf16: true
+"""
+INFO = {
+    "chats": {
+        "hf_hub_url": "some/chats",
+        "formatting": "sharegpt",
+        "columns": {"messages": "conversations"},
+        "tags": {"role_tag": "from", "content_tag": "value", "user_tag": "human"},
+    },
+    "mine": {"file_name": "mine.json", "columns": {"prompt": "q", "response": "a", "images": "i"}},
+    "pairs": {"file_name": "pairs.json", "ranking": True, "columns": {"chosen": "good"}},
+}
+
+
+def test_llama_factory(tmp_path):
+    files = {"data/dataset_info.json": json.dumps(INFO), "a.yaml": LLAMA}
+    code, ours, output = run(tmp_path, files)
+    assert code == 0
+    assert ours["data"]["datasets"] == [
+        {
+            "path": "some/chats",
+            "format": "chat",
+            "max_rows": 100,
+            "fields": {
+                "messages": "conversations",
+                "messages.role": "from",
+                "messages.content": "value",
+            },
+            "roles": {"human": "user"},
+        },
+        {
+            "path": "data/mine.json",
+            "format": "alpaca",
+            "as_chat": True,
+            "max_rows": 100,
+            "fields": {"instruction": "q", "output": "a"},
+        },
+    ]
+    # Theirs is twice the rank where lora_alpha is unset.
+    assert ours["adapter"] == {"target": "all-linear", "rank": 8, "alpha": 16.0, "kind": "lora"}
+    assert (ours["optim"]["lr_scheduler"], ours["run"]["num_epochs"]) == ("linear", 3.0)
+    assert ours["eval"] == {"every": 500} and ours["parallel"]["meet_timeout"] == 1e6
+    assert "mine.columns.images" in output.read_text()
+
+
+@pytest.mark.parametrize(
+    ("keys", "task"),
+    [
+        ({"stage": "dpo", "pref_loss": "simpo", "pref_beta": 2.0}, {"loss": "simpo", "beta": 2.0}),
+        ({"stage": "dpo"}, {"loss": "sigmoid"}),
+        ({"stage": "kto"}, {"loss": "kto"}),
+        ({"stage": "rm"}, {"kind": "reward_model"}),
+    ],
+)
+def test_stages_of_llama_factory(keys, task):
+    keys |= {"model_name_or_path": "m", "dataset": "pairs", "dataset_info": INFO}
+    conversion = convert("llama-factory", **keys, finetuning_type="full")
+    assert conversion.get("task") == {"kind": "preference", **task}
+    (dataset,) = conversion.get("data.datasets")
+    assert dataset["fields"] == {"chosen": "good"}
+    ppo = SYSTEMS["llama-factory"].convert({**keys, "stage": "ppo"})
+    assert ppo.get("task.kind") == "ppo" and ppo.missed, "no SFT in the place of another method"
+
+
+SOURCES = """
+seq_len = 4096
+[model]
+name = "m"
+[orchestrator]
+batch_size = 64
+max_off_policy_steps = 4
+[orchestrator.train]
+group_size = 8
+[[orchestrator.train.source]]
+name = "sort"
+ratio = 0.75
+env.taskset = { id = "sort", hard = true }
+env.agent.harness = { id = "null", runtime = { type = "subprocess" } }
+[[orchestrator.train.source]]
+ratio = 0.25
+env.taskset.id = "swe@1.0"
+env.agent.harness = { id = "bash", skills = ["search"] }
+env.agent.runtime = { type = "docker" }
+[orchestrator.eval]
+interval = 20
+[[orchestrator.eval.source]]
+name = "aime"
+group_size = 4
+num_tasks = 30
+env.taskset.id = "aime25"
+[orchestrator.renderer]
+name = "qwen3"
+[trainer.model]
+compile = "None"
+[monitors.wandb]
+project = "p"
+"""
+
+
+def test_prime_rl_sources_and_overlays(tmp_path):
+    """A source is a dataset with its environment, and a later file replaces keys of the first."""
+    overlay = "max_steps = 7\n[trainer.optim]\nlr = 1e-5\n"
+    code, ours, output = run(tmp_path, {"base.toml": SOURCES, "over.toml": overlay})
+    assert code == 0, output.read_text()
+    config = load_config(output)
+    sort, swe = config.data.datasets
+    assert (sort.weight, swe.weight) == (0.75, 0.25)
+    assert sort.env.verifiers.args == {"hard": True} and sort.env.verifiers.harness == "null"
+    assert (swe.env.verifiers.taskset, swe.env.verifiers.runtime) == ("swe", "docker")
+    assert swe.env.verifiers.agents == {"agent": {"harness": {"id": "bash", "skills": ["search"]}}}
+    assert (config.rollout.prompts_per_step, config.rollout.mode, config.rollout.max_lag) == (
+        8,
+        "async",
+        4,
+    )
+    (aime,) = config.eval.sets
+    assert (aime.label, aime.k, aime.options, config.eval.every) == (
+        "aime",
+        4,
+        {"num_rows": 30},
+        20,
+    )
+    assert config.sampling.max_new_tokens == 4096 - 512, "answers up to seq_len there"
+    assert (config.run.max_steps, config.optim.learning_rate) == (7, 1e-5)
+    assert config.task.scale_rewards == "none" and config.log.wandb_project == "p"
+
+
+def test_prime_rl_files_that_inherit(tmp_path):
+    child = 'toml_files = ["base.toml"]\nmax_steps = 3\n'
+    (tmp_path / "base.toml").write_text(SOURCES)
+    code, ours, _ = run(tmp_path, {"child.toml": child})
+    assert code == 0 and ours["run"]["max_steps"] == 3 and len(ours["data"]["datasets"]) == 2
+
+
+def test_prime_rl_teachers_and_data():
+    algo = {"type": "opd", "teacher": {"name": "t", "base_url": ["http://localhost:8001/v1"]}}
+    env = {"taskset": {"id": "sort"}}
+    orchestrator = {"group_size": 4, "algo": algo, "train": {"env": [{"env": env}]}}
+    conversion = convert("prime-rl", model={"name": "m"}, max_steps=3, orchestrator=orchestrator)
+    teacher = {"path": "t", "kind": "server", "url": "http://localhost:8001"}
+    assert conversion.get("task.teacher") == teacher and conversion.get("task.on_policy_share") == 1
+    data = {"name": "d", "subsets": ["a"], "splits": ["train[:9]"], "seq_len": 64, "batch_size": 4}
+    conversion = convert("prime-rl", model={"name": "m"}, max_steps=3, data=data)
+    assert conversion.get("data") == {
+        "sequence_len": 64,
+        "global_batch_size": 4,
+        "datasets": [{"path": "d", "name": "a", "split": "train[:9]"}],
+    }
+
+
+def test_rows_of_tasks_are_their_numbers():
+    from jaxtrain.config.data import DatasetConfig
+    from jaxtrain.data.sources.dataset import open_rows
+    from jaxtrain.errors import UserError
+
+    rows = open_rows(DatasetConfig(path="builtin:tasks", options={"num_rows": 3}))
+    assert [rows[index] for index in range(len(rows))] == [{"task": 0}, {"task": 1}, {"task": 2}]
+    with pytest.raises(UserError, match="num_rows is null"):
+        open_rows(DatasetConfig(path="builtin:tasks"))
