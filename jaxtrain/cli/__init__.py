@@ -108,7 +108,7 @@ VERBS = {
     ),
     "convert": Verb(
         "FILE [--output FILE]",
-        "a config of Axolotl, TRL or prime-rl as ours",
+        "a config of Axolotl, LLaMA-Factory, TRL or prime-rl as ours",
         "jaxtrain.cli.convert:run_convert",
     ),
     "plugins": Verb(

@@ -388,5 +388,5 @@ def test_rows_of_tasks_are_their_numbers():
 
     rows = open_rows(DatasetConfig(path="builtin:tasks", options={"num_rows": 3}))
     assert [rows[index] for index in range(len(rows))] == [{"task": 0}, {"task": 1}, {"task": 2}]
-    with pytest.raises(UserError, match="num_rows is null"):
+    with pytest.raises(UserError, match="needs options.num_rows.*found nothing"):
         open_rows(DatasetConfig(path="builtin:tasks"))

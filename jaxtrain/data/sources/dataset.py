@@ -208,8 +208,8 @@ class TaskRows:
     def __post_init__(self) -> None:
         if type(self.num_rows) is not int or self.num_rows < 1:
             raise UserError(
-                f"{BUILTIN}tasks: options.num_rows is {show(self.num_rows)}; set it to the number of"
-                " tasks, at least 1"
+                f"{BUILTIN}tasks needs options.num_rows, the number of tasks (at least 1); found"
+                f" {'nothing' if self.num_rows is None else show(self.num_rows)}"
             )
 
     def __len__(self) -> int:
