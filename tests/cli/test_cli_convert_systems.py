@@ -1,4 +1,4 @@
-"""`jaxtrain convert`: what configs of the systems need to run as they come out, and nothing lost."""
+"""`jaxtrain convert`: what configs of each system need to run as they come out, nothing lost."""
 
 import json
 import tomllib
