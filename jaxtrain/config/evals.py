@@ -32,6 +32,8 @@ class EvalSetConfig(Section):
     """As a dataset's: file, folder, Hub id or "builtin:calculator"."""
     name: str | None = None
     """What metrics call it. Unset: the file's name."""
+    subset: str | None = None
+    """Configuration of a Hub dataset with several, such as "main" of openai/gsm8k."""
     split: str = "test"
     """Split, with optional slice; of a benchmark always its own."""
     benchmark: Benchmark | None = None
@@ -66,14 +68,14 @@ class EvalSetConfig(Section):
     def dataset(self) -> DatasetConfig:
         """The rows, as a dataset section."""
         keys = ("path", "split", "fields", "options", "max_rows")
-        return DatasetConfig(**{key: getattr(self, key) for key in keys})
+        return DatasetConfig(name=self.subset, **{key: getattr(self, key) for key in keys})
 
 
 def find_eval_set_conflicts(config: Any) -> Iterator[str]:
     """Yield one sentence for each impossible combination around the sections."""
     sets, sampling = config.eval.sets, config.sampling
     for index, eval_set in enumerate(sets):
-        unread = ("split", "options") if eval_set.benchmark else ()
+        unread = ("split", "subset", "options") if eval_set.benchmark else ()
         for key in (key for key in unread if key in eval_set.model_fields_set):
             yield (
                 f"eval.sets.{index}.{key} has no effect while eval.sets.{index}.benchmark is"
