@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jaxtrain_kernels import logp_gather, tree_attention
+from jaxtrain_kernels import tree_attention
 from jaxtrain_kernels.grouped_matmul import moe
+from jaxtrain_kernels.logp_gather import BACKENDS as LOGP_BACKENDS
 
 from jaxtrain.config import Config, ModelConfig, ParallelConfig
 from jaxtrain.core.architecture import (
@@ -161,7 +162,7 @@ def check_backends(model: ModelConfig) -> None:
     """Refuse names of backends that their op does not have."""
     backends = {
         "attention": tree_attention.BACKENDS,
-        "logp": logp_gather.BACKENDS,
+        "logp": LOGP_BACKENDS,
         "experts": moe.BACKENDS,
     }
     for key, known in backends.items():
