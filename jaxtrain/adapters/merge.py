@@ -24,6 +24,7 @@ from jaxtrain.adapters.peft_folder import BELOW, PREFIX, ROWS, SUFFIX, PeftFolde
 from jaxtrain.adapters.spec import LoRASpec, find_linears
 from jaxtrain.adapters.storage import find_stored, round_trip, store_kernels
 from jaxtrain.errors import UserError
+from jaxtrain.huggingface.config import hf_defaults
 from jaxtrain.huggingface.copy import copy_folder, is_float
 from jaxtrain.huggingface.files import check_inside, read_object, spell
 from jaxtrain.huggingface.generation import NAME as GENERATION
@@ -35,6 +36,7 @@ from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.parameters import split_model
 
 TABLES = ("embed_tokens.weight", "lm_head.weight")
+HEAD = TABLES[1]
 ENDS = (".embed_tokens.weight", ".embeddings.weight", ".lm_head.weight")
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -215,16 +217,24 @@ def merge_adapter(
     adapter's tokenizer if it has one.
 
     Tensors keep their dtypes unless `dtype` is set. quantize: storage of the weights during
-    training; tensors stored so are quantized and dequantized before the merge. family: as
+    training; tensors stored so are quantized and dequantized before the merge. A tied base of
+    which the adapter changes the embedding or the head alone becomes untied. family: as
     model.family. keys: values of config.json that the adapter's tokens change. Raises one UserError
     for all that cannot be merged, before writing.
     """
     base, output = Path(base), Path(output)
     files = open_folder(base)
     peft = open_peft(adapter).called_as(files.tensors)
+    raw = read_object(base / "config.json") if (base / "config.json").is_file() else {}
+    tied = find_tied(files, peft, raw)
+    unties = tied is not None and changes_one(peft, tied)
+    copies = {HEAD: tied} if tied and unties and HEAD not in files.tensors else {}
+    files.tensors |= {name: files.tensors[source] for name, source in copies.items()}
     needs_config = quantize != "none" or peft.targets
     config = families.read_config(base, family) if needs_config else None
     corrections = find_corrections(files, peft, config)
+    if tied in corrections and not unties and HEAD in files.tensors:
+        corrections.setdefault(HEAD, corrections[tied])  # the head is stored a second time
     restore = None if quantize == "none" or config is None else RoundTrip(config, quantize, files)
 
     change_square = rounding_square = 0.0
@@ -252,12 +262,45 @@ def merge_adapter(
     shapes = find_grown(files, peft, corrections)
     if shapes:
         keys = {**keys, "vocab_size": next(iter(shapes.values()))[0]}
-    copy_folder(base, output, dtype, max_shard_bytes, change, shapes, keys)
+    if unties:
+        keys = {**keys, "tie_word_embeddings": False}
+    keys = {**keys, **families.rename_architectures(raw)}
+    copy_folder(base, output, dtype, max_shard_bytes, change, shapes, keys, copies)
     copy_tokenizer(Path(adapter), output)
     if "eos_token_id" in keys:
         add_eos(output / GENERATION, keys["eos_token_id"])
     lost = (rounding_square / change_square) ** 0.5 if change_square else 0.0
     return MergeReport(len(corrections), lost)
+
+
+def find_tied(files: SafetensorsFolder, peft: PeftFolder, raw: Mapping[str, Any]) -> str | None:
+    """Return the table that is the base's head, too, if the adapter changes either; else None. raw:
+    the base's config.json, which alone says whether a head that is stored is used."""
+    changed = {*peft.full(), *(f"{module}.weight" for module in (*peft.modules(), *peft.rows()))}
+    tables = [name for name in files.tensors if f".{name}".endswith(f".{TABLES[0]}")]
+    if len(tables) != 1 or changed.isdisjoint({HEAD, *tables}):
+        return None
+    text = raw.get("text_config")
+    stated = raw.get("tie_word_embeddings")
+    if stated is None and isinstance(text, dict):
+        stated = text.get("tie_word_embeddings")
+    if stated is None:
+        try:
+            stated = hf_defaults(str(raw.get("model_type"))).get("tie_word_embeddings", False)
+        except UserError:  # a family that transformers does not know
+            stated = HEAD not in files.tensors
+    return tables[0] if stated else None
+
+
+def changes_one(peft: PeftFolder, table: str) -> bool:
+    """Return whether an adapter of PEFT changes the table or the head of a tied base and leaves the
+    other: PEFT computes with a copy of what it trains. Rows of tokens change in both."""
+    whole = peft.full() & {table, HEAD}
+    if HEAD.removesuffix(".weight") in peft.modules():
+        return True
+    if len(whole) == 2:
+        return not _same_tables(peft)
+    return bool(whole) and not peft.config.get("ensure_weight_tying")
 
 
 def add_eos(file: Path, eos: int) -> None:

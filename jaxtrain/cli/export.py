@@ -41,8 +41,10 @@ def export_command(
     from jaxtrain.core.architecture import find_folder
     from jaxtrain.core.export import replace_folder
     from jaxtrain.huggingface.copy import copy_folder
+    from jaxtrain.huggingface.files import read_object
     from jaxtrain.huggingface.safetensors import MAX_SHARD_BYTES
     from jaxtrain.methods.reopen import holds_run
+    from jaxtrain.models.families import rename_architectures
     from jaxtrain.runs.run_files import require_replaceable
 
     limit = MAX_SHARD_BYTES if max_shard_size is None else read_size(max_shard_size)
@@ -57,8 +59,10 @@ def export_command(
         raise UserError(f"export: {source} is a model folder; name where to write with --output")
     require_replaceable(output)
     folder = find_folder(str(source), weights=True)
+    file = folder / "config.json"
+    keys = rename_architectures(read_object(file)) if file.is_file() else {}
     with replace_folder(output) as unfinished:
-        copy_folder(folder, unfinished, dtype, limit)
+        copy_folder(folder, unfinished, dtype, limit, keys=keys)
     print(f"{source} is now in {output}")
 
 

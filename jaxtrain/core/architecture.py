@@ -68,7 +68,10 @@ def find_folder(name: str, weights: bool, key: str = "model.path") -> Path:
         )
     patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        folder = Path(snapshot_download(name, allow_patterns=patterns))
+        if weights and not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, allow_patterns=["pytorch_model*.bin*"]))
+        return folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(

@@ -78,6 +78,8 @@ def build_model_bundle(
             print(f"warning: {problem}", file=sys.stderr, flush=True)
     architecture = choose_head(families.config_from_hf(raw, config.model.family, folder), score)
     check_kind(config.task.kind, raw, "model.path")
+    if is_main_process():
+        families.warn_unread(architecture)
     if folder is None or config.model.init == "random":
         architecture.check_drawn()
     tokenizer = find_tokenizer(config.model)
@@ -114,6 +116,8 @@ def build_auxiliary_bundle(
     folder, raw = find_architecture(model)
     check_kind(None, raw, key)
     architecture = choose_head(families.config_from_hf(raw, model.family, folder), score, key)
+    if is_main_process():
+        families.warn_unread(architecture, key)
     if score is not None and architecture.score.drawn:
         raise UserError(f"{key} holds {architecture.architecture}, which gives no scores")
     if architecture.vocab_size < len(bundle.tokenizer):

@@ -1,14 +1,18 @@
-"""Convert config.json to a frozen dataclass and back; attributes that would be ignored are refused.
+"""Convert config.json to a frozen dataclass and back.
 
-transformers' config class fills in missing attributes and converts old spellings (`rope_theta`,
+An attribute that no field of the family reads is refused if transformers computes with it, and
+carried along if transformers does not know it. transformers' config class fills in missing attributes and converts old spellings (`rope_theta`,
 `rope_scaling`) and the new one (`rope_parameters`) to one form, so defaults are always those of
 transformers.
 """
 
 import dataclasses
+import functools
+import inspect
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from jaxtrain.errors import UserError
@@ -19,8 +23,9 @@ from jaxtrain.huggingface.config_checks import (
     check_rope,
     check_total,
     check_value,
+    find_contradictions,
     is_number,
-    split_fixed,
+    is_off,
 )
 from jaxtrain.huggingface.files import shorten, spell
 
@@ -48,13 +53,17 @@ TRAINING_NOISE = re.compile(r".*(dropout|_pdrop|_dropout_prob|jitter_noise)")
 """Used by transformers in training only; evaluation is unaffected, and jaxtrain does not use it."""
 
 NOT_ATTRIBUTES = {
-    *("rope", "carried_attributes", "fixed_attributes", "grown", "row_tokens", "score"),
-    *("around", "prefix", "fused_experts"),
+    *("rope", "carried_attributes", "fixed_attributes", "unread_attributes"),
+    *("grown", "row_tokens", "score", "around", "prefix", "fused_experts"),
 }
 """Fields of the dataclass that are no attributes of a config.json."""
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
 OLD_ROPE = {"partial_rotary_factor", "rope_local_base_freq"}
 """Keys of older files besides rope_scaling, for families that read them."""
+READ = re.compile(r"""\bconfig\.(\w+)|getattr\((?:self\.)?config, ["'](\w+)""")
+"""An attribute that a modeling file of transformers reads."""
+TAKEN = re.compile(r"""kwargs\.(?:pop|get)\(["'](\w+)""")
+"""An argument that a config class takes without naming it."""
 
 
 def hf_defaults(model_type: str) -> dict[str, Any]:
@@ -66,8 +75,8 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for the dataclass `cls` from the content of a config.json.
 
     Every field of `cls` except NOT_ATTRIBUTES is named as in config.json, or by `cls.renamed`.
-    Raises UserError for an attribute that is not a field, affects the network and differs from
-    transformers' default. `cls.rope_keys`: keys of rope_parameters that the family reads besides
+    Raises one UserError for all attributes that are not fields, are known to transformers and
+    differ from its default; unknown ones become `unread_attributes`. `cls.rope_keys`: keys of rope_parameters that the family reads besides
     those of their type. `cls.fixed`: see DecoderConfig.
     """
     model_type = getattr(cls, "text_type", cls.model_type)
@@ -78,23 +87,21 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(cls)} - NOT_ATTRIBUTES
     names = {cls.renamed.get(name, name) for name in names}
     defaults = hf_defaults(model_type)
-    fixed = getattr(cls, "fixed", {})
-    raw, fixed_values = split_fixed(raw, {key: fixed[key] for key in fixed if key not in names})
-    for key, value in raw.items():
-        if key in names or key in IGNORED or key in positions:
-            continue
-        # A switch that is off cannot change what the network computes.
-        if value is None or value is False or (key in defaults and defaults[key] == value):
-            continue
-        if TRAINING_NOISE.fullmatch(key) and is_number(value) and 0 <= value < 1:
-            continue
-        expected = (
-            f"the default {shorten(defaults[key])}" if key in defaults else "that it is absent"
-        )
-        raise UserError(
-            f"config.json: {spell(key)}={shorten(value)} is not supported for model_type"
-            f" {spell(model_type)!r}; this implementation only knows {expected}"
-        )
+    raw = _resolve_aliases(raw, _config_class(model_type).attribute_map, names)
+    known = names | IGNORED | positions
+    fixed = {key: v for key, v in getattr(cls, "fixed", {}).items() if key not in names}
+    fixed_values = {key: raw[key] for key in raw if key in fixed}
+    unread = {key: raw[key] for key in raw if key not in known and key not in fixed}
+    problems = find_contradictions(raw, {k: v for k, v in fixed.items() if k in raw})
+    problems += [
+        f"{spell(key)}={shorten(value)} is not supported for model_type {spell(model_type)!r},"
+        f" whose network transformers changes by it; {_describe_default(key, defaults)}"
+        for key, value in unread.items()
+        if key in read_attributes(model_type) and not _is_default(key, value, defaults)
+    ]
+    if problems:
+        raise UserError("config.json: " + "\n  and ".join(problems))
+    unread = {key: v for key, v in unread.items() if key not in read_attributes(model_type)}
     for name in names & set(raw):
         if raw[name] is not None:
             check_value(name, raw[name], hints[name])
@@ -125,7 +132,51 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
         (key, json.dumps(value)) for key, value in sorted(fixed_values.items())
     )
     values["carried_attributes"] = tuple((key, json.dumps(raw[key])) for key in KEPT if key in raw)
+    values["unread_attributes"] = tuple((key, json.dumps(unread[key])) for key in sorted(unread))
     return values
+
+
+def _resolve_aliases(
+    raw: Mapping[str, Any], aliases: Mapping[str, str], names: set[str]
+) -> dict[str, Any]:
+    """Return a config.json in which other names that transformers takes for a field of the family
+    are replaced by it, where it is not there itself."""
+    renames = {
+        key: aliases[key]
+        for key in raw
+        if key not in names and aliases.get(key) in names and raw.get(aliases[key]) is None
+    }
+    kept = {key: value for key, value in raw.items() if key not in renames.values()}
+    return {renames.get(key, key): value for key, value in kept.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def read_attributes(model_type: str) -> frozenset[str]:
+    """Return the attributes of a config.json that transformers knows for a model_type: those of its
+    config class, their aliases, and those that the files of its network read."""
+    config_class = _config_class(model_type)
+    known = {*hf_defaults(model_type), *config_class.attribute_map, *ROPE, "partial_rotary_factor"}
+    known |= {name for kind in config_class.__mro__ for name in inspect.get_annotations(kind)}
+    file = Path(inspect.getfile(config_class))
+    for source in (file, *file.parent.glob("modeling_*.py")):
+        pattern = TAKEN if source == file else READ
+        matches = pattern.finditer(source.read_text(encoding="utf-8"))
+        known |= {match[match.lastindex or 0] for match in matches}
+    return frozenset(known)
+
+
+def _is_default(key: str, value: Any, defaults: Mapping[str, Any]) -> bool:
+    """Return whether an attribute without a field leaves the network as it is here: off, or what
+    transformers takes where it is absent."""
+    default = 1 if key == "partial_rotary_factor" else defaults.get(key)
+    if value is None or value == default or (is_off(value) and is_off(default)):
+        return True
+    return bool(TRAINING_NOISE.fullmatch(key)) and is_number(value) and 0 <= value < 1
+
+
+def _describe_default(key: str, defaults: Mapping[str, Any]) -> str:
+    default = f"the default {shorten(defaults[key])}" if key in defaults else "that it is absent"
+    return f"this implementation only knows {default}"
 
 
 def write_fields(config: Any) -> dict[str, Any]:
@@ -153,7 +204,11 @@ def write_fields(config: Any) -> dict[str, Any]:
     raw.update(
         {
             key: json.loads(value)
-            for key, value in (*config.fixed_attributes, *config.carried_attributes)
+            for key, value in (
+                *config.unread_attributes,
+                *config.fixed_attributes,
+                *config.carried_attributes,
+            )
         }
     )
     return raw

@@ -68,6 +68,15 @@ FROM_ZERO = (
 MAX_PARAMETERS = 2**45
 MAX_ENTRIES = 2**14
 """Limit of a list."""
+CONTRADICTIONS: dict[str, dict[Any, str]] = {
+    "is_encoder_decoder": {True: "only decoders are read"},
+    "add_cross_attention": {True: "only decoders without cross attention are read"},
+    "alibi": {True: "positions are rotated"},
+    "position_embedding_type": dict.fromkeys(
+        ("alibi", "absolute", "relative_key", "relative_key_query"), "positions are rotated"
+    ),
+}
+"""Values that no decoder here computes, whether transformers looks at the key or not."""
 DTYPES = (
     *("float32", "bfloat16", "float16", "float64", "auto", "float", "half", "double"),
     *("float8_e4m3fn", "float8_e5m2", "int8", "uint8"),
@@ -136,20 +145,25 @@ def check_value(key: str, value: Any, hint: Any) -> None:
         raise UserError(f"config.json: {key} is {describe(value)}; it must be {allowed}")
 
 
-def split_fixed(
+def find_contradictions(
     raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (attributes that matter, attributes named by `fixed`) of a config.json. Raises
-    UserError for a value of the latter that is not listed; an empty list allows any."""
-    rest, fixed_values = {}, {}
-    for key, value in raw.items():
-        (fixed_values if key in fixed else rest)[key] = value
-        if fixed.get(key) and value not in fixed[key]:
-            only = " or ".join(map(json.dumps, fixed[key]))
-            raise UserError(
-                f"config.json: {key}={describe(value)} is not supported; only {only} is"
-            )
-    return rest, fixed_values
+) -> list[str]:
+    """Return a clause for each value that contradicts what is computed: one that `fixed` does not
+    list (an empty list allows any), or one of CONTRADICTIONS."""
+    problems = []
+    for key, allowed in fixed.items():
+        if allowed and raw[key] is not None and raw[key] not in allowed:
+            only = " or ".join(map(json.dumps, allowed))
+            problems.append(f"{key}={describe(raw[key])} is not supported; only {only} is")
+    for key, values in CONTRADICTIONS.items():
+        if key not in fixed and raw.get(key) in values:
+            problems.append(f"{key}={describe(raw[key])} is not supported; {values[raw[key]]}")
+    return problems
+
+
+def is_off(value: Any) -> bool:
+    """Return whether a value switches off what it names: 0, false and null."""
+    return value is None or value is False or (is_number(value) and value == 0)
 
 
 def check_total(values: Mapping[str, Any]) -> None:

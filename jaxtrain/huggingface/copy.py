@@ -28,6 +28,7 @@ def copy_folder(
     change: Callable[[str, np.ndarray, int | None], np.ndarray] = lambda name, array, index: array,
     shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     keys: Mapping[str, Any] = MappingProxyType({}),
+    copies: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write the model of `base` to the folder `output`, with its tokenizer and configs.
 
@@ -35,7 +36,7 @@ def copy_folder(
     (huggingface/packed.py) are written dequantized. A shard holds at most `max_shard_bytes`, or one
     tensor. change: (name, array, None) -> the array to write; a tensor of three dims is passed one
     matrix at a time, with its index. shapes: of tensors that `change` makes larger. keys: new
-    values of config.json. Raises UserError for an invalid folder, and for a cast of a quantized
+    values of config.json. copies: {further tensor: the tensor of `base` that it starts from}. Raises UserError for an invalid folder, and for a cast of a quantized
     model.
     """
     files = open_folder(base)
@@ -48,23 +49,25 @@ def copy_folder(
             f"{base / 'config.json'} has a quantization_config: its tensors are codes, which no"
             " cast makes weights of; leave out the dtype"
         )
+    tensors = files.tensors | {name: files.tensors[source] for name, source in copies.items()}
     plan = {
         name: (
             shapes.get(name, stored.shape),
             np.dtype(dtype) if dtype and is_float(stored.dtype) else stored.dtype,
         )
-        for name, stored in files.tensors.items()
+        for name, stored in tensors.items()
     }
 
     def pieces() -> Iterator[SplitPiece]:
-        for name, stored in files.tensors.items():
+        for name, stored in tensors.items():
+            source = copies.get(name, name)
             if len(stored.shape) != 3:
-                array = change(name, files.fetch(name, full_index(stored.shape)), None)
+                array = change(name, files.fetch(source, full_index(stored.shape)), None)
                 yield SplitPiece(name, array.shape, full_index(array.shape), array)
                 continue
             for index in range(stored.shape[0]):
                 matrix_index = (slice(index, index + 1), *full_index(stored.shape[1:]))
-                array = change(name, files.fetch(name, matrix_index)[0], index)
+                array = change(name, files.fetch(source, matrix_index)[0], index)
                 yield SplitPiece(name, stored.shape, matrix_index, array[None])
 
     write_folder(output, plan, pieces(), max_shard_bytes)

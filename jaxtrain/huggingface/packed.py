@@ -10,9 +10,11 @@ of 128 x 128.
 
 What compressed-tensors and `jaxtrain quantize` write: huggingface/compressed.py.
 
-Only what is fetched is decoded, and the parts of a tensor may lie in different shards.
+Only what is fetched is decoded, and the parts of a tensor may lie in different shards. Names are
+those of transformers' causal models, whatever wrapped the model that was saved.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,6 +39,16 @@ PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], -1)
 """float32 [256, 2]: both codes of a byte."""
 PAIR_BITS = PAIRS.astype(BFLOAT16).view(np.uint32)[:, 0]
 """The same in bfloat16, as one number."""
+WRAPPED = re.compile(
+    r"^(module\.)+|(?:(?<=\.)|^)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+"""What torch.compile, DDP, FSDP and checkpointing put into names."""
+BUFFER = re.compile(
+    r"(^|\.)(rotary_emb\.(\w*inv_freq|\w*(cos|sin)_cached)|causal_mask|masked_bias|position_ids)$"
+)
+"""Buffers of older transformers, which are no weights."""
+MASK = re.compile(r"(^|\.)(self_attn|attn|attention)\.(bias|mask)$")
+"""Names of causal masks [1, 1, T, T], and of biases [out]."""
 MIDDLE_SCALES = (2, 252)
 """Between these, both included, a scale moves no exponent of bfloat16 out of its range."""
 
@@ -137,7 +149,8 @@ class PackedFolder(SafetensorsFolder):
 
     def __init__(self, folder: Any):
         super().__init__(folder)
-        self._stored = dict(self.tensors)
+        self._stored = name_plainly(self.tensors, self.path)
+        self.tensors = dict(self._stored)
         self.packed: dict[str, PackedTensor] = {
             **find_mxfp4(self._stored),
             **find_fp8(self._stored),
@@ -155,6 +168,40 @@ class PackedFolder(SafetensorsFolder):
         if packed is None:
             return super().fetch(name, index)
         return packed.read(lambda part, where: self._stored[part].read(where), index)
+
+
+def name_plainly(
+    tensors: Mapping[str, TensorLocation], folder: Path
+) -> dict[str, TensorLocation]:
+    """Return the tensors without buffers, by the names that transformers' causal model gives them.
+    Raises UserError if two become one."""
+    named: dict[str, TensorLocation] = {}
+    for name, stored in tensors.items():
+        plain = WRAPPED.sub("", name)
+        is_mask = MASK.search(plain) and len(stored.shape) == 4 and stored.shape[:2] == (1, 1)
+        if BUFFER.search(plain) or is_mask:
+            continue
+        if plain in named:
+            raise UserError(
+                f"{folder} holds the tensor {shorten(plain)} twice, once as {shorten(name)};"
+                " remove one of the two files"
+            )
+        named[plain] = stored
+    if "model.model.embed_tokens.weight" in named:
+        return {name.removeprefix("model."): stored for name, stored in named.items()}
+    # A draft model has such names, too, and fc.weight.
+    headless = {"embed_tokens.weight", "norm.weight"} <= named.keys() and "fc.weight" not in named
+    if headless and not any(name.startswith("model.") for name in named):
+        return {
+            name if name.startswith(("lm_head.", "score.")) else f"model.{name}": stored
+            for name, stored in named.items()
+        }
+    return named
+
+
+def holds_weights(folder: Path) -> bool:
+    """Return whether a folder holds files of weights."""
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
 
 
 def find_mxfp4(tensors: Mapping[str, TensorLocation]) -> dict[str, MXFP4Tensor]:

@@ -61,8 +61,7 @@ def check_tensors(
                 )
         elif name.startswith(config.carries):
             continue
-        # The last is a buffer of old transformers, not a weight.
-        elif complete and not name.endswith("rotary_emb.inv_freq"):
+        elif complete:
             problems.append(f"{stored.file.name}: unexpected {spell(name)} {stored.shape}")
     if problems:
         overflow = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""

@@ -60,6 +60,9 @@ class DecoderConfig:
     """Attributes that exports carry along unchanged (token ids, ...), as (key, JSON)."""
     fixed_attributes: tuple[tuple[str, str], ...] = ()
     """Attributes of `fixed` that the folder has, as (key, JSON)."""
+    unread_attributes: tuple[tuple[str, str], ...] = ()
+    """Attributes of the folder that neither transformers nor the family knows, as (key, JSON);
+    exports carry them along."""
     row_tokens: int = 0
     """See `for_rows`; 0: as many as max_position_embeddings says."""
     grown: int = 0
@@ -70,8 +73,8 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """Read the content of a config.json. Raises UserError for any attribute that would be
-        ignored."""
+        """Read the content of a config.json. Raises UserError for attributes that change the network
+        in a way that the family does not compute."""
         config = cls(**read_fields(cls, raw))
         config.check()
         return config

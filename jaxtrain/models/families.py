@@ -11,10 +11,45 @@ from typing import Any
 from jaxtrain import plugins
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config_checks import check_names
-from jaxtrain.huggingface.files import read_object
+from jaxtrain.huggingface.files import read_object, spell
 from jaxtrain.models import ARCHITECTURES, DRAFTS, TEXTS
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.scores import ScoreHead, read_score_head, split_architecture
+
+
+BASE, CAUSAL = "Model", "ForCausalLM"
+
+
+def resolve_architecture(name: str) -> str:
+    """Return the name that a family here goes by: of an old spelling (LLaMAForCausalLM), of a model
+    without its head (LlamaModel), of a class that torch's fully_shard renamed (FSDPLlama...)."""
+    known = {**ARCHITECTURES, **DRAFTS}
+    plain = name.removeprefix("FSDP")
+    if name in known or any(entry.name == name for entry in plugins.list_entry_points("models")):
+        return name
+    by_spelling = {architecture.lower(): architecture for architecture in ARCHITECTURES}
+    candidates = (plain, plain.removesuffix("Text" + BASE) + CAUSAL, plain.removesuffix(BASE) + CAUSAL)
+    fitting = (by_spelling[c.lower()] for c in candidates if c.lower() in by_spelling)
+    return next(fitting, name)
+
+
+def rename_architectures(raw: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return {"architectures": the names of today} for a config.json that has others, else {}."""
+    named = check_names(raw)[0]
+    renamed = [resolve_architecture(name) for name in named]
+    return {} if renamed == named else {"architectures": renamed}
+
+
+def warn_unread(config: DecoderConfig, key: str = "model.path") -> None:
+    """Print one line with the attributes of config.json that nothing reads; key: what names it."""
+    if config.unread_attributes:
+        names = ", ".join(spell(name) for name, _ in config.unread_attributes)
+        print(
+            f"{key}: config.json has {names}, which transformers does not know for this model_type;"
+            " ignored, and kept for exports",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def family(config: DecoderConfig) -> ModuleType:
@@ -49,6 +84,7 @@ def config_from_hf(
     if family_module is not None:
         module = plugins.load_module(family_module, key=f"model.family {family_module!r}")
     elif base is not None:
+        base = resolve_architecture(base)
         module = find_family(base, raw.get("text_config"))
     else:
         architectures = [
@@ -63,11 +99,11 @@ def config_from_hf(
                 f"config.json: no architectures, and model_type={model_type!r} is that of none of"
                 f" {', '.join(architectures)}; name one of them, or set model.family"
             )
-    from jaxtrain.huggingface.packed import open_folder, without_packing
+    from jaxtrain.huggingface.packed import holds_weights, open_folder, without_packing
 
     config = check_family(module, base).from_hf(without_packing(raw))
     fits = type(config).fit is not DecoderConfig.fit
-    if folder is not None and fits and any(Path(folder).glob("*.safetensors")):
+    if folder is not None and fits and holds_weights(Path(folder)):
         config = config.fit(open_folder(folder).tensors)
     return config if per is None else with_score(config, read_score_head(raw, per))
 

@@ -238,8 +238,10 @@ def read_overrides(by_layer: Any, values: Mapping[str, Any]) -> tuple[int | None
     full = {str(layer) for layer, name in enumerate(types) if name == FULL}
     allowed = {"head_dim", "num_key_value_heads"} if k_eq_v else {"head_dim"}
     overrides = by_layer if isinstance(by_layer, Mapping) else {}
+    # transformers pads the numbers of layers to one width: "05", "11".
+    overrides = {str(key).lstrip("0") or "0": value for key, value in overrides.items()}
     full_overrides = [overrides.get(layer, {}) for layer in sorted(full)]
-    fits = isinstance(by_layer, Mapping) and {*map(str, overrides)} <= full
+    fits = isinstance(by_layer, Mapping) and {*overrides} <= full
     fits = fits and all(
         isinstance(override, Mapping) and override == full_overrides[0]
         for override in full_overrides

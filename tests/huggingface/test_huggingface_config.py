@@ -1,4 +1,5 @@
-"""config.json: old and new spellings are one, defaults are transformers', surprises are refused."""
+"""config.json: old and new spellings are one, defaults are transformers', surprises are refused, and
+attributes that transformers does not know are carried along."""
 
 import json
 
@@ -88,9 +89,8 @@ def test_old_and_new_rope_spelling_are_one():
     ("change", "words"),
     [
         ({"attention_dropout": 1.5}, "attention_dropout=1.5 .* default 0.0"),
-        ({"rope_interleaved": True}, "rope_interleaved=true"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"made_up": 3}, "made_up=3"),
+        ({"output_router_logits": True, "alibi": True}, "alibi=true"),
         ({"hidden_act": "softplus"}, "softplus"),
         ({"num_key_value_heads": 3}, "multiple of"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
@@ -102,6 +102,46 @@ def test_old_and_new_rope_spelling_are_one():
 def test_surprises_are_refused(change, words):
     with pytest.raises(UserError, match=words):
         families.config_from_hf({**QWEN3, **change})
+
+
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+
+
+def test_a_refusal_lists_every_attribute():
+    raw = {**GEMMA3, "attn_logit_softcapping": 30.0, "use_bidirectional_attention": True}
+    with pytest.raises(UserError) as refusal:
+        families.config_from_hf({**raw, "cache_implementation": "odd", "alibi": True})
+    for key in ("attn_logit_softcapping", "use_bidirectional", "cache_implementation", "alibi"):
+        assert key in str(refusal.value)
+
+
+def test_attributes_that_transformers_does_not_know_are_carried_along(capsys):
+    unknown = {"unk_token_id": 0, "badwordsids": [[0]], "use_qk_norm": True, "max_sequence": 2}
+    config = families.config_from_hf({**QWEN3, **unknown})
+    assert {key: config.to_hf()[key] for key in unknown} == unknown
+    plain = families.config_from_hf(QWEN3)
+    assert {key: v for key, v in config.to_hf().items() if key not in unknown} == plain.to_hf()
+    families.warn_unread(config)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(key in line for key in unknown)
+    families.warn_unread(plain)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [0, False, None, 0.0])
+def test_what_is_off_changes_nothing(value):
+    raw = {"model_type": "granite", "position_embedding_type": None, "shared_experts": value}
+    families.config_from_hf(raw)
+    families.config_from_hf({**GEMMA3, "attn_logit_softcapping": value})
+
+
+def test_layers_of_gemma4_are_compared_as_numbers():
+    """transformers writes "05" and "11" where there are more than ten layers."""
+    sizes = {"num_hidden_layers": 12, "head_dim": 16, "global_head_dim": 32}
+    saved = transformers.AutoConfig.for_model("gemma4_text", **sizes).to_dict()
+    saved["architectures"] = ["Gemma4ForCausalLM"]
+    assert "05" in saved["per_layer_config"]
+    assert families.config_from_hf(saved).global_head_dim == 32
 
 
 def test_switches_that_are_off_pass():

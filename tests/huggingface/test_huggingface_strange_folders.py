@@ -232,7 +232,7 @@ WRONG = {
     "torch_dtype": ["nope", True],
     "eos_token_id": ["</s>", [1.5], {"id": 1}, 10**30],
     "max_position_embeddings": [0, "40960", 10**20],
-    "made_up\x1b[2J": [{"a": "b" * 10**5}],
+    "alibi": [True],
 }
 
 

@@ -1,0 +1,74 @@
+"""Adapters of PEFT with one of the two tables of a tied base: what PEFT computes, merged."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxtrain.adapters.merge import merge_adapter
+
+torch = pytest.importorskip("torch", reason="PEFT needs torch")
+peft = pytest.importorskip("peft", reason="PEFT is the reference")
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+TOKENS = torch.tensor([np.random.default_rng(0).integers(0, 97, 30).tolist()])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("base")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+CASES = {
+    "embedding": ({"modules_to_save": ["embed_tokens"]}, False),
+    "head": ({"modules_to_save": ["lm_head"]}, False),
+    "both": ({"modules_to_save": ["embed_tokens", "lm_head"]}, False),
+    "kept tied": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+    "factors of the head": ({"target_modules": ["q_proj", "lm_head"]}, False),
+    "rows": ({"trainable_token_indices": [3, 5]}, True),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stored", [False, True], ids=["stored once", "stored twice"])
+@pytest.mark.parametrize("case", CASES)
+def test_merged_logits_are_pefts(base, tmp_path, case, stored):
+    settings, tied = CASES[case]
+    folder = base
+    if stored:
+        folder = tmp_path / "base"
+        folder.mkdir()
+        state = load_file(base / "model.safetensors")
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_bytes((base / "config.json").read_bytes())
+    torch.manual_seed(1)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    lora = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **settings})
+    model = peft.get_peft_model(loaded, lora)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        expected = model.eval()(TOKENS).logits
+    model.save_pretrained(tmp_path / "adapter")
+    merge_adapter(folder, tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        actual = merged.eval()(TOKENS).logits
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
+    raw = json.loads((tmp_path / "merged/config.json").read_text())
+    assert raw["tie_word_embeddings"] is tied
