@@ -37,7 +37,6 @@ CASES = {
     "head": ({"modules_to_save": ["lm_head"]}, False),
     "both": ({"modules_to_save": ["embed_tokens", "lm_head"]}, False),
     "kept tied": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
-    "factors of the head": ({"target_modules": ["q_proj", "lm_head"]}, False),
     "rows": ({"trainable_token_indices": [3, 5]}, True),
 }
 
