@@ -145,9 +145,7 @@ def check_value(key: str, value: Any, hint: Any) -> None:
         raise UserError(f"config.json: {key} is {describe(value)}; it must be {allowed}")
 
 
-def find_contradictions(
-    raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]
-) -> list[str]:
+def find_contradictions(raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> list[str]:
     """Return a clause for each value that contradicts what is computed: one that `fixed` does not
     list (an empty list allows any), or one of CONTRADICTIONS."""
     problems = []

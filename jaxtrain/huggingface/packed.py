@@ -170,9 +170,7 @@ class PackedFolder(SafetensorsFolder):
         return packed.read(lambda part, where: self._stored[part].read(where), index)
 
 
-def name_plainly(
-    tensors: Mapping[str, TensorLocation], folder: Path
-) -> dict[str, TensorLocation]:
+def name_plainly(tensors: Mapping[str, TensorLocation], folder: Path) -> dict[str, TensorLocation]:
     """Return the tensors without buffers, by the names that transformers' causal model gives them.
     Raises UserError if two become one."""
     named: dict[str, TensorLocation] = {}

@@ -36,7 +36,7 @@ STORAGES = {
     "BoolStorage": np.dtype(np.bool_),
 }
 CONVERT = (
-    "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained({folder!r},"
+    'python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained({folder!r},'
     " dtype='auto').save_pretrained('CONVERTED')\""
 )
 """The command that writes such a folder as safetensors (needs torch)."""

@@ -28,7 +28,11 @@ def resolve_architecture(name: str) -> str:
     if name in known or any(entry.name == name for entry in plugins.list_entry_points("models")):
         return name
     by_spelling = {architecture.lower(): architecture for architecture in ARCHITECTURES}
-    candidates = (plain, plain.removesuffix("Text" + BASE) + CAUSAL, plain.removesuffix(BASE) + CAUSAL)
+    candidates = (
+        plain,
+        plain.removesuffix("Text" + BASE) + CAUSAL,
+        plain.removesuffix(BASE) + CAUSAL,
+    )
     fitting = (by_spelling[c.lower()] for c in candidates if c.lower() in by_spelling)
     return next(fitting, name)
 
