@@ -1,5 +1,5 @@
-"""config.json: old and new spellings are one, defaults are transformers', surprises are refused, and
-attributes that transformers does not know are carried along."""
+"""config.json: old and new spellings are one, defaults are transformers', surprises are refused,
+and attributes that transformers does not know are carried along."""
 
 import json
 
