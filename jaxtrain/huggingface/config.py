@@ -1,9 +1,9 @@
 """Convert config.json to a frozen dataclass and back.
 
 An attribute that no field of the family reads is refused if transformers computes with it, and
-carried along if transformers does not know it. transformers' config class fills in missing attributes and converts old spellings (`rope_theta`,
-`rope_scaling`) and the new one (`rope_parameters`) to one form, so defaults are always those of
-transformers.
+carried along if transformers does not know it. transformers' config class fills in missing
+attributes and converts old spellings (`rope_theta`, `rope_scaling`) and the new one
+(`rope_parameters`) to one form, so defaults are always those of transformers.
 """
 
 import dataclasses
@@ -76,8 +76,9 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
 
     Every field of `cls` except NOT_ATTRIBUTES is named as in config.json, or by `cls.renamed`.
     Raises one UserError for all attributes that are not fields, are known to transformers and
-    differ from its default; unknown ones become `unread_attributes`. `cls.rope_keys`: keys of rope_parameters that the family reads besides
-    those of their type. `cls.fixed`: see DecoderConfig.
+    differ from its default; unknown ones become `unread_attributes`. `cls.rope_keys`: keys of
+    rope_parameters that the family reads besides those of their type. `cls.fixed`: see
+    DecoderConfig.
     """
     model_type = getattr(cls, "text_type", cls.model_type)
     positions = ROPE | OLD_ROPE & {*getattr(cls, "rope_keys", ())}

@@ -36,8 +36,8 @@ def copy_folder(
     (huggingface/packed.py) are written dequantized. A shard holds at most `max_shard_bytes`, or one
     tensor. change: (name, array, None) -> the array to write; a tensor of three dims is passed one
     matrix at a time, with its index. shapes: of tensors that `change` makes larger. keys: new
-    values of config.json. copies: {further tensor: the tensor of `base` that it starts from}. Raises UserError for an invalid folder, and for a cast of a quantized
-    model.
+    values of config.json. copies: {further tensor: the tensor of `base` that it starts from}.
+    Raises UserError for an invalid folder, and for a cast of a quantized model.
     """
     files = open_folder(base)
     config = read_object(base / "config.json") if (base / "config.json").is_file() else None

@@ -73,8 +73,8 @@ class SafetensorsFolder:
     """The tensors of a folder: `tensors` by name, `fetch` for a part of one.
 
     single: the file that holds everything if there is no index. Files of torch are read where there
-    are no safetensors. Raises UserError for a folder without either, a wrong index or header, a shard that is missing or outside of the folder,
-    a truncated file.
+    are no safetensors. Raises UserError for a folder without either, a wrong index or header, a
+    shard that is missing or outside of the folder, a truncated file.
     """
 
     def __init__(self, folder: str | os.PathLike, single: str = SINGLE):

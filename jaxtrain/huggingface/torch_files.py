@@ -1,4 +1,5 @@
-"""Files of torch.save (pytorch_model.bin) as tensors in place, without torch and without running code.
+"""Files of torch.save (pytorch_model.bin) as tensors in place, without torch and without running
+code.
 
 Since version 1.6 such a file is a zip archive of uncompressed members: `data.pkl`, a pickle that
 describes tensors, and `data/<key>`, the bytes of their storages. The pickle is read by an unpickler
@@ -143,7 +144,8 @@ def _refuse(file: Path, reason: str) -> UserError:
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler of state dicts: it builds dicts, lists, numbers and `Described`, nothing else."""
+    """An unpickler of state dicts: it builds dicts, lists, numbers and `Described`, nothing
+    else."""
 
     def __init__(self, stream: io.BytesIO, locate: Any):
         super().__init__(stream, encoding="utf-8")

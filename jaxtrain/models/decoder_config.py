@@ -73,8 +73,8 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """Read the content of a config.json. Raises UserError for attributes that change the network
-        in a way that the family does not compute."""
+        """Read the content of a config.json. Raises UserError for attributes that change the
+        network in a way that the family does not compute."""
         config = cls(**read_fields(cls, raw))
         config.check()
         return config

@@ -16,7 +16,6 @@ from jaxtrain.models import ARCHITECTURES, DRAFTS, TEXTS
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.scores import ScoreHead, read_score_head, split_architecture
 
-
 BASE, CAUSAL = "Model", "ForCausalLM"
 
 
