@@ -4,7 +4,7 @@ import hashlib
 import math
 from pathlib import Path
 
-from jaxtrain.huggingface.safetensors import SafetensorsFolder
+from jaxtrain.huggingface.packed import StoredFolder
 
 BLOCK = 4096
 """Bytes that are read at the beginning, the middle and the end of each tensor."""
@@ -13,7 +13,7 @@ BLOCK = 4096
 def fingerprint(folder: Path) -> str:
     """Return the sha256 over name, dtype, shape and three blocks of bytes of every tensor: training
     or merging changes a tensor nearly everywhere. Raises UserError as SafetensorsFolder does."""
-    tensors = SafetensorsFolder(folder).tensors
+    tensors = StoredFolder(folder).tensors
     digest = hashlib.sha256()
     for name, stored in sorted(tensors.items()):
         digest.update(repr((name, str(stored.dtype), stored.shape)).encode())

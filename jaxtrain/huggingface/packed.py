@@ -144,7 +144,18 @@ class FP8:
         return values
 
 
-class PackedFolder(SafetensorsFolder):
+class StoredFolder(SafetensorsFolder):
+    """A SafetensorsFolder that reads files of torch where there are no safetensors."""
+
+    def _list_others(self):
+        if not any(self.path.glob("pytorch_model*.bin")):
+            return super()._list_others()
+        from jaxtrain.huggingface.torch_files import read_torch_folder  # rarely needed
+
+        return read_torch_folder(self.path)
+
+
+class PackedFolder(StoredFolder):
     """A SafetensorsFolder that presents quantized tensors as plain ones."""
 
     def __init__(self, folder: Any):

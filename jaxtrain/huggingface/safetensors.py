@@ -72,9 +72,9 @@ class TensorLocation:
 class SafetensorsFolder:
     """The tensors of a folder: `tensors` by name, `fetch` for a part of one.
 
-    single: the file that holds everything if there is no index. Files of torch are read where there
-    are no safetensors. Raises UserError for a folder without either, a wrong index or header, a
-    shard that is missing or outside of the folder, a truncated file.
+    single: the file that holds everything if there is no index. Raises UserError for a folder
+    without safetensors, a wrong index or header, a shard that is missing or outside of the folder,
+    a truncated file.
     """
 
     def __init__(self, folder: str | os.PathLike, single: str = SINGLE):
@@ -95,18 +95,18 @@ class SafetensorsFolder:
                     )
         elif (self.path / single).is_file():
             self._add(read_header(self.path / single))
-        elif single == SINGLE and any(self.path.glob("pytorch_model*.bin")):
-            from jaxtrain.huggingface.torch_files import read_torch_folder  # rarely needed
-
-            for tensors in read_torch_folder(self.path):
-                self._add(tensors)
         else:
-            raise UserError(
-                f"{self.path} holds neither {single} nor {INDEX}, nor pytorch_model.bin; convert"
-                " other weights with transformers' save_pretrained"
-            )
+            for tensors in self._list_others():
+                self._add(tensors)
         if not self.tensors:
             raise UserError(f"{self.path} holds no tensors; download the folder again")
+
+    def _list_others(self) -> Iterable[Mapping[str, TensorLocation]]:
+        """Return the tensors of files of another format. Raises UserError if there are none."""
+        raise UserError(
+            f"{self.path} holds neither weights in safetensors nor pytorch_model.bin; convert others"
+            " with transformers' save_pretrained"
+        )
 
     def _add(self, tensors: Mapping[str, TensorLocation]) -> None:
         for name, stored in tensors.items():
