@@ -104,8 +104,8 @@ class SafetensorsFolder:
     def _list_others(self) -> Iterable[Mapping[str, TensorLocation]]:
         """Return the tensors of files of another format. Raises UserError if there are none."""
         raise UserError(
-            f"{self.path} holds neither weights in safetensors nor pytorch_model.bin; convert others"
-            " with transformers' save_pretrained"
+            f"{self.path} holds neither weights in safetensors nor pytorch_model.bin; convert"
+            " others with transformers' save_pretrained"
         )
 
     def _add(self, tensors: Mapping[str, TensorLocation]) -> None:
