@@ -25,7 +25,7 @@ from jaxtrain.adapters.spec import LoRASpec, find_linears
 from jaxtrain.adapters.storage import find_stored, round_trip, store_kernels
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import hf_defaults
-from jaxtrain.huggingface.copy import copy_folder, is_float
+from jaxtrain.huggingface.copy import TensorChanges, copy_folder, is_float
 from jaxtrain.huggingface.files import check_inside, read_object, spell
 from jaxtrain.huggingface.generation import NAME as GENERATION
 from jaxtrain.huggingface.ops import StackedOps, TensorOp, Transpose, full_index
@@ -265,7 +265,8 @@ def merge_adapter(
     if unties:
         keys = {**keys, "tie_word_embeddings": False}
     keys = {**keys, **families.rename_architectures(raw)}
-    copy_folder(base, output, dtype, max_shard_bytes, change, shapes, keys, copies)
+    changes = TensorChanges(change, shapes, copies)
+    copy_folder(base, output, dtype, max_shard_bytes, changes, keys)
     copy_tokenizer(Path(adapter), output)
     if "eos_token_id" in keys:
         add_eos(output / GENERATION, keys["eos_token_id"])

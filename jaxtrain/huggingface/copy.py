@@ -4,6 +4,7 @@ Works by tensor names alone, so the host never holds more than one tensor, whate
 family of the model.
 """
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -20,26 +21,36 @@ from jaxtrain.huggingface.packed import is_packed, open_folder, without_packing
 from jaxtrain.huggingface.safetensors import CODES, MAX_SHARD_BYTES, SHARD, write_folder
 
 
+@dataclasses.dataclass(frozen=True)
+class TensorChanges:
+    """How the tensors of a copy differ."""
+
+    change: Callable[[str, np.ndarray, int | None], np.ndarray] = lambda name, array, index: array
+    """(name, array, None) -> the array to write; a tensor of three dims is passed one matrix at a
+    time, with its index."""
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    """Of tensors that `change` makes larger."""
+    copies: Mapping[str, str] = MappingProxyType({})
+    """{further tensor: the tensor of the folder that it starts from}."""
+
+
 def copy_folder(
     base: Path,
     output: Path,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    change: Callable[[str, np.ndarray, int | None], np.ndarray] = lambda name, array, index: array,
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    changes: "TensorChanges | None" = None,
     keys: Mapping[str, Any] = MappingProxyType({}),
-    copies: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write the model of `base` to the folder `output`, with its tokenizer and configs.
 
     dtype: for all floating-point tensors, by default unchanged; supported quantized tensors
     (huggingface/packed.py) are written dequantized. A shard holds at most `max_shard_bytes`, or one
-    tensor. change: (name, array, None) -> the array to write; a tensor of three dims is passed one
-    matrix at a time, with its index. shapes: of tensors that `change` makes larger. keys: new
-    values of config.json. copies: {further tensor: the tensor of `base` that it starts from}.
-    Raises UserError for an invalid folder, and for a cast of a quantized model.
+    tensor. keys: new values of config.json. Raises UserError for an invalid folder, and for a cast
+    of a quantized model.
     """
-    files = open_folder(base)
+    changes = changes or TensorChanges()
+    files, copies = open_folder(base), changes.copies
     config = read_object(base / "config.json") if (base / "config.json").is_file() else None
     packed = config is not None and is_packed(config)
     if config is not None and packed:
@@ -52,7 +63,7 @@ def copy_folder(
     tensors = files.tensors | {name: files.tensors[source] for name, source in copies.items()}
     plan = {
         name: (
-            shapes.get(name, stored.shape),
+            changes.shapes.get(name, stored.shape),
             np.dtype(dtype) if dtype and is_float(stored.dtype) else stored.dtype,
         )
         for name, stored in tensors.items()
@@ -62,12 +73,12 @@ def copy_folder(
         for name, stored in tensors.items():
             source = copies.get(name, name)
             if len(stored.shape) != 3:
-                array = change(name, files.fetch(source, full_index(stored.shape)), None)
+                array = changes.change(name, files.fetch(source, full_index(stored.shape)), None)
                 yield SplitPiece(name, array.shape, full_index(array.shape), array)
                 continue
             for index in range(stored.shape[0]):
                 matrix_index = (slice(index, index + 1), *full_index(stored.shape[1:]))
-                array = change(name, files.fetch(source, matrix_index)[0], index)
+                array = changes.change(name, files.fetch(source, matrix_index)[0], index)
                 yield SplitPiece(name, stored.shape, matrix_index, array[None])
 
     write_folder(output, plan, pieces(), max_shard_bytes)
