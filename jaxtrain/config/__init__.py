@@ -10,7 +10,7 @@ from typing import Any
 from jaxtrain.config.adapter import AdapterConfig
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.config.env import EnvConfig
-from jaxtrain.config.evals import EvalSetConfig
+from jaxtrain.config.evals import EvalConfig, EvalSetConfig
 from jaxtrain.config.load import load_config, validate_config
 from jaxtrain.config.model import ModelConfig, OptimConfig
 from jaxtrain.config.policies import PolicyConfig
@@ -18,7 +18,7 @@ from jaxtrain.config.rewards import RewardConfig
 from jaxtrain.config.rollout import RolloutConfig
 from jaxtrain.config.root import Config
 from jaxtrain.config.run import CheckpointConfig, LogConfig, ParallelConfig, RunConfig
-from jaxtrain.config.task import EvalConfig, SamplingConfig
+from jaxtrain.config.task import SamplingConfig
 from jaxtrain.config.vllm import VllmConfig
 
 __all__ = [

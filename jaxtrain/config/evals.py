@@ -1,15 +1,16 @@
-"""Sections eval.sets: problems that the model answers, judged by the rewards."""
+"""Section eval: held-out losses, and sets of problems that the model answers."""
 
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from jaxtrain.config.base import Place, Section
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.limits import ROWS, TOKENS
+from jaxtrain.text_safety import show
 
 Benchmark = Literal[
     "gsm8k",
@@ -69,6 +70,41 @@ class EvalSetConfig(Section):
         """The rows, as a dataset section."""
         keys = ("path", "split", "fields", "options", "max_rows")
         return DatasetConfig(name=self.subset, **{key: getattr(self, key) for key in keys})
+
+
+class EvalConfig(Section):
+    """Held-out loss and generated answers during training."""
+
+    every: Annotated[int, Field(ge=1)] | Literal["never"] | None = None
+    """Steps between evaluations; unset: only at the end; never: not even there."""
+    per_epoch: float | None = Field(None, gt=0, le=1e6)
+    """Also evaluate so many times in each of run.num_epochs, evenly; 0.5: every second epoch."""
+    at_start: bool = False
+    """Also evaluate before the first step."""
+    patience: int | None = Field(None, ge=1)
+    """End the run after so many evaluations in a row in which checkpoint.best_metric was not better
+    than its best value before; unset: train to the end."""
+    min_delta: float = Field(0.0, ge=0)
+    """patience: by how much it must be better to count."""
+    max_batches: int | None = Field(None, ge=1)
+    """Evaluate at most this many batches of each held-out dataset."""
+    sets: list[EvalSetConfig] = []
+    """Sets of problems that the model answers k times each, through an environment, judged by the
+    rewards: avg@k, pass@k. With rollout.engine vllm its servers answer, else the process itself.
+    Every answer goes to samples.jsonl."""
+    show: int = Field(3, ge=0, le=1000)
+    """How many of the best and how many of the worst answers to each set to print."""
+
+    @field_validator("every", mode="wrap")
+    @classmethod
+    def check_every(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        """Replace pydantic's two errors, one for each type, with one sentence."""
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(
+                f'must be a whole number of steps, at least 1, or "never"; found {show(value)}'
+            ) from None
 
 
 def find_eval_set_conflicts(config: Any) -> Iterator[str]:

@@ -8,7 +8,7 @@ from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
 from jaxtrain.config.base import RESUMABLE, Problems, Section, section_type
 from jaxtrain.config.data import DataConfig
 from jaxtrain.config.env import EnvConfig
-from jaxtrain.config.evals import find_eval_set_conflicts
+from jaxtrain.config.evals import EvalConfig, find_eval_set_conflicts
 from jaxtrain.config.limits import PASS_TOKENS, STEP_TOKENS, TOKENS
 from jaxtrain.config.methods import DEFAULT_KIND, KINDS, load_section, union_of
 from jaxtrain.config.model import OPTIMIZERS, SCHEDULES, ModelConfig, OptimConfig
@@ -24,11 +24,7 @@ from jaxtrain.config.run import (
     find_parallel_conflicts,
 )
 from jaxtrain.config.secrets import redact
-from jaxtrain.config.task import (
-    EvalConfig,
-    SamplingConfig,
-    TaskSection,
-)
+from jaxtrain.config.task import SamplingConfig, TaskSection
 
 TASKS: dict[str, type[TaskSection]] = {kind: load_section(kind) for kind in KINDS}
 """The sections of the built-in methods, by task.kind."""

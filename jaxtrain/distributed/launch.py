@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxtrain.config import ParallelConfig
+from jaxtrain.config.run import ParallelConfig
 from jaxtrain.distributed.run_token import LOCAL
 from jaxtrain.errors import UserError
 from jaxtrain_vllm.listener import LOOPBACK

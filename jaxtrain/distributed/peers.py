@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.config import ParallelConfig
+from jaxtrain.config.run import ParallelConfig
 from jaxtrain.distributed.hub import MAX_LINE, MAX_TEXT
 from jaxtrain.distributed.launch import Launch
 from jaxtrain.distributed.relay import Receiver, Sender, relay_token

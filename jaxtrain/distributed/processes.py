@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 from jax._src import distributed
 
-from jaxtrain.config import ParallelConfig
+from jaxtrain.config.run import ParallelConfig
 from jaxtrain.distributed.hub import free_port
 from jaxtrain.distributed.launch import (
     Launch,

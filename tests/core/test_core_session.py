@@ -10,7 +10,7 @@ from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.adapters.spec import Adapter
 from jaxtrain.config import validate_config
-from jaxtrain.config.task import EvalConfig
+from jaxtrain.config.evals import EvalConfig
 from jaxtrain.core import session
 from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.evaluation import EvaluationHook

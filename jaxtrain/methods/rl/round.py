@@ -35,40 +35,21 @@ from jaxtrain.distributed.broadcast import broadcast_or_raise
 from jaxtrain.errors import RunStopped
 from jaxtrain.generation.engine import Engine
 from jaxtrain.generation.episodes import Group
-from jaxtrain.generation.group_player import has_equal_rewards
 from jaxtrain.generation.producer import Producer
 from jaxtrain.generation.publisher import DraftPublisher, Publisher
 from jaxtrain.generation.ray.remote_producer import RemoteProducer
 from jaxtrain.methods.rl.advantages import AdvantageOptions, RewardTable, assign_advantages
 from jaxtrain.methods.rl.batch_builder import BatchBuilder, RoundBatches, build_batches
+from jaxtrain.methods.rl.places import RoundOptions, RoundPlaces
 from jaxtrain.methods.rl.replay import ReplayBuffer
 from jaxtrain.methods.rl.round_metrics import (
     RoundTally,
+    RunTotals,
     SilentRewardWarning,
     choose_samples,
     describe_groups,
     explain_idle_rounds,
-    group_lag,
 )
-
-
-@dataclass(frozen=True)
-class RoundOptions:
-    """Size of rounds, and which groups they take."""
-
-    prompts_per_round: int
-    parts: int = 1
-    """Most parts of a streamed round."""
-    max_lag: int | None = None
-    """Groups with older tokens are dropped, if possible while they are played; None: none is."""
-    num_replayed: int = 0
-    """Places of a round for groups of the replay buffer, as far as it has some."""
-    num_samples: int | None = 2
-    """Samples of a round; None: all answers."""
-    max_idle: int = 8
-    """Rounds in a row without anything to learn from."""
-    max_prompts: float | None = None
-    """No round begins once so many prompts are done."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,17 +124,10 @@ class RolloutRounds:
         self.table: RewardTable | None = None
         """Rewards of the part."""
         self._tally = RoundTally()
-        self._replayed: list[Group] = []
-        """Replayed groups of the round that no part has yet."""
-        self._by_policy: dict[str, list[Group]] = {}
-        """Groups of the round for the policies whose parts come next."""
-        self._open_places = self._unrequested = 0
-        """Places of the round that were not taken yet, and those not even requested."""
-        # Totals since the start.
-        self._totals, self._dropped = Counter[str](), Counter[str]()
+        self._places = RoundPlaces(stages.producer, stages.replay, options) if stages else None
+        self._totals = RunTotals()
         self._counted: Counter[str] = Counter()
         """Counts of the producer when the last round was over."""
-        self._efficiency = 0.0
         self._counters: dict[str, Any] = {}
         self._idle, self._idle_drops = 0, Counter[str]()
         self._silent = SilentRewardWarning()
@@ -225,10 +199,14 @@ class RolloutRounds:
             self._begin_round()
         else:
             self.part += 1
-        assert self.stages is not None, "only process 0 draws"
+        assert self.stages is not None and self._places is not None, "only process 0 draws"
         tally, built = RoundTally(), None
-        while built is None and (groups := self._take_groups(tally)):
-            self.groups, weights = groups, self.producer.rules.weights
+        while built is None:
+            policy, groups = self._places.take_part(tally)
+            if not groups:
+                break
+            self.policy, self.groups = policy, groups
+            weights = self.producer.rules.weights
             self.table = assign_advantages(groups, weights, self.stages.advantages)
             built = self._build(groups, tally)
         if built is not None:
@@ -297,7 +275,7 @@ class RolloutRounds:
         return round._replace(published=self.published) if self.part == 0 else round
 
     def _begin_round(self) -> None:
-        assert self.stages is not None, "only process 0 draws"
+        assert self._places is not None, "only process 0 draws"
         options, producer = self.options, self.producer
         if self._idle >= options.max_idle:
             failure = producer.player.failures.newest
@@ -306,68 +284,7 @@ class RolloutRounds:
         if options.max_prompts is not None and producer.prompts.done >= options.max_prompts:
             raise StopIteration
         self._tally, self.part = RoundTally(), 0
-        self._replayed = self.stages.replay.draw(options.num_replayed, self.version)
-        self._open_places = options.prompts_per_round - len(self._replayed)
-        self._unrequested = self._open_places
-
-    def _take_groups(self, tally: RoundTally) -> list[Group]:
-        """Return the groups of the next part; [] if the round has no more."""
-        if not self._by_policy:
-            groups = self._fill_share(tally)
-            if not self.producer.rules.policies:
-                return groups
-            self._by_policy = self._split(groups)
-        if not self._by_policy:
-            return []
-        self.policy = next(iter(self._by_policy))
-        return self._by_policy.pop(self.policy)
-
-    def _fill_share(self, tally: RoundTally) -> list[Group]:
-        """Return replayed and fresh groups for a part's share of the round, fewer at its end."""
-        share = self.options.prompts_per_round // self.options.parts
-        groups, self._replayed = self._replayed[:share], self._replayed[share:]
-        while self._open_places and len(groups) < share:
-            groups += self._take_slots(min(self._open_places, share - len(groups)), tally)
-        return groups
-
-    def _take_slots(self, count: int, tally: RoundTally) -> list[Group]:
-        """Return the groups of the next `count` places, replayed ones for flat ones. A stale group
-        leaves its place open."""
-        assert self.stages is not None, "only process 0 draws"
-        # All places of a round are requested with its first slots, so that they are played at once;
-        # later calls only request what stale groups have left open.
-        slots = self.producer.next_slots(count, self._unrequested)
-        self._open_places -= count
-        self._unrequested = 0
-        tally.slots += slots
-        groups: list[Group] = []
-        num_flat = 0
-        for slot in slots:
-            tally.drops.update(slot.dropped)
-            if slot.group is None:
-                num_flat += bool(slot.flat)
-            elif self._is_stale(slot.group):
-                tally.drops["stale"] += 1
-                self._open_places += 1
-                self._unrequested += 1
-            else:
-                groups.append(slot.group)
-        return groups + self.stages.replay.draw(num_flat, self.version)
-
-    def _is_stale(self, group: Group) -> bool:
-        max_lag = self.options.max_lag
-        return max_lag is not None and group_lag(group, self.version) > max_lag
-
-    def _split(self, groups: Sequence[Group]) -> dict[str, list[Group]]:
-        """Return what each policy can learn from, in the order of the policies."""
-        rules, by_policy = self.producer.rules, {}
-        for policy in rules.policies:
-            parts = [part for group in groups if (part := group.of(policy)) is not None]
-            if rules.drop_flat:
-                parts = [part for part in parts if not has_equal_rewards(part, rules)]
-            if parts:
-                by_policy[policy] = parts
-        return by_policy
+        self._places.begin(self.version)
 
     def _build(self, groups: list[Group], tally: RoundTally) -> RoundBatches | None:
         """Return the batches of groups; None if nothing in them can be trained."""
@@ -385,23 +302,13 @@ class RolloutRounds:
 
     def _finish_part(self, tally: RoundTally, built: RoundBatches | None) -> None:
         """Mark what was taken as done, and count it."""
-        assert self.stages is not None, "only process 0 draws"
+        assert self.stages is not None and self._places is not None, "only process 0 draws"
         # Only now: a run that is interrupted while it waits for a part plays its prompts again.
         self.producer.mark_done(tally.slots)
         self.stages.replay.store(tally.groups, self.version)
-        self._dropped.update(tally.drops)
-        self._totals.update(
-            rounds=int(self.part == 0),
-            groups=len(tally.groups),
-            episodes=sum(len(group.episodes) for group in tally.groups),
-        )
-        if built is not None:
-            self._totals.update(
-                trained_tokens=built.trained_tokens, tokens=built.saving.packed_tokens
-            )
-            self._efficiency = built.packing_efficiency
+        self._totals.add(tally, built, begins=self.part == 0)
         self._tally.add(tally)
-        self.last_part = not (self._open_places or self._replayed or self._by_policy)
+        self.last_part = self._places.taken
         self.judged = self._tally.list_judged(list(self.producer.rules.policies))
         self.metrics = self._describe()
         if self.options.parts > 1:
@@ -446,7 +353,7 @@ class RolloutRounds:
     @property
     def rounds_begun(self) -> int:
         """Rounds that were returned, in whole or in part."""
-        return self._totals["rounds"]
+        return self._totals.counts["rounds"]
 
     def state(self) -> dict[str, Any]:
         """Return the cursor: prompts that were trained or dropped are done, all others will be
@@ -458,8 +365,7 @@ class RolloutRounds:
             **replay,
             "prompts": self.producer.state(),
             "version": self.version,
-            "totals": dict(self._totals),
-            "dropped": dict(self._dropped),
+            **self._totals.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -468,7 +374,7 @@ class RolloutRounds:
         if self.stages is None:
             return
         self.producer.restore(state["prompts"])
-        self._totals, self._dropped = Counter(state["totals"]), Counter(state["dropped"])
+        self._totals.restore(state)
         if "replay" in state:
             self.stages.replay.restore(state["replay"])
 
@@ -477,11 +383,7 @@ class RolloutRounds:
         efficiency; on other processes, those of process 0 when it sent the last part."""
         if self.stages is None:
             return self._counters
-        return {
-            **self._totals,
-            "dropped": dict(self._dropped),
-            "packing_efficiency": self._efficiency,
-        }
+        return self._totals.counters()
 
     def close(self) -> None:
         """Stop what is being played."""

@@ -12,6 +12,7 @@ from jaxtrain.generation.episode_metrics import describe_episodes, describe_samp
 from jaxtrain.generation.episodes import Group, RoundSlot
 from jaxtrain.generation.group_player import GroupRules
 from jaxtrain.generation.reward_table import deviation, reward_names, reward_table, weigh
+from jaxtrain.methods.rl.batch_builder import RoundBatches
 
 
 @dataclass(eq=False)
@@ -48,6 +49,45 @@ class RoundTally:
         games += [group for group in flat if group not in games]
         parts = [group.of(policy) for policy in policies for group in games]
         return [part for part in parts if part is not None]
+
+
+class RunTotals:
+    """Totals of a run's rounds since its start, on process 0."""
+
+    def __init__(self) -> None:
+        self.counts, self.dropped = Counter[str](), Counter[str]()
+        self.efficiency = 0.0
+        """Packing efficiency of the last batches."""
+
+    def add(self, tally: RoundTally, built: RoundBatches | None, *, begins: bool) -> None:
+        """Add a part; begins: it is the first of its round."""
+        self.dropped.update(tally.drops)
+        self.counts.update(
+            rounds=int(begins),
+            groups=len(tally.groups),
+            episodes=sum(len(group.episodes) for group in tally.groups),
+        )
+        if built is not None:
+            self.counts.update(
+                trained_tokens=built.trained_tokens, tokens=built.saving.packed_tokens
+            )
+            self.efficiency = built.packing_efficiency
+
+    def state(self) -> dict[str, Any]:
+        """Return the part of the cursor."""
+        return {"totals": dict(self.counts), "dropped": dict(self.dropped)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a cursor."""
+        self.counts, self.dropped = Counter(state["totals"]), Counter(state["dropped"])
+
+    def counters(self) -> dict[str, Any]:
+        """Return the totals, dropped groups by reason, and the last packing efficiency."""
+        return {
+            **self.counts,
+            "dropped": dict(self.dropped),
+            "packing_efficiency": self.efficiency,
+        }
 
 
 def describe_groups(
