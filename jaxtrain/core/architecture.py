@@ -61,11 +61,13 @@ def find_folder(name: str, weights: bool, key: str = "model.path") -> Path:
     """Return a local folder as it is, or the snapshot of a Hub repository. key: what names it."""
     if Path(name).is_dir():
         return Path(name)
+    # A missing folder must not become a request to the Hub, whose error would hide the mistake.
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(
             f"{key} {name!r} is not a folder here; give a folder with config.json and"
             " safetensors, or a Hub id such as Qwen/Qwen3-0.6B"
         )
+    # No *.bin or *.pt: pickles run code when they are read.
     patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
     try:
         folder = Path(snapshot_download(name, allow_patterns=patterns))
@@ -165,6 +167,7 @@ def grow_tables(config: Config, architecture: Any, tokenizer: Any) -> tuple[Any,
         )
     vocabulary = load_tokenizer(model.tokenizer or str(model.path)).get_vocab()
     ids = {token: int(tokenizer.convert_tokens_to_ids(token)) for token in added}
+    # A tokenizer may name more tokens than the stored table has rows.
     untrained = (token for token in added if token not in vocabulary or ids[token] >= stored)
     new = tuple(sorted({ids[token] for token in untrained}))
     if rows > stored:

@@ -45,8 +45,10 @@ class AuxiliaryModel:
         """trained: bundle of the run's trained model. State is shapes until opened or restored."""
         self.learner = learner
         self.roles = Roles({learner.name: learner.role})
+        # "own": the teacher's weights come with every step, and nothing here reads or saves them.
         models = {learner.name: learner.role, learner.teacher: Role(trained, "own")}
         optim, shapes = learner.optim, self.roles.trained_shapes
+        # The number of its steps is unknown: the config admits only schedules that need none.
         self.optimizer = build_optimizer(optim, build_schedule(optim, 1), shapes)
         self.run_step = make_step(
             Roles(models).build, learner.loss, learner.coef, self.optimizer, optim.max_grad_norm
@@ -68,6 +70,7 @@ class AuxiliaryModel:
     def train(self, batch: Batch, teacher: ModelSnapshot) -> StepOutput:
         """Run one step on a host batch [A, B, T] against the teacher's current weights, on every
         process. A non-finite step changes nothing."""
+        # An argument of the compiled step, as these weights change every round.
         frozen = prefix(self.learner.teacher, teacher.params())
         placed = feed(batch, self.roles.bundle.mesh)
         self.state, output = self.run_step(self.state, placed, frozen)

@@ -87,10 +87,13 @@ class HeldOutEvaluation:
         )
         means = average_batches(self.run_eval, snapshot.weights, batches, self.bundle.mesh)
         coef = self.task.coef
+        # Data without a trained token of some component have no mean of it, and a sum without it
+        # would be another loss.
         if not coef.keys() <= means.keys():
             return {}
         numbers = {"loss": sum(factor * means[name] for name, factor in coef.items())}
         if "nll" in coef:
+            # Bounded, since JSON has no infinity.
             numbers["perplexity"] = math.exp(min(means["nll"], 80.0))
         if len(coef) == 1:  # the only component is the loss itself
             means = {name: value for name, value in means.items() if name not in coef}
@@ -156,7 +159,9 @@ class EvaluationHook(Hook):
         answers to problem sets may come later, but not after the last step."""
         session = self.session
         self.reports.flush()
+        # Before it runs: one that is broken off by a stop is not begun again on the way out.
         self.evaluated_step = session.step
+        # Servers keep one earlier version, so one deferred evaluation is in flight at most.
         defer = defer and session.step < session.rounds.total_steps
         self.collect(wait=True)
         if session.signals.stop:

@@ -86,7 +86,10 @@ def store_moments(
             if not second:
                 return value.astype(jnp.bfloat16)
             return round_at_random(
-                value, hash_bits(count.astype(jnp.uint32), zlib.crc32(path.encode()))
+                # Not hash(), which Python salts in every process: devices of several would round
+                # apart.
+                value,
+                hash_bits(count.astype(jnp.uint32), zlib.crc32(path.encode())),
             )
 
         return jax.tree_util.tree_map_with_path(one, state)
@@ -107,11 +110,13 @@ def store_moments(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, StoredState]:
         assert params is not None, "moments are found by the parameters' paths"
+        # The rule runs in float32; only what lies between two steps is rounded.
         wide_updates, wide_params = _widen(updates), _widen(params)
         new_updates, after = inner.update(wide_updates, unpack(state.inner, params), wide_params)
         new_updates = jax.tree.map(
             lambda value, update: value.astype(update.dtype), new_updates, updates
         )
+        # The count is saved with the state: a resumed run rounds as this one would have.
         return new_updates, StoredState(state.count + 1, pack(after, params, state.count))
 
     return optax.GradientTransformation(init, update)

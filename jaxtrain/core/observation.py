@@ -71,6 +71,7 @@ class ObserverHook(Hook):
         """Do what observers request. poll: ask process 0 even where steps are short."""
         session = self.session
         if jax.process_count() > 1:
+            # A broadcast makes all wait for process 0, which short steps would feel.
             if not (poll or session.rounds.pauses or session.step % POLL_STEPS == 0):
                 return
             verdicts = broadcast("what observers ask for", self.observers.take)
@@ -78,6 +79,7 @@ class ObserverHook(Hook):
             verdicts = self.observers.take()
         if "evaluate" in verdicts and self.evaluation.evaluated_step < session.step:
             self.evaluation.evaluate()
+        # A save that failed at this step is not tried again at the same step.
         unsaved = session.step > session.start and self.checkpoints.tried < session.step
         if "save" in verdicts and unsaved:
             self.checkpoints.save()

@@ -97,6 +97,8 @@ def build_optimizer(
         from jaxtrain.core.moments import store_moments
 
         base = store_moments(base, optim.moments, stays_float32)
+    # A stage more, even an idle one, would be another tree of states: checkpoints of runs without
+    # it could not be restored.
     if all(factor == 1 for factor in factors.values()):
         return base
 
@@ -143,6 +145,8 @@ def _named(
             return optax.lion(schedule, optim.beta1, optim.beta2, weight_decay=decay, mask=mask)
         case "adafactor":
             return optax.chain(
+                # optax.adafactor decays weights after the rate is applied, hence by a share of its
+                # own, and scales by the size of parameters.
                 optax.scale_by_factored_rms(),
                 optax.clip_by_block_rms(1.0),
                 optax.add_decayed_weights(decay, mask),

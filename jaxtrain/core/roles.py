@@ -71,6 +71,8 @@ class Roles:
         self.trained_shapes, self.frozen_shapes = split_trained(shapes, self.bundle.adapter)
         self.copy_shapes: Params = {}
         if self.bundle.adapter is None:
+            # Without an adapter what is not trained are integer tables filled from the data. They
+            # are part of a checkpoint, while an adapter's base is read again from its folder.
             self.copy_shapes, self.frozen_shapes = self.frozen_shapes, {}
         self._rebuild: dict[str, Rebuild] = dict.fromkeys(self.roles, rebuild)
         for name, role in self.roles.items():
@@ -89,6 +91,8 @@ class Roles:
                 case "moving":
                     self.copy_shapes |= prefix(name, self.trained_shapes)
                 case "bare":
+                    # The trained arrays themselves, so that there is nothing to place, save or
+                    # publish.
                     from jaxtrain.adapters.attach import without_adapters
 
                     self._rebuild[name] = lambda params: without_adapters(rebuild(params))
@@ -101,6 +105,8 @@ class Roles:
         """
         copied = {name for name, role in self.roles.items() if role.weights == "start"}
         adapter = self.bundle.adapter
+        # A copy of the start lies in no checkpoint: a resumed run reads or draws the starting
+        # weights again for it, though not to train them.
         if trained or copied:
             start, frozen = split_trained(open_params(self.bundle, seed), adapter)
         elif adapter is not None:
@@ -117,6 +123,7 @@ class Roles:
                 case "start":
                     frozen |= prefix(name, self._copy(start, role.dtype, donated=trained))
                 case "moving" if trained:
+                    # The step donates the state, two leaves of which must not share a buffer.
                     copies |= prefix(name, jax.tree.map(jnp.copy, start))
         return (start if trained else {}), frozen, copies
 
@@ -149,6 +156,8 @@ class Roles:
         filled = {path: np.asarray(array) for path, array in arrays.items()}
         return tables | {
             path: jax.make_array_from_callback(
+                # Every process has all numbers and gives each of its devices the part that lies
+                # there.
                 tables[path].shape,
                 tables[path].sharding,
                 lambda index, path=path: filled[path][index].astype(tables[path].dtype),
@@ -166,6 +175,7 @@ class Roles:
             if p.startswith(role_prefix)
         }
         return (
+            # A copy has its own trained part alone and shares the frozen base.
             role_params if self.roles[role].weights == "own" else {**trained_params, **role_params}
         )
 
@@ -179,6 +189,8 @@ class Roles:
         for name, role in self.roles.items():
             if role.in_loss:
                 params = self.params(name, weights)
+                # A "bare" role is made of the trained arrays: without this the loss would train
+                # through it.
                 params = params if name == self.trained else jax.lax.stop_gradient(params)
                 models[name] = self._rebuild[name](params)
         return models

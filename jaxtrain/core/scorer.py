@@ -74,6 +74,8 @@ class Scorer:
     def _place(batch: Batch, snapshot: ModelSnapshot, names: Sequence[str] = ()) -> Batch:
         """Put a batch on the mesh with only these streams."""
         streams = {name: batch.streams[name] for name in names}
+        # Weights and streams differ between methods and rounds: without them all batches of a shape
+        # share one compiled program.
         bare = batch._replace(weights={}, streams=streams, denoms={})
         return feed(bare, snapshot.roles.bundle.mesh)
 
@@ -86,6 +88,7 @@ def make_logp(
 
     def score(params: Params, batch: Batch) -> jax.Array:
         model = rebuild(params)
+        # One microbatch at a time, so that scoring needs no more memory than training.
         return jax.lax.map(lambda micro: token_logp(model, micro, impl, temperature).logp, batch)
 
     return jax.jit(score)

@@ -86,6 +86,7 @@ class Session:
 
     def snapshot(self, policy: str = "") -> ModelSnapshot:
         """Return the models with their current weights; policy: with those of this policy."""
+        # The active policy is not among those that wait, so its name and "" mean the same.
         state = self.waiting.get(policy, self.state)
         return ModelSnapshot(self.roles, {**self.frozen, **state.copies, **state.params}, self.step)
 
@@ -112,6 +113,9 @@ class Session:
     def update(self, batch: Any) -> Any:
         """Run one optimizer step on a batch on the mesh and return its step.StepOutput, which the
         devices may still be computing."""
+        # The call donates the old state: the arrays of an earlier snapshot are gone. `fine` stays
+        # on the device, so a step behind one that was not finite changes nothing although nobody
+        # has read that yet.
         self.state, output = self.run_step(self.state, batch, self.frozen, self.fine)
         self.step += 1
         self.updates[self.policy] += 1
@@ -124,6 +128,8 @@ class Session:
 
     def accept_stop(self) -> None:
         """End the run: a wait was interrupted by a stop request, possibly from another process."""
+        # Marked here as well: all processes must leave the loop at the same step, whichever of them
+        # got the signal.
         self.signals.stop = True
         self.signals.name = self.signals.name or stop_requested()
 
@@ -161,15 +167,18 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
             run_step=make_step(
                 roles.build, loss, coef, optimizer, config.optim.max_grad_norm, update_biases, noise
             ),
+            # Without balance and noise: held-out numbers are those of the task alone.
             run_eval=make_eval(roles.build, task.loss),
             state=state,
             frozen=roles.frozen_shapes,
             auxiliary=open_auxiliary(task, roles.bundle),
             policies=policies,
             policy=next(iter(policies), ""),
+            # Policies have equal shapes, so one abstract state stands for each.
             waiting=dict.fromkeys(policies[1:], state),
         )
     except BaseException:
+        # Also after an interrupt: the data may have started workers and servers.
         rounds.close()
         raise
 

@@ -28,6 +28,8 @@ class NonFiniteStep(RunStopped):
         super().__init__(text)
         self.step = step
         """Step that was not finite; the state is the one before it."""
+        # All processes read the same output and raise at the same step: it must not be sent to them
+        # as well.
         mark_shared(self)
 
 
@@ -81,6 +83,8 @@ class StepReader:
 
     def read(self, pending: PendingStep) -> dict[str, float]:
         """Wait for the step and return its values; raises NotFinite if it was not."""
+        # Waits for this step while the devices already run the next one. The time is taken at once,
+        # or the host's own work below would count as the step's.
         output = jax.device_get(pending.output)
         end_time = time.monotonic()
         if not output.finite:
@@ -126,6 +130,7 @@ class StepReader:
         batch_note = f"Its batch is in {path}"
         try:
             if is_main_process():
+                # All processes have the same host batch.
                 np.savez(path, **fields, **weights)
         except OSError as error:
             batch_note = f"Its batch could not be written ({error.strerror or error})"

@@ -43,6 +43,7 @@ def abstract_params(
     placed = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), mesh or bundle.mesh))
     shardings_by_path = {name_path(path): sharding for path, sharding in placed}
     adapter = bundle.adapter
+    # Tables that an adapter trains in full are masters and wider than the frozen base around them.
     full = {} if adapter is None else dict.fromkeys(adapter.full, adapter.dtype)
     return {
         path: jax.ShapeDtypeStruct(
@@ -65,6 +66,7 @@ def open_base(bundle: ModelBundle, seed: int) -> Params:
                     bundle.folder, bundle.mesh, bundle.architecture, seed, **bundle.options
                 )
             )
+        # Drawn one by one, with the numbers that the whole model would get.
         if "part" in bundle.options:
             return dict(
                 build.draw_params(bundle.architecture, seed, mesh=bundle.mesh, **bundle.options)
@@ -95,6 +97,7 @@ def open_params(bundle: ModelBundle, seed: int) -> Params:
     if bundle.adapter is None:
         return base
     shapes, _ = split_trained(abstract_params(bundle)[0], bundle.adapter)
+    # Later keys win: a table that is trained in full takes the place of the base's.
     return {**base, **start_adapter(bundle, shapes, base, seed)}
 
 
