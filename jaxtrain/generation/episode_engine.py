@@ -82,6 +82,7 @@ class EpisodeEngine:
             return await self._engine.generate(prompt, sampling, stop_ids, index)
         if scope.media and (problem := find_media(prompt, scope.media)):
             raise UserError(problem)
+        # Before the request: a group may be given up as too old while its first tokens are drawn.
         note = None if scope.tracker is None else scope.tracker.add(scope.index)
         with scope.clock.pause():
             with nullcontext() if note is None else listen(note):

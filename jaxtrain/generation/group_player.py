@@ -99,6 +99,8 @@ class GroupPlayer:
         if isinstance(request.row, UnreadableRow):
             reason = f"row: {request.row.reason}"
             cause = f"data.datasets, prompt {draw}: {request.row.reason}"
+            # A row that cannot be read fails like an episode: counted, and the end of the run only
+            # where nothing else works.
             return self._give_up(EpisodeFailed(reason, cause=cause, mistake=True), slot)
         truth, sampling = None, self.sampling
         try:
@@ -132,6 +134,8 @@ class GroupPlayer:
     ) -> DrawnGroup | None:
         """Return the prompt's episodes and their rewards; None, counted, if they failed."""
         size = self.rules.group_size
+        # Numbers that no other attempt has: seeds of requests are made of them, and a second try
+        # with the same ones would draw the same answers.
         first = (request.draw * MAX_ATTEMPTS + request.attempt) * size
         env, rewards = self.envs.of(request.dataset)
         failed: list[EpisodeFailed] = []
@@ -151,6 +155,8 @@ class GroupPlayer:
                 self.failures.add(failure)
             raise
         games = [episode for episode in played if not isinstance(episode, EpisodeFailed)]
+        # No partial groups: what fails is rarely a random part of the answers, and advantages of
+        # the others would be biased.
         if failed:
             slot.dropped[f"failed: {failed[0]}"] += 1
             self.failures.add(None, len(games))
@@ -211,6 +217,8 @@ def list_episodes(games: Sequence[Episode], policies: Sequence[str]) -> list[Epi
     raises UserError for an episode of an unknown policy."""
     episodes = [episode for game in games for episode in (game, *game.others)]
     for game in games:
+        # Emptied, since they are members of the group now: a saved game would otherwise hold them
+        # twice.
         game.others = []
     for episode in episodes:
         episode.policy = episode.policy or next(iter(policies), "")
@@ -221,6 +229,8 @@ def list_episodes(games: Sequence[Episode], policies: Sequence[str]) -> list[Epi
             )
     agents = list(dict.fromkeys(episode.agent for episode in episodes))
     ranks = {name: index for index, name in enumerate(policies)}
+    # Group.sizes counts episodes of an agent as neighbors. The sort is stable, so games keep their
+    # order.
     return sorted(episodes, key=lambda e: (ranks.get(e.policy, 0), agents.index(e.agent)))
 
 

@@ -281,6 +281,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
         """Return (final-normed hidden states [B, Q, D] of tokens in the slots from `start` on; the
         states with them). context: of the Q queries with all slots as keys."""
         rows, length = tokens_BQ.shape
+        # Slots, not positions: packed rows go on behind any token, and the context alone says
+        # where.
         start_B = jnp.full(rows, start, jnp.int32)
         decoding = Decoding(start_B, start_B + length)
         cache = DecodingStates(states, decoding)
@@ -316,15 +318,19 @@ class Decoder(EmbeddingAndHead, CachedStack):
         T = tokens_BT.shape[1]
         end_B = cache.length + (T if counts_B is None else counts_B)
         context, decoding = place_new(cache.length, end_B, T)
+        # Only attention reads these two; the context stays that of plain causal rows.
         decoding = decoding._replace(horizon=horizon_B, shared=shared)
         outputs, states = self._run(
             *self._embed(tokens_BT, context),
             DecodingStates(cache.states, decoding, trial),
             capture=capture,
         )
+        # In the caller's order, which is that of a draft's input columns.
         captured = [outputs.captured[layer] for layer in capture]
         return Decoded(
             outputs.hidden,
+            # A trial keeps the tokens: recurrent layers must read the accepted ones again, see
+            # `commit`.
             TrialTokens(states, tokens_BT, cache.length) if trial else DecoderCache(states, end_B),
             jnp.concatenate(captured, axis=-1) if captured else None,
             flatten_routes(outputs.notes.get("routed")),
@@ -368,6 +374,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         assert noise.rng_bits_B.shape == shape[:1], f"rows {noise.rng_bits_B.shape} of {shape}"
         rng_bits_BT = token_rng_bits(noise.rng_bits_B, shape[1])
         for part in vars(self).values():
+            # The stack gets its bits as an input of its scan.
             if isinstance(part, nnx.Module) and part is not self.stack:
                 set_rng_bits(part, rng_bits_BT)
         return rng_bits_BT
@@ -382,6 +389,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
         depth: int | None = None,
     ) -> tuple[StackOutput, tuple[State, ...]]:
         outputs, states = self.stack(x_BTD, inputs, cache, capture=capture, depth=depth)
+        # The scale of logits goes into the hidden states, so that no loss or sampler must know of
+        # it.
         return outputs._replace(hidden=scaled(self.norm(outputs.hidden), self.logit_scale)), states
 
 

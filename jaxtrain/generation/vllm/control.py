@@ -34,6 +34,7 @@ class ServerRefused(Exception):
     @property
     def passes(self) -> bool:
         """Return True if the same request may succeed later, or on another server."""
+        # 408, 425, 429: too slow, too early, too many; any other 4xx would come again.
         return self.status >= 500 or self.status in (408, 425, 429)
 
 
@@ -83,11 +84,14 @@ def call(
         connection = make(base.hostname or "", base.port, timeout=timeout)
         with contextlib.closing(connection):
             connection.connect()
+            # A socket's timeout counts from byte to byte: a server that sends one now and then
+            # would never exceed it.
             with cut_after(timeout, connection.sock, expired):
                 connection.request(method, f"{base.path}{path}", data, headers(api_key))
                 answer = connection.getresponse()
                 raw = answer.read(MAX_ANSWER_BYTES)
     except (OSError, http.client.HTTPException, ValueError) as error:
+        # The cut socket raises whatever the read was doing; the reason is the limit.
         if expired.is_set() or isinstance(error, TimeoutError):
             raise late from None
         if isinstance(error, http.client.RemoteDisconnected | ConnectionError):

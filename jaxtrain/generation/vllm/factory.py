@@ -110,6 +110,7 @@ def open_vllm(
                 ahead = config.rollout.mode != "sync"
                 publisher = open_weights(servers, bundle, delta=vllm.sync == "delta", ahead=ahead)
             stack.pop_all()  # the publisher closes them
+    # On every process: gathering is collective, and one that skipped it would block the others.
     gather_one = open_gather(bundle, vllm.weight_dtype, adapters=adapters)
     if policies:
 
@@ -137,6 +138,7 @@ def open_servers(
         sources.append(open_source(config, bundle.architecture.longest, log))
         cluster = join(config.rollout.ray)
         stack.callback(cluster.close)
+        # Servers on other machines fetch weights from an address that they can reach.
         if "listen" not in vllm.model_fields_set:
             vllm = vllm.model_copy(update={"listen": cluster.address})
     servers = Servers(
@@ -149,11 +151,13 @@ def open_servers(
     stack.callback(servers.close)
     listing = Path(config.run.output_dir) / "servers.json"
     servers.closing.enter_context(Listing(listing, lambda: servers.all))
+    # The listing is there first, so that people can see which server is awaited.
     servers.open()
     if vllm.launch == "ray":
         servers.closing.callback(join(config.rollout.ray).close)
     if launcher is not None:
         servers.closing.callback(launcher.close)
+        # Restarts begin only now: an exit before the first answer is a mistake in the setup.
         launcher.watch(servers.report_ended, servers.fail)
     return servers
 
@@ -178,6 +182,7 @@ def open_gather(
     wide = wide_tensors(bundle.architecture)
 
     def take_part(params: Params) -> Params:
+        # Drains the generator without keeping a piece: each step is a collective of all processes.
         collections.deque(list_pieces(params, entries, dtype, wide=wide), maxlen=0)
         return {}
 

@@ -53,6 +53,7 @@ class Inspector:
         self._check_version(url, info.get("version") if isinstance(info, dict) else info)
         listed = call(url, "GET", "/v1/models", timeout=30)
         try:
+            # Adapters that an earlier run has left loaded are listed as well, with a parent.
             base = next(model for model in listed["data"] if not model.get("parent"))
             server.max_model_len = int(base.get("max_model_len") or 0)
             model = base["id"]
@@ -60,6 +61,7 @@ class Inspector:
             raise UserError(
                 f"{url}/v1/models does not list a model; is this a vLLM server?"
             ) from None
+        # Before the first probe, which a paused server would never answer.
         self._end_pause(url)
         server.route = self._find_route(url, model)
         if self.config.routed and server.route == COMPLETIONS:
@@ -67,10 +69,12 @@ class Inspector:
                 f"{url} does not say which weights drew a token, so no router may stand between;"
                 ' start it with --enable-scale-out, or set rollout.vllm.via to "direct"'
             )
+        # No route reports --logprobs-mode, but a distribution cut to one token has the log-prob 0.
         server.processed = self.probe(server.route, url, model) == 0.0
         self._check_logprobs(server)
         self._compare_tokens(url, model)
         self.check_length(server, 1, self.sampling.max_new_tokens)
+        # Last of all: it marks the server as inspected, see Servers.open.
         server.model = model
 
     def _end_pause(self, url: str) -> None:
@@ -140,6 +144,8 @@ class Inspector:
         try:
             self.probe(GENERATE, url, model)
         except ServerRefused as error:
+            # A proxy may forbid the route where vLLM has none; any other refusal is about the
+            # request.
             if error.status not in (403, 404, 405):
                 raise
             self.log(f"vllm {url} runs without --enable-scale-out: sampling over {COMPLETIONS}")

@@ -69,6 +69,7 @@ def build_request(
         "seed": seed,
         "stop_token_ids": [int(token) for token in stop_ids],
         "stop": list(sampling.stop),
+        # 0: that of the drawn token alone.
         "logprobs": 0,
     }
     tokens = [int(token) for token in prompt]
@@ -81,6 +82,7 @@ def derive_seed(seed: int, index: int, position: int) -> int:
     """Return a seed for one request: equal for the same place of an episode, different
     elsewhere."""
     text = f"{seed}/{index}/{position}".encode()
+    # Not hash(), which differs between processes.
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1
 
 

@@ -63,6 +63,7 @@ class TableSender:
             ],
         }
         with self._lock:
+            # The number grows with changes alone, so workers get the table only when there is news.
             if table != self._last:
                 self._epoch, self._last = self._epoch + 1, table
             return self._epoch, table
@@ -77,6 +78,8 @@ class TableSender:
             match report["what"]:
                 case "suspect":
                     self.pool.suspect(server)
+                # A server that was dropped and taken in again has another epoch: the report is
+                # about its earlier life.
                 case "drop" if report["epoch"] == server.epoch:
                     self.pool.drop(server, report["why"])
                 case "answered":
@@ -87,6 +90,8 @@ class TableSender:
     def _count_load(self, server: VllmServer, worker: str, count: int) -> None:
         """Count a worker's requests as the trainer's, so that a hanging server is noticed by them,
         and a draining one is not released while there are any."""
+        # Workers send their current count, not a change: a report that is lost or sent twice leaves
+        # no error behind.
         change = count - self._elsewhere[server.url, worker]
         self._elsewhere[server.url, worker] = count
         self.pool.add_load(server, change)
@@ -115,6 +120,7 @@ class RemotePool(Pool):
             self.publishing, self.asleep = table["publishing"], table["asleep"]
             servers = []
             for row in table["servers"]:
+                # The same object as before, since requests under way hold it.
                 server = by_url.pop(row["url"], None) or VllmServer(row["url"])
                 for name in SHARED_FIELDS:
                     if name != "epoch":
@@ -132,6 +138,7 @@ class RemotePool(Pool):
     def reports(self) -> list[dict[str, Any]]:
         """Return what the trainer has not received yet."""
         with self._lock:
+            # Taken and cleared at once: what is reported meanwhile goes with the next call.
             reports, self._reports = self._reports, []
             reports += [{"what": "answered", "url": url} for url in sorted(self._answered)]
             self._answered.clear()
@@ -158,6 +165,8 @@ class RemotePool(Pool):
         """Drop a server here at once and report it; the next table has the trainer's verdict."""
         with self._lock:
             if not server.lost:
+                # The epoch of the trainer's table, not the worker's own count, which only says
+                # whether requests of its own still matter.
                 self._report("drop", server, why=why, epoch=self._epochs.get(server.url, 0))
                 self._set(server, "down", why)
                 server.epoch += 1

@@ -79,6 +79,8 @@ class Servers(Pool):
         deadline = time.monotonic() + self.config.wait_seconds
         logged = False
         while True:
+            # A server without `model` was not inspected yet: those that answered stay inspected
+            # while the others are awaited.
             for server in [server for server in self.all if not server.model]:
                 try:
                     self.watcher.inspect(server)
@@ -131,6 +133,8 @@ class Servers(Pool):
         """Poll every source once; admit new servers, release those no longer listed."""
         listed = []
         for number, source in enumerate(self.sources):
+            # None: the source did not answer. Its last list stays, for a registry that restarts
+            # must not take all servers from a run.
             entries = source.poll()
             if entries is None:
                 if number not in self.silent:
@@ -153,6 +157,7 @@ class Servers(Pool):
                 server.nudge.set()
         listed_urls = set().union(*self._known.values())
         for server in self.all:
+            # `listed` is false for one that drains for this reason already.
             if server.url not in listed_urls and server.listed:
                 self.log(f"vllm {server.url} leaves: listed no more")
                 self.leave(server, "listed no more")
@@ -167,6 +172,7 @@ class Servers(Pool):
 
     @override
     def check(self, too_late: bool) -> None:
+        # While a source can still list servers an empty pool is no failure, however long it lasts.
         super().check(too_late and not self.waits_on())
 
     @override

@@ -64,6 +64,8 @@ class TeacherServer:
         self.find_model()
         with ThreadPoolExecutor(self.concurrency) as pool:
             tokens = [batch.tokens[row][path].tolist() for row, path in rows]
+            # `map` returns in order. A token that branches share is asked with each and has the
+            # same answer every time, up to the server's rounding.
             for (row, path), entries in zip(rows, pool.map(self.ask, tokens), strict=True):
                 for index, entry in zip(path, entries, strict=True):
                     if not mask[row][index]:
@@ -89,6 +91,7 @@ class TeacherServer:
         body = {
             "model": self.model,
             "prompt": tokens,
+            # vLLM refuses 0; the drawn token is ignored.
             "max_tokens": 1,
             "temperature": 0.0,
             "prompt_logprobs": self.k,

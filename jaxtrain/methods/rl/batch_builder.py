@@ -109,7 +109,10 @@ def build_batches(groups: Sequence[Group], builder: BatchBuilder) -> RoundBatche
     """Return the batches of groups whose advantages are known."""
     row_tokens = builder.shape.row_tokens
     count = min(builder.num_minibatches, len(groups))
+    # By groups, not episodes: the answers of a prompt are compared with each other in one update.
     parts = np.array_split(np.arange(len(groups)), count)
+    # An episode keeps its number when others are left out: rewards of the whole round are looked up
+    # by it.
     first = np.cumsum([0, *(len(group.episodes) for group in groups)])
     batches, trees_of_all, too_long, trained = [], [], 0, 0
     for part in parts:
@@ -121,6 +124,7 @@ def build_batches(groups: Sequence[Group], builder: BatchBuilder) -> RoundBatche
                 if any(len(sequence.tokens) > row_tokens for sequence in episode.sequences):
                     too_long += 1
                     continue
+                # In float64 like the weights below: the batch rounds once.
                 advantages_T = np.atleast_1d(np.asarray(group.advantages[member], np.float64))
                 branches += make_branches(
                     episode, advantages_T, int(first[index]) + member, builder
@@ -134,6 +138,7 @@ def build_batches(groups: Sequence[Group], builder: BatchBuilder) -> RoundBatche
         batch = pack(trees, builder)
         batches.append(average_over(batch, builder, episodes))
         trained += int(np.count_nonzero(batch.weights[builder.components[0]]))
+    # Of all minibatches: a metric of the round, not of an update.
     saving = measure_saving(trees_of_all)
     slots = sum(batch.tokens.size for batch in batches)
     efficiency = saving.packed_tokens / max(slots, 1)
@@ -151,6 +156,8 @@ def make_branches(
     for mask in masks:
         mask[:1] = False  # nothing predicts a first token
     count = sum(int(mask.sum()) for mask in masks)
+    # Over all sequences of the episode together, so that one whose context was rewritten counts no
+    # more than another.
     weight = 1.0 / max(count, 1) if builder.average == "sequence" else 1.0
     return [
         make_branch(sequence, mask, weight, advantages_T, number, builder, not episode.given)
@@ -168,6 +175,8 @@ def make_truth(truth: Episode | None, builder: BatchBuilder) -> list[FlatSequenc
         mask = np.array(sequence.sampled, bool)
         mask[:1] = False
         if mask.any() and len(sequence.tokens) <= builder.shape.row_tokens:
+            # Weight 0 in the components of answers: the ground truth is trained by its own one
+            # alone.
             branch = make_branch(sequence, mask, 0.0, np.zeros(1), -1, builder, drawn=False)
             branch.weights[builder.truth] = mask.astype(np.float64)
             branches.append(branch)
@@ -187,6 +196,7 @@ def make_branch(
     weights_n = trained * weight
     length = len(sequence.tokens)
     turns = np.asarray(sequence.turns, np.int64) if sequence.turns else np.zeros(length, np.int64)
+    # Context has turn -1; what it reads here is dropped below, where only trained tokens keep it.
     advantages_n = advantages_T[np.clip(turns, 0, len(advantages_T) - 1)]
     streams: dict[str, np.ndarray] = {}
     if builder.routes is not None:
@@ -205,6 +215,8 @@ def make_branch(
             "sampler_logp": np.where(trained, sequence.logprobs, 0.0),
             EPISODE: np.where(trained, number, -1),
             TURN: np.where(trained, turns, -1),
+            # Placeholders that `prepare` fills: all batches of a run have the same streams, or each
+            # kind would compile a program.
             "old_logp": np.zeros(length),
             "ref_logp": np.zeros(length),
             DRAWN: trained * float(drawn),

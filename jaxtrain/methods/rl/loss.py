@@ -89,6 +89,7 @@ def policy_loss(model, batch: Batch, objective: PolicyObjective, impl: str = "au
 def policy_terms(logp_BT, entropy_BT, batch: Batch, objective: PolicyObjective):
     """Compute the loss from the policy's log-probs and entropies [B, T]."""
     weight_BT = batch.weights["pg"].astype(logp_BT.dtype)
+    # By the weight, not the stream DRAWN: answers of the data that are trained have one, too.
     mask_BT = weight_BT != 0
     streams = {name: value.astype(logp_BT.dtype) for name, value in batch.streams.items()}
     advantage_BT = streams["advantage"]
@@ -106,6 +107,7 @@ def policy_terms(logp_BT, entropy_BT, batch: Batch, objective: PolicyObjective):
         )
         m2 = {"m2": moment, "m2/epsilon_low": low, "m2/epsilon_high": high}
     importance_BT = importance_weight(old_BT - sampler_BT, mask_BT, batch.owner, objective)
+    # A constant of the update: it enters below behind stop_gradient.
     weight_of_loss_BT = importance_BT
     if objective.clip == "gmpo":
         ratio_BT = gmpo_ratio(logp_BT - old_BT, advantage_BT, mask_BT, batch.owner, low, high)
@@ -160,6 +162,8 @@ def _ratio(log_ratio_BT, token_ratio_BT, mask_BT, owner_BT, level: str):
         return jnp.exp(_limit(segment_mean(log_ratio_BT, mask_BT, owner_BT)))
     if level == "sequence_token":
         fixed_BT = jax.lax.stop_gradient(log_ratio_BT)
+        # Zero with a gradient: the value is the sequence's ratio, the gradient the token's own
+        # (GSPO-token).
         own_BT = log_ratio_BT - fixed_BT
         return jnp.exp(_limit(segment_mean(fixed_BT, mask_BT, owner_BT)) + own_BT)
     assert level == "sequence_sum", level
@@ -175,6 +179,7 @@ def _surrogate(ratio_BT, logp_BT, advantage_BT, low, high, objective: PolicyObje
             clipped_BT = at_most(at_least(ratio_BT, 1.0 - low), 1.0 + high)
             return at_most(bounded_BT * advantage_BT, clipped_BT * advantage_BT)
         case "cispo":
+            # CISPO clips the weight of a token but keeps its gradient, where PPO's clip drops it.
             capped_BT = jax.lax.stop_gradient(jnp.minimum(ratio_BT, high))
             return capped_BT * advantage_BT * logp_BT
         case "reinforce":

@@ -159,6 +159,7 @@ class RolloutRounds:
         self.ready(context)
         start = time.monotonic()
         if self.last_part:
+            # Only at the first part: a streamed round's times add up over its parts.
             self._began, self._waited, self._scored = start, 0.0, 0.0
             self._step_share = context.step / self.total_steps
         try:
@@ -208,6 +209,8 @@ class RolloutRounds:
             self.policy, self.groups = policy, groups
             weights = self.producer.rules.weights
             self.table = assign_advantages(groups, weights, self.stages.advantages)
+            # Nothing to train among them: the next groups are taken within the same part, since an
+            # empty part would end the round early.
             built = self._build(groups, tally)
         if built is not None:
             self._idle, self._idle_drops = 0, Counter()
@@ -233,6 +236,8 @@ class RolloutRounds:
 
     def publish(self, context: TrainingContext) -> None:
         """Bring the current weights to the engine, and cancel episodes that became too old."""
+        # Taken on every process: gathering the weights is collective, although process 0 alone
+        # sends them.
         snapshot: Any = context.snapshot()
         publisher, policies = self.access.publisher, self.access.policies
         with context.phase("bringing weights to the engine"):
@@ -252,6 +257,8 @@ class RolloutRounds:
     def _draw_everywhere(self) -> list[Batch]:
         """Draw on process 0 and return the batches on every process; what process 0 raises, all
         raise."""
+        # StopIteration and Interrupted travel as well: no process may go on alone to the next
+        # collective.
         part = DrawnPart._make(broadcast_or_raise("a round", lambda: tuple(self.draw())))
         self.part, self.last_part, self.policy = part.part, part.last_part, part.policy
         self.metrics, self._counters = part.metrics, part.counters
@@ -305,6 +312,7 @@ class RolloutRounds:
         assert self.stages is not None and self._places is not None, "only process 0 draws"
         # Only now: a run that is interrupted while it waits for a part plays its prompts again.
         self.producer.mark_done(tally.slots)
+        # Under the version that trains them now, so that they cannot be drawn again in this round.
         self.stages.replay.store(tally.groups, self.version)
         self._totals.add(tally, built, begins=self.part == 0)
         self._tally.add(tally)
@@ -319,6 +327,7 @@ class RolloutRounds:
             self._counted = self._count()
             for warning in self._silent.check(self.metrics):
                 self.stages.log(warning)
+        # EBFT chooses them again once its rewards, which need the model, are known.
         self.samples = self.choose_samples() if self.last_part else []
 
     def _describe(self) -> dict[str, float]:
@@ -360,6 +369,8 @@ class RolloutRounds:
         played again; and the replay buffer. Process 0's is the one to save."""
         if self.stages is None:
             return {}
+        # Absent where there is no buffer, so that a cursor stays small and one from before the key
+        # was set can be restored.
         replay = {"replay": self.stages.replay.state()} if self.stages.replay.size else {}
         return {
             **replay,
