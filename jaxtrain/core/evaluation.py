@@ -224,5 +224,6 @@ def average_batches(
     for batch in batches:
         micro = jax.tree.map(lambda leaf: leaf[0], feed(batch, mesh))
         pairs = jax.device_get(run_eval(weights, micro))
+        # Added as Python floats: float32 sums over many batches would lose the last ones.
         total = add_pairs(total, {name: (float(s), float(w)) for name, (s, w) in pairs.items()})
     return average(total)

@@ -32,6 +32,7 @@ def export_model(
     """
     params, bundle = snapshot.params(), snapshot.roles.bundle
     writes = is_main_process()
+    # The other processes write nothing, but gather: saving is collective.
     with replace_folder(folder) if writes else contextlib.nullcontext(folder) as unfinished:
         if bundle.adapter is None:
             model = snapshot.model()
@@ -40,6 +41,8 @@ def export_model(
                 write_generation(unfinished, bundle.folder, find_ends(bundle.tokenizer))
             if (
                 writes
+                # Before the first step they fit: the model is still the one that they were trained
+                # with.
                 and snapshot.step
                 and (stale := saving.count_stale(model, bundle.architecture))
             ):
@@ -89,6 +92,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     folder = Path(os.path.abspath(folder))
     require_replaceable(folder)
     record_output(folder)
+    # Beside the folder and not in a temporary one: a rename must stay within a file system.
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     retired = folder.with_name(f".{folder.name}.old")
     try:
@@ -97,6 +101,9 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         yield unfinished
         if folder.exists():
             remove(retired)
+            # Two renames: a folder that is not empty cannot be replaced by one. Killed between
+            # them, a run leaves the old model in `retired` and the new one in `unfinished`, both
+            # whole.
             os.replace(folder, retired)
             remove(retired)
         os.replace(unfinished, folder)

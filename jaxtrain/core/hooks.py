@@ -24,8 +24,10 @@ broadcast after each one would slow down training."""
 def is_due(step: int, before: int, every: int | None, times: float, total: int) -> bool:
     """Return whether an event is due within the steps `before` + 1 to `step`. It occurs every
     `every` steps, or `times` times, spread evenly, in a run of `total` steps."""
+    # By passed multiples, not by step % every: a round of several steps may jump over one.
     if every and step // every > before // every:
         return True
+    # The tiny addend: 3 * (1 / 3) of a run must count as passed at its last step.
     passed = (math.floor(done * times / total + 1e-9) for done in (step, before))
     return next(passed) > next(passed)
 

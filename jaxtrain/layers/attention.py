@@ -177,6 +177,7 @@ class Attention(Mixer):
             rounded = inputs.imported
         else:
             rounded = add_to_cache(k_BTKH, v_BTKH, inputs, state)
+            # The rounded values too: a layer that imports them must see what a cache would return.
             state = SharedKV(rounded.after, rounded) if inputs.spec.exports else rounded.after
         out_BTNH = self._attend(q_BTNH, rounded, inputs)
         if gate_BTNH is not None:
@@ -201,12 +202,15 @@ class Attention(Mixer):
         linears = self._input_linears()
         products = dict(zip(linears, multiply_fused(x_BTD, *linears.values()), strict=True))
         q_BTF, k_BTF = products["q"], products.get("k")
+        # Where values are keys (Gemma 4) both start from the product; only keys are normed and
+        # rotated below.
         v_BTF = products.get("v", k_BTF)
         gate_BTNH = self._heads(products.get("gate"))
         if self.output_gate == "joint":
             # Each head's columns are its queries, then its gates.
             qg_BTNF = q_BTF.reshape(*x_BTD.shape[:2], self.num_heads, -1)
             q_BTF, gate_BTNH = jnp.split(qg_BTNF, 2, axis=-1)
+        # Over all heads at once, so before they are taken apart.
         if self.qk_norm == "all_heads":
             q_BTF, k_BTF = self.q_norm(q_BTF), self.k_norm(k_BTF)
         qkv = q_BTF, k_BTF, v_BTF
@@ -239,6 +243,8 @@ class Attention(Mixer):
             return None
         if angles is None or not self._rotates_by_op:
             return None
+        # None where the kernels are multiplied one by one: joining the results for the op would be
+        # a copy.
         product_BTF = fused_product(x_BTD, self.q, self.k, self.v)
         if product_BTF is None:
             return None
@@ -322,6 +328,7 @@ def store_cache(model: nnx.Module, stored: Stored) -> int:
 
     Returns their number; the states of other layers are unaffected.
     """
+    # Subclasses have states of their own layout.
     layers = [node for _, node in nnx.iter_graph(model) if type(node) is Attention]
     for layer in layers:
         layer.stored = stored

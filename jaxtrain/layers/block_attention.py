@@ -55,6 +55,7 @@ class BlockAttention(Attention):
         k_BQKH = self._norm_and_rotate(k_BQKH, self.k_norm, inputs.angles)
         window = inputs.spec.window
         if state is None:
+            # States stand first: the intervals of `block_context` count keys in this order.
             k_BTKH, v_BTKH = self.project(inputs.side_context)
             context = inputs.context
             if window is not None:
@@ -63,6 +64,8 @@ class BlockAttention(Attention):
             k_BTKH, v_BTKH = (x.astype(k_BQKH.dtype) for x in state)
             context = ring_context(state.k.shape[1], inputs.context.positions, inputs.decoding)
             if window is None:
+                # A block without a window sees its own later places, which are queries before their
+                # keys.
                 context = context._replace(since=jnp.zeros_like(context.until))
         k_BSKH = jnp.concatenate([k_BTKH, k_BQKH], axis=1)
         v_BSKH = jnp.concatenate([v_BTKH, v_BQKH], axis=1)

@@ -65,6 +65,7 @@ class Linear(nnx.Module):
             if use_bias
             else None
         )
+        # nnx.data: a module may take its place later, which a plain None would forbid.
         self.adapter: Any = nnx.data(None)
         self.product: Callable[[jax.Array, jax.Array], jax.Array] | None = None
         self.dtype = jnp.dtype(init.dtype)

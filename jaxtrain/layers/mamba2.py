@@ -269,6 +269,7 @@ def mix_heads(m_BTGF, share: HeadParameters, dt_BTN, until_BT, prev_BT, state, *
     mixed_BTGF = jax.nn.silu(mixed_BTF).reshape(B, T, G, F)
     cuts = [F - 2 * state_dim, F - state_dim]
     x_BTGF, B_BTGS, C_BTGS = jnp.split(mixed_BTGF, cuts, axis=-1)
+    # N are the local heads: under shard_map fewer than the layer has.
     x_BTNP = x_BTGF.reshape(B, T, N, -1)
     S = None if state is None else state.S
     y_BTNP, S = ssd(

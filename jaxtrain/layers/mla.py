@@ -155,10 +155,15 @@ class LatentAttention(Mixer):
         elif state is not None:
             few = T <= FEW
             state = Latents(put_new(state.latent, latent_BTL, decoding))
+            # Keys are now all slots of the cache, not the new tokens alone.
             context = cache_context(state.latent.shape[1], context.positions, decoding)
+        # Absorbing pays for few queries: expanding every slot would read W_kvb once a slot, while
+        # for many queries the wider keys cost more than the expansion.
         if few:
             out_BTNV = self._attend_absorbed(q_BTNH, state.latent, decoding)
         else:
+            # From the cache once there is one: new tokens see the rounded latents that later ones
+            # will.
             k_BSNH, v_BSNV = self._expand(latent_BTL if state is None else state.latent)
             options = {"scale": self.scale, "impl": self.impl}
             out_BTNV = attend(q_BTNH, k_BSNH, v_BSNV, context, **options)
@@ -205,6 +210,8 @@ class LatentAttention(Mixer):
 
     def _attend_absorbed(self, q_BTNH, latent_BSL, decoding: Decoding) -> jax.Array:
         """[B, T, N, V] of a few new queries a row; W_kvb is read once, not once a slot."""
+        # As a matrix, since halves of it are multiplied apart; an adapter or packed kernel is
+        # resolved here.
         kernel_CF = self.kv_b.matrix(self.latent_rank)
         kernel_CNF = kernel_CF.reshape(self.latent_rank, self.num_heads, -1)
         keys_CNP, values_CNV = jnp.split(kernel_CNF, [self.plain_dim], axis=-1)

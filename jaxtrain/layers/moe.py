@@ -133,6 +133,7 @@ class MoE(nnx.Module):
             y_BTD,
             choice,
             self.experts,
+            # Padding takes no place in an expert's share of the tokens.
             context.real(),
             activation=self.activation,
             impl=self.impl,
@@ -141,6 +142,7 @@ class MoE(nnx.Module):
         if self.latent_out is not None:
             y_BTD = self.latent_out(y_BTD)
         if self.shared is not None:
+            # Reads x and not the latent, and is added behind the matrix that leads out of it.
             shared_BTD = self.shared(x_BTD)
             if self.shared_gate is not None:
                 shared_BTD = self.shared_gate(x_BTD) * shared_BTD

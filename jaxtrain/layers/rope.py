@@ -113,6 +113,7 @@ def _powers(theta: float, dims: int) -> np.ndarray:
 def _proportional(head_dim: int, share: float, rope: Mapping[str, Any]) -> np.ndarray:
     """Gemma 4: all dims are paired as without a share, but only the first pairs turn."""
     base = _powers(rope["rope_theta"], head_dim) / rope.get("factor", 1.0)
+    # A frequency of 0 is no rotation: all dims stay paired as the kernel expects.
     return np.where(np.arange(len(base)) < int(share * head_dim // 2), base, 0.0)
 
 
@@ -121,6 +122,8 @@ def _longrope(
 ) -> tuple[np.ndarray, float]:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a divisor for each frequency, of two lists."""
     length = rope["original_max_position_embeddings"]
+    # Chosen once for a run, as servers do: a choice by each text's length would turn cached keys
+    # wrong when it grows.
     name = "long_factor" if row_tokens > length else "short_factor"
     divisor = np.asarray(rope[name], np.float64)
     if divisor.shape != base.shape:
@@ -160,6 +163,7 @@ def _yarn(base: np.ndarray, head_dim: int, rope: Mapping[str, Any]) -> tuple[np.
     high = dim_of(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
+    # As in transformers, whose limit is the number of dims and not of pairs.
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = (np.arange(head_dim // 2) - low) / (high - low if high != low else 0.001)
     keep = 1 - np.clip(ramp, 0.0, 1.0)
@@ -180,6 +184,7 @@ def angles(
 ) -> Angles:
     """Angles of int32 positions [B, T], in float32 or, for a float64 `dtype`, float64."""
     wide = jnp.promote_types(dtype, jnp.float32)
+    # Never in bfloat16, which cannot tell positions above 256 apart.
     angle_BTR = positions_BT[..., None].astype(wide) * jnp.asarray(frequency, wide)
     return Angles(jnp.cos(angle_BTR) * factor, jnp.sin(angle_BTR) * factor)
 

@@ -88,12 +88,14 @@ def unmask_block(
     def keep_some(state: UnmaskState, hidden_BWD) -> UnmaskState:
         tokens_BW = jnp.take_along_axis(state.tokens, jnp.minimum(place_BW, C - 1), axis=1)
         masked_BW = inside_BW & (tokens_BW == how.mask_id)
+        # Row by row: logits of all blocks [B, W, V] at once may not fit.
         guess = jax.lax.map(
             lambda row: guess_row(model, *row, state.step, how),
             (hidden_BWD, keys_B, place_BW, block.temperature),
         )
         left_B = masked_BW.sum(1)
         share_B = jnp.maximum(1, left_B // jnp.maximum(1, block.passes - state.step))
+        # The last pass takes all that is left, whatever division has rounded away.
         count_B = jnp.where(state.step >= block.passes - 1, left_B, share_B)
         if how.threshold is not None:
             sure_BW = masked_BW & (guess.probability >= how.threshold)
@@ -102,6 +104,7 @@ def unmask_block(
         rank_BW = jnp.argsort(order_BW, axis=1)
         kept_BW = masked_BW & (rank_BW < count_B[:, None])
         rows_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+        # C is beyond the canvas, and mode="drop" leaves such writes out.
         target_BW = jnp.where(kept_BW, place_BW, C)
         return UnmaskState(
             state.step + 1,
@@ -157,10 +160,12 @@ def guess_row(model: Any, hidden_WD, key, place_W, temperature, step, how: Unmas
     """Predict a token at every position, never the mask; temperature 0 takes the argmax, otherwise
     Gumbel noise samples from softmax(logits / temperature)."""
     logits_WV = model.logits(hidden_WD).astype(jnp.float32)
+    # A mask that is guessed would never be unmasked, and the loop would not end.
     logits_WV = logits_WV.at[:, how.mask_id].set(-jnp.inf)
     cold = temperature <= 0
     logits_WV = logits_WV / jnp.where(cold, 1.0, temperature)
     step_key = jax.random.fold_in(key, step)
+    # By position in the canvas, not in the batch: neighbors and padding change no draw.
     keys_W = jax.vmap(lambda position: jax.random.fold_in(step_key, position))(place_W)
     noise_WV = jax.vmap(lambda position_key: jax.random.gumbel(position_key, logits_WV.shape[-1:]))(
         keys_W

@@ -62,10 +62,12 @@ class FolderSpeaker:
                 cause=escape_control_chars(
                     f"{key}: its chat template refuses what it is asked: {error}"
                 ),
+                # The same messages would be refused again.
                 again=False,
                 mistake=True,
             ) from None
         try:
+            # The number makes the noise, so a repeated episode gets the same replies.
             answer = await self.engine.generate(tokens, self.sampling, (), index)
         except EpisodeFailed as failure:
             self._counted["failed"] += 1

@@ -76,6 +76,8 @@ class Requests(ABC):
         self.max_batch = max_batch
         self.to_text = to_text
         self.mesh = mesh
+        # One tuple, replaced as a whole: `use` may be called by another thread in the middle of a
+        # chunk, whose tokens must carry the version of the weights that drew them.
         self._weights: tuple[Any, int] = (model, -1)
         self._waiting: deque[Request] = deque()
 
@@ -144,6 +146,8 @@ class Requests(ABC):
         name: str = "the prompt",
     ) -> Request:
         """Return a checked request, for `add`; raises UserError as `generate` does."""
+        # Checked here: an index beyond the table would be clamped on the device and continue
+        # another prompt without a word.
         vocab_size = self._weights[0].head().shape[0]
         if not 0 < len(prompt) < self.max_len:
             raise UserError(
@@ -167,6 +171,7 @@ class Requests(ABC):
 
     def abort(self, request: Request) -> None:
         """Abort a request; its row is free after the next step, which does not return it."""
+        # Only a mark: the row is on the device, in the chunk that another thread may be drawing.
         request.aborted = True
 
     def _find_stop(self, tokens: list[int], seen: int, stop: Sequence[str]) -> int | None:
