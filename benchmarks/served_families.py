@@ -215,7 +215,7 @@ def read_answers(work: Path) -> dict[str, dict]:
     return {entry["name"]: entry for entry in map(json.loads, lines)}
 
 
-MOST_WORDS = 120
+MAX_WORDS = 120
 CHILD, ANSWERS = Path(__file__).parent / "served_logprobs.py", "answers.jsonl"
 
 
@@ -234,7 +234,7 @@ def compare(answer: dict, prompts: list[list[int]], model: Any) -> float:
 def shorten(error: str) -> str:
     """The first sentence of vLLM's, as a cell of a table."""
     line = " ".join(error.split()).replace("|", "/")
-    return line if len(line) <= MOST_WORDS else line[:MOST_WORDS] + "..."
+    return line if len(line) <= MAX_WORDS else line[:MAX_WORDS] + "..."
 
 
 def make_prompts() -> list[list[int]]:

@@ -117,7 +117,9 @@ def check_batch(batch: Batch) -> None:
         weight = np.asarray(weight)
         assert np.issubdtype(weight.dtype, np.floating), f"weights[{component}]: {weight.dtype}"
         assert weight.shape == tokens.shape, f"weights[{component}] differ in shape"
-        assert not weight[~has_prev].any(), f"weights[{component}]: a token nobody predicts trains"
+        assert not weight[~has_prev].any(), (
+            f"weights[{component}]: a token without a predecessor has a weight"
+        )
 
 
 def join_routes(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:

@@ -26,7 +26,7 @@ ROUTE = "/jaxtrain/adapters/"
 FILES_HEADER = "X-Files"
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-MOST_BYTES = 2**34
+MAX_BYTES = 2**34
 """Limit for an adapter; rank 64 on all layers of a 70B model is a fifth of it in bfloat16."""
 MOST = 64
 
@@ -45,7 +45,7 @@ class AdapterRefused(Exception):
 class AdapterStore:
     """The adapters of one server."""
 
-    def __init__(self, folder: Path | None = None, most_bytes: int = MOST_BYTES):
+    def __init__(self, folder: Path | None = None, most_bytes: int = MAX_BYTES):
         """folder: by default a new temporary folder, private to this user, created with the first
         adapter and removed with the process."""
         self._folder, self.most_bytes = folder, most_bytes

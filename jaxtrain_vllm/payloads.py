@@ -23,8 +23,8 @@ from jaxtrain_vllm import handshake, wire
 
 CONNECT_SECONDS = 5.0
 REQUEST_SECONDS = 30.0
-MOST_SECONDS = 24 * 3600.0
-MOST_STREAMS = 64
+MAX_SECONDS = 24 * 3600.0
+MAX_STREAMS = 64
 MESSAGE_BYTES = 2**16
 """Limit for a request, and for the header of a range."""
 
@@ -69,7 +69,7 @@ class PayloadOffers:
             except (KeyError, TypeError, ValueError, OverflowError):
                 header, sent = {"error": f"{str(request.get('fetch'))[:80]} is not here"}, []
                 seconds = REQUEST_SECONDS
-            with wire.cut_after(min(max(seconds, 0.0), MOST_SECONDS), connection, late):
+            with wire.cut_after(min(max(seconds, 0.0), MAX_SECONDS), connection, late):
                 wire.send_message(connection, header, sent)
 
     def _receive_request(self, connection: socket.socket) -> None:

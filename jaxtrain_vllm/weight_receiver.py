@@ -177,7 +177,7 @@ class WeightReceiver:
         size, streams, seconds = source["bytes"], source["streams"], float(source["seconds"])
         if type(size) is not int or not 0 <= size <= wire.MAX_PAYLOAD_BYTES:
             raise wire.WireError(f"a payload of {size!r} bytes")
-        if type(streams) is not int or not 0 < streams <= payloads.MOST_STREAMS:
+        if type(streams) is not int or not 0 < streams <= payloads.MAX_STREAMS:
             raise wire.WireError(f"{streams!r} streams")
         host, port = source.get("place") or link.getpeername()[:2]
         name = payloads.name_payload(header["version"], header["checksum"], header.get("base"))

@@ -82,12 +82,12 @@ def convert(paths: Sequence[Path], system: str | None, output: Path | None) -> i
 def read(path: Path) -> dict[str, Any]:
     """Return a file's table, of a command line as well, with what stands in files that it names:
     those it inherits from (toml_files), dataset_info.json, and accelerate's config."""
-    from jaxtrain.config.parse import MOST_BYTES, read_table
+    from jaxtrain.config.parse import MAX_BYTES, read_table
     from jaxtrain.convert import read_numbers, trl
 
     if path.suffix.lower() in COMMANDS:
         try:
-            table = trl.parse_command(read_text(path, MOST_BYTES))
+            table = trl.parse_command(read_text(path, MAX_BYTES))
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"{path} cannot be read as a command line: {reason}") from None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxtrain.generation.episodes import Episode
 
 
-MOST_INPUT = 2**29
+MAX_INPUT = 2**29
 """Bytes of a file of prompts."""
 
 
@@ -193,7 +193,7 @@ def list_rows(args: argparse.Namespace) -> list[tuple[dict[str, Any], str]]:
 def read_lines(path: Path) -> list[tuple[dict[str, Any], str]]:
     """The rows of a jsonl file with where each stands."""
     try:
-        text = read_text(path, MOST_INPUT)
+        text = read_text(path, MAX_INPUT)
     except FileNotFoundError:
         raise UserError(f"--input {path}: no such file") from None
     except OSError as error:

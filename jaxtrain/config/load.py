@@ -76,7 +76,7 @@ KINDS_ELSEWHERE = {
 REMOVED = ("eval.problems",)
 """Keys in the saved configs of older runs that shape nothing that a run has trained."""
 
-MOST_PROBLEMS = 8
+MAX_PROBLEMS = 8
 """That one message names."""
 
 
@@ -145,7 +145,7 @@ def validate(section: type[S], table: dict[str, Any], origin: str, prefix: str =
             prefix + line for detail in details[:99] for line in describe_error(detail, section)
         ]
         count = max(len(details), len(lines))
-        shown = lines[:MOST_PROBLEMS]
+        shown = lines[:MAX_PROBLEMS]
         if count > len(shown):
             shown.append(f"... and {count - len(shown)} more")
         listed = "\n".join(f"  {shorten(escape_control_chars(line), 400)}" for line in shown)

@@ -13,7 +13,7 @@ from jaxtrain.text_safety import name_type, show
 WHICH_MODEL = {"path", "init", "architecture", "family", "tokenizer", "chat_template"}
 """Keys of section model that say which model it is: a preset replaces them together."""
 
-MOST_PARTS = 32
+MAX_PARTS = 32
 """Of the key of an override."""
 
 PRESETS = resources.files("jaxtrain") / "presets"
@@ -29,7 +29,7 @@ def change_table(
         parts = key.strip().split(".")
         if not equals or not all(part.strip() == part and part for part in parts):
             raise UserError(f"override {show(override)} is not of the form section.key=value")
-        if len(parts) > MOST_PARTS:
+        if len(parts) > MAX_PARTS:
             raise UserError(f"override {show(override)} has a key of {len(parts)} parts")
         if len(parts) == 1:
             table[parts[0]] = lay_preset(table.get(parts[0]), parts[0], text, sections)

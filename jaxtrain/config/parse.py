@@ -17,9 +17,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.safe_io import DEPTH, parse_json, read_text
 from jaxtrain.text_safety import name_type, shorten, show
 
-MOST_BYTES = 2**18
+MAX_BYTES = 2**18
 """Of a config file."""
-MOST_VALUES = 10_000
+MAX_VALUES = 10_000
 """Of a config: numbers, texts, lists and tables together, YAML's aliases written out."""
 
 # tomllib's time and memory grow with the square of a key's parts.
@@ -33,7 +33,7 @@ def read_table(path: str | Path) -> dict[str, Any]:
     if suffix not in (".toml", ".yaml", ".yml", ".json"):
         raise UserError(f"config file {show(str(path))} must end in .toml, .yaml, .yml or .json")
     try:
-        text = read_text(path, MOST_BYTES)
+        text = read_text(path, MAX_BYTES)
     except FileNotFoundError:
         near = sorted(str(p) for p in Path("configs").glob("**/*.toml"))
         hint = f"; the configs here are {', '.join(near)}" if near else ""
@@ -101,12 +101,12 @@ def _check_events(text: str) -> None:
             raise ValueError(
                 f"nested deeper than {DEPTH} levels in line {event.start_mark.line + 1}"
             )
-        if number > 3 * MOST_VALUES:
-            raise ValueError(f"it holds more than {MOST_VALUES:,} values")
+        if number > 3 * MAX_VALUES:
+            raise ValueError(f"it holds more than {MAX_VALUES:,} values")
 
 
 def _check_nodes(root: Any) -> None:
-    """Refuse double keys, aliases that hold themselves, and those that grow beyond MOST_VALUES."""
+    """Refuse double keys, aliases that hold themselves, and those that grow beyond MAX_VALUES."""
     sizes: dict[int, int] = {}
     stack: list[tuple[Any, bool]] = [(root, False)]
     while stack:
@@ -120,9 +120,9 @@ def _check_nodes(root: Any) -> None:
         inner = [n for pair in pairs for n in pair] if pairs else list(node.value)
         if done:
             size = 1 + sum(sizes[id(child)] for child in inner)
-            if size > MOST_VALUES:
+            if size > MAX_VALUES:
                 raise ValueError(
-                    f"with its aliases written out it holds more than {MOST_VALUES:,} values"
+                    f"with its aliases written out it holds more than {MAX_VALUES:,} values"
                 )
             sizes[id(node)] = size
             continue
@@ -163,8 +163,8 @@ def _find_foreign(table: Any) -> Iterator[str]:
     while pending:
         key, value, depth = pending.pop()
         count += 1
-        if count > MOST_VALUES or depth > DEPTH:
-            much = f"more than {MOST_VALUES:,} values" if depth <= DEPTH else "tables too deep"
+        if count > MAX_VALUES or depth > DEPTH:
+            much = f"more than {MAX_VALUES:,} values" if depth <= DEPTH else "tables too deep"
             yield f"{shorten(key, 100) or 'it'}: {much}; a config has a few hundred values"
             return
         name = shorten(key, 100)

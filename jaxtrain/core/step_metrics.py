@@ -170,7 +170,7 @@ class ZeroGradientWarning:
 class ExpertOverflowWarning:
     """Says once that experts on other devices get more tokens than fit into a round."""
 
-    MOST_ROUNDS = 1.5
+    MAX_ROUNDS = 1.5
     STEPS = 10
     """Steps that are averaged."""
 
@@ -183,7 +183,7 @@ class ExpertOverflowWarning:
             return None
         self.seen = [*self.seen[1 - self.STEPS :], values["expert_rounds"]]
         rounds = sum(self.seen) / len(self.seen)
-        if len(self.seen) < self.STEPS or rounds <= self.MOST_ROUNDS:
+        if len(self.seen) < self.STEPS or rounds <= self.MAX_ROUNDS:
             return None
         self.seen = [rounds] * (self.STEPS + 1)
         return (

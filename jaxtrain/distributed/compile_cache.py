@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-MOST_BYTES = 20 * 2**30
+MAX_BYTES = 20 * 2**30
 """Size beyond which the least recently used programs are deleted."""
 
 
@@ -33,7 +33,7 @@ def keep_compiled() -> Path | None:
         return None
     if not os.access(folder, os.W_OK | os.X_OK):
         return None
-    jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
+    jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
     compilation_cache.set_cache_dir(str(folder))
     compilation_cache.reset_cache()  # what was compiled before settled that there is none
     return folder

@@ -16,7 +16,7 @@ import yaml
 from jaxtrain.errors import UserError
 
 ASK_SECONDS = 10.0
-MOST_BYTES = 1 << 25
+MAX_BYTES = 1 << 25
 HERE = {"localhost", "127.0.0.1", "0.0.0.0", "::1"}
 Mode = Literal["agent", "verify"]
 KINDS = {"agent": "responses_api_agents", "verify": "resources_servers"}
@@ -129,7 +129,7 @@ class Roster:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         request = urllib.request.Request(url, headers=self.headers)
         with opener.open(request, timeout=ASK_SECONDS) as answer:
-            return json.loads(answer.read(MOST_BYTES)) if read else None
+            return json.loads(answer.read(MAX_BYTES)) if read else None
 
 
 def reach(url: str, head: str) -> str:

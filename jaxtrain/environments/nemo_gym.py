@@ -30,7 +30,7 @@ from jaxtrain.safe_io import UnreadableRow
 
 T = TypeVar("T")
 PARAMS = "responses_create_params"
-MOST_BYTES = 1 << 27
+MAX_BYTES = 1 << 27
 REWARD = "gym"
 """Name of the reward."""
 PLAIN = {"reward", "mask_sample", "failure_kind", "failure_reason", "response", PARAMS}
@@ -242,9 +242,9 @@ async def post(session: aiohttp.ClientSession, url: str, body: Any) -> dict[str,
     """POST to a server of Gym and return its JSON; EpisodeFailed on an error or without answer."""
     try:
         async with session.post(url, json=body) as answer:
-            status, raw = answer.status, await answer.content.read(MOST_BYTES)
-            while status == 200 and not answer.content.at_eof() and len(raw) < MOST_BYTES:
-                raw += await answer.content.read(MOST_BYTES)
+            status, raw = answer.status, await answer.content.read(MAX_BYTES)
+            while status == 200 and not answer.content.at_eof() and len(raw) < MAX_BYTES:
+                raw += await answer.content.read(MAX_BYTES)
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         cause = f"NeMo Gym: {url}: {error or error!r}"
         raise GymServerLost("gym: connection lost", cause=cause, pause=True) from None

@@ -36,7 +36,7 @@ from jaxtrain.generation.engine import Completion, Engine, Sampling
 from jaxtrain.text_safety import escape_control_chars
 
 T = TypeVar("T")
-MOST_BYTES = 1 << 26
+MAX_BYTES = 1 << 26
 """Limit of bytes of a request."""
 START_SECONDS = 10.0
 
@@ -140,7 +140,7 @@ class PolicyServer:
         return asyncio.run_coroutine_threadsafe(work, loop).result(START_SECONDS)
 
     async def _listen(self) -> None:
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._guard])
+        app = web.Application(client_max_size=MAX_BYTES, middlewares=[self._guard])
         for prefix in ("", "/e/{episode}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)

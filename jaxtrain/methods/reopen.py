@@ -9,7 +9,7 @@ from jaxtrain.adapters.peft_folder import CONFIG as PEFT_CONFIG
 from jaxtrain.adapters.peft_folder import open_peft
 from jaxtrain.config import Config, validate_config
 from jaxtrain.config.load import apply_overrides, read_saved
-from jaxtrain.config.parse import MOST_BYTES
+from jaxtrain.config.parse import MAX_BYTES
 from jaxtrain.config.policies import list_trained
 from jaxtrain.config.root import OUTSIDE, find_tag
 from jaxtrain.core.architecture import find_folder
@@ -106,7 +106,7 @@ def holds_run(saved: Path) -> bool:
     """Return whether a config.json is a run's; a model's has other keys. False for one that cannot
     be read: loading the folder reports what is wrong with it."""
     try:
-        saved_config = parse_json(read_text(saved, MOST_BYTES))
+        saved_config = parse_json(read_text(saved, MAX_BYTES))
     except (OSError, ValueError):
         return False
     return isinstance(saved_config, dict) and {"run", "model", "optim"} <= set(saved_config)

@@ -40,7 +40,7 @@ from jaxtrain.models.windows import windowed_layers
 
 KEYS = ("block_size", "dflash_config", "num_target_layers", "auto_map", "is_causal")
 """Keys of config.json that no decoder has."""
-MOST_BLOCK = 2**10
+MAX_BLOCK = 2**10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Config(BaseDraftConfig):
             )
         size, layers = raw.get("block_size"), raw.get("num_target_layers")
         for key, value, most in (
-            ("block_size", size, MOST_BLOCK),
+            ("block_size", size, MAX_BLOCK),
             ("dflash_config.mask_token_id", mask, 2**24),
             *([] if layers is None else [("num_target_layers", layers, 2**12)]),
         ):

@@ -42,7 +42,7 @@ def test_routes_of_a_vllm_server():
     assert local_value <= messages
     assert f"more than {guard.MAX_BODY_BYTES >> 20} MiB is 413" in PAGE
     assert f"an answer of at most {control.MAX_ANSWER_BYTES >> 20} MiB" in PAGE
-    assert f"above {adapter_store.MOST_BYTES >> 30} GiB; 507" in PAGE
+    assert f"above {adapter_store.MAX_BYTES >> 30} GiB; 507" in PAGE
     assert f"newest {adapter_store.MOST} stay" in PAGE
 
 
@@ -61,7 +61,7 @@ def test_messages_about_weights():
     assert f"at most {listener.MAX_WAITING} such connections" in PAGE
     assert f"little-endian; {wire.MAX_HEADER_BYTES >> 20} MiB at most" in PAGE
     assert f"{payloads.MESSAGE_BYTES >> 10} KiB at most" in PAGE
-    assert f"connections ({payloads.MOST_STREAMS} at most)" in PAGE
+    assert f"connections ({payloads.MAX_STREAMS} at most)" in PAGE
     assert f"hung up on. {weight_links.HELLO_SECONDS:g} s" in PAGE
 
 
@@ -71,7 +71,7 @@ def test_routes_of_the_policy_endpoint():
     assert len(routes) == text.count("app.router.add_")
     messages = routes_of("The policy endpoint")
     assert messages == {(method.upper(), path) for method, path in routes}
-    assert f"is at most {policy_server.MOST_BYTES >> 20} MiB (413)" in PAGE
+    assert f"is at most {policy_server.MAX_BYTES >> 20} MiB (413)" in PAGE
 
 
 def test_calls_of_the_rollout_service():

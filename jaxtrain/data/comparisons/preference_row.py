@@ -63,7 +63,7 @@ ACCEPTED = """\
 
 SAME = "chosen and rejected are the same"
 NOTHING_SHARED = "chosen and rejected share no prompt"
-MOST_ANSWERS = 64
+MAX_ANSWERS = 64
 """Limit per prompt, because each may be compared with each."""
 SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \n]?")
 BEGINS = re.compile(r"\s*Human:")
@@ -419,8 +419,8 @@ def _says(message: Mapping[str, Any]) -> bool:
 
 
 def _check_number(answers: int) -> None:
-    if answers > MOST_ANSWERS:
-        raise MalformedRow(f"more than {MOST_ANSWERS} answers")
+    if answers > MAX_ANSWERS:
+        raise MalformedRow(f"more than {MAX_ANSWERS} answers")
 
 
 def _own_score(entry: Mapping[str, Any]) -> float | None:

@@ -47,7 +47,7 @@ SHAPING = {"format", "fields", "roles", "as_chat", "train_on", "special_tokens"}
     "group_prompts",
 }
 """Keys of a dataset that shape the trees of a row."""
-MOST_GROUPED = 64
+MAX_GROUPED = 64
 """Limit of rows of one prompt in one tree."""
 
 
@@ -129,7 +129,7 @@ class Preferences(Recipe):
             raise UserError(
                 f"{dataset.path}: group_prompts needs all rows; set its streaming to false"
             )
-        return GroupedRows(rows, reader.key, MOST_GROUPED)
+        return GroupedRows(rows, reader.key, MAX_GROUPED)
 
 
 class RankedReader:

@@ -22,7 +22,7 @@ from jaxtrain.errors import UserError
 
 REDUCE = {"min": min, "mean": lambda values: sum(values) / len(values), "last": lambda v: v[-1]}
 """Reductions of the scores of an answer's steps."""
-MOST_BYTES = 1 << 28
+MAX_BYTES = 1 << 28
 """Limit of bytes of a response."""
 NAME = "reward 'vllm_reward'"
 
@@ -173,7 +173,7 @@ def post(url: str, route: str, body: Any, api_key: str | None, seconds: float) -
     try:
         connection.request("POST", f"{base.path}{route}", json.dumps(body).encode(), headers)
         answer = connection.getresponse()
-        raw = answer.read(MOST_BYTES)
+        raw = answer.read(MAX_BYTES)
     except http.client.HTTPException as error:
         raise OSError(f"{url}{route}: {error!r}") from None
     finally:

@@ -204,7 +204,7 @@ class TeacherData(OfflineData):
 
     def prepare(self, round: Round, scorer: Scorer) -> Round:
         """Add the teacher's log-probs to the batches; see Task.prepare."""
-        return round._replace(batches=[ask(self.server, batch) for batch in round.batches])
+        return round._replace(batches=[add_teacher(batch, self.server) for batch in round.batches])
 
 
 class OnPolicyData(PromptData):
@@ -230,7 +230,7 @@ class OnPolicyData(PromptData):
         """Add the teacher's log-probs, and keep only the stream of drawn tokens; held-out rows have
         none."""
         batches = [
-            ask(self.server, batch._replace(streams={OWN: batch.streams.get(DRAWN, nobody(batch))}))
+            add_teacher(batch._replace(streams={OWN: read_drawn(batch)}), self.server)
             for batch in round.batches
         ]
         weights = [batch.weights[COMPONENT] for batch in batches]
@@ -240,9 +240,11 @@ class OnPolicyData(PromptData):
         return round._replace(batches=batches, metrics={**round.metrics, **metrics})
 
 
-def nobody(batch: Batch) -> np.ndarray:
-    """Return the stream OWN of rows of data: nothing was drawn."""
-    return np.zeros(batch.tokens.shape, np.float32)
+def read_drawn(batch: Batch) -> np.ndarray:
+    """Return the stream OWN float32 [A, B, T]: 1 on tokens that the student drew; held-out rows,
+    which have no such stream, hold none."""
+    drawn = batch.streams.get(DRAWN)
+    return np.zeros(batch.tokens.shape, np.float32) if drawn is None else drawn
 
 
 def open_server(config: Config) -> TeacherServer | None:
@@ -261,7 +263,7 @@ def open_server(config: Config) -> TeacherServer | None:
     )
 
 
-def ask(server: TeacherServer | None, batch: Batch) -> Batch:
+def add_teacher(batch: Batch, server: TeacherServer | None) -> Batch:
     """Return the batch with the teacher's likeliest tokens, requested by process 0; unchanged
     without a server."""
     if server is None:

@@ -147,7 +147,7 @@ class StoredStates:
             part = data.recipe.open(dataset)
             if is_stream(part.rows):
                 raise UserError(
-                    f"data {dataset.path!r} streams, so that nobody can say which samples it has;"
+                    f"data {dataset.path!r} streams, so that its samples are not known in advance;"
                     " set its streaming to false, or task.target.source to another"
                 )
             settings = data.recipe.settings(dataset) or dataset.model_dump_json()

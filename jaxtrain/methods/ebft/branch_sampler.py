@@ -23,7 +23,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.generation.local.token_sampling import DrawKind, DrawParameters, sample
 from jaxtrain.methods.ebft.blocks import BlockPositions
 
-MOST_LOGITS = 2**26
+MAX_LOGITS = 2**26
 """Logits that are held at once."""
 
 
@@ -111,7 +111,7 @@ def _draw_behind(
 def _draw_again(
     model, forest: Batch, spots: BlockPositions, keys_B, how: SamplingOptions
 ) -> jax.Array:
-    """By the whole forest, read once a step: what is not drawn yet nobody drawn sees."""
+    """Read the whole forest once a step: no drawn token sees the places that are not drawn yet."""
     (B, U), N, G = forest.tokens.shape, how.samples, how.length
     branch_BM = branches(spots, how)
     rows_B1 = jnp.arange(B)[:, None]
@@ -164,7 +164,7 @@ def _draw(
     fold_many: Callable = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
     keys_BQ = fold_many(keys_B, jnp.arange(Q * times)).reshape(B, Q, times)
     vocabulary = model.head().shape[0]
-    piece = max(1, min(Q, MOST_LOGITS // (B * times * vocabulary)))
+    piece = max(1, min(Q, MAX_LOGITS // (B * times * vocabulary)))
     pieces = -(-Q // piece)
     padding = ((0, 0), (0, pieces * piece - Q), (0, 0))
     hidden = jnp.pad(hidden_BQD, padding).reshape(B, pieces, piece, D)

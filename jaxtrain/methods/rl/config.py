@@ -74,7 +74,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "vespo": {**GRPO, "clip": "vespo", "average": "token"},
     "gmpo": {**GRPO, "clip": "gmpo", "epsilon": 0.4, "epsilon_high": 0.4},
 }
-"""What each objective sets; a knob given in the config replaces the objective's own."""
+"""Keys that each objective sets; a key in the config replaces the objective's."""
 
 
 class PolicyTask(TaskSection):
@@ -109,8 +109,9 @@ class PolicyTask(TaskSection):
     """A published objective. It sets the keys from ratio to kl_in, where they are left unset:
     docs/rl.md has the table."""
     ratio: Ratio | None = None
-    """What is weighed against the old policy: each token, the sequence by its mean log-ratio
-    (GSPO), the same with the gradient of each token alone (GSPO-token), or by its sum (RLOO)."""
+    """Unit that is compared with the old policy: each token; the sequence, by its mean log-ratio
+    (GSPO); the same, with the gradient of each token alone (GSPO-token); the sequence, by its sum
+    (RLOO)."""
     clip: Literal["ppo", "cispo", "reinforce", "none", "sapo", "vespo", "gmpo"] | None = None
     """ppo: the smaller of ratio and clipped ratio. cispo: log-probs weighed by the capped ratio.
     reinforce: no ratio at all. none: the bare ratio. sapo: a soft gate. vespo: log-probs weighed by
@@ -121,37 +122,37 @@ class PolicyTask(TaskSection):
     """Ratios above 1 + epsilon_high are clipped; with clip cispo the cap of the ratio itself, with
     gmpo the largest log-ratio."""
     average: Literal["sequence", "token", "sum", "microstep", "constant"] | None = None
-    """Over what the loss is a mean: sequences, each a mean of its tokens; all tokens of the step;
+    """Unit of the loss's mean: sequences, each a mean of its tokens; all tokens of the step;
     sequences, each the sum of its tokens (LUSPO); microsteps, each a mean of its tokens (BNPO);
     sequences x sampling.max_new_tokens (Dr.GRPO)."""
     baseline: Literal["group", "leave_one_out", "batch", "none"] | None = None
-    """What is subtracted from a reward: its group's mean, the mean of the others in its group, the
-    batch's mean, nothing."""
+    """Value subtracted from a reward: its group's mean, the mean of the others in its group, the
+    batch's mean, or none."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Standard deviation that advantages are divided by."""
     reward_clip_range: tuple[float, float] | None = None
     """Bounds of an answer's weighted reward before it is compared, such as [-1, 1]; a KL penalty
-    in the reward comes on top. The metrics show rewards as they were given."""
+    in the reward is added afterwards. Metrics show rewards without bounds."""
     normalize_advantages: bool | None = None
-    """Bring the advantages of a round to mean 0 and deviation 1 at last (REINFORCE++-baseline, and
-    RLOO's whitening)."""
+    """Bring the advantages of a round to mean 0 and deviation 1 as the last step
+    (REINFORCE++-baseline, and RLOO's whitening)."""
     combine_rewards: Literal["sum_then_normalize", "normalize_then_sum"] | None = None
     """Several rewards: add them up, or normalize each in its group first (GDPO)."""
     old_logp: Literal["recomputed", "sampler"] | None = None
-    """What the ratio's denominator is: the trainer's log-probs before the round's first update, or
-    those that the sampler reported."""
+    """Denominator of the ratio: the trainer's log-probs before the round's first update, or those
+    that the sampler reported."""
     kl_in: Literal["loss", "reward"] | None = None
-    """Where beta's penalty goes."""
+    """Place of beta's penalty: a term of the loss, or a part of the reward."""
     delta: float | None = Field(None, gt=1)
     """Upper bound of the ratio for negative advantages, too (dual clip)."""
     sapo_temperature_pos: float = Field(1.0, gt=0)
     """clip sapo: steepness of the gate for positive advantages."""
     sapo_temperature_neg: float = Field(1.05, gt=0)
-    """clip sapo: the same for all others."""
+    """clip sapo: steepness of the gate for all other advantages."""
     vespo_k_pos: float = Field(2.0, gt=0)
     """clip vespo: power of the ratio for advantages from 0 on."""
     vespo_lambda_pos: float = Field(3.0, gt=0)
-    """clip vespo: how fast larger ratios lose weight again."""
+    """clip vespo: rate at which larger ratios lose weight again."""
     vespo_k_neg: float = Field(3.0, gt=0)
     """clip vespo: the power for negative advantages."""
     vespo_lambda_neg: float = Field(2.0, gt=0)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-MOST_CUT = 2.0
+MAX_CUT = 2.0
 """-log of the mass that truncation may keep; truncation does not explain a larger difference."""
 HARMLESS = 0.02
 """A scatter by precision below this is not reported."""
@@ -146,7 +146,7 @@ def _looks_truncated(sampler: np.ndarray, d: np.ndarray) -> bool:
     if np.mean(sampler == 0) > 0.9:
         return True  # nothing but one token was left
     raised, lowered = np.mean(gain > EXACT), np.mean(gain < -EXACT)
-    within = np.quantile(gain, 0.99) < MOST_CUT
+    within = np.quantile(gain, 0.99) < MAX_CUT
     return bool(raised > 0.2 and lowered < 0.01 and gain.mean() > 3 * EXACT and within)
 
 

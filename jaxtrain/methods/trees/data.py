@@ -24,7 +24,7 @@ from jaxtrain.safe_io import parse_json, read_text
 from jaxtrain.text_safety import escape_control_chars, show
 
 CATERPILLAR = "builtin:caterpillar"
-MOST_TOOL_BYTES = 2**20
+MAX_TOOL_BYTES = 2**20
 """Limit of bytes of a file with tool schemas."""
 
 
@@ -167,7 +167,7 @@ def _read_tools(path: str | None) -> list[dict] | None:
         return None
     key = "(key tools of a dataset)"
     try:
-        schemas = parse_json(read_text(path, MOST_TOOL_BYTES))
+        schemas = parse_json(read_text(path, MAX_TOOL_BYTES))
         if not isinstance(schemas, list):
             raise MalformedRow("expected a list of tool schemas")
         return read_tools(schemas)

@@ -17,9 +17,9 @@ from jaxtrain.config.load import validate
 from jaxtrain.config.parse import read_table
 from jaxtrain.errors import UserError
 
-MOST_CHECKED = 256
+MAX_CHECKED = 256
 """Up to this many combinations, all are checked; of more, each value with the first others."""
-MOST_TRIALS = 10_000
+MAX_TRIALS = 10_000
 LONGEST_NAME = 80
 OWN_KEYS = ("run.output_dir",)
 
@@ -64,7 +64,7 @@ class SweepSection(Section):
     method: Literal["grid", "random", "tpe"] = "grid"
     """grid: all combinations; random: as many as trials says; tpe: by what earlier ones gave
     (Bergstra et al. 2011, in Optuna's form)."""
-    trials: int | None = Field(None, ge=1, le=MOST_TRIALS)
+    trials: int | None = Field(None, ge=1, le=MAX_TRIALS)
     """How many; of a grid by default all."""
     jobs: int = Field(1, ge=1, le=WORKERS)
     """Runs at once on this machine; its GPUs are shared out evenly among them."""
@@ -75,7 +75,7 @@ class SweepSection(Section):
     prune: Literal["none", "median"] = "none"
     """median: a trial whose best value so far is worse than the median of earlier ones at the same
     step is stopped."""
-    prune_after_trials: int = Field(5, ge=0, le=MOST_TRIALS)
+    prune_after_trials: int = Field(5, ge=0, le=MAX_TRIALS)
     """Trials that must be finished before any is pruned."""
     prune_after_step: int = Field(0, ge=0)
     """Step before which none is pruned."""
@@ -174,8 +174,8 @@ def list_grid(file: SweepFile) -> list[Params]:
     axes = list_axes(file)
     size = math.prod(len(choices) for choices in axes.values() if isinstance(choices, list))
     most = file.sweep.trials or size
-    if most > MOST_TRIALS:
-        raise UserError(f"a grid of {size} trials; at most {MOST_TRIALS}: set sweep.trials")
+    if most > MAX_TRIALS:
+        raise UserError(f"a grid of {size} trials; at most {MAX_TRIALS}: set sweep.trials")
     lists = [choices for choices in axes.values() if isinstance(choices, list)]
     rows = itertools.islice(itertools.product(*lists), most)
     return [dict(zip(axes, row, strict=True)) for row in rows]
@@ -215,7 +215,7 @@ def list_checked(file: SweepFile) -> list[Params]:
         axis: [candidates.low, candidates.high] if isinstance(candidates, Range) else candidates
         for axis, candidates in list_axes(file).items()
     }
-    if math.prod(map(len, ends.values())) <= MOST_CHECKED:
+    if math.prod(map(len, ends.values())) <= MAX_CHECKED:
         return [dict(zip(ends, row, strict=True)) for row in itertools.product(*ends.values())]
     first = {axis: choices[0] for axis, choices in ends.items()}
     return [{**first, axis: choice} for axis, choices in ends.items() for choice in choices]

@@ -15,7 +15,7 @@ from jaxtrain.runs.sweep.space import Params, Range, SweepFile, list_axes, list_
 from jaxtrain.safe_io import parse_json, read_text
 
 JOURNAL, RECORD, LOCK, LOCKS = "study.journal", "sweep.json", ".lock", ".locks"
-MOST_BYTES = 2**24
+MAX_BYTES = 2**24
 """Largest size of the record."""
 AGAIN = "again"
 """Attribute of a trial that repeats a failed one."""
@@ -215,7 +215,7 @@ def claim(folder: Path, record: dict[str, Any]) -> None:
                 )
             (folder / LOCKS).mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(record, indent=1) + "\n")
-        owner = parse_json(read_text(path, MOST_BYTES))
+        owner = parse_json(read_text(path, MAX_BYTES))
     except UserError:
         raise
     except OSError as error:
