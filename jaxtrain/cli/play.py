@@ -17,7 +17,7 @@ from jaxtrain.config.load import apply_overrides, validate
 from jaxtrain.config.policies import find_section_problems, list_trained
 from jaxtrain.config.rollout import RolloutConfig
 from jaxtrain.core.bundle import ModelBundle
-from jaxtrain.data.chat.template import TemplateFailed, encode, prompt_tokens
+from jaxtrain.data.chat.template import TemplateFailed, decode_answer, encode, prompt_tokens
 from jaxtrain.environments.factory import open_env
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion, EpisodeFailed
@@ -157,7 +157,7 @@ class AnswerWriter:
         except TemplateFailed as error:
             raise UserError(f"a prompt cannot be written: {error}") from None
         return [
-            self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            decode_answer(self.tokenizer, answer.tokens, self.raw)
             for answer in self.complete(tokens)
         ]
 

@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from jaxtrain.config import Config, ModelConfig
-from jaxtrain.data.chat.added_tokens import add_tokens, rows_needed
+from jaxtrain.data.chat.control_tokens import add_tokens, rows_needed
 from jaxtrain.data.chat.template import load_tokenizer, set_template
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError

@@ -125,7 +125,9 @@ class CalculatorEnv:
                 f"env.kind calculator: a row has {len(answers)} answers to {1 + len(follow_ups)}"
                 " questions; it needs one for each message of the user"
             )
-        rules = ChatRules(name="solved", rewritten=self.rewritten)
+        rules = ChatRules(
+            name="solved", rewritten=self.rewritten, kwargs=row.get("chat_template_kwargs")
+        )
         schemas = row.get("tools") or TOOLS
         chat = Conversation(self.template, engine, sampling, index, rules, schemas=schemas)
         chat.say(prompt)

@@ -53,6 +53,7 @@ class ChatEnv:
             name=self.name,
             max_turns=config.max_turns,
             rewritten=config.history == "template",
+            kwargs=row.get("chat_template_kwargs"),
             row_tokens=self.row_tokens,
         )
         tools = Toolbox(self.tools, config.tool_seconds)

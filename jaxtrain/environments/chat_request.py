@@ -44,6 +44,8 @@ class ChatRequest(NamedTuple):
     tools: list[dict[str, Any]]
     sampling: Sampling
     """Sampling of the episode, restricted by the request."""
+    kwargs: dict[str, Any] | None = None
+    """Variables of the chat template."""
 
 
 def read_request(body: Any, sampling: Sampling) -> ChatRequest:
@@ -60,7 +62,10 @@ def read_request(body: Any, sampling: Sampling) -> ChatRequest:
         if isinstance(message.get("generation_token_ids"), list)
     }
     tools = [] if body.get("tool_choice") == "none" else read_tools(body.get("tools"))
-    return ChatRequest(messages, token_ids, tools, limit(body, sampling))
+    kwargs = body.get("chat_template_kwargs")
+    if not isinstance(kwargs, dict | None):
+        raise RequestRefused(400, f"chat_template_kwargs must be an object, found {kwargs!r:.80}")
+    return ChatRequest(messages, token_ids, tools, limit(body, sampling), kwargs)
 
 
 def limit(body: Mapping[str, Any], sampling: Sampling) -> Sampling:

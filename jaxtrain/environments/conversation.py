@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxtrain.data.chat.omissions import Kwargs
 from jaxtrain.environments.token_history import TokenHistory, TurnTemplate
 from jaxtrain.environments.tool_calls import (
     ToolCall,
@@ -43,7 +44,7 @@ class AssistantReply(str):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatRules:
-    """Rules of all conversations of an environment."""
+    """Rules of the conversations of an episode."""
 
     name: str = "reward"
     """Name of rewards without one."""
@@ -53,6 +54,8 @@ class ChatRules:
     """See TokenHistory."""
     row_tokens: int | None = None
     """Longest sequence that can be trained."""
+    kwargs: Kwargs = None
+    """Variables of the chat template."""
 
 
 class Conversation:
@@ -160,7 +163,7 @@ class Conversation:
         if not self._drawn:
             self._prompt_end = len(self._said)
         tools = [*self.schemas, *self.tools.schemas]
-        prompt = self._history.prepare(self.messages, self._find_drawn(), tools)
+        prompt = self._history.prepare(self.messages, self._find_drawn(), tools, self.rules.kwargs)
         sampling, room = self.sampling, None
         if self.rules.row_tokens is not None:
             room = self.rules.row_tokens - len(prompt.tokens)
@@ -177,13 +180,12 @@ class Conversation:
         self._full = room is not None and len(completion.tokens) >= room
         self._finish_reason = completion.finish_reason
         self.num_turns += 1
-        shown = template.tokenizer.decode(turn.tokens, skip_special_tokens=True)
-        message = {"role": "assistant", "content": shown}
-        self._drawn.append(message)
-        self._texts.append(shown)
-        self._add(message)
         raw = template.tokenizer.decode(turn.tokens[:-1] if turn.finished else turn.tokens)
-        return read_answer(raw, finished=turn.finished, opened=turn.opened)
+        message = {"role": "assistant", "content": raw}
+        self._drawn.append(message)
+        self._texts.append(raw)
+        self._add(message)
+        return read_answer(raw, tools, finished=turn.finished, opened=turn.opened)
 
     async def answer(self) -> AssistantReply:
         """Sample turns and execute their tool calls; return the first turn without calls, the first
@@ -309,7 +311,7 @@ class PolicyConversation:
     async def draw(self) -> AssistantReply:
         """Return the policy's next turn; EpisodeFailed if it gives none."""
         reply = await self.speaker.reply(self.messages, self.index)
-        answer = read_answer(reply.text, finished=reply.finished)
+        answer = read_answer(reply.text, (), finished=reply.finished)
         self.messages.append({"role": "assistant", "content": reply.text})
         return answer
 
@@ -339,9 +341,13 @@ def make_answer(text: str, tool_calls: Sequence[ToolCall], *, finished: bool) ->
     return answer
 
 
-def read_answer(raw: str, *, finished: bool, opened: bool = False) -> AssistantReply:
-    """Parse an assistant turn into text, thinking and tool calls. opened: see split_thinking."""
+def read_answer(
+    raw: str, tools: Sequence[Any], *, finished: bool, opened: bool = False
+) -> AssistantReply:
+    """Parse an assistant turn into text, thinking and tool calls. tools: schemas that arguments are
+    typed by. opened: see split_thinking."""
     thinking, rest = split_thinking(raw, opened)
-    answer = make_answer(strip_tool_calls(rest).strip(), parse_tool_calls(rest), finished=finished)
+    calls = parse_tool_calls(rest, tools)
+    answer = make_answer(strip_tool_calls(rest).strip(), calls, finished=finished)
     answer.raw, answer.thinking = raw, thinking
     return answer

@@ -16,7 +16,7 @@ import string
 from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from jaxtrain.data.chat.template import TemplateFailed
+from jaxtrain.data.chat.template import TemplateFailed, decode_answer
 from jaxtrain.environments.chat_request import (
     ChatRequest,
     RequestRefused,
@@ -105,7 +105,9 @@ class EpisodeRecord:
         text = self.history.template.tokenizer.decode(shown)
         if prompt.opened and OPENED not in text.partition("</think>")[0]:
             text = f"{OPENED}\n{text}"
-        content, calls = split_calls(text, self.form.family) if request.tools else (text, [])
+        content, calls = text, []
+        if request.tools:
+            content, calls = split_calls(text, self.form.family, request.tools)
         self.num_calls += len(calls)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
@@ -182,7 +184,7 @@ class EpisodeRecord:
             last.logprobs,
             last.versions,
             self._finish_reason,
-            completion=dialogue or decode(turn.tokens, skip_special_tokens=True),
+            completion=dialogue or decode_answer(self.history.template.tokenizer, turn.tokens),
             prompt=self._first or decode(last.tokens[: last.sampled.index(True)]),
             metrics={
                 "turns": float(self.num_turns),
@@ -216,7 +218,8 @@ class EpisodeRecord:
             for index, message in enumerate(request.messages)
         ]
         try:
-            return request, drawn, self.history.prepare(messages, drawn, request.tools)
+            prompt = self.history.prepare(messages, drawn, request.tools, request.kwargs)
+            return request, drawn, prompt
         except TemplateFailed as error:
             cause = f"the chat template refuses what the agent says: {error}"
             self.fail(EpisodeFailed("chat template", cause=cause, again=False))

@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxtrain import plugins
 from jaxtrain.config import EnvConfig
+from jaxtrain.data.chat.template import TemplateFailed
 from jaxtrain.data.media_tokens import MediaTokens
 from jaxtrain.environments.factory import open_env
 from jaxtrain.errors import Interrupted, RunStopped, UserError
@@ -92,7 +93,7 @@ class GuardedEnv:
             return await work
         except PASSED_ON:
             raise
-        except UserError as error:
+        except (UserError, TemplateFailed) as error:
             raise self._failed(
                 "a row that cannot be played", str(error), again=False, mistake=True
             ) from None

@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.data.chat.control_tokens import SpecialTokens
-from jaxtrain.data.chat.template import encode_text, end_of_turn_ids, prompt_tokens
+from jaxtrain.data.chat.template import (
+    decode_answer,
+    encode_text,
+    end_of_turn_ids,
+    prompt_tokens,
+)
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, Sampling
 from jaxtrain.generation.episodes import Episode
@@ -64,7 +69,7 @@ class SingleTurn:
         """Sample one answer. Reward functions receive texts for text prompts, else messages."""
         source, prompt = self.read(row)
         answer = await engine.generate(prompt, sampling, self.stop_ids, index=index)
-        text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        text = decode_answer(self.tokenizer, answer.tokens, self.raw)
         count, drawn = len(prompt), len(answer.tokens)
         return Episode(
             tokens=[*prompt, *answer.tokens],
@@ -97,4 +102,10 @@ class SingleTurn:
         """Return the tokens of a conversation with the generation prompt."""
         if self.system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
-        return prompt_tokens(self.tokenizer, messages, row.get("tools"), self.special_tokens)
+        return prompt_tokens(
+            self.tokenizer,
+            messages,
+            row.get("tools"),
+            self.special_tokens,
+            row.get("chat_template_kwargs"),
+        )

@@ -23,12 +23,13 @@ from typing import Any
 
 from jaxtrain.batch import join_routes
 from jaxtrain.data.chat.control_tokens import encoder_of, make_mark
+from jaxtrain.data.chat.omissions import Kwargs
 from jaxtrain.data.chat.template import (
     encode,
-    end_of_turn,
     end_of_turn_ids,
-    render_text,
+    render_prompt,
     require_chat_template,
+    turn_ends,
 )
 from jaxtrain.environments.tool_calls import CLOSED, OPENED
 from jaxtrain.errors import UserError
@@ -46,13 +47,13 @@ class TurnTemplate:
     def __init__(self, tokenizer: Any) -> None:
         require_chat_template(tokenizer)
         self.tokenizer = tokenizer
-        self.end = end_of_turn(tokenizer)
-        if self.end is None:
+        ends = turn_ends(tokenizer)
+        if not ends.closing and ends.following <= {tokenizer.eos_token_id}:
             raise UserError(
                 "the chat template writes no end-of-turn token after an assistant turn: "
                 "use one that does (model.chat_template)"
             )
-        self.mark = tokenizer.decode([self.end])
+        self.closing = ends.closing
         self.ends = tuple(sorted(end_of_turn_ids(tokenizer)))
         self.nonce = secrets.token_hex(8)
         self.encoder, self.spelled = encoder_of(tokenizer), make_mark()
@@ -70,6 +71,7 @@ class TurnTemplate:
         drawn: Mapping[int, int],
         turns: Sequence["DrawnTurn"],
         tools: Any,
+        kwargs: Kwargs = None,
     ) -> list[Piece]:
         """Render the prompt after `messages` as alternating texts and turns, without turns that the
         template omits.
@@ -78,10 +80,10 @@ class TurnTemplate:
         """
         # Messages of the environment are text, even if they spell control tokens.
         copies = [dict(message) for message in messages]
-        filled, tools = self.encoder.protect((copies, tools), self.spelled).value
+        filled, tools, kwargs = self.encoder.protect((copies, tools, kwargs), self.spelled).value
         for index, number in drawn.items():  # after protecting: <think> may be a control token
             filled[index] = {**filled[index], "content": self.stand_in(number, turns[number])}
-        text = render_text(self.tokenizer, filled, tools, generation=True)
+        text = render_prompt(self.tokenizer, filled, tools, kwargs)
         pieces: list[Piece] = []
         start = 0
         for number in drawn.values():
@@ -97,12 +99,21 @@ class TurnTemplate:
                 opening = None if turn.opened else OPENING.search(text, start, thought)
                 begin = thought if opening is None else opening.start()
             if turn.finished:
-                end = text.find(self.mark, stop)
-                if end >= 0 and not text[stop:end].strip():
-                    stop = end + len(self.mark)
+                stop = self._find_close(text, stop, turn.tokens[-1])
             pieces += [text[start:begin], (number, shown or not turn.thought)]
             start = stop
         return [*pieces, text[start:]]
+
+    def _find_close(self, text: str, stop: int, drawn: int) -> int:
+        """Return the place behind the token with which the template ends a turn that ends at
+        `stop`, for the turn has drawn that token or another end itself. A token of the next message
+        stays, unless it is the one that was drawn."""
+        rest = text[stop:].lstrip()
+        control = self.encoder.find_open(rest)
+        token = self.encoder.contents.get(control)
+        if token is None or not (token in self.closing or token == drawn):
+            return stop
+        return len(text) - len(rest) + len(control)
 
     def opens_thought(self, pieces: Sequence[Piece]) -> bool:
         """Return True if the generation prompt opens a thought."""
@@ -154,11 +165,15 @@ class TokenHistory:
         self._encoded: dict[str, list[int]] = {}
 
     def prepare(
-        self, messages: Sequence[Mapping[str, Any]], drawn: Mapping[int, int], tools: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        drawn: Mapping[int, int],
+        tools: Any,
+        kwargs: Kwargs = None,
     ) -> Prompt:
         """Build the prompt of the next turn. drawn: {index of a message: number of its turn}, in
-        order."""
-        pieces = self.template.split(messages, drawn, self.turns, tools)
+        order. kwargs: variables of the chat template. Raises TemplateFailed."""
+        pieces = self.template.split(messages, drawn, self.turns, tools, kwargs)
         if self.turns and not self.rewritten:
             last = len(self.turns) - 1
             if len(pieces) < 2 or not isinstance(pieces[-2], tuple) or pieces[-2][0] != last:

@@ -13,7 +13,7 @@ guess could be wrong.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -22,6 +22,8 @@ PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTAL
 THINKING = re.compile(r"<think>.*?(</think>|$)", re.DOTALL)
 OPENED = "<think>"
 CLOSED = "</think>"
+MAX_NESTING = 8
+"""Alternatives within alternatives of a JSON schema that are followed."""
 
 
 class ToolCallError(Exception):
@@ -56,13 +58,13 @@ def split_thinking(text: str, opened: bool = False) -> tuple[str, str]:
     )
 
 
-def parse_tool_calls(text: str) -> list[ToolCall]:
+def parse_tool_calls(text: str, tools: Sequence[Any] = ()) -> list[ToolCall]:
     """Parse the tool calls of an assistant turn in order, ignoring its thinking. A call in no known
-    form has an `error`."""
+    form has an `error`. tools: schemas that the texts of XML arguments are typed by."""
     text = strip_thinking(text)
     if (bare := read_bare(text)) is not None:
         return [bare]
-    calls = [read_call(match.group(1)) for match in CALL.finditer(text)]
+    calls = [read_call(match.group(1), tools) for match in CALL.finditer(text)]
     if "<tool_call>" in CALL.sub("", text):
         calls.append(ToolCall("", {}, "unfinished tool call"))
     return calls
@@ -90,11 +92,13 @@ def read_bare(text: str) -> ToolCall | None:
     return ToolCall(call["name"], arguments)
 
 
-def read_call(text: str) -> ToolCall:
+def read_call(text: str, tools: Sequence[Any] = ()) -> ToolCall:
     """Parse the call between a pair of tags, JSON or XML; with an `error` if it is neither."""
     if match := FUNCTION.fullmatch(text):
-        values = {name: _read_value(value) for name, value in PARAMETER.findall(match.group(2))}
-        return ToolCall(match.group(1), values)
+        name, arguments = match.groups()
+        schemas = find_parameters(name, tools)
+        values = {key: read_value(v, schemas.get(key)) for key, v in PARAMETER.findall(arguments)}
+        return ToolCall(name, values)
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):
@@ -104,12 +108,62 @@ def read_call(text: str) -> ToolCall:
     return ToolCall(str(call.get("name")), call["arguments"])
 
 
-def _read_value(text: str) -> Any:
-    """Parse the value of a parameter as JSON, or else return the text."""
+def find_parameters(name: str, tools: Sequence[Any]) -> Mapping[str, Any]:
+    """Return the schemas of a tool's parameters by name; empty if there are none."""
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+        if isinstance(function, Mapping) and function.get("name") == name:
+            parameters = function.get("parameters")
+            values = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            return values if isinstance(values, Mapping) else {}
+    return {}
+
+
+TYPES: Mapping[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+"""Types of JSON Schema but string, and what JSON's values of them are in Python."""
+PYTHON = {"True": "true", "False": "false", "None": "null"}
+"""Values as templates write them that print arguments without JSON, and as JSON."""
+
+
+def read_value(text: str, schema: Any) -> Any:
+    """Convert the text of an XML argument to a type that its JSON schema allows. It stays text if
+    that is a string, if there is no such type, or if the text has another form."""
+    allowed = list_types(schema)
+    if not allowed - {"string"}:
+        return text
     try:
-        return json.loads(text)
+        value = json.loads(PYTHON.get(text.strip(), text))
     except (ValueError, RecursionError):
         return text
+    if "string" in allowed:
+        allowed = allowed & {"null"}  # all other texts are strings, too
+    kinds = {kind for name in allowed for kind in TYPES.get(name, ())}
+    if type(value) is float and value.is_integer() and allowed == {"integer"}:
+        return int(value)
+    return value if type(value) in kinds else text
+
+
+def list_types(schema: Any, depth: int = 0) -> set[str]:
+    """Return the names of the types that a JSON schema allows; empty if it names none."""
+    if not isinstance(schema, Mapping) or depth > MAX_NESTING:
+        return set()
+    kind = schema.get("type")
+    names = set(kind) if isinstance(kind, list) else {kind} if isinstance(kind, str) else set()
+    for key in ("anyOf", "oneOf"):
+        for option in schema.get(key) or ():
+            names |= list_types(option, depth + 1)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if not names and isinstance(values, list):
+        found = {name for name, kinds in TYPES.items() for v in values if type(v) in kinds}
+        names = found | ({"string"} if any(isinstance(v, str) for v in values) else set())
+    return names | ({"null"} if names and schema.get("nullable") is True else set())
 
 
 MISTRAL = re.compile(
@@ -118,12 +172,12 @@ MISTRAL = re.compile(
 Parsed = tuple[str, list[ToolCall]]
 
 
-def parse_hermes(text: str) -> Parsed:
+def parse_hermes(text: str, tools: Sequence[Any] = ()) -> Parsed:
     """Parse calls between tags, JSON or XML."""
     calls: list[ToolCall] = []
 
     def take(match: re.Match) -> str:
-        call = read_call(match.group(1))
+        call = read_call(match.group(1), tools)
         if call.error is not None:
             return match.group(0)
         calls.append(call)
@@ -132,7 +186,7 @@ def parse_hermes(text: str) -> Parsed:
     return CALL.sub(take, text), calls
 
 
-def parse_llama3(text: str) -> Parsed:
+def parse_llama3(text: str, tools: Sequence[Any] = ()) -> Parsed:
     """Parse a turn that is a call, or several calls separated by semicolons."""
     if (call := read_bare(text)) is not None:
         return "", [call]
@@ -141,7 +195,7 @@ def parse_llama3(text: str) -> Parsed:
     return ("", calls) if len(calls) == len(parts) else (text, [])
 
 
-def parse_mistral(text: str) -> Parsed:
+def parse_mistral(text: str, tools: Sequence[Any] = ()) -> Parsed:
     """Parse calls after the control token: a list of calls, or name and arguments."""
     content, calls, start = "", [], 0
     for match in MISTRAL.finditer(text):
@@ -175,8 +229,8 @@ class ToolCallFormat(NamedTuple):
 
     marks: tuple[str, ...]
     """Texts of which its templates contain at least one."""
-    parse: Callable[[str], Parsed]
-    """Splits a turn without thinking into (remaining text, calls)."""
+    parse: Callable[[str, Sequence[Any]], Parsed]
+    """Splits a turn without thinking, given the tools, into (remaining text, calls)."""
 
 
 FAMILIES: Mapping[str, ToolCallFormat] = {
@@ -195,11 +249,11 @@ def find_family(chat_template: str) -> str:
     return DEFAULT
 
 
-def split_calls(text: str, family: str) -> Parsed:
+def split_calls(text: str, family: str, tools: Sequence[Any] = ()) -> Parsed:
     """Split a turn into (content, calls); thinking stays in the content, and calls in it are
-    ignored."""
+    ignored. tools: as for parse_tool_calls."""
     thought, closed, rest = text.rpartition(CLOSED)
     if not closed and "<think>" in text:
         return text, []  # cut off within its thinking
-    content, calls = FAMILIES[family].parse(rest)
+    content, calls = FAMILIES[family].parse(rest, tools)
     return (thought + closed + content, calls) if calls else (text, [])

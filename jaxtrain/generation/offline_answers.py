@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import DatasetConfig
+from jaxtrain.data.chat.template import decode_answer
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.generation.engine import EpisodeFailed, PromptRequest
@@ -61,14 +62,15 @@ def read_episode(tokenize: Any, tokenizer: Any, row: Any, name: str) -> Episode:
         for sample in samples
     ]
     *earlier, last = sequences
-    first = int(np.argmax(samples[-1].weights > 0))
+    trained = np.flatnonzero(samples[-1].weights > 0)
+    first, end = int(trained[0]), int(trained[-1]) + 1
     return Episode(
         last.tokens,
         last.sampled,
         last.logprobs,
         last.versions,
         "stop",
-        completion=tokenizer.decode(last.tokens[first:], skip_special_tokens=True),
+        completion=decode_answer(tokenizer, last.tokens[first:end]),
         prompt=tokenizer.decode(last.tokens[:first]),
         earlier=earlier,
         given=True,

@@ -6,6 +6,8 @@ which is started with the first of them and shared by all threads.
 
 import atexit
 import functools
+import itertools
+import json
 import os
 import pickle
 import secrets
@@ -16,13 +18,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.plain_template import MARK, Prefixes, split_marked
-from jaxtrain.text_safety import escape_control_chars
+from jaxtrain.text_safety import escape_control_chars, name_type, show
 
 if TYPE_CHECKING:
     from jaxtrain.huggingface.template_worker import RenderReply, RenderRequest
@@ -33,6 +36,8 @@ SECONDS = 3.0
 """CPU time of one rendering, so that a busy machine changes nothing."""
 WALL_SECONDS = 120
 """Longest wait for a reply, the start of the process included."""
+RESERVED = ("messages", "tools", "add_generation_prompt", MARK)
+"""Variables of a template that chat_template_kwargs do not set."""
 
 
 class TemplateFailed(Exception):
@@ -40,14 +45,19 @@ class TemplateFailed(Exception):
 
 
 def render(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any, generation: bool
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any = None,
+    generation: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Render messages with the tokenizer's chat template.
 
-    Raises TemplateFailed with the template's reason, UserError for a template that cannot be
-    compiled or that takes more time or memory than any conversation needs.
+    kwargs: chat_template_kwargs, further variables of the template. Raises TemplateFailed with the
+    template's reason, UserError for a template that cannot be compiled or that takes more time or
+    memory than any conversation needs.
     """
-    reply = _request(tokenizer, messages, tools, generation)
+    reply = _request(tokenizer, messages, tools, generation, kwargs)
     source = f"the chat template of {tokenizer.name_or_path} (model.chat_template)"
     match reply.kind:
         case "text":
@@ -71,17 +81,71 @@ def render(
 
 
 def render_prefixes(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Prefixes | None:
     """Render all beginnings of a conversation at once; None if each has to be rendered alone."""
     if not messages:
         return None
     mark = secrets.token_hex(16)
     try:
-        reply = _request(tokenizer, messages, tools, False, mark)
+        reply = _request(tokenizer, messages, tools, False, kwargs, mark)
     except UserError:
         return None  # rendering a beginning alone raises it again
     return split_marked(reply.text, mark, len(messages)) if reply.kind == "text" else None
+
+
+def check_kwargs(kwargs: Any, source: str) -> None:
+    """Raise TemplateFailed unless `kwargs` are variables that a template may be given."""
+    if not isinstance(kwargs, Mapping):
+        raise TemplateFailed(f"{source} is {name_type(kwargs)}; it must be a table")
+    for name in kwargs:
+        if not (isinstance(name, str) and name.isidentifier()) or name in RESERVED:
+            raise TemplateFailed(f"{source}: {show(name, 40)} is no variable that can be set")
+
+
+def add_defaults(tokenizer: Any, kwargs: Mapping[str, Any], source: str) -> list[str]:
+    """Write variables as defaults into the tokenizer's templates, in place, so that every rendering
+    and every export has them. Return the names that no template reads; UserError for a name or
+    value that cannot be written. source: the config key."""
+    try:
+        check_kwargs(kwargs, source)
+    except TemplateFailed as error:
+        raise UserError(f"{error}; templates get {', '.join(RESERVED[:2])} from the rows") from None
+    templates = tokenizer.chat_template
+    if not templates:
+        raise UserError(f"{source}: the tokenizer {tokenizer.name_or_path} has no chat template")
+    named = {"": templates} if isinstance(templates, str) else dict(templates)
+    read = set()
+    for template in named.values():
+        reply = _run(template, (), None, False, {}, "names")
+        read |= set(reply.text.split()) if reply.kind == "text" else set(kwargs)
+    defaults = "".join(
+        # The + keeps a line break with which the template begins.
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value, source)} %}}"
+        "{%- endif +%}"
+        for name, value in kwargs.items()
+        if name in read
+    )
+    named = {name: defaults + template for name, template in named.items()}
+    tokenizer.chat_template = named[""] if isinstance(templates, str) else named
+    return sorted(set(kwargs) - read)
+
+
+def _literal(value: Any, source: str) -> str:
+    """Return a value as a Jinja expression, which a list of such values is, too."""
+    if isinstance(value, Mapping):
+        items = (f"{ascii(str(k))}: {_literal(v, source)}" for k, v in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_literal(item, source) for item in value)}]"
+    if value is None or isinstance(value, str | bool | int | float):
+        return ascii(value)
+    if isinstance(value, date):
+        return ascii(value.isoformat())
+    raise UserError(f"{source}: {name_type(value)} cannot be written into a chat template")
 
 
 def _request(
@@ -89,11 +153,10 @@ def _request(
     messages: Sequence[Mapping[str, Any]],
     tools: Any,
     generation: bool,
+    kwargs: Mapping[str, Any] | None = None,
     mark: str | None = None,
 ) -> "RenderReply":
     """Render here or in the worker; with a mark, the marked program of the template."""
-    from jaxtrain.huggingface.template_worker import RenderRequest, answer  # slow to import
-
     source = f"the chat template of {tokenizer.name_or_path} (model.chat_template)"
     try:
         template = tokenizer.get_chat_template(tools=tools or None)
@@ -105,16 +168,70 @@ def _request(
         raise UserError(
             f"{source}: it must be a text of at most {MAX_LENGTH} characters, found {size}"
         )
-    variables = tokenizer.special_tokens_map | ({} if mark is None else {MARK: mark})
-    request = RenderRequest(template, messages, tools, generation, variables, mark is not None)
+    if kwargs:
+        check_kwargs(kwargs, "chat_template_kwargs")
+    special = tokenizer.special_tokens_map
+    if any(message.get("tool_calls") for message in messages):
+        form = _CALL_FORMS.get(template)
+        if form is None:
+            form = _CALL_FORMS[template] = _find_call_form(template, special)
+        messages = [_write_calls(message, *form) for message in messages]
+    variables = special | dict(kwargs or {}) | ({} if mark is None else {MARK: mark})
+    mode = "text" if mark is None else "marked"
+    return _run(template, messages, tools, generation, variables, mode)
+
+
+def _run(template: str, *fields: Any) -> "RenderReply":
+    """Render a template in this process if it is shipped, else in the worker. fields: the remaining
+    fields of a RenderRequest."""
+    from jaxtrain.huggingface.template_worker import RenderRequest, answer  # slow to import
+
+    request = RenderRequest(template, *fields)
     return answer(request) if template in shipped_templates() else _worker.request(request)
+
+
+CallForm = tuple[bool, bool]
+"""Form of tool calls that a template needs: (arguments as JSON text, None for an empty content)."""
+_CALL_FORMS: dict[str, CallForm] = {}
+
+
+def _find_call_form(template: str, special: Mapping[str, Any]) -> CallForm:
+    """Find the first form of which a template writes the arguments as JSON or in a form of its own.
+
+    Templates that write JSON themselves need objects. Those that join strings, as DeepSeek's, need
+    text, fail with objects or write them as Python does, and may look for a content of None.
+    """
+    function = {"name": "probe_name", "arguments": {"probe_key": "probe_value"}}
+    call = {"type": "function", "id": "probecall", "function": function}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    for form in itertools.product((False, True), repeat=2):
+        messages = [{"role": "user", "content": "Q"}, _write_calls(turn, *form)]
+        reply = _run(template, messages, None, False, special, "text")
+        text = reply.text if reply.kind == "text" else ""
+        misread = "{'probe_key'" in text or '\\"probe_key' in text
+        if not misread and all(f"probe_{part}" in text for part in ("name", "key", "value")):
+            return form
+    return False, False
+
+
+def _write_calls(message: Mapping[str, Any], text: bool, none: bool) -> Mapping[str, Any]:
+    """Return a message with its tool calls in a template's form."""
+    if not message.get("tool_calls") or not (text or none):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        if text and not isinstance(function["arguments"], str):
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            function = {**function, "arguments": arguments}
+        calls.append({**call, "function": function})
+    content = None if none and not message.get("content") else message.get("content")
+    return {**message, "content": content, "tool_calls": calls}
 
 
 @functools.cache
 def shipped_templates() -> frozenset[str]:
     """Return the texts of the templates in jaxtrain's assets."""
-    import json
-
     assets = Path(__file__).parents[1] / "assets"
     builtin = json.loads((assets / "tokenizer" / "tokenizer_config.json").read_text("utf-8"))
     named = [file.read_text("utf-8") for file in (assets / "chat_templates").glob("*.jinja")]

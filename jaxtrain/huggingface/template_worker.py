@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jinja2
+import jinja2.meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from jaxtrain.huggingface.plain_template import mark_template
+from jaxtrain.huggingface.plain_template import mark_template, parse
 from jaxtrain.text_safety import escape_control_chars
 
 MEMORY_BYTES = 2**29
@@ -42,9 +43,10 @@ class RenderRequest(NamedTuple):
     tools: Any
     generation: bool
     variables: Mapping[str, Any]
-    """Special tokens by name, and the mark between messages."""
-    marked: bool
-    """Render with a mark between messages; see `plain_template.py`."""
+    """Special tokens by name, chat_template_kwargs, and the mark between messages."""
+    mode: Literal["text", "marked", "names"] = "text"
+    """text: render; marked: with a mark between messages, see `plain_template.py`; names: return
+    the variables that the template reads."""
 
 
 class RenderReply(NamedTuple):
@@ -61,21 +63,28 @@ def answer(request: RenderRequest) -> RenderReply:
     """Render a template in this process. Raises MemoryError only."""
     template: Any = request.template
     try:
-        if request.marked:
+        if request.mode == "names":
+            return RenderReply(
+                "text", " ".join(jinja2.meta.find_undeclared_variables(parse(template)))
+            )
+        if request.mode == "marked":
             template = mark_template(template)
             if template is None:
                 return RenderReply("not_plain", "")
         _compile_jinja_template(template)  # cached there: compile errors apart from the template's
     except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError, ValueError) as error:
         return RenderReply("unreadable", describe(error))
+    variables = dict(request.variables)
+    documents = variables.pop("documents", None)
     tokenizer: Any = SimpleNamespace(
-        get_chat_template=lambda *_: template, special_tokens_map=request.variables
+        get_chat_template=lambda *_: template, special_tokens_map=variables
     )
     try:
         text = PreTrainedTokenizerBase.apply_chat_template(
             tokenizer,
             list(request.messages),  # pyright: ignore
             tools=request.tools or None,
+            documents=documents,
             add_generation_prompt=request.generation,
             tokenize=False,
         )

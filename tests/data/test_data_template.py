@@ -103,7 +103,7 @@ def test_shipped_tokenizer(shipped):
         assert len(shipped(text)["input_ids"]) == 1
     text = 'Any text: naïve café 数学 \t {"a": [1, 2]}\n\n🙂'
     assert shipped.decode(shipped(text)["input_ids"]) == text
-    assert template.end_of_turn(shipped) == shipped.eos_token_id
+    assert template.end_of_turn_ids(shipped) == {shipped.eos_token_id}
     # Mark-up survives where control tokens are left out.
     ids = shipped("<think>a</think><|im_end|>")["input_ids"]
     assert shipped.decode(ids, skip_special_tokens=True) == "<think>a</think>"
@@ -187,14 +187,18 @@ def test_generation_prompt_that_the_turn_does_not_show():
     assert marked(tokenizer, rendering) == {1: "hm</think>first<|im_end|>"}
 
 
-def test_tokens_that_merge_across_a_border_are_refused(shipped):
-    """A generation prompt that ends within a word: the whole is one token, the parts are two."""
+def test_what_follows_a_prompt_is_tokenized_apart(shipped):
+    """A generation prompt that ends within a word: the whole is one token, a sampler draws two."""
     joined, parts = shipped("user")["input_ids"], [shipped(p)["input_ids"] for p in ("us", "er")]
     assert joined != parts[0] + parts[1]
     header = "'<|im_start|>assistant\\n"
     tokenizer = with_template(PLAIN.replace(header, header + "us"))
-    with pytest.raises(RetokenizationError, match="us"):
-        Renderer(tokenizer)([log("user", "one"), log("assistant", "user")], None, [1])
+    [rendering] = Renderer(tokenizer)([log("user", "one"), log("assistant", "user")], None, [1])
+    assert marked(tokenizer, rendering) == {1: "er<|im_end|>"}
+    start = int(np.flatnonzero(rendering.author == 1)[0])
+    prompt = template.prompt_tokens(tokenizer, [log("user", "one")])
+    assert rendering.tokens[:start].tolist() == prompt
+    assert rendering.tokens[start:-2].tolist() == parts[1]
     [rendering] = Renderer(tokenizer)([log("user", "one"), log("assistant", "us.")], None, [1])
     assert marked(tokenizer, rendering) == {1: ".<|im_end|>"}
 
@@ -209,11 +213,15 @@ def test_tokenizer_that_treats_the_start_of_a_text_specially():
     assert marked(tokenizer, rendering) == {1: "b<|im_end|>", 3: "b<|im_end|>"}
 
 
-def test_turn_without_special_end_is_an_error():
+def test_turn_without_any_end_gets_eos():
     tokenizer = with_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    talk = [log("user", "a"), log("assistant", "b"), log("user", "c"), log("assistant", "d")]
+    last, first = Renderer(tokenizer)(talk, None, [1, 3])
+    assert marked(tokenizer, last) == {3: "assistant: d\n<|im_end|>"}
+    assert marked(tokenizer, first) == {1: "assistant: b\n<|im_end|>"}
+    tokenizer.eos_token = None
     with pytest.raises(UserError, match="never learn to stop.*"):
-        Renderer(tokenizer)([log("user", "a"), log("assistant", "b")], None, [1])
-    assert template.end_of_turn(tokenizer) is None
+        Renderer(tokenizer)(talk, None, [1])
 
 
 @pytest.mark.parametrize(
@@ -286,7 +294,7 @@ def test_qwen2_tokenizer():
     tokenizer = load_tokenizer(str(folder))
     # Written down in the README of that folder.
     assert tokenizer("Hello, world!")["input_ids"] == [9707, 11, 1879, 0]
-    assert template.end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in template.turn_ends(tokenizer).closing
     [rendering] = Renderer(tokenizer)([log("user", "a"), log("assistant", "数学 naïve")], None, [1])
     assert marked(tokenizer, rendering) == {1: "数学 naïve<|im_end|>"}
     with pytest.raises(TemplateOmission):

@@ -11,7 +11,7 @@ from jaxtrain.adapters.peft import write_peft
 from jaxtrain.config import Config
 from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.weights import open_params
-from jaxtrain.data.chat.added_tokens import add_tokens, rows_needed
+from jaxtrain.data.chat.control_tokens import add_tokens, rows_needed
 from jaxtrain.data.chat.named_templates import TOKENS
 from jaxtrain.data.chat.template import encode, encode_text, load_tokenizer
 from jaxtrain.errors import UserError

@@ -1,4 +1,4 @@
-"""Control tokens: a chat template may write them, texts of the data may not.
+"""Control tokens: a chat template may write them, texts of the data may not; a config may add some.
 
 A text that spells a control token ("<|im_end|>" in a question about chat formats, or in an attack)
 becomes ordinary tokens, which the model reads as these letters. Only the template itself writes
@@ -10,13 +10,19 @@ marks before the template sees them, and written out again afterwards:
     encode         control tokens by their ids, marks as the letters that they stand for
 """
 
+import bisect
+import itertools
+import os
 import re
 import secrets
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
+
+from jaxtrain.errors import UserError
+from jaxtrain.text_safety import show
 
 SpecialTokens = Literal["text", "control"]
 
@@ -123,6 +129,36 @@ class Encoder:
                 start = match.end()
         return [piece for piece in (*pieces, text[start:]) if piece]
 
+    def find_close(self, text: str) -> int | None:
+        """Return the end of the last control token of a text, which only white space may follow;
+        None if there is none."""
+        for control in self._order:
+            start = text.rfind(control)
+            if start >= 0 and not text[start + len(control) :].strip():
+                return start + len(control)
+        return None
+
+    def find_open(self, text: str) -> str:
+        """Return the control token that a text begins with; "" if it begins with none."""
+        return next((control for control in self._order if text.startswith(control)), "")
+
+    def count_common(self, text: str, other: str, mark: str = "") -> int:
+        """Count the characters of the longest common beginning that ends between two tokens of
+        `text`."""
+        start = 0
+        for piece, second in itertools.zip_longest(
+            self.pieces(text), self.pieces(other), fillvalue=""
+        ):
+            if piece == second:
+                start += len(piece)
+                continue
+            end = 0 if piece in self.contents else len(os.path.commonprefix([piece, second]))
+            tokens = self(piece, mark)
+            while end and (head := self(piece[:end], mark)) != tokens[: len(head)]:
+                end -= 1
+            return start + end
+        return start
+
     @property
     def contents_ids(self) -> set[int]:
         """Ids of the control tokens."""
@@ -178,6 +214,86 @@ class Encoder:
         return self._plain
 
 
+class RetokenizationError(Exception):
+    """A turn is tokenized differently once the next turn follows."""
+
+
+class EncodedText:
+    """Tokens of a rendered text, with a map from characters to tokens.
+
+    The text is encoded in pieces between control tokens, each once for all renderings of a
+    conversation, so that the work grows with the conversation and not with all its prefixes. A cut,
+    where the model begins to write, ends a piece if tokens would merge across it otherwise.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        text: str,
+        mark: str,
+        cuts: Sequence[int],
+        encoded_pieces: dict[str, list[int]],
+    ) -> None:
+        """cuts: characters before each. encoded_pieces: cache of encoded pieces; new ones are added
+        to it."""
+        self.encoder, self.mark, self._encoded = encoder, mark, encoded_pieces
+        self.pieces: list[str] = []
+        self.tokens: list[int] = []
+        self._starts: list[int] = []
+        self._counts: list[int] = []
+        start = 0
+        for piece in encoder.pieces(text):
+            end = start + len(piece)
+            for cut in cuts:
+                if start < cut < end and not self._is_border(piece, cut - start):
+                    self._add(piece[: cut - start], start)
+                    start, piece = cut, piece[cut - start :]
+            self._add(piece, start)
+            start = end
+
+    def _encode(self, piece: str) -> list[int]:
+        if piece not in self._encoded:
+            self._encoded[piece] = self.encoder(piece, self.mark)
+        return self._encoded[piece]
+
+    def _add(self, piece: str, start: int) -> None:
+        self.pieces.append(piece)
+        self._starts.append(start)
+        self._counts.append(len(self.tokens))
+        self.tokens += self._encode(piece)
+
+    def _is_border(self, piece: str, cut: int) -> bool:
+        """Return True if no token of a piece extends over a cut. Raises RetokenizationError if one
+        does and the parts alone are no other tokens of the same text, as with tokenizers that begin
+        every text with a space."""
+        head, tokens = self.encoder(piece[:cut], self.mark), self._encode(piece)
+        if head == tokens[: len(head)]:
+            return True
+        decode = self.encoder.backend.decode
+        parts = [*head, *self._encode(piece[cut:])]
+        if decode(parts, skip_special_tokens=False) != decode(tokens, skip_special_tokens=False):
+            raise _retokenized(self.encoder, head)
+        return False
+
+    def find(self, cut: int) -> int:
+        """Count the tokens before character `cut`; RetokenizationError if that is inside one."""
+        index = bisect.bisect_right(self._starts, cut) - 1
+        if index < 0:
+            return 0
+        before, count = self.pieces[index][: cut - self._starts[index]], self._counts[index]
+        if len(before) == len(self.pieces[index]):
+            return self._counts[index + 1] if index + 1 < len(self.pieces) else len(self.tokens)
+        head = self.encoder(before, self.mark)
+        if head != self.tokens[count : count + len(head)]:
+            raise _retokenized(self.encoder, head)
+        return count + len(head)
+
+
+def _retokenized(encoder: Encoder, head: list[int]) -> RetokenizationError:
+    around = encoder.backend.decode(head[-5:], skip_special_tokens=False)
+    return RetokenizationError(f"tokens change after {around!r} when the next turn follows")
+
+
 def make_mark() -> str:
     """Draw a mark that occurs in no text, by chance or by intent."""
     return f"9{secrets.randbits(60) | 1 << 60:o}"
@@ -225,3 +341,51 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [_map_texts(item, change) for item in value]
     return value
+
+
+def add_tokens(
+    tokenizer: Any,
+    added: Sequence[str] = (),
+    special: Sequence[str] = (),
+    roles: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
+    """Add tokens to a tokenizer in place and return those that are new.
+
+    added: ordinary tokens, spelled as in texts. special: control tokens, which only templates
+    write. roles: {attribute of the tokenizer, such as "eos_token": control token}.
+    """
+    roles = roles or {}
+    controls = [*special, *roles.values()]
+    vocabulary = tokenizer.get_vocab()
+    for token in (*added, *controls):
+        if not token.strip():
+            raise UserError(
+                f"model.added_tokens or model.special_tokens: {show(token)} is no token"
+            )
+    if overlap := set(added) & set(controls):
+        raise UserError(
+            f"{show(min(overlap))} is in model.added_tokens and a control token; a token that texts"
+            " spell is no control token"
+        )
+    new = tuple(dict.fromkeys(token for token in (*added, *controls) if token not in vocabulary))
+    for tokens, is_control in ((controls, True), (added, False)):
+        tokenizer.add_tokens(
+            [AddedToken(token, special=is_control, normalized=False) for token in tokens],
+            special_tokens=is_control,
+        )
+    for role, token in roles.items():
+        setattr(tokenizer, role, token)
+    return new
+
+
+def rows_needed(tokenizer: Any, rows: int) -> int:
+    """Return the embedding rows for a tokenizer, at least `rows`.
+
+    The new number is divisible by the same power of 2 as the old one, up to 64, so that the table
+    shards over devices as before.
+    """
+    size = len(tokenizer)
+    if size <= rows:
+        return rows
+    step = next(step for step in (64, 32, 16, 8, 4, 2, 1) if rows % step == 0)
+    return -(-size // step) * step

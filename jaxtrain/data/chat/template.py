@@ -6,44 +6,48 @@ The mask comes from incremental prefixes of the template. For an assistant turn 
     done   = render(messages[:i+1])                      the same with the turn
 
 so the turn is done minus prompt, including its end-of-turn token. A turn trains only in a rendering
-that begins with both, in text and in tokens; then training sees what inference will see.
+that begins with both, so that training sees what inference will see. What follows a prompt is
+tokenized apart from it, as a sampler draws it.
 
-- A template that rewrites history (Qwen3 strips earlier thinking) gives several renderings of one
-  conversation: the full one, and for each turn that it shows differently the conversation up to
-  that turn. Each turn trains in exactly one.
+- A template that rewrites history (Qwen3 strips earlier thinking, Mistral's moves the system
+  message on) gives several renderings of one conversation, each up to a turn. Each turn trains in
+  exactly one.
 - If the rendering of a turn does not begin with its prompt (a generation prompt that opens a
-  thinking block, and a turn without one), the turn trains from where the two differ.
-- If tokens merge across the boundary of a turn (silent re-tokenization), the model would train on
-  tokens that it never sees at inference: `RetokenizationError`; the row is dropped.
+  thinking block, and a turn without one), the turn trains from the token where the two differ. If
+  it rewrites what precedes the prompt, it trains behind the prompt.
+- If the template writes no control token behind a turn, the turn ends with the one that begins the
+  next message (GLM), or else with eos.
+- An assistant's turn before which no user speaks, and which no prompt precedes, is context.
 - Control tokens that texts of the data spell stay text: see control_tokens.py.
-- If the template omits tools, tool calls or thinking of the row: `TemplateOmission`; dropped too.
+- If the template omits a part of the row: `TemplateOmission`, see omissions.py.
 """
 
-import bisect
 import dataclasses
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.chat.control_tokens import Encoder, SpecialTokens, encoder_of, find_control
+from jaxtrain.data.chat.control_tokens import (
+    EncodedText,
+    Encoder,
+    SpecialTokens,
+    encoder_of,
+)
+from jaxtrain.data.chat.control_tokens import RetokenizationError as RetokenizationError
+from jaxtrain.data.chat.omissions import Kwargs, check_omissions
+from jaxtrain.data.chat.omissions import TemplateOmission as TemplateOmission
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.chat_template import TemplateFailed as TemplateFailed
-from jaxtrain.huggingface.chat_template import render, render_prefixes
+from jaxtrain.huggingface.chat_template import render as render_text
+from jaxtrain.huggingface.chat_template import render_prefixes
 from jaxtrain.huggingface.tokenizer import open_tokenizer
 
 Message = Mapping[str, Any]
-
-
-class RetokenizationError(Exception):
-    """A turn is tokenized differently once the next turn follows."""
-
-
-class TemplateOmission(Exception):
-    """The chat template does not write a part of the row, which the message names."""
 
 
 @dataclass(frozen=True)
@@ -146,58 +150,109 @@ def eos_of(tokenizer: Any) -> int:
     return tokenizer.eos_token_id
 
 
-def render_text(
-    tokenizer: Any, messages: Sequence[Message], tools: Any = None, generation: bool = False
-) -> str:
-    """Render messages to text. Raises TemplateFailed with the template's reason, and UserError for
-    an invalid template or one that exceeds its time budget."""
-    return render(tokenizer, messages, tools, generation)
-
-
 def prompt_tokens(
     tokenizer: Any,
     messages: Sequence[Message],
     tools: Any = None,
     special_tokens: SpecialTokens = "text",
+    kwargs: Kwargs = None,
 ) -> list[int]:
     """Return the tokens of messages with the generation prompt, for a model to continue.
 
-    special_tokens: meaning of control tokens that the messages spell.
+    special_tokens: meaning of control tokens that the messages spell. kwargs: further variables of
+    the template. Raises TemplateFailed, also for a part that the template leaves out.
     """
     require_chat_template(tokenizer)
     encoder = encoder_of(tokenizer, special_tokens)
-    (messages, tools), mark, _ = encoder.protect((messages, tools))
-    return encoder(render_text(tokenizer, messages, tools, generation=True), mark)
+    (messages, tools, kwargs), mark, _ = encoder.protect((messages, tools, kwargs))
+    return encoder(render_prompt(tokenizer, messages, tools, kwargs), mark)
 
 
-def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the id of the special token that ends an assistant turn in the template, if any.
+def render_prompt(
+    tokenizer: Any, messages: Sequence[Message], tools: Any, kwargs: Kwargs = None
+) -> str:
+    """Render messages with the generation prompt to text; raises TemplateFailed, also for a part
+    that the template leaves out."""
+
+    def write(messages: Sequence[Message], tools: Any) -> list[str]:
+        return [render_text(tokenizer, messages, tools, True, kwargs)]
+
+    [text] = texts = write(messages, tools)
+    check_omissions(tokenizer, messages, tools, (), kwargs, texts, write)
+    return text
+
+
+class TurnEnds(NamedTuple):
+    """Tokens that end an assistant's turn."""
+
+    closing: frozenset[int]
+    """Those that the template writes behind a turn."""
+    following: frozenset[int]
+    """Those that begin the next message, where the template closes no turn (GLM), or eos."""
+
+
+CALL: dict[str, Any] = {"type": "function", "id": "probecall"}
+CALL["function"] = {"name": "lookup", "arguments": {"key": "value"}}
+PROBES: tuple[list[dict[str, Any]], ...] = (
+    [{"role": "assistant", "content": "ANSWER"}, {"role": "user", "content": "Q"}],
+    [
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "name": "lookup", "tool_call_id": "probecall", "content": "RESULT"},
+    ],
+)
+"""Turns of an assistant behind a question, an answer and a call, each with what may follow it."""
+
+
+_TURN_ENDS: "weakref.WeakKeyDictionary[Any, tuple[Any, TurnEnds]]" = weakref.WeakKeyDictionary()
+
+
+def turn_ends(tokenizer: Any) -> TurnEnds:
+    """Return the tokens that end answers and tool calls in the chat template.
 
     Raises UserError for a template that refuses even a question with its answer.
     """
-    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
-    try:
-        tail = render_text(tokenizer, turns).rpartition("ANSWER")[2].strip()
-    except TemplateFailed as error:
-        raise UserError(
-            f"the chat template of {tokenizer.name_or_path} refuses a user's message and an answer"
-            f" ({error}); name another one as model.chat_template"
-        ) from None
-    ids = encode(tokenizer, tail)
-    return ids[0] if ids and ids[0] in special_ids(tokenizer) else None
+    state = (tokenizer.chat_template, len(tokenizer), tokenizer.eos_token)
+    cached = _TURN_ENDS.get(tokenizer)
+    if cached is not None and cached[0] == state:
+        return cached[1]
+    renderer, ends = Renderer(tokenizer), (set(), set())
+    for probe in PROBES:
+        for count in (1, 2):
+            turns = [{"role": "user", "content": "Q"}, *probe[:count]]
+            try:
+                [(text, spans)] = renderer.locate(turns, None, [1], None)
+            except TemplateFailed as error:
+                if probe is not PROBES[0] or count == 2:
+                    continue
+                raise UserError(
+                    f"the chat template of {tokenizer.name_or_path} refuses a user's message and an"
+                    f" answer ({error}); name another one as model.chat_template"
+                ) from None
+            except UserError:  # neither an end nor eos
+                continue
+            for span in spans:
+                tokens = renderer.encoder(text[span.start : span.end])
+                ends[span.follows].add(tokens[-1])
+    found = TurnEnds(*map(frozenset, ends))
+    _TURN_ENDS[tokenizer] = (state, found)
+    return found
 
 
 def end_of_turn_ids(tokenizer: Any, raw: bool = False) -> frozenset[int]:
-    """Return the tokens that end an answer: eos and, unless the text is `raw`, the token with which
-    the chat template ends an assistant turn."""
-    templated = not raw and tokenizer.chat_template
-    token_ids = {tokenizer.eos_token_id, end_of_turn(tokenizer) if templated else None}
+    """Return the tokens that end an answer: eos, those that generation_config.json lists and,
+    unless the text is `raw`, those with which the chat template ends an assistant's turns."""
+    listed = getattr(tokenizer, "generation_ends", ())
+    token_ids = {tokenizer.eos_token_id, *listed}
+    if not raw and tokenizer.chat_template:
+        ends = turn_ends(tokenizer)
+        token_ids |= ends.closing | ends.following
     return frozenset(token for token in token_ids if token is not None)
 
 
-def special_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of control tokens, which no ordinary text produces."""
-    return set(find_control(tokenizer).values())
+def decode_answer(tokenizer: Any, tokens: Sequence[int], raw: bool = False) -> str:
+    """Return what a model wrote: with its control tokens, but for the one that ended it."""
+    ended = bool(tokens) and tokens[-1] in end_of_turn_ids(tokenizer, raw)
+    return tokenizer.decode(tokens[:-1] if ended else tokens)
 
 
 MOST_RENDERED = 2**27
@@ -217,39 +272,71 @@ class TurnSpan:
     end: int
     done: str
     """Rendering that ends with the turn; "" if the full one is known to begin with it."""
+    follows: bool = False
+    """True if the turn ends with a token that does not belong to it."""
+
+
+Located = list[tuple[str, list[TurnSpan]]]
+"""Renderings with the turns that each of them trains."""
 
 
 class Renderer:
     """Renders conversations with one tokenizer. Picklable."""
 
-    def __init__(self, tokenizer: Any, special_tokens: SpecialTokens = "text") -> None:
-        """special_tokens: meaning of control tokens that the messages spell."""
+    def __init__(
+        self, tokenizer: Any, special_tokens: SpecialTokens = "text", kwargs: Kwargs = None
+    ) -> None:
+        """special_tokens: meaning of control tokens that the messages spell. kwargs: further
+        variables of the template."""
         require_chat_template(tokenizer)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.kwargs = tokenizer, dict(kwargs or {})
         self.encoder = encoder_of(tokenizer, special_tokens)
-        self.special = self.encoder.contents_ids
 
     def __call__(
-        self, messages: Sequence[Message], tools: Any, trained: Sequence[int]
+        self,
+        messages: Sequence[Message],
+        tools: Any,
+        trained: Sequence[int],
+        kwargs: Kwargs = None,
     ) -> list[Rendering]:
-        """Return renderings that mark each trained message once; the first is the full one.
+        """Return renderings that mark each trained message once, the longest first.
 
         trained: indices of the messages that train, of any role; an assistant's starts after the
-        generation prompt. Raises TemplateFailed, RetokenizationError, TemplateOmission, and
-        UserError if an assistant turn does not end with a special token.
+        generation prompt. kwargs: the row's own variables of the template. Raises TemplateFailed,
+        RetokenizationError, TemplateOmission, and UserError if an assistant turn has no end.
         """
-        (messages, tools), mark, count = self.encoder.protect((messages, tools))
-        first, *later = self.render(messages, tools, trained, mark)
+        kwargs = {**self.kwargs, **(kwargs or {})}
+        (messages, tools, kwargs), mark, count = self.encoder.protect((messages, tools, kwargs))
+        first, *later = self.render(messages, tools, trained, mark, kwargs)
         return [dataclasses.replace(first, controls=count), *later]
 
     def render(
-        self, messages: Sequence[Message], tools: Any, trained: Sequence[int], mark: str
+        self,
+        messages: Sequence[Message],
+        tools: Any,
+        trained: Sequence[int],
+        mark: str,
+        kwargs: Kwargs = None,
     ) -> list[Rendering]:
-        """Render messages and tools that are protected with `mark`; otherwise as `__call__`."""
-        if len(trained) > FEW and (located := self.find_turns(messages, tools, trained)):
-            text, turns = located
-            self._check_tools(tools, text)
-            return [self._mark(EncodedText(self.encoder, text, mark, {}), turns, messages)]
+        """Render messages, tools and kwargs that are protected with `mark`; otherwise as
+        `__call__`."""
+        located = self.locate(messages, tools, trained, kwargs)
+
+        def write(messages: Sequence[Message], tools: Any) -> list[str]:
+            return [text for text, _ in self.locate(messages, tools, trained, kwargs)]
+
+        whole = trained or [i for i, m in enumerate(messages) if m["role"] == "assistant"][-1:]
+        texts = [text for text, _ in located]
+        check_omissions(self.tokenizer, messages, tools, whole, kwargs, texts, write)
+        encoded_pieces: dict[str, list[int]] = {}
+        return [self._mark(text, turns, messages, mark, encoded_pieces) for text, turns in located]
+
+    def locate(
+        self, messages: Sequence[Message], tools: Any, trained: Sequence[int], kwargs: Kwargs
+    ) -> Located:
+        """Return the texts of `render` with the positions of their turns."""
+        if len(trained) > FEW and (found := self.find_turns(messages, tools, trained, kwargs)):
+            return [found]
         size = sum(len(message.get("content") or "") for message in messages)
         if size * len(trained) > MOST_RENDERED:
             raise TemplateFailed(f"turns times characters are more than {MOST_RENDERED:,}")
@@ -258,33 +345,37 @@ class Renderer:
                 f"more than {MOST_RENDERED_MESSAGES:,} messages for a chat template that does not"
                 " write message by message"
             )
-        pending = [self._turn(messages, tools, index) for index in trained]
+        conversation = _Conversation(self.tokenizer, self.encoder, messages, tools, kwargs)
+        turns = [conversation.find_turn(index) for index in trained]
+        pending = [turn for turn in turns if turn is not None]
+        if trained and not pending:
+            raise TemplateFailed("chat template: nothing precedes the only turn that trains")
         if pending and pending[-1].index == len(messages) - 1:
             text = pending[-1].done
         else:
-            text = render_text(self.tokenizer, messages, tools)
-        self._check_tools(tools, text)
-        renderings, encoded_pieces = [], {}
+            text = conversation.render(len(messages))
+        located = []
         while True:
             shown = [turn for turn in pending if text.startswith(turn.done)]
-            if shown or not renderings:
-                encoded = EncodedText(self.encoder, text, mark, encoded_pieces)
-                renderings.append(self._mark(encoded, shown, messages))
+            if shown or not trained:
+                located.append((text, shown))
             pending = [turn for turn in pending if turn not in shown]
             if not pending:
-                return renderings
+                return located
             text = pending[-1].done
 
     def find_turns(
-        self, messages: Sequence[Message], tools: Any, trained: Sequence[int]
+        self, messages: Sequence[Message], tools: Any, trained: Sequence[int], kwargs: Kwargs
     ) -> tuple[str, list[TurnSpan]] | None:
         """Locate the trained turns from two renderings: (full text, spans).
 
         None if the template does not write message by message, or shows a trained turn differently
-        later on. Raises TemplateOmission as `_turn` does.
+        later on.
         """
-        prefixes = render_prefixes(self.tokenizer, messages, tools)
-        if prefixes is None or prefixes.text != render_text(self.tokenizer, messages, tools):
+        prefixes = render_prefixes(self.tokenizer, messages, tools, kwargs)
+        if prefixes is None:
+            return None
+        if prefixes.text != render_text(self.tokenizer, messages, tools, False, kwargs):
             return None
         text, starts, turns = prefixes.text, prefixes.starts, []
         for index in trained:
@@ -299,104 +390,110 @@ class Renderer:
                 # `text` begins with all of `done`, so anything within that may be compared.
                 if start > end or not text.startswith(prompt, starts[index - 1]):
                     return None
+            if is_assistant:
+                close = self.encoder.find_close(text[start:end])
+                if close is None:
+                    return None
+                end = start + close
             turns.append(TurnSpan(index, start, end, ""))
-        for turn in turns:
-            self._check_complete(messages[turn.index], text[turn.start : turn.end])
         return text, turns
 
-    @staticmethod
-    def _check_tools(tools: Any, text: str) -> None:
-        names = [tool.get("function", tool).get("name", "") for tool in tools or []]
-        if not all(name in text for name in names):
-            raise TemplateOmission("tools")
-
-    def _turn(self, messages: Sequence[Message], tools: Any, index: int) -> TurnSpan:
-        """Render the conversation up to a message, without and with it."""
-        is_assistant = messages[index]["role"] == "assistant"
-        prompt = ""
-        if is_assistant or index > 0:
-            prompt = render_text(self.tokenizer, messages[:index], tools, generation=is_assistant)
-        done = render_text(self.tokenizer, messages[: index + 1], tools)
-        if not done.startswith(prompt):
-            prompt = os.path.commonprefix([prompt, done])
-            before = render_text(self.tokenizer, messages[:index], tools) if index else ""
-            if len(prompt) < len(os.path.commonprefix([before, done])) or prompt == done:
-                raise TemplateFailed("chat template: a turn rewrites what precedes it")
-        self._check_complete(messages[index], done[len(prompt) :])
-        return TurnSpan(index, len(prompt), len(done), done)
-
-    @staticmethod
-    def _check_complete(message: Message, text: str) -> None:
-        """Raise TemplateOmission unless a turn's text contains its thinking and tool calls."""
-        if message.get("reasoning_content", "").strip() not in text:
-            raise TemplateOmission("reasoning_content")
-        for call in message.get("tool_calls", []):
-            if call["function"]["name"] not in text:
-                raise TemplateOmission("tool_calls")
-
     def _mark(
-        self, text: "EncodedText", turns: list[TurnSpan], messages: Sequence[Message]
+        self,
+        text: str,
+        turns: list[TurnSpan],
+        messages: Sequence[Message],
+        mark: str,
+        encoded_pieces: dict[str, list[int]],
     ) -> Rendering:
         """Encode a text and mark the tokens of its turns."""
-        author = np.full(len(text.tokens), -1, np.int32)
+        cuts = [turn.start for turn in turns if messages[turn.index]["role"] == "assistant"]
+        encoded = EncodedText(self.encoder, text, mark, cuts, encoded_pieces)
+        author = np.full(len(encoded.tokens), -1, np.int32)
         for turn in turns:
-            start, end = text.find(turn.start), text.find(turn.end)
-            if messages[turn.index]["role"] == "assistant":
-                end = self._end_of_turn(text.tokens, start, end)
-            author[start:end] = turn.index
-        return Rendering(np.asarray(text.tokens, np.int32), author)
-
-    def _end_of_turn(self, tokens: list[int], start: int, end: int) -> int:
-        """Return the end of an assistant turn: after its last special token, which only white space
-        may follow."""
-        for index in range(end - 1, start - 1, -1):
-            if tokens[index] in self.special:
-                return index + 1
-            if self.tokenizer.decode([tokens[index]]).strip():
-                break
-        raise UserError(
-            "the chat template does not end an assistant turn with a special token, so a model "
-            f"would never learn to stop: the turn ends in "
-            f"{self.tokenizer.decode(tokens[max(start, end - 8) : end])!r}. "
-            "Use another chat template (key model.chat_template)."
-        )
+            author[encoded.find(turn.start) : encoded.find(turn.end)] = turn.index
+        return Rendering(np.asarray(encoded.tokens, np.int32), author)
 
 
-class EncodedText:
-    """Tokens of a rendered text, with a map from characters to tokens.
+@dataclass(frozen=True)
+class _Conversation:
+    """Renderings of the beginnings of a conversation."""
 
-    The text is encoded in pieces between control tokens, each once for all renderings of a
-    conversation, so that the work grows with the conversation and not with all its prefixes.
-    """
+    tokenizer: Any
+    encoder: Encoder
+    messages: Sequence[Message]
+    tools: Any
+    kwargs: Kwargs
 
-    def __init__(
-        self, encoder: Encoder, text: str, mark: str, encoded_pieces: dict[str, list[int]]
-    ) -> None:
-        """encoded_pieces: cache of encoded pieces; new ones are added to it."""
-        self.encoder, self.mark = encoder, mark
-        self.pieces = encoder.pieces(text)
-        self.tokens: list[int] = []
-        self._starts: list[int] = []
-        self._counts: list[int] = []
-        start = 0
-        for piece in self.pieces:
-            self._starts.append(start)
-            self._counts.append(len(self.tokens))
-            if piece not in encoded_pieces:
-                encoded_pieces[piece] = encoder(piece, mark)
-            self.tokens += encoded_pieces[piece]
-            start += len(piece)
+    def render(self, count: int, generation: bool = False, *more: Message) -> str:
+        """Render the first `count` messages and then `more`."""
+        messages = [*self.messages[:count], *more]
+        return render_text(self.tokenizer, messages, self.tools, generation, self.kwargs)
 
-    def find(self, cut: int) -> int:
-        """Count the tokens before character `cut`; RetokenizationError if that is inside one."""
-        index = bisect.bisect_right(self._starts, cut) - 1
-        if index < 0:
-            return 0
-        before, count = self.pieces[index][: cut - self._starts[index]], self._counts[index]
-        if len(before) == len(self.pieces[index]):
-            return self._counts[index + 1] if index + 1 < len(self.pieces) else len(self.tokens)
-        head = self.encoder(before, self.mark)
-        if head != self.tokens[count : count + len(head)]:
-            around = self.encoder.backend.decode(head[-5:], skip_special_tokens=False)
-            raise RetokenizationError(f"tokens change after {around!r} when the next turn follows")
-        return count + len(head)
+    def find_turn(self, index: int) -> TurnSpan | None:
+        """Locate a message in the conversation up to it; None for a turn of the assistant that
+        nothing precedes."""
+        done = self.render(index + 1)
+        if self.messages[index]["role"] != "assistant":
+            before = self.render(index) if index else ""
+            if not done.startswith(before):
+                raise TemplateFailed("chat template: a message rewrites what precedes it")
+            return TurnSpan(index, len(before), len(done), done)
+        try:
+            prompt = self.render(index, True)
+        except TemplateFailed:
+            if any(message["role"] == "user" for message in self.messages[:index]):
+                raise
+            return None
+        if not done.startswith(prompt):
+            start = self.encoder.count_common(prompt, done)
+            before = self.render(index)
+            if start == len(done) or start < len(before) or not done.startswith(before):
+                start = self._find_start(index, prompt, done)
+                done, start = prompt + done[start:], len(prompt)
+        else:
+            start = len(prompt)
+        close = self.encoder.find_close(done[start:])
+        if close is not None:
+            return TurnSpan(index, start, start + close, done)
+        done += self._find_next(index, done)
+        return TurnSpan(index, start, len(done), done, True)
+
+    def _find_start(self, index: int, prompt: str, done: str) -> int:
+        """Find where a turn starts in a rendering that shows what precedes it otherwise than its
+        prompt: behind the end of the prompt, from the last control token on."""
+        content = self.messages[index].get("content") or ""
+        other = "%" if content.lstrip().startswith("#") else "#"
+        changed = self.render(index, False, {"role": "assistant", "content": other * 3})
+        common = len(os.path.commonprefix([done, changed]))
+        pieces = self.encoder.pieces(prompt)
+        last = max((i for i, p in enumerate(pieces) if p in self.encoder.contents), default=None)
+        opening = "" if last is None else "".join(pieces[last:])
+        start = done.rfind(opening, 0, common) if opening else -1
+        if start < 0 or done[start + len(opening) : common].strip():
+            raise TemplateFailed("chat template: a turn rewrites what precedes it")
+        return start + len(opening)
+
+    def _find_next(self, index: int, done: str) -> str:
+        """Return the control token that ends a turn behind which the template writes none: the one
+        that begins the next message, or else eos."""
+        turn = self.messages[index]
+        if index + 1 < len(self.messages):
+            following = self.messages[index + 1]
+        elif calls := turn.get("tool_calls"):
+            following = {"role": "tool", "content": "R", "name": calls[-1]["function"]["name"]}
+        else:
+            following = {"role": "user", "content": "Q"}
+        try:
+            text = self.render(index + 1, False, following)
+        except TemplateFailed:
+            text = ""
+        control = self.encoder.find_open(text[len(done) :]) if text.startswith(done) else ""
+        control = control or self.tokenizer.eos_token
+        if not control:
+            raise UserError(
+                "the chat template does not end an assistant turn with a special token, so a model"
+                f" would never learn to stop: the turn ends in {done[-20:]!r}, and the tokenizer"
+                " names no eos token. Use another chat template (key model.chat_template)."
+            )
+        return control

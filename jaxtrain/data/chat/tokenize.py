@@ -87,10 +87,10 @@ class RowTokenizer:
         except MalformedRow as error:
             where = f"{origin}, {error.location}" if error.location else origin
             return [Dropped(f"malformed row: {error}", where)]
+        except template.TemplateOmission as error:
+            return [Dropped(str(error), origin)]
         except template.TemplateFailed as error:
             return [Dropped(f"malformed row: {error}", origin)]
-        except template.TemplateOmission as error:
-            return [Dropped(f"chat template leaves out {error}", origin)]
         except template.RetokenizationError:
             return [Dropped("turn is tokenized differently in context", origin)]
         except UserError as error:

@@ -102,10 +102,10 @@ class Answers:
                 return self._text(judged.prompt, answer, int(shared_text))
             assert isinstance(judged.prompt, list)
             return self._chat(judged.prompt, answer, judged.tools)
+        except template.TemplateOmission as error:
+            return str(error)
         except (MalformedRow, template.TemplateFailed) as error:
             return f"malformed row: {error}"
-        except template.TemplateOmission as error:
-            return f"chat template leaves out {error}"
         except template.RetokenizationError:
             return "turn is tokenized differently in context"
 

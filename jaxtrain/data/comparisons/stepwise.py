@@ -135,6 +135,8 @@ class StepwiseReader:
     def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | Dropped]:
         try:
             prompt, steps, labels = self.read(row)
+        except template.TemplateOmission as error:
+            return [Dropped(str(error), origin)]
         except (MalformedRow, template.TemplateFailed) as error:
             return [Dropped(f"malformed row: {error}", origin)]
         if labels is None:

@@ -22,7 +22,12 @@ from jaxtrain.config import Config, ModelConfig, PolicyConfig, SamplingConfig
 from jaxtrain.core.architecture import find_folder, find_tokenizer
 from jaxtrain.core.bundle import ModelBundle, build_auxiliary_bundle
 from jaxtrain.core.weights import abstract_params, open_params
-from jaxtrain.data.chat.template import TemplateFailed, end_of_turn_ids, prompt_tokens
+from jaxtrain.data.chat.template import (
+    TemplateFailed,
+    decode_answer,
+    end_of_turn_ids,
+    prompt_tokens,
+)
 from jaxtrain.distributed.mesh import Device
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed, PolicyReply
@@ -74,7 +79,7 @@ class FolderSpeaker:
             raise EpisodeFailed(
                 f"{key} does not answer", cause=f"{key}: {failure}", again=False
             ) from None
-        text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        text = decode_answer(self.tokenizer, answer.tokens)
         return PolicyReply(text, answer.finish_reason != "length")
 
     def counters(self) -> dict[str, float]:

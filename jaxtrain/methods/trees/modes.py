@@ -147,10 +147,10 @@ class TreeBuilder:
         rows = row["group"] if set(row) == {"group"} else [row]
         try:
             group = [self.read_turns(member) for member in rows]
+        except TemplateOmission as error:
+            return [Dropped(str(error), origin)]
         except (MalformedRow, TemplateFailed) as error:
             return [Dropped(f"malformed row: {error}", origin)]
-        except TemplateOmission as part:
-            return [Dropped(f"the chat template leaves out {part}", origin)]
         except RetokenizationError:
             return [Dropped("turn is tokenized differently in context", origin)]
         units = build_units(group, self.mode, self.trained, self.limits, origin)

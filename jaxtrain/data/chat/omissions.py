@@ -1,0 +1,182 @@
+"""Parts of a conversation that a chat template leaves out: tools, system messages, tools' results,
+thoughts, calls and their arguments.
+
+A part is left out if the rendering is the same with another value. All parts are changed at once,
+each by a word of its own; those whose word the rendering lacks are changed alone and compared. That
+depends on which parts a conversation has and hardly on their values, so conversations of one shape
+are tested once.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxtrain.huggingface.chat_template import TemplateFailed
+
+Kwargs = Mapping[str, Any] | None
+"""chat_template_kwargs: variables of the template besides messages and tools."""
+Write = Callable[[Any, Any], list[str]]
+"""(messages, tools) -> their renderings."""
+
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Tags around a thought within a content."""
+MAX_SHAPES = 4096
+MAX_ALONE = 64
+"""Parts of one conversation that are changed alone."""
+
+
+class TemplateOmission(TemplateFailed):
+    """The chat template does not write a part of the row, which the message names."""
+
+
+class Part(NamedTuple):
+    """A value of a conversation that the template must write."""
+
+    name: str
+    path: tuple[Any, ...]
+    """Keys from {"messages", "tools"} on."""
+    tag: str = ""
+    """Text of the value behind which the part begins; "": all of it is the part."""
+
+
+_VERDICTS: "weakref.WeakKeyDictionary[Any, dict[Any, str]]" = weakref.WeakKeyDictionary()
+
+
+def check_omissions(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    trained: Sequence[int],
+    kwargs: Kwargs,
+    texts: list[str],
+    write: Write,
+) -> None:
+    """Raise TemplateOmission unless the template writes all that the model needs to see and learn:
+    of messages and tools, and of the assistant's turns those that train.
+
+    trained: indices of messages; empty: of a prompt. texts: the renderings.
+    """
+    verdicts = _VERDICTS.setdefault(tokenizer, {})
+    shape = _describe(tokenizer, messages, tools, trained, kwargs)
+    if shape not in verdicts:
+        if len(verdicts) >= MAX_SHAPES:
+            verdicts.clear()
+        parts = list(_list_parts(messages, tools, trained))
+        verdicts[shape] = _find_omission(messages, tools, parts, texts, write)
+    if verdicts[shape]:
+        raise TemplateOmission(f"chat template leaves out {verdicts[shape]}")
+
+
+def _describe(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    trained: Sequence[int],
+    kwargs: Kwargs,
+) -> Any:
+    """Return the shape of a conversation: its messages by role, keys and neighbors."""
+    chosen, last = set(trained), len(messages) - 1
+    kinds: list[Any] = [
+        (
+            message["role"],
+            tuple(key for key, value in message.items() if value),
+            tuple(len(call["function"].get("arguments") or ()) for call in _calls(message)),
+            _find_tag(message.get("content")),
+            index in chosen,
+        )
+        for index, message in enumerate(messages)
+    ]
+    around = zip([None, *kinds], kinds, [*kinds[1:], None], strict=False)
+    template = tokenizer.chat_template
+    return (
+        template if isinstance(template, str) else repr(template),
+        frozenset((index in (0, last), *near) for index, near in enumerate(around)),
+        len(tools or ()),
+        repr(kwargs or None),
+    )
+
+
+def _list_parts(
+    messages: Sequence[Mapping[str, Any]], tools: Any, trained: Sequence[int]
+) -> Iterator[Part]:
+    for number, tool in enumerate(tools or ()):
+        within = ("tools", number, *(("function",) if "function" in tool else ()))
+        function = tool.get("function", tool)
+        for key in ("name", "description", "parameters"):
+            value = function.get(key)
+            if isinstance(value, Mapping) and key == "parameters":
+                value = value.get("properties")
+            if value:
+                yield Part("tools", (*within, key))
+    names = {"system": "the system message", "developer": "the developer's message"}
+    names |= {"tool": "a tool's result", "user": "a user's message"}
+    count = max(trained) + 1 if trained else len(messages)
+    for index, message in enumerate(messages[:count]):
+        place = ("messages", index)
+        content = message.get("content") or ""
+        if message["role"] != "assistant":
+            if content.strip():
+                yield Part(names.get(message["role"], "a message"), (*place, "content"))
+            continue
+        if index not in trained:
+            continue
+        if (message.get("reasoning_content") or "").strip():
+            yield Part("reasoning_content", (*place, "reasoning_content"))
+        for number, call in enumerate(_calls(message)):
+            at = (*place, "tool_calls", number, "function")
+            yield Part("tool_calls", (*at, "name"))
+            if call["function"].get("arguments"):
+                yield Part("tool_calls (arguments)", (*at, "arguments"))
+        if tag := _find_tag(content):
+            yield Part("the thought in a content", (*place, "content"), tag)
+        if content.strip():
+            yield Part("content", (*place, "content"))
+
+
+def _calls(message: Mapping[str, Any]) -> Sequence[Any]:
+    return message.get("tool_calls") or ()
+
+
+def _find_tag(content: Any) -> str:
+    """Return the tag that opens a closed thought in a content; "" if there is none."""
+    text = content or ""
+    return next((tag for tag, close in THOUGHTS if close in text.partition(tag)[2]), "")
+
+
+def _find_omission(
+    messages: Any, tools: Any, parts: list[Part], texts: list[str], write: Write
+) -> str:
+    """Return the name of the first part that the template leaves out; "" if it writes all."""
+    words = {part: f"zq{number}w" for number, part in enumerate(parts)}
+    changed = _try(messages, tools, words, write) or []
+    missing = [part for part, word in words.items() if not any(word in text for text in changed)]
+    for part in missing[:MAX_ALONE]:
+        if _try(messages, tools, {part: words[part]}, write) == texts:
+            return part.name
+    return ""
+
+
+def _try(messages: Any, tools: Any, words: Mapping[Part, str], write: Write) -> list[str] | None:
+    """Render a conversation with changed parts; None if the template refuses it, which it can only
+    do if it reads them."""
+    everything = {"messages": copy.deepcopy(list(messages)), "tools": copy.deepcopy(tools)}
+    for part, word in words.items():
+        *path, key = part.path
+        owner: Any = everything
+        for step in path:
+            owner = owner[step]
+        owner[key] = _change(owner[key], word, key, part.tag)
+    try:
+        return write(everything["messages"], everything["tools"])
+    except TemplateFailed:
+        return None
+
+
+def _change(value: Any, word: str, key: str, tag: str) -> Any:
+    if isinstance(value, str):
+        return value.replace(tag, tag + word, 1) if tag else value + word
+    if key == "parameters":
+        new = {word: {"type": "string", "description": word}}
+        return {**value, "properties": {**value["properties"], **new}}
+    return {**value, word: word}
