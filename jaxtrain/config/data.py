@@ -38,6 +38,9 @@ class DatasetConfig(Section):
     completion = "answer"}; message keys with a dot: {"messages.content" = "value"}."""
     roles: dict[str, str] = {}
     """Renamed roles, found = wanted: {human = "user", gpt = "assistant"}; ShareGPT's are known."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template for these rows, before those of section model. A row's own
+    column of this name comes first."""
     as_chat: bool = False
     """prompt_completion and alpaca: put plain strings into the chat template, as user and
     assistant."""

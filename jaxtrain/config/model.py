@@ -50,6 +50,9 @@ class ModelConfig(Section):
     """Chat template that replaces the tokenizer's own, also in what is exported: chatml (or
     builtin), llama3, gemma, mistral, mistral_v1, mistral_v3_tekken, mistral_v7_tekken, phi3, phi4,
     zephyr, alpaca, vicuna, or a file with a Jinja template."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template in every rendering, such as { enable_thinking = false }; also
+    in what is exported. Those of a dataset and of a row come first."""
     added_tokens: list[str] = []
     """Tokens that the tokenizer gets, wherever texts spell them. Rows that the model's tables lack
     begin as the mean of the others; beside an adapter they train and the tables stay."""

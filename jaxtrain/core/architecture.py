@@ -15,6 +15,7 @@ from jaxtrain.data.chat.control_tokens import add_tokens, rows_needed
 from jaxtrain.data.chat.template import load_tokenizer, set_template
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
+from jaxtrain.huggingface.chat_template import add_defaults
 from jaxtrain.huggingface.config_checks import TASK
 from jaxtrain.huggingface.files import read_object
 from jaxtrain.huggingface.tokenizer import find_differences
@@ -35,6 +36,15 @@ def find_tokenizer(model: ModelConfig) -> Any:
     add_tokens(tokenizer, model.added_tokens, special.additional_special_tokens, special.roles())
     if model.chat_template is not None:
         set_template(tokenizer, model.chat_template)
+    if kwargs := model.chat_template_kwargs:
+        unread = add_defaults(tokenizer, kwargs, "model.chat_template_kwargs")
+        if unread and is_main_process():
+            print(
+                f"note: model.chat_template_kwargs: the chat template never reads"
+                f" {', '.join(unread)}",
+                file=sys.stderr,
+                flush=True,
+            )
     return tokenizer
 
 

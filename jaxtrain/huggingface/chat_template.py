@@ -120,8 +120,8 @@ def add_defaults(tokenizer: Any, kwargs: Mapping[str, Any], source: str) -> list
     named = {"": templates} if isinstance(templates, str) else dict(templates)
     read = set()
     for template in named.values():
-        reply = _run(template, (), None, False, {}, "names")
-        read |= set(reply.text.split()) if reply.kind == "text" else set(kwargs)
+        names = find_variables(template)
+        read |= set(kwargs) if names is None else names
     defaults = "".join(
         # The + keeps a line break with which the template begins.
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value, source)} %}}"
@@ -170,7 +170,11 @@ def _request(
         )
     if kwargs:
         check_kwargs(kwargs, "chat_template_kwargs")
+        if unread := sorted(kwargs.keys() - _READ.setdefault(template, set())):
+            _note_unread(template, unread)
     special = tokenizer.special_tokens_map
+    # As transformers does: templates test whether a key is there.
+    messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
     if any(message.get("tool_calls") for message in messages):
         form = _CALL_FORMS.get(template)
         if form is None:
@@ -188,6 +192,28 @@ def _run(template: str, *fields: Any) -> "RenderReply":
 
     request = RenderRequest(template, *fields)
     return answer(request) if template in shipped_templates() else _worker.request(request)
+
+
+_READ: dict[str, set[str]] = {}
+"""Variables of each template that it reads, or that were reported because it does not."""
+
+
+def find_variables(template: str) -> set[str] | None:
+    """Return the variables that a template reads; None for a template that cannot be compiled."""
+    reply = _run(template, (), None, False, {}, "names")
+    return set(reply.text.split()) if reply.kind == "text" else None
+
+
+def _note_unread(template: str, names: list[str]) -> None:
+    """Report variables that a template never reads, each once."""
+    read = find_variables(template)
+    if read is not None and (unread := [name for name in names if name not in read]):
+        print(
+            f"note: chat_template_kwargs: the chat template never reads {', '.join(unread)}",
+            file=sys.stderr,
+            flush=True,
+        )
+    _READ[template] |= {*names}
 
 
 CallForm = tuple[bool, bool]

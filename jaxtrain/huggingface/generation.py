@@ -53,6 +53,23 @@ def describe_ignored(folder: Path) -> str | None:
     )
 
 
+def read_ends(location: str) -> list[int]:
+    """Return the tokens that end answers, as the file of a folder, or of a Hub id's snapshot here,
+    lists them; empty without a valid file."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(location)
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(location, NAME)
+        if not isinstance(cached, str):
+            return []
+        folder = Path(cached).parent
+    try:
+        return _list_ends(_read(folder))
+    except UserError:
+        return []  # reported by find_problem
+
+
 def write_generation(folder: Path, base: Path | None, ends: Collection[int]) -> None:
     """Write the file next to exported weights: the settings of `base`, if valid, and the tokens
     that end this model's answers. vLLM and transformers stop at all of them; config.json names only
@@ -61,10 +78,14 @@ def write_generation(folder: Path, base: Path | None, ends: Collection[int]) -> 
         settings = {} if base is None else _read(base)
     except UserError:
         settings = {}  # told when the run began
-    eos = settings.get("eos_token_id")
-    ids = list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
+    ids = _list_ends(settings)
     settings["eos_token_id"] = ids + [token for token in sorted(ends) if token not in ids]
     (folder / NAME).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def _list_ends(settings: dict[str, Any]) -> list[int]:
+    eos = settings.get("eos_token_id")
+    return list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -76,8 +97,7 @@ def _read(folder: Path) -> dict[str, Any]:
         value = settings.get(key)
         if value is not None and type(value) not in (int, float):
             raise UserError(f"{file}: {key} is {describe(value)}; it is a number")
-    value = settings.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(item) is int for item in ids):
-        raise UserError(f"{file}: eos_token_id is {describe(value)}; it is an id or a list of them")
+    if not all(type(item) is int for item in _list_ends(settings)):
+        value = describe(settings["eos_token_id"])
+        raise UserError(f"{file}: eos_token_id is {value}; it is an id or a list of them")
     return settings

@@ -16,13 +16,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import jinja2
 import jinja2.meta
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from transformers.utils.chat_template_utils import (
+    _compile_jinja_template,
+    render_jinja_template,
+)
 
 from jaxtrain.huggingface.plain_template import mark_template, parse
 from jaxtrain.text_safety import escape_control_chars
@@ -76,17 +77,17 @@ def answer(request: RenderRequest) -> RenderReply:
         return RenderReply("unreadable", describe(error))
     variables = dict(request.variables)
     documents = variables.pop("documents", None)
-    tokenizer: Any = SimpleNamespace(
-        get_chat_template=lambda *_: template, special_tokens_map=variables
-    )
+    if not request.messages:
+        return RenderReply("failed", "the conversation is empty")
     try:
-        text = PreTrainedTokenizerBase.apply_chat_template(
-            tokenizer,
-            list(request.messages),  # pyright: ignore
-            tools=request.tools or None,
-            documents=documents,
+        # Not tokenizer.apply_chat_template: it hides a content of None, which templates ask for.
+        (text,), _ = render_jinja_template(
+            [list(map(dict, request.messages))],  # pyright: ignore
+            request.tools or None,
+            documents,
+            template,
             add_generation_prompt=request.generation,
-            tokenize=False,
+            **variables,
         )
     except MemoryError:
         raise

@@ -15,7 +15,6 @@ from jaxtrain.data.chat import named_templates, template
 from jaxtrain.data.chat.messages import read_messages
 from jaxtrain.data.chat.template import (
     Renderer,
-    RetokenizationError,
     TemplateFailed,
     TemplateOmission,
     load_tokenizer,

@@ -168,7 +168,7 @@ def test_an_edited_conversation_begins_a_sequence():
     ]
 
 
-@pytest.mark.parametrize("template", [None, QWEN3])
+@pytest.mark.parametrize("template", [None, "{{ tools | tojson if tools }}" + QWEN3])
 def test_what_the_world_says_spells_no_control_token(template):
     """Neither the user's text nor a tool's, also where <think> is a control token of the tokenizer;
     the template's own count, and those that the model drew."""

@@ -78,7 +78,7 @@ def test_many_turns_train_what_the_policy_drew_and_nothing_else(tokenizer):
 
 
 REWRITING = (
-    "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}"
+    "{{ tools | tojson }}{% for m in messages %}{% if loop.last or m.role != 'assistant' %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

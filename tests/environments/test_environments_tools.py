@@ -9,6 +9,7 @@ import pytest
 from jaxtrain.environments.tool_calls import (
     ToolCall,
     parse_tool_calls,
+    read_value,
     split_thinking,
     strip_tool_calls,
 )
@@ -118,10 +119,15 @@ def test_calls_in_all_forms():
             "<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
         )
     )
-    assert parse_tool_calls(text) == [
+    properties = {"x": {"type": "string"}, "n": {"type": "integer"}}
+    tools = [
+        {"type": "function", "function": {"name": "b", "parameters": {"properties": properties}}}
+    ]
+    assert parse_tool_calls(text, tools) == [
         ToolCall("a", {"x": [1]}),
         ToolCall("b", {"x": "two\nlines", "n": 3}),
     ]
+    assert parse_tool_calls(text)[1].arguments["n"] == "3"  # no schema: text
     bare = '{"name": "a", "parameters": {"x": 1}}'
     for text in (bare, f" <|python_tag|>{bare}\n", f"<think>hm</think>{bare}"):
         assert parse_tool_calls(text) == [ToolCall("a", {"x": 1})]
@@ -130,3 +136,40 @@ def test_calls_in_all_forms():
         assert parse_tool_calls(text) == [] and strip_tool_calls(text) == text
     assert split_thinking("so it is</think>\nYes", opened=True) == ("so it is", "\nYes")
     assert split_thinking("not done", opened=True) == ("not done", "")
+
+
+NULLABLE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    "text, schema, value",
+    [
+        *(
+            (text, {"type": "string"}, text)
+            for text in ("12345", "1e5", "true", "null", '{"a": 1}')
+        ),
+        ("12345", {}, "12345"),
+        ("12345", None, "12345"),
+        ("12345", {"type": "integer"}, 12345),
+        ("12.0", {"type": "integer"}, 12),
+        ("12.5", {"type": "integer"}, "12.5"),
+        ("1e5", {"type": "number"}, 1e5),
+        ("7", {"type": "boolean"}, "7"),
+        ("true", {"type": "boolean"}, True),
+        ("False", {"type": "boolean"}, False),
+        ("[1, 2]", {"type": "array"}, [1, 2]),
+        ("[1, 2", {"type": "array"}, "[1, 2"),
+        ('{"a": 1}', {"type": "object"}, {"a": 1}),
+        ("[1]", {"type": "object"}, "[1]"),
+        ("null", {"type": "string", "nullable": True}, None),
+        ("None", NULLABLE, None),
+        ("5", NULLABLE, 5),
+        ("5", {"type": ["string", "integer"]}, "5"),
+        ("2", {"enum": [1, 2]}, 2),
+        ("2", {"enum": ["1", "2"]}, "2"),
+        ("2", {"type": "odd"}, "2"),
+    ],
+)
+def test_xml_arguments_are_typed_by_their_schema(text, schema, value):
+    result = read_value(text, schema)
+    assert (type(result), result) == (type(value), value)

@@ -71,6 +71,7 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     only a slow one.
     """
     from jaxtrain.data.chat.named_templates import BUILTIN
+    from jaxtrain.huggingface.generation import read_ends
 
     location = str(BUILTIN) if name_or_path == "builtin" else os.fspath(name_or_path)
     folder = Path(location)
@@ -83,6 +84,7 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     if not folder.exists() and (location.startswith((".", "/", "~")) or location.count("/") > 1):
         raise UserError(f"tokenizer folder {location} does not exist (key model.tokenizer)")
     tokenizer = open_tokenizer(location)
+    tokenizer.generation_ends = [i for i in read_ends(location) if i < len(tokenizer)]
     # A tokenizer.json may request truncation or padding.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
@@ -440,6 +442,8 @@ class _Conversation:
                 raise TemplateFailed("chat template: a message rewrites what precedes it")
             return TurnSpan(index, len(before), len(done), done)
         try:
+            if index == 0:
+                return None
             prompt = self.render(index, True)
         except TemplateFailed:
             if any(message["role"] == "user" for message in self.messages[:index]):

@@ -73,7 +73,9 @@ class RowTokenizer:
         self.trees = trees
         self.renderer = None
         if tokenizer.chat_template:
-            self.renderer = template.Renderer(tokenizer, dataset.special_tokens)
+            self.renderer = template.Renderer(
+                tokenizer, dataset.special_tokens, dataset.chat_template_kwargs
+            )
         self.encoder = encoder_of(tokenizer, dataset.special_tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:

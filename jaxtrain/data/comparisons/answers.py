@@ -46,7 +46,9 @@ class Answers:
         self.encoder = encoder_of(tokenizer, dataset.special_tokens)
         self.renderer = None
         if tokenizer.chat_template:
-            self.renderer = template.Renderer(tokenizer, dataset.special_tokens)
+            self.renderer = template.Renderer(
+                tokenizer, dataset.special_tokens, dataset.chat_template_kwargs
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Answers, (self.dataset, self.tokenizer, self.sequence_len, self.too_long)
