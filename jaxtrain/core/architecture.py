@@ -12,7 +12,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from jaxtrain.config import Config, ModelConfig
 from jaxtrain.data.chat.control_tokens import add_tokens, rows_needed
-from jaxtrain.data.chat.template import load_tokenizer, set_template
+from jaxtrain.data.chat.named_templates import set_template
+from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.chat_template import add_defaults

@@ -72,3 +72,10 @@ def require_tokens(tokenizer: Any, name: str) -> None:
             f"model.chat_template {name!r} ends turns with the eos token, which the tokenizer"
             f" {tokenizer.name_or_path} does not name"
         )
+
+
+def set_template(tokenizer: Any, name: str) -> None:
+    """Replace a tokenizer's template by a named one or a file's; UserError if it lacks the tokens
+    that a named template writes."""
+    require_tokens(tokenizer, name)
+    tokenizer.chat_template = read_template(name)

@@ -70,7 +70,7 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     "builtin" is ChatML with tools and thinking. Raises UserError if there is no such tokenizer or
     only a slow one.
     """
-    from jaxtrain.data.chat.named_templates import BUILTIN
+    from jaxtrain.data.chat.named_templates import BUILTIN, set_template
     from jaxtrain.huggingface.generation import read_ends
 
     location = str(BUILTIN) if name_or_path == "builtin" else os.fspath(name_or_path)
@@ -91,15 +91,6 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     if chat_template is not None:
         set_template(tokenizer, chat_template)
     return tokenizer
-
-
-def set_template(tokenizer: Any, chat_template: str) -> None:
-    """Replace a tokenizer's template by a named one or a file's; UserError if it lacks the tokens
-    that a named template writes."""
-    from jaxtrain.data.chat.named_templates import read_template, require_tokens
-
-    require_tokens(tokenizer, chat_template)
-    tokenizer.chat_template = read_template(chat_template)
 
 
 def require_chat_template(tokenizer: Any) -> None:
