@@ -12,7 +12,6 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from jaxtrain.config import Config, ModelConfig
 from jaxtrain.data.chat.control_tokens import add_tokens, rows_needed
-from jaxtrain.data.chat.named_templates import set_template
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
@@ -36,6 +35,8 @@ def find_tokenizer(model: ModelConfig) -> Any:
     special = model.special_tokens
     add_tokens(tokenizer, model.added_tokens, special.additional_special_tokens, special.roles())
     if model.chat_template is not None:
+        from jaxtrain.data.chat.named_templates import set_template
+
         set_template(tokenizer, model.chat_template)
     if kwargs := model.chat_template_kwargs:
         unread = add_defaults(tokenizer, kwargs, "model.chat_template_kwargs")
