@@ -109,8 +109,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def find_beside(path: Path, name: Any) -> Path | None:
-    """Return the file of a name beside `path`, or in the working directory; None without one."""
-    candidates = [folder / str(name) for folder in (path.parent, Path())] if name else []
+    """Return the file of a name beside `path`, in the folders above it (a repository's own), or
+    in the working directory; None without one."""
+    folders = [*path.absolute().parents[:5], Path()]
+    candidates = [folder / str(name) for folder in folders] if name else []
     return next((file for file in candidates if file.is_file()), None)
 
 

@@ -5,7 +5,7 @@ a config that holds one of their keys is answered with ours.
 """
 
 from jaxtrain.convert import axolotl, llama_factory, prime_rl, trl
-from jaxtrain.convert.conversion import Conversion, ConversionRule, describe, read_numbers
+from jaxtrain.convert.conversion import Conversion, describe, read_numbers
 
 SYSTEMS = {
     "axolotl": axolotl,
@@ -18,11 +18,8 @@ SYSTEMS = {
 
 def find_hint(key: str) -> str | None:
     """Describe the counterpart of another system's key; None for a key that no system has."""
-    for system in SYSTEMS.values():
-        rule: ConversionRule | None = system.RULES.get(key)
-        if rule is not None:
-            return rule.hint
-    return None
+    rules = (system.RULES.get(key) for system in SYSTEMS.values())
+    return next((rule.hint for rule in rules if rule is not None), None)
 
 
 __all__ = ["SYSTEMS", "Conversion", "describe", "find_hint", "read_numbers"]

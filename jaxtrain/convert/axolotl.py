@@ -17,38 +17,17 @@ from jaxtrain.convert.shared import (
 )
 from jaxtrain.convert.trl import GRPO, set_servers, set_task
 
-DEFAULTS = {"sequence_len": 512, "lr_scheduler": "cosine"}
+DEFAULTS = {
+    "sequence_len": 512,
+    "lr_scheduler": "cosine",
+    "sample_packing": False,
+    "warmup_ratio": 0.03,
+    "num_epochs": 1.0,
+}
 """What Axolotl takes where a file says nothing, and this project would take something else."""
 
-FORMATS = {
-    "chat_template": "chat",
-    "sharegpt": "chat",
-    "alpaca": "alpaca",
-    "completion": "completion",
-    "pretrain": "completion",
-    "input_output": "input_output",
-}
-FIELDS = {
-    "field": "text",
-    "text_column": "text",
-    "field_messages": "messages",
-    "field_chosen": "chosen",
-    "field_rejected": "rejected",
-    "field_prompt": "prompt",
-    "field_completion": "completion",
-    "field_label": "label",
-    "field_tools": "tools",
-    "message_field_role": "messages.role",
-    "message_field_content": "messages.content",
-    "message_property_mappings": "messages",
-    "field_thinking": "messages.reasoning_content",
-    "message_field_training": "messages.train",
-    "field_instruction": "instruction",
-    "field_input": "input",
-    "field_output": "output",
-    "field_system": "system",
-}
-"""Names of columns there and here."""
+FORMATS = {name: name for name in ("alpaca", "completion", "input_output")}
+FORMATS |= {"chat_template": "chat", "sharegpt": "chat", "pretrain": "completion"}
 TEMPLATES = {
     **{name: name for name in ("chatml", "llama3", "gemma", "alpaca")},
     **{name: name for name in ("mistral_v1", "mistral_v3_tekken", "mistral_v7_tekken")},
@@ -77,7 +56,12 @@ def convert(table: Mapping[str, Any]) -> Conversion:
     """Their config in ours."""
     conversion = Conversion(table)
     conversion.run({"rl": RULES["rl"]}, {"rl": table.get("rl")})
-    conversion.run(RULES, {**DEFAULTS, **table})
+    defaults = dict(DEFAULTS)
+    if table.get("pretraining_dataset"):
+        del defaults["sample_packing"]  # texts are concatenated
+    if table.get("warmup_steps") is not None:
+        del defaults["warmup_ratio"]
+    conversion.run(RULES, {**defaults, **table})
     conversion.attempt(_finish_task, finish, finish_gym)
     return conversion
 
@@ -87,6 +71,8 @@ def _finish_task(conversion: Conversion) -> None:
     table = conversion.source
     if conversion.get("task.labels") == "steps":
         conversion.set("task.kind", "reward_model")
+    if table.get("gradient_accumulation_steps") and conversion.remove("data.global_batch_size"):
+        conversion.drop("gradient_accumulation_steps outweighs it", "batch_size")
     if isinstance(table.get("diffusion"), Mapping):
         conversion.set("task.kind", "diffusion")
     if table.get("train_on_inputs"):
@@ -95,6 +81,7 @@ def _finish_task(conversion: Conversion) -> None:
     if conversion.get("task.kind") in ("rl", "ebft"):
         settings = {**(table.get("vllm") or {}), **(table.get("trl") or {})}
         set_servers(conversion, settings)
+        conversion.remove("data.packing")
         finish_round(conversion, conversion.remove("data.micro_batch_size"))
         finish_sampling(conversion)
 
@@ -137,16 +124,6 @@ def _hold_out(conversion: Conversion, value: Any) -> None:
             "here it is so many rows of each dataset; give each its own number with held_out, or a"
             " share below 1, which is of all of them"
         )
-
-
-def _evals_per_epoch(conversion: Conversion, value: Any) -> None:
-    if value == 0:
-        conversion.set("eval.every", "never")
-    conversion.set("eval.per_epoch", value or None)
-
-
-def _saves_per_epoch(conversion: Conversion, value: Any) -> None:
-    conversion.set("checkpoint.per_epoch", value or None)
 
 
 def _template(conversion: Conversion, value: Any) -> None:
@@ -214,7 +191,8 @@ def _read_dataset(conversion: Conversion, source: Mapping[str, Any]) -> dict[str
             fields |= {f"{target}.{key}": found for key, found in column.items()}
         elif column not in (None, "", target, target.rpartition(".")[2]):
             fields[target] = column
-    dataset.run(DATASET, _rest(source), prefix="datasets.")
+    rest = {key: value for key, value in source.items() if key not in FIELDS}
+    dataset.run(DATASET, rest, prefix="datasets.")
     dataset.set("fields", fields or None)
     _as_prompts(dataset, kind)
     roles = source.get("roles") or {}
@@ -230,34 +208,25 @@ def _read_dataset(conversion: Conversion, source: Mapping[str, Any]) -> dict[str
     return dataset.table
 
 
-def _rest(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of an entry that are no names of columns."""
-    done = {"path", "data_files", "roles", *FIELDS}
-    return {key: value for key, value in source.items() if key not in done}
+PROMPTS = {"format": "{instruction} {input} ", "no_input_format": "{instruction} "}
+"""How Axolotl writes prompts of a type that is a table, where the table does not say."""
 
 
 def _as_prompts(dataset: Conversion, kind: Any) -> None:
-    """Read a type that writes prompts by a format: instruction and output as they are, or alpaca
-    with what its own format says among what has no counterpart."""
+    """Read a type that is a table: instruction and output as they are, or alpaca with how it would
+    write prompts among what has no counterpart."""
     if not isinstance(kind, Mapping):
         return
-    shape = {
-        key: kind[key] for key in ("format", "no_input_format", "system_prompt") if kind.get(key)
-    }
-    bare = {"{instruction}", None}
-    if not kind.get("field_input") and {shape.get("no_input_format", shape.get("format"))} <= bare:
+    named = {key: value for key, value in kind.items() if key not in FIELDS}
+    styles = {key: named.pop(key, None) or style for key, style in PROMPTS.items()}
+    if set(styles.values()) == {"{instruction}"}:
         dataset.set("format", "prompt_completion")
         fields = dataset.remove("fields") or {}
         fields["prompt"] = fields.pop("instruction", "instruction")
         fields["completion"] = fields.pop("output", "output")
         dataset.set("fields", fields)
-        shape = {key: text for key, text in shape.items() if key == "system_prompt"}
-    rest = {
-        key: value
-        for key, value in kind.items()
-        if key not in FIELDS and not key.endswith("format")
-    }
-    dataset.run(DATASET, {**rest, **shape}, prefix="datasets.type.")
+        styles = {}
+    dataset.run(DATASET, {**named, **styles}, prefix="datasets.type.")
 
 
 def _format(conversion: Conversion, value: Any) -> None:
@@ -285,9 +254,12 @@ RULES = {**TRAINER, **load_rules("axolotl", {**vars(shared), **globals()})}
 """Every key that is known."""
 RULES["trl"].inner.update({**GRPO, **RULES["trl"].inner})
 DATASET = RULES["datasets"].inner or {}
-for _name, _key in (
-    ("datasets", "data.datasets"),
-    ("pretraining_dataset", "data.datasets"),
-    ("test_datasets", "data.eval_datasets"),
-):
+FIELDS = {
+    name: rule.key.removeprefix("fields.")
+    for name, rule in DATASET.items()
+    if rule.key and rule.key.startswith("fields.")
+}
+"""Names of columns there and here."""
+for _name in ("datasets", "pretraining_dataset", "test_datasets"):
+    _key = "data.eval_datasets" if _name == "test_datasets" else "data.datasets"
     RULES[_name] = ConversionRule(_key, partial(_read_datasets, _key), inner=DATASET)

@@ -94,11 +94,34 @@ def _read_line(line: str, functions: Mapping[str, Any]) -> dict[str, ConversionR
         function, _, hint = right.partition(": ")
         return dict.fromkeys(names.split(), ConversionRule(hint, functions[function]))
     right, _, note = right.partition(" # ") if sign == "=" else (right, "", "")
-    right, _, listed = right.partition(" | ")
+    text, _, listed = right.partition(" | ")
     pairs = [pair.partition(">") for pair in listed.split()]
     values = {_scalar(old): _scalar(new) if arrow else _scalar(old) for old, arrow, new in pairs}
-    make = {"=": rename, "-": ignore, "!": refuse, "~": elsewhere}[sign]
-    return {name: make(right.replace("*", name), values, note) for name in names.split()}
+    return {name: _make_rule(sign, text.replace("*", name), values, note) for name in names.split()}
+
+
+def _make_rule(sign: str, text: str, values: Mapping[Any, Any], note: str) -> ConversionRule:
+    """Return the rule of a line: its sign, what stands behind it, values, and a note."""
+
+    def apply(conversion: "Conversion", value: Any) -> None:
+        known = not values or (isinstance(value, str | bool | int | float) and value in values)
+        if sign == "=" and known:
+            conversion.set(text, values[value] if values else value)
+        if value in EMPTY or sign == "~":
+            return
+        if sign == "=" and not known:
+            allowed = ", ".join(dict.fromkeys(map(str, values)))
+            conversion.miss(f"{text} here, which has nothing for it (converted are {allowed})")
+        elif sign == "!" or not known:
+            conversion.miss(text)
+        elif sign == "-":
+            conversion.drop(text)
+        if note:
+            conversion.log(note)
+
+    prefix = {"-": "not needed: ", "!": "nothing: "}.get(sign, "")
+    hint = f"{prefix}{text} ({note})" if note else prefix + text
+    return ConversionRule(hint, apply, text if sign == "=" else None)
 
 
 def _scalar(text: str) -> Any:
@@ -106,50 +129,6 @@ def _scalar(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def rename(key: str, values: Mapping[Any, Any], note: str) -> ConversionRule:
-    """Rule of a key with another name. values: theirs and ours; empty: all are the same."""
-
-    def apply(conversion: "Conversion", value: Any) -> None:
-        if not values:
-            conversion.set(key, value)
-        elif isinstance(value, str | bool | int | float) and value in values:
-            conversion.set(key, values[value])
-        elif value not in EMPTY:
-            allowed = ", ".join(dict.fromkeys(map(str, values)))
-            conversion.miss(f"{key} here, which has nothing for it (converted are {allowed})")
-        if note and value not in EMPTY:
-            conversion.log(note)
-
-    return ConversionRule(f"{key} ({note})" if note else key, apply, key)
-
-
-def ignore(reason: str, values: Mapping[Any, Any], note: str) -> ConversionRule:
-    """Rule of a key that changes nothing here. values: those of which this is true; empty: all."""
-
-    def apply(conversion: "Conversion", value: Any) -> None:
-        if values and value not in EMPTY and value not in list(values):
-            conversion.miss(reason)
-        elif value not in EMPTY:
-            conversion.drop(reason)
-
-    return ConversionRule(f"not needed: {reason}", apply)
-
-
-def refuse(reason: str, values: Mapping[Any, Any], note: str) -> ConversionRule:
-    """Rule of a key that has no counterpart."""
-
-    def apply(conversion: "Conversion", value: Any) -> None:
-        if value not in EMPTY:
-            conversion.miss(reason)
-
-    return ConversionRule(f"nothing: {reason}", apply)
-
-
-def elsewhere(hint: str, values: Mapping[Any, Any], note: str) -> ConversionRule:
-    """Rule of a key that others read together with theirs."""
-    return ConversionRule(hint, lambda conversion, value: None)
 
 
 def section(name: str, rules: Rules, hint: str) -> ConversionRule:

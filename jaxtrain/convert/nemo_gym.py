@@ -1,7 +1,6 @@
 """Axolotl's plugin for NeMo Gym, keys nemo_gym_*: one section env.gym, made of all of them."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from jaxtrain.convert.conversion import Conversion
 
@@ -36,37 +35,22 @@ def finish_gym(conversion: Conversion) -> None:
             conversion.missed.append(("nemo_gym_auto_start", False, needed))
     if source.get("nemo_gym_max_turns") and agent:
         text = "set max_steps of the agent in env.gym.overrides, or in its own config"
-        conversion.notes.append(("nemo_gym_max_turns", text))
-    _set_datasets(conversion, source.get("nemo_gym_datasets") or [], agent)
-    rewards = conversion.table.pop("rewards", None) or []
-    converted_rewards = [reward for reward in rewards if PLUGIN not in str(reward.get("function"))]
-    conversion.set("rewards", converted_rewards or None)
-    if rewards and not converted_rewards:
-        conversion.notes = [
-            reward for reward in conversion.notes if reward[0] != "trl.reward_funcs"
-        ]
-
-
-def _set_datasets(conversion: Conversion, datasets: list[Any], agent: bool) -> None:
-    datasets = [dataset for dataset in datasets if isinstance(dataset, Mapping)]
+        conversion.log(text, "nemo_gym_max_turns")
+    listed = source.get("nemo_gym_datasets") or []
+    datasets = [dataset for dataset in listed if isinstance(dataset, Mapping)]
+    rows = [{"path": d.get("path"), "max_rows": d.get("max_samples") or None} for d in datasets]
+    conversion.set("data.datasets", [{k: v for k, v in row.items() if v} for row in rows])
     names = list(dict.fromkeys(dataset.get("server_name") for dataset in datasets))
-    conversion.set(
-        "data.datasets",
-        [
-            {
-                "path": dataset.get("path"),
-                **({"max_rows": dataset["max_samples"]} if dataset.get("max_samples") else {}),
-            }
-            for dataset in datasets
-        ],
-    )
     if agent:
         text = "rows name their agent (agent_ref.name), or env.gym.agent does: an agent's name"
-        conversion.notes.append(("nemo_gym_datasets", text))
+        conversion.log(text, "nemo_gym_datasets")
     elif len(names) == 1:
         conversion.set("env.gym.agent", names[0])
     else:
         text = f"several servers ({', '.join(map(str, names))}): each dataset needs an env with its"
-        conversion.notes.append(
-            ("nemo_gym_datasets", f"{text} own env.gym.agent, or rows an agent_ref")
-        )
+        conversion.log(f"{text} own env.gym.agent, or rows an agent_ref", "nemo_gym_datasets")
+    rewards = conversion.remove("rewards") or []
+    others = [reward for reward in rewards if PLUGIN not in str(reward.get("function"))]
+    conversion.set("rewards", others or None)
+    if rewards and not others:
+        conversion.notes = [note for note in conversion.notes if note[0] != "trl.reward_funcs"]

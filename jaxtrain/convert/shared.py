@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from jaxtrain.convert.conversion import Conversion, load_rules
@@ -97,19 +98,7 @@ def _scheduler_options(conversion: Conversion, value: Any) -> None:
             conversion.miss(f"{name}: optim.decay_ratio, optim.wsd_decay or a function of your own")
 
 
-def _save_steps(conversion: Conversion, value: Any) -> None:
-    _set_steps(conversion, "checkpoint", value)
-
-
-def _eval_steps(conversion: Conversion, value: Any) -> None:
-    _set_steps(conversion, "eval", value)
-
-
-def _logging_steps(conversion: Conversion, value: Any) -> None:
-    _set_steps(conversion, "log", value)
-
-
-def _set_steps(conversion: Conversion, name: str, value: Any) -> None:
+def _set_steps(name: str, conversion: Conversion, value: Any) -> None:
     """Set NAME.every to a number of steps; a share of the run counts from run.max_steps."""
     total = conversion.source.get("max_steps")
     if isinstance(value, float) and 0 < value < 1 and isinstance(total, int) and total > 0:
@@ -118,6 +107,11 @@ def _set_steps(conversion: Conversion, name: str, value: Any) -> None:
         conversion.miss(f"{name}.every counts steps")
     elif value and value > 0:
         conversion.set(f"{name}.every", int(value))
+
+
+_save_steps, _eval_steps, _logging_steps = (
+    partial(_set_steps, name) for name in ("checkpoint", "eval", "log")
+)
 
 
 def _save_strategy(conversion: Conversion, value: Any) -> None:
@@ -269,6 +263,10 @@ def finish_evaluation(conversion: Conversion) -> None:
         for key in ("data.validation_split", "data.eval_datasets"):
             if conversion.remove(key):
                 conversion.log("held-out prompts are [[eval.sets]], answered and rewarded", key)
+    for name in ("eval", "checkpoint"):
+        if conversion.get(f"{name}.per_epoch") == 0:
+            conversion.remove(f"{name}.per_epoch")
+            conversion.set("eval.every", "never" if name == "eval" else None)
     data = ("data.eval_datasets", "data.validation_split", "eval.sets")
     if not any(conversion.get(key) for key in data):
         keys = ("eval.every", "eval.per_epoch", "eval.at_start", "eval.patience")

@@ -145,6 +145,8 @@ def convert(table: Mapping[str, Any]) -> Conversion:
     settings = {**defaults, **table}
     conversion = Conversion(settings)
     set_task(conversion, method, settings.get("loss_type"))
+    if conversion.get("task.kind") in ("preference", "reward_model"):
+        conversion.set("data.packing", False)  # a pair a row, as batches count them
     conversion.run(RULES, {k: v for k, v in settings.items() if k not in KEYS_OF_METHOD})
     conversion.attempt(_set_datasets, *([_finish_rounds] if drawn else []), finish)
     return conversion

@@ -10,6 +10,7 @@ from jaxtrain.convert import SYSTEMS
 from jaxtrain.convert.shared import match_linears
 from jaxtrain.main import main
 
+BARE = dict.fromkeys(("format", "no_input_format"), "{instruction}")
 BASE = {"base_model": "m", "datasets": [{"path": "a.jsonl"}], "num_epochs": 2}
 
 
@@ -91,8 +92,12 @@ def test_axolotl_prompts_of_a_format_are_no_alpaca_in_silence():
     dataset = {"path": "a.jsonl", "type": {**kind, "system_prompt": "Be brief."}}
     conversion = convert("axolotl", **{**BASE, "datasets": [dataset]})
     missed = {key.rpartition(".")[2]: value for key, value, _ in conversion.missed}
-    assert missed == {"format": "[INST] {instruction} [/INST]", "system_prompt": "Be brief."}
-    bare = {"path": "a.jsonl", "type": {**kind, "format": "{instruction}"}}
+    assert missed == {
+        "format": "[INST] {instruction} [/INST]",
+        "no_input_format": "{instruction} ",  # theirs, where the file does not say
+        "system_prompt": "Be brief.",
+    }
+    bare = {"path": "a.jsonl", "type": {**kind, **BARE}}
     conversion = convert("axolotl", **{**BASE, "datasets": [bare]})
     assert not conversion.missed and conversion.get("data.datasets") == [
         {
