@@ -12,6 +12,11 @@ from jaxtrain.convert.shared import (
 )
 
 SECTIONS = ("orchestrator", "trainer", "inference", "deployment")
+KEYS_OF_SOURCE = (
+    *("id", "args", "name", "env", "taskset", "harness", "runtime", "ratio", "num_tasks", "limit"),
+    *("num_examples", "group_size", "rollouts_per_example", "interval", "sampling"),
+)
+KEYS_OF_EVALUATION = ("source", "select", "skip_first_step", "max_retries", *KEYS_OF_SOURCE)
 TASKS_OF_A_SET = 32
 """Tasks of an evaluation that there is of all tasks, whose number only the taskset knows."""
 
@@ -125,29 +130,26 @@ def _environment(conversion: Conversion, entry: Mapping[str, Any]) -> dict[str, 
     if taskset:
         verifiers["args"] = taskset
     agents = {
-        name: dict(value)
-        for name, value in {"agent": world, **world}.items()
-        if isinstance(value, Mapping) and ("harness" in value or "runtime" in value)
+        name: value
+        for name, value in world.items()
+        if isinstance(value, Mapping) and name != "env" and {"harness", "runtime"} & set(value)
     }
-    agents.pop("env", None)
+    if "harness" in world:
+        agents["agent"] = {key: world[key] for key in ("harness", "runtime") if key in world}
     for name, agent in agents.items():
+        more = {key: value for key, value in agent.items() if key not in ("harness", "runtime")}
         harness = dict(agent.get("harness") or {})
         runtime = {**(harness.pop("runtime", None) or {}), **(agent.get("runtime") or {})}
-        verifiers["harness"] = harness.pop("id", None)
-        verifiers["runtime"] = runtime.pop("type", None)
-        more = {"harness": harness, "runtime": runtime, "timeout": agent.get("timeout")}
-        if kept := {key: value for key, value in more.items() if value}:
-            for key, kind, setting in (
-                ("harness", "id", "harness"),
-                ("runtime", "type", "runtime"),
-            ):
-                if key in kept and verifiers.get(setting):
-                    kept[key] = {kind: verifiers[setting], **kept[key]}
-            verifiers.setdefault("agents", {})[name] = kept
-    for key in ("sampling", "algo", "algorithms", "curriculum", "timeout", "max_turns"):
-        if entry.get(key) and not (key == "timeout" and agents):
-            what = f"{key} of an environment" if key != "curriculum" else "rollout.zero_advantage"
-            conversion.missed.append((f"env.{key}", entry[key], f"{what} is that of all here"))
+        for key, kind, options in (("harness", "id", harness), ("runtime", "type", runtime)):
+            verifiers[key] = options.get(kind)
+            if set(options) - {kind} or (options and len(agents) > 1):
+                more[key] = options
+        if more:
+            verifiers.setdefault("agents", {})[name] = more
+    for key, value in world.items():
+        if key not in KEYS_OF_SOURCE and key not in agents and value:
+            reason = "here it is that of all environments, or of section env"
+            conversion.missed.append((f"env.{key}", value, reason))
     verifiers = {key: value for key, value in verifiers.items() if value is not None}
     return {"kind": "verifiers", "verifiers": verifiers}
 
@@ -160,6 +162,11 @@ def _set_evaluation(conversion: Conversion) -> None:
         return
     sampling = evaluation.get("sampling") or {}
     sets = []
+    read = ("temperature", "max_tokens", "max_completion_tokens")
+    unread = {f"eval.sampling.{k}": v for k, v in sampling.items() if k not in read}
+    unread |= {f"eval.{k}": v for k, v in evaluation.items() if k not in KEYS_OF_EVALUATION}
+    for key, value in unread.items():
+        conversion.missed.append((key, value, "[[eval.sets]] has no such key"))
     for key in ("source", "env"):
         for entry in listed(evaluation.get(key)):
             of = {**evaluation, **(evaluation.get("select") or {}), **entry}
@@ -200,8 +207,12 @@ def _set_algorithm(conversion: Conversion, algorithm: Mapping[str, Any]) -> None
             conversion.set("task.teacher.url", url.removesuffix("/v1"))
             conversion.set("task.top_k", 20)
         return
-    if name not in ("grpo", "default"):
-        conversion.missed.append(("orchestrator.algo.type", name, 'task.objective is "grpo" here'))
+    loss = ((conversion.source.get("trainer") or {}).get("loss") or {}).get("type")
+    if name not in ("grpo", "default") or loss == "sft":
+        conversion.table["task"] = {"kind": name if "sft" not in (name, loss) else "distilled"}
+        reason = "see docs/reference/config.md for the tasks"
+        conversion.missed.append(("orchestrator.algo.type", name, reason))
+        return
     if conversion.get("task.importance_max") or conversion.get("task.importance_min"):
         conversion.set("task.importance_correction", "token_mask")
     for key, value in (("objective", "grpo"), ("average", "token"), ("scale_rewards", "none")):
@@ -255,13 +266,6 @@ def _client(conversion: Conversion, value: Any) -> None:
     if isinstance(value, Mapping) and (urls := list(listed(value.get("base_url")))):
         conversion.set("rollout.engine", "vllm")
         conversion.set("rollout.vllm.servers", [url.removesuffix("/v1") for url in urls])
-
-
-def _inference(conversion: Conversion, value: Any) -> None:
-    conversion.log(
-        'start vLLM yourself and name it in rollout.vllm.servers with rollout.engine = "vllm";'
-        " without, the sampler in the process is used"
-    )
 
 
 RULES = load_rules("prime_rl", {**vars(shared), **globals()})

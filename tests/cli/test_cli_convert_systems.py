@@ -8,6 +8,7 @@ import pytest
 from jaxtrain.config.load import load_config, validate_config
 from jaxtrain.convert import SYSTEMS
 from jaxtrain.convert.shared import match_linears
+from jaxtrain.errors import UserError
 from jaxtrain.main import main
 
 BARE = dict.fromkeys(("format", "no_input_format"), "{instruction}")
@@ -377,6 +378,12 @@ def test_prime_rl_teachers_and_data():
     conversion = convert("prime-rl", model={"name": "m"}, max_steps=3, orchestrator=orchestrator)
     teacher = {"path": "t", "kind": "server", "url": "http://localhost:8001"}
     assert conversion.get("task.teacher") == teacher and conversion.get("task.on_policy_share") == 1
+    orchestrator["algo"] = {"type": "sft"}
+    orchestrator["eval"] = {"source": [{"env": env}], "sampling": {"top_p": 0.9}}
+    other = SYSTEMS["prime-rl"].convert({"model": {"name": "m"}, "orchestrator": orchestrator})
+    with pytest.raises(UserError, match="task.kind"):
+        validate_config(other.table, "it")  # no RL in the place of another method
+    assert {"eval.sampling.top_p", "orchestrator.algo.type"} <= {key for key, *_ in other.missed}
     data = {"name": "d", "subsets": ["a"], "splits": ["train[:9]"], "seq_len": 64, "batch_size": 4}
     conversion = convert("prime-rl", model={"name": "m"}, max_steps=3, data=data)
     assert conversion.get("data") == {
@@ -389,7 +396,6 @@ def test_prime_rl_teachers_and_data():
 def test_rows_of_tasks_are_their_numbers():
     from jaxtrain.config.data import DatasetConfig
     from jaxtrain.data.sources.dataset import open_rows
-    from jaxtrain.errors import UserError
 
     rows = open_rows(DatasetConfig(path="builtin:tasks", options={"num_rows": 3}))
     assert [rows[index] for index in range(len(rows))] == [{"task": 0}, {"task": 1}, {"task": 2}]
