@@ -13,8 +13,9 @@ import numpy as np
 from jaxtrain_kernels.testing import agent_tree, documents
 
 from jaxtrain.batch import Batch
+from jaxtrain.data.packing.branches import list_branches
 from jaxtrain.data.packing.pack import build_batch, fit_rows, lay_out, stack_batches
-from jaxtrain.data.packing.tree import Tree, build_tree, chain, split_branches
+from jaxtrain.data.packing.tree import Tree, build_tree, chain
 
 
 def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool, **second) -> dict:
@@ -214,9 +215,9 @@ class Work:
     def packed_branches(self, vocabulary: int, length: int = 8192) -> Batch:
         """Batch [A, 1, length]: every branch of one row alone, first-fit-decreasing into rows."""
         branches = [
-            chain(tokens, {name: w / tree.num_branches for name, w in weights.items()})
+            chain(b.tokens, {name: w / tree.num_branches for name, w in b.weights.items()})
             for tree in self.trees(vocabulary)
-            for tokens, weights in split_branches(tree)
+            for b in list_branches(tree)
         ]
         length = max(length if self.row > 1024 else self.row, *(b.num_tokens for b in branches))
         rows = fit_rows([branch.num_tokens for branch in branches], length)

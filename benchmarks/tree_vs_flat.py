@@ -49,8 +49,9 @@ from jaxtrain.config import OptimConfig
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.optimizer import build_optimizer, build_schedule
 from jaxtrain.core.step import State, init_state, make_step
+from jaxtrain.data.packing.branches import list_branches
 from jaxtrain.data.packing.pack import build_batch, fit_rows, lay_out, stack_batches
-from jaxtrain.data.packing.tree import Tree, build_tree, chain, split_branches
+from jaxtrain.data.packing.tree import Tree, build_tree, chain
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.methods.trees.turns import TrainedParts, build_current_rl, make_turns
 from jaxtrain.models import build, families
@@ -142,8 +143,8 @@ def make_work(mode: str, tree: Tree, samples: list[Tree], size: Size) -> Work:
     k = tree.num_branches
     share = 1 / k if mode == "grouped" else 1.0
     branches = [
-        chain(tokens, {name: w * share for name, w in weights.items()})
-        for tokens, weights in split_branches(tree)
+        chain(b.tokens, {name: w * share for name, w in b.weights.items()})
+        for b in list_branches(tree)
     ]
     branch_tokens = sum(branch.num_tokens for branch in branches)
     match mode:

@@ -1,11 +1,12 @@
 """Section adapter: train small corrections beside frozen weights."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Place, Section
+from jaxtrain.config.base import Place, Section, unread
 from jaxtrain.config.limits import WIDTH
 
 
@@ -54,15 +55,26 @@ class AdapterConfig(Section):
         return [self.target] if isinstance(self.target, str) else self.target
 
 
+def find_adapter_off_conflicts(reference: str, adapter: AdapterConfig) -> Iterator[str]:
+    """Yield one sentence for each reason why task.reference cannot be had of this adapter."""
+    full = adapter.train_embeddings or adapter.train_head
+    if reference == "adapter_off" and adapter.kind == "none":
+        yield 'task.reference adapter_off needs an adapter; set adapter.kind or reference "frozen"'
+    if reference == "adapter_off" and full:
+        yield (
+            "task.reference adapter_off is not the base where adapter.train_embeddings or"
+            ' train_head trains a table in full; set task.reference to "frozen"'
+        )
+    if reference == "mixed" and adapter.kind != "none":
+        yield 'task.reference mixed needs full training; set it to "adapter_off" with an adapter'
+
+
 def find_adapter_conflicts(adapter: AdapterConfig) -> Iterator[str]:
     """Yield one sentence for each impossible combination within the section."""
     if adapter.kind == "none":
-        changed = adapter.model_dump(exclude_defaults=True)
-        if changed:
-            yield (
-                f"adapter.{next(iter(changed))} has no effect while adapter.kind is none; set"
-                ' adapter.kind to "lora" or "dora", or remove it'
-            )
+        cure = 'set adapter.kind to "lora" or "dora", or remove it'
+        rule = unread("adapter.*", "adapter.kind", lambda kind: kind != "none", cure=cure)
+        yield from rule(SimpleNamespace(adapter=adapter))
         return
     if adapter.quantize != "none" and adapter.kind == "dora":
         yield 'adapter.quantize needs adapter.kind "lora"; dora reads the norms of whole matrices'

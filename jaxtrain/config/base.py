@@ -3,7 +3,7 @@
 import functools
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args
 
@@ -173,6 +173,74 @@ def list_places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 def _is_place(annotation: Any) -> bool:
     return annotation is Place or any(map(_is_place, get_args(annotation)))
+
+
+Rule = Callable[[Any], list[str]]
+"""Conflict between keys, by their dotted names in a config: returns sentences where it exists."""
+
+
+def value_of(config: Any, key: str) -> Any:
+    """Return the value of a dotted key."""
+    return functools.reduce(getattr, key.split("."), config)
+
+
+def is_set(config: Any, key: str) -> bool:
+    """Return whether a dotted key differs from its default."""
+    owner, _, name = key.rpartition(".")
+    section = value_of(config, owner)
+    default = type(section).model_fields[name].get_default(call_default_factory=True)
+    return getattr(section, name) != default
+
+
+def excludes(first: str, second: str) -> Rule:
+    """Refuse two keys that set the same thing."""
+    text = f"{first} and {second} are both set; keep one"
+    return lambda config: [text] if is_set(config, first) and is_set(config, second) else []
+
+
+def requires(key: str, other: str, cure: str = "") -> Rule:
+    """Refuse a key without another one. cure: the end of the sentence."""
+    text = f"{key} needs {other}{cure}"
+    return lambda config: [text] if value_of(config, key) and not value_of(config, other) else []
+
+
+def at_most(first: str, second: str) -> Rule:
+    """Refuse a number above that of another key, where both are set."""
+
+    def rule(config: Any) -> list[str]:
+        low, high = value_of(config, first), value_of(config, second)
+        if low is None or high is None or low <= high:
+            return []
+        return [f"{first} {low:,} is above {second} {high:,}; lower the first or raise the second"]
+
+    return rule
+
+
+def unread(
+    keys: str, switch: str, reads: Callable[[Any], bool], why: str = "", cure: str = "remove it"
+) -> Rule:
+    """Refuse keys, separated by spaces, while `reads` is false for the value of `switch`; "a.*"
+    stands for all keys of section a."""
+
+    def rule(config: Any) -> list[str]:
+        value, named = value_of(config, switch), []
+        for key in keys.split() if not reads(value) else ():
+            section = key.removesuffix(".*")
+            fields = type(value_of(config, section)).model_fields if key != section else ()
+            named += [f"{section}.{name}" for name in fields] or [key]
+        state = str(value).lower() if isinstance(value, bool) else value
+        return [
+            f"{key} has no effect while {switch} is {state}{why}; {cure}"
+            for key in named
+            if is_set(config, key)
+        ]
+
+    return rule
+
+
+def broken(rules: Iterable[Rule], config: Any) -> list[str]:
+    """Return the sentences of rules that a config breaks."""
+    return [text for rule in rules for text in rule(config)]
 
 
 def members(annotation: Any) -> list[type[BaseModel]]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import RESUMABLE, Place, Section, known_in
+from jaxtrain.config.base import RESUMABLE, Place, Section, at_most, excludes, known_in
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.limits import ITEMS, ROWS, TOKENS, WORKERS
 
@@ -90,6 +90,19 @@ class DatasetConfig(Section):
         label = f"{stem}-{self.name}" if self.name else stem
         number = sum(dataset.label() == label for dataset in datasets)
         return f"{label}-{number + 1}" if number else label
+
+
+def find_stream_conflicts(config: Any, reader: str) -> list[str]:
+    """Return a sentence for each streamed dataset, where `reader` needs rows in any order."""
+    streamed = (dataset.path for dataset in config.data.datasets if dataset.streaming)
+    return [f"{reader} at hand; set streaming of {path!r} to false" for path in streamed]
+
+
+PACKING_RULES = (
+    at_most("data.sequence_len", "task.max_packed_tokens"),
+    excludes("task.units_per_step", "data.global_batch_size"),
+)
+"""Conflicts of methods whose rows become trees: data.sequence_len limits one path of a tree."""
 
 
 class DataConfig(Section):

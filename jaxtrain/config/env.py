@@ -1,11 +1,20 @@
 """Section env: the world that the policy acts in."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import RESUMABLE, Place, Problems, Section, known_in
+from jaxtrain.config.base import (
+    RESUMABLE,
+    Place,
+    Problems,
+    Section,
+    broken,
+    known_in,
+    unread,
+)
 from jaxtrain.config.gym import GymConfig, find_gym_conflicts
 from jaxtrain.config.limits import ROWS, SECONDS
 from jaxtrain.config.openenv import OpenEnvConfig, find_openenv_conflicts
@@ -77,6 +86,26 @@ class EnvConfig(Section):
         return self
 
 
+PROMPTED = ("single_turn", "tools", "dialogue", "openenv")
+WITHOUT_TOOLS = ("single_turn", "calculator", "dialogue", "nemo_gym", "openenv", "verifiers")
+AGENTS = ("verifiers", "nemo_gym")
+DECIDED = ", whose agents decide it"
+RULES = (
+    unread("env.options", "env.kind", lambda kind: kind not in BUILTIN),
+    unread("env.raw env.special_tokens", "env.kind", lambda kind: kind == "single_turn"),
+    unread("env.system env.prompt_column", "env.kind", lambda kind: kind in PROMPTED),
+    unread("env.tools env.tool_seconds", "env.kind", lambda kind: kind not in WITHOUT_TOOLS),
+    unread("env.history", "env.kind", lambda kind: kind != "single_turn"),
+    unread("env.history", "env.kind", lambda kind: kind not in AGENTS, DECIDED),
+    unread("env.max_turns", "env.kind", lambda kind: kind != "nemo_gym", DECIDED),
+    unread("env.gym", "env.kind", lambda kind: kind == "nemo_gym"),
+    unread("env.openenv", "env.kind", lambda kind: kind == "openenv"),
+    unread("env.openenv.text_field", "env.openenv.action", lambda action: action == "text"),
+    unread("env.verifiers", "env.kind", lambda kind: kind == "verifiers"),
+)
+"""Keys that a kind of environment does not read."""
+
+
 def find_env_conflicts(env: EnvConfig) -> Iterator[str]:
     """Yield one sentence for each impossible combination within the section."""
     if (env.kind == "python") != (env.path is not None):
@@ -84,34 +113,7 @@ def find_env_conflicts(env: EnvConfig) -> Iterator[str]:
             f"env.kind is {env.kind} and env.path is {env.path!r}; env.path goes with env.kind"
             ' "python"; set both, or env.kind "package.module:Class" alone'
         )
-    if env.options and env.kind in BUILTIN:
-        yield f"env.options has no effect while env.kind is {env.kind}; remove it"
-    changed = env.model_dump(exclude_defaults=True)
-    for key in ("system", "prompt_column", "raw", "special_tokens"):
-        readers = ("single_turn",)
-        if key not in ("raw", "special_tokens"):
-            readers = ("single_turn", "tools", "dialogue", "openenv")
-        if key in changed and env.kind not in readers:
-            yield f"env.{key} has no effect while env.kind is {env.kind}; remove it"
-    for key in ("tools", "tool_seconds", "history"):
-        non_readers = ("single_turn",)
-        if key != "history":
-            non_readers = (
-                "single_turn",
-                "calculator",
-                "dialogue",
-                "nemo_gym",
-                "openenv",
-                "verifiers",
-            )
-        if key in changed and env.kind in non_readers:
-            yield f"env.{key} has no effect while env.kind is {env.kind}; remove it"
-    if env.kind == "verifiers" and "history" in changed:
-        yield "env.history has no effect while env.kind is verifiers, whose agents decide it"
-    if env.kind == "nemo_gym":
-        for key in ("max_turns", "history"):
-            if key in changed:
-                yield f"env.{key} has no effect while env.kind is nemo_gym, whose agents decide it"
+    yield from broken(RULES, SimpleNamespace(env=env))
     yield from find_gym_conflicts(env.gym, env.kind)
     yield from find_openenv_conflicts(env.openenv, env.kind)
     yield from find_verifiers_conflicts(env.verifiers, env.kind)

@@ -1,11 +1,12 @@
 """Section env.gym: NeMo Gym servers as the world."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import RESUMABLE, Place, Section
+from jaxtrain.config.base import RESUMABLE, Place, Section, is_set, requires, unread
 from jaxtrain.config.limits import ITEMS, SECONDS
 
 
@@ -68,10 +69,8 @@ class GymConfig(Section):
 def find_gym_conflicts(gym: GymConfig, kind: str) -> Iterator[str]:
     """Yield one sentence for each impossible combination with env.kind."""
     if kind != "nemo_gym":
-        if gym != GymConfig():
-            yield f"env.gym has no effect while env.kind is {kind}; remove it"
         return
-    changed = gym.model_dump(exclude_defaults=True)
+    config = SimpleNamespace(env=SimpleNamespace(gym=gym))
     if gym.start == bool(gym.head or gym.servers):
         yield (
             "env.kind nemo_gym needs either env.gym.head (the URL of a Gym that runs), or"
@@ -83,16 +82,14 @@ def find_gym_conflicts(gym: GymConfig, kind: str) -> Iterator[str]:
         if url is not None and not url.startswith(("http://", "https://")):
             yield f"env.gym.{key} must be a URL such as http://127.0.0.1:11000, not {url!r}"
     if gym.start:
-        if not gym.python:
-            yield "env.gym.start needs env.gym.python"
-        if not gym.configs and "directory" not in changed:
+        yield from requires("env.gym.start", "env.gym.python")(config)
+        if not gym.configs and not is_set(config, "env.gym.directory"):
             yield "env.gym.start needs env.gym.configs, or env.gym.directory with servers of yours"
         if gym.token is not None:
             yield "env.gym.token goes with env.gym.head or servers, not with start; remove it"
         return
-    for key in ("python", "configs", "directory", "overrides", "own_environments"):
-        if key in changed:
-            yield f"env.gym.{key} goes with env.gym.start, not with a Gym that runs; remove it"
+    keys = ("python", "configs", "directory", "overrides", "own_environments")
+    yield from unread(" ".join(f"env.gym.{key}" for key in keys), "env.gym.start", bool)(config)
     if gym.mode == "agent" and not (gym.port and gym.api_key):
         yield (
             "a Gym that runs (env.gym.head, servers) needs env.gym.port and env.gym.api_key in mode"

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from jaxtrain.config.base import unread
+
 OWN_ARGS = {
     "--model": "model.path",
     "--served-model-name": "model.path",
@@ -13,20 +15,19 @@ OWN_ARGS = {
     "-tp": "rollout.vllm.gpus divided by rollout.vllm.replicas",
 }
 """Options of a server that follow from the config: by what."""
-WITHOUT_EFFECT = ("python", "replicas", "gpus", "args")
+WITHOUT_LAUNCH = unread(
+    "rollout.vllm.python rollout.vllm.replicas rollout.vllm.gpus rollout.vllm.args",
+    "rollout.vllm.launch",
+    lambda launch: launch != "none",
+    cure='set rollout.vllm.launch to "local" or remove it',
+)
 
 
 def find_launch_conflicts(config: Any) -> Iterator[str]:
     """Yield one sentence for each impossible combination, of a run that samples with vLLM."""
     vllm = config.rollout.vllm
     if vllm.launch == "none":
-        fields = type(vllm).model_fields
-        for name in WITHOUT_EFFECT:
-            if getattr(vllm, name) != fields[name].get_default(call_default_factory=True):
-                yield (
-                    f"rollout.vllm.{name} is for servers that jaxtrain starts; set"
-                    ' rollout.vllm.launch to "local" or remove it'
-                )
+        yield from WITHOUT_LAUNCH(config)
         return
     if config.model.path is None:
         yield (

@@ -113,6 +113,15 @@ MOMENTS = tuple(name for name in OPTIMIZERS if name != "adafactor")
 SCHEDULES = ("constant", "linear", "cosine", "inverse_sqrt", "wsd")
 
 
+def find_width_conflict(section: str, compute: str, param: str) -> list[str]:
+    """Return a sentence where a model would compute in more bits than its weights have."""
+    wide = {"float64": 8, "float32": 4, "bfloat16": 2}
+    if wide[compute] <= wide[param]:
+        return []
+    wider = f"{section}.compute_dtype {compute} is wider than {section}.param_dtype {param}"
+    return [f"{wider}; lower the first or raise the second"]
+
+
 class OptimConfig(Section):
     """Optimizer, schedule and the size of a step."""
 

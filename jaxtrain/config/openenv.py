@@ -38,17 +38,9 @@ class OpenEnvConfig(Section):
 def find_openenv_conflicts(config: OpenEnvConfig, kind: str) -> Iterator[str]:
     """Yield one sentence for each impossible combination, of a section env of this kind."""
     if kind != "openenv":
-        if config != OpenEnvConfig():
-            yield f"env.openenv has no effect while env.kind is {kind}; remove it"
         return
     if not config.url:
         yield 'env.kind openenv needs env.openenv.url, such as ["http://127.0.0.1:8000"]'
     for url in config.url:
         if not url.startswith(SCHEMES):
             yield f"env.openenv.url {url!r} is no URL; write http://HOST:PORT"
-    changed = config.model_dump(exclude_defaults=True)
-    if "text_field" in changed and config.action != "text":
-        yield (
-            f"env.openenv.text_field has no effect while env.openenv.action is {config.action};"
-            " remove it"
-        )

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import RESUMABLE, Place, Section
+from jaxtrain.config.base import RESUMABLE, Place, Section, requires
+from jaxtrain.config.data import find_stream_conflicts
 from jaxtrain.config.launch import find_launch_conflicts
 from jaxtrain.config.limits import ITEMS, ROWS, WORKERS
 from jaxtrain.config.ray import RayConfig, find_ray_conflicts
@@ -134,8 +135,7 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
         )
     if rollout.engine == "vllm" and rollout.devices:
         yield "rollout.devices is for the local engine; remove it, servers have their own"
-    if rollout.draft_rows and rollout.draft is None:
-        yield "rollout.draft_rows has no effect without rollout.draft; set that or remove it"
+    yield from requires("rollout.draft_rows", "rollout.draft", "; set that or remove it")(config)
     replayed = round(rollout.replay_share * rollout.prompts_per_step)
     if rollout.replay_share and replayed > rollout.replay_size:
         yield (
@@ -190,9 +190,4 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
             f"rollout.prompts_per_step sets the size of a step for task.kind {kind}; remove"
             " data.global_batch_size and optim.gradient_accumulation_steps"
         )
-    for dataset in config.data.datasets:
-        if dataset.streaming:
-            yield (
-                f"task.kind {kind} needs all prompts at hand; set streaming of"
-                f" {dataset.path!r} to false"
-            )
+    yield from find_stream_conflicts(config, f"task.kind {kind} needs all prompts")

@@ -5,13 +5,30 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin
 from pydantic import BaseModel, Discriminator, InstanceOf, SerializeAsAny, model_validator
 
 from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
-from jaxtrain.config.base import RESUMABLE, Problems, Section, section_type
+from jaxtrain.config.base import (
+    RESUMABLE,
+    Problems,
+    Section,
+    at_most,
+    broken,
+    excludes,
+    requires,
+    section_type,
+    unread,
+    value_of,
+)
 from jaxtrain.config.data import DataConfig
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import EvalConfig, find_eval_set_conflicts
 from jaxtrain.config.limits import PASS_TOKENS, STEP_TOKENS, TOKENS
 from jaxtrain.config.methods import DEFAULT_KIND, KINDS, load_section, union_of
-from jaxtrain.config.model import OPTIMIZERS, SCHEDULES, ModelConfig, OptimConfig
+from jaxtrain.config.model import (
+    OPTIMIZERS,
+    SCHEDULES,
+    ModelConfig,
+    OptimConfig,
+    find_width_conflict,
+)
 from jaxtrain.config.observers import ObserverConfig
 from jaxtrain.config.policies import PolicyConfig, find_policy_problems
 from jaxtrain.config.rewards import RewardConfig, find_reward_conflicts
@@ -95,6 +112,26 @@ def is_resumable(key: str, kind: str) -> bool:
     return False
 
 
+RULES = (
+    requires("model.architecture", "model.tokenizer", ", as it has none of its own"),
+    unread("model.matmul", "model.compute_dtype", lambda dtype: dtype != "float64"),
+    excludes("optim.warmup_steps", "optim.warmup_ratio"),
+    excludes("optim.min_lr", "optim.min_lr_ratio"),
+    at_most("optim.min_lr", "optim.learning_rate"),
+    at_most("optim.warmup_steps", "run.max_steps"),
+    at_most("log.profile_start", "run.max_steps"),
+    unread(
+        "eval.per_epoch eval.at_start eval.patience checkpoint.best_metric",
+        "eval.every",
+        lambda every: every != "never",
+    ),
+    requires("eval.patience", "checkpoint.best_metric", ', such as "eval/loss"'),
+    requires("eval.per_epoch", "run.num_epochs", "; by run.max_steps, set eval.every"),
+    requires("checkpoint.per_epoch", "run.num_epochs", "; by run.max_steps, set checkpoint.every"),
+)
+"""Conflicts of the common sections' keys."""
+
+
 def find_conflicts(config: Config):
     """Yield one sentence for each impossible combination."""
     run, model, data, optim = config.run, config.model, config.data, config.optim
@@ -120,18 +157,9 @@ def find_conflicts(config: Config):
             f"model.matmul {model.matmul!r} needs kernels as they are, and adapter.quantize"
             f" {config.adapter.quantize!r} stores them in fewer bits; remove one"
         )
-    if model.matmul != "default" and model.compute_dtype == "float64":
-        yield "model.compute_dtype 'float64' is for exact checks; remove model.matmul"
-    if model.architecture and not model.tokenizer:
-        yield "model.architecture has no tokenizer of its own; set model.tokenizer"
     if not data.datasets:
         yield "data.datasets is empty; add a [[data.datasets]] table with a path"
-    if optim.warmup_steps is not None and optim.warmup_ratio is not None:
-        yield "optim.warmup_steps and optim.warmup_ratio are both set; keep one"
-    if optim.min_lr is not None and optim.min_lr_ratio is not None:
-        yield "optim.min_lr and optim.min_lr_ratio are both set; keep one"
-    if optim.min_lr is not None and optim.min_lr > optim.learning_rate:
-        yield f"optim.min_lr {optim.min_lr} is above optim.learning_rate {optim.learning_rate}"
+    yield from broken(RULES, config)
     for key, name, builtin in (
         ("options", optim.name, OPTIMIZERS),
         ("scheduler_options", optim.lr_scheduler, SCHEDULES),
@@ -157,32 +185,12 @@ def find_conflicts(config: Config):
     yield from find_size_conflicts(config)
     yield from find_parallel_conflicts(config.parallel)
     evaluates = data.eval_datasets or config.eval.sets
-    if config.eval.patience and not config.checkpoint.best_metric:
-        yield 'eval.patience needs checkpoint.best_metric, such as "eval/loss"'
-    never = config.eval.every == "never"
-    for key, is_set in (
-        ("eval.per_epoch", config.eval.per_epoch),
-        ("eval.at_start", config.eval.at_start),
-        ("eval.patience", config.eval.patience),
-        ("checkpoint.best_metric", config.checkpoint.best_metric),
-    ):
-        if never and is_set:
-            yield f'{key} needs evaluations, and eval.every is "never"; remove one of the two'
     if config.eval.patience and not (config.eval.every or config.eval.per_epoch):
         yield "eval.patience needs evaluations on the way; set eval.every or eval.per_epoch"
-    if config.checkpoint.best_metric and not evaluates:
-        yield (
-            "checkpoint.best_metric needs an evaluation; set data.validation_split or add"
-            " [[data.eval_datasets]]"
-        )
-    if config.eval.at_start and not evaluates:
-        yield "eval.at_start has nothing to evaluate; add [[data.eval_datasets]] or [[eval.sets]]"
-    for key in ("every", "per_epoch"):
-        if getattr(config.eval, key) not in (None, "never") and not evaluates:
-            yield f"eval.{key} has nothing to evaluate; add [[data.eval_datasets]] or [[eval.sets]]"
-    for name, section in (("eval", config.eval), ("checkpoint", config.checkpoint)):
-        if section.per_epoch and not run.num_epochs:
-            yield f"{name}.per_epoch needs run.num_epochs; by run.max_steps, set {name}.every"
+    sources = "data.validation_split, [[data.eval_datasets]] or [[eval.sets]]"
+    for key in ("eval.at_start", "eval.every", "eval.per_epoch", "checkpoint.best_metric"):
+        if not evaluates and value_of(config, key) not in (None, False, "never"):
+            yield f"{key} has nothing to evaluate; set {sources}"
     yield from find_adapter_conflicts(config.adapter)
     yield from find_reward_conflicts(config)
     yield from find_eval_set_conflicts(config)
@@ -192,17 +200,12 @@ def find_conflicts(config: Config):
     generated = any(dataset.path.startswith("builtin:caterpillar") for dataset in data.datasets)
     if generated and not config.task.trees:
         yield 'data.datasets builtin:caterpillar makes trees; set task.kind to "tree"'
-    wide = {"float64": 8, "float32": 4, "bfloat16": 2}
-    if wide[model.compute_dtype] > wide[model.param_dtype]:
-        yield (
-            f"model.compute_dtype {model.compute_dtype} is wider than model.param_dtype"
-            f" {model.param_dtype}; lower the first or raise the second"
-        )
+    yield from find_width_conflict("model", model.compute_dtype, model.param_dtype)
 
 
 def find_size_conflicts(config: Config):
     """Yield one sentence for each pair of sizes that cannot go together, or is beyond any use."""
-    run, data, optim = config.run, config.data, config.optim
+    data, optim = config.data, config.optim
     length = getattr(config.task, "max_packed_tokens", None) or data.sequence_len
     rows = data.micro_batch_size * length
     if rows > PASS_TOKENS:
@@ -223,11 +226,6 @@ def find_size_conflicts(config: Config):
         )
     if wrong := [size for size in data.length_buckets if not 8 <= size <= TOKENS]:
         yield f"data.length_buckets holds {wrong[0]:,}; lengths of rows are 8 to {TOKENS:,}"
-    steps = run.max_steps
-    if steps and optim.warmup_steps is not None and optim.warmup_steps > steps:
-        yield f"optim.warmup_steps {optim.warmup_steps:,} is above run.max_steps {steps:,}"
-    if steps and config.log.profile_start is not None and config.log.profile_start > steps:
-        yield f"log.profile_start {config.log.profile_start:,} is above run.max_steps {steps:,}"
 
 
 def find_unused_sections(config: Config):

@@ -29,7 +29,7 @@ def test_a_tree_task_is_read():
         ({"train_response": False, "train_reasoning": False}, "nothing would train"),
         ({"mode": "grouped"}, "needs task.units_per_step"),
         ({"mode": "grouped", "units_per_step": 2, "normalize": "tree"}, "task.normalize tree"),
-        ({"units_per_step": 2, "data": {"global_batch_size": 8}}, "both set a step"),
+        ({"units_per_step": 2, "data": {"global_batch_size": 8}}, "are both set"),
         ({"split": "think", "selection": "num_turns"}, "task.split think"),
         ({"split": "think", "rendering": "chatml"}, "task.split think"),
         ({"data": {"too_long": "truncate"}}, "data.too_long truncate"),

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.batch import check_batch
+from jaxtrain.data.packing.branches import list_branches
 from jaxtrain.data.packing.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
-from jaxtrain.data.packing.tree import Node, Tree, build_tree, split_branches
+from jaxtrain.data.packing.tree import Node, Tree, build_tree
 from jaxtrain.data.sample import Sample, to_tree
 
 
@@ -113,8 +114,8 @@ def test_weights_are_the_average_over_branches(tree):
         return 1 + np.cos(tokens[: t + 1] @ np.arange(1, t + 2))
 
     branches = [
-        (tokens, weights["nll"] * 1.0, end)
-        for (tokens, weights), end in zip(split_branches(tree), tree.ends, strict=True)
+        (branch.tokens, branch.weights["nll"] * 1.0, end)
+        for branch, end in zip(list_branches(tree), tree.ends, strict=True)
     ]
     costs = {}  # by (node, offset)
     mean = total = 0.0

@@ -15,9 +15,10 @@ from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.chat.tokenize import RowTokenizer
+from jaxtrain.data.packing.branches import list_branches
 from jaxtrain.data.packing.pack import Fields, build_batch, lay_out
 from jaxtrain.data.packing.prefixes import group_samples, share_prefixes
-from jaxtrain.data.packing.tree import Tree, split_branches
+from jaxtrain.data.packing.tree import Tree
 from jaxtrain.data.preview import probe_samples
 from jaxtrain.data.sample import Dropped, Sample, to_tree, to_trees
 from jaxtrain.data.sequences import Sequences
@@ -58,8 +59,9 @@ def sequences(items):
         if isinstance(item, Dropped):
             continue
         tree = item if isinstance(item, Tree) else to_tree(item)
-        for tokens, _ in split_branches(tree):
-            actual[tuple(tokens.tolist())] = actual.get(tuple(tokens.tolist()), 0) + 1
+        for branch in list_branches(tree):
+            tokens = tuple(branch.tokens.tolist())
+            actual[tokens] = actual.get(tokens, 0) + 1
     return actual
 
 

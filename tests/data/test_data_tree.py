@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtrain.data.packing.branches import list_branches
 from jaxtrain.data.packing.prefixes import FlatSequence, measure_saving, merge_prefixes
-from jaxtrain.data.packing.tree import Node, Tree, build_tree, split_branches
+from jaxtrain.data.packing.tree import Node, Tree, build_tree
 from jaxtrain.data.sample import Dropped, Sample, to_tree, to_trees
 
 
@@ -168,7 +169,7 @@ def test_nothing_to_merge_is_refused(group):
 
 def test_branches_of_a_tree_share_out_its_weights():
     tree = build_tree([(-1, [1, 2], [True, True], ""), (0, [3], [True], ""), (0, [4], [False], "")])
-    (first, first_weights), (second, second_weights) = split_branches(tree)
-    assert first.tolist() == [1, 2, 3] and second.tolist() == [1, 2, 4]
-    assert first_weights["nll"].tolist() == [1, 1, 1]
-    assert second_weights["nll"].tolist() == [1, 1, 0]
+    first, second = list_branches(tree)
+    assert first.tokens.tolist() == [1, 2, 3] and second.tokens.tolist() == [1, 2, 4]
+    assert first.weights["nll"].tolist() == [1, 1, 1]
+    assert second.weights["nll"].tolist() == [1, 1, 0]

@@ -62,7 +62,7 @@ def test_answers_and_losses_are_those_without_a_draft(config, tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["rollout.draft_rows=4"], "rollout.draft_rows has no effect without rollout.draft"),
+        (["rollout.draft_rows=4"], "rollout.draft_rows needs rollout.draft"),
         (
             ["rollout.draft=x", "rollout.engine=vllm", 'rollout.vllm.servers=["http://a:1"]'],
             "rollout.draft is for the local engine: .*--speculative-config",

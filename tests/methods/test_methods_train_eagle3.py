@@ -77,7 +77,7 @@ REFUSED = {
         "task.draft.sliding_window=8",
         'task.draft.layer_types=["sliding_attention"]',
     ],
-    'is for task.loss "lambda"': ["task.kl_decay=1.0"],
+    "task.kl_decay has no effect while task.loss is soft": ["task.kl_decay=1.0"],
 }
 
 

@@ -48,32 +48,6 @@ class ComparedTokens(NamedTuple):
     """1 where both find the same token most likely."""
 
 
-def plain_divergence(student_CV, teacher_CV, beta: float, temperature: float = 1.0):
-    """[C] the definition, by autodiff: from all logits of both."""
-    lq_CV = jax.nn.log_softmax(student_CV / temperature)
-    lp_CV = jax.nn.log_softmax(teacher_CV / temperature)
-    return diverge(lp_CV, lq_CV, beta).sum(-1)
-
-
-def plain_topk(
-    student_CV, teacher: TopK, beta: float, rest: Rest, temperature: float = 1.0
-) -> jax.Array:
-    """[C] the definition over k tokens, by autodiff; every id is there."""
-    lq_CV = jax.nn.log_softmax(student_CV / temperature)
-    lq_Ck = jnp.take_along_axis(lq_CV, teacher.ids, axis=-1)
-    lp_Ck = teacher.logp / temperature
-    if rest == "bucket":
-        assert temperature == 1.0, "what the others have at another temperature is not known"
-        lp_Ck, lq_Ck = (
-            jnp.concatenate([x_Ck, jnp.log1p(-jnp.exp(x_Ck).sum(-1, keepdims=True))], -1)
-            for x_Ck in (lp_Ck, lq_Ck)
-        )
-    else:
-        lp_Ck = jax.nn.log_softmax(lp_Ck)
-        lq_Ck = jax.nn.log_softmax(lq_Ck) if rest == "renormalize" else lq_Ck
-    return diverge(lp_Ck, lq_Ck, beta).sum(-1)
-
-
 def diverge(lp, lq, beta: float):
     """Return each category's part of the divergence, from log-probs of teacher and student."""
     p, q = jnp.exp(lp), jnp.exp(lq)

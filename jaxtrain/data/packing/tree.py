@@ -239,23 +239,3 @@ def build_tree(
         for node, g in zip(tree.nodes, tree.branch_counts, strict=True)
     )
     return Tree(nodes, tree.ends, origin)
-
-
-def split_branches(tree: Tree) -> list[tuple[np.ndarray, Weights]]:
-    """Return (tokens, weights) of each branch, in the order of `ends`.
-
-    The weight of a shared token is divided evenly between its branches, so that the branches add up
-    to the tree; exact for trees whose branches agree on shared weights.
-    """
-    branches = []
-    for end in tree.ends:
-        path = tree.root_path(end)
-        tokens = np.concatenate([tree.nodes[i].tokens for i in path])
-        weights = {
-            name: np.concatenate(
-                [tree.nodes[i].weights[name] / tree.branch_counts[i] for i in path]
-            )
-            for name in tree.nodes[0].weights
-        }
-        branches.append((tokens, weights))
-    return branches

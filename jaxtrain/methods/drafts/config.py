@@ -1,14 +1,15 @@
 """Sections of draft models: the draft that is trained, and where its target's states come from."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import override
 
-from jaxtrain.config.base import RESUMABLE, Place, Section
+from jaxtrain.config.base import RESUMABLE, Place, Section, broken, unread
 from jaxtrain.config.limits import ITEMS, ROWS, TOKENS
-from jaxtrain.config.model import DTYPE
+from jaxtrain.config.model import DTYPE, find_width_conflict
 from jaxtrain.config.task import TaskSection
 
 
@@ -155,11 +156,11 @@ class DFlashTask(DraftTask):
 
     @override
     def find_section_conflicts(self) -> Iterator[str]:
-        changed = self.model_dump(exclude_defaults=True)
-        if self.weighting == "decay" and "alpha" in changed:
-            yield 'task.alpha has no effect with task.weighting "decay"; remove it'
-        if self.weighting != "decay" and "decay" in changed:
-            yield f"task.decay has no effect with task.weighting {self.weighting!r}; remove it"
+        rules = (
+            unread("task.alpha", "task.weighting", lambda weighting: weighting != "decay"),
+            unread("task.decay", "task.weighting", lambda weighting: weighting == "decay"),
+        )
+        return iter(broken(rules, SimpleNamespace(task=self)))
 
 
 class Eagle3Task(DraftTask):
@@ -198,10 +199,8 @@ class Eagle3Task(DraftTask):
         changed = self.model_dump(exclude_defaults=True)
         if draft.path is not None and "draft_vocab_size" in changed:
             yield (f"task.draft_vocab_size is fixed by task.draft.path {draft.path!r}; remove it")
-        if self.loss != "lambda":
-            for key in ("kl_scale", "kl_decay"):
-                if key in changed:
-                    yield f'task.{key} is for task.loss "lambda", not {self.loss!r}; remove it'
+        rule = unread("task.kl_scale task.kl_decay", "task.loss", lambda loss: loss == "lambda")
+        yield from rule(SimpleNamespace(task=self))
 
 
 def find_draft_conflicts(config: Any) -> Iterator[str]:
@@ -235,13 +234,8 @@ def find_draft_conflicts(config: Any) -> Iterator[str]:
 
 def find_width_conflicts(task: DraftTask, config: Any) -> Iterator[str]:
     """Yield one sentence where a draft would compute in more bits than its weights have."""
-    draft, wide = task.draft, {"float64": 8, "float32": 4, "bfloat16": 2}
-    compute = draft.compute_dtype or config.model.compute_dtype
-    if wide[compute] > wide[draft.param_dtype]:
-        yield (
-            f"task.draft.compute_dtype {compute} is wider than task.draft.param_dtype"
-            f" {draft.param_dtype}; lower the first or raise the second"
-        )
+    compute = task.draft.compute_dtype or config.model.compute_dtype
+    yield from find_width_conflict("task.draft", compute, task.draft.param_dtype)
 
 
 def find_target_conflicts(target: TargetConfig, adapter: Any) -> Iterator[str]:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Place, Section
+from jaxtrain.config.base import Place, Section, unread
 from jaxtrain.config.limits import PASS_TOKENS, ROWS, TOKENS
 from jaxtrain.config.task import TaskSection
 from jaxtrain.methods.rl.config import PolicyTask, find_policy_conflicts
@@ -129,10 +129,8 @@ class EBFTTask(PolicyTask):
                 'rollout.zero_advantage "refill" needs rewards that are known when answers are'
                 " drawn; remove it with task.kind ebft"
             )
-        changed = self.model_dump(exclude_defaults=True)
-        for key in ("gt_length_multiplier", "adaptive_min_tokens"):
-            if key in changed and not self.adaptive_max_tokens:
-                yield f"task.{key} has no effect while task.adaptive_max_tokens is false; remove it"
+        keys = "task.gt_length_multiplier task.adaptive_min_tokens"
+        yield from unread(keys, "task.adaptive_max_tokens", bool)(config)
 
 
 class EBFTStridedTask(TaskSection):

@@ -6,6 +6,9 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 from typing_extensions import override
 
+from jaxtrain.config.adapter import find_adapter_off_conflicts
+from jaxtrain.config.base import broken
+from jaxtrain.config.data import PACKING_RULES, find_stream_conflicts
 from jaxtrain.config.limits import ITEMS, TOKENS
 from jaxtrain.config.task import TaskSection
 
@@ -190,7 +193,7 @@ class PreferenceTask(TaskSection):
 
 def find_preference_conflicts(task: PreferenceTask, config: Any) -> Iterator[str]:
     """Yield one sentence for each impossible combination around task.kind preference."""
-    names, data = task.names, config.data
+    names = task.names
     if not names:
         yield 'task.loss is empty; name one, such as "sigmoid"'
         return
@@ -205,13 +208,7 @@ def find_preference_conflicts(task: PreferenceTask, config: Any) -> Iterator[str
     yield from find_mixture_conflicts(task)
     yield from find_number_conflicts(task)
     yield from find_reference_conflicts(task, config)
-    if task.max_packed_tokens is not None and task.max_packed_tokens < data.sequence_len:
-        yield (
-            f"task.max_packed_tokens {task.max_packed_tokens} is below data.sequence_len"
-            f" {data.sequence_len}, the longest prompt with an answer; raise it or leave it out"
-        )
-    if task.units_per_step is not None and data.global_batch_size is not None:
-        yield "task.units_per_step and data.global_batch_size both set a step; keep one"
+    yield from broken(PACKING_RULES, config)
 
 
 def find_mixture_conflicts(task: PreferenceTask) -> Iterator[str]:
@@ -298,7 +295,7 @@ def find_number_conflicts(task: PreferenceTask) -> Iterator[str]:
 
 def find_reference_conflicts(task: PreferenceTask, config: Any) -> Iterator[str]:
     """Yield one sentence for each reference that the run cannot have."""
-    adapter, kind = config.adapter, task.reference
+    kind = task.reference
     if not task.needs_reference and kind not in ("auto", "none"):
         yield (
             f"task.reference {kind} has no use: task.loss {', '.join(task.names)} needs no"
@@ -311,19 +308,6 @@ def find_reference_conflicts(task: PreferenceTask, config: Any) -> Iterator[str]
             "task.loss kto asks the reference about answers behind other prompts, which are drawn"
             ' step by step; set task.reference to "auto", or task.loss to "apo_zero_unpaired"'
         )
-    if kind == "adapter_off" and adapter.kind == "none":
-        yield 'task.reference adapter_off needs an adapter; set adapter.kind or reference "frozen"'
-    if kind == "adapter_off" and (adapter.train_embeddings or adapter.train_head):
-        yield (
-            "task.reference adapter_off is not the base where adapter.train_embeddings or"
-            ' train_head trains a table in full; set task.reference to "frozen"'
-        )
-    if kind == "mixed" and adapter.kind != "none":
-        yield 'task.reference mixed needs full training; set it to "adapter_off" with an adapter'
+    yield from find_adapter_off_conflicts(kind, config.adapter)
     if kind == "precomputed":
-        for dataset in config.data.datasets:
-            if dataset.streaming:
-                yield (
-                    "task.reference precomputed needs all rows at hand; set streaming of"
-                    f" {dataset.path!r} to false"
-                )
+        yield from find_stream_conflicts(config, "task.reference precomputed needs all rows")

@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from typing_extensions import override
 
+from jaxtrain.config.adapter import find_adapter_off_conflicts
+from jaxtrain.config.base import at_most
 from jaxtrain.config.limits import ROWS
 from jaxtrain.config.rollout import find_drawing_conflicts
 from jaxtrain.config.task import TaskSection
@@ -234,11 +236,7 @@ def find_policy_conflicts(config: Any) -> Iterator[str]:
             f"task.baseline {task.resolved('baseline')} compares answers to the same prompt; set"
             " rollout.group_size to 2 or more"
         )
-    if task.importance_min is not None and task.importance_min > task.importance_max:
-        yield (
-            f"task.importance_min {task.importance_min} is above task.importance_max"
-            f" {task.importance_max}; give the lower bound first"
-        )
+    yield from at_most("task.importance_min", "task.importance_max")(config)
     if task.reward_clip_range is not None:
         low, high = task.reward_clip_range
         if not low < high:
@@ -258,17 +256,7 @@ def find_policy_conflicts(config: Any) -> Iterator[str]:
             f"rollout.prompts_per_step {rollout.prompts_per_step} does not divide into"
             f" task.num_minibatches {task.num_minibatches}"
         )
-    if task.reference == "adapter_off" and config.adapter.kind == "none":
-        yield 'task.reference adapter_off needs an adapter; set adapter.kind or reference "frozen"'
-    if task.reference == "adapter_off" and (
-        config.adapter.train_embeddings or config.adapter.train_head
-    ):
-        yield (
-            "task.reference adapter_off is not the base where adapter.train_embeddings or"
-            ' train_head trains a table in full; set task.reference to "frozen"'
-        )
-    if task.reference == "mixed" and config.adapter.kind != "none":
-        yield 'task.reference mixed needs full training; set it to "adapter_off" with an adapter'
+    yield from find_adapter_off_conflicts(task.reference, config.adapter)
     if task.off_policy_threshold and task.objective == "m2po_mask":
         yield "task.off_policy_threshold and objective m2po_mask both mask; keep one"
     if rollout.streaming:

@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.data import DataConfig
+from jaxtrain.config.base import broken
+from jaxtrain.config.data import PACKING_RULES, DataConfig
 from jaxtrain.config.limits import ITEMS, TOKENS, WORKERS
 from jaxtrain.config.task import TaskSection
 
@@ -59,11 +60,7 @@ class TreeTask(TaskSection):
     def find_conflicts(self, config: Any) -> Iterator[str]:
         """Yield one sentence for each impossible combination."""
         data: DataConfig = config.data
-        if self.max_packed_tokens is not None and self.max_packed_tokens < data.sequence_len:
-            yield (
-                f"task.max_packed_tokens {self.max_packed_tokens} is below data.sequence_len"
-                f" {data.sequence_len}, the longest path of a tree; raise it or leave it out"
-            )
+        yield from broken(PACKING_RULES, config)
         if not self.train_response and not self.train_reasoning:
             yield "task.train_response and task.train_reasoning are both false; nothing would train"
         if self.mode == "grouped" and self.units_per_step is None:
@@ -73,8 +70,6 @@ class TreeTask(TaskSection):
                 f"task.mode grouped weights branches by 1/K; task.normalize {self.normalize} has no"
                 " meaning there, set it to token"
             )
-        if self.units_per_step is not None and data.global_batch_size is not None:
-            yield "task.units_per_step and data.global_batch_size both set a step; keep one"
         if self.split == "think" and (self.selection != "none" or self.rendering != "template"):
             yield (
                 "task.split think has one turn and is rendered by the chat template; task.selection"

@@ -22,8 +22,9 @@ from jaxtrain.data.chat.template import (
     TemplateFailed,
     TemplateOmission,
 )
+from jaxtrain.data.packing.branches import list_branches
 from jaxtrain.data.packing.prefixes import FlatSequence, merge_prefixes
-from jaxtrain.data.packing.tree import Tree, TreeGroup, chain, split_branches
+from jaxtrain.data.packing.tree import Tree, TreeGroup, chain
 from jaxtrain.data.sample import Dropped
 from jaxtrain.errors import UserError
 from jaxtrain.methods.trees.rendering import (
@@ -93,7 +94,9 @@ def build_units(
 def merge_trees(trees: Iterable[Tree], origin: str = "") -> list[Tree]:
     """Merge the branches of trees into one tree, or several if they do not begin alike."""
     branches = [
-        FlatSequence(tokens, weights) for tree in trees for tokens, weights in split_branches(tree)
+        FlatSequence(branch.tokens, branch.weights)
+        for tree in trees
+        for branch in list_branches(tree)
     ]
     return merge_prefixes(branches, origin=origin)
 
@@ -106,8 +109,10 @@ def _units_of_tree(
     fits = [length <= limits.path_tokens for length in tree.branch_lengths()]
     if mode == "per_branch":
         return [
-            chain(tokens, weights, origin=origin) if fit else Dropped("too long", origin)
-            for (tokens, weights), fit in zip(split_branches(tree), fits, strict=True)
+            chain(branch.tokens, branch.weights, origin=origin)
+            if fit
+            else Dropped("too long", origin)
+            for branch, fit in zip(list_branches(tree), fits, strict=True)
         ]
     assert mode == "grouped", mode
     if not all(fits):
@@ -116,8 +121,8 @@ def _units_of_tree(
     return [
         TreeGroup(
             tuple(
-                chain(tokens, {name: w / k for name, w in weights.items()}, origin=origin)
-                for tokens, weights in split_branches(tree)
+                chain(b.tokens, {name: w / k for name, w in b.weights.items()}, origin=origin)
+                for b in list_branches(tree)
             )
         )
     ]
