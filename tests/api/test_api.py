@@ -153,8 +153,8 @@ def make_tree():
 def test_branches_of_a_tree_and_of_its_row_are_the_same():
     tree, second = make_tree(), build_tree([(-1, [8, 9], [0, 1], "")])
     branches = api.list_branches(tree)
-    # Shared tokens count once over all branches.
-    expected = [[0, 1 / 3, 1], [0, 1 / 3, 1 / 2, 1 / 2, 1], [0, 1 / 3, 1 / 2, 1 / 2, 0]]
+    # A tree carries the sum over a token's branches: each branch gets its own part back.
+    expected = [[0, 1, 1], [0, 1, 1, 1, 1], [0, 1, 1, 1, 0]]
     for branch, weights in zip(branches, expected, strict=True):
         np.testing.assert_allclose(branch.weights["nll"], weights)
     assert [b.tokens.tolist() for b in branches] == [[1, 2, 3], [1, 2, 4, 5, 6], [1, 2, 4, 5, 7]]
