@@ -28,9 +28,9 @@ class TensorChanges:
     change: Callable[[str, np.ndarray, int | None], np.ndarray] = lambda name, array, index: array
     """(name, array, None) -> the array to write; a tensor of three dims is passed one matrix at a
     time, with its index."""
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """Of tensors that `change` makes larger."""
-    copies: Mapping[str, str] = MappingProxyType({})
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """{further tensor: the tensor of the folder that it starts from}."""
 
 

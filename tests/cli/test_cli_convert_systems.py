@@ -364,6 +364,20 @@ def test_prime_rl_sources_and_overlays(tmp_path):
     assert config.task.scale_rewards == "none" and config.log.wandb_project == "p"
 
 
+def test_variables_of_the_chat_template():
+    thinking = {"enable_thinking": False}
+    conversion = convert("axolotl", **BASE, chat_template_kwargs=thinking)
+    assert conversion.get("model.chat_template_kwargs") == thinking
+    keys = {"model_name_or_path": "m", "stage": "sft", "dataset": "a.jsonl"}
+    conversion = convert("llama-factory", **keys, **thinking)
+    assert conversion.get("model.chat_template_kwargs") == thinking
+    sampling = {"extra_body": {"chat_template_kwargs": thinking, "top_k": 20}}
+    orchestrator = {"train": {"env": [{"id": "x"}], "sampling": sampling}}
+    conversion = convert("prime-rl", model={"name": "m"}, orchestrator=orchestrator)
+    assert conversion.get("model.chat_template_kwargs") == thinking
+    assert "top_k" in [key for key, *_ in conversion.missed]
+
+
 def test_prime_rl_files_that_inherit(tmp_path):
     child = 'toml_files = ["base.toml"]\nmax_steps = 3\n'
     (tmp_path / "base.toml").write_text(SOURCES)
