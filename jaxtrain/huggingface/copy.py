@@ -39,7 +39,7 @@ def copy_folder(
     output: Path,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    changes: "TensorChanges | None" = None,
+    changes: TensorChanges | None = None,
     keys: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write the model of `base` to the folder `output`, with its tokenizer and configs.
