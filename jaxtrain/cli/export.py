@@ -1,5 +1,6 @@
 """The verb `export`: a run's checkpoint, or any Hugging Face folder, as a Hugging Face folder."""
 
+import argparse
 import re
 import tempfile
 from pathlib import Path
@@ -20,7 +21,15 @@ def run_export(argv: list[str]) -> None:
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: as loaded"
     )
     parser.add_argument("--max-shard-size", help="of a weights file: 500MB, 2GiB; default 5GB")
+    parser.add_argument(
+        "--gguf",
+        choices=("q8_0", "q4_0", "q4_k", "f16", "bf16"),
+        help="one GGUF file for llama.cpp instead of a folder; matrices in this type",
+    )
     args = parser.parse_intermixed_args(argv)
+    if args.gguf is not None:
+        export_gguf_command(args.source, args.output, args.step, args.gguf)
+        return
     export_command(args.source, args.output, args.step, args.dtype, args.max_shard_size)
 
 
@@ -64,6 +73,27 @@ def export_command(
     with replace_folder(output) as unfinished:
         copy_folder(folder, unfinished, dtype, limit, keys=keys)
     print(f"{source} is now in {output}")
+
+
+def export_gguf_command(source: Path, output: Path | None, step: int | None, kind: str) -> None:
+    """Write a model folder, or a checkpoint of a run (its adapter merged), as one GGUF file."""
+    from jaxtrain.cli.quantize import plain_folder
+    from jaxtrain.data.chat.template import load_tokenizer
+    from jaxtrain.methods.reopen import holds_run, open_trained
+    from jaxtrain.models.gguf import export_gguf
+
+    is_run = (source / "checkpoints").is_dir() or holds_run(source / "config.json")
+    output = output or (source / f"model-{kind}.gguf" if is_run else None)
+    if output is None or output.suffix != ".gguf":
+        raise UserError("export --gguf: name the file to write with --output FILE.gguf")
+    if output.exists():
+        raise UserError(f"export --gguf: {output} exists; remove it, or name another file")
+    trained = open_trained(str(source), [], step, frozen=False) if is_run else None
+    output.parent.mkdir(parents=True, exist_ok=True)
+    args = argparse.Namespace(source=source, base=None, step=step)
+    with plain_folder(args, trained, output.parent) as folder:
+        export_gguf(folder, output, kind, load_tokenizer(str(folder)))
+    print(f"{source} is now in {output}, {output.stat().st_size / 1e6:.1f} MB")
 
 
 def export_run(

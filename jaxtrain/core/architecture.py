@@ -11,11 +11,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from jaxtrain.config import Config, ModelConfig
-from jaxtrain.data.chat.control_tokens import add_tokens, rows_needed
-from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.chat.added_tokens import add_tokens, rows_needed
+from jaxtrain.data.chat.template import load_tokenizer, set_template
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.chat_template import add_defaults
 from jaxtrain.huggingface.config_checks import TASK
 from jaxtrain.huggingface.files import read_object
 from jaxtrain.huggingface.tokenizer import find_differences
@@ -27,27 +26,28 @@ from jaxtrain.text_safety import show
 def find_tokenizer(model: ModelConfig) -> Any:
     """Return the tokenizer that section model names, with its chat template. Warns on standard
     error of what transformers changes about it."""
-    name = model.tokenizer or model.path
-    assert name is not None, "the config has one of the two"
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(tokenizer_source(model))
     if is_main_process() and (difference := find_differences(tokenizer)):
         print(f"warning: {difference}", file=sys.stderr, flush=True)
     special = model.special_tokens
     add_tokens(tokenizer, model.added_tokens, special.additional_special_tokens, special.roles())
     if model.chat_template is not None:
-        from jaxtrain.data.chat.named_templates import set_template
-
         set_template(tokenizer, model.chat_template)
-    if kwargs := model.chat_template_kwargs:
-        unread = add_defaults(tokenizer, kwargs, "model.chat_template_kwargs")
-        if unread and is_main_process():
-            print(
-                f"note: model.chat_template_kwargs: the chat template never reads"
-                f" {', '.join(unread)}",
-                file=sys.stderr,
-                flush=True,
-            )
     return tokenizer
+
+
+def tokenizer_source(model: ModelConfig) -> str:
+    """Return what section model loads its tokenizer from: a GGUF file's is in its folder."""
+    name = model.tokenizer or model.path
+    assert name is not None, "the config has one of the two"
+    return str(find_folder(name, weights=True)) if is_gguf(Path(name)) else name
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a GGUF file, or a folder with nothing else for a model."""
+    if path.is_dir():
+        return not (path / "config.json").is_file() and any(path.glob("*.gguf"))
+    return path.suffix == ".gguf" and path.is_file()
 
 
 def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
@@ -70,16 +70,19 @@ def read_architecture(model: ModelConfig) -> Any:
 
 
 def find_folder(name: str, weights: bool, key: str = "model.path") -> Path:
-    """Return a local folder as it is, or the snapshot of a Hub repository. key: what names it."""
+    """Return a local folder as it is, the folder of a GGUF file, or the snapshot of a Hub
+    repository. key: what names it."""
+    if is_gguf(Path(name)):
+        from jaxtrain.models.gguf import open_gguf  # needs an extra, and few open such files
+
+        return open_gguf(Path(name))
     if Path(name).is_dir():
         return Path(name)
-    # A missing folder must not become a request to the Hub, whose error would hide the mistake.
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(
             f"{key} {name!r} is not a folder here; give a folder with config.json and"
             " safetensors, or a Hub id such as Qwen/Qwen3-0.6B"
         )
-    # No *.bin or *.pt: pickles run code when they are read.
     patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
     try:
         folder = Path(snapshot_download(name, allow_patterns=patterns))
@@ -177,9 +180,8 @@ def grow_tables(config: Config, architecture: Any, tokenizer: Any) -> tuple[Any,
             f" open {stored}; train and export (an adapter: merge) it once with the local engine or"
             " by task.kind sft, and name that folder as model.path"
         )
-    vocabulary = load_tokenizer(model.tokenizer or str(model.path)).get_vocab()
+    vocabulary = load_tokenizer(tokenizer_source(model)).get_vocab()
     ids = {token: int(tokenizer.convert_tokens_to_ids(token)) for token in added}
-    # A tokenizer may name more tokens than the stored table has rows.
     untrained = (token for token in added if token not in vocabulary or ids[token] >= stored)
     new = tuple(sorted({ids[token] for token in untrained}))
     if rows > stored:

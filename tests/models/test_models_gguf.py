@@ -1,0 +1,177 @@
+"""GGUF files: what is written reads back within the format's error, and transformers' reader
+agrees; tokenizers give the same tokens."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxtrain.core.architecture import find_folder
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.ops import full_index
+from jaxtrain.huggingface.packed import open_folder
+from jaxtrain.huggingface.tokenizer import PROBES
+from jaxtrain.models import build, families, saving
+
+gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
+from jaxtrain.huggingface import gguf_quants as quants  # noqa: E402
+from jaxtrain.models import gguf as gguf_models  # noqa: E402
+
+ERRORS = {"f16": 1e-3, "bf16": 4e-3, "q8_0": 7e-3, "q4_0": 0.11, "q4_k": 0.09}
+"""Root mean square of the error of normal numbers, as a part of theirs. q8_0: steps of the largest
+of 32 numbers (about 2.1 deviations) / 127, so 2.1 / 127 / sqrt(12) = 0.005; q4_0: / 8: 0.08; q4_k:
+within 15 steps of a group's range, 0.07."""
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+}
+FAMILIES = {
+    "LlamaForCausalLM": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rope_theta": 5e5,
+    },
+    "MistralForCausalLM": {"sliding_window": None},
+    "Qwen2ForCausalLM": {"head_dim": None, "tie_word_embeddings": True},
+    "Qwen3ForCausalLM": {"tie_word_embeddings": False},
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+    },
+    "Gemma2ForCausalLM": {"query_pre_attn_scalar": 64},
+    "Gemma3ForCausalLM": {"query_pre_attn_scalar": 64},
+    "Phi3ForCausalLM": {"head_dim": None, "pad_token_id": 0},
+    "SmolLM3ForCausalLM": {"pad_token_id": 0},
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_models, "HF_HOME", str(tmp_path / "cache"))
+
+
+def make(folder, architecture, seed=0):
+    model_type = families.find_family(architecture).Config.model_type
+    raw = {"architectures": [architecture], "model_type": model_type, **SIZES}
+    config = families.config_from_hf(raw | FAMILIES[architecture])
+    saving.save(build.init(config, seed), config, folder)
+    load_tokenizer("builtin").save_pretrained(folder)
+    return config
+
+
+def read(folder, name):
+    files = open_folder(folder)
+    return np.asarray(files.fetch(name, full_index(files.tensors[name].shape)), np.float32)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_written_and_read_back(tmp_path, architecture):
+    config = make(tmp_path / "model", architecture)
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    gguf_models.export_gguf(tmp_path / "model", tmp_path / "model.gguf", "q8_0", tokenizer)
+    folder = find_folder(str(tmp_path / "model.gguf"), weights=True)
+    again = families.read_config(folder)
+    assert again.num_hidden_layers == 2 and again.tie_word_embeddings == config.tie_word_embeddings
+    expected, actual = config.encodings(), again.encodings()
+    for name in expected:
+        np.testing.assert_allclose(actual[name][0], expected[name][0], rtol=1e-6)
+    names = open_folder(tmp_path / "model").tensors
+    assert names.keys() == open_folder(folder).tensors.keys()
+    for name in names:
+        want, got = read(tmp_path / "model", name), read(folder, name)
+        exact = want.ndim == 1 or name.endswith("mlp.gate.weight")
+        error = np.sqrt(np.square(got - want).mean()) / max(want.std(), 1e-6)
+        # Norms are float32, around 1 in Gemma's files: half a unit of the last place of 1.
+        assert np.abs(got - want).max() <= 6e-8 if exact else error < ERRORS["q8_0"], name
+    restored = load_tokenizer(str(folder))
+    for text in PROBES:
+        assert restored(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert restored.chat_template == tokenizer.chat_template
+    assert restored.eos_token == tokenizer.eos_token
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_types_stay_within_their_error(tmp_path, kind):
+    make(tmp_path / "model", "Qwen3ForCausalLM")
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    gguf_models.export_gguf(tmp_path / "model", tmp_path / "model.gguf", kind, tokenizer)
+    folder = find_folder(str(tmp_path), weights=True)  # a folder with the one file
+    name = "model.layers.1.mlp.up_proj.weight"
+    want, got = read(tmp_path / "model", name), read(folder, name)
+    assert np.sqrt(np.square(got - want).mean()) < ERRORS[kind] * want.std()
+    types = {
+        tensor.name: tensor.tensor_type.name
+        for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors
+    }
+    assert types["blk.1.ffn_up.weight"] == kind.upper()
+    assert types["blk.1.attn_norm.weight"] == "F32"
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_transformers_reads_the_same_weights(tmp_path, architecture):
+    """Its reader of GGUF is independent of ours."""
+    pytest.importorskip("torch", reason="transformers reads GGUF with torch")
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    make(tmp_path / "model", architecture)
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    path = tmp_path / "model.gguf"
+    gguf_models.export_gguf(tmp_path / "model", path, "f16", tokenizer)
+    loaded = load_gguf_checkpoint(str(path), return_tensors=False)
+    assert loaded["config"]["hidden_size"] == 256 and loaded["config"]["num_hidden_layers"] == 2
+    reader = gguf.GGUFReader(path)
+    q = next(t for t in reader.tensors if t.name == "blk.0.attn_q.weight").data
+    want = read(tmp_path / "model", "model.layers.0.self_attn.q_proj.weight")
+    if architecture == "LlamaForCausalLM":  # rotated pairs lie side by side
+        want = want.reshape(4, 2, 32, 256).swapaxes(1, 2).reshape(256, 256)
+    np.testing.assert_allclose(q.astype(np.float32), want, atol=1e-3)
+
+
+def test_q4_k_of_odd_blocks():
+    kind = gguf.GGMLQuantizationType.Q4_K
+    for value in (0.0, 3.0, -3.0):
+        block = np.full((1, 256), value, np.float32)
+        decoded = gguf.quants.dequantize(quants.encode(block, quants.Q4_K), kind)
+        np.testing.assert_allclose(decoded, block, rtol=1e-3)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "x.gguf"
+    for content in (b"", b"GGUF", b"nonsense" * 10, b"GGUF\3\0\0\0" + b"\xff" * 16):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="no readable GGUF"):
+            find_folder(str(path), weights=True)
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / "several").mkdir(exist_ok=True)
+        (tmp_path / "several" / name).write_bytes(b"")
+    with pytest.raises(UserError, match=r"a.gguf, b.gguf"):
+        find_folder(str(tmp_path / "several"), weights=True)
+
+
+@pytest.mark.slow
+def test_smollm2(tmp_path):
+    """A real file; JAXTRAIN_TEST_GGUF names SmolLM2-135M-Instruct.Q4_1.gguf."""
+    path = os.environ.get("JAXTRAIN_TEST_GGUF")
+    if not path or not Path(path).is_file():
+        pytest.skip("JAXTRAIN_TEST_GGUF does not name SmolLM2-135M-Instruct's GGUF file")
+    from jaxtrain.api import Model
+
+    question = "What is the capital of France? Answer in one sentence."
+    model = Model(path)
+    answer = model.generate([[{"role": "user", "content": question}]], temperature=0.0)
+    assert "The capital of France is Paris." in str(answer)
