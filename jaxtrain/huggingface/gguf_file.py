@@ -58,25 +58,34 @@ class GgufFile:
     damaged or truncated file."""
 
     def __init__(self, path: str | os.PathLike):
-                    self.path = Path(path) try: with self.path.open("rb") as stream: self.metadata,
-                    listed, start = _Header(stream).read() except (struct.error, ValueError,
-                    OSError) as error: raise UserError(f"{self.path} is no readable GGUF file:
-                    {error}") from None sizes = {kind: (1, dtype.itemsize) for kind, dtype in
-                    PLAIN.items()} if any(kind not in PLAIN for _, _, kind, _ in listed): package =
-                    load_package(str(self.path)) sizes |= {int(k): v for k, v in
-                    package.GGML_QUANT_SIZES.items() if k not in PLAIN} self.tensors: dict[str,
-                    GgufTensor] = {} end = self.path.stat().st_size for name, shape, kind, offset in
-                    listed: block, width = sizes.get(kind, (0, 0)) if not block or not shape or
-                    shape[-1] % block: raise UserError( f"{self.path}: tensor {shorten(name)}
-                    {shape} has type {kind}, which is not read" ) tensor = GgufTensor(kind, shape,
-                    start + offset, shape[-1] // block * width) if name in self.tensors or
-                    tensor.offset + _nbytes(tensor) > end: raise UserError( f"{self.path} is
-                    truncated or damaged at tensor {shorten(name)}; download it" " again" )
-                    self.tensors[name] = tensor
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as stream:
+                self.metadata, listed, start = _Header(stream).read()
+        except (struct.error, ValueError, OSError) as error:
+            raise UserError(f"{self.path} is no readable GGUF file: {error}") from None
+        sizes = {kind: (1, dtype.itemsize) for kind, dtype in PLAIN.items()}
+        if any(kind not in PLAIN for _, _, kind, _ in listed):
+            package = load_package(str(self.path))
+            sizes |= {int(k): v for k, v in package.GGML_QUANT_SIZES.items() if k not in PLAIN}
+        self.tensors: dict[str, GgufTensor] = {}
+        end = self.path.stat().st_size
+        for name, shape, kind, offset in listed:
+            block, width = sizes.get(kind, (0, 0))
+            if not block or not shape or shape[-1] % block:
+                raise UserError(
+                    f"{self.path}: tensor {shorten(name)} {shape} has type {kind}, which is unread"
+                )
+            tensor = GgufTensor(kind, shape, start + offset, shape[-1] // block * width)
+            if name in self.tensors or tensor.offset + _nbytes(tensor) > end:
+                raise UserError(
+                    f"{self.path} is truncated or damaged at tensor {shorten(name)}; download it"
+                    " again"
+                )
+            self.tensors[name] = tensor
 
     def fetch(self, name: str, index: int | None = None) -> np.ndarray:
-        """Return a tensor, or the part [index] of one: float32 of a quantized one, else as
-        stored."""
+        """Return a tensor, or the part [index] of one: float32 of a quantized one, else as is."""
         tensor = self.tensors[name]
         shape, offset = tensor.shape, tensor.offset
         if index is not None:
