@@ -1,4 +1,4 @@
-"""GGUF files (llama.cpp): metadata and tensors read in place, and files written tensor by tensor.
+"""GGUF files (llama.cpp): metadata, and tensors in place.
 
 The format (github.com/ggml-org/ggml/blob/master/docs/gguf.md): magic, version, counts, metadata as
 typed keys, the list of tensors with dims from the inside out, then aligned data. The header is
@@ -10,7 +10,6 @@ import dataclasses
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -177,51 +176,3 @@ class _Header:
             code = np.dtype(SCALARS[inner])
             return np.frombuffer(self._take(count * code.itemsize), code).tolist()
         return [self._value(inner, True) for _ in range(count)]
-
-
-def write_gguf(
-    path: Path,
-    architecture: str,
-    metadata: Mapping[str, Any],
-    plan: Mapping[str, tuple[tuple[int, ...], int]],
-    make: Callable[[str], Iterable[np.ndarray]],
-) -> None:
-    """Write a file, tensor by tensor. metadata: values of Python's types; ints become uint32. plan:
-    {tensor: (shape, type number)}. make: yields float arrays that follow each other along the first
-    dim of a tensor."""
-    package = load_package("writing GGUF")
-    writer = package.GGUFWriter(path, architecture)
-    for key, value in metadata.items():
-        _add(writer, key, value)
-    for name, (shape, number) in plan.items():
-        kind = package.GGMLQuantizationType(number)
-        block, width = package.GGML_QUANT_SIZES[kind]
-        count = math.prod(shape) // block * width
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), count, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    from jaxtrain.huggingface.gguf_quants import encode
-
-    with path.open("ab") as stream:
-        stream.write(b"\0" * (-stream.tell() % writer.data_alignment))
-        for name, (_, number) in plan.items():
-            for part in make(name):
-                stream.write(encode(np.asarray(part), number).tobytes())
-            stream.write(b"\0" * (-stream.tell() % writer.data_alignment))
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)

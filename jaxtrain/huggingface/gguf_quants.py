@@ -1,9 +1,15 @@
-"""Numbers to blocks of GGUF's types, row by row of blocks.
+"""GGUF files written tensor by tensor, and numbers as blocks of their types.
 
 The package `gguf` encodes the simple types; Q4_K is encoded here: a block of 256 numbers is eight
 groups of 32, x = d * s * q - dmin * m with 4-bit q, 6-bit s and m of a group, and d and dmin in
 float16 (llama.cpp's k-quants).
 """
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -85,3 +91,49 @@ def _fit_groups(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scale = np.where(better, slope, scale)
         best_low = np.where(better, -shift, best_low)
     return scale.astype(np.float32), best_low.astype(np.float32)
+
+
+def write_gguf(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    plan: Mapping[str, tuple[tuple[int, ...], int]],
+    make: Callable[[str], Iterable[np.ndarray]],
+) -> None:
+    """Write a file, tensor by tensor. metadata: values of Python's types; ints become uint32. plan:
+    {tensor: (shape, type number)}. make: yields float arrays that follow each other along the first
+    dim of a tensor."""
+    package = load_package("writing GGUF")
+    writer = package.GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        _add(writer, key, value)
+    for name, (shape, number) in plan.items():
+        kind = package.GGMLQuantizationType(number)
+        block, width = package.GGML_QUANT_SIZES[kind]
+        count = math.prod(shape) // block * width
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), count, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with path.open("ab") as stream:
+        stream.write(b"\0" * (-stream.tell() % writer.data_alignment))
+        for name, (_, number) in plan.items():
+            for part in make(name):
+                stream.write(encode(np.asarray(part), number).tobytes())
+            stream.write(b"\0" * (-stream.tell() % writer.data_alignment))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
