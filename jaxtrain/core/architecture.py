@@ -11,10 +11,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from jaxtrain.config import Config, ModelConfig
-from jaxtrain.data.chat.added_tokens import add_tokens, rows_needed
-from jaxtrain.data.chat.template import load_tokenizer, set_template
+from jaxtrain.data.chat.control_tokens import add_tokens, rows_needed
+from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
+from jaxtrain.huggingface.chat_template import add_defaults
 from jaxtrain.huggingface.config_checks import TASK
 from jaxtrain.huggingface.files import read_object
 from jaxtrain.huggingface.tokenizer import find_differences
@@ -32,7 +33,18 @@ def find_tokenizer(model: ModelConfig) -> Any:
     special = model.special_tokens
     add_tokens(tokenizer, model.added_tokens, special.additional_special_tokens, special.roles())
     if model.chat_template is not None:
+        from jaxtrain.data.chat.named_templates import set_template
+
         set_template(tokenizer, model.chat_template)
+    if kwargs := model.chat_template_kwargs:
+        unread = add_defaults(tokenizer, kwargs, "model.chat_template_kwargs")
+        if unread and is_main_process():
+            print(
+                f"note: model.chat_template_kwargs: the chat template never reads"
+                f" {', '.join(unread)}",
+                file=sys.stderr,
+                flush=True,
+            )
     return tokenizer
 
 
@@ -78,11 +90,13 @@ def find_folder(name: str, weights: bool, key: str = "model.path") -> Path:
         return open_gguf(Path(name))
     if Path(name).is_dir():
         return Path(name)
+    # A missing folder must not become a request to the Hub, whose error would hide the mistake.
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(
             f"{key} {name!r} is not a folder here; give a folder with config.json and"
             " safetensors, or a Hub id such as Qwen/Qwen3-0.6B"
         )
+    # Pickles only where there is nothing else: of these, torch_files reads no code.
     patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
     try:
         folder = Path(snapshot_download(name, allow_patterns=patterns))
@@ -182,6 +196,7 @@ def grow_tables(config: Config, architecture: Any, tokenizer: Any) -> tuple[Any,
         )
     vocabulary = load_tokenizer(tokenizer_source(model)).get_vocab()
     ids = {token: int(tokenizer.convert_tokens_to_ids(token)) for token in added}
+    # A tokenizer may name more tokens than the stored table has rows.
     untrained = (token for token in added if token not in vocabulary or ids[token] >= stored)
     new = tuple(sorted({ids[token] for token in untrained}))
     if rows > stored:
