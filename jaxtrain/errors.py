@@ -15,6 +15,10 @@ class UserError(ValueError):
         super().__init__(shorten(escape_control_chars(str(message))))
 
 
+class UnusableRow(UserError):
+    """A single row cannot be used; others may be, so it is counted where rows are many."""
+
+
 class RunStopped(Exception):
     """Training cannot go on (a loss that is not finite, say), through no mistake of a config.
 

@@ -31,10 +31,12 @@ class InvalidValue(ValueError):
 class UnreadableRow(dict):
     """Placeholder for a row that cannot be used; it has no columns and stores the reason."""
 
-    def __init__(self, reason: str):
+    def __init__(self, reason: str, origin: str = ""):
         super().__init__()
         self.reason = reason
         """Short and countable."""
+        self.origin = origin
+        """File and row, if the source does not say it itself: "train.jsonl line 17, message 2"."""
 
 
 def read_text(path: str | Path, most: int) -> str:

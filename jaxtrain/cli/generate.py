@@ -86,7 +86,7 @@ def generate_command(args: argparse.Namespace) -> None:
     if not rows:
         converse(writer, args.system, args.env)
     elif args.env:
-        played = [env_row(row) for row, _ in rows]
+        played = [env_row(row, origin) for row, origin in rows]
         write_records(args, played, list(map(describe_episode, writer.play(played))))
     elif args.ids:
         records = continue_ids(writer, requests)
@@ -106,7 +106,10 @@ def answer_requests(
 ) -> None:
     """Answers to texts or conversations, written."""
     prompts = [request["prompt"] for request in requests]
-    answers = writer.answer(prompts, [request.get("tools") for request in requests])
+    tools, keywords = (
+        [request.get(key) for request in requests] for key in ("tools", "chat_template_kwargs")
+    )
+    answers = writer.answer(prompts, tools, keywords)
     records = [
         ({"completion": answer}, f">>> {request['shown']}\n{answer}\n")
         for request, answer in zip(requests, answers, strict=True)
@@ -149,8 +152,15 @@ def write_records(
         print(escape_control_chars(text))
 
 
-def env_row(row: dict[str, Any]) -> dict[str, Any]:
+def env_row(row: dict[str, Any], origin: str = "") -> dict[str, Any]:
     """Return a row in the form that environments need: with messages in place of a plain prompt."""
+    from jaxtrain.data.chat.messages import MalformedRow
+    from jaxtrain.data.chat.rows import Row, normalize_row
+
+    try:
+        row = normalize_row(Row(row))
+    except MalformedRow as error:
+        raise UserError(error.describe(origin)) from None
     text = row.get("prompt")
     if isinstance(text, str) and "messages" not in row:
         return {**row, "messages": [{"role": "user", "content": text}]}
@@ -225,35 +235,35 @@ def parse_line(line: str, origin: str) -> tuple[dict[str, Any], str]:
 
 def read_request(row: dict[str, Any], origin: str, args: argparse.Namespace) -> dict[str, Any]:
     """Read one prompt: ids, text for --raw, else messages that end before the assistant speaks."""
-    from jaxtrain.data.chat.messages import MalformedRow, read_messages, read_tools
+    from jaxtrain.data.chat.messages import SYSTEM_ROLES, MalformedRow
+    from jaxtrain.data.chat.rows import Row, read_prompt
 
     if args.ids:
         if not isinstance(row.get("prompt_ids"), list):
             raise UserError(f"{origin}: --ids needs a list of token ids in the key prompt_ids")
         return {"row": row, "prompt": row["prompt_ids"], "shown": f"{origin}: prompt_ids"}
-    prompt = row.get("messages", row.get("prompt"))
+    try:
+        prompt = read_prompt(Row(row))
+    except MalformedRow as error:
+        raise UserError(error.describe(origin)) from None
     if args.raw:
-        if not isinstance(prompt, str):
+        if prompt is None or not isinstance(prompt.value, str):
             raise UserError(f"{origin}: --raw needs a text in the key prompt")
-        return {"row": row, "prompt": prompt, "shown": prompt}
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list) or not all(isinstance(m, dict) for m in prompt) or not prompt:
+        return {"row": row, "prompt": prompt.value, "shown": prompt.value}
+    if prompt is None:
         raise UserError(
             f"{origin}: needs messages (a list of role and content) or prompt (a text); found keys"
             f" {', '.join(row) or 'none'}"
         )
-    try:
-        prompt, tools = read_messages(prompt, {}, {}), read_tools(row.get("tools"))
-    except MalformedRow as error:
-        raise UserError(f"{origin}: {error.location} {error}".replace(":  ", ": ")) from None
-    if args.system and prompt[0].get("role") != "system":
-        prompt = [{"role": "system", "content": args.system}, *prompt]
+    messages = prompt.messages
+    if args.system and messages[0]["role"] not in SYSTEM_ROLES:
+        messages = [{"role": "system", "content": args.system}, *messages]
     return {
         "row": row,
-        "prompt": prompt,
-        "tools": tools,
-        "shown": prompt[-1].get("content"),
+        "prompt": messages,
+        "tools": prompt.tools,
+        "chat_template_kwargs": prompt.chat_template_kwargs,
+        "shown": messages[-1]["content"],
     }
 
 

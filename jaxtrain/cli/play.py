@@ -145,14 +145,18 @@ class AnswerWriter:
         if folder is not None and (ignored := describe_ignored(folder)):
             print(f"note: {ignored}", file=sys.stderr)
 
-    def answer(self, prompts: list[Any], tools: list[Any]) -> list[str]:
-        """Texts for prompts (strings with --raw, else message lists), side by side."""
+    def answer(
+        self, prompts: list[Any], tools: list[Any], keywords: list[Any] | None = None
+    ) -> list[str]:
+        """Texts for prompts (strings with --raw, else message lists), side by side.
+        keywords: those of each prompt for the chat template."""
+        keywords = keywords or [None] * len(prompts)
         try:
             tokens = [
                 encode(self.tokenizer, prompt)
                 if self.raw
-                else prompt_tokens(self.tokenizer, prompt, tool)
-                for prompt, tool in zip(prompts, tools, strict=True)
+                else prompt_tokens(self.tokenizer, prompt, tool, kwargs=keyword)
+                for prompt, tool, keyword in zip(prompts, tools, keywords, strict=True)
             ]
         except TemplateFailed as error:
             raise UserError(f"a prompt cannot be written: {error}") from None

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from jaxtrain.config import DatasetConfig
 from jaxtrain.config.load import apply_overrides, validate
-from jaxtrain.data.chat.messages import MalformedRow, check_readable, read_messages, read_tools
+from jaxtrain.data.chat.messages import MalformedRow, without_flags
+from jaxtrain.data.chat.rows import Row, read_prompt
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.prompt_sets import open_prompt_set
 from jaxtrain.errors import UserError
-from jaxtrain.generation.prompts import rename
 
 MOST = 128
 """Prompts of a dataset, unless --most is given."""
@@ -71,8 +71,7 @@ def open_data(path: str, overrides: list[str], most: int, raw: bool) -> EvalProm
             try:
                 yield from read_prompts(rows[index], dataset, named(index), raw)
             except MalformedRow as error:
-                text = f"{named(index)}: {error.location} {error}".replace(":  ", ": ")
-                raise UserError(text) from None
+                raise UserError(error.describe(named(index))) from None
 
     entries = list(islice(read_all(), most))
     if not entries:
@@ -86,23 +85,24 @@ def read_prompts(
 ) -> Iterator[tuple[Any, Any, str]]:
     """(prompt, tools, where it stands) of each turn of the assistant in a row; of a row that ends
     before one, the row itself."""
-    check_readable(row)
-    row = rename(row, {w: f for w, f in dataset.fields.items() if "." not in w})
-    prompt = row.get("messages", row.get("prompt"))
+    columns = Row(row, dataset.fields, dataset.roles)
     if raw:
-        if not isinstance(prompt, str) or not prompt:
+        text = columns.get("prompt")
+        if not isinstance(text, str) or not text:
             raise UserError(f"{origin}: --raw needs a text in the column prompt")
-        yield prompt, None, origin
+        yield text, None, origin
         return
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if prompt is None:
-        raise UserError(
-            f"{origin}: needs the column messages or prompt; it has {', '.join(row) or 'none'}; see"
-            " dataset.fields"
-        )
-    messages = read_messages(prompt, dataset.fields, dataset.roles)
-    tools = read_tools(row.get("tools"))
+    messages = columns.messages()
+    if messages is None:
+        prompt = read_prompt(columns)
+        if prompt is None:
+            raise UserError(
+                f"{origin}: needs the column messages or prompt; it has {', '.join(row) or 'none'};"
+                " see dataset.fields"
+            )
+        yield prompt.messages, prompt.tools, origin
+        return
+    messages, tools = without_flags(columns.with_context(messages)), columns.tools()
     ends = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if messages[-1]["role"] != "assistant":
         ends.append(len(messages))

@@ -5,6 +5,7 @@ reward model scores answers at their ends, a process reward model steps at their
 """
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,8 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import DataConfig, DatasetConfig
 from jaxtrain.core.scorer import make_scores, make_topk
 from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.rows import Row
+from jaxtrain.data.chat.template import TemplateFailed
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.comparisons.answers import Answers
 from jaxtrain.data.comparisons.preference_row import (
@@ -26,13 +29,12 @@ from jaxtrain.data.comparisons.preference_row import (
     PreferenceRow,
     detect_kind,
     read_judged,
-    rename,
 )
 from jaxtrain.data.comparisons.ranked import Ranked
 from jaxtrain.data.comparisons.stepwise import StepwiseReader
 from jaxtrain.data.packing.pack import lay_out, pack_for_scoring
 from jaxtrain.data.packing.tree import Node, Tree, chain
-from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.sample import Dropped, Sample, Unread
 from jaxtrain.distributed.feed import feed, row_shards, to_host
 from jaxtrain.errors import UserError
 from jaxtrain.methods.reward_model.config import RewardModelTask
@@ -96,7 +98,7 @@ class AnswerScores:
             judged, keys = read_answers(row, self.dataset)
         except MalformedRow as error:
             return Dropped(f"malformed row: {error}", origin)
-        ranked, *dropped = self.tokenize(judged, origin)
+        ranked, *dropped = self.tokenize(judged, origin)  # `Answers` gives no other notes
         if isinstance(ranked, Dropped) or dropped:
             return next(entry for entry in (ranked, *dropped) if isinstance(entry, Dropped))
         tree = branch(ranked)
@@ -117,9 +119,11 @@ def read_answers(
 ) -> tuple[PreferenceRow, dict[str, int | list[int]]]:
     """(all answers of a row; {key to add: number of its answer, or a list of these}); Malformed
     where it has none. Judgments that the row holds are not needed."""
-    renamed_row = rename(row, dataset.fields)
+    judgments = (*LABELS, *SCORES, *RANKS)
     renamed_row = {
-        name: value for name, value in renamed_row.items() if name not in (*LABELS, *SCORES, *RANKS)
+        name: value
+        for name, value in Row(row, dataset.fields).columns.items()
+        if name not in judgments and value is not None
     }
     several = next((renamed_row[name] for name in MANY if name in renamed_row), None)
     if detect_kind(renamed_row) != "pairs":
@@ -127,7 +131,8 @@ def read_answers(
             renamed_row["scores"] = [0.0] * len(several)
         else:
             renamed_row["label"] = True
-    plain = dataset.model_copy(update={"fields": {}, "margin": "column"})
+    keys_of_messages = {name: key for name, key in dataset.fields.items() if "." in name}
+    plain = dataset.model_copy(update={"fields": keys_of_messages, "margin": "column"})
     judged = read_judged(renamed_row, plain)
     number = len(judged.answers)
     keys: dict[str, int | list[int]]
@@ -140,10 +145,7 @@ def read_answers(
         }
     else:
         keys = {"score": 0} if several is None else {"scores": list(range(number))}
-    every = PreferenceRow(
-        judged.prompt, judged.answers, labels=(True,) * number, tools=judged.tools
-    )
-    return every, keys
+    return dataclasses.replace(judged, pairs=(), labels=(True,) * number, left_out=()), keys
 
 
 def branch(ranked: Ranked) -> Tree:
@@ -165,8 +167,9 @@ class StepScores:
 
     def read(self, row: Mapping[str, Any], origin: str) -> ScoringRow | Dropped:
         try:
-            prompt, steps, _ = self.reader.read(dict(row))
-        except MalformedRow as error:
+            columns = Row(row, self.reader.dataset.fields, self.reader.dataset.roles)
+            prompt, steps, _ = self.reader.read(columns)
+        except (MalformedRow, TemplateFailed) as error:
             return Dropped(f"malformed row: {error}", origin)
         tokens = [*prompt, *(token for step in steps for token in step)]
         if len(tokens) > self.max_len:
@@ -189,7 +192,7 @@ class TeacherScores:
         self.compute: Compute = lambda params, batch: find(params, batch)._asdict()
 
     def read(self, row: Mapping[str, Any], origin: str) -> ScoringRow | Dropped:
-        samples = self.tokenize(dict(row), origin)
+        samples = [e for e in self.tokenize(dict(row), origin) if not isinstance(e, Unread)]
         if len(samples) > 1:
             return Dropped("several sequences, log-probs of one", origin)
         (sample,) = samples

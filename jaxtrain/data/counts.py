@@ -1,19 +1,40 @@
-"""Counts of rows, samples, drops by reason and tokens saved by sharing; and progress lines.
+"""Counts of rows, samples, notes by reason and tokens saved by sharing; and progress lines.
 
-The counts are part of the data cursor, so that a resumed run continues them.
+Each row of a file counts once, however often it is drawn. The counts are part of the data cursor,
+so that a resumed run continues them.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sample import Dropped, RowNote, Unread
 from jaxtrain.errors import UserError
+from jaxtrain.text_safety import escape_control_chars
 
-Counts = Counter[str]
-"""draws, lost_rows (draws that gave no sample), trees, "dropped:<reason>", packed_tokens and
-flat_tokens (of all branches separately), controls (control tokens that texts spell)."""
+
+class Counts(Counter[str]):
+    """draws, of these rows (each row of a file once); of the rows: lost_rows (without a sample),
+    trees, "dropped:<reason>", "unread:<column or key>", packed_tokens and flat_tokens (of all
+    branches separately), controls (control tokens that texts spell)."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.firsts: dict[str, str] = {}
+        """Origin of the first example that was dropped for a reason."""
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON-able entries of a cursor, for `restore`."""
+        return {"counts": dict(self), "firsts": dict(self.firsts)}
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any]) -> "Counts":
+        """Return the counts of a cursor; older ones counted draws alone."""
+        counts = cls({"rows": state["counts"].get("draws", 0), **state["counts"]})
+        counts.firsts = dict(state.get("firsts", {}))
+        return counts
+
 
 PROBE = 64
 """Number of draws after which data that mostly do not train are refused."""
@@ -21,11 +42,17 @@ SHOWN_REASONS = 5
 """Reasons named in a line."""
 
 
-def count_items(counts: Counts, items: Iterable[Any], pass_len: int | None) -> None:
+def count_items(
+    counts: Counts, items: Iterable[Any], pass_len: int | None, repeated: bool = False
+) -> None:
     """Count one draw; UserError if a full pass gave nothing, or if most samples have no mask.
 
-    items: drops, and trees, groups or objects with their `num_tokens` and perhaps `flat_tokens`.
+    items: notes, and trees, groups or objects with their `num_tokens` and perhaps `flat_tokens`.
+    repeated: its row was counted before.
     """
+    if repeated:
+        counts["draws"] += 1
+        return
     add_items(counts, items)
     if pass_len is not None and counts["draws"] >= pass_len and not counts["trees"]:
         raise UserError(
@@ -41,12 +68,16 @@ def count_items(counts: Counts, items: Iterable[Any], pass_len: int | None) -> N
 
 
 def add_items(counts: Counts, items: Iterable[Any]) -> None:
-    """Count the samples and drops of one row."""
+    """Count the samples and notes of one row."""
     counts["draws"] += 1
+    counts["rows"] += 1
     before = counts["trees"]
     for item in items:
-        if isinstance(item, Dropped):
-            counts[f"dropped:{item.reason}"] += 1
+        if isinstance(item, RowNote):
+            kind = "unread" if isinstance(item, Unread) else "dropped"
+            counts[f"{kind}:{item.reason}"] += 1
+            if isinstance(item, Dropped):
+                counts.firsts.setdefault(item.reason, item.origin)
         else:
             counts["trees"] += 1
             counts["packed_tokens"] += item.num_tokens
@@ -57,22 +88,48 @@ def add_items(counts: Counts, items: Iterable[Any]) -> None:
 
 def drops_of(counts: Mapping[str, int]) -> dict[str, int]:
     """Return {reason: number}, the most frequent first."""
-    drops = [(name, n) for name, n in counts.items() if name.startswith("dropped:") and n]
-    drops.sort(key=lambda pair: -pair[1])
-    return {name.removeprefix("dropped:"): number for name, number in drops}
+    return _numbers(counts, "dropped:")
+
+
+def unread_of(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return {column or key: number of rows in which nothing reads it}."""
+    return _numbers(counts, "unread:")
+
+
+def _numbers(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
+    numbers = [(name, n) for name, n in counts.items() if name.startswith(prefix) and n]
+    numbers.sort(key=lambda pair: -pair[1])
+    return {name.removeprefix(prefix): number for name, number in numbers}
 
 
 def list_drops(counts: Mapping[str, int]) -> str:
-    """ "39 x too long, 1 x no trained token"."""
+    """ "39 x too long, 1 x malformed row: columns tools and functions differ (x.jsonl line 3)"."""
     drops = list(drops_of(counts).items())
-    shown = [f"{number:,} x {reason}" for reason, number in drops[:SHOWN_REASONS]]
+    firsts = getattr(counts, "firsts", {})
+    shown = []
+    for reason, number in drops[:SHOWN_REASONS]:
+        first = firsts.get(reason) if reason.startswith("malformed") else None
+        shown.append(f"{number:,} x {reason}" + (f" (first: {first})" if first else ""))
     rest = sum(number for _, number in drops[SHOWN_REASONS:])
     return ", ".join(shown + ([f"{rest:,} for other reasons"] if rest else []))
 
 
 def describe_drops(counts: Mapping[str, int]) -> str:
     """ "40 rows read, 39 x too long, 1 x no trained token"."""
-    return ", ".join(filter(None, (f"{counts.get('draws', 0)} rows read", list_drops(counts))))
+    return ", ".join(filter(None, (f"{counts.get('rows', 0)} rows read", list_drops(counts))))
+
+
+def describe_unread(counts: Mapping[str, int], known: Container[str] = ()) -> str:
+    """ "not read: column 'source' (40 rows), message key 'id' (12 rows)"; "" if there is nothing.
+
+    known: names that were reported before.
+    """
+    names = [
+        f"{escape_control_chars(name)} ({number:,} row{'s' if number > 1 else ''})"
+        for name, number in unread_of(counts).items()
+        if name not in known
+    ]
+    return f"not read: {', '.join(names)}" if names else ""
 
 
 def describe_counts(counts: Mapping[str, int], sequence_len: int, controls: str) -> str:
@@ -86,7 +143,7 @@ def describe_counts(counts: Mapping[str, int], sequence_len: int, controls: str)
         if any(reason.startswith("too long") for reason in drops_of(counts)):
             advice = f" (data.sequence_len is {sequence_len}, see also data.too_long)"
         parts.append(
-            f"{counts.get('lost_rows', 0):,} of {counts.get('draws', 0):,} rows give nothing to"
+            f"{counts.get('lost_rows', 0):,} of {counts.get('rows', 0):,} rows give nothing to"
             f" train on; dropped examples: {list_drops(counts)}; kept: {counts.get('trees', 0):,}"
             f"{advice}"
         )
@@ -109,7 +166,7 @@ def describe_controls(datasets: Iterable[Any]) -> str:
 def count_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     """Return the counts for metrics.jsonl: totals since the start of the run."""
     metrics: dict[str, float] = {
-        "data/rows": counts.get("draws", 0),
+        "data/rows": counts.get("rows", 0),
         "data/lost_rows": counts.get("lost_rows", 0),
         "data/examples": counts.get("trees", 0),
     }

@@ -2,13 +2,15 @@
 
 | format            | columns                                | from the tokenizer              |
 |-------------------|----------------------------------------|---------------------------------|
-| chat              | messages (or conversations), tools     | chat template                   |
-| prompt_completion | prompt, completion, system             | chat template if messages       |
+| chat              | messages (or conversations)            | chat template                   |
+| prompt_completion | prompt, completion                     | chat template if messages       |
 | alpaca            | instruction, output, input, system     | chat template if as_chat        |
 | input_output      | segments: [{text, train}]              |                                 |
 | completion        | text                                   | eos; split at sequence_len      |
 
-Each row becomes Samples, or a Dropped with a reason that is counted.
+Each row becomes Samples, or a Dropped with a reason that is counted. Beside messages, prompts and
+instructions stand system, history, tools and chat_template_kwargs (chat/rows.py); plain texts with
+one of these are written by the chat template.
 
 A custom format is a function of (row, tokenizer, dataset): an entry point in group
 jaxtrain.formats,
@@ -31,10 +33,12 @@ from typing import Any, Literal
 from jaxtrain import plugins
 from jaxtrain.config.data import FORMATS, DatasetConfig
 from jaxtrain.data.chat.messages import ACCEPTED, MalformedRow
+from jaxtrain.data.chat.rows import CONTEXT, MESSAGES
+from jaxtrain.data.chat.rows import PROMPTS as PROMPTS
 from jaxtrain.errors import UserError
 
 COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "chat": (("messages",), ("conversations",)),
+    "chat": tuple((name,) for name in MESSAGES),
     "input_output": (("segments",),),
     "prompt_completion": (("prompt", "completion"),),
     "alpaca": (("instruction", "output"),),
@@ -42,12 +46,11 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 """The columns that each format needs, in order of preference when several fit."""
 
-OPTIONAL = {"tools", "system", "input"}
+OPTIONAL = {*CONTEXT, "input", "loss_mask"}
 """Columns that a format reads if present."""
 
 Kind = Literal["pairs", "labels", "scores"]
 
-PROMPTS = ("prompt", "messages", "conversations", "question", "instruction", "input")
 CHOSEN = (
     ("chosen", "rejected"),
     ("chosen_response", "rejected_response"),
@@ -78,9 +81,7 @@ def detect_kind(columns: Iterable[str]) -> Kind | None:
     if any(names >= set(columns_of_pair) for columns_of_pair in CHOSEN):
         return "pairs"
     prompt_names = names & set(PROMPTS)
-    if names & set(LABELS) and (
-        names & {"messages", "conversations"} or prompt_names and names & {*ONE}
-    ):
+    if names & set(LABELS) and (names & {*MESSAGES} or prompt_names and names & {*ONE}):
         return "labels"
     if prompt_names and names & set(MANY):
         return "scores"

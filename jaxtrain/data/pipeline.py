@@ -5,7 +5,6 @@ row ──recipe.open──> samples, trees ──packing──> rows ──> ro
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,9 +16,8 @@ from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.counts import Counts, add_items
 from jaxtrain.data.packing.pack import Fields, Normalize
 from jaxtrain.data.packing.steps import BatchSource, StepIterator, StepShape, raise_if_error
-from jaxtrain.data.packing.units import UnitPacker
-from jaxtrain.data.packing.window import TreeReader, WindowPacker
-from jaxtrain.data.sample import Dropped, to_trees
+from jaxtrain.data.packing.window import TreeReader, UnitPacker, WindowPacker
+from jaxtrain.data.sample import RowNote, to_trees
 from jaxtrain.data.sources.readers import (
     STREAM_ROWS,
     IndexedReader,
@@ -197,7 +195,7 @@ def eval_batches(
 def count_part(part: MixturePart, row_tokens: int, seconds: float) -> tuple[Counts, bool]:
     """Count what the rows of a dataset become, in order, for at most `seconds`; and return whether
     these were all its rows."""
-    counts: Counts = Counter()
+    counts = Counts()
     start = time.monotonic()
     limit = STREAM_ROWS if is_stream(part.rows) else math.inf
     for index, (row, origin) in enumerate(part.numbered_rows()):
@@ -218,12 +216,12 @@ class TreeSize:
 
 def measure_lengths(
     part: MixturePart, data: DataConfig, row_tokens: int
-) -> list[list[TreeSize | Dropped]]:
+) -> list[list[TreeSize | RowNote]]:
     """Tokenize every row once and return the sizes of what each became."""
     options = {"row_tokens": row_tokens, "shuffle": False, "num_epochs": 1}
     reader = IndexedReader([part], num_workers=data.num_workers, **options)
     lengths = [
-        [item if isinstance(item, Dropped) else _measure(item) for item in items]
+        [item if isinstance(item, RowNote) else _measure(item) for item in items]
         for items in iter(lambda: next(reader, None), None)
     ]
     reader.close()

@@ -3,16 +3,17 @@
 | rows                       | first look          | preprocess         | one example     |
 |----------------------------|---------------------|--------------------|-----------------|
 | sequences (sequences.py)   | probe_samples       | show_samples       | show_sample     |
-| comparisons of answers     | probe_preferences   | show_preferences   | show_ranked     |
 | trees                      | probe_trees         | describe_trees     | describe_tree   |
+
+Those of comparisons are in comparisons/preview.py.
 """
 
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -21,20 +22,21 @@ from rich.text import Text
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat.tokenize import RowTokenizer
-from jaxtrain.data.comparisons.ranked import Ranked
 from jaxtrain.data.counts import (
     Counts,
     Progress,
     add_items,
     describe_controls,
     describe_counts,
+    describe_unread,
     drops_of,
+    unread_of,
 )
 from jaxtrain.data.formats import require_format
 from jaxtrain.data.packing.branches import list_branches
 from jaxtrain.data.packing.tree import Forest, Node, Tree, TreeGroup
 from jaxtrain.data.packing.workload import describe_tree, describe_workload
-from jaxtrain.data.sample import Dropped, Sample, to_trees
+from jaxtrain.data.sample import Dropped, RowNote, Sample, Unread, to_trees
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import STREAM_ROWS, MixturePart, is_stream
 from jaxtrain.errors import UserError
@@ -65,6 +67,8 @@ class Probe:
     format: str = ""
     """Format of the rows, or kind of the comparisons."""
     columns: tuple[str, ...] = ()
+    unread: str = ""
+    """Columns and keys that nothing reads, with the number of these rows; "" if there are none."""
 
     def __str__(self) -> str:
         return self.summary
@@ -74,24 +78,30 @@ class Probe:
 
 
 def probe_samples(
-    dataset: DatasetConfig, tokenizer: Any, data: DataConfig, trees: bool = False
+    dataset: DatasetConfig,
+    tokenizer: Any,
+    data: DataConfig,
+    trees: bool = False,
+    read_elsewhere: Container[str] = (),
 ) -> Probe:
     """Read up to 16 rows and tokenize them as training would.
+
+    read_elsewhere: columns that another reader of the rows reads.
 
     Raises UserError if no format fits, naming the columns found and those accepted; if hardly any
     row gives a sample, naming the reasons; and if the chat template leaves out parts of a row.
     """
     rows = open_rows(dataset)
-    picked = _pick_rows(rows, dataset.path)
+    picked = pick_rows(rows, dataset.path)
     columns = tuple(dict.fromkeys(key for row, _ in picked for key in row))
     name = require_format(dataset, columns)
     tokenize = RowTokenizer(dataset, tokenizer, data.sequence_len, data.too_long, trees)
     samples, usable, example = [], 0, {}
-    counts: Counts = Counter()
+    counts = Counts()
     for row, origin in picked:
         items = tokenize(row, origin)
         add_items(counts, to_trees(items, data.sequence_len))
-        kept_items = [item for item in items if not isinstance(item, Dropped)]
+        kept_items = [item for item in items if not isinstance(item, RowNote)]
         samples += kept_items
         usable += bool(kept_items)
         for item in items:
@@ -100,12 +110,15 @@ def probe_samples(
     dropped = {reason: len(origins) for reason, origins in example.items()}
     firsts = {reason: origins[0] for reason, origins in example.items()}
     advise = lambda reason: _advise(reason, dataset, data)  # noqa: E731
-    _check_usable(f"{dataset.path} (format {name})", usable, len(picked), dropped, firsts, advise)
+    check_usable(f"{dataset.path} (format {name})", usable, len(picked), dropped, firsts, advise)
     num_rows = len(rows) if hasattr(rows, "__len__") else None
-    line = f"{dataset.path}: {_describe_size(num_rows)}, format {name}, columns {_join(columns)}"
+    line = (
+        f"{dataset.path}: {describe_size(num_rows)}, format {name}, columns {join_columns(columns)}"
+    )
     note = describe_counts(counts, data.sequence_len, describe_controls([dataset]))
     summary = f"{line}\n  first look: {note}" if note else line
-    return Probe(dataset.path, num_rows, tuple(samples), summary, dropped, name, columns)
+    unread = describe_unread(counts, read_elsewhere)
+    return Probe(dataset.path, num_rows, tuple(samples), summary, dropped, name, columns, unread)
 
 
 def _advise(reason: str, dataset: DatasetConfig, data: DataConfig) -> str:
@@ -127,16 +140,22 @@ class SampleCounts:
 
     def __init__(self, items: Iterable[Any] = ()) -> None:
         self.dropped: Counter[str] = Counter()
+        self.firsts: dict[str, str] = {}
+        """Origin of the first example that was dropped for a reason."""
+        self.unread: Counter[str] = Counter()
         self.lengths: list[int] = []
         self.trained: list[int] = []
         self.packed = self.controls = 0
         self.add(items)
 
-    def add(self, items: Iterable[Sample | Tree | Forest | TreeGroup | Dropped]) -> None:
+    def add(self, items: Iterable[Sample | Tree | Forest | TreeGroup | RowNote]) -> None:
         """Count what rows became."""
         for item in items:
-            if isinstance(item, Dropped):
+            if isinstance(item, Unread):
+                self.unread[item.reason] += 1
+            elif isinstance(item, RowNote):
                 self.dropped[item.reason] += 1
+                self.firsts.setdefault(item.reason, item.origin)
             elif isinstance(item, Sample):
                 self.lengths.append(len(item.tokens))
                 self.trained.append(int(np.count_nonzero(item.weights)))
@@ -152,7 +171,10 @@ class SampleCounts:
         """Return names and values in the order in which they are printed."""
         lines = [("samples", f"{len(self.lengths):,}")]
         for reason, count in sorted(self.dropped.items(), key=lambda item: (-item[1], item[0])):
-            lines.append((f"dropped: {escape_control_chars(reason)}", f"{count:,}"))
+            first = f" (first: {self.firsts[reason]})" if reason.startswith("malformed") else ""
+            lines.append((f"dropped: {escape_control_chars(reason + first)}", f"{count:,}"))
+        for name, count in self.unread.most_common():
+            lines.append((f"not read: {escape_control_chars(name)}", f"{count:,}"))
         if not self.lengths:
             return lines
         flat, total, trained = sum(self.lengths), self.packed, sum(self.trained)
@@ -172,7 +194,7 @@ class SampleCounts:
 def show_samples(part: MixturePart, tokenizer: Any, num_samples: int, console: Console) -> None:
     """Tokenize a dataset; print its first samples and a table of counts."""
     counts, printed = SampleCounts(), 0
-    clock = _RowClock()
+    clock = RowClock()
     for row, origin in clock.read(part, console):
         items = part.tokenize(row, origin)
         counts.add(items)
@@ -211,10 +233,10 @@ def show_sample(sample: Sample | Tree, tokenizer: Any, console: Console) -> None
     style = "bold green" if console.is_terminal else f"between {OPEN} and {CLOSE}"
     head = f"{sample.origin}: {len(sample.tokens)} tokens, {trained} trained ({style})"
     console.print(Text(head, style="bold"), soft_wrap=True)
-    _print_marked(sample, tokenizer, console)
+    print_marked(sample, tokenizer, console)
 
 
-def _print_marked(sample: Sample, tokenizer: Any, console: Console) -> None:
+def print_marked(sample: Sample, tokenizer: Any, console: Console) -> None:
     if console.is_terminal:
         console.print(marked_text(sample, tokenizer), soft_wrap=True)
     else:
@@ -255,176 +277,73 @@ def _count_trained(node: Node) -> int:
     return int(np.count_nonzero(np.any([values != 0 for values in node.weights.values()], axis=0)))
 
 
-# Comparisons of answers
-
-
-class RankedReaderProtocol(Protocol):
-    """Reader of preference rows: comparisons.preferences.RankedReader."""
-
-    dataset: DatasetConfig
-    tokenizer: Any
-    want: str
-    sequence_len: int
-
-    def __call__(self, row: dict[str, Any], origin: str) -> list[Ranked | Dropped]: ...
-
-
-def probe_preferences(part: MixturePart, reader: RankedReaderProtocol, row_tokens: int) -> Probe:
-    """Read up to 16 rows as training would.
-
-    Raises UserError if they are of another kind than the method needs, or if hardly any row gives
-    a tree, naming the reasons.
-    """
-    from jaxtrain.data.comparisons.preference_row import require_kind
-
-    picked = _pick_rows(part.rows, part.name)
-    members = [member for row, _ in picked for member in row.get("group", [row])]
-    columns = tuple(dict.fromkeys(key for row in members for key in row))
-    kind = require_kind(reader.dataset, columns, reader.want)
-    samples, firsts, usable = [], {}, 0
-    counts: Counts = Counter()
-    for row, origin in picked:
-        ranked = [item for item in reader(row, origin) if isinstance(item, Ranked)]
-        items = to_trees(part.tokenize(row, origin), row_tokens)
-        add_items(counts, items)
-        for item in items:
-            if isinstance(item, Dropped):
-                firsts.setdefault(item.reason, item.origin)
-        if not all(isinstance(item, Dropped) for item in items):
-            usable += 1
-            samples += ranked
-    dropped = drops_of(counts)
-    _check_usable(f"{part.name} ({kind})", usable, len(picked), dropped, firsts)
-    num_rows = None if is_stream(part.rows) else len(part.rows)
-    num_answers = sum(len(ranked.answers) for ranked in samples)
-    num_pairs = sum(len(ranked.pairs) for ranked in samples)
-    compared = f"{num_pairs} pairs of {num_answers} answers"
-    parts = [compared if num_pairs else f"{num_answers} labeled answers"]
-    parts.append(describe_counts(counts, reader.sequence_len, describe_controls([reader.dataset])))
-    line = f"{part.name}: {_describe_size(num_rows)} of {kind}, columns {_join(columns)}"
-    summary = f"{line}\n  first look: " + "; ".join(filter(None, parts))
-    return Probe(part.name, num_rows, tuple(samples), summary, dropped, kind, columns)
-
-
-def show_preferences(
-    part: MixturePart,
-    reader: RankedReaderProtocol,
-    row_tokens: int,
-    num_samples: int,
-    console: Console,
-) -> None:
-    """Print the first prompts with their answers, and the counts of all rows."""
-    clock, printed = _RowClock(), 0
-    counts: Counts = Counter()
-    for row, origin in clock.read(part, console):
-        if printed < num_samples:
-            for item in reader(row, origin):
-                if isinstance(item, Ranked):
-                    show_ranked(item, reader.tokenizer, console)
-                    printed += 1
-        add_items(counts, to_trees(part.tokenize(row, origin), row_tokens))
-    console.print(f"{part.name}: {clock.num_rows:,} rows ({clock.speed:,.0f} rows/s)", markup=False)
-    lines = [f"trees: {counts['trees']:,}", f"tokens: {counts['packed_tokens']:,}"]
-    packed, flat = counts["packed_tokens"], counts["flat_tokens"]
-    if flat > packed:
-        saved = f"{1 - packed / flat:.0%} saved"
-        lines.append(f"tokens without sharing prompts: {flat:,} ({saved})")
-    if counts["controls"]:
-        lines.append(f"control tokens spelled in texts: {counts['controls']:,}")
-    lines += [f"dropped: {reason}: {n:,}" for reason, n in drops_of(counts).items()]
-    console.print(escape_control_chars("\n".join(lines)), markup=False, soft_wrap=True)
-    if not counts["trees"]:
-        raise UserError(f"{part.name}: not a single row is left to train on (counts above)")
-
-
-def show_ranked(ranked: Ranked, tokenizer: Any, console: Console) -> None:
-    """Print a prompt and its answers with their ranks, trained tokens marked."""
-    head = (
-        f"{ranked.origin}: a prompt of {len(ranked.prompt)} tokens, {len(ranked.answers)} answers"
-    )
-    console.print(Text(head, style="bold"), soft_wrap=True)
-    prompt = Sample(ranked.prompt, np.zeros(len(ranked.prompt), np.float32))
-    _print_marked(prompt, tokenizer, console)
-    for index, answer in enumerate(ranked.answers):
-        trained = int(np.count_nonzero(answer.weights))
-        line = f"{_describe_rank(ranked, index)}: {len(answer.tokens)} tokens, {trained} trained"
-        console.print(Text(line, style="bold"), soft_wrap=True)
-        _print_marked(Sample(answer.tokens, answer.weights), tokenizer, console)
-
-
-def _describe_rank(ranked: Ranked, index: int) -> str:
-    """Return "chosen", "answer 2: better than 3, 4, worse than 1", "undesirable" or the like."""
-    if ranked.labels:
-        return "desirable" if ranked.labels[index] else "undesirable"
-    beaten = [pair.rejected for pair in ranked.pairs if pair.chosen == index]
-    winners = [pair.chosen for pair in ranked.pairs if pair.rejected == index]
-    if len(ranked.pairs) == 1:
-        margin = ranked.pairs[0].margin
-        return ("chosen" + (f" (margin {margin:g})" if margin else "")) if beaten else "rejected"
-    parts = [
-        f"{word} than {', '.join(str(answer + 1) for answer in answers)}"
-        for word, answers in (("better", beaten), ("worse", winners))
-        if answers
-    ]
-    return f"answer {index + 1}: " + ", ".join(parts)
-
-
 # Trees
 
 
 def probe_trees(part: MixturePart) -> Probe:
     """Build the trees of the first 16 rows; UserError names the reasons if none of them trains."""
-    trees, firsts = [], {}
-    dropped: Counter[str] = Counter()
+    trees, counts = [], Counts()
     for row, origin in itertools.islice(part.numbered_rows(), NUM_ROWS):
-        for item in part.tokenize(row, origin):
-            if isinstance(item, Dropped):
-                dropped[item.reason] += 1
-                firsts.setdefault(item.reason, item.origin)
-            else:
-                trees += item.trees if isinstance(item, TreeGroup) else [item]
+        items = part.tokenize(row, origin)
+        add_items(counts, items)
+        trees += list_trees(items)
     if not trees:
-        raise UserError(
-            f"{part.name}: none of the rows looked at gives a tree:\n{_list_drops(dropped, firsts)}"
-        )
+        drops = list_drops(drops_of(counts), counts.firsts)
+        raise UserError(f"{part.name}: none of the rows looked at gives a tree:\n{drops}")
     num_rows = None if is_stream(part.rows) else len(part.rows)
     branches = [tree.num_branches for tree in trees]
     summary = (
-        f"{part.name}: {_describe_size(num_rows)}, the first {len(branches)} trees have"
+        f"{part.name}: {describe_size(num_rows)}, the first {len(branches)} trees have"
         f" {sum(branches) / len(branches):.1f} branches on average"
     )
     if part.left_out:
         counted = ", ".join(f"{number:,} rows {reason}" for reason, number in part.left_out.items())
         summary += f"; the selection left out {counted}"
-    return Probe(part.name, num_rows, tuple(trees), summary, dict(dropped))
+    unread = describe_unread(counts)
+    return Probe(part.name, num_rows, tuple(trees), summary, drops_of(counts), unread=unread)
 
 
 def describe_trees(part: MixturePart, tokenizer: Any, num_samples: int = 1) -> str:
-    """Describe a dataset: outlines of its first trees, the workload of all, and what was
-    dropped."""
-    clock, trees, lines = _RowClock(), [], []
-    dropped: Counter[str] = Counter()
+    """Describe a dataset: outlines of its first trees, the workload of all, and what was dropped
+    or not read."""
+    clock, trees, counts = RowClock(), [], Counts()
     for row, origin in clock.read(part):
-        for item in cast(Any, part.tokenize(row, origin)):
-            if isinstance(item, Dropped):
-                dropped[item.reason] += 1
-                continue
-            for tree in item.trees if isinstance(item, TreeGroup) else [item]:
-                trees.append(tree)
-                if len(trees) <= num_samples:
-                    lines += [describe_tree(tree, tokenizer.decode), ""]
+        items = part.tokenize(row, origin)
+        add_items(counts, items)
+        trees += list_trees(items)
+    lines = []
+    for tree in trees[:num_samples]:
+        lines += [describe_tree(tree, tokenizer.decode), ""]
     lines.append(f"{part.name}: {clock.num_rows:,} rows ({clock.speed:,.0f} rows/s)")
     if trees:
         lines.append(describe_workload(trees))
     lines += [f"left out by the selection: {why}: {n:,}" for why, n in part.left_out.items()]
-    lines += [f"dropped: {reason}: {count:,}" for reason, count in dropped.most_common()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *note_lines(counts)])
+
+
+def list_trees(items: Iterable[Any]) -> list[Any]:
+    """Return the trees of a row, those of groups too."""
+    return [
+        tree
+        for item in items
+        if not isinstance(item, RowNote)
+        for tree in (item.trees if isinstance(item, TreeGroup) else [item])
+    ]
+
+
+def note_lines(counts: Counts) -> list[str]:
+    """Return a line for each reason of drops, and for what was not read."""
+    lines = []
+    for reason, number in drops_of(counts).items():
+        first = f" (first: {counts.firsts[reason]})" if reason.startswith("malformed") else ""
+        lines.append(f"dropped: {reason}: {number:,}{first}")
+    return lines + [f"not read: {name}: {number:,}" for name, number in unread_of(counts).items()]
 
 
 # Rows, and the texts that all three kinds share
 
 
-class _RowClock:
+class RowClock:
     """Reads all rows of a dataset, or the first STREAM_ROWS of a stream, and measures the speed."""
 
     def __init__(self) -> None:
@@ -449,7 +368,7 @@ class _RowClock:
         return self.num_rows / max(time.monotonic() - self._start, 1e-9)
 
 
-def _pick_rows(rows: Any, name: str) -> list[tuple[dict[str, Any], str]]:
+def pick_rows(rows: Any, name: str) -> list[tuple[dict[str, Any], str]]:
     """Pick up to 16 rows with their origins: evenly spread, or the first of a stream."""
     if is_stream(rows):
         first_rows = itertools.islice(iter(rows), NUM_ROWS)
@@ -463,7 +382,7 @@ def _pick_rows(rows: Any, name: str) -> list[tuple[dict[str, Any], str]]:
     return picked
 
 
-def _check_usable(
+def check_usable(
     title: str,
     usable: int,
     total: int,
@@ -476,11 +395,11 @@ def _check_usable(
     if usable <= MIN_USABLE * total or omitted:
         raise UserError(
             f"{title}: {usable} of {total} rows looked at would train:\n"
-            f"{_list_drops(dropped, firsts, advise)}"
+            f"{list_drops(dropped, firsts, advise)}"
         )
 
 
-def _list_drops(
+def list_drops(
     dropped: Mapping[str, int],
     firsts: Mapping[str, str],
     advise: Callable[[str], str] = lambda reason: "",
@@ -492,9 +411,9 @@ def _list_drops(
     )
 
 
-def _describe_size(num_rows: int | None) -> str:
+def describe_size(num_rows: int | None) -> str:
     return "a stream" if num_rows is None else f"{num_rows:,} rows"
 
 
-def _join(columns: tuple[str, ...]) -> str:
+def join_columns(columns: tuple[str, ...]) -> str:
     return shorten(escape_control_chars(", ".join(map(str, columns))), 500)

@@ -1,6 +1,10 @@
-"""Output of tokenization: samples with loss weights, drops with reasons, and both as trees."""
+"""Output of tokenization: samples with loss weights, drops with reasons, and both as trees.
 
-from collections.abc import Sequence
+Beside its samples a row has notes, which are counted: examples that were dropped, and columns and
+keys that nothing has read.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,13 +27,21 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Dropped:
-    """Example that does not train, with the reason; counted, never silent."""
+class RowNote:
+    """Fact about a row that is counted under its reason, never silent."""
 
     reason: str
-    """Short and countable: "too long", "no trained token", ..."""
+    """Short and countable: "too long", "column 'source'", ..."""
     origin: str = ""
     """File and row, for messages."""
+
+
+class Dropped(RowNote):
+    """Example that does not train, with the reason."""
+
+
+class Unread(RowNote):
+    """Column or key of a row that holds something and that nothing reads; `reason` names it."""
 
 
 def to_tree(sample: Sample, component: str = "nll") -> Tree:
@@ -39,16 +51,16 @@ def to_tree(sample: Sample, component: str = "nll") -> Tree:
 
 
 def to_trees(
-    items: Sequence[Sample | Tree | Forest | TreeGroup | Dropped],
+    items: Sequence[Sample | Tree | Forest | TreeGroup | RowNote],
     row_tokens: int,
     component: str = "nll",
-) -> list[Tree | Forest | TreeGroup | Dropped]:
+) -> list[Tree | Forest | TreeGroup | RowNote]:
     """Convert the output of a row tokenizer to trees (or groups).
 
     Trees that cannot train are dropped here: those of more than `row_tokens` tokens fit no row, and
     nothing predicts a trained first token.
     """
-    checked: list[Tree | Forest | TreeGroup | Dropped] = []
+    checked: list[Tree | Forest | TreeGroup | RowNote] = []
     for item in items:
         if isinstance(item, Sample):
             item = to_tree(item, component) if len(item.tokens) else Dropped("empty", item.origin)
@@ -63,6 +75,11 @@ def to_trees(
             item = Dropped("no trained token", trees[0].origin)
         checked.append(item)
     return checked
+
+
+def note_unread(names: Iterable[str], origin: str) -> list[Unread]:
+    """Return a note for each column and key that was not read."""
+    return [Unread(name, origin) for name in names]
 
 
 def trains(tree: Tree | Forest) -> bool:

@@ -18,7 +18,7 @@ from jaxtrain.config import EnvConfig
 from jaxtrain.data.chat.template import TemplateFailed
 from jaxtrain.data.media_tokens import MediaTokens
 from jaxtrain.environments.factory import open_env
-from jaxtrain.errors import Interrupted, RunStopped, UserError
+from jaxtrain.errors import Interrupted, RunStopped, UnusableRow, UserError
 from jaxtrain.generation.engine import Engine, EpisodeFailed, Sampling
 from jaxtrain.generation.episode_engine import WaitClock, open_view
 from jaxtrain.generation.episodes import Env, Episode, as_game
@@ -94,8 +94,9 @@ class GuardedEnv:
         except PASSED_ON:
             raise
         except (UserError, TemplateFailed) as error:
+            mistake = not isinstance(error, UnusableRow | TemplateFailed)
             raise self._failed(
-                "a row that cannot be played", str(error), again=False, mistake=True
+                "a row that cannot be played", str(error), again=False, mistake=mistake
             ) from None
         except (Exception, SystemExit) as error:  # the border: whatever foreign code may raise
             reason = f"environment raised {type(error).__name__}"

@@ -4,41 +4,41 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.data.chat.control_tokens import SpecialTokens
+from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.rows import Prompt, Row, read_prompt
 from jaxtrain.data.chat.template import (
+    TemplateFailed,
     decode_answer,
     encode_text,
     end_of_turn_ids,
     prompt_tokens,
 )
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UnusableRow, UserError
 from jaxtrain.generation.engine import Engine, Sampling
 from jaxtrain.generation.episodes import Episode
 from jaxtrain.safe_io import UnreadableRow
 
 
-def find_prompt(row: Mapping[str, Any], column: str) -> str | list[dict[str, Any]]:
+def read_row(row: Mapping[str, Any], column: str) -> Prompt:
     """Return a row's prompt, a text or messages before the last assistant turns; UserError without
-    one."""
+    one, UnusableRow for one that cannot be read."""
     if isinstance(row, UnreadableRow):
-        raise UserError(f"env: a row cannot be used: {row.reason}")
-    prompt = row.get(column, row.get("messages"))
-    if isinstance(prompt, str) and prompt:
-        return prompt
-    if not isinstance(prompt, list) or not prompt:
+        raise UnusableRow(f"env: a row cannot be used: {row.reason}")
+    try:
+        prompt = read_prompt(Row(row), column)
+    except MalformedRow as error:
+        raise UnusableRow(error.describe("env: a row cannot be used")) from None
+    if prompt is None:
         raise UserError(
             f"env: a row has no prompt; it needs {column!r} (a text or messages) or messages, found"
             f" keys {', '.join(sorted(row)) or 'none'}; env.prompt_column names another column"
         )
-    messages = list(prompt)
-    if not all(isinstance(message, Mapping) for message in messages):
-        raise UserError(
-            f"env: a row's {column} is a list, but not of messages with role and content"
-        )
-    while messages and messages[-1].get("role") == "assistant":
-        messages.pop()  # answers of SFT data are not the policy's
-    if not messages:
-        raise UserError("env: a row's messages are all the assistant's; nothing to answer")
-    return messages
+    return prompt
+
+
+def find_prompt(row: Mapping[str, Any], column: str) -> str | list[dict[str, Any]]:
+    """Return the text or messages of `read_row`."""
+    return read_row(row, column).value
 
 
 class SingleTurn:
@@ -86,26 +86,29 @@ class SingleTurn:
 
     def read(self, row: Mapping[str, Any]) -> tuple[Any, list[int]]:
         """Return (prompt for reward functions, its tokens); UserError for an invalid row."""
-        prompt = find_prompt(row, self.column)
-        if isinstance(prompt, str):
-            if self.raw:
-                return prompt, encode_text(self.tokenizer, prompt, True, self.special_tokens)
-            return prompt, self.render([{"role": "user", "content": prompt}], row)
+        prompt = read_row(row, self.column)
+        if self.raw and isinstance(prompt.value, str):
+            text = prompt.value
+            return text, encode_text(self.tokenizer, text, True, self.special_tokens)
         if self.raw:
             raise UserError(
-                "env: a row's prompt is a list of messages, which needs a chat template; set"
-                " model.chat_template, and env.raw to false"
+                "env: a row's prompt is a list of messages, or has a system message or a history,"
+                " which needs a chat template; set model.chat_template, and env.raw to false"
             )
-        return prompt, self.render(prompt, row)
+        try:
+            return prompt.value, self.render(prompt)
+        except TemplateFailed as error:
+            raise UnusableRow(f"env: a row cannot be used: {error}") from None
 
-    def render(self, messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list[int]:
+    def render(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a conversation with the generation prompt."""
+        messages = prompt.messages
         if self.system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         return prompt_tokens(
             self.tokenizer,
             messages,
-            row.get("tools"),
+            prompt.tools,
             self.special_tokens,
-            row.get("chat_template_kwargs"),
+            prompt.chat_template_kwargs,
         )

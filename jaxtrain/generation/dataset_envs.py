@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.config import Config, EnvConfig
+from jaxtrain.data.counts import Counts, add_items, describe_unread, drops_of, list_drops
 from jaxtrain.data.media_tokens import MediaTokens
+from jaxtrain.data.sample import Dropped, RowNote, note_unread
 from jaxtrain.environments.guarded import GuardedEnv, open_guarded
 from jaxtrain.environments.rewards import Rewards
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UnusableRow, UserError
+from jaxtrain.safe_io import UnreadableRow
 
 MAX_INSPECTED = 4096
 """Rows of a dataset that are checked with servers before a run."""
 MAX_MEASURED = 64
 """Prompts of a dataset whose lengths are checked before a run."""
+PREFIX = "env: a row cannot be used: "
+"""Beginning of what an environment says about a single row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +68,8 @@ class DatasetEnvs:
         """
         for index, rows in enumerate(datasets):
             env, _ = self.of(index)
-            lengths = measure_prompts(rows, env.env)
             name = f"data.datasets.{index} ({rows.dataset.path})"
+            lengths = measure_prompts(rows, env.env, name, log)
             new, row = config.sampling.max_new_tokens, config.data.sequence_len
             if lengths and (text := explain_lengths(lengths, new, row, longest, name)):
                 log(text)
@@ -104,23 +109,52 @@ def open_envs(
     return DatasetEnvs(env, rewards, by_dataset)
 
 
+def spread_indices(rows: Any, max_rows: int) -> list[int]:
+    """Return the indices of at most so many rows, evenly spread over all."""
+    count = min(len(rows), max_rows)
+    return [index * len(rows) // count for index in range(count)]
+
+
 def spread_rows(rows: Any, max_rows: int) -> Iterator[Any]:
     """Yield at most so many rows, evenly spread over all."""
-    count = min(len(rows), max_rows)
-    return (rows[index * len(rows) // count] for index in range(count))
+    return (rows[index] for index in spread_indices(rows, max_rows))
 
 
-def measure_prompts(rows: Any, env: Any) -> list[int]:
-    """Return the tokens of some prompts; [] for an environment that cannot know beforehand."""
-    read = getattr(env, "read", None)
-    if read is None:
-        return []
-    lengths = []
-    for row in spread_rows(rows, MAX_MEASURED):
-        try:
-            lengths.append(len(read(row)[1]))
-        except UserError:  # a row that cannot be played is logged, and counted, when it is played
-            continue
+def measure_prompts(rows: Any, env: Any, name: str, log: Callable[[str], None]) -> list[int]:
+    """Return the tokens of some prompts; [] for an environment that cannot know beforehand.
+
+    Logs how many of them cannot be used and why, and which keys of messages are not read. Raises
+    UserError if none can be used. rows: of prompts.PromptRows, or others with random access.
+    """
+    read, counts, lengths = getattr(env, "read", None), Counts(), []
+    problem = None
+    for index in spread_indices(rows, MAX_MEASURED):
+        row, unread = rows.read(index) if hasattr(rows, "read") else (rows[index], ())
+        origin = getattr(row, "origin", "")
+        if not origin and hasattr(rows, "origin"):
+            origin = rows.origin(index)
+        notes: list[RowNote] = list(note_unread(unread, origin))
+        if isinstance(row, UnreadableRow):
+            notes.append(Dropped(row.reason, origin))
+        elif read is not None:
+            try:
+                lengths.append(len(read(row)[1]))
+            except UnusableRow as error:
+                reason = str(error).removeprefix(PREFIX)
+                notes.append(Dropped(f"malformed row: {reason}", origin))
+            except UserError as error:
+                problem = problem or error
+        add_items(counts, notes)
+    if unread_line := describe_unread(counts):
+        log(f"{name}: {unread_line} of {counts['rows']:,} looked at")
+    bad = sum(drops_of(counts).values())
+    if bad:
+        text = f"{name}: {bad} of {counts['rows']:,} prompts looked at cannot be used: "
+        if bad == counts["rows"]:
+            raise UserError(text + list_drops(counts))
+        log(text + list_drops(counts))
+    if problem is not None and not lengths:
+        raise UserError(f"{name}: {problem}")
     return lengths
 
 

@@ -98,10 +98,10 @@ class GroupPlayer:
         size, draw = self.rules.group_size, request.draw
         if isinstance(request.row, UnreadableRow):
             reason = f"row: {request.row.reason}"
-            cause = f"data.datasets, prompt {draw}: {request.row.reason}"
-            # A row that cannot be read fails like an episode: counted, and the end of the run only
-            # where nothing else works.
-            return self._give_up(EpisodeFailed(reason, cause=cause, mistake=True), slot)
+            cause = f"{request.row.origin or f'data.datasets, prompt {draw}'}: {request.row.reason}"
+            # Counted like a failed episode; a start looks at the rows and refuses data of which
+            # none can be used.
+            return self._give_up(EpisodeFailed(reason, cause=cause, again=False), slot)
         truth, sampling = None, self.sampling
         try:
             if self.answers.offline is not None:

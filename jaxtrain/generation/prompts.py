@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config import DatasetConfig
-from jaxtrain.data.chat.messages import MalformedRow, read_messages
+from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.rows import Row, normalize_row
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.order import Order
 from jaxtrain.errors import UserError
@@ -29,32 +30,37 @@ MAX_SKIPS = 10_000
 
 
 class PromptRows:
-    """Rows with random access, each with its renamed columns beside the original ones."""
+    """Rows with random access, each with its renamed columns beside the original ones, and with
+    messages, tools and keywords of templates in one form."""
 
     def __init__(self, rows: Any, dataset: DatasetConfig, key: str):
         """Raises UserError if a renamed column is in none of the first rows."""
         self.rows, self.dataset = rows, dataset
-        self.columns = {name: column for name, column in dataset.fields.items() if "." not in name}
-        self.renames_messages = len(self.columns) < len(dataset.fields) or bool(dataset.roles)
-        """Whether messages have keys or roles of other names."""
-        check_columns(rows, self.columns, f"{key}.fields", dataset.path)
+        columns = {name: column for name, column in dataset.fields.items() if "." not in name}
+        check_columns(rows, columns, f"{key}.fields", dataset.path)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.read(index)[0]
+
+    def read(self, index: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return a row, and the keys of its messages that nothing reads."""
         row = self.rows[index]
         if isinstance(row, UnreadableRow):
-            return row
-        row = rename(row, self.columns)
-        if self.renames_messages and "messages" in row:
-            try:
-                row["messages"] = read_messages(
-                    row["messages"], self.dataset.fields, self.dataset.roles
-                )
-            except MalformedRow as error:
-                return UnreadableRow(str(error))
-        return row
+            return UnreadableRow(row.reason, self.origin(index)), ()
+        columns = Row(row, self.dataset.fields, self.dataset.roles)
+        try:
+            return normalize_row(columns), columns.unread_keys
+        except MalformedRow as error:
+            where = ", ".join(filter(None, (self.origin(index), error.location)))
+            return UnreadableRow(f"malformed row: {error}", where), ()
+
+    def origin(self, index: int) -> str:
+        """Return the name of a row in messages."""
+        named = getattr(self.rows, "origin", None)
+        return named(index) if named else f"{self.dataset.path} row {index + 1}"
 
 
 def open_prompts(dataset: DatasetConfig, key: str) -> PromptRows:

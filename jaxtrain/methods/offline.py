@@ -11,7 +11,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.core.bundle import ModelBundle, count_microsteps
 from jaxtrain.core.task import Round, TrainingContext
-from jaxtrain.data.counts import describe_controls, describe_counts
+from jaxtrain.data.counts import describe_controls, describe_counts, describe_unread, unread_of
 from jaxtrain.data.packing.steps import BatchSource
 from jaxtrain.data.pipeline import Recipe, count_part, eval_batches, open_source, plan_steps
 from jaxtrain.data.sources.readers import MixturePart
@@ -33,13 +33,18 @@ class OfflineData:
         self.config, self.recipe, self.note = config, recipe, note
         self.log: Callable[[str], None] = print if is_main_process() else _discard_log
         self._reported_datasets: set[str] = set()
+        self._reported_unread: set[str] = set()
         self.row_tokens = recipe.row_tokens
         self.fields = recipe.fields
 
     def check(self) -> Iterator[str]:
         """Probe every dataset and yield a line about each; UserError if it would not train."""
         for dataset in self._all():
-            yield str(self.recipe.probe(dataset))
+            probe = self.recipe.probe(dataset)
+            yield str(probe)
+            # With epochs all rows are counted before the first step.
+            if self.config.run.max_steps is not None and getattr(probe, "unread", ""):
+                yield f"  first look: {probe.unread}"
         if self.note:
             yield self.note
 
@@ -92,8 +97,11 @@ class OfflineData:
         """Log how much of the data was dropped and why, and what prefix sharing saves."""
         data = self.config.data
         controls = describe_controls(data.datasets)
-        if line := describe_counts(counts, data.sequence_len, controls):
-            self.log(f"{label}: {line}")
+        unread = describe_unread(counts, self._reported_unread)
+        self._reported_unread |= unread_of(counts).keys()
+        line = describe_counts(counts, data.sequence_len, controls)
+        if line or unread:
+            self.log(f"{label}: {'; '.join(filter(None, (line, unread)))}")
 
     def eval_batches(self, dataset: DatasetConfig, bundle: ModelBundle) -> Iterator[Batch]:
         """Yield batches [1, B, T] of a held-out dataset."""
@@ -134,9 +142,10 @@ class OfflineData:
         controls = describe_controls(self.config.data.datasets)
         for dataset in self._all():
             counts, complete = count_part(self.recipe.open(dataset), self.row_tokens, LOOK_SECONDS)
-            rows = f"{'all' if complete else 'the first'} {counts['draws']:,} rows"
+            rows = f"{'all' if complete else 'the first'} {counts['rows']:,} rows"
             line = describe_counts(counts, self.config.data.sequence_len, controls)
             line = line or f"{counts['trees']:,} examples, none dropped"
+            line = "; ".join(filter(None, (line, describe_unread(counts))))
             side = " (held out)" if dataset.part == "held_out" else ""
             console.print(f"{dataset.path}{side}, {rows}: {line}", markup=False, soft_wrap=True)
 

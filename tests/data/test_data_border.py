@@ -15,7 +15,7 @@ from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.comparisons.preference_row import COLUMNS as COLUMNS_OF_PAIRS
 from jaxtrain.data.comparisons.preferences import RankedReader
-from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sample import Dropped, RowNote
 from jaxtrain.data.sources import jsonl
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.errors import UserError
@@ -261,7 +261,7 @@ def test_any_preference(tokenizer, row, changed, want, group):
     results = reader({"group": [row, row, {}]} if group else row, "x row 1")
     assert results
     for result in results:
-        if isinstance(result, Dropped):
+        if isinstance(result, RowNote):
             assert result.reason and len(result.reason) < 300
         else:
             assert bool(result.pairs) != bool(result.labels) and len(result.prompt)

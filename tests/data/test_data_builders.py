@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_trajectory import AGENT, Characters
 
+from jaxtrain.data.chat.rows import Row
 from jaxtrain.data.packing.pack import lay_out
 from jaxtrain.data.packing.tree import TreeGroup
 from jaxtrain.data.sample import Dropped
@@ -60,7 +61,7 @@ def test_current_rl_merges_turns_without_thoughts(thoughts, expected):
     samples = builder("current_rl")(conversation(*thoughts), "")
     assert len(samples) == expected
     trained = sum(int((tree.nodes[0].weights["nll"] > 0).sum()) for tree in samples)
-    turns = builder().read_turns(conversation(*thoughts))
+    turns = builder().read_turns(Row(conversation(*thoughts)))
     assert trained == sum(len(turn.reasoning) + len(turn.response) for turn in turns)
 
 
@@ -118,7 +119,7 @@ def test_two_assistants_in_a_row_are_no_tree_but_flat_samples():
 
 def test_malformed_rows_are_dropped_with_the_reason():
     (unit,) = builder()({"messages": [7]}, "here")
-    assert unit == Dropped("malformed row: a message is a number, not an object", "here")
+    assert unit == Dropped("malformed row: a message is a number, not an object", "here, message 1")
 
 
 def test_too_long_can_be_an_error_that_names_the_row():

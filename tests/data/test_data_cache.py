@@ -18,7 +18,7 @@ from jaxtrain.data.counts import Progress
 from jaxtrain.data.packing.pack import Fields
 from jaxtrain.data.packing.tree import Forest, TreeGroup
 from jaxtrain.data.pipeline import open_source, plan_steps
-from jaxtrain.data.sample import Dropped, to_trees
+from jaxtrain.data.sample import RowNote, to_trees
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.data.sources import cache
 from jaxtrain.data.sources.cache import cache_part, is_whole
@@ -59,7 +59,7 @@ def flat(items):
     actual = []
     for item in items:
         for entry in item.trees if isinstance(item, TreeGroup | Forest) else [item]:
-            if isinstance(entry, Dropped):
+            if isinstance(entry, RowNote):
                 actual.append(entry)
                 continue
             nodes = [
@@ -120,7 +120,10 @@ def test_pairs_come_back_as_they_were(tokenizer, tmp_path, share):
     cached = keep(recipe, data, tokenizer, tmp_path)
     assert_same(recipe.open(dataset), cached, recipe.row_tokens)
     assert cached.rows.entry.parent == tmp_path
-    [created], [retained] = recipe.open(dataset).tokenize(dataset_row(dataset), "x"), cached.rows[0]
+    created, retained = (
+        recipe.open(dataset).tokenize(dataset_row(dataset), "x")[0],
+        cached.rows[0][0],
+    )
     for tree, back in zip(*map(trees_of, (created, retained)), strict=True):
         for node, again in zip(tree.nodes, back.nodes, strict=True):
             assert {n: v.dtype for n, v in node.streams.items()} == {

@@ -80,7 +80,7 @@ def test_detect_format_of_renamed_columns():
 @pytest.mark.parametrize(
     "train_on, texts",
     [
-        ("assistant", ["A<|im_end|>", "B<|im_end|>"]),
+        ("assistant", ["B<|im_end|>"]),
         ("last", ["B<|im_end|>"]),
         ("per_message", ["<|im_start|>user\ntwo<|im_end|>\n", "B<|im_end|>"]),
     ],
@@ -330,7 +330,9 @@ def test_empty_keys_of_a_table_do_not_matter(tokenizer):
 
 def test_system_column_and_system_message(tokenizer):
     with_own = [log("system", "own"), *TALK]
-    [sample] = tokenize(tokenizer, {"messages": with_own, "system": "column"})
+    [dropped] = tokenize(tokenizer, {"messages": with_own, "system": "column"})
+    assert dropped.reason == "malformed row: column system and the system message differ"
+    [sample] = tokenize(tokenizer, {"messages": with_own, "system": "own"})
     [second] = tokenize(tokenizer, {"messages": with_own})
     assert sample.tokens.tolist() == second.tokens.tolist()
 
@@ -480,7 +482,8 @@ def test_tau_bench_trajectories_with_tools(qwen2):
     row_tokenizer = RowTokenizer(DatasetConfig(path=path), qwen2, 32768, "error")
     for line in Path(path).read_text().splitlines()[:20]:
         row = json.loads(line)
-        [sample] = row_tokenizer({**row, "tools": tools}, "")
+        sample, *notes = row_tokenizer({**row, "tools": tools}, "")
+        assert {note.reason for note in notes} <= {f"column {name!r}" for name in row}
         output = [m for m in row["messages"] if m["role"] == "assistant"]
         texts = trained(qwen2, sample)
         assert len(texts) == len(output)

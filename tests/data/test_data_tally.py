@@ -1,13 +1,12 @@
 """Drops are told wherever data are read, and nothing is called untrainable that is not."""
 
 import json
-from collections import Counter
 
 import pytest
 
 from jaxtrain.config import DataConfig, DatasetConfig
 from jaxtrain.data.chat.template import load_tokenizer
-from jaxtrain.data.counts import count_items, count_metrics, describe_counts
+from jaxtrain.data.counts import Counts, count_items, count_metrics, describe_counts
 from jaxtrain.data.pipeline import eval_batches, open_source, plan_steps
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.data.sources.order import Order
@@ -84,11 +83,11 @@ def test_a_pass_of_weighted_data_sees_every_row():
 
 
 def test_a_line_stays_short():
-    counts = Counter({"draws": 9, "trees": 1})
+    counts = Counts({"draws": 9, "trees": 1})
     for number in range(500):
         counts[f"dropped:malformed row: {number}"] = number + 1
     line = describe_counts(counts, 16, "")
     assert "for other reasons" in line and len(line) < 500
     assert len(count_metrics(counts)) == 5
     with pytest.raises(UserError):
-        count_items(Counter({"dropped:too long": 3, "draws": 3}), [], 4)
+        count_items(Counts({"dropped:too long": 3, "draws": 3}), [], 4)

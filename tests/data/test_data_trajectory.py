@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.rows import Row
 from jaxtrain.data.chat.template import Renderer, load_tokenizer
 from jaxtrain.methods.trees.rendering import (
     read_row,
@@ -53,7 +54,8 @@ AGENT = [
 
 
 def read(messages, **row):
-    return read_row({"messages": messages, **row}, {}, {})
+    conversation = read_row(Row({"messages": messages, **row}))
+    return conversation.messages, conversation.tools
 
 
 def test_chatml_is_the_published_form():
@@ -112,7 +114,7 @@ def test_template_shows_what_the_model_sees_and_hides_thoughts_from_later_turns(
 
 def test_prompt_and_completion_are_joined_with_default_roles():
     row = {"prompt": ["Hi", {"content": "there"}], "completion": [{"content": "Hello"}]}
-    messages, _ = read_row(row, {}, {})
+    messages = read_row(Row(row)).messages
     assert [m["role"] for m in messages] == ["user", "user", "assistant"]
 
 
@@ -125,7 +127,7 @@ def broken(arguments):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "Hi", "completion": [{"content": "x"}]}, "as lists"),
+        ({"prompt": "Hi"}, "non-empty completion"),
         ({"prompt": [], "completion": []}, "non-empty completion"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no assistant message"),
         ({"messages": [3]}, "message is a number"),
@@ -139,7 +141,7 @@ def broken(arguments):
 )
 def test_rows_that_cannot_be_read_say_why(row, reason):
     with pytest.raises(MalformedRow, match=reason):
-        read_row(row, {}, {})
+        read_row(Row(row))
 
 
 def test_a_conversation_must_not_start_with_the_assistant():

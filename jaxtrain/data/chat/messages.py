@@ -1,6 +1,20 @@
-"""Messages of a row in OpenAI form: detects ShareGPT, applies renamed keys and roles."""
+"""Messages of rows and requests in one form, whatever framework wrote them.
 
-from collections.abc import Mapping
+| key of a message    | keys of the data that are read as it                                    |
+|---------------------|-------------------------------------------------------------------------|
+| `role`              | `role`, `from` (ShareGPT); names of roles: `ROLES`                      |
+| `content`           | `content`, `value` (ShareGPT): a text, or text and thinking parts       |
+| `reasoning_content` | `reasoning_content`, `reasoning`, `thinking`, parts of these types      |
+| `tool_calls`        | `tool_calls`, `function_call`; a message of the role `function_call`    |
+| `tool_call_id`      | `tool_call_id`                                                          |
+| `name`              | `name`                                                                  |
+| `train`             | `train`, `training`, `trainable`, `weight` (0 or 1), `loss`, `loss_mask` |
+
+Two keys of a line that say different things, media, and masks of parts of a message make a row
+malformed; every other key is reported as not read.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.safe_io import (
@@ -22,7 +36,23 @@ MOST_MESSAGES = 4000
 """Limit of what a chat template renders within its time budget."""
 MOST_TOOLS = 1024
 
-KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "train")
+ALIASES: dict[str, tuple[str, ...]] = {
+    "role": ("role", "from"),
+    "content": ("content", "value"),
+    "reasoning_content": ("reasoning_content", "reasoning", "thinking"),
+    "tool_calls": ("tool_calls", "function_call"),
+    "tool_call_id": ("tool_call_id",),
+    "name": ("name",),
+    "train": ("train", "training", "trainable", "weight", "loss", "loss_mask"),
+}
+"""{key of a normalized message: keys of the data that mean it}."""
+KEYS = tuple(ALIASES)
+MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios", "input_audio")
+"""Keys and columns of what is no text."""
+PARTIAL_MASKS = ("train_detail", "training_detail", "assistant_masks", "completion_mask")
+"""Keys and columns that mask parts of a message, which no chat template can locate."""
+ARGUMENTS = ("arguments", "parameters", "args", "input")
+"""Keys of the arguments of a tool call."""
 
 ROLES = {
     "human": "user",
@@ -34,12 +64,17 @@ ROLES = {
     "bot": "assistant",
     "observation": "tool",
     "function_response": "tool",
+    "tool_response": "tool",
     "function": "tool",
     "function_call": "function_call",
+    "tool_call": "function_call",
 }
 """Roles of ShareGPT and other data; function_call is a turn whose text is a tool call."""
 
 ACCEPTED = ("system", "developer", "user", "assistant", "tool")
+SYSTEM_ROLES = ("system", "developer")
+
+Message = dict[str, Any]
 
 
 class MalformedRow(Exception):
@@ -48,14 +83,24 @@ class MalformedRow(Exception):
     location = ""
     """Position in the row: "message 3"."""
 
+    def describe(self, origin: str) -> str:
+        """Return "train.jsonl line 3, message 2: content is a list, not a text"."""
+        where = f"{origin}, {self.location}" if self.location else origin
+        return f"{where}: {self}"
+
 
 def read_messages(
-    value: Any, fields: Mapping[str, str], roles: Mapping[str, str]
-) -> list[dict[str, Any]]:
+    value: Any,
+    fields: Mapping[str, str] | None = None,
+    roles: Mapping[str, str] | None = None,
+    unread: set[str] | None = None,
+    speaker: str = "",
+) -> list[Message]:
     """Return messages in OpenAI form: arguments of tool calls as objects, empty keys removed.
 
-    fields: renamed keys as {"messages.content": "value"}; roles: {role in the data: role}. Raises
-    MalformedRow.
+    fields: renamed keys as {"messages.content": "value"}; roles: {role in the data: role}. unread:
+    receives the keys that nothing reads. speaker: role of plain texts, and of messages without a
+    role. Normalized messages are returned as they are. Raises MalformedRow.
     """
     if isinstance(value, Mapping):
         value = [value]
@@ -65,33 +110,277 @@ def read_messages(
         raise MalformedRow(f"more than {MOST_MESSAGES:,} messages")
     check_values(value)
     messages = []
+    reader = MessageReader(fields, roles, unread, speaker)
     for number, item in enumerate(value, 1):
         try:
-            messages.append(_message(item, fields, roles))
+            messages.append(reader.read(item))
         except MalformedRow as error:
             error.location = f"message {number}"
             raise
     return messages
 
 
-def read_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return tool schemas from a list or its JSON; None if there are none."""
+class MessageReader:
+    """Reader of single messages."""
+
+    def __init__(
+        self,
+        fields: Mapping[str, str] | None = None,
+        roles: Mapping[str, str] | None = None,
+        unread: set[str] | None = None,
+        speaker: str = "",
+        lenient: bool = False,
+    ):
+        """As read_messages. lenient: for requests to a model, which may hold what the model wrote:
+        arguments that are no JSON object stay text, and a message may be empty."""
+        self.fields, self.roles = fields or {}, roles or {}
+        self.unread = set() if unread is None else unread
+        self.speaker, self.lenient = speaker, lenient
+
+    def read(self, item: Any) -> Message:
+        """Return a normalized message; raises MalformedRow."""
+        if isinstance(item, str) and self.speaker:
+            item = {"role": self.speaker, "content": item}
+        if not isinstance(item, Mapping):
+            raise MalformedRow(f"a message is {name_type(item)}, not an object")
+        used: set[str] = set()
+        role = self._pick(item, "role", used, self._role) or self.speaker
+        if not role:
+            raise MalformedRow("a role is null, not a text")
+        text = self._pick(item, "content", used, self._content)
+        content, part_thought = text or ("", "")
+        thought = self._pick(item, "reasoning_content", used, read_thought) or ""
+        if part_thought and thought and part_thought != thought:
+            raise MalformedRow("reasoning_content and the thinking part of content differ")
+        calls = self._pick(item, "tool_calls", used, self._calls)
+        if role == "function_call":
+            role, content, calls = "assistant", "", self._calls("function_call", content)
+        elif role not in ACCEPTED:
+            raise MalformedRow(f"unknown role {show(role, 40)}")
+        message: Message = {"role": role, "content": content}
+        if thought or part_thought:
+            message["reasoning_content"] = thought or part_thought
+        if calls:
+            message["tool_calls"] = calls
+        for key in ("tool_call_id", "name"):
+            if (identifier := self._pick(item, key, used, _identifier)) is not None:
+                message[key] = identifier
+        if (train := self._pick(item, "train", used, read_flag)) is not None:
+            message["train"] = train
+        ignored = [key for key in item if key not in used and not is_empty(item[key])]
+        refuse(ignored, "message key")
+        speaks = text is not None or thought or calls or (role == "tool" and not ignored)
+        if not speaks and not self.lenient:
+            keys = ", ".join(show(key, 40) for key in sorted(map(str, item))[:8])
+            raise MalformedRow(f"a message without content (its keys: {keys})")
+        self.unread.update(f"message key {show(key, 60)}" for key in ignored)
+        return message
+
+    def _pick(
+        self, item: Mapping[str, Any], key: str, used: set[str], read: Callable[[str, Any], Any]
+    ) -> Any:
+        """Return what the keys that mean `key` say; None if there are none."""
+        renamed = self.fields.get(f"messages.{key}")
+        if renamed is not None and item.get(renamed) not in (None, []):
+            used.add(renamed)
+            return read(key, item[renamed])
+        return pick(item, ALIASES[key], used, read)
+
+    def _role(self, key: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise MalformedRow(f"a role is {name_type(value)}, not a text")
+        return self.roles.get(value, value if value in ACCEPTED else ROLES.get(value, value))
+
+    def _content(self, key: str, value: Any) -> tuple[str, str]:
+        """Return the text of a content, and the thought that its parts hold."""
+        parts = value if isinstance(value, list) else [value]
+        texts, thoughts = [], []
+        for part in parts:
+            if isinstance(part, str):
+                texts.append(part)
+            elif isinstance(part, Mapping) and part is not value:
+                kind = part.get("type", "text")
+                if kind in ("thinking", "reasoning"):
+                    thoughts.append(read_thought(kind, part.get(kind, part.get("text"))))
+                elif isinstance(part.get("text"), str):
+                    texts.append(part["text"])
+                else:
+                    raise MalformedRow(
+                        f"only text content is supported, not a part of type {show(kind, 40)}"
+                    )
+                self._note_keys(part, ("type", "text", kind), "content part key")
+            elif part is value:
+                raise MalformedRow(f"content is {name_type(value)}, not a text")
+            else:
+                raise MalformedRow("only text content is supported")
+        return "".join(texts), "\n".join(filter(None, thoughts))
+
+    def _calls(self, key: str, calls: Any) -> list[dict[str, Any]]:
+        """Return calls with `arguments` as an object, because templates write the JSON."""
+        if is_empty(calls):
+            return []
+        if isinstance(calls, str):
+            calls = read_json(calls, key)
+        if key == "function_call" and isinstance(calls, Mapping):
+            calls = [calls]
+        if not isinstance(calls, list):
+            raise MalformedRow(f"{key} must be a list")
+        return [self._call(call, key) for call in calls]
+
+    def _call(self, call: Any, key: str) -> dict[str, Any]:
+        if isinstance(call, str):
+            call = read_json(call, key)
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise MalformedRow("a tool call needs function.name")
+        name = function["name"]
+        if not isinstance(call.get("id", ""), str | int | None):
+            raise MalformedRow("the id of a tool call is not a text")
+        arguments = pick(function, ARGUMENTS, set(), lambda _, value: self._arguments(name, value))
+        own = ("id", "type", "function") if function is not call else ("id", "type", "name")
+        if function is not call:
+            self._note_keys(function, ("name", *ARGUMENTS), "tool call key")
+            self._note_keys(call, own, "tool call key")
+        else:
+            self._note_keys(call, (*own, *ARGUMENTS), "tool call key")
+        call_id = {"id": call["id"]} if call.get("id") is not None else {}
+        function = {"name": name, "arguments": {} if arguments is None else arguments}
+        return {**call_id, "type": "function", "function": function}
+
+    def _arguments(self, name: str, value: Any) -> Any:
+        if isinstance(value, str):
+            if not value.strip():
+                return {}
+            try:
+                loaded = read_json(value, f"arguments of {show(name, 40)}")
+            except MalformedRow:
+                if not self.lenient:
+                    raise
+                return value
+            value = value if self.lenient and not isinstance(loaded, Mapping) else loaded
+        if isinstance(value, Mapping):
+            return dict(value)
+        if self.lenient and isinstance(value, str):
+            return value
+        raise MalformedRow(f"arguments of {show(name, 40)} are no object")
+
+    def _note_keys(self, entry: Mapping[str, Any], read: Sequence[str], kind: str) -> None:
+        ignored = [key for key in entry if key not in read and not is_empty(entry[key])]
+        refuse(ignored, kind)
+        self.unread.update(f"{kind} {show(key, 60)}" for key in ignored)
+
+
+def pick(
+    entry: Mapping[str, Any],
+    names: Sequence[str],
+    used: set[str],
+    read: Callable[[str, Any], Any],
+) -> Any:
+    """Return what `names`, which mean the same, say in an entry; None if it has none of them.
+
+    used: receives those that it has. read: (name, value) -> normalized value. Raises MalformedRow
+    if two of them differ.
+    """
+    present = [name for name in names if entry.get(name) is not None]
+    used.update(present)
+    filled = [name for name in present if not is_empty(entry[name])] or present
+    if not filled:
+        return None
+    first = read(filled[0], entry[filled[0]])
+    for name in filled[1:]:
+        if read(name, entry[name]) != first:
+            raise MalformedRow(f"{filled[0]} and {name} differ")
+    return first
+
+
+def is_empty(value: Any) -> bool:
+    """Return True for a value with which a format fills an absent key."""
+    return value is None or (isinstance(value, str | list | tuple | Mapping) and not value)
+
+
+def refuse(names: Sequence[str], kind: str) -> None:
+    """Raise MalformedRow for a column or key that must not be left out."""
+    for name in names:
+        if name in MEDIA:
+            raise MalformedRow(f"{kind} {name}: only text is read")
+        if name in PARTIAL_MASKS:
+            raise MalformedRow(f"{kind} {name}: masks of parts of a message are not read")
+
+
+def read_thought(key: str, value: Any) -> str:
+    """Return a thought, which may be a list of text parts."""
+    if isinstance(value, list):
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in value]
+        value = "".join(parts) if all(isinstance(part, str) for part in parts) else value
+    if is_empty(value):
+        return ""
+    if not isinstance(value, str):
+        raise MalformedRow(f"{key} is {name_type(value)}, not a text")
+    return value
+
+
+def read_flag(key: str, value: Any) -> bool:
+    """Return True where a message trains."""
+    if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)):
+        return bool(value)
+    shown = show(value, 40) if isinstance(value, int | float | str) else name_type(value)
+    raise MalformedRow(f"{key} is {shown}, not true, false, 1 or 0")
+
+
+def _identifier(key: str, value: Any) -> str | int:
+    if not isinstance(value, str | int):
+        raise MalformedRow(f"{key} is {name_type(value)}, not a text")
+    return value
+
+
+def select_turns(messages: Sequence[Message], mode: str, first: int = 0) -> list[int]:
+    """Return the indices of the messages that train under `train_on`; a message whose own flag is
+    false never does.
+
+    mode "all" selects the messages whose flag is false, in which nothing trains. first: messages
+    before it are context, except under "per_message".
+    """
+    flags = [message.get("train") for message in messages]
+    if mode == "all":
+        return [index for index, flag in enumerate(flags) if flag is False]
+    if mode == "per_message":
+        return [index for index, flag in enumerate(flags) if flag is True]
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    turns = turns[-1:] if mode == "last" else turns
+    return [index for index in turns if flags[index] is not False]
+
+
+def without_flags(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages as chat templates see them."""
+    return [{k: v for k, v in message.items() if k != "train"} for message in messages]
+
+
+def read_tools(value: Any, name: str = "tools") -> list[dict[str, Any]] | None:
+    """Return tool schemas from a list or its JSON; None if there are none.
+
+    name: column; entries of `functions` get the form {"type": "function", "function": ...}.
+    """
     if isinstance(value, str):
-        value = _json(value, "tools") if value.strip() else None
+        value = read_json(value, name) if value.strip() else None
     if not value:
         return None
     if not isinstance(value, list):
-        raise MalformedRow("tools must be a list of JSON schemas")
+        raise MalformedRow(f"{name} must be a list of JSON schemas")
     if len(value) > MOST_TOOLS:
         raise MalformedRow(f"more than {MOST_TOOLS:,} tools")
-    tools = [_json(tool, "tools") if isinstance(tool, str) else tool for tool in value]
+    tools = [read_json(tool, name) if isinstance(tool, str) else tool for tool in value]
     check_values(tools)
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping):
-            raise MalformedRow("tools must be a list of JSON schemas")
+            raise MalformedRow(f"{name} must be a list of JSON schemas")
         if not isinstance(function.get("name", ""), str):
             raise MalformedRow("the name of a tool is not a string")
+    if name == "functions":
+        return [
+            dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
+            for tool in tools
+        ]
     return [dict(tool) for tool in tools]
 
 
@@ -123,85 +412,8 @@ def check_values(value: Any) -> None:
         raise MalformedRow(f"more than {MOST_OF_ROW:,} characters in all")
 
 
-def _message(item: Any, fields: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, Any]:
-    if not isinstance(item, Mapping):
-        raise MalformedRow(f"a message is {name_type(item)}, not an object")
-    renamed_item = dict(item)
-    if "role" not in renamed_item and "from" in renamed_item:
-        renamed_item["role"], renamed_item["content"] = (
-            renamed_item["from"],
-            renamed_item.get("value"),
-        )
-    for key in KEYS:
-        renamed = fields.get(f"messages.{key}")
-        if renamed is not None:
-            renamed_item[key] = renamed_item.get(renamed)
-    message: dict[str, Any] = {
-        key: renamed_item[key] for key in KEYS if renamed_item.get(key) not in (None, [])
-    }
-    role: Any = message.get("role")
-    if not isinstance(role, str):
-        raise MalformedRow(f"a role is {name_type(role)}, not a text")
-    role = roles.get(role, role if role in ACCEPTED else ROLES.get(role, role))
-    message["role"] = role
-    content = message.setdefault("content", "")
-    if isinstance(content, list):
-        message["content"] = content = _text_parts(content)
-    if not isinstance(content, str):
-        raise MalformedRow(f"content is {name_type(content)}, not a text")
-    if role == "function_call":
-        call = _json(content, "function_call")
-        message.update(role="assistant", content="", tool_calls=[{"function": call}])
-    elif role not in ACCEPTED:
-        raise MalformedRow(f"unknown role {show(role, 40)}")
-    if "tool_calls" in message:
-        message["tool_calls"] = _tool_calls(message["tool_calls"])
-    if not isinstance(message.get("reasoning_content", ""), str):
-        raise MalformedRow("reasoning_content is not a string")
-    for key in ("name", "tool_call_id"):
-        if not isinstance(message.get(key, ""), str | int):
-            raise MalformedRow(f"{key} is {name_type(message[key])}, not a text")
-    return message
-
-
-def _text_parts(parts: list[Any]) -> str:
-    """Join the parts of a content, which must all be text."""
-    contents = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    texts = [text for text in contents if isinstance(text, str)]
-    if len(texts) < len(contents):
-        raise MalformedRow("only text content is supported")
-    return "".join(texts)
-
-
-def _tool_calls(calls: Any) -> list[dict[str, Any]]:
-    """Return calls with `arguments` as an object, because templates write the JSON themselves."""
-    if isinstance(calls, str):
-        calls = _json(calls, "tool_calls")
-    if not isinstance(calls, list):
-        raise MalformedRow("tool_calls must be a list")
-    result = []
-    for call in calls:
-        if isinstance(call, str):
-            call = _json(call, "tool_calls")
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise MalformedRow("a tool call needs function.name")
-        if not isinstance(call.get("id", ""), str | int | None):
-            raise MalformedRow("the id of a tool call is not a text")
-        arguments = function.get("arguments")
-        if arguments in (None, ""):
-            arguments = {}
-        if isinstance(arguments, str):
-            arguments = _json(arguments, f"arguments of {show(function['name'], 40)}")
-        if not isinstance(arguments, Mapping):
-            raise MalformedRow(f"arguments of {show(function['name'], 40)} are no object")
-        call_id = {"id": call["id"]} if call.get("id") is not None else {}
-        function = {"name": function["name"], "arguments": dict(arguments)}
-        result.append({**call_id, "type": "function", "function": function})
-    return result
-
-
-def _json(text: str, name: str) -> Any:
+def read_json(text: str, name: str) -> Any:
+    """Return the value of a JSON text in a row; MalformedRow names it."""
     try:
         return parse_json(text)
     except InvalidValue as error:

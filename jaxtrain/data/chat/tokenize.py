@@ -14,11 +14,12 @@ from jaxtrain.data.chat.control_tokens import encoder_of
 from jaxtrain.data.chat.messages import (
     KEYS,
     MalformedRow,
-    check_readable,
     check_values,
-    read_messages,
-    read_tools,
+    pick,
+    select_turns,
+    without_flags,
 )
+from jaxtrain.data.chat.rows import CONTEXT, Conversation, Row
 from jaxtrain.data.formats import (
     COLUMNS,
     OPTIONAL,
@@ -29,20 +30,19 @@ from jaxtrain.data.formats import (
 )
 from jaxtrain.data.packing.prefixes import share_prefixes
 from jaxtrain.data.packing.tree import Tree
-from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.sample import Dropped, RowNote, Sample, note_unread
 from jaxtrain.errors import UserError
-from jaxtrain.text_safety import name_type, show
+from jaxtrain.text_safety import show
 
-TEXTS = ("text", "prompt", "completion", "instruction", "output", "input", "system", "segments")
-"""Columns of texts; messages and tools are checked when they are read."""
 NAMES = [
     *sorted({name for needed in COLUMNS.values() for names in needed for name in names} | OPTIONAL),
     *(f"messages.{key}" for key in KEYS),
 ]
 """Names that `fields` may assign to columns."""
 ALPACA_INPUT = "\n\n### Input:\n"
+SEGMENT_FLAGS = ("train", "label")
 
-Result = list[Sample | Tree | Dropped]
+Result = list[Sample | Tree | RowNote]
 Weighted = tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]
 
 
@@ -83,9 +83,17 @@ class RowTokenizer:
         return RowTokenizer, options
 
     def __call__(self, row: dict[str, Any], origin: str) -> Result:
-        """Return the samples of a row, or the reason why it has none."""
+        """Return the samples of a row, or the reason why it has none, and what was not read."""
         try:
-            return self._read(self._renamed(row), origin)
+            columns = Row(row, self.dataset.fields, self.dataset.roles)
+            if self.outside is not None:
+                check_values([v for v in columns.columns.values() if isinstance(v, str)])
+                custom = self._ask(self.outside, columns.columns)
+                if isinstance(custom, list):
+                    return self._finish(custom, origin)
+                keys = {k: v for k, v in self.dataset.fields.items() if "." in k}
+                columns = Row(custom, keys, self.dataset.roles)
+            return [*self._read(columns, origin), *note_unread(columns.unread, origin)]
         except MalformedRow as error:
             where = f"{origin}, {error.location}" if error.location else origin
             return [Dropped(f"malformed row: {error}", where)]
@@ -98,56 +106,53 @@ class RowTokenizer:
         except UserError as error:
             raise UserError(f"{origin}: {error}") from None
 
-    def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Rename columns as `fields` says; MalformedRow for unusable texts."""
-        check_readable(row)
-        row = dict(row)
-        for target, column in self.dataset.fields.items():
-            if "." not in target and column in row:
-                row[target] = row[column]
-        check_values([row[name] for name in TEXTS if name in row])
-        return row
-
-    def _read(self, row: dict[str, Any], origin: str) -> Result:
-        name = self.dataset.format
-        if self.outside is not None:
-            custom = self._ask(self.outside, row)
-            if isinstance(custom, list):
-                return self._finish(custom, origin)
-            row, name = custom, "auto"
+    def _read(self, row: Row, origin: str) -> Result:
+        name = self.dataset.format if self.outside is None else "auto"
         if name == "auto":
-            name = detect_format(row)
+            name = detect_format(row.columns)
             if name is None:
-                raise MalformedRow(f"no known columns among {', '.join(map(str, row)) or 'none'}")
+                names = ", ".join(map(str, row.columns)) or "none"
+                raise MalformedRow(f"no known columns among {names}")
         if name == "completion":
-            return self._completion(row, origin)
+            return self._completion(row.require_text("text"), origin)
         if name == "input_output":
-            pair = self._segments(row)
-            texts = [segment["text"] for segment in row["segments"]]
+            segments = row.require("segments")
+            pair = self._segments(segments)
+            texts = [segment["text"] for segment in segments]
             return self._finish([pair], origin, self._count(*texts))
         if name == "chat":
-            return self._chat(*self._conversation(row), origin)
+            messages = row.messages()
+            if messages is None:
+                raise MalformedRow("column messages is missing or empty")
+            return self._chat(row.conversation(messages), origin)
+        as_chat = self.dataset.as_chat
         if name == "prompt_completion":
-            prompt, completion = _need(row, "prompt"), _need(row, "completion")
-            if isinstance(prompt, str) and isinstance(completion, str) and not self.dataset.as_chat:
-                return self._finish(
-                    [self._pair(prompt, completion)], origin, self._count(prompt, completion)
-                )
-            before = self._with_system(row, self._messages(prompt, "user"))
-            after = self._messages(completion, "assistant")
-            return self._chat(before + after, read_tools(row.get("tools")), origin, len(before))
-        instruction, output = _string(row, "instruction"), _string(row, "output")
-        extra_input = row.get("input") or ""
-        if isinstance(extra_input, list | dict) or isinstance(row.get("system"), list | dict):
-            raise MalformedRow("column input or system holds a list or a table, not a text")
-        if not self.dataset.as_chat:
-            middle = f"{ALPACA_INPUT}{extra_input}" if extra_input else ""
-            system = f"{row['system']}\n\n" if row.get("system") else ""
-            prompt = f"{system}### Instruction:\n{instruction}{middle}\n\n### Response:\n"
-            return self._finish([self._pair(prompt, output)], origin, self._count(prompt, output))
-        user = f"{instruction}\n\n{extra_input}" if extra_input else instruction
-        messages = [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
-        return self._chat(self._with_system(row, messages), None, origin)
+            prompt, completion = row.require("prompt"), row.require("completion")
+            texts = isinstance(prompt, str) and isinstance(completion, str)
+            if texts and not (as_chat or row.has_context):
+                row.refuse_media()
+                check_values([prompt, completion])
+                return self._plain(prompt, completion, origin)
+            before = row.read_messages(prompt, "user")
+            after = row.read_messages(completion, "assistant")
+            return self._chat(row.conversation(before + after, len(before)), origin)
+        instruction, output = row.require_text("instruction"), row.require_text("output")
+        extra = row.text("input")
+        if as_chat or any(entry in row for entry in CONTEXT if entry != "system"):
+            user = f"{instruction}\n\n{extra}" if extra else instruction
+            messages = [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
+            return self._chat(row.conversation(messages), origin)
+        row.refuse_media()
+        middle = f"{ALPACA_INPUT}{extra}" if extra else ""
+        system = row.system()
+        before = f"{system}\n\n" if system else ""
+        prompt = f"{before}### Instruction:\n{instruction}{middle}\n\n### Response:\n"
+        return self._plain(prompt, output, origin)
+
+    def _plain(self, prompt: str, completion: str, origin: str) -> Result:
+        """Encode two texts as they stand."""
+        pair = self._pair(prompt, completion)
+        return self._finish([pair], origin, self._count(prompt, completion))
 
     def _ask(self, read: Any, row: dict[str, Any]) -> dict[str, Any] | list[Weighted]:
         """Apply a custom format to a row and check its output: see formats.py."""
@@ -161,44 +166,22 @@ class RowTokenizer:
             )
         return output
 
-    def _messages(self, value: Any, role: str) -> list[dict[str, Any]]:
-        if isinstance(value, str):
-            return [{"role": role, "content": value}]
-        return read_messages(value, self.dataset.fields, self.dataset.roles)
-
-    def _with_system(self, row: dict[str, Any], messages: list[dict[str, Any]]) -> Any:
-        """Prepend the system column, unless the messages have a system message."""
-        system = row.get("system")
-        if not isinstance(system, str) or not system or messages[0]["role"] == "system":
-            return messages
-        return [{"role": "system", "content": system}, *messages]
-
-    def _conversation(self, row: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
-        value = row.get("conversations") if row.get("messages") is None else row["messages"]
-        if value is None:
-            raise MalformedRow("column messages is missing or empty")
-        messages = self._with_system(row, self._messages(value, "user"))
-        return messages, read_tools(row.get("tools"))
-
-    def _chat(
-        self, messages: list[dict[str, Any]], tools: Any, origin: str, first: int = 0
-    ) -> Result:
-        """Render a conversation; messages before `first` are context unless all tokens train."""
+    def _chat(self, conversation: Conversation, origin: str) -> Result:
+        """Render a conversation; messages of its prompt are context unless all tokens train."""
         template.require_chat_template(self.tokenizer)
         assert self.renderer is not None
-        mode = self.dataset.train_on
-        turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-        if mode == "last":
-            turns = turns[-1:]
-        elif mode == "per_message":
-            turns = [i for i in range(len(messages)) if messages[i].get("train") is True]
+        messages, mode = conversation.messages, self.dataset.train_on
+        turns = select_turns(messages, mode, conversation.first)
         if mode != "all" and not turns:
             return [Dropped("no trained token", origin)]
-        plain = [{k: v for k, v in message.items() if k != "train"} for message in messages]
-        parts = self.renderer(plain, tools, turns if mode != "all" else [])
+        keywords = conversation.chat_template_kwargs
+        parts = self.renderer(without_flags(messages), conversation.tools, turns, keywords)
+        if mode == "all" and len(parts) > 1:
+            reason = "the chat template shows a turn that must not train differently later on"
+            raise MalformedRow(reason)
         weighted = []
         for part in parts:
-            weights = np.ones(len(part.tokens)) if mode == "all" else part.author >= 0
+            weights = part.author < 0 if mode == "all" else part.author >= 0
             if weights.any():
                 weighted.append((part.tokens, weights.astype(np.float32)))
         return self._finish(weighted, origin, parts[0].controls)
@@ -210,16 +193,18 @@ class RowTokenizer:
         everything = self.dataset.train_on == "all"
         return before + after, [float(everything)] * len(before) + [1.0] * len(after)
 
-    def _segments(self, row: dict[str, Any]) -> Weighted:
+    def _segments(self, segments: Any) -> Weighted:
         """Encode segments separately, each trained or not; nothing is appended."""
-        segments = _need(row, "segments")
         if not isinstance(segments, list) or not segments:
             raise MalformedRow("segments must be a list of {text, train}")
+        check_values(segments)
         tokens: list[int] = []
         weights: list[float] = []
         for segment in segments:
             text = segment.get("text") if isinstance(segment, Mapping) else None
-            train = segment.get("train", segment.get("label")) if text is not None else None
+            train = None
+            if isinstance(text, str):
+                train = pick(segment, SEGMENT_FLAGS, set(), lambda _, value: value)
             if not isinstance(text, str) or not isinstance(train, bool):
                 raise MalformedRow("a segment must have a string text and a true/false train")
             ids = self._begin(text) if not tokens else self.encoder.text(text)
@@ -227,13 +212,12 @@ class RowTokenizer:
             weights += [float(train or self.dataset.train_on == "all")] * len(ids)
         return tokens, weights
 
-    def _completion(self, row: dict[str, Any], origin: str) -> Result:
+    def _completion(self, text: str, origin: str) -> Result:
         """Encode a document and eos, cut into pieces of sequence_len.
 
         A piece starts with the last token of the previous piece as context, so that every token but
         the first of the document is predicted exactly once.
         """
-        text = _string(row, "text")
         tokens = self._begin(text) + [template.eos_of(self.tokenizer)]
         stride = self.sequence_len - 1
         starts = range(0, max(1, len(tokens) - 1), stride)
@@ -271,19 +255,6 @@ class RowTokenizer:
         if not results:
             return [Dropped("no trained token", origin)]
         return share_prefixes(results, self.sequence_len) if self.trees else [*results]
-
-
-def _need(row: dict[str, Any], name: str) -> Any:
-    if row.get(name) is None:
-        raise MalformedRow(f"column {name} is missing or empty")
-    return row[name]
-
-
-def _string(row: dict[str, Any], name: str) -> str:
-    value = _need(row, name)
-    if not isinstance(value, str):
-        raise MalformedRow(f"column {name} holds {name_type(value)}, not a text")
-    return value
 
 
 def _is_weighted(pair: Any) -> bool:

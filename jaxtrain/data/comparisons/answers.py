@@ -17,8 +17,9 @@ import numpy as np
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat import template
 from jaxtrain.data.chat.control_tokens import encoder_of
-from jaxtrain.data.chat.messages import MalformedRow
-from jaxtrain.data.comparisons.preference_row import NOTHING_SHARED, SAME, Messages, PreferenceRow
+from jaxtrain.data.chat.messages import MalformedRow, select_turns, without_flags
+from jaxtrain.data.chat.rows import Conversation
+from jaxtrain.data.comparisons.preference_row import NOTHING_SHARED, SAME, PreferenceRow
 from jaxtrain.data.comparisons.ranked import Ranked, RankedAnswer, RankedPair
 from jaxtrain.data.sample import Dropped
 from jaxtrain.errors import UserError
@@ -103,7 +104,13 @@ class Answers:
             if isinstance(answer, str):
                 return self._text(judged.prompt, answer, int(shared_text))
             assert isinstance(judged.prompt, list)
-            return self._chat(judged.prompt, answer, judged.tools)
+            conversation = Conversation(
+                [*judged.prompt, *answer],
+                judged.tools,
+                judged.chat_template_kwargs,
+                len(judged.prompt),
+            )
+            return self._chat(conversation)
         except template.TemplateOmission as error:
             return str(error)
         except (MalformedRow, template.TemplateFailed) as error:
@@ -131,33 +138,31 @@ class Answers:
         token_lists = [template.begin_text(self.tokenizer, self.encoder, text) for text in texts]
         return _count_alike(token_lists)
 
-    def _chat(self, before: Messages, answer: Messages, tools: Any) -> AnswerBranch:
-        """Render a conversation with its answer."""
+    def _chat(self, conversation: Conversation) -> AnswerBranch:
+        """Render a conversation with its answer, which begins at its `first` message."""
         template.require_chat_template(self.tokenizer)
         assert self.renderer is not None
-        messages, mode = [*before, *answer], self.dataset.train_on
-        turns = [
-            index
-            for index in range(len(before), len(messages))
-            if messages[index]["role"] == "assistant"
-        ]
-        if mode == "last":
-            turns = turns[-1:]
-        elif mode == "per_message":
-            turns = [i for i in range(len(before), len(messages)) if messages[i].get("train")]
+        messages, mode, first = conversation.messages, self.dataset.train_on, conversation.first
+        selected = "assistant" if mode == "all" else mode
+        turns = [i for i in select_turns(messages, selected, first) if i >= first]
         if not turns:
             raise MalformedRow("no trained turn in an answer")
-        plain = [{k: v for k, v in message.items() if k != "train"} for message in messages]
-        renderings = self.renderer(plain, tools, turns)
+        # Turns that must not train are located as well, because "all" trains what is around them.
+        shut = [i for i in select_turns(messages, "all") if i >= first] if mode == "all" else []
+        located = sorted({*turns, *shut})
+        keywords = conversation.chat_template_kwargs
+        renderings = self.renderer(without_flags(messages), conversation.tools, located, keywords)
         if len(renderings) > 1:
             # No single sequence equals the model's input at each of these turns.
             raise MalformedRow("the chat template shows a turn of an answer differently later on")
         tokens, author = renderings[0].tokens, renderings[0].author
-        trained = np.flatnonzero(author >= 0)
+        trained = np.flatnonzero(np.isin(author, turns))
         if not len(trained):
             raise MalformedRow("no trained token in an answer")
         begin, end = int(trained[0]), int(trained[-1]) + 1
-        weights = (author >= 0) | ((mode == "all") & (np.arange(len(author)) >= begin))
+        weights = np.isin(author, turns)
+        if mode == "all":
+            weights = (np.arange(len(author)) >= begin) & ~np.isin(author, shut)
         return AnswerBranch(tokens[:end], weights[:end].astype(np.float32), begin)
 
     def _cut(self, branch: AnswerBranch, shared: int) -> RankedAnswer | str:

@@ -21,13 +21,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtrain.config.data import DatasetConfig
-from jaxtrain.data.chat.messages import (
-    MalformedRow,
-    check_readable,
-    check_values,
-    read_messages,
-    read_tools,
-)
+from jaxtrain.data.chat.messages import MalformedRow, check_values, is_empty
+from jaxtrain.data.chat.rows import CONTEXT, MESSAGES, Row
 from jaxtrain.data.comparisons.ranked import RankedPair, rank_pairs
 from jaxtrain.data.formats import (
     CHOSEN,
@@ -41,7 +36,7 @@ from jaxtrain.data.formats import (
     read_number,
 )
 from jaxtrain.errors import UserError
-from jaxtrain.text_safety import name_type
+from jaxtrain.text_safety import name_type, show
 
 Messages = list[dict[str, Any]]
 Text = str | Messages
@@ -49,7 +44,7 @@ SCORES = ("scores", "ratings", "rating")
 RANKS = ("ranks", "rank")
 OWN_TEXT = ("response", "answer", "completion", "text", "content", "messages")
 OWN_SCORE = ("score", "overall_score", "rating", "reward")
-OTHERS = ("system", "tools", "margin", "score_chosen", "score_rejected")
+OTHERS = (*CONTEXT, "margin", "score_chosen", "score_rejected")
 COLUMNS = sorted(
     {*PROMPTS, *itertools.chain(*CHOSEN), *ONE, *LABELS, *MANY, *SCORES, *RANKS, *OTHERS}
 )
@@ -81,8 +76,11 @@ class PreferenceRow:
     labels: tuple[bool, ...] = ()
     """A label per answer, if the row has labels and no pairs."""
     tools: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
     left_out: tuple[str, ...] = ()
     """A reason for each comparison that was impossible: ties, answers without a score."""
+    unread: tuple[str, ...] = ()
+    """Columns and keys that nothing reads."""
 
 
 def require_kind(dataset: DatasetConfig, columns: tuple[str, ...], want: str) -> str:
@@ -107,48 +105,31 @@ def require_kind(dataset: DatasetConfig, columns: tuple[str, ...], want: str) ->
     return kind
 
 
-def rename(row: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
-    """Rename columns as `fields` says and keep those of preference data.
-
-    Raises MalformedRow for values that would break a tokenizer.
-    """
-    check_readable(row)
-    renamed = {
-        target: row[column]
-        for target, column in fields.items()
-        if "." not in target and column in row
-    }
-    row = {**row, **renamed}
-    row = {name: row[name] for name in COLUMNS if row.get(name) is not None}
-    check_values(list(row.values()))
-    return row
-
-
 def read_judged(row: Mapping[str, Any], dataset: DatasetConfig) -> PreferenceRow:
     """Read a row of any kind; raises MalformedRow with the reason if it is invalid."""
-    row = rename(row, dataset.fields)
-    kind = detect_kind(row)
+    columns = Row(row, dataset.fields, dataset.roles)
+    kind = detect_kind(name for name, value in columns.columns.items() if value is not None)
     if kind is None:
-        raise MalformedRow(f"no known columns among {', '.join(map(str, row)) or 'none'}")
-    return PreferenceRowReader(row, dataset).read(kind)
+        names = ", ".join(map(str, columns.columns)) or "none"
+        raise MalformedRow(f"no known columns among {names}")
+    return PreferenceRowReader(columns, dataset).read(kind)
 
 
 class PreferenceRowReader:
     """Reader of a single row."""
 
-    def __init__(self, row: dict[str, Any], dataset: DatasetConfig):
+    def __init__(self, row: Row, dataset: DatasetConfig):
         self.row, self.dataset = row, dataset
 
     def read(self, kind: Kind) -> PreferenceRow:
         """Read the row as one of a kind; raises MalformedRow."""
-        if kind == "pairs":
-            return self._pairs()
-        return self._labels() if kind == "labels" else self._scores()
+        read = {"pairs": self._pairs, "labels": self._labels, "scores": self._scores}[kind]
+        return replace(read(), unread=self.row.unread)
 
     def _pairs(self) -> PreferenceRow:
         row = self.row
-        names = next(columns for columns in CHOSEN if set(columns) <= row.keys())
-        good, bad = (self._several(row[name]) for name in names)
+        present = [c for c in CHOSEN if all(row.columns.get(name) is not None for name in c)]
+        good, bad = (self._several(row.get(*names)) for names in zip(*present, strict=True))
         pairs = [(i, len(good) + j) for i in range(len(good)) for j in range(len(bad))]
         _check_number(len(good) + len(bad))
         margins = self._margins(len(pairs))
@@ -159,20 +140,19 @@ class PreferenceRowReader:
 
     def _labels(self) -> PreferenceRow:
         row = self.row
-        label = _boolean(row[next(name for name in LABELS if name in row)])
-        completion = next((row[name] for name in ONE if name in row), None)
+        label = _boolean(row.get(*LABELS))
+        completion = row.get(*ONE)
         if completion is None:
-            messages = self._messages(row.get("messages", row.get("conversations")))
+            messages = row.messages() or []
             ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
             if not ends or not ends[-1]:
                 raise MalformedRow("messages with a label do not end in an answer")
-            before, answer = messages[: ends[-1]], messages[ends[-1] : ends[-1] + 1]
+            before, answer = messages[: ends[-1]], messages[ends[-1] :]
             return replace(self._join(before, [answer]), labels=(label,))
         return replace(self._join(self._prompt(), [self._answer(completion)]), labels=(label,))
 
     def _scores(self) -> PreferenceRow:
-        row = self.row
-        listed = row[next(name for name in MANY if name in row)]
+        listed = self.row.get(*MANY)
         if not isinstance(listed, list | tuple) or not listed:
             raise MalformedRow("completions must be a list of answers")
         _check_number(len(listed))
@@ -188,6 +168,7 @@ class PreferenceRowReader:
                 if text is None:
                     raise MalformedRow(f"a completion has none of {', '.join(OWN_TEXT)}")
                 answers.append(self._answer(text))
+                self._note_entry(completion)
                 if scores[number] is None:
                     scores[number] = _own_score(completion)
             else:
@@ -205,8 +186,8 @@ class PreferenceRowReader:
         """Return a score for each answer, higher is better; None for a missing one."""
         for names, sign in ((SCORES, 1), (RANKS, -1)):
             for name in names:
-                if name in self.row:
-                    values = self.row[name]
+                if (values := self.row.columns.get(name)) is not None:
+                    self.row.get(*names)
                     if not isinstance(values, list | tuple) or len(values) != number:
                         raise MalformedRow(f"column {name} must be a list, one for each completion")
                     numbers = [_number(value) for value in values]
@@ -222,7 +203,8 @@ class PreferenceRowReader:
                     'margin = "scores" needs numbers score_chosen and score_rejected'
                 )
             return [scores[0] - scores[1]] * number  # type: ignore[operator]
-        value = row.get("margin", 0.0)
+        value = row.get("margin")
+        value = 0.0 if value is None else value
         values = list(value) if isinstance(value, list | tuple) else [value] * number
         margins = [_number(margin) for margin in values]
         if len(margins) != number or None in margins:
@@ -233,17 +215,18 @@ class PreferenceRowReader:
         """Return (text, True if it is a user message), or messages; None without a prompt."""
         row = self.row
         for name in PROMPTS:
-            if name in row:
+            if row.columns.get(name) is not None:
                 break
         else:
             return None
-        value = row[name]
+        if name in MESSAGES and not isinstance(row.columns[name], str):
+            return row.messages()
+        value = row.get(name)
         if not isinstance(value, str):
-            return self._messages(value)
-        if name == "instruction" and row.get("input"):
-            if not isinstance(row["input"], str):
-                raise MalformedRow(f"column input holds {name_type(row['input'])}, not a text")
-            value = f"{value}\n\n{row['input']}"
+            return row.read_messages(value)
+        if name == "instruction" and (extra := row.text("input")):
+            value = f"{value}\n\n{extra}"
+        check_values(value)
         if BEGINS.match(value) and value.rstrip().endswith("\n\nAssistant:"):
             return parse_talk(value.rstrip())[:-1]
         return value, name != "prompt"
@@ -252,17 +235,15 @@ class PreferenceRowReader:
         self, prompt: tuple[str, bool] | Messages | None, answers: Sequence[Text]
     ) -> PreferenceRow:
         """Bring prompt and answers into one form: all texts, or all messages."""
-        row, tools = self.row, read_tools(self.row.get("tools"))
-        system = row.get("system")
-        if not isinstance(system, str | None):
-            raise MalformedRow(f"column system holds {name_type(system)}, not a text")
+        row = self.row
+        row.refuse_media()
         talks = prompt is None and all(isinstance(a, str) and BEGINS.match(a) for a in answers)
         if talks:
             answers = [parse_talk(answer) for answer in answers]  # type: ignore[arg-type]
         text_prompt = prompt if isinstance(prompt, tuple) else None
         chat = isinstance(prompt, list) or bool(text_prompt and text_prompt[1])
         chat = chat or any(isinstance(answer, list) for answer in answers)
-        chat = chat or bool(system or tools) or (self.dataset.as_chat and prompt is not None)
+        chat = chat or row.has_context or (self.dataset.as_chat and prompt is not None)
         if not chat:
             for answer in answers:
                 if not answer.strip():  # type: ignore[union-attr]
@@ -280,12 +261,18 @@ class PreferenceRowReader:
             for answer in answers
         ]
         before, after = _split(before, after, bool(text_prompt))  # type: ignore[arg-type]
-        if system and before[0]["role"] != "system":
-            before = [{"role": "system", "content": system}, *before]
         for answer in after:
             if not answer or not any(map(_says, answer)):
                 raise MalformedRow("empty answer")
-        return PreferenceRow(before, tuple(after), tools=tools)
+            if answer[-1]["role"] != "assistant":
+                row.ignore("turns of an answer after its last assistant turn")
+        prompted = row.conversation(before)
+        return PreferenceRow(
+            prompted.messages,
+            tuple(after),
+            tools=prompted.tools,
+            chat_template_kwargs=prompted.chat_template_kwargs,
+        )
 
     def _several(self, value: Any) -> list[Text]:
         """Return the answers of a column, which holds an answer or a list of them."""
@@ -294,10 +281,16 @@ class PreferenceRowReader:
         return [self._answer(value)]
 
     def _answer(self, value: Any) -> Text:
-        return value if isinstance(value, str) else self._messages(value)
+        if isinstance(value, str):
+            check_values(value)
+            return value
+        return self.row.read_messages(value)
 
-    def _messages(self, value: Any) -> Messages:
-        return read_messages(value, self.dataset.fields, self.dataset.roles)
+    def _note_entry(self, entry: Mapping[str, Any]) -> None:
+        """Report keys of an entry of completions that are not read."""
+        read = {*OWN_TEXT, *OWN_SCORE, "rank"}
+        for key in [key for key in entry if key not in read and not is_empty(entry[key])]:
+            self.row.ignore(f"completion key {show(key, 60)}")
 
 
 def parse_talk(text: str) -> Messages:
@@ -377,7 +370,8 @@ def key_of(judged: PreferenceRow) -> str | None:
     """Return a key that is equal for rows of one prompt; None for a row without a prompt."""
     if judged.prompt is None:
         return None
-    return json.dumps([judged.prompt, judged.tools], sort_keys=True)
+    keywords = judged.chat_template_kwargs
+    return json.dumps([judged.prompt, judged.tools, keywords], sort_keys=True, default=repr)
 
 
 def _split(

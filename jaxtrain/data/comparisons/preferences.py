@@ -26,12 +26,13 @@ from jaxtrain.data.comparisons.preference_row import (
     merge_judged,
     read_judged,
 )
+from jaxtrain.data.comparisons.preview import probe_preferences, show_preferences, show_ranked
 from jaxtrain.data.comparisons.ranked import Ranked
 from jaxtrain.data.formats import call_custom_format, check_names, find_custom_format
 from jaxtrain.data.packing.pack import Fields, Normalize
 from jaxtrain.data.pipeline import Recipe
-from jaxtrain.data.preview import Probe, probe_preferences, show_preferences, show_ranked
-from jaxtrain.data.sample import Dropped
+from jaxtrain.data.preview import Probe
+from jaxtrain.data.sample import Dropped, RowNote, note_unread
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.data.sources.row_views import GroupedRows
@@ -148,22 +149,23 @@ class RankedReader:
         limits = (self.sequence_len, self.answers.too_long)
         return RankedReader, (self.dataset, self.tokenizer, *limits, self.want)
 
-    def __call__(self, row: dict[str, Any], origin: str) -> list[Ranked | Dropped]:
-        """Read a row, or {"group": rows of one prompt}: at most one Ranked, then drops."""
+    def __call__(self, row: dict[str, Any], origin: str) -> list[Ranked | RowNote]:
+        """Read a row, or {"group": rows of one prompt}: at most one Ranked, then notes."""
         members: list[PreferenceRow] = []
-        dropped: list[Ranked | Dropped] = []
+        notes: list[Ranked | RowNote] = []
         grouped = set(row) == {"group"}
         for member in row["group"] if grouped else [row]:
             try:
                 members.append(self._read(member, grouped))
             except MalformedRow as error:
                 where = f"{origin}, {error.location}" if error.location else origin
-                dropped.append(Dropped(f"malformed row: {error}", where))
+                notes.append(Dropped(f"malformed row: {error}", where))
+        notes += [note for member in members for note in note_unread(member.unread, origin)]
         if not members:
-            return dropped
+            return notes
         judged = merge_judged(members, self.want) if grouped else members[0]
         try:
-            return [*self.answers(judged, origin), *dropped]
+            return [*self.answers(judged, origin), *notes]
         except UserError as error:
             raise UserError(f"{origin}: {error}") from None
 

@@ -16,13 +16,14 @@ from typing_extensions import override
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat import template
 from jaxtrain.data.chat.control_tokens import encoder_of
-from jaxtrain.data.chat.messages import MalformedRow, check_readable, check_values, read_messages
+from jaxtrain.data.chat.messages import MalformedRow, check_values
+from jaxtrain.data.chat.rows import Row, read_prompt
 from jaxtrain.data.packing.pack import Fields, Normalize
 from jaxtrain.data.packing.tree import Node, Tree
 from jaxtrain.data.packing.workload import describe_tree
 from jaxtrain.data.pipeline import Recipe
 from jaxtrain.data.preview import Probe, describe_trees, probe_trees
-from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sample import Dropped, RowNote, note_unread
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.errors import UserError
@@ -132,24 +133,23 @@ class StepwiseReader:
     def __reduce__(self) -> tuple[Any, ...]:
         return StepwiseReader, self.arguments
 
-    def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | Dropped]:
+    def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | RowNote]:
         try:
-            prompt, steps, labels = self.read(row)
+            columns = Row(row, self.dataset.fields, self.dataset.roles)
+            prompt, steps, labels = self.read(columns)
         except template.TemplateOmission as error:
             return [Dropped(str(error), origin)]
         except (MalformedRow, template.TemplateFailed) as error:
             return [Dropped(f"malformed row: {error}", origin)]
         if labels is None:
             return [Dropped("malformed row: column labels is missing or empty", origin)]
-        return [self._fit(prompt, steps, labels, origin)]
+        return [self._fit(prompt, steps, labels, origin), *note_unread(columns.unread, origin)]
 
-    def read(self, row: dict[str, Any]) -> tuple[list[int], list[list[int]], list[int] | None]:
+    def read(self, row: Row) -> tuple[list[int], list[list[int]], list[int] | None]:
         """Return (tokens of the prompt, tokens of each step with its separator, labels or None).
 
         Raises MalformedRow for columns of other types.
         """
-        check_readable(row)
-        row = {**row, **{w: row[f] for w, f in self.dataset.fields.items() if f in row}}
         steps, labels = row.get("completions"), row.get("labels")
         if not isinstance(steps, list) or not steps:
             raise MalformedRow("column completions must be a list of steps, each a text")
@@ -163,17 +163,21 @@ class StepwiseReader:
                 raise MalformedRow("column labels must have a label for each of the completions")
             labels = [read_label(label) for label in labels]
         tokens = [[*self.encoder.text(step), *self.separator] for step in steps]
-        return self._prompt(row.get("prompt")), tokens, labels
+        return self._prompt(row), tokens, labels
 
-    def _prompt(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
-            check_values([prompt])
-            return template.begin_text(self.tokenizer, self.encoder, prompt)
+    def _prompt(self, row: Row) -> list[int]:
+        row.require("prompt")
+        prompt = read_prompt(row)
         if prompt is None:
             raise MalformedRow("column prompt is missing or empty")
-        messages = read_messages(prompt, self.dataset.fields, self.dataset.roles)
+        if isinstance(prompt.value, str) and not row.has_context:
+            return template.begin_text(self.tokenizer, self.encoder, prompt.value)
         return template.prompt_tokens(
-            self.tokenizer, messages, special_tokens=self.dataset.special_tokens
+            self.tokenizer,
+            prompt.messages,
+            prompt.tools,
+            self.dataset.special_tokens,
+            {**self.dataset.chat_template_kwargs, **(prompt.chat_template_kwargs or {})},
         )
 
     def _fit(

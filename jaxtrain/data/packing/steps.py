@@ -16,7 +16,7 @@ import grain
 import numpy as np
 
 from jaxtrain.batch import Batch
-from jaxtrain.data.counts import count_metrics, drops_of
+from jaxtrain.data.counts import Counts, count_metrics, drops_of
 from jaxtrain.data.packing.pack import (
     NLL,
     Fields,
@@ -26,8 +26,7 @@ from jaxtrain.data.packing.pack import (
     lay_out,
     stack_batches,
 )
-from jaxtrain.data.packing.units import UnitPacker
-from jaxtrain.data.packing.window import WindowPacker
+from jaxtrain.data.packing.window import UnitPacker, WindowPacker
 from jaxtrain.errors import UserError
 
 
@@ -224,7 +223,7 @@ class BatchSource:
         """Return totals: rows_read, samples, dropped by reason, counts and metrics (see counts.py),
         tokens, trained_tokens, packing_efficiency, and batch_shapes, each compiled once."""
         state = self._iterator.get_state()
-        counts, totals = state["packer"]["counts"], state["totals"]
+        counts, totals = Counts.restore(state["packer"]), state["totals"]
         return {
             "rows_read": counts.get("draws", 0),
             "samples": counts.get("trees", 0),

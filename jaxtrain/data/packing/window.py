@@ -1,4 +1,4 @@
-"""Rows packed from a look-ahead window, with an exact cursor.
+"""Packers of trees into rows with an exact cursor: from a look-ahead window, or by units.
 
     reader ──trees──> window n (W trees) ──first-fit-decreasing──> rows ──> emitted one by one
                          ^                                          │
@@ -9,15 +9,15 @@ windows and a cursor is small: the beginning of the previous window, its carried
 number of rows emitted from the present one. Restoring a cursor reads both windows again.
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxtrain.data.counts import Counts, count_items, describe_drops
 from jaxtrain.data.packing.pack import fit_rows
-from jaxtrain.data.sample import Dropped
+from jaxtrain.data.packing.tree import TreeGroup
+from jaxtrain.data.sample import RowNote
 from jaxtrain.errors import UserError
 
 
@@ -33,6 +33,8 @@ class TreeReader(Protocol):
 
     @property
     def pass_len(self) -> int | None: ...
+    @property
+    def repeated(self) -> bool: ...
     def __next__(self) -> list: ...
     def state(self) -> dict: ...
     def restore(self, state: dict) -> None: ...
@@ -64,7 +66,7 @@ class WindowPacker:
         self._emitted = 0
         self._final = False
         self._next: tuple[dict, int, list[tuple[int, int, Sized]]] = (self._begin, 0, [])
-        self.counts: Counts = Counter()
+        self.counts = Counts()
         """Counts of everything read so far: see counts.count_items."""
 
     def __next__(self) -> list[Sized]:
@@ -84,7 +86,7 @@ class WindowPacker:
             "carried": [[draw, item] for draw, item, _ in self._carried],
             "window": self._number,
             "emitted": self._emitted,
-            "counts": dict(self.counts),
+            **self.counts.state(),
         }
 
     def restore(self, state: dict) -> None:
@@ -110,7 +112,7 @@ class WindowPacker:
         else:
             self._next = (self._begin, 0, [])
         self._emitted = state["emitted"]
-        self.counts = Counter(state["counts"])
+        self.counts = Counts.restore(state)
 
     def close(self) -> None:
         self._reader.close()
@@ -129,12 +131,12 @@ class WindowPacker:
                 self._final = True
                 break
             for index, item in enumerate(items):
-                if not isinstance(item, Dropped):
+                if not isinstance(item, RowNote):
                     trees.append((draws, index, item))
                     tokens += item.num_tokens
             draws += 1
             if not replay:
-                count_items(self.counts, items, self._reader.pass_len)
+                count_items(self.counts, items, self._reader.pass_len, self._reader.repeated)
         rows = self._arrange([tree.num_tokens for *_, tree in trees], len(self._carried))
         opening = bool(self._carried)
         carry: list[int] = []
@@ -156,3 +158,72 @@ class WindowPacker:
         if not self._packing:
             return [[index] for index in range(len(lengths))]
         return fit_rows(lengths, self._row_tokens, range(num_carried))
+
+
+class UnitPacker:
+    """Iterator of optimizer steps of a fixed number of units, for a mean over exactly these units.
+
+    A step, a list of rows, holds n trees, n branches or n groups; the number of its rows varies, so
+    they are padded with empty rows to a few different numbers. The cursor is a draw and a position
+    within it.
+    """
+
+    def __init__(self, reader: TreeReader, *, units: int, row_tokens: int, packing: bool = True):
+        self._reader, self._units, self._row_tokens = reader, units, row_tokens
+        self._packing = packing
+        self._begin = reader.state()
+        self._skip = 0
+        self._pending: list[Any] = []
+        self.counts = Counts()
+
+    def __next__(self) -> list[list[Sized]]:
+        """Rows of the next step; StopIteration at the end of the data."""
+        pieces: list[Sized] = []
+        taken = 0
+        while taken < self._units:
+            while self._pending and taken < self._units:
+                unit = self._pending.pop(0)
+                self._skip += 1
+                pieces += unit.trees if isinstance(unit, TreeGroup) else [unit]
+                taken += 1
+            if taken == self._units:
+                break
+            try:
+                self._read()
+            except StopIteration:
+                break
+        if not pieces:
+            if not self.counts["trees"]:
+                raise UserError(f"no example of the data trains: {describe_drops(self.counts)}")
+            raise StopIteration
+        sizes = [piece.num_tokens for piece in pieces]
+        if self._packing:
+            rows = fit_rows(sizes, self._row_tokens)
+        else:
+            rows = [[index] for index in range(len(pieces))]
+        return [[pieces[index] for index in row] for row in rows]
+
+    def state(self) -> dict:
+        return {"begin": self._begin, "skip": self._skip, **self.counts.state()}
+
+    def restore(self, state: dict) -> None:
+        self._reader.restore(state["begin"])
+        self._begin, self._skip, self._pending = state["begin"], 0, []
+        if state["skip"]:
+            self._pending = _without_notes(next(self._reader))[state["skip"] :]
+            self._skip = state["skip"]
+        self.counts = Counts.restore(state)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _read(self) -> None:
+        begin = self._reader.state()
+        items = next(self._reader)
+        self._begin, self._skip = begin, 0
+        self._pending = _without_notes(items)
+        count_items(self.counts, items, self._reader.pass_len, self._reader.repeated)
+
+
+def _without_notes(items: list[Any]) -> list[Any]:
+    return [item for item in items if not isinstance(item, RowNote)]

@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxtrain.data.counts import Progress
 from jaxtrain.data.packing.tree import Forest, Node, Tree, TreeGroup
-from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sample import Dropped, RowNote, Unread
 from jaxtrain.data.sources.readers import IndexedReader, Items, MixturePart, is_stream, keep_items
 
 FILES = ("tokens.bin", "weights.bin", "streams.bin", "items.bin", "places.bin")
@@ -170,11 +170,12 @@ def write_items(folder: Path, rows: Iterable[Items]) -> dict[str, int]:
 
 
 def _write_item(
-    item: Tree | Forest | TreeGroup | Dropped,
+    item: Tree | Forest | TreeGroup | RowNote,
     *files: BinaryIO,
 ) -> dict[str, Any]:
-    if isinstance(item, Dropped):
-        return {"dropped": item.reason, "origin": item.origin}
+    if isinstance(item, RowNote):
+        kind = "unread" if isinstance(item, Unread) else "dropped"
+        return {kind: item.reason, "origin": item.origin}
     if isinstance(item, TreeGroup):
         return {"group": [_write_item(tree, *files) for tree in item.trees]}
     if isinstance(item, Forest):
@@ -244,6 +245,8 @@ class _ItemReader:
     def read(self, entry: dict[str, Any]) -> Any:
         if "dropped" in entry:
             return Dropped(entry["dropped"], entry["origin"])
+        if "unread" in entry:
+            return Unread(entry["unread"], entry["origin"])
         if "group" in entry:
             return TreeGroup(tuple(self.read(tree) for tree in entry["group"]))
         if "forest" in entry:

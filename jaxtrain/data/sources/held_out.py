@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import DatasetConfig
+from jaxtrain.data.chat.messages import ROLES
+from jaxtrain.data.chat.rows import MESSAGES
 from jaxtrain.data.sources.row_views import SelectedRows
 from jaxtrain.errors import UserError
 
-ANSWERERS = {"assistant", "gpt", "model", "bot", "chatgpt"}
 WHICH = {"path", "name", "split", "max_rows", "fields", "roles", "options", "held_out"}
 
 
@@ -42,7 +43,7 @@ def question_of(row: Mapping[str, Any], dataset: DatasetConfig) -> Any:
         return column("prompt")
     if column("instruction"):
         return [column(name) for name in ("instruction", "input", "system")]
-    for name in ("messages", "conversations", "chosen"):
+    for name in (*MESSAGES, "chosen"):
         if isinstance(messages := column(name), list):
             return _before_answer(messages, dataset) or row
     return row
@@ -53,13 +54,16 @@ def _before_answer(messages: list[Any], dataset: DatasetConfig) -> list[Any]:
     question = []
     for message in messages:
         named_roles = [message.get(key) for key in keys] if isinstance(message, Mapping) else []
-        roles = {
-            dataset.roles.get(str(role), str(role)) for role in named_roles if role is not None
-        }
-        if roles & ANSWERERS:
+        if any(_answers(role, dataset) for role in named_roles if role is not None):
             break
         question.append(message)
     return question
+
+
+def _answers(role: Any, dataset: DatasetConfig) -> bool:
+    """Return True for a role of the assistant, as messages of rows have it."""
+    named = dataset.roles.get(str(role), str(role))
+    return ROLES.get(named, named) in ("assistant", "function_call")
 
 
 def _find_held(rows: Any, dataset: DatasetConfig) -> np.ndarray:

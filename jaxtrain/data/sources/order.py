@@ -52,6 +52,16 @@ class Order:
         visit, position = divmod(epoch * self.counts[dataset] + rank, self.sizes[dataset])
         return dataset, self._row_of(dataset, visit, position)
 
+    def visit(self, draw: int) -> int:
+        """Return how often the row of a draw was drawn before."""
+        epoch, slot = divmod(draw, self.epoch_len)
+        if self.counts is None:
+            return epoch
+        self[draw]  # plans the epoch
+        assert self._epoch is not None
+        dataset, rank = int(self._epoch[1][slot]), int(self._epoch[2][slot])
+        return (epoch * self.counts[dataset] + rank) // self.sizes[dataset]
+
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_epoch": None, "_passes": {}}
 

@@ -16,12 +16,12 @@ import numpy as np
 from absl import flags
 
 from jaxtrain.data.packing.tree import Forest, Tree, TreeGroup
-from jaxtrain.data.sample import Dropped, Sample, to_trees
+from jaxtrain.data.sample import RowNote, Sample, to_trees
 from jaxtrain.data.sources.order import Order
 from jaxtrain.errors import UserError
 
-Tokenize = Callable[[Any, str], Sequence[Sample | Tree | Forest | TreeGroup | Dropped]]
-Items = list[Tree | Forest | TreeGroup | Dropped]
+Tokenize = Callable[[Any, str], Sequence[Sample | Tree | Forest | TreeGroup | RowNote]]
+Items = list[Tree | Forest | TreeGroup | RowNote]
 
 CHUNK = 16
 """Draws sent between processes together, because the queue costs as much as a short row."""
@@ -82,8 +82,8 @@ class _Rows:
     row_tokens: int
     start: int
     stop: int
-    useless: dict[tuple[int, int], Sequence[Dropped]] = field(default_factory=dict)
-    """Drops of rows without samples, by dataset and row, at most MOST_USELESS: otherwise a small
+    useless: dict[tuple[int, int], Sequence[RowNote]] = field(default_factory=dict)
+    """Notes of rows without samples, by dataset and row, at most MOST_USELESS: otherwise a small
     dataset with a huge row that does not train would tokenize it in every pass."""
 
     def __len__(self) -> int:
@@ -102,9 +102,9 @@ class _Rows:
                 items = part.tokenize(part.rows[row], part.origin(row))
             except UserError as error:
                 return _Failure(str(error))
-            dropped = [item for item in items if isinstance(item, Dropped)]
-            if len(dropped) == len(items) and len(self.useless) < MOST_USELESS:
-                self.useless[key] = dropped
+            notes = [item for item in items if isinstance(item, RowNote)]
+            if len(notes) == len(items) and len(self.useless) < MOST_USELESS:
+                self.useless[key] = notes
             done.append(to_trees(items, self.row_tokens))
         return done
 
@@ -135,11 +135,14 @@ class IndexedReader:
         self.pass_len = self._order.pass_len
         """Number of draws after which every row was seen."""
         self._drawn = 0
+        self.repeated = False
+        """True if the row of the last draw was drawn before."""
         self._chunks: grain.DatasetIterator | None = None
         self._pending: Iterator[Items] = iter(())
 
     def __next__(self) -> Items:
         for items in self._pending:
+            self.repeated = self._order.visit(self._drawn) > 0
             self._drawn += 1
             return items
         if self._chunks is None:
@@ -223,6 +226,11 @@ class _Stream:
         self._offset += 1
         return self._block[index], f"{self._part.name} row {self._begin['rows'] + index}"
 
+    @property
+    def visit(self) -> int:
+        """Number of the pass over the rows, from 0."""
+        return self._begin["visit"]
+
     def _seek(self, begin: dict) -> None:
         self._begin, self._block, self._offset = begin, [], 0
         self._exhausted, self._read = False, begin["rows"]
@@ -274,11 +282,14 @@ class StreamReader:
             for index, part in enumerate(parts)
         ]
         self._drawn = np.zeros(len(parts), np.int64)
+        self.repeated = False
+        """True if the row of the last draw was drawn before."""
 
     def __next__(self) -> Items:
         draw = int(self._drawn.sum())
         dataset = int(np.argmax(self._weights * (draw + 1) - self._drawn))
         row, origin = self._streams[dataset].next_row(self._once)
+        self.repeated = self._streams[dataset].visit > 0
         self._drawn[dataset] += 1
         return to_trees(self._parts[dataset].tokenize(row, origin), self._row_tokens)
 

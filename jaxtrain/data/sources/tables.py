@@ -1,6 +1,8 @@
 """Rows of columnar files: parquet, arrow, csv and tables of the datasets library."""
 
 import csv
+import hashlib
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.safe_io import UnreadableRow, parse_json, read_text
 from jaxtrain.text_safety import shorten, show
 
+PIECE, NUM_PIECES = 1 << 20, 64
+"""Bytes of a piece of a large file, and how many of them are digested."""
 MOST_RECORD = 1 << 24
 """Limit of bytes of the JSON files next to saved tables."""
 
@@ -92,14 +96,37 @@ def prune(value: Any) -> Any:
 
 
 def open_parquet(path: str) -> TableRows:
-    """Open a parquet file through the memory-mapped cache of datasets."""
+    """Open a parquet file through the memory-mapped cache of datasets.
+
+    That cache knows a file by its path and time stamp, so the name of its entry says what the file
+    holds: a replaced file is read anew.
+    """
     from datasets import Dataset
 
     try:
-        table = Dataset.from_parquet(path)
+        table = Dataset.from_parquet(path, config_name=digest_file(path))
     except Exception as error:  # libraries raise anything for a damaged file
         raise UserError(f"{path} is not a readable parquet file: {_reason(error)}") from error
     return TableRows(table, Path(path).name)
+
+
+def digest_file(path: str) -> str:
+    """Digest what a file holds: all of it up to MOST_FILE bytes, else pieces from its beginning to
+    its end, and what the file system says of its last change."""
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        status = os.fstat(file.fileno())
+        digest.update(str(status.st_size).encode())
+        if status.st_size <= MOST_FILE:
+            while piece := file.read(PIECE):
+                digest.update(piece)
+            return digest.hexdigest()
+        # Nobody can set the time of the change itself, unlike the time stamp.
+        digest.update(f" {status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns}".encode())
+        for number in range(NUM_PIECES):
+            file.seek((status.st_size - PIECE) * number // (NUM_PIECES - 1))
+            digest.update(file.read(PIECE))
+    return digest.hexdigest()
 
 
 def open_arrow(path: str) -> TableRows:

@@ -23,6 +23,7 @@ from jaxtrain.generation.episode_metrics import average_env_metrics, describe_sa
 from jaxtrain.generation.episodes import Env, Episode
 from jaxtrain.generation.failures import Failures
 from jaxtrain.generation.group_player import list_episodes, score_policies
+from jaxtrain.safe_io import UnreadableRow
 
 FIRST_INDEX = 1 << 40
 """Episode numbers of evaluations start here, so that they draw other noise than training does."""
@@ -98,7 +99,8 @@ async def answer_set(
     async def play(row: Mapping[str, Any], index: int) -> Episode | None:
         async with gate:
             try:
-                episode = await env.run(dict(row), engine, sampling, index)
+                row = row if isinstance(row, UnreadableRow) else dict(row)
+                episode = await env.run(row, engine, sampling, index)
             except EpisodeFailed as failure:
                 failures.log_once(failure)
                 failures.add(failure)

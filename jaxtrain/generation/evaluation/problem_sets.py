@@ -11,12 +11,12 @@ from typing import Any
 from jaxtrain.config import Config, EvalSetConfig
 from jaxtrain.config.policies import list_judges
 from jaxtrain.core.bundle import ModelBundle
-from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.prompt_sets import read_prompt_set
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.environments.guarded import GuardedEnv, open_guarded
 from jaxtrain.environments.rewards import Rewards, open_rewards
 from jaxtrain.errors import UserError
+from jaxtrain.generation.dataset_envs import measure_prompts
 from jaxtrain.generation.engine import Engine
 from jaxtrain.generation.engines import seed_sampling
 from jaxtrain.generation.episode_engine import with_policies
@@ -33,7 +33,7 @@ from jaxtrain.generation.evaluation.eval_sets import (
 from jaxtrain.generation.event_loop import EventLoop
 from jaxtrain.generation.failures import Failures
 from jaxtrain.generation.frozen_policy import open_frozen
-from jaxtrain.generation.prompts import check_columns, rename
+from jaxtrain.generation.prompts import check_columns, open_prompts, rename
 
 
 class ProblemSets:
@@ -142,7 +142,8 @@ def open_problem_sets(
             envs.append(open_guarded(section, tokenizer, room, key, media, folder))
             stack.callback(envs[-1].close)
         sets = ProblemSets(config, envs, rewards, log)
-        for env, (_, rows) in zip(envs, sets.sets, strict=True):
+        for index, (env, (section, rows)) in enumerate(zip(envs, sets.sets, strict=True)):
+            measure_prompts(rows, env.env, f"eval.sets.{index} ({section.path})", log)
             env.inspect(rows, log)
         stack.pop_all()
         return sets
@@ -161,9 +162,8 @@ def read_problems(index: int, section: EvalSetConfig) -> list[dict[str, Any]]:
             for row, turns in zip(benchmark.rows, benchmark.turns, strict=True)
         ]
     try:
-        rows = open_rows(section.dataset())
+        rows = open_prompts(section.dataset(), key)
     except UserError as error:
         text = str(error).replace("data.datasets[]", key)
         raise UserError(text if key in text else f"{key}: {text}") from None
-    check_columns(rows, section.fields, f"{key}.fields", section.path)
-    return [rename(rows[i], section.fields) for i in range(len(rows))]
+    return [rows[i] for i in range(len(rows))]

@@ -26,7 +26,7 @@ from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.packing.pack import Fields
 from jaxtrain.data.packing.tree import Node, Tree
 from jaxtrain.data.preview import Probe, probe_samples
-from jaxtrain.data.sample import Dropped, Sample, to_tree
+from jaxtrain.data.sample import Dropped, RowNote, Sample, to_tree
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
@@ -83,9 +83,11 @@ class TeacherRecipe(Sequences):
 
     def probe(self, dataset: DatasetConfig) -> Probe:
         """Check a dataset; raises UserError if hardly a row has log-probs that fit its tokens."""
-        probe = probe_samples(without_columns(dataset), self.tokenizer, self.data, self.trees)
+        plain = without_columns(dataset)
         if self.streams is None:
-            return probe
+            return probe_samples(plain, self.tokenizer, self.data, self.trees)
+        reads = list_read(dataset.fields)
+        probe = probe_samples(plain, self.tokenizer, self.data, self.trees, reads)
         part, rows = self.open(dataset), open_rows(dataset)
         reasons: list[str] = []
         for index, row in enumerate(rows if not hasattr(rows, "__len__") else map_rows(rows)):
@@ -114,6 +116,13 @@ def map_rows(rows: Any) -> Any:
     return (rows[index] for index in range(len(rows)))
 
 
+def list_read(fields: Mapping[str, str]) -> set[str]:
+    """Return the notes of unread columns that the log-probs' reader reads, as `Row.unread` has
+    them."""
+    names = {*COLUMNS, *TOKENS, *(name for names in ALSO_CALLED.values() for name in names)}
+    return {f"column {show(fields.get(name, name), 60)}" for name in names}
+
+
 def without_columns(dataset: DatasetConfig) -> DatasetConfig:
     """The dataset without renamed columns that only the log-probs' reader knows."""
     fields = {w: f for w, f in dataset.fields.items() if w not in (*COLUMNS, *TOKENS)}
@@ -126,14 +135,15 @@ class TeacherTokenizer:
     def __init__(self, tokenize: Any, component: str, reader: "LogProbReader | None"):
         self.tokenize, self.component, self.reader = tokenize, component, reader
 
-    def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | Dropped]:
+    def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | RowNote]:
         """Log-probs belong to one sequence: a row that becomes several is dropped."""
         items = self.tokenize(row, origin)
         if self.reader is None:
             return [self.rename(item) for item in items]
+        notes = [item for item in items if isinstance(item, RowNote)]
+        dropped = [item for item in notes if isinstance(item, Dropped)]
         samples = [item for item in items if isinstance(item, Sample)]
-        if len(samples) != 1 or len(items) != 1:
-            dropped = [item for item in items if isinstance(item, Dropped)]
+        if len(samples) != 1 or dropped or len(items) != 1 + len(notes):
             return [*(dropped or [Dropped("several sequences, log-probs of one", origin)])]
         try:
             streams = self.reader(row, samples[0])
@@ -143,11 +153,12 @@ class TeacherTokenizer:
         assert isinstance(tree, Tree)
         (node,) = tree.nodes
         node = Node(node.parent, node.tokens, node.weights, streams)
-        return [Tree((node,), origin=tree.origin, controls=tree.controls)]
+        notes = [note for note in notes if note.reason not in self.reader.reads]
+        return [Tree((node,), origin=tree.origin, controls=tree.controls), *notes]
 
-    def rename(self, item: Sample | Tree | Dropped) -> Tree | Dropped:
+    def rename(self, item: Sample | Tree | RowNote) -> Tree | RowNote:
         """Convert an item to a tree whose weights are the component's."""
-        if isinstance(item, Dropped):
+        if isinstance(item, RowNote):
             return item
         if isinstance(item, Sample):
             return to_tree(item, self.component)
@@ -164,6 +175,7 @@ class LogProbReader:
     def __init__(self, names: tuple[str, str], k: int, renamed: Mapping[str, str], vocabulary: int):
         """vocabulary: ids from there on are refused."""
         self.names, self.k, self.renamed, self.vocabulary = names, k, dict(renamed), vocabulary
+        self.reads = list_read(renamed)
 
     def __call__(self, row: Mapping[str, Any], sample: Sample) -> dict[str, np.ndarray]:
         """Return the streams of a sample; raises MalformedRow for log-probs that do not belong to

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxtrain.config import DatasetConfig, EnvConfig
 from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.rows import MESSAGES
 from jaxtrain.data.chat.template import end_of_turn_ids
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.errors import UserError
@@ -30,6 +31,8 @@ from jaxtrain.methods.ebft.ground_truth_rows import (
 from jaxtrain.safe_io import UnreadableRow
 
 LOOKED_AT = 16
+WRITTEN = {*MESSAGES, "system", "history"}
+"""Columns that are part of the prompt of an example."""
 ANSWER, REMAINING = "ground_truth_message", "remaining_turns"
 """Columns that rows get beside `prompt` and `ground_truth`."""
 
@@ -75,9 +78,9 @@ class GroundTruthRows:
                 )
             example = read_example(row, turn, self.thinking, self.column)
         except MalformedRow as error:
-            return UnreadableRow(f"malformed row: {error}")
+            return UnreadableRow(f"malformed row: {error}", self.rows.origin(row_index))
         return {
-            **{name: value for name, value in row.items() if name != "messages"},
+            **{name: value for name, value in row.items() if name not in WRITTEN},
             self.column: example.prompt,
             "ground_truth": write_answer(example.answer),
             ANSWER: example.answer,
@@ -155,8 +158,8 @@ class GroundTruths:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
-        tools = {"tools": row["tools"]} if row.get("tools") else {}
-        return {"messages": [*messages, row[ANSWER], *remaining], **tools}
+        context = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name)}
+        return {"messages": [*messages, row[ANSWER], *remaining], **context}
 
     def limit(self, truth: Episode, sampling: Sampling) -> Sampling:
         """Return the sampling with this prompt's own budget: `multiplier` times the ground truth's

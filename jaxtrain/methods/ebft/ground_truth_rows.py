@@ -15,7 +15,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from jaxtrain.data.chat.messages import MalformedRow, read_messages
+from jaxtrain.data.chat.messages import MalformedRow, select_turns, without_flags
+from jaxtrain.data.chat.rows import Row
 
 Turns = Literal["first", "last", "all"]
 Thinking = Literal["keep", "split", "answer_only"]
@@ -45,7 +46,7 @@ def list_turns(row: Mapping[str, Any], turns: Turns) -> list[int]:
     messages = _conversation(row)
     if messages is None:
         return [0]
-    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    indices = select_turns(messages, "assistant")
     match turns:
         case "first":
             return indices[:1]
@@ -66,6 +67,7 @@ def read_example(
     """
     messages = _conversation(row)
     if messages is not None:
+        messages = without_flags(messages)
         prompt: Any = messages[:turn]
         answer, remaining = messages[turn], messages[turn + 1 :]
         while remaining and remaining[-1]["role"] != "assistant":
@@ -90,16 +92,19 @@ def _conversation(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The messages of a row that is a conversation; None of one that is not."""
     if row.get("ground_truth") is not None or row.get("completion") is not None:
         return None
-    value = row.get("messages") if row.get("messages") is not None else row.get("conversations")
-    return None if value is None else read_messages(value, {}, {})
+    columns = Row(row)
+    messages = columns.messages()
+    return None if messages is None else columns.with_context(messages)
 
 
 def _pair(row: Mapping[str, Any], column: str) -> tuple[Any, dict[str, Any]]:
     """(prompt, the assistant's message) of a row of two columns."""
+    columns = Row(row)
     for before, after in ((column, "ground_truth"), (column, "completion"), ("input", "output")):
-        prompt, answer = row.get(before), row.get(after)
-        if prompt is None and before == column:
-            prompt = row.get("messages")
+        name = before
+        if before == column and row.get(column) is None and columns.messages() is not None:
+            name = "messages"
+        prompt, answer = row.get(name), row.get(after)
         if prompt is not None and answer is not None:
             break
     else:
@@ -107,14 +112,11 @@ def _pair(row: Mapping[str, Any], column: str) -> tuple[Any, dict[str, Any]]:
             "no ground truth: a row needs messages with an assistant's turn, or columns"
             f" {column} and ground_truth, {column} and completion, or input and output"
         )
-    if not isinstance(prompt, str):
-        prompt = read_messages(prompt, {}, {})
-    if isinstance(answer, str):
-        return prompt, {"role": "assistant", "content": answer}
-    messages = read_messages(answer, {}, {})
-    if [message["role"] for message in messages] != ["assistant"]:
+    prompt = columns.prompt(name)
+    answers = columns.read_messages(answer, "assistant")
+    if [message["role"] for message in answers] != ["assistant"]:
         raise MalformedRow("the ground truth must be a text, or one message of the assistant's")
-    return prompt, messages[0]
+    return prompt, answers[0]
 
 
 def split_thinking(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Trees(Recipe):
     def settings(self, dataset: DatasetConfig) -> str | None:
         if type(self) is not Trees:
             return None
-        keys = dataset.model_dump_json(include={"fields", "roles", "special_tokens"})
+        keys = dataset.model_dump_json(include={"fields", "roles", "special_tokens", "chat_template_kwargs"})
         tools, data = _read_tools(dataset.tools), self.data
         return repr((keys, tools, self.task, self.row_tokens, data.sequence_len, data.too_long))
 
@@ -112,6 +112,7 @@ def _open_trees(
         _read_tools(dataset.tools),
         "error" if data.too_long == "error" else "drop",
         dataset.special_tokens,
+        dataset.chat_template_kwargs,
     )
     return rows, builder
 

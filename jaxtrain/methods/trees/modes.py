@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from jaxtrain.data.chat.control_tokens import SpecialTokens
 from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.rows import Row
 from jaxtrain.data.chat.template import (
     Renderer,
     RetokenizationError,
@@ -25,7 +26,7 @@ from jaxtrain.data.chat.template import (
 from jaxtrain.data.packing.branches import list_branches
 from jaxtrain.data.packing.prefixes import FlatSequence, merge_prefixes
 from jaxtrain.data.packing.tree import Tree, TreeGroup, chain
-from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sample import Dropped, RowNote, note_unread
 from jaxtrain.errors import UserError
 from jaxtrain.methods.trees.rendering import (
     read_row,
@@ -67,7 +68,7 @@ def build_units(
     trained: TrainedParts,
     limits: LengthLimits,
     origin: str = "",
-) -> list[Tree | TreeGroup | Dropped]:
+) -> list[Tree | TreeGroup | RowNote]:
     """Build the units of trajectories that begin alike: one tree of all their branches."""
     if mode in ("current_rl", "flat"):
         samples = []
@@ -85,7 +86,7 @@ def build_units(
         return [Dropped(f"no tree: {error}", origin)]
     if len(trees) > 1:
         trees = merge_trees(trees, origin)
-    units: list[Tree | TreeGroup | Dropped] = []
+    units: list[Tree | TreeGroup | RowNote] = []
     for tree in trees:
         units += _units_of_tree(tree, mode, limits, origin)
     return units
@@ -103,7 +104,7 @@ def merge_trees(trees: Iterable[Tree], origin: str = "") -> list[Tree]:
 
 def _units_of_tree(
     tree: Tree, mode: Mode, limits: LengthLimits, origin: str
-) -> list[Tree | TreeGroup | Dropped]:
+) -> list[Tree | TreeGroup | RowNote]:
     if mode == "tree":
         return [tree if limits.allow(tree) else Dropped("too long", origin)]
     fits = [length <= limits.path_tokens for length in tree.branch_lengths()]
@@ -147,18 +148,25 @@ class TreeBuilder:
     too_long: Literal["drop", "error"] = "drop"
     special_tokens: SpecialTokens = "text"
     """Meaning of control tokens that a text spells."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """Variables of the chat template, which those of a row replace."""
 
-    def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | TreeGroup | Dropped]:
-        rows = row["group"] if set(row) == {"group"} else [row]
+    def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | TreeGroup | RowNote]:
+        members = row["group"] if set(row) == {"group"} else [row]
         try:
+            rows = [Row(member, self.fields, self.roles) for member in members]
             group = [self.read_turns(member) for member in rows]
         except TemplateOmission as error:
             return [Dropped(str(error), origin)]
         except (MalformedRow, TemplateFailed) as error:
-            return [Dropped(f"malformed row: {error}", origin)]
+            where = getattr(error, "location", "")
+            where = f"{origin}, {where}" if where else origin
+            return [Dropped(f"malformed row: {error}", where)]
         except RetokenizationError:
             return [Dropped("turn is tokenized differently in context", origin)]
         units = build_units(group, self.mode, self.trained, self.limits, origin)
+        for member in rows:
+            units += note_unread(member.unread, origin)
         if self.too_long == "error" and any(
             isinstance(unit, Dropped) and unit.reason == "too long" for unit in units
         ):
@@ -169,22 +177,22 @@ class TreeBuilder:
             )
         return units
 
-    def read_turns(self, row: Mapping[str, Any]) -> list[AssistantTurn]:
+    def read_turns(self, row: Row) -> list[AssistantTurn]:
         """Read the turns of a row; raises MalformedRow, TemplateFailed or RetokenizationError."""
         if self.split == "turns":
-            return make_turns(row["turns"])
-        completion = row.get("completion")
-        if self.split == "think" and isinstance(completion, list):
-            row = {**row, "completion": completion[:1]}
-        messages, tools = read_row(row, self.fields, self.roles)
+            return make_turns(row.require("turns"))
+        if self.split == "think" and isinstance(answers := row.columns.get("completion"), list):
+            row.columns["completion"] = answers[:1]
+        conversation = read_row(row)
+        messages, tools = conversation.messages, conversation.tools or self.tools
         if self.split == "think":
-            return split_thinking(
-                messages, tools or self.tools, self.tokenizer, self.special_tokens
-            )
+            keywords = {**self._renderer.kwargs, **(conversation.chat_template_kwargs or {})}
+            return split_thinking(messages, tools, self.tokenizer, self.special_tokens, keywords)
         if self.rendering == "chatml":
             return render_chatml(messages, self.tokenizer, self.special_tokens)
-        return render_template(messages, tools or self.tools, self._renderer)
+        keywords = conversation.chat_template_kwargs
+        return render_template(messages, tools, self._renderer, keywords)
 
     @cached_property
     def _renderer(self) -> Renderer:
-        return Renderer(self.tokenizer, self.special_tokens)
+        return Renderer(self.tokenizer, self.special_tokens, self.chat_template_kwargs)

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.chat.control_tokens import SpecialTokens, encoder_of
-from jaxtrain.data.chat.messages import MalformedRow, check_readable, read_messages, read_tools
+from jaxtrain.data.chat.messages import MalformedRow, is_empty
+from jaxtrain.data.chat.omissions import Kwargs
+from jaxtrain.data.chat.rows import Conversation, Row
 from jaxtrain.data.chat.template import Renderer, TemplateFailed, render_text
 from jaxtrain.methods.trees.turns import AssistantTurn, make_turns
 
@@ -22,47 +24,25 @@ START, END = "<|im_start|>", "<|im_end|>"
 THINK, THINK_END = "<think>", "</think>"
 
 
-def read_row(
-    row: Mapping[str, Any], fields: Mapping[str, str], roles: Mapping[str, str]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """(messages, tools) of a row with `messages`, or with `prompt` and `completion` lists.
+def read_row(row: Row) -> Conversation:
+    """Return the conversation of a row with messages, or with `prompt` and `completion`.
 
-    Contents are stripped of outer white space. Raises MalformedRow.
+    Messages without a role are the user's, those of a completion the assistant's. Contents are
+    stripped of outer white space. Raises MalformedRow.
     """
-    check_readable(row)
-    row = {
-        **row,
-        **{to: row[column] for to, column in fields.items() if "." not in to and column in row},
-    }
-    if row.get("messages") is not None or row.get("conversations") is not None:
-        messages_column = row.get("messages")
-        listed = _with_roles(
-            row["conversations"] if messages_column is None else messages_column, "user"
-        )
-    else:
+    messages = row.messages("user")
+    if messages is None:
         prompt, completion = row.get("prompt"), row.get("completion")
-        if not isinstance(prompt, list) or not isinstance(completion, list) or not completion:
-            raise MalformedRow("needs messages, or prompt and a non-empty completion, as lists")
-        listed = _with_roles(prompt, "user") + _with_roles(completion, "assistant")
-    messages = read_messages(listed, fields, roles)
-    for message in messages:
+        if is_empty(prompt) or is_empty(completion):
+            raise MalformedRow("needs messages, or prompt and a non-empty completion")
+        messages = row.read_messages(prompt, "user", True)
+        messages += row.read_messages(completion, "assistant", True)
+    conversation = row.conversation(messages)
+    for message in conversation.messages:
         message["content"] = message["content"].strip()
-    if not any(message["role"] == "assistant" for message in messages):
+    if not any(message["role"] == "assistant" for message in conversation.messages):
         raise MalformedRow("no assistant message")
-    return messages, read_tools(row.get("tools"))
-
-
-def _with_roles(messages: Any, role: str) -> list[Any]:
-    if not isinstance(messages, list):
-        raise MalformedRow("messages must be a list of {role, content}")
-    named = []
-    for message in messages:
-        if isinstance(message, str):
-            message = {"content": message}
-        if isinstance(message, Mapping) and not message.get("role") and "from" not in message:
-            message = {**message, "role": role}
-        named.append(message)
-    return named
+    return conversation
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
@@ -79,7 +59,7 @@ def render_chatml(
     """
     encoder = encoder_of(tokenizer, special_tokens)
     messages, mark, _ = encoder.protect(messages)
-    parts, pending = [], []
+    parts, pending, trains = [], [], []
     for index, message in enumerate(messages):
         before = messages[index - 1]["role"] if index else None
         after = messages[index + 1]["role"] if index + 1 < len(messages) else None
@@ -91,8 +71,9 @@ def render_chatml(
         thought = reasoning_of(message)
         reasoning = encoder(f"{THINK}{thought}{THINK_END}", mark) if thought else []
         parts.append((pending, reasoning, encoder(_assistant_text(message), mark)))
+        trains.append(message.get("train") is not False)
         pending = []
-    return make_turns(parts)
+    return make_turns(parts, trains)
 
 
 def _context_text(message: Mapping[str, Any], before: str | None, after: str | None) -> str:
@@ -125,20 +106,22 @@ def _call_text(call: Mapping[str, Any]) -> str:
 
 
 def render_template(
-    messages: Sequence[Mapping[str, Any]], tools: Any, renderer: Renderer
+    messages: Sequence[Mapping[str, Any]], tools: Any, renderer: Renderer, kwargs: Kwargs = None
 ) -> list[AssistantTurn]:
-    """Render turns with the chat template; raises TemplateFailed or RetokenizationError.
+    """Render turns with the chat template; raises TemplateFailed or RetokenizationError. kwargs:
+    the row's own variables of the template.
 
     A response ends with its end-of-turn token; white space after it belongs to the next prompt.
     """
-    (messages, tools), mark, _ = renderer.encoder.protect((messages, tools))
+    kwargs = {**renderer.kwargs, **(kwargs or {})}
+    (messages, tools, kwargs), mark, _ = renderer.encoder.protect((messages, tools, kwargs))
     keys = ("reasoning_content", "train")
     visible = [{k: v for k, v in m.items() if k not in keys} for m in messages]
     trained = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if trained[0] == 0:
         raise MalformedRow("the conversation starts with an assistant message")
     spans = {}
-    for rendering in renderer.render(visible, tools, trained, mark):
+    for rendering in renderer.render(visible, tools, trained, mark, kwargs):
         for index in trained:
             positions = np.flatnonzero(rendering.author == index)
             if len(positions):
@@ -148,10 +131,11 @@ def render_template(
         if index not in spans:
             raise TemplateFailed(f"chat template: message {index + 1} is not shown")
         tokens, start, stop = spans[index]
-        thought = _thought_text(visible, messages[index], index, tools, renderer.tokenizer)
+        thought = _thought_text(visible, messages[index], index, tools, renderer.tokenizer, kwargs)
         reasoning = renderer.encoder(thought, mark) if thought else []
         prompt, response = tokens[:start], tokens[start:stop]
-        turns.append(AssistantTurn(prompt, np.asarray(reasoning, np.int32), response))
+        trains = messages[index].get("train") is not False
+        turns.append(AssistantTurn(prompt, np.asarray(reasoning, np.int32), response, trains))
     return turns
 
 
@@ -161,14 +145,15 @@ def _thought_text(
     index: int,
     tools: Any,
     tokenizer: Any,
+    kwargs: Kwargs,
 ) -> str:
     """Return a thought as the template shows it, from the generation prompt to the closing tag."""
     thought = reasoning_of(message)
     if not thought:
         return ""
-    prompt = render_text(tokenizer, visible[:index], tools, generation=True)
+    prompt = render_text(tokenizer, visible[:index], tools, True, kwargs)
     spoken = {**visible[index], "reasoning_content": thought}
-    shown = render_text(tokenizer, [*visible[:index], spoken], tools)
+    shown = render_text(tokenizer, [*visible[:index], spoken], tools, False, kwargs)
     tail = shown[len(prompt) :] if shown.startswith(prompt) else ""
     stop = tail.find(thought)
     if stop < 0:  # the template does not support reasoning
@@ -188,6 +173,7 @@ def split_thinking(
     tools: Any,
     tokenizer: Any,
     special_tokens: SpecialTokens = "text",
+    kwargs: Kwargs = None,
 ) -> list[AssistantTurn]:
     """Split the last answer with a thought into one turn: before, thought, after.
 
@@ -200,16 +186,16 @@ def split_thinking(
     if index == 0:
         raise MalformedRow(f"no answer has {THINK}...{THINK_END} or reasoning_content")
     encoder = encoder_of(tokenizer, special_tokens)
-    (messages, tools), mark, _ = encoder.protect((messages, tools))
+    (messages, tools, kwargs), mark, _ = encoder.protect((messages, tools, dict(kwargs or {})))
     before, answer = messages[:index], dict(messages[index])
     thought = reasoning_of(answer)
     if thought:
         answer["content"] = f"{THINK}\n{thought}\n{THINK_END}\n\n{answer['content']}"
-    prompt = render_text(tokenizer, before, tools, generation=True)
+    prompt = render_text(tokenizer, before, tools, True, kwargs)
     spoken = {k: v for k, v in answer.items() if k in ("role", "content", "tool_calls")}
-    full_text = render_text(tokenizer, [*before, spoken], tools)
+    full_text = render_text(tokenizer, [*before, spoken], tools, False, kwargs)
     if not full_text.startswith(prompt):
-        prompt = render_text(tokenizer, before, tools)
+        prompt = render_text(tokenizer, before, tools, False, kwargs)
         if not full_text.startswith(prompt):
             raise TemplateFailed("chat template: the answer rewrites what precedes it")
     # Some generation prompts open the thinking block themselves.
@@ -224,4 +210,4 @@ def split_thinking(
     )
     if not (context and thought and response):
         raise MalformedRow("think: the prompt, the thought or the response is empty")
-    return make_turns([(context, thought, response)])
+    return make_turns([(context, thought, response)], [answer.get("train") is not False])

@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from typing import Any, Literal
 
 from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.rows import Row
 from jaxtrain.data.formats import read_number
 from jaxtrain.data.sources.row_views import SelectedRows
 from jaxtrain.errors import UserError
@@ -41,7 +42,7 @@ def score_row(row: Mapping[str, Any], fields: Mapping, roles: Mapping) -> RowSco
     """Score a row; an unreadable one is marked instead of raising an error."""
     num_turns = int(read_number(row.get("num_turns")) or 0)
     try:
-        messages, _ = read_row(row, fields, roles)
+        messages = read_row(Row(row, fields, roles)).messages
     except MalformedRow:
         return RowScore(estimate_tokens(row), 0, 0, num_turns, False)
     spoken = [message for message in messages if message["role"] == "assistant"]

@@ -28,6 +28,8 @@ class AssistantTurn:
     """Hidden thought; may be empty."""
     response: np.ndarray
     """Visible response."""
+    trains: bool = True
+    """False if the data say that the turn must not train."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,18 @@ class TrainedParts:
 
 def make_turns(
     parts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]],
+    trains: Sequence[bool] = (),
 ) -> list[AssistantTurn]:
-    """Build turns from (context since the last response, reasoning, response)."""
+    """Build turns from (context since the last response, reasoning, response). trains: of each;
+    empty: all do."""
     turns, visible = [], np.zeros(0, np.int32)
-    for context, reasoning, response in parts:
+    for index, (context, reasoning, response) in enumerate(parts):
         prompt = np.concatenate([visible, np.asarray(context, np.int32)])
         turn = AssistantTurn(
-            prompt, np.asarray(reasoning, np.int32), np.asarray(response, np.int32)
+            prompt,
+            np.asarray(reasoning, np.int32),
+            np.asarray(response, np.int32),
+            trains[index] if trains else True,
         )
         turns.append(turn)
         visible = np.concatenate([prompt, turn.response])
@@ -80,9 +87,8 @@ def build_caterpillar(
         parts.append((trunk, context, np.zeros(len(context)), "context"))
         fork = len(parts) - 1
         if len(turn.reasoning):
-            weights = np.full(len(turn.reasoning), float(trained.reasoning))
-            parts.append((fork, turn.reasoning, weights, "think"))
-        weights = np.full(len(turn.response), float(trained.response))
+            parts.append((fork, turn.reasoning, reasoning_weights(turn, trained), "think"))
+        weights = response_weights(turn, trained)
         parts.append((fork, turn.response, weights, "response"))
         trunk = len(parts) - 1
         visible = np.concatenate([turn.prompt, turn.response])
@@ -98,10 +104,10 @@ def _merge_rewritten(turns: Sequence[AssistantTurn], trained: TrainedParts, orig
         before = visible.pop(index)[1] if index is not None else np.zeros(0)
         mask = np.concatenate([before, np.zeros(len(turn.prompt) - len(before))])
         if len(turn.reasoning):
-            weights = np.full(len(turn.reasoning), float(trained.reasoning))
+            weights = reasoning_weights(turn, trained)
             tokens = np.concatenate([turn.prompt, turn.reasoning])
             thoughts.append(FlatSequence(tokens, {"nll": np.concatenate([mask, weights])}))
-        weights = np.full(len(turn.response), float(trained.response))
+        weights = response_weights(turn, trained)
         tokens = np.concatenate([turn.prompt, turn.response])
         visible.append((tokens, np.concatenate([mask, weights])))
     branches = [*thoughts, *(FlatSequence(tokens, {"nll": mask}) for tokens, mask in visible)]
@@ -155,9 +161,14 @@ def build_flat(turns: Sequence[AssistantTurn], trained: TrainedParts, origin: st
 
 
 def _completion_weights(turn: AssistantTurn, trained: TrainedParts) -> np.ndarray:
-    return np.concatenate(
-        [
-            np.full(len(turn.reasoning), float(trained.reasoning)),
-            np.full(len(turn.response), float(trained.response)),
-        ]
-    )
+    return np.concatenate([reasoning_weights(turn, trained), response_weights(turn, trained)])
+
+
+def reasoning_weights(turn: AssistantTurn, trained: TrainedParts) -> np.ndarray:
+    """Return the weights of a turn's thought."""
+    return np.full(len(turn.reasoning), float(trained.reasoning and turn.trains))
+
+
+def response_weights(turn: AssistantTurn, trained: TrainedParts) -> np.ndarray:
+    """Return the weights of a turn's visible response."""
+    return np.full(len(turn.response), float(trained.response and turn.trains))

@@ -1,0 +1,385 @@
+"""Columns of a row as prompts and conversations, for every method that reads rows.
+
+| read as                | columns                                                              |
+|------------------------|----------------------------------------------------------------------|
+| messages               | `messages`, `conversations`, `conversation`                          |
+| prompt                 | `prompt`, messages, `question`, `instruction` with `input`, `input`  |
+| system message         | `system`, before messages that have none                             |
+| earlier turns          | `history`: pairs of question and answer, or messages                 |
+| tools                  | `tools`, `functions`                                                 |
+| keywords of a template | `chat_template_kwargs`                                               |
+
+Two columns of a line that say different things make a row malformed, and so do images, videos and
+audio beside a conversation. Columns that nobody asked for are `Row.unread`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxtrain.data.chat.messages import (
+    MEDIA,
+    PARTIAL_MASKS,
+    SYSTEM_ROLES,
+    MalformedRow,
+    Message,
+    check_readable,
+    check_values,
+    is_empty,
+    pick,
+    read_flag,
+    read_json,
+    read_messages,
+    read_tools,
+    refuse,
+    without_flags,
+)
+from jaxtrain.text_safety import name_type, show
+
+MESSAGES = ("messages", "conversations", "conversation")
+TOOLS = ("tools", "functions")
+PROMPTS = ("prompt", *MESSAGES, "question", "instruction", "input")
+"""Columns of prompts, in order of preference."""
+CONTEXT = ("system", "history", *TOOLS, "chat_template_kwargs")
+"""Columns of what a chat template writes beside the messages."""
+RESERVED = {"messages", "conversation", "tools", "chat_template", "add_generation_prompt"} | {
+    "continue_final_message",
+    "tokenize",
+}
+"""Keywords of templates that a row cannot set."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Normalized messages with all that a chat template renders."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Keywords that the template receives, such as enable_thinking."""
+    first: int = 0
+    """Messages before it are the prompt of a completion."""
+
+
+class Row:
+    """One row under the names of the formats; remembers which columns were read."""
+
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        fields: Mapping[str, str] | None = None,
+        roles: Mapping[str, str] | None = None,
+    ):
+        """fields: {name: column of the data}, message keys with a dot. Raises MalformedRow for a
+        row that could not be read from its file."""
+        check_readable(row)
+        self.fields, self.roles = fields or {}, roles or {}
+        self.renamed = {
+            name: column
+            for name, column in self.fields.items()
+            if "." not in name and column in row
+        }
+        self.original = row
+        self.columns = {**row, **{name: row[column] for name, column in self.renamed.items()}}
+        self._read: set[str] = set()
+        self._notes: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return not is_empty(self.columns.get(name))
+
+    def get(self, *names: str) -> Any:
+        """Return the value of columns that mean the same; None without. Raises MalformedRow if two
+        of them differ."""
+        return self._pick(names, lambda _, value: value)
+
+    def text(self, *names: str) -> str | None:
+        """Return the text of a column, None without; MalformedRow for another type."""
+
+        def read(name: str, value: Any) -> str:
+            if not isinstance(value, str):
+                raise MalformedRow(f"column {name} holds {name_type(value)}, not a text")
+            check_values(value)
+            return value
+
+        return self._pick(names, read)
+
+    def require(self, name: str) -> Any:
+        """Return the value of a column; MalformedRow if it is missing."""
+        if (value := self.get(name)) is None:
+            raise MalformedRow(f"column {name} is missing or empty")
+        return value
+
+    def require_text(self, name: str) -> str:
+        """Return the text of a column; MalformedRow if it is missing or of another type."""
+        if (value := self.text(name)) is None:
+            raise MalformedRow(f"column {name} is missing or empty")
+        return value
+
+    def ignore(self, text: str) -> None:
+        """Report a part of the row that is not used."""
+        self._notes.add(text)
+
+    def read_messages(
+        self, value: Any, speaker: str = "user", everywhere: bool = False
+    ) -> list[Message]:
+        """Normalize messages of this row; a text is one of the speaker, and `everywhere` are texts
+        and messages without a role in a list."""
+        if isinstance(value, str):
+            value = [{"role": speaker, "content": value}]
+        default = speaker if everywhere else ""
+        return read_messages(value, self.fields, self.roles, self._notes, default)
+
+    def messages(self, speaker: str = "") -> list[Message] | None:
+        """Return the messages of a conversation, None without such a column. speaker: role of those
+        without one."""
+
+        def read(name: str, value: Any) -> list[Message]:
+            return self._flag(self.read_messages(value, speaker or "user", bool(speaker)))
+
+        return self._pick(MESSAGES, read)
+
+    def tools(self) -> list[dict[str, Any]] | None:
+        """Return the tool schemas; None if there are none."""
+        functions: dict[str, Any] = {}
+
+        def read(name: str, value: Any) -> Any:
+            functions[name] = read_tools(value, name)
+            return [tool.get("function", tool) for tool in functions[name] or []]
+
+        self._pick(TOOLS, read)
+        return functions.get("tools") or functions.get("functions")
+
+    def chat_template_kwargs(self) -> dict[str, Any] | None:
+        """Return the keywords that the row gives to the chat template; None without."""
+        value = self.get("chat_template_kwargs")
+        if isinstance(value, str):
+            value = read_json(value, "chat_template_kwargs") if value.strip() else None
+        if not value:
+            return None
+        if not isinstance(value, Mapping):
+            raise MalformedRow(f"chat_template_kwargs is {name_type(value)}, not a table")
+        check_values(value)
+        for key in value:
+            if key in RESERVED:
+                raise MalformedRow(f"chat_template_kwargs sets {key}, which the row says itself")
+        return dict(value)
+
+    def system(self) -> str | None:
+        """Return the system message of a column."""
+        return self.text("system") or None
+
+    def history(self) -> list[Message]:
+        """Return the turns before the prompt: pairs of question and answer, or messages."""
+        value = self.get("history")
+        if isinstance(value, str) and value.strip():
+            value = read_json(value, "history")
+        if is_empty(value):
+            return []
+        if not isinstance(value, list | tuple):
+            raise MalformedRow(f"history is {name_type(value)}, not a list of pairs")
+        if all(isinstance(pair, Mapping) for pair in value):
+            return self.read_messages(value)
+        messages = []
+        for pair in value:
+            texts = isinstance(pair, list | tuple) and all(isinstance(t, str) for t in pair)
+            if not texts or len(pair) != 2:
+                raise MalformedRow("history must be a list of pairs [question, answer]")
+            messages += [{"role": r, "content": t} for r, t in zip(SPEAKERS, pair, strict=True)]
+        check_values(messages)
+        return messages
+
+    def with_context(self, messages: list[Message]) -> list[Message]:
+        """Return messages behind the system message and the history of the row's columns."""
+        system, history = self.system(), self.history()
+        own = messages[:1] if messages and messages[0]["role"] in SYSTEM_ROLES else []
+        if history and history[0]["role"] in SYSTEM_ROLES:
+            if own and own[0]["content"].strip() != history[0]["content"].strip():
+                raise MalformedRow("the system messages of history and messages differ")
+            own, messages, history = history[:1], messages[len(own) :], history[1:]
+        else:
+            messages = messages[len(own) :]
+        if system is not None and own:
+            if own[0]["content"].strip() != system.strip():
+                raise MalformedRow("column system and the system message differ")
+        elif system is not None:
+            own = [{"role": "system", "content": system}]
+        return [*own, *history, *messages]
+
+    @property
+    def has_context(self) -> bool:
+        """True if columns hold what only a chat template can write."""
+        return any(name in self for name in CONTEXT)
+
+    def refuse_media(self) -> None:
+        """Raise MalformedRow for images, videos or audio beside the texts."""
+        refuse([name for name in MEDIA if name in self.unused()], "column")
+
+    def conversation(self, messages: list[Message], first: int | None = None) -> Conversation:
+        """Return the messages with all that the row says beside them.
+
+        first: number of them that are a prompt. Raises MalformedRow for media, and for masks of
+        parts of messages.
+        """
+        self.refuse_media()
+        refuse([name for name in PARTIAL_MASKS if name in self.unused()], "column")
+        whole = self.with_context(messages)
+        start = 0 if first is None else first + len(whole) - len(messages)
+        return Conversation(whole, self.tools(), self.chat_template_kwargs(), start)
+
+    def prompt(self, column: str = "prompt") -> str | list[Message] | None:
+        """Return what is to be answered, a text or messages; None without such a column.
+
+        Answers at the end of messages are left out, because they are not the policy's. A text
+        stays one unless the row has a system message or a history.
+        """
+        name = next((name for name in (column, *PROMPTS) if name in self), None)
+        if name is None:
+            return None
+        value = self.get(name) if name not in MESSAGES else self.messages()
+        if isinstance(value, str):
+            check_values(value)
+            if name == "instruction" and (extra := self.text("input")):
+                value = f"{value}\n\n{extra}"
+        elif name not in MESSAGES:
+            value = self.read_messages(value)
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        self.refuse_media()
+        whole = self.with_context(messages)
+        if isinstance(value, str) and len(whole) == 1:
+            self._compare(name, whole)
+            return value
+        while whole and whole[-1]["role"] == "assistant":
+            whole = whole[:-1]
+        if not whole:
+            raise MalformedRow("the messages are all the assistant's; nothing to answer")
+        self._compare(name, whole)
+        return without_flags(whole)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Columns and keys of messages that hold something and that nothing has read."""
+        columns = [f"column {show(name, 60)}" for name in self.unused()]
+        return (*columns, *self.unread_keys)
+
+    @property
+    def unread_keys(self) -> tuple[str, ...]:
+        """Keys of messages that hold something and that nothing has read."""
+        return tuple(sorted(self._notes))
+
+    def unused(self) -> list[str]:
+        """Return the columns of the file that hold something and were not read."""
+        used = {self.renamed.get(name, name) for name in self._read}
+        return [
+            str(name)
+            for name, value in self.original.items()
+            if name not in used and not is_empty(value)
+        ]
+
+    def _pick(self, names: Sequence[str], read: Any) -> Any:
+        try:
+            return pick(self.columns, names, self._read, read)
+        except MalformedRow as error:
+            if str(error).endswith(" differ"):
+                raise MalformedRow(f"columns {error}") from None
+            raise
+
+    def _flag(self, messages: list[Message]) -> list[Message]:
+        """Apply a column with a flag for each message."""
+        flags = self.columns.get("loss_mask")
+        if is_empty(flags):
+            return messages
+        self._read.add("loss_mask")
+        if not isinstance(flags, list | tuple) or len(flags) != len(messages):
+            raise MalformedRow("column loss_mask must have a flag for each message")
+        merged = []
+        for message, value in zip(messages, flags, strict=True):
+            flag = read_flag("loss_mask", value)
+            if message.get("train", flag) != flag:
+                raise MalformedRow("column loss_mask and the flag of a message differ")
+            merged.append({**message, "train": flag})
+        return merged
+
+    def _compare(self, name: str, prompt: list[Message]) -> None:
+        """Raise MalformedRow if messages beside a column of prompts do not begin with it."""
+        if name in MESSAGES or not any(column in self for column in MESSAGES):
+            return
+        if any(self.renamed.get(name) == self.renamed.get(m, m) for m in MESSAGES):
+            return
+        other = self.messages() or []
+
+        def texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
+            return [
+                (message["role"], message["content"].strip())
+                for message in messages
+                if message["role"] not in SYSTEM_ROLES
+            ]
+
+        if texts(other)[: len(texts(prompt))] != texts(prompt):
+            column = next(column for column in MESSAGES if column in self)
+            raise MalformedRow(f"columns {name} and {column} ask different things")
+
+
+SPEAKERS = ("user", "assistant")
+
+
+class Prompt(NamedTuple):
+    """What is to be answered, with all that a chat template renders."""
+
+    value: str | list[Message]
+    """Plain text, or messages that do not end with the assistant's."""
+    tools: list[dict[str, Any]] | None
+    chat_template_kwargs: dict[str, Any] | None
+
+    @property
+    def messages(self) -> list[Message]:
+        """The prompt as messages; a text is the user's."""
+        if isinstance(self.value, str):
+            return [{"role": "user", "content": self.value}]
+        return self.value
+
+
+def read_prompt(row: Row, column: str = "prompt") -> Prompt | None:
+    """Return the prompt of a row; None if it has no column of prompts. Raises MalformedRow."""
+    value = row.prompt(column)
+    if value is None:
+        return None
+    return Prompt(value, row.tools(), row.chat_template_kwargs())
+
+
+def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
+    """Return the columns of a row with messages, tools and keywords of templates in one form, for
+    readers that do not know the dataset's names; other columns stay as they are.
+
+    Raises MalformedRow.
+    """
+    columns = dict(row.columns)
+    for name in {column, *PROMPTS}:
+        if is_conversation(columns.get(name), row.fields):
+            columns[name] = row.messages() if name in MESSAGES else row.get(name)
+            if name not in MESSAGES:
+                columns[name] = row.read_messages(columns[name])
+    if is_conversation(columns.get("history"), row.fields):
+        columns["history"] = row.history()
+    schemas = [columns[name] for name in TOOLS if name in row]
+    if schemas and all(map(_is_schemas, schemas)):
+        columns["tools"] = row.tools()
+        columns.pop("functions", None)
+    if isinstance(columns.get("chat_template_kwargs"), str | Mapping):
+        columns["chat_template_kwargs"] = row.chat_template_kwargs()
+    return columns
+
+
+def _is_schemas(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.lstrip().startswith("[")
+    return isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)
+
+
+def is_conversation(value: Any, fields: Mapping[str, str]) -> bool:
+    """Return True for a list of what look like messages."""
+    keys = {"role", "from", fields.get("messages.role", "role")}
+    return (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(entry, Mapping) and bool(keys & entry.keys()) for entry in value)
+    )
