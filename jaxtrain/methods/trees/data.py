@@ -57,7 +57,9 @@ class Trees(Recipe):
     def settings(self, dataset: DatasetConfig) -> str | None:
         if type(self) is not Trees:
             return None
-        keys = dataset.model_dump_json(include={"fields", "roles", "special_tokens", "chat_template_kwargs"})
+        keys = dataset.model_dump_json(
+            include={"fields", "roles", "special_tokens", "chat_template_kwargs"}
+        )
         tools, data = _read_tools(dataset.tools), self.data
         return repr((keys, tools, self.task, self.row_tokens, data.sequence_len, data.too_long))
 
