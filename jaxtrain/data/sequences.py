@@ -12,7 +12,9 @@ from jaxtrain.data.pipeline import Recipe
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
 
-SHAPING = {"format", "fields", "roles", "as_chat", "train_on", "special_tokens"}
+SHAPING = {"format", "fields", "roles", "as_chat", "train_on", "special_tokens"} | {
+    "chat_template_kwargs"
+}
 """Keys of a dataset that shape the samples of a row; the cache key covers the rows separately."""
 
 

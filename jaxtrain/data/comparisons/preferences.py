@@ -46,6 +46,7 @@ SHAPING = {"format", "fields", "roles", "as_chat", "train_on", "special_tokens"}
     "pairing",
     "margin",
     "group_prompts",
+    "chat_template_kwargs",
 }
 """Keys of a dataset that shape the trees of a row."""
 MAX_GROUPED = 64

@@ -77,7 +77,9 @@ class Stepwise(Recipe):
     def settings(self, dataset: DatasetConfig) -> str | None:
         if type(self) is not Stepwise:
             return None
-        keys = dataset.model_dump_json(include={"fields", "roles", "special_tokens"})
+        keys = dataset.model_dump_json(
+            include={"fields", "roles", "special_tokens", "chat_template_kwargs"}
+        )
         rules = (self.separator, self.last_only, self.max_completion)
         return repr((keys, rules, self.data.sequence_len, self.data.too_long))
 

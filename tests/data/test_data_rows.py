@@ -1,0 +1,139 @@
+"""One normalization of messages and columns: what each key means, what is refused, what is named."""
+
+import json
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxtrain.config.data import DatasetConfig
+from jaxtrain.data.chat.messages import MalformedRow, read_messages
+from jaxtrain.data.chat.rows import Row, normalize_row, read_prompt
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.chat.tokenize import RowTokenizer
+from jaxtrain.data.preview import plain_text
+from jaxtrain.data.sample import Sample
+from jaxtrain.data.sources.dataset import open_rows
+from jaxtrain.environments.single_turn import SingleTurn
+
+ASK = {"role": "user", "content": "hi"}
+CALL = {"name": "add", "arguments": {"a": 1}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("builtin")
+
+
+def read(tokenizer, row, **options):
+    items = RowTokenizer(DatasetConfig(path="x", **options), tokenizer, 512, "drop")(row, "x row 1")
+    texts = [plain_text(item, tokenizer) for item in items if isinstance(item, Sample)]
+    return texts, [item.reason for item in items if not isinstance(item, Sample)]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_of_any_key(key):
+    [message] = read_messages([{"role": "assistant", "content": "a", key: "thought"}])
+    assert message == {"role": "assistant", "content": "a", "reasoning_content": "thought"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "tool_calls": [{"function": CALL}]},
+        {"role": "assistant", "content": None, "function_call": CALL},
+        {"role": "assistant", "function_call": {**CALL, "arguments": json.dumps({"a": 1})}},
+        {"from": "function_call", "value": json.dumps({"name": "add", "parameters": {"a": 1}})},
+        {"role": "tool_call", "content": json.dumps([CALL])},
+    ],
+)
+def test_calls_of_any_form(message):
+    [normalized] = read_messages([message])
+    assert normalized["tool_calls"] == [{"type": "function", "function": CALL}]
+    assert normalized["role"] == "assistant" and normalized["content"] == ""
+    assert read_messages([normalized]) == [normalized]
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss", "loss_mask"])
+def test_a_turn_whose_flag_is_false_does_not_train(tokenizer, key):
+    row = [ASK, {"role": "assistant", "content": "BAD", key: 0}, ASK]
+    [text], notes = read(tokenizer, {"messages": [*row, {"role": "assistant", "content": "good"}]})
+    assert "⟦good<|im_end|>⟧" in text and "⟦BAD" not in text and not notes
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"content": "a", "reasoning": "x", "thinking": "y"}, "reasoning and thinking differ"),
+        ({"content": "a", "weight": 1, "train": False}, "train and weight differ"),
+        ({"content": "a", "weight": 0.5}, "weight is 0.5"),
+        ({"content": "a", "images": ["x.png"]}, "images: only text is read"),
+        ({"content": [{"type": "image_url", "image_url": "x"}]}, "part of type 'image_url'"),
+        ({"content": "a", "train_detail": [1]}, "train_detail"),
+        ({"text": "a"}, "without content"),
+        ({"content": None}, "without content"),
+    ],
+)
+def test_messages_that_are_refused(message, reason):
+    with pytest.raises(MalformedRow, match=reason) as refused:
+        read_messages([ASK, {"role": "assistant", **message}])
+    assert refused.value.location == "message 2"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [ASK], "conversations": [{**ASK, "content": "b"}]}, "columns messages and"),
+        ({"messages": [ASK], "tools": [CALL], "functions": [{"name": "b"}]}, "tools and functions"),
+        ({"messages": [ASK], "images": ["x.png"]}, "column images: only text is read"),
+        ({"messages": [ASK], "loss_mask": [1, 0]}, "loss_mask must have a flag for each message"),
+        ({"messages": [ASK], "chat_template_kwargs": {"tools": []}}, "sets tools"),
+        ({"prompt": "q", "completion": "a", "system": ["b"]}, "column system holds a list"),
+    ],
+)
+def test_rows_that_are_refused(tokenizer, row, reason):
+    texts, [note] = read(tokenizer, row)
+    assert not texts and reason in note
+
+
+def test_plain_texts_with_a_system_message_are_a_conversation(tokenizer):
+    row = {"system": "RULES", "prompt": "Q", "completion": "A", "history": [["h", "i"]]}
+    [text], notes = read(tokenizer, row)
+    assert [text.count(part) for part in ("RULES", "user\nh", "assistant\ni", "⟦A<|im_end|>⟧")] == [
+        1
+    ] * 4
+    assert not notes and "⟦i" not in text
+
+
+def test_what_nothing_reads_is_named_once_a_row(tokenizer):
+    answer = {"role": "assistant", "content": "a", "id": 3, "refusal": None}
+    row = {"messages": [{**ASK, "id": 2}, answer], "source": "web", "empty": "", "tools": []}
+    [_], notes = read(tokenizer, row)
+    assert notes == ["column 'source'", "message key 'id'"]
+
+
+def test_prompts_are_the_same_text_in_rollouts_as_in_training(tokenizer):
+    calls = [{"id": "a", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+    said = {"role": "assistant", "content": None, "tool_calls": calls}
+    row = {"prompt": [ASK, said, {"role": "tool", "content": "3"}], "system": "RULES"}
+    text = tokenizer.decode(SingleTurn(tokenizer).read(row)[1])
+    assert '"arguments": {"a": 1}' in text and text.startswith("<|im_start|>system\nRULES")
+    [trained], _ = read(tokenizer, {**row, "completion": "x"})
+    assert trained.startswith(text)
+    assert read_prompt(Row(normalize_row(Row(row)))).value == read_prompt(Row(row)).value
+
+
+def test_a_prompt_and_messages_that_ask_different_things():
+    row = {"prompt": "hi", "messages": [ASK, {"role": "assistant", "content": "a"}]}
+    assert read_prompt(Row(row)).value == "hi"
+    with pytest.raises(MalformedRow, match="columns prompt and messages ask different things"):
+        read_prompt(Row({**row, "prompt": "other"}))
+
+
+def test_a_replaced_parquet_file_gives_its_new_rows(tmp_path):
+    path = tmp_path / "rows.parquet"
+    for text in ("old", "new"):
+        pq.write_table(pa.table({"prompt": ["q"], "completion": [text]}), path)
+        os.utime(path, (0, 0))
+        assert open_rows(DatasetConfig(path=str(path)))[0]["completion"] == text
