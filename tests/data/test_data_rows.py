@@ -1,4 +1,4 @@
-"""One normalization of messages and columns: what each key means, what is refused, what is named."""
+"""One reader of rows: what each key and column means, what is refused, what is named."""
 
 import json
 import os
