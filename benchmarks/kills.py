@@ -8,7 +8,6 @@ imports, compilation, checkpoints being written and rounds being drawn.
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from harness import Report
+from harness import Report, read_lines
 
 from jaxtrain.runs.checkpoint import load_checkpoint
 from jaxtrain.runs.checkpoint_folder import find_good_step
@@ -89,7 +88,7 @@ CLOCKS = ("seconds", "per_second", "time", "memory", "mfu")
 
 
 def start(folder: Path, text: str) -> subprocess.Popen:
-    """The run in `folder`, by the command line that people use."""
+    """Start the run in `folder` by the command line."""
     config = folder.with_suffix(".toml")
     config.write_text(text)
     env = os.environ | {
@@ -109,19 +108,12 @@ def start(folder: Path, text: str) -> subprocess.Popen:
         )
 
 
-def read_lines(path: Path) -> list[dict]:
-    """All whole lines of a file of JSON lines; none where it is not there yet."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.open() if line.endswith("\n")]
-
-
 def last_step(folder: Path) -> int:
     return max((line["step"] for line in read_lines(folder / "metrics.jsonl")), default=0)
 
 
 def run_with_kills(folder: Path, text: str, moments: random.Random, kills: int) -> int:
-    """Kill the run up to `kills` times, each time starting it again; returns how many were due."""
+    """Kill the run up to `kills` times, each time starting it again; return how many were due."""
     for number in range(kills):
         child = start(folder, text)
         early = moments.random() < 0.25
@@ -146,10 +138,10 @@ def read_state(folder: Path) -> dict[str, bytes]:
     """Every array of the last checkpoint."""
     step, problems = find_good_step(folder / "checkpoints")
     assert step == STEPS and not problems, (step, problems)
-    single_device_sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     saved = read_manifest(folder / "checkpoints" / str(step))["arrays"]
     shapes = {
-        name: jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=single_device_sharding)
+        name: jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=device)
         for name, (shape, dtype) in saved.items()
     }
     arrays = load_checkpoint(folder / "checkpoints", shapes)[1]
@@ -170,9 +162,9 @@ def find_differences(actual: list[dict], expected: list[dict]) -> str:
         return f"{len(actual)} lines for {len(expected)}"
     keys = [
         f"{key}@{number}"
-        for number, (actual_values, reference) in enumerate(zip(actual, expected, strict=True))
-        for key in sorted(actual_values.keys() | reference.keys())
-        if actual_values.get(key) != reference.get(key)
+        for number, (line, other) in enumerate(zip(actual, expected, strict=True))
+        for key in sorted(line.keys() | other.keys())
+        if line.get(key) != other.get(key)
     ]
     return " ".join(keys[:5]) or "none"
 
@@ -180,7 +172,7 @@ def find_differences(actual: list[dict], expected: list[dict]) -> str:
 def compare(name: str, folder: Path, full: Path) -> dict[str, int | str]:
     """Return counts of lost, doubled and differing entries."""
     steps = Counter(line["step"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line)
-    actual: dict[str, int | str] = {
+    counts: dict[str, int | str] = {
         "steps_lost": sum(step not in steps for step in range(1, STEPS + 1)),
         "steps_doubled": sum(count > 1 for count in steps.values()),
     }
@@ -189,13 +181,13 @@ def compare(name: str, folder: Path, full: Path) -> dict[str, int | str]:
         assert samples, "no samples were written"
         trained = {(line["step"], line["prompt_number"]) for line in samples}
         prompts = Counter(number for _, number in trained)
-        actual["prompts"] = len(prompts)
-        actual["prompts_doubled"] = sum(count > 1 for count in prompts.values())
+        counts["prompts"] = len(prompts)
+        counts["prompts_doubled"] = sum(count > 1 for count in prompts.values())
     if name != "rl async":
-        actual["numbers_differ"] = find_differences(read_numbers(folder), read_numbers(full))
-        actual_values, reference = read_state(folder), read_state(full)
-        actual["arrays_differ"] = sum(actual_values.get(key) != reference[key] for key in reference)
-    return actual
+        counts["numbers_differ"] = find_differences(read_numbers(folder), read_numbers(full))
+        state, expected = read_state(folder), read_state(full)
+        counts["arrays_differ"] = sum(state.get(key) != expected[key] for key in expected)
+    return counts
 
 
 def main() -> None:
@@ -205,17 +197,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     report, moments = Report(arguments.out), random.Random(arguments.seed)
-    with tempfile.TemporaryDirectory() as position:
+    with tempfile.TemporaryDirectory() as text:
         remaining, number = arguments.kills, 0
-        for name, text in RUNS.items():
-            full = Path(position) / f"{name.replace(' ', '_')}_whole"
-            assert start(full, COMMON + text).wait(PATIENCE) == 0, full.with_suffix(
-                ".log"
-            ).read_text()
+        for name, config in RUNS.items():
+            full = Path(text) / f"{name.replace(' ', '_')}_whole"
+            code = start(full, COMMON + config).wait(PATIENCE)
+            assert code == 0, full.with_suffix(".log").read_text()
         while remaining > 0:
             name = list(RUNS)[number % len(RUNS)]
-            folder = Path(position) / f"run{number}"
-            full = Path(position) / f"{name.replace(' ', '_')}_whole"
+            folder = Path(text) / f"run{number}"
+            full = Path(text) / f"{name.replace(' ', '_')}_whole"
             kills = run_with_kills(folder, COMMON + RUNS[name], moments, min(remaining, 8))
             report.add(run=name, kills=kills, **compare(name, folder, full))
             remaining, number = remaining - kills, number + 1

@@ -157,7 +157,7 @@ def imports(path: Path, *, lazy: bool = True) -> list[tuple[int, str]]:
 
 
 def graph(*, packages: bool = True) -> dict[str, set[str]]:
-    """Which modules of ours each one imports when it is imported itself."""
+    """{module: modules of ours that are imported with it}."""
     nodes = {
         name: path for name, path in modules().items() if packages or path.name != "__init__.py"
     }
@@ -189,7 +189,7 @@ def test_imports_point_down():
 
 @pytest.mark.parametrize("name", ["core", "runs"])
 def test_the_core_and_runs_know_no_method(name):
-    """What stands above the core by name, as well: sweeps and estimates are about runs alone."""
+    """Modules above the core are not named, either: sweeps and estimates are about runs alone."""
     problems = [
         f"{path}:{line} imports {module}"
         for path in (ROOT / "jaxtrain" / name).rglob("*.py")
@@ -216,13 +216,13 @@ def test_a_method_imports_no_other_method():
 def test_no_two_modules_need_each_other():
     """Inside a room, too, one can be read after the other."""
     nodes = {name for name, path in modules().items() if path.name != "__init__.py"}
-    left = {
+    cyclic = {
         name: {m for _, m in imports(modules()[name]) if m in nodes and m != name} for name in nodes
     }
-    while free := [name for name, needs in left.items() if not needs & set(left)]:
+    while free := [name for name, needs in cyclic.items() if not needs & set(cyclic)]:
         for name in free:
-            del left[name]
-    assert not left, f"these need each other: {sorted(left)}"
+            del cyclic[name]
+    assert not cyclic, f"these need each other: {sorted(cyclic)}"
 
 
 def test_the_path_of_sft_is_short():
@@ -335,7 +335,7 @@ def wide_functions():
 
 
 def test_functions_take_few_parameters():
-    """What belongs together is a small dataclass."""
+    """Parameters that belong together are a small dataclass."""
     wide = list(wide_functions())
     assert set(wide) == set(WIDE), f"new or no longer wide: {set(wide) ^ set(WIDE)}"
     assert len(wide) <= 20, wide

@@ -26,5 +26,5 @@ def make_row(row: dict) -> dict:
 
 if __name__ == "__main__":
     split, count = sys.argv[1:]
-    for found in CalculatorRows(int(count), split=split, follow_up=0):
-        print(json.dumps(make_row(found)))
+    for row in CalculatorRows(int(count), split=split, follow_up=0):
+        print(json.dumps(make_row(row)))

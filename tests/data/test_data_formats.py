@@ -1,3 +1,5 @@
+"""Rows of every format become tokens and weights: columns, roles, lengths, what is dropped."""
+
 import json
 import os
 import pickle
@@ -273,6 +275,10 @@ def test_no_trained_token(tokenizer, row, options):
     assert dropped == Dropped("no trained token", "x row 1")
 
 
+def calling(call):
+    return {"messages": [log("assistant", "", tool_calls=[call])]}
+
+
 @pytest.mark.parametrize(
     "row, reason",
     [
@@ -283,18 +289,8 @@ def test_no_trained_token(tokenizer, row, options):
         ({"messages": [log("wizard", "a")]}, "unknown role 'wizard'"),
         ({"messages": [log("user", 5)]}, "content is a number"),
         ({"messages": [log("user", [{"type": "image"}])]}, "only text"),
-        (
-            {"messages": [log("assistant", "", tool_calls=[{"function": {"name": 1}}])]},
-            "function.name",
-        ),
-        (
-            {
-                "messages": [
-                    log("assistant", "", tool_calls=[{"name": "f", "arguments": "{broken"}])
-                ]
-            },
-            "arguments of 'f': broken JSON",
-        ),
+        (calling({"function": {"name": 1}}), "function.name"),
+        (calling({"name": "f", "arguments": "{broken"}), "arguments of 'f': broken JSON"),
         ({"messages": TALK, "tools": "{broken"}, "tools: broken JSON"),
         ({"messages": TALK, "tools": {"a": 1}}, "tools must be a list"),
         ({"messages": None}, "column messages is missing"),

@@ -72,17 +72,13 @@ def reasons(tokenizer, row, **options):
 TALK = [log("user", "How?")]
 GOOD, BAD = log("assistant", "So."), log("assistant", "No!")
 HUMAN = "\n\nHuman: How?\n\nAssistant:"
+WHOLE = {"chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]}
 SAME_PAIR = {
     "messages": {"prompt": TALK, "chosen": [GOOD], "rejected": [BAD]},
     "one message": {"prompt": TALK, "chosen": GOOD, "rejected": BAD},
-    "implicit": {"chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]},
-    "whole beside a text": {
-        "prompt": "How?",
-        "chosen": [*TALK, GOOD],
-        "rejected": [*TALK, BAD],
-        "messages": TALK,
-    },
-    "whole beside messages": {"prompt": TALK, "chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]},
+    "implicit": WHOLE,
+    "whole beside a text": {"prompt": "How?", "messages": TALK, **WHOLE},
+    "whole beside messages": {"prompt": TALK, **WHOLE},
     "helpful-harmless": {"chosen": f"{HUMAN} So.", "rejected": f"{HUMAN} No!"},
     "helpful-harmless, prompt apart": {"prompt": HUMAN, "chosen": "So.", "rejected": "No!"},
     "question": {"question": "How?", "chosen": "So.", "rejected": "No!", "system": ""},
@@ -285,10 +281,7 @@ def test_lengths(tokenizer):
         ({"prompt": "a", "completions": ["b", "c"], "scores": [1]}, "column scores must be a list"),
         ({"prompt": "a", "completions": ["b", "c"]}, "completions without scores or ranks"),
         ({"prompt": "a", "completions": [{"x": 1}]}, "a completion has none of"),
-        (
-            {"prompt": "z", "chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]},
-            "chosen is a whole conversation that does not hold the prompt",
-        ),
+        ({"prompt": "z", **WHOLE}, "chosen is a whole conversation that does not hold the prompt"),
     ],
 )
 def test_bad_rows_are_counted_drops(tokenizer, row, reason):

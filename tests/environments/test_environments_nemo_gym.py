@@ -35,6 +35,7 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
 }
 HEAD = {"agent": "calc_agent", "api_key": "of the test"}
+OTHER_TOKENS = {"response": {"output": [{"generation_token_ids": [1, 2]}]}}
 ROW = {
     "responses_create_params": {
         "input": [{"role": "user", "content": "What is 2 + 2?"}],
@@ -55,6 +56,15 @@ def fast(monkeypatch):
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer("builtin")
+
+
+def open_env(fake, tokenizer, row_tokens=400, **env):
+    """The world of a fake Gym's agent, whose policy it asks."""
+    gym = {**HEAD, "head": fake.url, "port": find_free_port()}
+    opened = open_guarded(EnvConfig(kind="nemo_gym", gym=gym, **env), tokenizer, row_tokens)
+    policy = opened.env.servers.policy
+    fake.policy_url, fake.token = policy.base_url, policy.token
+    return opened
 
 
 def play(tokenizer, texts, fake=None, row=ROW, times=1, row_tokens=400, sampling=SAMPLING, **gym):
@@ -140,12 +150,7 @@ def test_rewards_by_name_and_factor(tokenizer):
         ({"reward": float("nan")}, "reward gym is NaN", True, False),
         (500, "gym: HTTP 500", True, False),
         (422, "gym: HTTP 422", False, True),
-        (
-            {"response": {"output": [{"generation_token_ids": [1, 2]}]}},
-            "gym: tokens differ",
-            True,
-            False,
-        ),
+        (OTHER_TOKENS, "gym: tokens differ", True, False),
     ],
 )
 def test_what_fails_an_episode(tokenizer, instead, reason, again, mistake):
@@ -189,10 +194,7 @@ def test_a_client_that_gives_up_frees_gym_and_the_engine(tokenizer):
 
     async def work():
         async with FakeGym() as fake:
-            gym = {**HEAD, "head": fake.url, "port": find_free_port()}
-            env = open_guarded(EnvConfig(kind="nemo_gym", gym=gym, timeout=0.3), tokenizer, 400)
-            fake.policy_url = env.env.servers.policy.base_url
-            fake.token = env.env.servers.policy.token
+            env = open_env(fake, tokenizer, timeout=0.3)
             with pytest.raises(EpisodeFailed, match="timed out"):
                 await env.run(ROW, Slow(tokenizer, []), SAMPLING, 0)
             return env
@@ -317,10 +319,7 @@ def test_a_gym_that_comes_back_elsewhere_is_found_again(tokenizer):
 
     async def work():
         async with fake:
-            gym = {**HEAD, "head": fake.url, "port": find_free_port()}
-            env = open_guarded(EnvConfig(kind="nemo_gym", gym=gym, step_timeout=9.0), tokenizer)
-            policy = env.env.servers.policy
-            fake.policy_url, fake.token = policy.base_url, policy.token
+            env = open_env(fake, tokenizer, None, step_timeout=9.0)
             run = lambda: env.run(ROW, ScriptedEngine(tokenizer, ["It is 4."]), SAMPLING, 0)  # noqa: E731
             try:
                 lost = await asyncio.gather(*(run() for _ in range(3)), return_exceptions=True)
@@ -378,47 +377,41 @@ def test_keys_that_do_not_go_together(gym, text):
 
 def test_the_config_for_a_gym_that_is_started(tmp_path, tokenizer):
     """Own files before the package's, overrides last; each server in the one environment."""
-    local_value, packages = tmp_path / "own", tmp_path / "lib"
-    for position in (
-        local_value / "resources_servers" / "calc",
-        packages / "responses_api_agents" / "simple",
-    ):
-        position.mkdir(parents=True)
+    sources, packages = tmp_path / "own", tmp_path / "lib"
+    (sources / "resources_servers" / "calc").mkdir(parents=True)
+    (packages / "responses_api_agents" / "simple").mkdir(parents=True)
     (tmp_path / "gym").mkdir()
-    (local_value / "calc.yaml").write_text("")
+    (sources / "calc.yaml").write_text("")
     overrides = {"policy_model": {"responses_api_models": {"vllm_model": {"num_workers": 2}}}}
     config = GymConfig(
         start=True,
         python="py",
         configs=["calc.yaml", "other.yaml"],
-        directory=str(local_value),
+        directory=str(sources),
         overrides=overrides,
     )
     policy = PolicyServer(tokenizer, max_model_len=9, port=7, token="secret")
     created = make_config(config, policy, 11, tmp_path, packages)
     assert created["config_paths"][:2] == [
-        str(local_value / "calc.yaml"),
+        str(sources / "calc.yaml"),
         str(packages / "other.yaml"),
     ]
-    assert (created["policy_base_url"], created["policy_api_key"]) == (
-        "http://127.0.0.1:7/v1",
-        "secret",
-    )
+    credentials = ("http://127.0.0.1:7/v1", "secret")
+    assert (created["policy_base_url"], created["policy_api_key"]) == credentials
     block = created["policy_model"]["responses_api_models"]["vllm_model"]
     assert block["num_workers"] == 2 and block["request_prompt_and_generation_token_ids"]
     for _ in range(2):  # a run that goes on finds the links of the last one
-        link_environments(tmp_path / "venvs", tmp_path / "gym/bin/python", (packages, local_value))
+        link_environments(tmp_path / "venvs", tmp_path / "gym/bin/python", (packages, sources))
     links = sorted(str(p.relative_to(tmp_path / "venvs")) for p in tmp_path.glob("venvs/*/*/.venv"))
     assert links == ["resources_servers/calc/.venv", "responses_api_agents/simple/.venv"]
-    assert json.dumps(created) and list_own(local_value) == []
+    assert json.dumps(created) and list_own(sources) == []
     for position in ("resources_servers/calc", "responses_api_agents/mine"):
-        (local_value / position / "configs").mkdir(parents=True)
-        (local_value / position / "configs" / "a.yaml").write_text("")
+        (sources / position / "configs").mkdir(parents=True)
+        (sources / position / "configs" / "a.yaml").write_text("")
     all_own = config.model_copy(update={"configs": []})
     created = make_config(all_own, policy, 11, tmp_path, packages)
-    assert [
-        str(Path(position).relative_to(local_value)) for position in created["config_paths"][:-1]
-    ] == [
+    paths = [str(Path(path).relative_to(sources)) for path in created["config_paths"][:-1]]
+    assert paths == [
         "resources_servers/calc/configs/a.yaml",
         "responses_api_agents/mine/configs/a.yaml",
     ]
@@ -474,12 +467,8 @@ def test_a_gym_of_the_run_is_started_once_and_ended_with_it(tmp_path, tokenizer)
     program = root / "bin" / "gym"
     program.write_text(FAKE_PROGRAM.format(python=sys.executable))
     program.chmod(0o755)
-    section = {
-        "start": True,
-        "python": str(root / "bin/python"),
-        "configs": ["a.yaml"],
-        "agent": "x",
-    }
+    section = {"start": True, "configs": ["a.yaml"], "agent": "x"}
+    section["python"] = str(root / "bin/python")
 
     def open_one(**extra):
         config = EnvConfig(kind="nemo_gym", gym=section | extra)

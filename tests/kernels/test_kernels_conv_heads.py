@@ -27,15 +27,18 @@ def draw(name: str = "tree", dtype="float32"):
     return x, jnp.asarray(actual[0]["w"]), tuple(d_outs), jnp.asarray(arrays["prev"])
 
 
-def with_gradients(function, x, w, d_outs):
-    """(q, k, v, dx, dw) in float64."""
+def with_gradients(function):
+    """(x, w, d_outs, prev) -> (q, k, v, dx, dw) in float64."""
 
     @jax.jit
-    def run(x, w, d_outs):
-        actual, pull = jax.vjp(function, x, w)
+    def compiled(x, w, d_outs, prev):
+        actual, pull = jax.vjp(lambda x, w: function(x, w, prev), x, w)
         return (*actual, *pull(d_outs))
 
-    return [np.asarray(y, np.float64) for y in run(x, w, d_outs)]
+    def run(*arguments):
+        return [np.asarray(y, np.float64) for y in compiled(*arguments)]
+
+    return run
 
 
 def plain(x, w, prev):
@@ -71,21 +74,36 @@ def by_kernels(x, w, prev):
     return gpu.run(parts, x, w, K, find_hops(prev, TAPS), interpret=True)
 
 
+def by_xla(x, w, prev):
+    return conv_heads(x, w, key_dim=K, value_dim=K, prev=prev, impl="xla")
+
+
+RUN_KERNELS, RUN_XLA = with_gradients(by_kernels), with_gradients(by_xla)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels(name, dtype):
     """Interpreted, by the 2x rule."""
     x, w, d_outs, prev = draw(name, dtype)
-    local = with_gradients(functools.partial(by_kernels, prev=prev), x, w, d_outs)
-    run = functools.partial(conv_heads, key_dim=K, value_dim=K, prev=prev, impl="xla")
-    low = with_gradients(run, x, w, d_outs)
+    arguments = (x, w, d_outs, prev)
+    local, low = RUN_KERNELS(*arguments), RUN_XLA(*arguments)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(y, np.float64)) for y in (x, w, *d_outs)]
-        exact = with_gradients(run, *wide[:2], tuple(wide[2:]))
+        exact = RUN_XLA(*wide[:2], tuple(wide[2:]), prev)
     for label, a, b, c in zip(("q", "k", "v", "dx", "dw"), local, low, exact, strict=True):
         assert np.isfinite(a).all(), label
         least = np.finfo(np.float32).eps * abs(c).max()
         assert abs(a - c).max() <= 2 * abs(b - c).max() + 4 * least, label
+
+
+@jax.jit
+def run_convolutions(x, w, dy, prev):
+    """(outputs and gradients of the kernel's convolution, those of XLA's scatters)."""
+    hops = find_hops(prev, 3)
+    local, pull = jax.vjp(lambda x, w: gpu_conv.convolve(True, x, w, hops), x, w)
+    expected, pull_expected = jax.vjp(lambda x, w: causal_conv(x, w, prev), x, w)
+    return (local, *pull(dy)), (expected, *pull_expected(dy))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -95,15 +113,7 @@ def test_the_gradient_of_any_convolution(name):
     prev = draw(name)[-1]
     x, dy = (jnp.asarray(rng.standard_normal((*prev.shape, 72), np.float32)) for _ in range(2))
     w = jnp.asarray(rng.standard_normal((72, 3), np.float32))
-    hops = find_hops(prev, 3)
-
-    @jax.jit
-    def run(x, w, dy):
-        local, pull = jax.vjp(lambda x, w: gpu_conv.convolve(True, x, w, hops), x, w)
-        expected, pull_expected = jax.vjp(lambda x, w: causal_conv(x, w, prev), x, w)
-        return (local, *pull(dy)), (expected, *pull_expected(dy))
-
-    for a, b in zip(*run(x, w, dy), strict=True):
+    for a, b in zip(*run_convolutions(x, w, dy, prev), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
 
 

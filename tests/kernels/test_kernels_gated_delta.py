@@ -259,12 +259,12 @@ def test_decoding_lowers_for_any_nvidia_gpu_and_copies_no_state(monkeypatch):
         gated_delta(*few, *arguments[2:], until, state=narrow, impl="gpu_decode")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("tree_h1_3_init", "float32"),
-        pytest.param("tree_h2_2_hard", "float32", marks=pytest.mark.slow),
-        *[pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in CI],
+        *[(name, "float32") for name in ("tree_h1_3_init", "tree_h2_2_hard")],
+        *[(name, "bfloat16") for name in CI],
     ],
 )
 def test_rounding(name, dtype):

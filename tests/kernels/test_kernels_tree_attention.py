@@ -1,5 +1,7 @@
 """Tree attention against a float64 numpy definition that walks ancestors instead of intervals."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,19 +45,34 @@ def numpy_attention(q, k, v, d_out, mask, softcap=None, scale=None):
     return out, dq, dk, dv
 
 
+def with_gradients(*functions, jit=True):
+    """(q, k, v, d_out) -> outputs and gradients of every function, in one program."""
+
+    def run(q, k, v, d_out):
+        pairs = [jax.vjp(function, q, k, v) for function in functions]
+        return [(out, *pull(d_out)) for out, pull in pairs]
+
+    return jax.jit(run) if jit else run
+
+
 def run(q, k, v, d_out, dtype, function, jit=True):
     """Output and gradients of `function(q, k, v)` in `dtype`."""
-    q, k, v, d_out = (jnp.asarray(x, dtype) for x in (q, k, v, d_out))
-    out, pull = jax.vjp(jax.jit(function) if jit else function, q, k, v)
-    return (out, *pull(d_out))
+    return with_gradients(function, jit=jit)(*(jnp.asarray(x, dtype) for x in (q, k, v, d_out)))[0]
 
 
 def compare(inputs, mask, dtype, function, plain, softcap=None, jit=True):
     """Output and gradients of `function` by the 2x rule; `plain` is the reference backend."""
-    low = [np.asarray(jnp.asarray(inputs[n], dtype), np.float64) for n in ("q", "k", "v", "d_out")]
-    exact = numpy_attention(*low, mask, softcap)
-    actual = run(*low, dtype, function, jit)
-    bar = run(*low, dtype, plain)
+    low = [jnp.asarray(inputs[n], dtype) for n in ("q", "k", "v", "d_out")]
+    if jit:
+        actual, bar = with_gradients(function, plain)(*low)
+    else:
+        (actual,), (bar,) = with_gradients(function, jit=False)(*low), with_gradients(plain)(*low)
+    check(low, mask, dtype, actual, bar, softcap)
+
+
+def check(low, mask, dtype, actual, bar, softcap=None):
+    """Apply the 2x rule to outputs and gradients on the arrays `low`."""
+    exact = numpy_attention(*(np.asarray(x, np.float64) for x in low), mask, softcap)
     for name, a, e, b in zip(("out", "dq", "dk", "dv"), actual, exact, bar, strict=True):
         assert a.dtype == dtype
         testing.assert_accurate(a, e, b, dtype, name)
@@ -100,22 +117,31 @@ def test_cases_match_the_ancestor_walk(case, dtype):
     )
 
 
-@pytest.mark.parametrize("block", [7, 16, 64, 300])
+BLOCKS = (7, 16, 64, 300)
+
+
+@jax.jit
+def run_blocks(q, k, v, d_out, until):
+    """Outputs and gradients of the reference and of every block size."""
+    context = Context(until)
+    blocked = [
+        functools.partial(xla.attention, context=context, scale=8**-0.5, block=block)
+        for block in BLOCKS
+    ]
+    plain = functools.partial(attention, context=context, impl="reference")
+    return with_gradients(plain, *blocked)(q, k, v, d_out)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_any_block_size_on_random_forests(seed, block):
+def test_any_block_size_on_random_forests(seed):
     rng = np.random.default_rng(seed)
     T, used = 96, 96 - 11 * seed
     row = testing.pack(testing.random_forest(rng, used, mean=6), T)
-    shapes = {"q": (1, T, 4, 8), "k": (1, T, 2, 8), "v": (1, T, 2, 8), "d_out": (1, T, 4, 8)}
-    inputs = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-    context = Context(jnp.asarray(row["until"])[None])
-    compare(
-        inputs,
-        ancestor_mask(row["prev"], used)[None],
-        jnp.dtype("float32"),
-        lambda q, k, v: xla.attention(q, k, v, context, scale=8**-0.5, block=block),
-        lambda q, k, v: attention(q, k, v, context, impl="reference"),
-    )
+    low = [jnp.asarray(rng.standard_normal((1, T, n, 8)), "float32") for n in (4, 2, 2, 4)]
+    mask = ancestor_mask(row["prev"], used)[None]
+    plain, *blocked = run_blocks(*low, jnp.asarray(row["until"])[None])
+    for actual in blocked:
+        check(low, mask, jnp.dtype("float32"), actual, plain)
 
 
 @pytest.mark.parametrize("block", [None, 16])
@@ -236,18 +262,24 @@ def test_a_packed_tree_equals_its_branches():
     nodes = testing.random_forest(rng, T, mean=5)
     row = testing.pack(nodes, T)
     q, k, v = (jnp.asarray(rng.standard_normal((1, T, 2, 8)), jnp.float32) for _ in range(3))
-    packed = attention(q, k, v, Context(jnp.asarray(row["until"])[None]))
+    packed = jax.jit(attention)(q, k, v, Context(jnp.asarray(row["until"])[None]))
     has_child = np.zeros(T, bool)
     has_child[row["prev"][row["prev"] >= 0]] = True
+
+    @jax.jit
+    def alone(q, k, v, until):
+        return attention(q, k, v, Context(until), impl="reference")
+
     for leaf in np.flatnonzero(~has_child):
         path = [leaf]
         while row["prev"][path[-1]] >= 0:
             path.append(row["prev"][path[-1]])
-        path = np.array(path[::-1])
-        causal = Context(jnp.full((1, len(path)), len(path), jnp.int32))
-        alone = attention(q[:, path], k[:, path], v[:, path], causal, impl="reference")
+        path, count = np.array(path[::-1]), len(path)
+        padded = np.pad(path, (0, T - count))  # one length, so one program; nothing sees padding
+        until = jnp.where(jnp.arange(T) < count, count, 0)[None].astype(jnp.int32)
+        out = alone(q[:, padded], k[:, padded], v[:, padded], until)[:, :count]
         # Same sums in another order, float32.
-        np.testing.assert_allclose(packed[:, path], alone, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(packed[:, path], out, rtol=0, atol=2e-6)
 
 
 def test_plan_covers_every_visible_pair():

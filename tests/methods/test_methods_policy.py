@@ -4,6 +4,7 @@ The reference below reads like the papers: one sequence at a time, plain Python 
 1e-12 relative in float64, where both only differ by the order of sums.
 """
 
+import functools
 import math
 
 import jax
@@ -50,6 +51,20 @@ def make_batch(seed=0, rows=2, length=12, weights=None):
     logp = rng.normal(-1.5, 0.4, (rows, length))
     entropy = rng.uniform(0.0, 3.0, (rows, length))
     return batch, logp, entropy
+
+
+def plain_batch(weight, advantage, old_logp=0.0, sampler_logp=None):
+    """A batch whose rows are one sequence each; numbers of streams or arrays like the weights."""
+    ints, entry = np.zeros(weight.shape, np.int32), np.ones_like(weight)
+    sampler_logp = old_logp if sampler_logp is None else sampler_logp
+    streams = {"advantage": advantage, "old_logp": old_logp, "sampler_logp": sampler_logp}
+    streams = {name: entry * value for name, value in streams.items()}
+    return Batch(ints, ints, ints - 1, ints, {"pg": weight}, owner=ints, streams=streams)
+
+
+def total(logp, entropy, batch, objective):
+    """The sum of all components."""
+    return sum(policy_terms(logp, jnp.asarray(entropy), batch, objective)[0].values())
 
 
 def reference(batch, logp, entropy, objective):
@@ -173,25 +188,17 @@ def test_the_loss_is_the_specifications(name):
 def test_gradients_are_those_of_finite_differences(name):
     """Away from clip edges, which random numbers never hit; of all that stops no gradient."""
     batch, logp, entropy = make_batch(3)
-
-    def total(logp):
-        sums, _ = policy_terms(logp, jnp.asarray(entropy), batch, OBJECTIVES[name])
-        return sum(sums.values())
-
-    check_grads(total, (jnp.asarray(logp),), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+    function = functools.partial(total, entropy=entropy, batch=batch, objective=OBJECTIVES[name])
+    check_grads(function, (jnp.asarray(logp),), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
 
 
 def token(advantage, logp, old, **changes):
     """The loss of one token with weight 1, and its gradient by the policy's log-prob."""
-    entry = np.ones((1, 2))
     mask = np.array([[0.0, 1.0]])
-    ints = np.zeros((1, 2), np.int32)
-    streams = {"advantage": mask * advantage, "old_logp": entry * old, "sampler_logp": entry * old}
-    batch = Batch(ints, ints, ints - 1, ints, {"pg": mask}, owner=ints, streams=streams)
+    batch, objective = plain_batch(mask, mask * advantage, old), PolicyObjective(**changes)
 
     def loss(value):
-        objective = PolicyObjective(**changes)
-        return policy_terms(jnp.full((1, 2), value), jnp.zeros((1, 2)), batch, objective)[0]["pg"]
+        return total(jnp.full((1, 2), value), np.zeros((1, 2)), batch, objective)
 
     return [float(x) for x in jax.value_and_grad(loss)(jnp.asarray(logp, jnp.float64))]
 
@@ -258,19 +265,11 @@ def test_gmpo_cuts_log_ratios_where_they_would_help():
 def test_gspo_token_has_gspos_value_and_the_tokens_own_gradient():
     """Two tokens, log-ratios log 1.1 and log 1.3, weights 1 and 3: by GSPO both get half of the
     gradient, by GSPO-token each what its weight is worth."""
-    ints = np.zeros((1, 2), np.int32)
-    zeros = np.zeros((1, 2))
-    streams = {"advantage": zeros + 1.0, "old_logp": zeros, "sampler_logp": zeros}
-    weight = np.array([[1.0, 3.0]])
-    batch = Batch(ints, ints, ints - 1, ints, {"pg": weight}, owner=ints, streams=streams)
-    ratio = math.sqrt(1.1 * 1.3)
+    batch, ratio = plain_batch(np.array([[1.0, 3.0]]), 1.0), math.sqrt(1.1 * 1.3)
+    logp = jnp.log(jnp.array([[1.1, 1.3]]))
     for level, want in (("sequence", [2.0, 2.0]), ("sequence_token", [1.0, 3.0])):
         objective = PolicyObjective(ratio=level, low=0.5, high=0.5)
-
-        def loss(logp, objective=objective):
-            return policy_terms(logp, jnp.zeros((1, 2)), batch, objective)[0]["pg"]
-
-        value, slope = jax.value_and_grad(loss)(jnp.log(jnp.array([[1.1, 1.3]])))
+        value, slope = jax.value_and_grad(total)(logp, np.zeros((1, 2)), batch, objective)
         np.testing.assert_allclose(value, -4 * ratio, rtol=1e-12)
         np.testing.assert_allclose(slope, -ratio * np.array([want]), rtol=1e-12)
 
@@ -281,15 +280,7 @@ def test_an_own_old_policy_has_ratio_one_and_its_gradient():
 
 def test_sequence_ratio_is_the_mean_over_the_sequences_trained_tokens():
     """Two tokens with log-ratios log 1.1 and log 1.3, one untrained with log 9: sqrt(1.43)."""
-    ints = np.zeros((1, 3), np.int32)
-    streams = {
-        "advantage": np.array([[1.0, 0.0, 1.0]]),
-        "old_logp": np.zeros((1, 3)),
-        "sampler_logp": np.zeros((1, 3)),
-    }
-    batch = Batch(
-        ints, ints, ints - 1, ints, {"pg": np.array([[0.5, 0, 0.5]])}, owner=ints, streams=streams
-    )
+    batch = plain_batch(np.array([[0.5, 0, 0.5]]), np.array([[1.0, 0.0, 1.0]]))
     logp = jnp.log(jnp.array([[1.1, 9.0, 1.3]]))
     sums, metrics = policy_terms(
         logp, jnp.zeros((1, 3)), batch, PolicyObjective(ratio="sequence", low=0.5, high=0.5)
@@ -301,12 +292,7 @@ def test_sequence_ratio_is_the_mean_over_the_sequences_trained_tokens():
 @pytest.mark.parametrize("name", ["grpo", "rloo", "sequence mask", "sapo", "gmpo", "vespo token"])
 def test_all_masked_is_zero_without_nan(name):
     batch, logp, entropy = make_batch(weights=0.0)
-
-    def total(logp):
-        sums, _ = policy_terms(logp, jnp.asarray(entropy), batch, OBJECTIVES[name])
-        return sum(sums.values())
-
-    value, slope = jax.value_and_grad(total)(jnp.asarray(logp))
+    value, slope = jax.value_and_grad(total)(jnp.asarray(logp), entropy, batch, OBJECTIVES[name])
     assert float(value) == 0.0
     assert not np.asarray(slope).any()
 
@@ -321,12 +307,7 @@ def test_impossible_tokens_stay_finite(name, where):
     for key in batch.streams:
         if where in (key, "all") and key != "advantage":
             batch.streams[key][0, t] = -np.inf
-
-    def total(logp):
-        sums, _ = policy_terms(logp, jnp.asarray(entropy), batch, OBJECTIVES[name])
-        return sum(sums.values())
-
-    value, slope = jax.value_and_grad(total)(jnp.asarray(logp))
+    value, slope = jax.value_and_grad(total)(jnp.asarray(logp), entropy, batch, OBJECTIVES[name])
     assert np.isfinite(float(value))
     assert np.isfinite(np.asarray(slope)).all()
 
@@ -391,15 +372,10 @@ def test_m2pos_largest_kept_token_keeps_its_whole_gradient(sign, seed, dtype):
         gap[:] = 0.0
         gap[0, :4] = sign * np.array([0.5, 0.4, 0.3, 0.1])
     threshold = 0.09 if seed == 0 else 0.04
-    ints, zeros = np.zeros(gap.shape, np.int32), np.zeros_like(gap)
-    streams = {"advantage": zeros + sign * 1.5, "old_logp": zeros - 1, "sampler_logp": zeros - 1}
     mask = (gap != 0).astype(dtype)
-    batch = Batch(ints, ints, ints - 1, ints, {"pg": mask}, owner=ints, streams=streams)
-
-    def loss(logp):
-        return policy_terms(logp, zeros, batch, PolicyObjective(m2_threshold=threshold))[0]["pg"]
-
-    slope = np.asarray(jax.grad(loss)(jnp.asarray(gap) - 1))
+    batch, objective = plain_batch(mask, sign * 1.5, -1), PolicyObjective(m2_threshold=threshold)
+    zeros = np.zeros_like(gap)
+    slope = np.asarray(jax.grad(total)(jnp.asarray(gap) - 1, zeros, batch, objective))
     squares = np.sort(gap[mask > 0].astype(np.float64) ** 2)[::-1]
     means = [squares[i:].mean() for i in range(len(squares))]
     first = next(i for i, mean in enumerate(means) if mean < threshold)
@@ -416,16 +392,9 @@ def test_gmpo_is_verls():
     gap = np.array([[0.5, -0.1, 0.3, 9.0], [-0.5, 0.2, -0.4, -0.4], [0.4, 0.1, -0.45, 0.25]])
     mask = np.array([[1.0, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
     advantage = np.array([[1.5], [-0.5], [0.75]]) * np.ones_like(gap)
-    ints, zeros = np.zeros(gap.shape, np.int32), np.zeros_like(gap)
-    streams = {"advantage": advantage, "old_logp": zeros, "sampler_logp": zeros}
-    weight = mask / mask.sum(1, keepdims=True) / 3  # a mean of sequences
-    batch = Batch(ints, ints, ints - 1, ints, {"pg": weight}, owner=ints, streams=streams)
-
-    def loss(logp):
-        objective = PolicyObjective(clip="gmpo", low=0.4, high=0.4)
-        return policy_terms(logp, zeros, batch, objective)[0]["pg"]
-
-    value, slope = jax.value_and_grad(loss)(jnp.asarray(gap))
+    batch = plain_batch(mask / mask.sum(1, keepdims=True) / 3, advantage)  # a mean of sequences
+    objective = PolicyObjective(clip="gmpo", low=0.4, high=0.4)
+    value, slope = jax.value_and_grad(total)(jnp.asarray(gap), gap, batch, objective)
     np.testing.assert_allclose(value, -0.7503722833657084, rtol=1e-7)
     first, second, third = -0.20356712486720271, 0.03245003248600631, -0.06736775908081921
     want = [[0, first, first, 0], [0, second, second, second], [third] * 4]
@@ -438,16 +407,10 @@ def test_gmpo_is_verls():
 )
 def test_a_token_on_the_bound_is_inside(ratio, advantage, changes):
     """Like torch.clamp and torch.min: r A and its full slope."""
-    ints, entry = np.zeros((1, 1), np.int32), np.ones((1, 1))
-    streams = {"advantage": entry * advantage, "old_logp": entry * 0, "sampler_logp": entry * 0}
-    batch = Batch(ints, ints, ints - 1, ints, {"pg": entry}, owner=ints, streams=streams)
-    logp = math.log(ratio)
+    entry, logp = np.ones((1, 1)), math.log(ratio)
     assert math.exp(logp) == ratio
-
-    def loss(value):
-        return policy_terms(value, entry, batch, PolicyObjective(**changes))[0]["pg"]
-
-    actual = jax.value_and_grad(loss)(jnp.full((1, 1), logp))
+    arguments = (jnp.full((1, 1), logp), entry, plain_batch(entry, advantage))
+    actual = jax.value_and_grad(total)(*arguments, PolicyObjective(**changes))
     np.testing.assert_allclose(actual[0], -ratio * advantage, rtol=1e-12)
     np.testing.assert_allclose(actual[1], [[-ratio * advantage]], rtol=1e-12)
 

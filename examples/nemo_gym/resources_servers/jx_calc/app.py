@@ -93,10 +93,10 @@ class CalculatorServer(SimpleResourcesServer):
 
     def setup_webserver(self) -> FastAPI:
         app = super().setup_webserver()
-        app.post("/calculator")(self.calculator)
+        app.post("/calculator")(self.calculate)
         return app
 
-    async def calculator(self, body: Call) -> PlainTextResponse:
+    async def calculate(self, body: Call) -> PlainTextResponse:
         """What the model reads as the result."""
         return PlainTextResponse(compute(body.expression))
 
