@@ -69,11 +69,11 @@ def assert_same(folder, whole, step=4):
 
 def after(calls, error, function):
     """A method that raises once it was called so many times."""
-    left = [calls]
+    remaining = [calls]
 
     def call(self, *args):
-        left[0] -= 1
-        if left[0] < 0:
+        remaining[0] -= 1
+        if remaining[0] < 0:
             raise error
         return function(self, *args)
 

@@ -81,7 +81,7 @@ def by_xla(x, w, prev):
 RUN_KERNELS, RUN_XLA = with_gradients(by_kernels), with_gradients(by_xla)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels(name, dtype):
     """Interpreted, by the 2x rule."""

@@ -88,7 +88,7 @@ def test_cases_match_numpy(case, dtype):
             return (*out, *pull(cotangents(out, inputs["g"])))
 
         ops = {impl: with_gradients(logp_gather, impl=impl) for impl in ("reference", "xla")}
-        return ops | {n: with_gradients(xla.logp_gather, chunk=n) for n in (128, 100)}
+        return ops | {f"chunk {n}": with_gradients(xla.logp_gather, chunk=n) for n in (128, 100)}
 
     actual = outputs(*(jnp.asarray(inputs[n], dtype) for n in ("hidden", "head")))
     plain = actual.pop("reference")

@@ -1,72 +1,42 @@
 """EBFT inside of documents through the step and whole runs."""
 
-import json
-import math
 import shutil
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from toy_run import MODEL
+import step_harness as harness
+from step_harness import make_table, read_metrics, run_config, write_run
 
-from jaxtrain.config.load import validate_config
-from jaxtrain.core.roles import ModelSnapshot, Roles
-from jaxtrain.core.scorer import Scorer
-from jaxtrain.core.step import init_state, make_step
-from jaxtrain.core.task import Round
 from jaxtrain.data.packing.pack import Fields, build_batch, lay_out, stack_batches
 from jaxtrain.data.packing.tree import Node, Tree
-from jaxtrain.distributed.feed import feed
-from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.methods.ebft.block_rewards import BlockRewardOptions, advantages, judge
 from jaxtrain.methods.ebft.blocks import CE, RL, BlockStrides, lay_blocks
 from jaxtrain.methods.ebft.features import FEATURES
 from jaxtrain.methods.ebft.strided_loss import ADVANTAGE, NUMBERS
-from jaxtrain.methods.registry import make_task
 from jaxtrain.models import build, families
-from tests.docs.metric_names import require_rows
 
-ARCHITECTURE = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
+STRIDED = {
+    "kind": "ebft_strided",
+    "stride": 4,
+    "context_length": 4,
+    "generate_max_len": 3,
+    "n_samples": 3,
+    "temperature": 1.0,
+    "ce_coef": 0.1,
+    "features": {"layers": [1, 2]},
 }
-TABLE = {
-    "run": {"max_steps": 4, "output_dir": "unused"},
-    "model": {"architecture": ARCHITECTURE, "tokenizer": "builtin", "compute_dtype": "float32"},
-    "parallel": {"data": 1, "fsdp": -1},
-    "data": {"sequence_len": 32, "datasets": [{"path": "builtin:calculator"}]},
-    "task": {
-        "kind": "ebft_strided",
-        "stride": 4,
-        "context_length": 4,
-        "generate_max_len": 3,
-        "n_samples": 3,
-        "temperature": 1.0,
-        "ce_coef": 0.1,
-        "features": {"layers": [1, 2]},
-    },
-}
+TABLE = make_table(STRIDED, num_layers=2, sequence_len=32)
 DOCUMENTS = [[(32, 0)], [(20, 6), (12, 0)], [(5, 0)], [(30, 12)]]
 """(tokens, of these the prompt's) of each row; one has no room for a block."""
 
 
 def make(**task):
     """The task of TABLE with some keys of its section changed."""
-    return make_task(validate_config({**TABLE, "task": {**TABLE["task"], **task}}, "test"))
+    return harness.merge(TABLE, {"task": task})
 
 
 def documents(rows=DOCUMENTS):
@@ -82,25 +52,9 @@ def documents(rows=DOCUMENTS):
     return stack_batches([build_batch(packed, 32, Fields((CE, RL)))])
 
 
-def update(task, microsteps: int = 1, rows=DOCUMENTS, version: int = 3, **axes: int):
-    """(metrics, gradient by path, the prepared batch) of one step on a mesh of these axes."""
-    mesh = make_mesh(jax.devices()[: math.prod(axes.values())], **axes)
+def update(task, microsteps=1, rows=DOCUMENTS, version=3, **axes):
     batch = documents(rows)
-    batch = jax.tree.map(lambda x: x.reshape(microsteps, -1, *x.shape[2:]), batch)
-    roles = Roles(
-        {n: replace(r, bundle=replace(r.bundle, mesh=mesh)) for n, r in task.roles.items()}
-    )
-    keep = optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda grads, state, params: (jax.tree.map(jnp.zeros_like, params), grads),
-    )
-    with jax.set_mesh(mesh):
-        trained, frozen, _ = roles.open(0)
-        scorer = Scorer(lambda: ModelSnapshot(roles, {**frozen, **trained}, 0))
-        (ready,) = task.prepare(Round([batch], version=version), scorer).batches
-        step = make_step(roles.build, task.loss, task.coef, keep, None)
-        state, output = step(init_state(trained, keep), feed(ready, mesh), frozen)
-    return *jax.device_get((output.metrics, state.opt_state)), jax.device_get(ready)
+    return harness.update(task, batch, microsteps, version=version, scored=True, **axes)
 
 
 @pytest.fixture(scope="module")
@@ -108,29 +62,23 @@ def single_device():
     return update(make())
 
 
-def check_same(actual, expected, most: float):
-    """Draws, metrics, and gradients relative to the largest of each parameter."""
+def check_same(actual, expected, most):
+    """Draws, metrics and gradients."""
     assert (actual[2].tokens.reshape(-1) == expected[2].tokens.reshape(-1)).all()
-    for name, (total, weight) in expected[0].items():
-        assert np.allclose(actual[0][name], (total, weight), rtol=1e-4, atol=1e-5), name
-    for path, gradient in expected[1].items():
-        scale = np.abs(gradient).max()
-        assert scale > 0, path
-        assert np.abs(actual[1][path] - gradient).max() < most * scale, path
+    harness.check_same(actual, expected, most, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_microsteps_are_one_batch(single_device):
     """Rows with 8, 5, 0 and 4 blocks: the same draws, and every drawn token counts alike in
     whatever microstep. float32, the order of sums: 1e-5 of the largest gradient."""
     check_same(update(make(), 4), single_device, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
-    [
-        {"fsdp": 2, "tensor": 2},
-        pytest.param({"data": 2, "context": 2}, marks=pytest.mark.slow),
-    ],
+    [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2}],
     ids="_".join,
 )
 def test_meshes_are_one_device(single_device, axes):
@@ -190,7 +138,7 @@ def test_the_truth_itself_is_worth_two(whitening):
     forest, spots = lay_blocks(batch, BlockStrides(stride=4, context=4, length=3, samples=3))
     index = spots.start[0, 0][:, None, None] + np.arange(9).reshape(3, 3)
     forest.tokens[0, 0, index] = forest.tokens[0, 0, spots.truth.reshape(-1, 1, 3)]
-    model = build.init(families.config_from_hf(ARCHITECTURE), 0)
+    model = build.init(families.config_from_hf(TABLE["model"]["architecture"]), 0)
     only = jax.tree.map(lambda x: jnp.asarray(x[0]), forest)
     provided = (only, jnp.asarray(spots.start[0]), jnp.asarray(spots.truth[0]).reshape(1, -1, 3))
     ways = [((1,), "last_token"), ((0, 1), "mean_pooling"), ((0, 1), "concat")]
@@ -239,27 +187,11 @@ def test_what_is_refused(changes, output):
 
 def test_the_network_is_a_copy_or_the_bare_model():
     assert make().roles[FEATURES].weights == "start"
-    adapter = {**TABLE, "adapter": {"kind": "lora", "rank": 2}}
-    assert make_task(validate_config(adapter, "test")).roles[FEATURES].weights == "bare"
+    adapted = harness.merge(TABLE, {"adapter": {"kind": "lora", "rank": 2}})
+    assert adapted.roles[FEATURES].weights == "bare"
 
 
-CONFIG = (
-    MODEL.replace("num_hidden_layers = 1", "num_hidden_layers = 2")
-    + """
-[run]
-seed = 3
-max_steps = 4
-
-[data]
-sequence_len = 64
-micro_batch_size = 2
-
-[[data.datasets]]
-path = "ROWS"
-
-[[data.eval_datasets]]
-path = "ROWS"
-
+TASK = """
 [task]
 kind = "ebft_strided"
 generate_max_len = 2
@@ -267,39 +199,16 @@ stride = 3
 context_length = 3
 n_samples = 2
 ce_coef = 0.1
-
-[optim]
-learning_rate = 1e-2
-
-[checkpoint]
-every = 2
-
-[log]
-every = 1
-plot = false
 """
-)
 
 
 def read_lines(folder):
-    require_rows(folder)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    names = ("loss", "ebft/", "eval/", "grad")
-    return {
-        (line["step"], name): value
-        for line in lines
-        for name, value in line.items()
-        if name.startswith(names)
-    }
+    return read_metrics(folder, "loss", "ebft/", "eval/", "grad")
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_exactly(tmp_path):
-    rows, config = tmp_path / "rows.jsonl", tmp_path / "config.toml"
-    pairs = [{"prompt": f"{n} and", "completion": f" {n + 1} and {n + 2} end"} for n in range(40)]
-    rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    config.write_text(CONFIG.replace("ROWS", str(rows)))
-    words = ["--config", str(config), f"run.output_dir={tmp_path / 'run'}"]
+    words = write_run(tmp_path, run_config(TASK, 2), " {0} and {1} end")
     assert main([*words, "--dry-run"]) == 0
     assert main(words) == 0
     first = read_lines(tmp_path / "run")

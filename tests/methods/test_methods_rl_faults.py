@@ -67,7 +67,8 @@ def tell(folder, fault):
     Path(f"{folder}.json").write_text(json.dumps({"from": 8, "fault": fault}))
 
 
-@pytest.mark.parametrize("fault", ["raise", pytest.param("zero", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["raise", "zero"])
 def test_what_persists_ends_the_run_saved_and_named(config, full_run, tmp_path, capsys, fault):
     folder = tmp_path / "run"
     tell(folder, fault)
@@ -92,7 +93,8 @@ def test_what_persists_ends_the_run_saved_and_named(config, full_run, tmp_path, 
     assert_same(folder, full_run)
 
 
-@pytest.mark.parametrize("fault", [pytest.param("hang", marks=pytest.mark.slow), "block"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["hang", "block"])
 def test_a_signal_ends_a_hanging_episode_and_saves(config, full_run, tmp_path, capsys, fault):
     folder = tmp_path / "run"
     tell(folder, fault)
@@ -105,6 +107,7 @@ def test_a_signal_ends_a_hanging_episode_and_saves(config, full_run, tmp_path, c
     assert_same(folder, full_run)
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_published_end_the_run_saved(
     config, full_run, tmp_path, monkeypatch
 ):
@@ -125,6 +128,7 @@ def test_weights_that_cannot_be_published_end_the_run_saved(
     assert_same(folder, full_run)
 
 
+@pytest.mark.slow
 def test_the_replay_buffer_comes_back_bit_by_bit(config, tmp_path):
     words = ("rollout.replay_size=3", "rollout.replay_max_lag=3", "checkpoint.every=2")
     assert run(config, tmp_path / "whole", *words, flat=True) == 0

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from step_harness import KEEP_GRADIENTS
 from test_methods_tree_exactness import float64, start
 from toy_run import MODEL
 
@@ -130,13 +130,8 @@ def steps(kind: str, model: str):
     task = PreferenceTask(**{"pairs": PAIRS, "labels": LABELS}[kind])
     rebuild, params = open_model(model)
     loss = functools.partial(preference_loss, objective=read_objective(task), impl="reference")
-    keep = optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda grads, state, params: (jax.tree.map(jnp.zeros_like, params), grads),
-    )
-    step = make_step(
-        lambda p: {"policy": rebuild(p)}, of_policy(loss), preference_coef(task), keep, None
-    )
+    coef, keep = preference_coef(task), KEEP_GRADIENTS
+    step = make_step(lambda p: {"policy": rebuild(p)}, of_policy(loss), coef, keep, None)
     return task, Scores(rebuild, params), params, (step, keep)
 
 

@@ -113,6 +113,7 @@ def test_with_other_k_per_branch_is_the_tree_under_normalize_branch():
     assert min(differs) > 1e-2
 
 
+@pytest.mark.slow
 def test_trees_on_a_mesh_are_the_trees_of_one_device():
     """Also where the row, and so a tree and the slots that `prev` names, is cut over devices."""
     sizes = (("data", 2), ("context", 2))
