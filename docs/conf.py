@@ -36,6 +36,7 @@ smartquotes = False  # of values and code that a sentence quotes
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"
 html_extra_path = ["schema.json"]
 html_copy_source = True
 html_sourcelink_suffix = ""
