@@ -169,6 +169,7 @@ class Model:
             end_of_turn_ids(self.tokenizer, raw),
             max_len=self.max_len,
             to_text=self.tokenizer.decode,
+            tokenizer=self.tokenizer,
         )
 
     def _ids(self, text: Text, index: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from jaxtrain.config.base import Place, Section
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.limits import ROWS, TOKENS
+from jaxtrain.config.task import StructuredOutputs
 from jaxtrain.text_safety import show
 
 Benchmark = Literal[
@@ -60,6 +61,8 @@ class EvalSetConfig(Section):
     """Unset: sampling.temperature."""
     max_new_tokens: int | None = Field(None, ge=1, le=TOKENS)
     """Unset: sampling.max_new_tokens."""
+    structured_outputs: StructuredOutputs | None = None
+    """Unset: sampling.structured_outputs; {}: none."""
 
     @property
     def label(self) -> str:
@@ -118,7 +121,12 @@ def find_eval_set_conflicts(config: Any) -> Iterator[str]:
                 f" {eval_set.benchmark!r}; leave one of them out"
             )
     labels = [eval_set.label for eval_set in sets]
+    yield from sampling.structured_outputs.find_conflict("sampling.structured_outputs")
     for index, eval_set in enumerate(sets):
+        if eval_set.structured_outputs is not None:
+            yield from eval_set.structured_outputs.find_conflict(
+                f"eval.sets.{index}.structured_outputs"
+            )
         if eval_set.label in labels[:index]:
             yield f"eval.sets: two are called {eval_set.label!r}; set eval.sets.{index}.name"
         temperature = sampling.temperature if eval_set.temperature is None else eval_set.temperature

@@ -32,6 +32,30 @@ class TaskSection(Section):
         return config.model.path if pretrained else "random weights"
 
 
+class StructuredOutputs(Section):
+    """Form of an answer, by one of three keys: only tokens are drawn that may still lead to a
+    match, and the end-of-turn token where the answer is one."""
+
+    regex: str = ""
+    """A regular expression for the whole answer, in Rust's syntax: "(yes|no): .{1,80}"."""
+    json_schema: dict[str, Any] = {}
+    """A JSON schema of the answer; { type = "object" } is any object."""
+    choice: list[str] = []
+    """Texts of which the answer is one."""
+
+    def __bool__(self) -> bool:
+        """Return whether anything is required."""
+        return bool(self.regex or self.json_schema or self.choice)
+
+    def find_conflict(self, key: str) -> Iterator[str]:
+        """Yield a sentence where several keys are set, or a choice is empty."""
+        set_keys = [name for name in type(self).model_fields if getattr(self, name)]
+        if len(set_keys) > 1:
+            yield f"{key}.{set_keys[0]} and {key}.{set_keys[1]} are both set; keep one"
+        if "" in self.choice:
+            yield f"{key}.choice holds an empty text; remove it"
+
+
 class SamplingConfig(Section):
     """Sampling of tokens from the model."""
 
@@ -49,3 +73,5 @@ class SamplingConfig(Section):
     """Texts that end an answer, besides the end-of-turn token."""
     seed: int = Field(0, ge=0, le=SEED)
     """Seed of the draws."""
+    structured_outputs: StructuredOutputs = StructuredOutputs()
+    """What every answer must match (docs/sampling.md)."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -106,6 +106,10 @@ class VllmConfig(Section):
     """Servers that answer eval.sets while training goes on: how many, or their URLs. From the begin
     of an evaluation to its end they keep its version and answer nobody else; then they are given
     the newest weights. 0: all servers answer the sets, between rounds."""
+    generation_kwargs: dict[str, Any] = {}
+    """Further sampling parameters of every request, as vLLM names them: { min_tokens = 8 }. Those
+    that section sampling sets are refused. What changes the distribution changes what log-probs are
+    of (docs/sampling.md)."""
     any_version: bool = False
     """Go on with a vLLM version that this release was not tested with."""
 
@@ -113,6 +117,44 @@ class VllmConfig(Section):
     def routed(self) -> bool:
         """Return whether requests go through a router."""
         return self.discover.startswith("router+") and self.via == "router"
+
+
+SET_OTHERWISE = {
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "top_k": "sampling.top_k",
+    "min_p": "sampling.min_p",
+    "stop": "sampling.stop",
+    "seed": "sampling.seed",
+    "max_tokens": "sampling.max_new_tokens",
+    "max_new_tokens": "sampling.max_new_tokens",
+    "structured_outputs": "sampling.structured_outputs",
+    "guided_regex": "sampling.structured_outputs.regex",
+    "guided_json": "sampling.structured_outputs.json_schema",
+    "guided_choice": "sampling.structured_outputs.choice",
+    "response_format": "sampling.structured_outputs.json_schema",
+    "n": "rollout.group_size",
+}
+"""Keys of a request to vLLM that others of this config set."""
+FIXED = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "stop_token_ids"),
+    *("model", "prompt", "token_ids", "sampling_params", "return_token_ids", "stream"),
+    *("prompt_logprobs", "detokenize", "echo", "best_of", "use_beam_search"),
+)
+"""Keys that every request has fixed values of, or none."""
+
+
+def find_kwargs_conflicts(kwargs: dict[str, Any]) -> Iterator[str]:
+    """Yield one sentence for each sampling parameter that the run sets itself."""
+    for name in kwargs:
+        key = f"rollout.vllm.generation_kwargs.{name}"
+        if name in SET_OTHERWISE:
+            yield f"{key} is set by {SET_OTHERWISE[name]}; set that"
+        elif name in FIXED:
+            yield (
+                f"{key} is part of what every request is sent with, for the tokens' log-probs to be"
+                " the policy's; remove it"
+            )
 
 
 def find_vllm_conflicts(vllm: VllmConfig, adapter_kind: str, mode: str) -> Iterator[str]:
@@ -161,6 +203,7 @@ def find_vllm_conflicts(vllm: VllmConfig, adapter_kind: str, mode: str) -> Itera
             " machine's address as that server sees it"
         )
     yield from find_eval_server_conflicts(vllm)
+    yield from find_kwargs_conflicts(vllm.generation_kwargs)
     if vllm.sleep and mode != "sync":
         yield (
             f"rollout.vllm.sleep stops the servers while training, but rollout.mode {mode} samples"

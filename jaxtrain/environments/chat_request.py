@@ -1,13 +1,15 @@
 """Requests of agents to the chat endpoint: messages in chat-template form, tools, limits.
 
 Agents cannot change the sampling distribution, which section sampling defines, because log-probs
-and importance ratios would belong to another distribution. They can only shorten an answer.
+and importance ratios would belong to another distribution. They can shorten an answer, and say what
+it must match: its log-probs are then over the tokens that were allowed.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxtrain.config.task import StructuredOutputs
 from jaxtrain.environments.tool_calls import split_thinking
 from jaxtrain.generation.engine import Sampling
 
@@ -20,10 +22,9 @@ NEUTRAL: Mapping[str, Any] = {
     "min_tokens": 0,
 }
 """Keys of a request that must have their default values."""
-FORBIDDEN = (
-    *("logit_bias", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("structured_outputs", "bad_words", "allowed_token_ids"),
-)
+FORBIDDEN = ("logit_bias", "bad_words", "allowed_token_ids")
+STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice"}
+"""Keys of a request's structured_outputs, and of guided_KEY as vLLM had it before, and ours."""
 
 
 class RequestRefused(Exception):
@@ -92,14 +93,13 @@ def limit(body: Mapping[str, Any], sampling: Sampling) -> Sampling:
     for key in FORBIDDEN:
         if body.get(key):
             raise RequestRefused(400, f"{key} would make the log-probs another distribution's")
-    form = body.get("response_format") or {}
-    if form.get("type", "text") != "text":
-        raise RequestRefused(400, "response_format would make the log-probs another distribution's")
     if body.get("tool_choice") not in (None, "auto", "none"):
         raise RequestRefused(
             400, "a forced tool_choice would make the log-probs another distribution's"
         )
     update: dict[str, Any] = {}
+    if structured := read_structured(body):
+        update["structured_outputs"] = structured
     for key in ("max_tokens", "max_completion_tokens"):
         if (most := body.get(key)) is not None:
             if not isinstance(most, int) or isinstance(most, bool) or most < 1:
@@ -112,6 +112,59 @@ def limit(body: Mapping[str, Any], sampling: Sampling) -> Sampling:
     if new := [text for text in stops if text not in sampling.stop]:
         update["stop"] = [*sampling.stop, *new]
     return sampling.model_copy(update=update) if update else sampling
+
+
+def read_structured(body: Mapping[str, Any]) -> StructuredOutputs | None:
+    """Return what a request says that its answer must match; None: nothing. RequestRefused for what
+    has no counterpart."""
+    given: dict[str, Any] = {}
+    form = body.get("response_format") or {}
+    if not isinstance(form, dict):
+        raise RequestRefused(400, f"response_format must be an object, found {form!r:.40}")
+    match form.get("type", "text"):
+        case "text":
+            pass
+        case "json_object":
+            given["response_format"] = {"json": {"type": "object"}}
+        case "json_schema":
+            schema = form.get("json_schema")
+            given["response_format"] = {
+                "json": schema.get("schema") if isinstance(schema, dict) else None
+            }
+        case kind:
+            raise RequestRefused(400, f"response_format of type {kind!r:.40} is not served")
+    if outputs := body.get("structured_outputs"):
+        given["structured_outputs"] = outputs
+    for key in (key for key in body if key.startswith("guided_") and body[key]):
+        given[key] = {key.removeprefix("guided_"): body[key]}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise RequestRefused(400, f"{' and '.join(given)} both say what to match; keep one")
+    ((key, outputs),) = given.items()
+    if not isinstance(outputs, dict):
+        raise RequestRefused(400, f"{key} must be an object, found {outputs!r:.40}")
+    table = {name: value for name, value in outputs.items() if value is not None}
+    if unknown := sorted(set(table) - set(STRUCTURED)):
+        raise RequestRefused(
+            400, f"{key} of {unknown[0]!r:.40} is not served; json, regex and choice are"
+        )
+    if isinstance(table.get("json"), str):
+        try:
+            table["json"] = json.loads(table["json"])
+        except ValueError:
+            raise RequestRefused(400, f"{key}: the schema is no JSON") from None
+    if len(table) != 1:
+        raise RequestRefused(400, f"{key} needs one of json, regex and choice")
+    try:
+        structured = StructuredOutputs(**{STRUCTURED[name]: v for name, v in table.items()})
+    except ValueError:
+        raise RequestRefused(
+            400, f"{key} needs an object for json, a text for regex, a list of texts for choice"
+        ) from None
+    if not structured or next(structured.find_conflict(key), None):
+        raise RequestRefused(400, f"{key} is empty, so nothing could match it")
+    return structured
 
 
 def same_number(requested: Any, expected: float) -> bool:

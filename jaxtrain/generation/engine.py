@@ -43,7 +43,8 @@ class Completion(NamedTuple):
     """Without the prompt, with the token that ended it."""
     logprobs: list[float]
     """Of each token under softmax(logits / temperature) over the whole vocabulary: the policy's own
-    distribution, before top_k, top_p and min_p cut it. At temperature 0, of softmax(logits). NaN
+    distribution, before top_k, top_p and min_p cut it. At temperature 0, of softmax(logits).
+    With Sampling.structured_outputs over the tokens that were allowed alone, at either. NaN
     where the engine has none: such tokens are not trained."""
     finish_reason: FinishReason
     """stop: an end token or a stop text; length: max_new_tokens or the model's longest row."""

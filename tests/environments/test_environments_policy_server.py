@@ -12,6 +12,7 @@ import pytest
 from jaxtrain.config import SamplingConfig
 from jaxtrain.data.chat.template import load_tokenizer, prompt_tokens
 from jaxtrain.data.sources.calculator import TOOLS
+from jaxtrain.environments.chat_request import limit
 from jaxtrain.environments.policy_server import PolicyServer
 from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.environments.tool_calls import find_family, split_calls
@@ -232,13 +233,36 @@ def test_streams_and_paths_for_agents_that_know_only_a_url(server):
 
 
 @pytest.mark.parametrize(
+    ("body", "outputs"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
+            {"json_schema": {"a": 1}},
+        ),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"guided_json": '{"type": "array"}'}, {"json_schema": {"type": "array"}}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "b"], "json": None}}, {"choice": ["a", "b"]}),
+    ],
+)
+def test_agents_may_say_what_answers_must_match(body, outputs):
+    sampling = limit(body, SamplingConfig(temperature=1.0))
+    assert sampling.structured_outputs.model_dump(exclude_defaults=True) == outputs
+    assert sampling.temperature == 1.0
+
+
+@pytest.mark.parametrize(
     ("change", "status", "text"),
     [
         ({"temperature": 0.3}, 400, "sampling.temperature is 1"),
         ({"top_p": 0.9}, 400, "top_p"),
         ({"n": 2}, 400, "n 2"),
         ({"tool_choice": "required"}, 400, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"response_format": {"type": "grammar"}}, 400, "response_format of type 'grammar'"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, 400, "keep one"),
+        ({"structured_outputs": {"grammar": "root"}}, 400, "'grammar' is not served"),
+        ({"guided_json": "{"}, 400, "the schema is no JSON"),
         ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"messages": []}, 400, "messages"),

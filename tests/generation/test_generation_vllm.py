@@ -12,7 +12,8 @@ import pytest
 from fake_vllm import STOP, FakeVllm
 
 from jaxtrain.config import SamplingConfig
-from jaxtrain.config.vllm import VllmConfig
+from jaxtrain.config.task import StructuredOutputs
+from jaxtrain.config.vllm import VllmConfig, find_kwargs_conflicts
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.engine import Completion, EpisodeFailed
 from jaxtrain.generation.episode_engine import open_view
@@ -174,6 +175,38 @@ def test_garbage_is_one_clear_error(raw, messages):
     with opened([fake]) as (engine, *_), pytest.raises(RunStopped) as error:
         ask(engine)
     assert messages in str(error.value) and fake.url in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "sent"),
+    [
+        ({"regex": "a|b"}, {"regex": "a|b"}),
+        ({"choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"json_schema": {"type": "object"}}, {"json": {"type": "object"}}),
+        ({}, None),
+    ],
+)
+def test_what_answers_must_match_and_further_parameters_are_sent(outputs, sent):
+    fake = FakeVllm()
+    kwargs = {"min_tokens": 2, "bad_words": ["x"]}
+    sampling = DRAW.model_copy(update={"structured_outputs": StructuredOutputs(**outputs)})
+    with opened([fake], generation_kwargs=kwargs) as (engine, *_):
+        ask(engine, sampling=sampling)
+    (params,) = [body["sampling_params"] for body in fake.asked]
+    assert params.get("structured_outputs") == sent
+    assert params["min_tokens"] == 2 and params["bad_words"] == ["x"]
+    assert params["repetition_penalty"] == 1.0 and params["temperature"] == 1.0
+
+
+def test_parameters_that_the_run_sets_are_refused_by_name():
+    kwargs = {"temperature": 0.5, "n": 2, "guided_regex": "a", "repetition_penalty": 1.1, "x": 1}
+    conflicts = list(find_kwargs_conflicts(kwargs))
+    assert len(conflicts) == 4
+    for name, told in [
+        ("temperature", "sampling.temperature"), ("n", "rollout.group_size"),
+        ("guided_regex", "sampling.structured_outputs.regex"), ("repetition_penalty", "remove it"),
+    ]:  # fmt: skip
+        assert any(f"generation_kwargs.{name} is" in c and told in c for c in conflicts), name
 
 
 @pytest.mark.parametrize("missing", [None, float("nan"), -9999.0])

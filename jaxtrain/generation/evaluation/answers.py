@@ -122,6 +122,7 @@ class SetAnswers:
                 max_len=self.bundle.architecture.longest,
                 max_batch=self.config.rollout.max_batch,
                 to_text=self.bundle.tokenizer.decode,
+                tokenizer=self.bundle.tokenizer,
                 mesh=self.weights.mesh,
             )
         self.samplers[policy].use(model)

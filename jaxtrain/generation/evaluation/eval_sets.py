@@ -250,5 +250,6 @@ def shorten(text: str, width: int) -> str:
 
 def set_sampling(sampling: Sampling, section: EvalSetConfig) -> Sampling:
     """Return the run's sampling with the changes of the set."""
-    changes = {"temperature": section.temperature, "max_new_tokens": section.max_new_tokens}
+    keys = ("temperature", "max_new_tokens", "structured_outputs")
+    changes = {key: getattr(section, key) for key in keys}
     return sampling.model_copy(update={k: v for k, v in changes.items() if v is not None})

@@ -81,6 +81,11 @@ class UnmaskingSampler(Requests):
                 "sampling.top_k, top_p and min_p are about next tokens, which this model does not"
                 " draw; use sampling.temperature"
             )
+        if sampling.structured_outputs:
+            raise UserError(
+                "sampling.structured_outputs is about next tokens, which this model does not draw;"
+                " remove it"
+            )
         return super().request(prompt, sampling, *args, **options)
 
     def step(self) -> list[Request]:

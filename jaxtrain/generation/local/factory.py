@@ -7,12 +7,14 @@ from typing_extensions import override
 
 from jaxtrain.config import Config
 from jaxtrain.config.policies import list_trained
+from jaxtrain.config.task import StructuredOutputs
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.data.chat.template import end_of_turn_ids
 from jaxtrain.distributed.mesh import is_main_process, split_devices
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, EngineKind
 from jaxtrain.generation.episode_engine import combine_engines, with_policies
+from jaxtrain.generation.local.constraints import Grammars
 from jaxtrain.generation.local.draft_model import check_draft, make_draft_copier, open_draft
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.frozen_folder import assemble_folder, list_folders, open_folders
@@ -45,6 +47,8 @@ class LocalKind(EngineKind):
         if config.rollout.draft is not None:
             check_draft(config.rollout.draft, bundle, "rollout.draft")
         check_cache(config.rollout.local.cache, bundle)
+        if config.sampling.structured_outputs:
+            check_constraint(config.sampling.structured_outputs, bundle)
         for name, section in list_folders(config).items():
             assemble_folder(name, section, bundle)
 
@@ -78,6 +82,7 @@ class LocalKind(EngineKind):
                 max_len=min(bundle.architecture.longest, config.data.sequence_len),
                 max_batch=config.rollout.max_batch,
                 to_text=bundle.tokenizer.decode,
+                tokenizer=bundle.tokenizer,
                 mesh=mesh,
                 draft_rows=config.rollout.draft_rows,
                 routes=route_shape(bundle.architecture) if config.rollout.router_replay else None,
@@ -99,6 +104,12 @@ class LocalKind(EngineKind):
             engine, copy, rests=not ahead, draft=draft, copy_draft=copy_draft, thread=thread
         )
         return with_policies(engine, speakers), publisher
+
+
+def check_constraint(structured: StructuredOutputs, bundle: ModelBundle) -> None:
+    """Raise UserError for what answers must match, if it cannot be compiled."""
+    grammars = Grammars(bundle.tokenizer, bundle.architecture.vocab_size)
+    grammars.begin(structured, sorted(end_of_turn_ids(bundle.tokenizer)))
 
 
 def check_cache(cache: Stored, bundle: ModelBundle) -> None:

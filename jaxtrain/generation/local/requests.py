@@ -19,6 +19,7 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.engine import Completion, FinishReason, Sampling
+from jaxtrain.generation.local.constraints import Constraint, Grammars
 
 
 @dataclass(eq=False)
@@ -42,6 +43,8 @@ class Request:
     """Experts of the prompt's tokens, then of the drawn ones, chunk by chunk."""
     next_version: int = -1
     """Version of the weights that drew the token which has not been handed out yet."""
+    constraint: Constraint | None = None
+    """What its next token must match; None: nothing."""
     finish_reason: FinishReason = "length"
     aborted: bool = False
 
@@ -69,8 +72,12 @@ class Requests(ABC):
         max_batch: int = 64,
         to_text: Callable[[list[int]], str] | None = None,
         mesh: jax.sharding.Mesh | None = None,
+        tokenizer: Any = None,
     ):
-        """mesh: that of the weights; by default the one that is set where `step` is called."""
+        """mesh: that of the weights; by default the one that is set where `step` is called.
+        tokenizer: for constrained answers."""
+        self.tokenizer = tokenizer
+        self._grammars: Grammars | None = None
         self.eos_ids = frozenset(eos_ids)
         self.max_len = max_len
         self.max_batch = max_batch
@@ -163,7 +170,12 @@ class Requests(ABC):
             raise UserError("sampling.stop: stop texts need the sampler's to_text function")
         ends = tuple(sorted({*self.eos_ids, *stop_ids}))
         limit = min(sampling.max_new_tokens, self.max_len - len(prompt))
-        return Request(prompt, sampling, ends, number, limit)
+        constraint = None
+        if sampling.structured_outputs:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer, vocab_size)
+            constraint = self._grammars.begin(sampling.structured_outputs, ends)
+        return Request(prompt, sampling, ends, number, limit, constraint=constraint)
 
     def add(self, request: Request) -> None:
         """Queue a request for a row."""

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from jaxtrain.batch import RouteShape
 from jaxtrain.generation.acceptance import Acceptance
+from jaxtrain.generation.local.constraints import Constraint
 from jaxtrain.generation.local.requests import Request, Requests
 from jaxtrain.generation.local.slots import (
     CHUNK,
@@ -60,12 +61,20 @@ class LocalSampler(Requests):
         mesh: jax.sharding.Mesh | None = None,
         draft_rows: int = 0,
         routes: RouteShape | None = None,
+        tokenizer: Any = None,
     ):
         """mesh: that of the weights; by default the one that is set where `step` is called.
         draft_rows: a draft guesses only while at most so many rows are busy; 0: always. routes:
-        record each token's experts; for a model without a draft."""
+        record each token's experts; for a model without a draft. tokenizer: for constrained
+        answers."""
         super().__init__(
-            model, eos_ids, max_len=max_len, max_batch=max_batch, to_text=to_text, mesh=mesh
+            model,
+            eos_ids,
+            max_len=max_len,
+            max_batch=max_batch,
+            to_text=to_text,
+            mesh=mesh,
+            tokenizer=tokenizer,
         )
         self.draft_rows, self.routes = draft_rows, routes
         self._running: list[Request | None] = []
@@ -91,6 +100,11 @@ class LocalSampler(Requests):
         with self.on_mesh():
             self._begin()
             ended = self._draw() if any(self._running) else []
+            # Constrained rows come a token at a time; as many of them as a chunk are one step.
+            for _ in range(CHUNK - 1):
+                if ended or not self._is_constrained():
+                    break
+                ended = self._draw()
         if not self.busy:
             self._rows, self._running = None, []
         return ended
@@ -167,6 +181,7 @@ class LocalSampler(Requests):
             number=column((request.number for request in new), 0),
             draw=read_draws([*samplings, *samplings[-1:] * padding]),
             ends=ends_RE,
+            allowed=self._pack_bits([request.constraint for request in new], R),
         )
         filled = fill(model, tokens_UP, lengths_U, self.routes)
         if filled.routed is not None:
@@ -186,7 +201,8 @@ class LocalSampler(Requests):
         """Draw a chunk for all rows; return the requests that ended, whose rows are now free."""
         # Read once: `use` may replace the weights from another thread during the chunk.
         model, version = self._weights
-        speculates = isinstance(model, DraftedModel) and self._is_calm()
+        constrained = self._is_constrained()
+        speculates = isinstance(model, DraftedModel) and not constrained and self._is_calm()
         busy = [(row, request) for row, request in enumerate(self._running) if request is not None]
         stop_B = np.array([request is None or request.aborted for request in self._running])
         patience = np.int32(max(1, len(self._running) // REFILL))
@@ -200,8 +216,9 @@ class LocalSampler(Requests):
             seconds = time.perf_counter() - start
             self._count_cycles(busy, lengths_BN, model.draft.num_drafted, handed, seconds)
         else:
+            allowed = self._follow(busy) if constrained else None
             self._rows, *drawn, routed = decode_chunk(
-                model, self._rows, stop_B, patience, kind, self.routes
+                model, self._rows, stop_B, patience, kind, self.routes, allowed
             )
             if routed is not None:
                 routed_BCR, count_B = np.asarray(routed), np.asarray(drawn[2])
@@ -233,6 +250,39 @@ class LocalSampler(Requests):
                 self._running[row] = None
                 ended.append(request)
         return ended
+
+    def _is_constrained(self) -> bool:
+        """Return True if any answer in progress is constrained."""
+        return any(request is not None and request.constraint for request in self._running)
+
+    def _follow(self, busy: Sequence[tuple[int, Request]]) -> np.ndarray:
+        """Hand each constraint its row's pending token; return the bits of what may follow, uint32
+        [B, W]."""
+        assert self._rows is not None, "rows are busy"
+        tokens_B = np.asarray(self._rows.token)
+        constraints: list[Constraint | None] = [None] * len(self._running)
+        for row, request in busy:
+            # Behind its last token a row draws once more, for nothing.
+            last = tokens_B[row] in request.ends or len(request.tokens) + 1 >= request.limit
+            if request.constraint is not None and not request.aborted and not last:
+                request.constraint.accept(int(tokens_B[row]))
+                constraints[row] = request.constraint
+        bits = self._pack_bits(constraints, len(constraints))
+        return self._all_bits(len(constraints)) if bits is None else bits
+
+    def _pack_bits(self, constraints: Sequence[Constraint | None], rows: int) -> np.ndarray | None:
+        """Return the bits of what each row may draw; None if every row may draw anything."""
+        if not any(constraints):
+            return None
+        bits = self._all_bits(rows)
+        for row, constraint in enumerate(constraints):
+            if constraint is not None:
+                bits[row] = constraint.allowed
+        return bits
+
+    def _all_bits(self, rows: int) -> np.ndarray:
+        words = -(-self._weights[0].head().shape[0] // 32)
+        return np.full((rows, words), 0xFFFFFFFF, np.uint32)
 
     def _is_calm(self) -> bool:
         """Return True if so few rows are busy that guesses pay off. Idle rows are then removed,

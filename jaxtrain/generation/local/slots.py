@@ -75,6 +75,8 @@ class RowInsert(NamedTuple):
     draw: DrawParameters
     ends: np.ndarray
     """int32 [R, E]."""
+    allowed: np.ndarray | None = None
+    """uint32 [R, W] bits of the tokens that may come first; None: all."""
 
 
 @jax.jit
@@ -159,7 +161,8 @@ def insert(
     make = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))
     keys = make(entry.seed, entry.number)
     first = _fold(keys, jnp.zeros_like(entry.number))
-    token, logprob = sample(filled.logits[entry.source], first, entry.draw, kind)
+    logits = filled.logits[entry.source]
+    token, logprob = sample(logits, first, entry.draw, kind, entry.allowed)
 
     def put(all_: jax.Array, new: jax.Array) -> jax.Array:
         return all_.at[entry.row].set(new, mode="drop")
@@ -209,13 +212,17 @@ def decode_chunk(
     patience: jax.Array,
     kind: DrawKind,
     routes: RouteShape | None = None,
+    allowed_BW: jax.Array | None = None,
 ) -> tuple[SamplerRows, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Return (rows, tokens [B, C], log-probs [B, C], number of tokens handed out per row [B], and
     with `routes` the experts of these tokens [B, C, R], undefined for the token that ends a row).
 
     Each step hands out the pending token and draws the next, until C steps are done, all rows have
-    ended, or `patience` rows have ended in this chunk. `stop_B` ends rows beforehand.
+    ended, or `patience` rows have ended in this chunk. `stop_B` ends rows beforehand. allowed_BW:
+    uint32 [B, W] bits of the tokens that may follow each row's pending one; C is then 1, for the
+    host has to see the token that is drawn.
     """
+    C = CHUNK if allowed_BW is None else 1
     rows = rows._replace(done=rows.done | stop_B)
     B = rows.token.shape[0]
     running = (~rows.done).sum()
@@ -237,7 +244,11 @@ def decode_chunk(
         count_B = (~rows.done).astype(jnp.int32)
         read = model.decode(rows.token[:, None], rows.cache, count_B, shared=rows.shared)
         token, logprob = sample(
-            model.logits(read.hidden[:, 0]), _fold(rows.keys, rows.count), rows.draw, kind
+            model.logits(read.hidden[:, 0]),
+            _fold(rows.keys, rows.count),
+            rows.draw,
+            kind,
+            allowed_BW,
         )
         rows = rows._replace(
             cache=read.cache, token=token, logprob=logprob, count=rows.count + ~rows.done
@@ -246,13 +257,13 @@ def decode_chunk(
 
     def going(carry):
         num_running = (~carry[1].done).sum()
-        return (carry[0] < CHUNK) & (num_running > 0) & (running - num_running < patience)
+        return (carry[0] < C) & (num_running > 0) & (running - num_running < patience)
 
-    tokens_BC = jnp.full((B, CHUNK), -1, jnp.int32)
-    logprobs_BC = jnp.zeros((B, CHUNK), jnp.float32)
+    tokens_BC = jnp.full((B, C), -1, jnp.int32)
+    logprobs_BC = jnp.zeros((B, C), jnp.float32)
     zeros_B, routed_BCR = jnp.zeros(B, jnp.int32), None
     if routes is not None:
-        routed_BCR = jnp.zeros((B, CHUNK, routes.width), routes.dtype)
+        routed_BCR = jnp.zeros((B, C, routes.width), routes.dtype)
     # A while loop rather than a scan, so that the chunk can end early; its carry, the cache
     # included, is updated in place.
     start = (jnp.zeros((), jnp.int32), rows, tokens_BC, logprobs_BC, zeros_B, routed_BCR)

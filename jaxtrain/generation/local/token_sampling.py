@@ -56,13 +56,20 @@ def find_kind(samplings: list[Sampling]) -> DrawKind:
 
 
 def sample(
-    logits_BV: jax.Array, keys: jax.Array, draw: DrawParameters, kind: DrawKind
+    logits_BV: jax.Array,
+    keys: jax.Array,
+    draw: DrawParameters,
+    kind: DrawKind,
+    allowed_BW: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (token int32 [B], log-prob float32 [B] before truncation) from float logits [B, V].
 
     A row of temperature 0 takes the most probable token, with its log-prob at temperature 1.
+    allowed_BW: bits of the tokens that may be drawn, uint32; the log-prob is then over these alone.
     """
     logits_BV = logits_BV.astype(jnp.float32)
+    if allowed_BW is not None:
+        logits_BV = jnp.where(read_bits(allowed_BW, logits_BV.shape[1]), logits_BV, -jnp.inf)
     if not kind.random:
         token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         lse_B = jax.nn.logsumexp(logits_BV, axis=-1)
@@ -76,6 +83,13 @@ def sample(
             lse_B = jax.nn.logsumexp(logits_BV, axis=-1)
     chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
     return token_B, chosen_B - lse_B
+
+
+def read_bits(bits_BW: jax.Array, V: int) -> jax.Array:
+    """Return bool [B, V] of uint32 [B, W]: bit v % 32 of word v // 32."""
+    shifts = jnp.arange(32, dtype=jnp.uint32)
+    one = jnp.uint32(1)
+    return ((bits_BW[:, :, None] >> shifts) & one).astype(bool).reshape(len(bits_BW), -1)[:, :V]
 
 
 def draw_by_class(keys: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -307,6 +307,7 @@ class VllmEngine:
             max_tokens=part.max_tokens,
             seed=part.seed,
             model=model,
+            extra=self.servers.config.generation_kwargs,
         )
         self.servers.count("requests")
         status, raw = await self._post(connection, server, body, part.session)

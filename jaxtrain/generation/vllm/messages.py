@@ -9,7 +9,8 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,9 +53,11 @@ def build_request(
     max_tokens: int,
     seed: int,
     model: str,
+    extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Build the body of a request. Everything that changes the distribution is sent explicitly:
-    vLLM takes what is missing from the model's generation_config.json."""
+    vLLM takes what is missing from the model's generation_config.json. extra: further parameters,
+    rollout.vllm.generation_kwargs."""
     greedy = sampling.temperature == 0
     params = {
         "n": 1,
@@ -71,7 +74,13 @@ def build_request(
         "stop": list(sampling.stop),
         # 0: that of the drawn token alone.
         "logprobs": 0,
+        **extra,
     }
+    structured = sampling.structured_outputs
+    if structured.json_schema:
+        params["structured_outputs"] = {"json": structured.json_schema}
+    elif structured:
+        params["structured_outputs"] = structured.model_dump(exclude_defaults=True)
     tokens = [int(token) for token in prompt]
     if route == GENERATE:
         return {"model": model, "token_ids": tokens, "sampling_params": params}

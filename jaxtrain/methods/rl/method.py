@@ -220,7 +220,11 @@ class PolicyPreparation:
         """Whether some rewards are known only after the answers were scored."""
         temperature = config.sampling.temperature
         self.temperature = None if temperature == 1.0 else temperature
-        self.comparison = RoundComparison(temperature, lambda text: data.log(text))
+        # Log-probs over allowed tokens alone differ by right.
+        silent = bool(config.sampling.structured_outputs)
+        self.comparison = RoundComparison(
+            temperature, (lambda text: None) if silent else (lambda text: data.log(text))
+        )
         self.scores_policy = scores_policy(task, config.rollout.streaming)
         self._compared: set[str] = set()
         """Policies of which a round was compared since the start."""

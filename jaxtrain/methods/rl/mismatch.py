@@ -109,7 +109,8 @@ def diagnose(
             f"the sampler's log-probs are never below the trainer's and {-d.mean():.3g} above on"
             f" average: they are of a truncated distribution (about {share:.0%} of the mass). Set"
             " sampling.top_p 1, top_k 0 and min_p 0, or have the server return log-probs from"
-            " before the cut"
+            " before the cut (answers that had to match something are meant to be so:"
+            " docs/sampling.md)"
         )
     slope, fit = _fit_line(trainer, sampler)
     # Other weights bend the line, too, but do not leave it so straight.
