@@ -11,10 +11,9 @@ and are freed when there is none. `slots.py` has the device's side. A model with
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from typing_extensions import override
 
@@ -55,27 +54,13 @@ class LocalSampler(Requests):
         model: Any,
         eos_ids: Iterable[int],
         *,
-        max_len: int,
-        max_batch: int = 64,
-        to_text: Callable[[list[int]], str] | None = None,
-        mesh: jax.sharding.Mesh | None = None,
         draft_rows: int = 0,
         routes: RouteShape | None = None,
-        tokenizer: Any = None,
+        **options: Any,
     ):
-        """mesh: that of the weights; by default the one that is set where `step` is called.
-        draft_rows: a draft guesses only while at most so many rows are busy; 0: always. routes:
-        record each token's experts; for a model without a draft. tokenizer: for constrained
-        answers."""
-        super().__init__(
-            model,
-            eos_ids,
-            max_len=max_len,
-            max_batch=max_batch,
-            to_text=to_text,
-            mesh=mesh,
-            tokenizer=tokenizer,
-        )
+        """draft_rows: a draft guesses only while at most so many rows are busy; 0: always. routes:
+        record each token's experts; for a model without a draft. options: of Requests."""
+        super().__init__(model, eos_ids, **options)
         self.draft_rows, self.routes = draft_rows, routes
         self._running: list[Request | None] = []
         self._rows: SamplerRows | None = None

@@ -307,8 +307,9 @@ class VllmEngine:
             max_tokens=part.max_tokens,
             seed=part.seed,
             model=model,
-            extra=self.servers.config.generation_kwargs,
         )
+        # The config refuses those that the body has already.
+        body.get("sampling_params", body).update(self.servers.config.generation_kwargs)
         self.servers.count("requests")
         status, raw = await self._post(connection, server, body, part.session)
         self.servers.note_progress(server)

@@ -9,8 +9,7 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,11 +52,9 @@ def build_request(
     max_tokens: int,
     seed: int,
     model: str,
-    extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Build the body of a request. Everything that changes the distribution is sent explicitly:
-    vLLM takes what is missing from the model's generation_config.json. extra: further parameters,
-    rollout.vllm.generation_kwargs."""
+    vLLM takes what is missing from the model's generation_config.json."""
     greedy = sampling.temperature == 0
     params = {
         "n": 1,
@@ -74,7 +71,6 @@ def build_request(
         "stop": list(sampling.stop),
         # 0: that of the drawn token alone.
         "logprobs": 0,
-        **extra,
     }
     structured = sampling.structured_outputs
     if structured.json_schema:
