@@ -287,6 +287,6 @@ def converse(writer: AnswerWriter, system: str | None, env: bool) -> None:
             messages = list(start)
             continue
         messages.append({"role": "user", "content": text})
-        (answer,) = writer.answer([messages], [None])
+        (answer,) = writer.answer([messages], [None], [None])
         print(escape_control_chars(answer))
         messages.append({"role": "assistant", "content": answer})

@@ -52,7 +52,11 @@ class PromptRows:
             return UnreadableRow(row.reason, self.origin(index)), ()
         columns = Row(row, self.dataset.fields, self.dataset.roles)
         try:
-            return normalize_row(columns), columns.unread_keys
+            normalized = normalize_row(columns)
+            if kwargs := self.dataset.chat_template_kwargs:
+                kwargs = {**kwargs, **(normalized.get("chat_template_kwargs") or {})}
+                normalized["chat_template_kwargs"] = kwargs
+            return normalized, columns.unread_keys
         except MalformedRow as error:
             where = ", ".join(filter(None, (self.origin(index), error.location)))
             return UnreadableRow(f"malformed row: {error}", where), ()
