@@ -112,12 +112,12 @@ class Model:
 
     def generate(self, texts: Sequence[Text], **sampling: Any) -> list[Completion]:
         """Return a Completion (tokens, logprobs, finish_reason) for each text, which is continued
-        as it stands. sampling: keys of section sampling, such as max_new_tokens=64,
-        temperature=0.0."""
+        as it stands, up to a token that ends a text or an assistant's turn. sampling: keys of
+        section sampling, such as max_new_tokens=64, temperature=0.0."""
         table = {**self.config.sampling.model_dump(), **sampling}
         chosen = validate(SamplingConfig, table, "sampling")
         prompts = [ids.tolist() for ids in self.encode(texts)]
-        return self.sampler(raw=True).generate(prompts, chosen)
+        return self.sampler(raw=False).generate(prompts, chosen)
 
     def scores(self, texts: Sequence[Text]) -> list[np.ndarray]:
         """Return a reward model's scores float32 [n, C] of each text; row i is that at token i.
