@@ -8,7 +8,7 @@ import pytest
 from jaxtrain.main import main
 from jaxtrain.runs.doctor import collect
 from jaxtrain.runs.doctor import command as open
-from jaxtrain.runs.doctor.config_needs import read_needs
+from jaxtrain.runs.doctor.command import read_needs
 from jaxtrain.runs.doctor.probe import probe_jax, run_quietly
 
 WORKS = """print('@{"stage": "done", "backend": "cpu", "devices": [], "seconds": 1.5}')"""

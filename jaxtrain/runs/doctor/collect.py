@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import socket
 import sys
@@ -17,43 +18,17 @@ from typing import Any
 from jaxtrain.runs.doctor.needs import OPTIONAL, Facts
 from jaxtrain.runs.doctor.probe import probe_jax, run_quietly
 
-PLUGINS = (
-    "jax-cuda12-plugin",
-    "jax-cuda12-pjrt",
-    "jax-cuda13-plugin",
-    "jax-cuda13-pjrt",
-    "libtpu",
-)
+PLUGINS = "jax-cuda12-plugin jax-cuda12-pjrt jax-cuda13-plugin jax-cuda13-pjrt libtpu".split()
 VARIABLES = (
-    "JAX_PLATFORMS",
-    "CUDA_VISIBLE_DEVICES",
-    "LD_LIBRARY_PATH",
-    "XLA_FLAGS",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION",
-    "XLA_PYTHON_CLIENT_PREALLOCATE",
-    "JAX_COMPILATION_CACHE_DIR",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_HUB_OFFLINE",
-    "TMPDIR",
-    "COLAB_RELEASE_TAG",
-    "TPU_NAME",
-    "TPU_WORKER_HOSTNAMES",
-    "SLURM_JOB_ID",
-)
+    "JAX_PLATFORMS CUDA_VISIBLE_DEVICES LD_LIBRARY_PATH XLA_FLAGS XLA_PYTHON_CLIENT_MEM_FRACTION"
+    " XLA_PYTHON_CLIENT_PREALLOCATE JAX_COMPILATION_CACHE_DIR HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE"
+    " TMPDIR COLAB_RELEASE_TAG TPU_NAME TPU_WORKER_HOSTNAMES SLURM_JOB_ID"
+).split()
+CGROUP_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 VLLM_VARIABLES = ("JAXTRAIN_VLLM_PYTHON", "VLLM_PYTHON")
 GOOGLE = "0x1ae0"
-TPUS = {
-    "0x0027": "v2 or v3",
-    "0x0056": "plc",
-    "0x005e": "v4",
-    "0x0062": "v5p",
-    "0x0063": "v5e",
-    "0x006f": "v6e",
-    "0x0076": "7x",
-    "0x0083": "8i",
-    "0x007c": "8t",
-}
+TPUS = {"0x0027": "v2 or v3", "0x0056": "plc", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e"}
+TPUS |= {"0x006f": "v6e", "0x0076": "7x", "0x0083": "8i", "0x007c": "8t"}
 """Vendor and devices on the PCI bus, as in jax/_src/hardware_utils.py."""
 
 
@@ -80,7 +55,7 @@ def collect(seconds: float, output: Path, config: Facts | None = None) -> Facts:
 
 
 def _look(ask: Callable[[], Any]) -> Any:
-    """An answer; what could not be looked at is no reason to stop looking at the rest."""
+    """Return the answer; what could not be looked at does not stop the rest."""
     try:
         return ask()
     except Exception as error:  # of strange machines there are more than kinds of exceptions
@@ -93,13 +68,9 @@ def collect_python() -> Facts:
         install = f"{sys.executable} -m pip install -U"
     else:
         install = f"uv pip install -U --python {sys.executable}"
-    return {
-        "version": platform.python_version(),
-        "executable": sys.executable,
-        "system": sys.platform,
-        "machine": platform.machine(),
-        "install": install,
-    }
+    version, machine = platform.python_version(), platform.machine()
+    facts = {"version": version, "executable": sys.executable, "install": install}
+    return facts | {"system": sys.platform, "machine": machine}
 
 
 def collect_packages() -> Facts:
@@ -109,7 +80,7 @@ def collect_packages() -> Facts:
     except importlib.metadata.PackageNotFoundError:
         requires = []
     names = {"jaxtrain", "jax", "jaxlib", "flax", *PLUGINS, *OPTIONAL}
-    names |= {_name(requirement) for requirement in requires if "extra ==" not in requirement}
+    names |= {re.split(r"[\[<>=!~; (]", line)[0] for line in requires if "extra ==" not in line}
     return {"versions": {name: find_version(name) for name in sorted(names)}, "requires": requires}
 
 
@@ -121,15 +92,10 @@ def find_version(name: str) -> str | None:
         return None
 
 
-def _name(requirement: str) -> str:
-    cut = min((requirement.find(mark) for mark in "[<>=!~; (" if mark in requirement), default=None)
-    return requirement[:cut]
-
-
 def collect_nvidia() -> Facts:
     """The driver and its GPUs, by nvidia-smi, and the device files that there are without it."""
     fields = ["name", "driver_version", "memory.total", "memory.used", "compute_cap"]
-    for queried in (fields, fields[:-1]):  # drivers before 510 do not tell the capability
+    for queried in (fields, fields[:-1]):  # drivers before 510 do not report the capability
         query = f"--query-gpu={','.join(queried)}"
         state, text = run_quietly(["nvidia-smi", query, "--format=csv,noheader,nounits"], 15.0)
         if state != "failed":
@@ -215,21 +181,15 @@ def collect_memory() -> Facts:
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if " kB" in line}
     total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
-    limit = _read_limit()
+    groups = [Path("/sys/fs/cgroup", name) for name in CGROUP_LIMITS]
+    limits = [
+        text for path in groups if path.exists() and (text := path.read_text()).strip().isdigit()
+    ]
+    limit = int(limits[0]) if limits else None
     if limit is not None and total is not None and limit < total:
         total, free = limit, min(limit, free or limit)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"total": total, "free": free, "cores": cores}
-
-
-def _read_limit() -> int | None:
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(name).read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() else None
-    return None
 
 
 def collect_hub() -> Facts:

@@ -2,35 +2,16 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxtrain.arguments import Parser
-from jaxtrain.runs.doctor import accelerators, surroundings
+from jaxtrain.errors import UserError
 from jaxtrain.runs.doctor.collect import collect
-from jaxtrain.runs.doctor.config_needs import read_needs
+from jaxtrain.runs.doctor.judges import JUDGES
 from jaxtrain.runs.doctor.needs import Facts, Finding
 from jaxtrain.text_safety import escape_control_chars, shorten
 
-JUDGES: dict[str, tuple[Callable[[Facts], Any], ...]] = {
-    "python": (accelerators.judge_python,),
-    "jax": (accelerators.judge_jax, accelerators.judge_devices),
-    "packages": (
-        accelerators.judge_plugins,
-        surroundings.judge_packages,
-        surroundings.judge_optional,
-    ),
-    "nvidia": (accelerators.judge_driver, surroundings.judge_libraries),
-    "tpu": (accelerators.judge_libtpu,),
-    "memory": (surroundings.judge_memory,),
-    "disks": (surroundings.judge_disks,),
-    "hub": (surroundings.judge_hub,),
-    "ports": (surroundings.judge_ports,),
-    "vllm": (surroundings.judge_vllm,),
-    "config": (surroundings.judge_config,),
-}
-"""Who judges, under the facts that they are mostly about."""
 EMPTY: Facts = {
     "python": {"version": "", "executable": "", "install": "pip install -U"},
     "packages": {"versions": {}, "requires": []},
@@ -76,15 +57,13 @@ def judge(facts: Facts) -> list[Finding]:
         if isinstance(value, dict) and "failed" in value
     }
     complete = facts | {name: EMPTY[name] for name in failed if name in EMPTY}
-    findings: list[Finding] = []
-    for name, judges in JUDGES.items():
+    findings: dict[Finding, None] = {}
+    for name, check in JUDGES:
         if name in failed and name != "jax":
-            findings.append(Finding(name, "note", f"could not be looked at: {failed[name]}"))
-            continue
-        for judge_part in judges:
-            answer = judge_part(complete)
-            findings += [answer] if isinstance(answer, Finding) else answer
-    return findings
+            findings[Finding(name, "note", f"could not be looked at: {failed[name]}")] = None
+        else:
+            findings |= dict.fromkeys(check(complete))
+    return list(findings)
 
 
 def render(findings: list[Finding]) -> str:
@@ -102,3 +81,40 @@ def render(findings: list[Finding]) -> str:
     else:
         lines.append(f"all well; {count['note']} to know (note)" if count["note"] else "all well")
     return "\n".join(lines)
+
+
+def read_needs(path: str, overrides: Sequence[str] = ()) -> Facts:
+    """Packages by the keys that ask for them, model, folder; "problem": why it cannot be read."""
+    try:
+        from jaxtrain.config import load_config
+
+        config = load_config(path, overrides)
+    except UserError as error:
+        return {"path": path, "problem": str(error)}
+    except ImportError as error:  # of what jaxtrain requires; named under packages
+        return {"path": path, "problem": f"configs cannot be read: {error}"}
+    rollout, vllm = config.rollout, config.rollout.vllm
+    rewards = {reward.function for reward in config.rewards}
+    optional = [
+        ("rollout.service ray", "ray", rollout.service.startswith("ray")),
+        ("rollout.vllm.launch ray", "ray", vllm.launch == "ray"),
+        ("rollout.vllm.discover", "vllm-router", vllm.discover.startswith("router+")),
+        ("env.kind verifiers", "verifiers", config.env.kind == "verifiers"),
+        ("reward math", "math-verify", "math" in rewards),
+        ("reward json_schema", "jsonschema", "json_schema" in rewards),
+        ("log.wandb_project", "wandb", config.log.wandb_project is not None),
+        ("log.tensorboard", "tensorboardX", config.log.tensorboard),
+    ]
+    starts = rollout.engine == "vllm" and vllm.launch == "local"
+    model = config.model.path
+    return {
+        "path": path,
+        "problem": None,
+        "output": config.run.output_dir,
+        "packages": [(key, package) for key, package, needed in optional if needed],
+        "model": model,
+        "model_here": bool(model) and Path(os.path.expanduser(model or "")).is_dir(),
+        "compute_dtype": config.model.compute_dtype,
+        "vllm": starts,
+        "vllm_python": vllm.python if starts else None,
+    }

@@ -11,24 +11,24 @@ from typing import Any
 
 PROGRAM = r"""
 import json, sys, time, warnings
-def tell(**facts):
+def report(**facts):
     print("\n@" + json.dumps(facts), flush=True)
 warnings.simplefilter("always")
 start = time.monotonic()
-tell(stage="import jax")
+report(stage="import jax")
 import jax
-tell(stage="find devices", jax=jax.__version__)
-found = jax.local_devices()
-tell(backend=jax.default_backend(), devices=[
+report(stage="find devices", jax=jax.__version__)
+devices = jax.local_devices()
+report(backend=jax.default_backend(), devices=[
     {"platform": d.platform, "kind": d.device_kind,
      "capability": getattr(d, "compute_capability", None),
      "memory": (d.memory_stats() or {}).get("bytes_limit") if d.platform != "cpu" else None}
-    for d in found], stage="multiply matrices")
+    for d in devices], stage="multiply matrices")
 import numpy
-x = jax.device_put(numpy.ones((64, 64), numpy.float32), found[0])
+x = jax.device_put(numpy.ones((64, 64), numpy.float32), devices[0])
 y = float(jax.jit(lambda x: (x @ x).sum())(x))
 assert y == 64.0**3, f"the sum of a product of matrices is {y}, not {64.0**3}"
-tell(stage="done", seconds=round(time.monotonic() - start, 1))
+report(stage="done", seconds=round(time.monotonic() - start, 1))
 """
 
 
