@@ -13,7 +13,7 @@ docs/api.md has examples.
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,13 @@ from jaxtrain.config.load import validate
 from jaxtrain.core.scorer import make_logp, make_scores
 from jaxtrain.data.chat.template import encode, end_of_turn_ids
 from jaxtrain.data.packing.branches import TreeBranch, list_branches
-from jaxtrain.data.packing.pack import MIN_SCORING_ROW, SCORING_ROW, lay_out, pack_for_scoring
+from jaxtrain.data.packing.pack import (
+    MIN_SCORING_ROW,
+    SCORING_ROW,
+    PackedTree,
+    lay_out,
+    pack_for_scoring,
+)
 from jaxtrain.data.packing.tree import chain
 from jaxtrain.distributed.feed import feed, row_shards, to_host
 from jaxtrain.errors import UserError
@@ -185,19 +191,33 @@ class Model:
         return ids.astype(np.int32)
 
     def _run(
-        self, texts: list[np.ndarray], score: Callable, row: int, empty: np.ndarray
+        self, texts: list[np.ndarray], score: Callable, row_tokens: int, empty: np.ndarray
     ) -> list[np.ndarray]:
-        """Run score(params, batch [1, B, T]) -> [1, B, T, ...] on packed texts, and split its
-        outputs by text."""
-        outputs = [empty.copy() for _ in texts]
-        params, ways = self.snapshot.params(), row_shards(self.mesh)
+        """Run score(params, batch [1, B, T]) -> [1, B, T, ...] on texts, of which some are empty,
+        and split its outputs by text."""
+        trees = [lay_out(chain(ids, {})) for ids in texts if len(ids)]
+        scored = iter(self.run_packed(trees, score, 1, row_tokens))
+        return [next(scored) if len(ids) else empty.copy() for ids in texts]
+
+    def run_packed(
+        self, trees: Sequence[PackedTree], score: Callable, rows: int, row_tokens: int = SCORING_ROW
+    ) -> list[Any]:
+        """Run score(params, batch [1, B, T]) -> a pytree of [1, B, T, ...] on packed trees; return
+        its arrays [tokens, ...] by tree. rows: of a pass, on a device."""
+        scored: list[Any] = [None] * len(trees)
+        params, rows = self.snapshot.params(), rows * row_shards(self.mesh)
         shares = self.snapshot.model().follows_trees
         with jax.set_mesh(self.mesh):
-            for batch, places in pack(texts, row, ways, shares):
-                values = np.asarray(to_host(score(params, feed(batch, self.mesh))))[0]
-                for index, b, start in places:
-                    outputs[index] = values[b, start : start + len(texts[index])].copy()
-        return outputs
+            for batch, spans in pack_for_scoring(
+                trees, rows=rows, share_rows=shares, row_tokens=row_tokens
+            ):
+                output = score(params, feed(batch, self.mesh))
+                host = jax.tree.map(lambda value: np.asarray(to_host(value))[0], output)
+                for index, row, start in spans:
+                    end = start + len(trees[index].tokens)
+                    cut = lambda value: value[row, start:end].copy()  # noqa: B023, E731
+                    scored[index] = jax.tree.map(cut, host)
+        return scored
 
 
 def logprobs(
@@ -233,18 +253,6 @@ def read_ids(token_ids: Any, vocab_size: int, label: str) -> np.ndarray:
             f"{label} holds the id {wrong}; the model has those from 0 to {vocab_size}-1"
         )
     return ids.astype(np.int64)
-
-
-def pack(
-    texts: Sequence[np.ndarray], row_tokens: int, rows: int, share_rows: bool
-) -> Iterator[tuple[Batch, list[tuple[int, int, int]]]]:
-    """Yield (batch [1, rows, T], [(text, row, first token)]) of all texts that have tokens."""
-    indices = [index for index, ids in enumerate(texts) if len(ids)]
-    packed = [lay_out(chain(texts[index], {})) for index in indices]
-    if packed:
-        batches = pack_for_scoring(packed, rows=rows, share_rows=share_rows, row_tokens=row_tokens)
-        for batch, spans in batches:
-            yield batch, [(indices[text], row, start) for text, row, start in spans]
 
 
 @functools.lru_cache(maxsize=8)

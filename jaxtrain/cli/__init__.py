@@ -6,126 +6,97 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Verb:
     """Verb of the command line: its arguments and its purpose in a line of --help each, and the
-    function "package.module:function" that reads the rest of the command line and returns the exit
-    code or None. The module is imported when the verb is asked for; it imports nothing heavy by
-    itself."""
+    place in jaxtrain of the function "cli.module:function" that reads the rest of the command line
+    and returns the exit code or None. The module is imported when the verb is asked for; it imports
+    nothing heavy by itself."""
 
     arguments: str
     purpose: str
-    function: str
+    place: str
+
+    @property
+    def function(self) -> str:
+        """The function, "package.module:function"."""
+        return f"jaxtrain.{self.place}"
 
 
 VERBS = {
     "quickstart": Verb(
         "[section.key=value ...]",
         "train a small model from nothing: minutes",
-        "jaxtrain.cli.recipes:run_quickstart",
+        "cli.recipes:run_quickstart",
     ),
     "init": Verb(
-        "[NAME] [--output FILE]",
-        "copy a config that comes with jaxtrain",
-        "jaxtrain.cli.recipes:run_init",
+        "[NAME] [--output FILE]", "copy a config that comes with jaxtrain", "cli.recipes:run_init"
     ),
     "doctor": Verb(
         "[--config FILE] [--json]",
         "what is installed here, what does not fit",
-        "jaxtrain.runs.doctor.command:doctor_command",
+        "runs.doctor.command:doctor_command",
     ),
     "preprocess": Verb(
-        "--config FILE",
-        "tokenize, validate, show samples",
-        "jaxtrain.cli.preprocess:run_preprocess",
+        "--config FILE", "tokenize, validate, show samples", "cli.preprocess:run_preprocess"
     ),
     "capture": Verb(
-        "--config FILE",
-        "states of a draft's target, onto disk",
-        "jaxtrain.cli.capture:run_capture",
+        "--config FILE", "states of a draft's target, onto disk", "cli.capture:run_capture"
     ),
-    "eval": Verb(
-        "RUN | --config FILE",
-        "held-out loss, problems answered",
-        "jaxtrain.cli.eval:run_eval",
-    ),
+    "eval": Verb("RUN | --config FILE", "held-out loss, problems answered", "cli.eval:run_eval"),
     "generate": Verb(
         "RUN|MODEL [--prompt TEXT]",
         "answer prompts; without one: a conversation",
-        "jaxtrain.cli.generate:run_generate",
+        "cli.generate:run_generate",
     ),
     "speculate": Verb(
         "RUN|MODEL --draft FOLDER",
         "what a draft model is worth: tau, speed",
-        "jaxtrain.cli.speculate:run_speculate",
+        "cli.speculate:run_speculate",
     ),
     "score": Verb(
         "RUN|MODEL DATA --output FILE",
         "scores of a reward model, row by row",
-        "jaxtrain.cli.score:run_score",
+        "cli.score:run_score",
     ),
     "export": Verb(
-        "RUN|MODEL [--output FOLDER]",
-        "write a Hugging Face model folder",
-        "jaxtrain.cli.export:run_export",
+        "RUN|MODEL [--output FOLDER]", "write a Hugging Face model folder", "cli.export:run_export"
     ),
     "merge": Verb(
-        "RUN|ADAPTER [--base MODEL]",
-        "adapter and base as one model folder",
-        "jaxtrain.cli.merge:run_merge",
+        "RUN|ADAPTER [--base MODEL]", "adapter and base as one model folder", "cli.merge:run_merge"
     ),
     "quantize": Verb(
         "RUN|MODEL --scheme fp8|int8|int4",
         "weights in few bits, for vLLM",
-        "jaxtrain.cli.quantize:run_quantize",
+        "cli.quantize:run_quantize",
     ),
     "sweep": Verb(
         "SWEEP.toml [--jobs N] [--print]",
         "many runs of a config: grid, random, tpe",
-        "jaxtrain.cli.sweep:run_sweep",
+        "cli.sweep:run_sweep",
     ),
     "serve-rollouts": Verb(
         "--config FILE",
         "a rollout service on Ray that outlives runs",
-        "jaxtrain.cli.serve_rollouts:serve_rollouts",
+        "cli.serve_rollouts:serve_rollouts",
     ),
-    "stop-rollouts": Verb(
-        "NAME",
-        "end a rollout service",
-        "jaxtrain.cli.serve_rollouts:stop_rollouts",
-    ),
+    "stop-rollouts": Verb("NAME", "end a rollout service", "cli.serve_rollouts:stop_rollouts"),
     "watch": Verb(
         "RUN [RUN ...]",
         "dashboard in the terminal, live or afterwards",
-        "jaxtrain.runs.dashboard.command:watch_command",
+        "runs.dashboard.command:watch_command",
     ),
     "report": Verb(
-        "RUN [RUN ...] [-o FILE]",
-        "one HTML file about runs",
-        "jaxtrain.runs.report.command:report_command",
+        "RUN [RUN ...] [-o FILE]", "one HTML file about runs", "runs.report.command:report_command"
     ),
-    "plot": Verb(
-        "RUN [RUN ...] [--output FILE]",
-        "draw curves",
-        "jaxtrain.runs.plot:plot_command",
-    ),
+    "plot": Verb("RUN [RUN ...] [--output FILE]", "draw curves", "runs.plot:plot_command"),
     "convert": Verb(
         "FILE [--output FILE]",
         "a config of Axolotl, LLaMA-Factory, TRL or prime-rl as ours",
-        "jaxtrain.cli.convert:run_convert",
+        "cli.convert:run_convert",
     ),
     "plugins": Verb(
-        "[--load]",
-        "what installed packages bring, and what clashes",
-        "jaxtrain.cli.plugins:run_plugins",
+        "[--load]", "what installed packages bring, and what clashes", "cli.plugins:run_plugins"
     ),
-    "docs": Verb(
-        "",
-        "every key as Markdown",
-        "jaxtrain.cli.reference:run_docs",
-    ),
-    "schema": Verb(
-        "[--output FILE]",
-        "every key as JSON schema",
-        "jaxtrain.cli.reference:run_schema",
-    ),
+    "docs": Verb("", "every key as Markdown", "cli.reference:run_docs"),
+    "schema": Verb("[--output FILE]", "every key as JSON schema", "cli.reference:run_schema"),
 }
 
 TRAINING = {

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.arguments import Parser, expand_path
@@ -62,8 +60,12 @@ def score_command(args: argparse.Namespace) -> None:
     from jaxtrain.data.counts import Counts, add_items, describe_drops
     from jaxtrain.data.sample import Dropped
     from jaxtrain.data.sources.dataset import open_rows
+    from jaxtrain.runs.run_files import open_output, require_writable
 
-    check_output(args.output, args.data, args.overwrite)
+    require_writable(args.output, args.overwrite)
+    if os.path.exists(args.data) and args.output.exists():
+        if os.path.samefile(args.output, args.data):
+            raise UserError(f"--output {args.output} is the file to be read; name another one")
     dataset_words = [word for word in args.overrides if word.startswith("dataset.")]
     dataset_overrides = [
         f"data.datasets.0.{word.removeprefix('dataset.')}" for word in dataset_words
@@ -76,7 +78,7 @@ def score_command(args: argparse.Namespace) -> None:
     model = Model(args.model, [w for w in args.overrides if not w.startswith("dataset.")])
     scoring = make_scoring(model, dataset, args)
     counts, written = Counts(), 0
-    with unfinished_file(args.output) as file:
+    with open_output(args.output) as file:
         for chunk in chunks(rows, dataset.path, CHUNK):
             items = []
             for row, origin in chunk:
@@ -88,7 +90,7 @@ def score_command(args: argparse.Namespace) -> None:
                 score_items(model, items, scoring.compute, args.batch_size) if items else []
             )
             for item, numbers in zip(items, item_numbers, strict=True):
-                file.write(make_line(scoring, item, numbers, args.prefix) + "\n")
+                file.write(f"{make_line(scoring, item, numbers, args.prefix)}\n".encode())
             written += len(items)
         if not written:
             raise UserError(f"{args.data}: no row could be scored: {describe_drops(counts)}")
@@ -131,30 +133,3 @@ def chunks(rows: Any, name: str, size: int) -> Iterator[tuple[tuple[Mapping[str,
     iterator = progress.each(numbered)
     while chunk := tuple(islice(iterator, size)):
         yield chunk
-
-
-def check_output(output: Path, data: str, overwrite: bool) -> None:
-    """UserError for a file that must not, or cannot, be written."""
-    if output.is_dir():
-        raise UserError(f"--output {output} is a folder; name a file such as {output}/scores.jsonl")
-    if output.exists() and not overwrite:
-        raise UserError(f"--output {output} exists; name another file, or give --overwrite")
-    if os.path.exists(data) and output.exists() and os.path.samefile(output, data):
-        raise UserError(f"--output {output} is the file to be read; name another one")
-
-
-@contextlib.contextmanager
-def unfinished_file(path: Path) -> Iterator[Any]:
-    """A file beside `path` to write to, which takes its place when the block ends well."""
-    path = Path(os.path.abspath(path))
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("w", encoding="utf-8") as file:
-            yield file
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()

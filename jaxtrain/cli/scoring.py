@@ -32,10 +32,9 @@ from jaxtrain.data.comparisons.preference_row import (
 )
 from jaxtrain.data.comparisons.ranked import Ranked
 from jaxtrain.data.comparisons.stepwise import StepwiseReader
-from jaxtrain.data.packing.pack import lay_out, pack_for_scoring
+from jaxtrain.data.packing.pack import lay_out
 from jaxtrain.data.packing.tree import Node, Tree, chain
 from jaxtrain.data.sample import Dropped, Sample, Unread
-from jaxtrain.distributed.feed import feed, row_shards, to_host
 from jaxtrain.errors import UserError
 from jaxtrain.methods.reward_model.config import RewardModelTask
 
@@ -221,19 +220,8 @@ def score_items(
 ) -> list[Numbers]:
     """Return the numbers that `compute` yields at the places of each item; batch_size: rows of a
     pass, on a device."""
-    packed = [lay_out(item.tree) for item in items]
-    scores: list[Any] = [None] * len(items)
-    params = model.snapshot.params()
-    batches = pack_for_scoring(
-        packed,
-        rows=batch_size * row_shards(model.mesh),
-        share_rows=model.snapshot.model().follows_trees,
-    )
-    with jax.set_mesh(model.mesh):
-        for batch, spans in batches:
-            numbers = compute(params, feed(batch, model.mesh))
-            host = {name: np.asarray(to_host(value))[0] for name, value in numbers.items()}
-            for index, row, start in spans:
-                places = start + items[index].places
-                scores[index] = {name: value[row, places] for name, value in host.items()}
-    return scores
+    numbers = model.run_packed([lay_out(item.tree) for item in items], compute, batch_size)
+    return [
+        {name: values[item.places] for name, values in scored.items()}
+        for item, scored in zip(items, numbers, strict=True)
+    ]

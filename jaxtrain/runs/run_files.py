@@ -6,12 +6,14 @@ recorded before it is created, and only if the folder has no such entry, so that
 before, or which people add under other names, are never touched.
 """
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import IO
 
 from jaxtrain.errors import UserError
 from jaxtrain.runs.manifest import write_atomically
@@ -132,16 +134,24 @@ def require_writable(path: Path, overwrite: bool, key: str = "--output") -> None
 def write_output(path: Path, content: bytes, key: str = "--output") -> None:
     """Write a command's output file and create its folder; a failure leaves the previous file
     intact."""
+    with open_output(path, key) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def open_output(path: Path, key: str = "--output") -> Iterator[IO[bytes]]:
+    """Open a file that takes the place of `path` when the block ends well."""
     try:
         if _is_stream(path):
             with path.open("wb") as stream:
-                stream.write(content)
+                yield stream
             return
         path = Path(os.path.realpath(path))  # replace the target of a link, not the link
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            unfinished.write_bytes(content)
+            with unfinished.open("wb") as file:
+                yield file
             os.replace(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
