@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.table import Table
 
 from jaxtrain.adapters.spec import find_linears
 from jaxtrain.adapters.storage import count_weights, find_stored
@@ -21,6 +20,7 @@ from jaxtrain.core.roles import Roles
 from jaxtrain.core.session import make_step_noise
 from jaxtrain.core.step import abstract_state, make_step
 from jaxtrain.core.task import Task
+from jaxtrain.data.preview import print_pairs
 from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.sharding import count_ways, mesh_axes
 from jaxtrain.generation.evaluation.problem_sets import read_problems
@@ -96,10 +96,7 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
     low = low if parts.adapter is not None else {}
     # Gradients and the optimizer's state of a weight are about alike for all that is trained.
     share = bytes_per_device(low) / max(grads, 1) * (2 * grads + slots)
-    table = Table(show_header=False, title="model", title_justify="left")
-    table.add_column()
-    table.add_column(justify="right")
-    for name, value in [
+    pairs = [
         ("parameters", f"{total:,}"),
         ("of these trained", f"{sum(value.size for value in trained.values()):,}"),
         ("in adapters of experts", f"{sum(v.size for v in low.values()):,}" if low else ""),
@@ -123,10 +120,8 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
         ),
         ("adapters of experts in that sum", f"{share / GIB:.3f}" if low else ""),
         ("experts of a layer unpacked, beside it", unpacked(parts, frozen)),
-    ]:
-        if value:
-            table.add_row(name, value)
-    console.print(table)
+    ]
+    print_pairs("model", pairs, console)
     if 2 * share > weights - bytes_per_device(trained):
         console.print(
             "adapters of experts, their gradients and their optimizer state take more than half of"

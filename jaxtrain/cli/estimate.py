@@ -1,11 +1,11 @@
 """Estimates of a step's time and memory for `--dry-run`, on these devices or on others."""
 
 import jax
-from rich.table import Table
 
 from jaxtrain.config import Config
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.weights import abstract_params
+from jaxtrain.data.preview import print_pairs
 from jaxtrain.distributed.mesh import resolve_sizes
 from jaxtrain.models import build
 from jaxtrain.models.draft import BaseDraftConfig
@@ -96,15 +96,8 @@ def show_one(
         )
         return
     step_estimate = estimate(work, mesh, rows, device, buffer=target.buffer)
-    table = Table(
-        show_header=False,
-        title=f"estimate for {mesh.devices} x {device.name} (docs/scale.md)",
-        title_justify="left",
-    )
-    table.add_column()
-    table.add_column(justify="right")
     fits = step_estimate.memory <= ROOM * device.memory_gib
-    for name, value in [
+    pairs = [
         ("mesh", named),
         ("optimizer step, s", f"{step_estimate.seconds:.3g}"),
         ("tokens/s per device", f"{step_estimate.tokens_per_second:,.0f}"),
@@ -113,10 +106,8 @@ def show_one(
         ("memory, GiB per device", f"{step_estimate.memory:.1f} of {device.memory_gib:g}"),
         ("", "" if fits else "this does not fit"),
         ("", "so short a step waits for launches" if step_estimate.seconds < SHORT else ""),
-    ]:
-        if value:
-            table.add_row(name, value)
-    console.print(table)
+    ]
+    print_pairs(f"estimate for {mesh.devices} x {device.name} (docs/scale.md)", pairs, console)
     console.print("counted is the trained model's step: no rollouts, no other models")
 
 

@@ -3,7 +3,7 @@
 | rows                       | first look          | preprocess         | one example     |
 |----------------------------|---------------------|--------------------|-----------------|
 | sequences (sequences.py)   | probe_samples       | show_samples       | show_sample     |
-| trees                      | probe_trees         | describe_trees     | describe_tree   |
+| trees                      | probe_trees         | show_trees         | show_tree       |
 
 Those of comparisons are in comparisons/preview.py.
 """
@@ -204,18 +204,19 @@ def show_samples(part: MixturePart, tokenizer: Any, num_samples: int, console: C
                 printed += 1
     if is_stream(part.rows) and clock.num_rows == STREAM_ROWS:
         console.print(f"(the first {STREAM_ROWS} rows of a stream)")
-    show_counts(counts, f"{part.name} ({clock.speed:,.0f} rows/s)", console)
+    print_pairs(f"{part.name} ({clock.speed:,.0f} rows/s)", counts.rows(), console)
     if not counts.lengths:
         raise UserError(f"{part.name}: not a single sample is left to train on (counts above)")
 
 
-def show_counts(counts: SampleCounts, title: str, console: Console) -> None:
-    """Print the counts as a table."""
+def print_pairs(title: str, pairs: Iterable[tuple[str, str]], console: Console) -> None:
+    """Print names and values as a table, without those that have no value."""
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    for name, value in counts.rows():
-        table.add_row(name, value)
+    for name, value in pairs:
+        if value:
+            table.add_row(name, value)
     console.print(table)
 
 
@@ -319,6 +320,18 @@ def describe_trees(part: MixturePart, tokenizer: Any, num_samples: int = 1) -> s
         lines.append(describe_workload(trees))
     lines += [f"left out by the selection: {why}: {n:,}" for why, n in part.left_out.items()]
     return "\n".join([*lines, *note_lines(counts)])
+
+
+def show_trees(part: MixturePart, tokenizer: Any, num_samples: int, console: Console) -> None:
+    """Print what `describe_trees` returns."""
+    text = describe_trees(part, tokenizer, num_samples)
+    console.print(escape_control_chars(text), markup=False, soft_wrap=True)
+
+
+def show_tree(tree: Tree, tokenizer: Any, console: Console) -> None:
+    """Print the outline of a tree."""
+    text = describe_tree(tree, tokenizer.decode)
+    console.print(escape_control_chars(text), markup=False, soft_wrap=True)
 
 
 def list_trees(items: Iterable[Any]) -> list[Any]:

@@ -100,13 +100,8 @@ class Watchdog:
     ) -> None:
         self._stop.set()
         self._thread.join()
-        if isinstance(error, KeyboardInterrupt):
-            self.stopped("SIGINT")
-        elif error is not None:
-            message = shorten(escape_control_chars(f"{type(error).__name__}: {error}"), 500)
-            self._facts |= {"state": "failed", "message": message}
-        elif self._facts["state"] == "running":
-            self._facts["state"] = "finished"
+        stopped = (self._facts["message"] or "signal") if self._facts["state"] == "stopped" else ""
+        self._facts |= dict(zip(("state", "message"), describe_end(error, stopped), strict=True))
         self._write_heartbeat()
 
     def _move(self) -> None:
@@ -146,6 +141,16 @@ class Watchdog:
             f"warning: nothing has moved for {idle:.0f} s after step {self._step}:"
             f" {self._phases[-1]}{stacks}"
         )
+
+
+def describe_end(error: BaseException | None, signal_name: str = "") -> tuple[str, str]:
+    """Return how a run ended and why: "finished", "stopped" by a signal, or "failed"."""
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", "SIGINT"
+    if error is not None:
+        text = escape_control_chars(f"{type(error).__name__}: {error}")
+        return "failed", shorten(text, 500)
+    return ("stopped", signal_name) if signal_name else ("finished", "")
 
 
 class Signals:

@@ -89,5 +89,5 @@ def test_counts_of_nothing():
 def test_show_counts(tokenizer):
     out = io.StringIO()
     counts = preview.SampleCounts([sample(tokenizer, PIECES)])
-    preview.show_counts(counts, "a.jsonl", Console(file=out, width=80))
+    preview.print_pairs("a.jsonl", counts.rows(), Console(file=out, width=80))
     assert "a.jsonl" in out.getvalue() and "trained tokens" in out.getvalue()

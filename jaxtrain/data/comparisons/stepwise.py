@@ -20,14 +20,13 @@ from jaxtrain.data.chat.messages import MalformedRow, check_values
 from jaxtrain.data.chat.rows import Row, read_prompt
 from jaxtrain.data.packing.pack import Fields, Normalize
 from jaxtrain.data.packing.tree import Node, Tree
-from jaxtrain.data.packing.workload import describe_tree
 from jaxtrain.data.pipeline import Recipe
-from jaxtrain.data.preview import Probe, describe_trees, probe_trees
+from jaxtrain.data.preview import Probe, probe_trees, show_tree, show_trees
 from jaxtrain.data.sample import Dropped, RowNote, note_unread
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.errors import UserError
-from jaxtrain.text_safety import escape_control_chars, show
+from jaxtrain.text_safety import show
 
 STEP, LABEL = "step", "label"
 """Component of weights: 1 on a labeled token; stream: its class, 0 wrong and 1 right."""
@@ -89,13 +88,11 @@ class Stepwise(Recipe):
 
     @override
     def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
-        text = describe_trees(self.open(dataset), self.tokenizer, num_samples)
-        console.print(escape_control_chars(text), markup=False, soft_wrap=True)
+        show_trees(self.open(dataset), self.tokenizer, num_samples, console)
 
     @override
     def show_example(self, probe: Probe, console: Console) -> None:
-        text = describe_tree(probe.samples[0], self.tokenizer.decode)
-        console.print(escape_control_chars(text), markup=False, soft_wrap=True)
+        show_tree(probe.samples[0], self.tokenizer, console)
 
 
 class StepwiseReader:

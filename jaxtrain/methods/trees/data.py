@@ -9,9 +9,8 @@ from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.config.limits import ITEMS, TOKENS
 from jaxtrain.data.chat.messages import MalformedRow, read_tools
 from jaxtrain.data.packing.pack import NLL, Fields, Normalize
-from jaxtrain.data.packing.workload import describe_tree
 from jaxtrain.data.pipeline import Recipe
-from jaxtrain.data.preview import Probe, describe_trees, probe_trees
+from jaxtrain.data.preview import Probe, probe_trees, show_tree, show_trees
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.data.sources.row_views import GroupedRows, SyntheticTurns
@@ -21,7 +20,7 @@ from jaxtrain.methods.trees.modes import LengthLimits, TreeBuilder
 from jaxtrain.methods.trees.selection import select_rows
 from jaxtrain.methods.trees.turns import TrainedParts
 from jaxtrain.safe_io import parse_json, read_text
-from jaxtrain.text_safety import escape_control_chars, show
+from jaxtrain.text_safety import show
 
 CATERPILLAR = "builtin:caterpillar"
 MAX_TOOL_BYTES = 2**20
@@ -69,13 +68,11 @@ class Trees(Recipe):
 
     @override
     def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
-        text = describe_trees(self.open(dataset), self.tokenizer, num_samples)
-        console.print(escape_control_chars(text), markup=False, soft_wrap=True)
+        show_trees(self.open(dataset), self.tokenizer, num_samples, console)
 
     @override
     def show_example(self, probe: Probe, console: Console) -> None:
-        text = describe_tree(probe.samples[0], self.tokenizer.decode)
-        console.print(escape_control_chars(text), markup=False, soft_wrap=True)
+        show_tree(probe.samples[0], self.tokenizer, console)
 
 
 def _open_trees(

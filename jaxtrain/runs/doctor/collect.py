@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxtrain.runs.doctor.needs import OPTIONAL, Facts
 from jaxtrain.runs.doctor.probe import probe_jax, run_quietly
+from jaxtrain.runs.hardware import read_memory
 
 PLUGINS = "jax-cuda12-plugin jax-cuda12-pjrt jax-cuda13-plugin jax-cuda13-pjrt libtpu".split()
 VARIABLES = (
@@ -178,9 +179,8 @@ def look_at_disk(path: Path) -> Facts:
 
 def collect_memory() -> Facts:
     """Bytes of the host, or of the container's limit, and cores."""
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if " kB" in line}
-    total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
+    used, total = read_memory()
+    free = None if used is None or total is None else total - used
     groups = [Path("/sys/fs/cgroup", name) for name in CGROUP_LIMITS]
     limits = [
         text for path in groups if path.exists() and (text := path.read_text()).strip().isdigit()

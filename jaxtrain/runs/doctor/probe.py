@@ -35,27 +35,8 @@ report(stage="done", seconds=round(time.monotonic() - start, 1))
 def probe_jax(seconds: float, program: str = PROGRAM) -> dict[str, Any]:
     """{"state": "ok" | "failed" | "timeout", "stage", "message": the last line that it wrote,
     "warnings", "backend", "devices": [{"platform", "kind", "capability", "memory"}], "seconds"}."""
-    environ = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", PYTHONFAULTHANDLER="0")
-    # Files rather than pipes: nobody waits for a process that cannot be killed.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=environ,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(seconds)
-            state = "ok" if code == 0 else "failed"
-        except subprocess.TimeoutExpired:
-            code, state = None, "timeout"
-            kill(process)
-        except KeyboardInterrupt:
-            kill(process)
-            raise
-        stdout, stderr = (_read(file) for file in (out, err))
+    environ = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONFAULTHANDLER": "0"}
+    state, code, stdout, stderr = run([sys.executable, "-c", program], seconds, **environ)
     facts: dict[str, Any] = {"state": state, "backend": None, "devices": [], "code": code}
     for line in stdout.splitlines():
         if line.startswith("@{"):
@@ -67,23 +48,37 @@ def probe_jax(seconds: float, program: str = PROGRAM) -> dict[str, Any]:
 
 def run_quietly(command: list[str], seconds: float) -> tuple[str, str]:
     """("ok" | "missing" | "failed" | "timeout", what a command printed)."""
-    with tempfile.TemporaryFile() as out:
+    try:
+        state, _, stdout, stderr = run(command, seconds)
+    except OSError as error:
+        return "missing", error.strerror or str(error)
+    return state, f"no answer in {seconds:g} s" if state == "timeout" else stdout + stderr
+
+
+def run(command: list[str], seconds: float, **environ: str) -> tuple[str, int | None, str, str]:
+    """Return state ("ok", "failed" or "timeout"), exit code, stdout and stderr of a command."""
+    # Files rather than pipes: nobody waits for a process that cannot be killed.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=os.environ | environ,
+            start_new_session=True,
+        )
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            return "missing", error.strerror or str(error)
-        try:
-            code = process.wait(seconds)
+            code: int | None = process.wait(seconds)
+            state = "ok" if code == 0 else "failed"
         except subprocess.TimeoutExpired:
-            kill(process)
-            return "timeout", f"no answer in {seconds:g} s"
-        return ("ok" if code == 0 else "failed"), _read(out)
+            code, state = None, "timeout"
+        finally:
+            if process.poll() is None:
+                kill(process)
+        for file in (out, err):
+            file.seek(0)
+        stdout, stderr = (file.read(200_000).decode(errors="replace") for file in (out, err))
+        return state, code, stdout, stderr
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -93,8 +88,3 @@ def kill(process: subprocess.Popen) -> None:
         process.wait(2.0)
     except (ProcessLookupError, subprocess.TimeoutExpired):
         pass
-
-
-def _read(file: Any) -> str:
-    file.seek(0)
-    return file.read(200_000).decode(errors="replace")

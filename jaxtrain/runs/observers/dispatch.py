@@ -21,7 +21,8 @@ from jaxtrain.config.observers import OBSERVERS, ObserverConfig
 from jaxtrain.config.secrets import reveal
 from jaxtrain.errors import UserError
 from jaxtrain.runs.observers.protocol import VERDICTS, ObservedRun
-from jaxtrain.text_safety import escape_control_chars, shorten, show
+from jaxtrain.runs.watchdog import describe_end
+from jaxtrain.text_safety import show
 
 MOMENT = 1.0
 """Seconds that a call may take before a warning is logged, since training waits for it."""
@@ -105,12 +106,7 @@ class Observers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object
     ) -> None:
-        state, message = ("stopped", self._stopped) if self._stopped else ("finished", "")
-        if isinstance(error, KeyboardInterrupt):
-            state, message = "stopped", "SIGINT"
-        elif error is not None:
-            state = "failed"
-            message = shorten(escape_control_chars(f"{type(error).__name__}: {error}"), 500)
+        state, message = describe_end(error, self._stopped)
         self._all = {
             label: observer for label, observer in self._all.items() if label in self._started
         }
