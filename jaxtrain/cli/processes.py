@@ -3,7 +3,7 @@
 import argparse
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxtrain.arguments import Parser
 from jaxtrain.errors import RunStopped, UserError
@@ -29,7 +29,7 @@ def settle_before_jax(config):
 
 def run_together(read: Callable, join: Callable, work: Callable) -> int:
     """work(read()) on all processes that join(read()), a section `parallel` and the run's folder,
-    and the environment tell of; what ends one of them is told once."""
+    and the environment name; what ends one of them is reported once."""
     plan = mistake = None
     try:
         plan = read()  # before jax, which takes all devices that it sees
@@ -39,7 +39,7 @@ def run_together(read: Callable, join: Callable, work: Callable) -> int:
 
     try:
         if mistake is not None:
-            join_by_config(None)  # so that this, too, is told once
+            join_by_config(None)  # so that this, too, is reported once
             raise mistake
         join_by_config(*join(plan))
         code = work(plan)
@@ -64,6 +64,16 @@ def config_parser(verb: str, required: bool = True, first: str = "") -> Parser:
     )
     parser.add_argument("overrides", nargs="*", help=f"{first}section.key=value")
     return parser
+
+
+def read_dataset(path: str, words: Sequence[str]):
+    """Return the DatasetConfig of a path and of words "dataset.key=value"."""
+    from jaxtrain.config import DatasetConfig
+    from jaxtrain.config.load import apply_overrides, validate
+
+    overrides = [f"data.datasets.0.{word.removeprefix('dataset.')}" for word in words]
+    table = apply_overrides({"data": {"datasets": [{"path": path}]}}, overrides)
+    return validate(DatasetConfig, table["data"]["datasets"][0], path)
 
 
 def read_config(args: argparse.Namespace):

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from jaxtrain.cli.processes import read_dataset
 from jaxtrain.config import DatasetConfig
-from jaxtrain.config.load import apply_overrides, validate
 from jaxtrain.data.chat.messages import MalformedRow, without_flags
 from jaxtrain.data.chat.rows import Row, read_prompt
 from jaxtrain.data.sources.dataset import open_rows
@@ -58,9 +58,7 @@ def open_asked(
 
 def open_data(path: str, overrides: list[str], most: int, raw: bool) -> EvalPrompt:
     """Read the first prompts of a dataset."""
-    dataset_overrides = [f"data.datasets.0.{word.removeprefix('dataset.')}" for word in overrides]
-    table = apply_overrides({"data": {"datasets": [{"path": path}]}}, dataset_overrides)
-    dataset = validate(DatasetConfig, table["data"]["datasets"][0], path)
+    dataset = read_dataset(path, overrides)
     rows = open_rows(dataset)
     if dataset.streaming:
         raise UserError("speculate: dataset.streaming true is not for prompts; remove it")

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.arguments import Parser, expand_path
+from jaxtrain.cli.processes import read_dataset
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,8 +56,6 @@ def score_command(args: argparse.Namespace) -> None:
     """Run the verb; raises UserError for unusable input before any weight is loaded."""
     from jaxtrain.api import Model
     from jaxtrain.cli.scoring import make_scoring, score_items
-    from jaxtrain.config import DatasetConfig
-    from jaxtrain.config.load import apply_overrides, validate
     from jaxtrain.data.counts import Counts, add_items, describe_drops
     from jaxtrain.data.sample import Dropped
     from jaxtrain.data.sources.dataset import open_rows
@@ -67,15 +66,11 @@ def score_command(args: argparse.Namespace) -> None:
         if os.path.samefile(args.output, args.data):
             raise UserError(f"--output {args.output} is the file to be read; name another one")
     dataset_words = [word for word in args.overrides if word.startswith("dataset.")]
-    dataset_overrides = [
-        f"data.datasets.0.{word.removeprefix('dataset.')}" for word in dataset_words
-    ]
-    table = apply_overrides({"data": {"datasets": [{"path": args.data}]}}, dataset_overrides)
-    dataset = validate(DatasetConfig, table["data"]["datasets"][0], args.data)
+    dataset = read_dataset(args.data, dataset_words)
     rows = open_rows(dataset)
     if args.batch_size < 1:
         raise UserError(f"score: --batch-size {args.batch_size} must be at least 1")
-    model = Model(args.model, [w for w in args.overrides if not w.startswith("dataset.")])
+    model = Model(args.model, [w for w in args.overrides if w not in dataset_words])
     scoring = make_scoring(model, dataset, args)
     counts, written = Counts(), 0
     with open_output(args.output) as file:

@@ -138,7 +138,7 @@ def test_every_trial_is_told_and_a_second_start_has_nothing_to_do(write, tmp_pat
     assert [row["state"] for row in rows] == ["complete"] * 4
     assert [float(row["eval/loss"]) for row in rows] == pytest.approx([1, 1, 3, 3])
     assert rows[1]["optim.weight_decay"] == "0.1" and rows[1]["folder"].startswith("001-")
-    sweep.tell_best()
+    sweep.log_best()
     assert "000-learning_rate_0.0001-weight_decay_0" in output[8]
     assert run(write(GRID, jobs=2), learn)[1] == []
     with pytest.raises(UserError, match="sweep with other axes"):

@@ -76,7 +76,7 @@ class RunReader:
 
 
 def name_apart(runs: list[WatchedRun]) -> None:
-    """Give runs the shortest ends of their paths that tell them apart: seed0/run, seed1/run."""
+    """Give runs the shortest ends of their paths that distinguish them: seed0/run, seed1/run."""
     for run in runs:
         parts = run.path.absolute().parts
         others = [other.path.absolute().parts for other in runs if other is not run]

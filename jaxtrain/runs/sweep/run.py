@@ -116,15 +116,15 @@ class Sweep:
         self.settle(trial, status)
 
     def settle(self, trial: TrialRun, status: int) -> None:
-        """Tell the study and people what became of a trial."""
+        """Record and log the outcome of a trial."""
         metric, value = self.file.sweep.metric, trial.value
         if status == 0 and trial.state == "finished" and value is not None:
-            self.study.tell(trial.number, value, "complete")
+            self.study.record(trial.number, value, "complete")
             self.log(f"{trial.name}: {metric} {value:.6g}")
         elif trial.pruned:
-            self.study.tell(trial.number, None, "pruned")
+            self.study.record(trial.number, None, "pruned")
         elif status == 0 and trial.state == "finished":
-            self.study.tell(trial.number, None, "fail")
+            self.study.record(trial.number, None, "fail")
             self.failed += 1
             logged = ", ".join(sorted(trial.run.metrics)[:40])
             self.log(f"{trial.name}: finished without sweep.metric {show(metric)}; it has {logged}")
@@ -133,7 +133,7 @@ class Sweep:
             self.study.left.add(trial.number)
             self.log(f"{trial.name}: interrupted; the same sweep goes on with it")
         else:
-            self.study.tell(trial.number, None, "fail")
+            self.study.record(trial.number, None, "fail")
             self.failed += 1
             lines = "".join(f"\n    {line}" for line in trial.last_lines())
             self.log(f"{trial.name}: failed (exit code {status}); {trial.log}:{lines}")
@@ -154,7 +154,7 @@ class Sweep:
         with self.study.locked():
             write_atomically(self.study.folder / "sweep.csv", text.getvalue(), durable=False)
 
-    def tell_best(self) -> None:
+    def log_best(self) -> None:
         """The best trials, and where to look."""
         rows = list_results(self.file, self.study)
         done = [row for row in rows if row["state"] == "complete"]
@@ -196,18 +196,18 @@ def split_gpus(jobs: int, environ: Mapping[str, str]) -> list[Any]:
 
 @contextmanager
 def watch_signals(stopped: threading.Event):
-    """SIGTERM and SIGINT say that it is over, a second one at once; as before afterwards."""
+    """Set `stopped` on SIGTERM or SIGINT; a second one ends at once."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def hear(number, frame):
+    def stop(number, frame):
         if stopped.is_set():
             raise KeyboardInterrupt
         stopped.set()
 
-    before = [signal.signal(number, hear) for number in numbers]
+    before = [signal.signal(number, stop) for number in numbers]
     try:
         yield
     finally:
@@ -235,7 +235,7 @@ def sweep_command(
         log(f"{study.retry()} failed trials are tried again")
     sweep = Sweep(file, study, log)
     failed = sweep.run()
-    sweep.tell_best()
+    sweep.log_best()
     if sweep.stopped.is_set():
         log("interrupted: the same command goes on")
     return 1 if failed else 0

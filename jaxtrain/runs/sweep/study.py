@@ -153,7 +153,7 @@ class Study:
                 trial.report(value, step)
         return trial.should_prune()
 
-    def tell(self, number: int, value: float | None, state: str) -> None:
+    def record(self, number: int, value: float | None, state: str) -> None:
         """Record the outcome of a trial: state "complete" with a value, "pruned" or "fail"."""
         with self.locked():
             trial_state = self.optuna.trial.TrialState[state.upper()]
