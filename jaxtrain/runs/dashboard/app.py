@@ -14,6 +14,7 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.pilot import Pilot
 from textual.widgets import Footer, Input, ProgressBar, Static, TabbedContent
+from typing_extensions import override
 
 from jaxtrain.errors import UserError
 from jaxtrain.runs.dashboard.reader import RunReader
@@ -35,6 +36,8 @@ from jaxtrain.runs.dashboard.text import cut_left
 from jaxtrain.runs.dashboard.view import SCREENS, DashboardView
 from jaxtrain.runs.run_files import write_output
 
+SEARCHED = ("metrics", "samples", "log")
+"""Screens with a search."""
 READ_SECONDS, DRAW_SECONDS = 0.5, 5.0
 """Between two readings; and between two pictures when nothing is new: times pass."""
 
@@ -138,6 +141,7 @@ class WatchApp(App[None]):
     def enter_screen(self) -> None:
         """Draw a screen that was just chosen."""
         self.pane.focus_main()
+        self.refresh_bindings()
         self.draw()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -164,6 +168,10 @@ class WatchApp(App[None]):
         """Hold the picture while reading goes on."""
         self.held = not self.held
         self.draw()
+
+    @override
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return action != "search" or self.tabs.active in SEARCHED
 
     def action_search(self) -> None:
         """Type a regular expression."""

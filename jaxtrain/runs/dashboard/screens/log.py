@@ -23,10 +23,10 @@ class LogPane(Pane):
     DEFAULT_CSS = "LogPane RichLog { border: round $surface-lighten-2; }"
     BINDINGS: ClassVar = [
         Binding("n", "hit(True)", "next hit"),
-        Binding("N", "hit(False)", "hit before"),
+        Binding("N,shift+n", "hit(False)", "hit before"),
         Binding("w", "warnings", "warnings"),
         Binding("g,home", "top", "top"),
-        Binding("G,end", "bottom", "end"),
+        Binding("G,shift+g,end", "bottom", "end"),
     ]
     warnings = False
     hit_line = -1

@@ -29,6 +29,7 @@ TIME = re.compile(r"\d\d:\d\d:\d\d ")
 MAX_ROWS, MAX_COLUMNS, CHART_ROWS, WIDE = 10, 3, 8, 126
 """Charts below and beside each other; rows that one needs; columns from which three are beside
 each other."""
+MAX_EVENTS = 50
 CHOICES = {"log": 2, "smooth": len(SMOOTH), "axis": len(X_AXES), "columns": MAX_COLUMNS + 1}
 """What keys change, and the number of its values; no columns: by the width."""
 
@@ -135,7 +136,7 @@ class MetricsPane(Pane, can_focus=True):
         self.query_one("#numbers Static", Static).update(draw_numbers(first, names))
         hardware = draw_hardware(first, now, *self.query_one("#hardware").size)
         self.fill("#hardware", *hardware)
-        lines = [style_event(line) for line in list_events(first)[-50:]]
+        lines = [style_event(line) for line in list_events(first)]
         space = max(self.query_one("#events").size.height, 1)
         self.fill("#events", "events", Text("\n").join(lines[-space:]))
         self.fill("#brief", "", Text("\n").join([Text(summarize_hardware(first)), *lines[-1:]]))
@@ -300,9 +301,10 @@ def draw_numbers(run: WatchedRun | None, names: Sequence[str]) -> Table:
 
 
 def list_events(run: WatchedRun | None) -> list[str]:
-    """Return the lines of the log that report no step: the timed ones, if the log has times."""
+    """Return the last lines of the log that report no step: the timed ones, if it has times."""
     lines = [line for line in run.log if line.strip() and not is_step(line)] if run else []
-    return [flat(line) for line in [line for line in lines if TIME.match(line)] or lines]
+    timed = [line for line in lines if TIME.match(line)]
+    return [flat(line) for line in (timed or lines)[-MAX_EVENTS:]]
 
 
 def style_event(line: str) -> Text:

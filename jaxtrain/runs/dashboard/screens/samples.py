@@ -38,11 +38,13 @@ class SamplesPane(Pane):
         Binding("t", "unfold", "tool calls"),
         Binding("escape", "open(False)", "back", show=False),
         Binding("right,n", "move(1)", "open: next", show=False),
-        Binding("left,N", "move(-1)", "open: before", show=False),
+        Binding("left,N,shift+n", "move(-1)", "open: before", show=False),
         Binding("g,home", "ends(True)", "top", show=False),
-        Binding("G,end", "ends(False)", "end", show=False),
+        Binding("G,shift+g,end", "ends(False)", "end", show=False),
     ]
     order, unfolded = "newest", False
+    _source: Any = None
+    _samples: list[Sample] = []
 
     def compose(self) -> ComposeResult:
         """Yield the table and one conversation."""
@@ -61,13 +63,15 @@ class SamplesPane(Pane):
     @override
     def draw(self) -> None:
         run, width, pattern = self.view.first, self.table.size.width, self.view.pattern(self.NAME)
-        samples, narrow = self.listed(), width < 88
+        source = (run and (run.path, run.samples_seen, len(run.samples)), self.order, pattern)
+        if source != self._source:
+            self._source, self._samples = source, self.list_samples()
+        samples, narrow = self._samples, width < 88
         titles = ["step", "reward", "tokens", "end"] + ([] if narrow else ["version"])
         columns = [(title, max(len(title), 6)) for title in titles]
         half = max((width - sum(w + 2 for _, w in columns) - 6) // 2, 8)
-        source = (run and (run.path, run.samples_seen), self.order, pattern, width)
         rows = (draw_row(sample, narrow) for sample in samples)
-        self.table.fill(source, [*columns, ("prompt", half), ("answer", half)], rows)
+        self.table.fill((*source, width), [*columns, ("prompt", half), ("answer", half)], rows)
         number = min(self.table.cursor_row + 1, len(samples))
         self.table.border_title = Text(f"samples of {run.name}" if run else "samples")
         none = "no sample fits the search" if pattern else "no sample was kept yet"
@@ -79,7 +83,7 @@ class SamplesPane(Pane):
             self.whole.border_title = Text(f"sample {number} of {len(samples)}, step {step}")
             self.whole.query_one(Static).update(draw_conversation(sample, self.unfolded))
 
-    def listed(self) -> list[Sample]:
+    def list_samples(self) -> list[Sample]:
         """The samples of the chosen run that fit the search, in the chosen order."""
         run, pattern = self.view.first, self.view.pattern(self.NAME)
         samples = list(reversed(run.samples)) if run else []
