@@ -252,7 +252,8 @@ def _roles_to_train(conversion: Conversion, value: Any) -> None:
 
 RULES = {**TRAINER, **load_rules("axolotl", {**vars(shared), **globals()})}
 """Every key that is known."""
-RULES["trl"].inner.update({**GRPO, **RULES["trl"].inner})
+TRL_RULES = RULES["trl"].inner or {}
+TRL_RULES.update({**GRPO, **TRL_RULES})
 DATASET = RULES["datasets"].inner or {}
 FIELDS = {
     name: rule.key.removeprefix("fields.")

@@ -46,7 +46,7 @@ SAMPLING_DEFAULTS = {"max_completion_length": 512, "temperature": 1.0}
 
 def _rewards(conversion: Conversion, value: Any) -> None:
     source = {**(conversion.source.get("trl") or {}), **conversion.source}
-    rewards = [{"function": str(name)} for name in listed(value)]
+    rewards: list[dict[str, Any]] = [{"function": str(name)} for name in listed(value)]
     for reward, weight in zip(rewards, listed(source.get("reward_weights")), strict=False):
         reward["weight"] = float(weight)
     conversion.set("rewards", rewards)

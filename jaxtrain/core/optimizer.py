@@ -196,7 +196,7 @@ def _muon(
             mask=mask,
         ),
     }
-    labels = {path: "adam" if n is None else "muon" for path, n in numbers.items()}
+    labels: dict[Any, str] = {path: "adam" if n is None else "muon" for path, n in numbers.items()}
     return optax.partition(transforms, labels)
 
 

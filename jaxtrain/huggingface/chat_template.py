@@ -6,7 +6,6 @@ which is started with the first of them and shared by all threads.
 
 import atexit
 import functools
-import itertools
 import json
 import os
 import pickle
@@ -230,7 +229,8 @@ def _find_call_form(template: str, special: Mapping[str, Any]) -> CallForm:
     function = {"name": "probe_name", "arguments": {"probe_key": "probe_value"}}
     call = {"type": "function", "id": "probecall", "function": function}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-    for form in itertools.product((False, True), repeat=2):
+    forms: list[CallForm] = [(False, False), (False, True), (True, False), (True, True)]
+    for form in forms:
         messages = [{"role": "user", "content": "Q"}, _write_calls(turn, *form)]
         reply = _run(template, messages, None, False, special, "text")
         text = reply.text if reply.kind == "text" else ""

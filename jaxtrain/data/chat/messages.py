@@ -311,7 +311,8 @@ def read_thought(key: str, value: Any) -> str:
     """Return a thought, which may be a list of text parts."""
     if isinstance(value, list):
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in value]
-        value = "".join(parts) if all(isinstance(part, str) for part in parts) else value
+        texts = [part for part in parts if isinstance(part, str)]
+        value = "".join(texts) if len(texts) == len(parts) else value
     if is_empty(value):
         return ""
     if not isinstance(value, str):

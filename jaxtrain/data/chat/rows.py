@@ -244,7 +244,7 @@ class Row:
             value = self.read_messages(value)
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
         self.refuse_media()
-        whole = self.with_context(messages)
+        whole = self.with_context(list(messages or ()))
         if isinstance(value, str) and len(whole) == 1:
             self._compare(name, whole)
             return value

@@ -42,7 +42,7 @@ class RankedReaderProtocol(Protocol):
     want: str
     sequence_len: int
 
-    def __call__(self, row: dict[str, Any], origin: str) -> list[Ranked | Dropped]: ...
+    def __call__(self, row: dict[str, Any], origin: str) -> list[Ranked | RowNote]: ...
 
 
 def probe_preferences(part: MixturePart, reader: RankedReaderProtocol, row_tokens: int) -> Probe:

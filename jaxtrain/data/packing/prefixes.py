@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from jaxtrain.data.packing.tree import Node, Tree, Weights
-from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.sample import RowNote, Sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,16 +157,16 @@ def _make_node(
 
 
 def share_prefixes(
-    results: Sequence[Sample | Dropped], max_tokens: int
-) -> list[Sample | Tree | Dropped]:
+    results: Sequence[Sample | RowNote], max_tokens: int
+) -> list[Sample | Tree | RowNote]:
     """Merge the samples of a row into trees of at most `max_tokens` tokens each.
 
     Samples that do not fit into one tree continue in the next, so that none is lost. A sample that
     shares nothing stays a sample.
     """
     samples = [item for item in results if isinstance(item, Sample)]
-    dropped = [item for item in results if isinstance(item, Dropped)]
-    merged: list[Sample | Tree | Dropped] = []
+    dropped = [item for item in results if isinstance(item, RowNote)]
+    merged: list[Sample | Tree | RowNote] = []
     for group in group_samples(samples, max_tokens):
         if len(group) == 1:
             merged += group

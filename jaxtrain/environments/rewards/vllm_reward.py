@@ -225,6 +225,7 @@ def write_steps(
     """Encode a prompt and an answer: (token ids, index of the last token of each separator)."""
     from jaxtrain.config.data import DataConfig, DatasetConfig
     from jaxtrain.data.chat.messages import MalformedRow
+    from jaxtrain.data.chat.rows import Row
     from jaxtrain.data.comparisons.stepwise import StepwiseReader
     from jaxtrain.environments.rewards.texts import text_of
 
@@ -233,7 +234,7 @@ def write_steps(
         DatasetConfig(path="reward"), open_writer(tokenizer).tokenizer, DataConfig(), separator
     )
     try:
-        before, tokens, _ = reader.read({"prompt": prompt, "completions": steps})
+        before, tokens, _ = reader.read(Row({"prompt": prompt, "completions": steps}))
     except MalformedRow:
         return [], []
     ends, end = [], len(before) - 1

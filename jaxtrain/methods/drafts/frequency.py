@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxtrain.data.counts import Progress
 from jaxtrain.data.packing.tree import Forest, Tree, TreeGroup
-from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sample import RowNote
 from jaxtrain.data.sources.readers import IndexedReader, Items, MixturePart, StreamReader, is_stream
 
 
@@ -59,7 +59,7 @@ def read_items(
         reader.close()
 
 
-def add_counts(counts: np.ndarray, items: Iterable[Tree | Forest | TreeGroup | Dropped]) -> None:
+def add_counts(counts: np.ndarray, items: Iterable[Tree | Forest | TreeGroup | RowNote]) -> None:
     """Add to int64 [V] the trained tokens of trees."""
     for item in items:
         if isinstance(item, Tree):

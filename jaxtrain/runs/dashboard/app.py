@@ -5,7 +5,7 @@ Textual draws on stderr, so that stdout stays free. Nothing here ever writes int
 
 import time
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from rich.text import Text
 from textual import events, on
@@ -238,7 +238,7 @@ def take_picture(app: WatchApp, size: tuple[int, int]) -> tuple[str, str]:
     """Return the first screen as text and as SVG, drawn without a terminal."""
     picture = ("", "")
 
-    async def draw(pilot: Pilot[None]) -> None:
+    async def draw(pilot: Pilot[object]) -> None:
         nonlocal picture
         await settle(pilot)
         picture = (app.export_text(), app.export_screenshot())
@@ -248,7 +248,7 @@ def take_picture(app: WatchApp, size: tuple[int, int]) -> tuple[str, str]:
     return picture
 
 
-async def settle(pilot: Pilot[None]) -> None:
+async def settle(pilot: Pilot[Any]) -> None:
     """Draw once more when all widgets know their sizes."""
     await pilot.pause()
     cast(WatchApp, pilot.app).draw()

@@ -11,6 +11,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Grid, Horizontal, VerticalScroll
+from textual.visual import VisualType
 from textual.widgets import Static
 from typing_extensions import override
 
@@ -141,7 +142,7 @@ class MetricsPane(Pane, can_focus=True):
         self.fill("#events", "events", Text("\n").join(lines[-space:]))
         self.fill("#brief", "", Text("\n").join([Text(summarize_hardware(first)), *lines[-1:]]))
 
-    def fill(self, selector: str, title: str, content: object) -> None:
+    def fill(self, selector: str, title: str, content: VisualType) -> None:
         """Show content below a title."""
         widget = self.query_one(selector, Static)
         widget.border_title = Text(title)
@@ -268,7 +269,7 @@ class MetricsPane(Pane, can_focus=True):
     def on_click(self, event: events.Click) -> None:
         """Choose the clicked chart; open it with the second click."""
         plots = list(self.query(Plot))
-        if event.widget in plots and not self.opened:
+        if isinstance(event.widget, Plot) and not self.opened:
             size = self.grid[0] * self.grid[1]
             clicked = self.chosen // size * size + plots.index(event.widget)
             self.opened, self.chosen = clicked == self.chosen, clicked
@@ -291,9 +292,11 @@ def draw_numbers(run: WatchedRun | None, names: Sequence[str]) -> Table:
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     table.add_column(justify="right", style="cyan", no_wrap=True)
     table.add_column(style="green", no_wrap=True)
-    for title, members in group(name for name in names if run and name in run.metrics):
+    if run is None:
+        return table
+    for title, members in group(name for name in names if name in run.metrics):
         table.add_row(Text(title, style="bold"))
-        for name in members if run else ():
+        for name in members:
             value = plain(run.last(name))
             short = Text(" " + cut_left(SHORT.get(name) or flat(name), 26 - len(value)))
             table.add_row(short, value, spark(np.array(run.metrics[name].values), 3))

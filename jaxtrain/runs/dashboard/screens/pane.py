@@ -1,7 +1,7 @@
 """What the five screens have in common, and tables whose cells are plain text."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, cast
 
 from rich.text import Text
 from textual.widgets import DataTable, TabPane
@@ -10,6 +10,14 @@ from jaxtrain.runs.dashboard.view import DashboardView
 
 Column = tuple[str, int]
 """Title and width in cells; 0: as its content needs."""
+
+
+class Dashboard(Protocol):
+    """Interface of the application to its screens."""
+
+    def draw(self) -> None: ...
+
+    def action_show(self, name: str) -> None: ...
 
 
 class Pane(TabPane):
@@ -38,7 +46,12 @@ class Pane(TabPane):
 
     def redraw(self) -> None:
         """Draw this screen and the head once the widgets have their sizes."""
-        self.app.call_after_refresh(self.app.draw)
+        self.app.call_after_refresh(self.dashboard.draw)
+
+    @property
+    def dashboard(self) -> Dashboard:
+        """The application, which draws the chosen screen."""
+        return cast(Dashboard, self.app)
 
 
 class TextTable(DataTable[Text]):

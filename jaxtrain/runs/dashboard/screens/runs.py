@@ -107,22 +107,22 @@ class RunsPane(Pane):
         """Make a run the one that all screens show."""
         if event.cursor_row != self.view.chosen and self.view.runs:
             self.view.chosen = event.cursor_row
-            self.app.draw()
+            self.dashboard.draw()
 
     @on(TextTable.RowSelected, "#runs-table")
     def leave(self) -> None:
         """Look at the metrics of the chosen run."""
-        self.app.action_show("metrics")
+        self.dashboard.action_show("metrics")
 
     def action_mark(self) -> None:
         """Compare the chosen run with others, or stop that."""
         self.view.marked = None if self.view.marked is self.view.first else self.view.first
-        self.app.draw()
+        self.dashboard.draw()
 
     def action_unmark(self) -> None:
         """Compare all runs again."""
         self.view.marked = None
-        self.app.draw()
+        self.dashboard.draw()
 
     def action_hide(self) -> None:
         """Hide the chosen run's curves, or draw them again."""
@@ -131,7 +131,7 @@ class RunsPane(Pane):
             if not self.view.shown:
                 self.view.hidden.clear()
                 self.notify("one run at least is shown")
-            self.app.draw()
+            self.dashboard.draw()
 
 
 def show_value(run: WatchedRun, key: str) -> str:

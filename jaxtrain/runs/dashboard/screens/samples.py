@@ -86,7 +86,7 @@ class SamplesPane(Pane):
     def list_samples(self) -> list[Sample]:
         """The samples of the chosen run that fit the search, in the chosen order."""
         run, pattern = self.view.first, self.view.pattern(self.NAME)
-        samples = list(reversed(run.samples)) if run else []
+        samples: list[Sample] = [*reversed(run.samples)] if run else []
         if pattern is not None:
             samples = [sample for sample in samples if pattern.search(whole_text(sample))]
         if self.order != "newest":

@@ -45,7 +45,8 @@ class ServersPane(Pane):
         names = [n for p in NUMBERS for n in (run.metrics if run else ()) if fnmatchcase(n, p)]
         values = [
             [cut_left(flat(name), 50), Text(plain(run.last(name)), "cyan", justify="right")]
-            for name in (names[:MAX_NUMBERS] if run else ())
+            for name in names[:MAX_NUMBERS]
+            if run
         ]
         numbers = self.query_one("#lag-table", TextTable)
         numbers.fill(
