@@ -27,7 +27,8 @@ def read_row(row: Mapping[str, Any], column: str) -> Prompt:
     try:
         prompt = read_prompt(Row(row), column)
     except MalformedRow as error:
-        raise UnusableRow(error.describe("env: a row cannot be used")) from None
+        reason = error.describe("env: a row cannot be used")
+        raise UnusableRow(f"{reason}; env.prompt_column is {column!r}") from None
     if prompt is None:
         raise UserError(
             f"env: a row has no prompt; it needs {column!r} (a text or messages) or messages, found"

@@ -134,6 +134,7 @@ def test_a_forest_packs_as_its_trees_do():
 
     class Reader:
         pass_len = None
+        repeated = False
 
         def __init__(self):
             self.left = [[forest], [line], [forest], [line]]

@@ -171,7 +171,8 @@ def test_calculator_conversations_branch_where_the_agent_thinks(tokenizer):
         task = TreeTask(rendering=rendering)
         part = Trees(task, make_data(dataset, sequence_len=512), tokenizer).open(dataset)
         for index in range(20):
-            (tree,) = part.tokenize(part.rows[index], "")
+            tree, *notes = part.tokenize(part.rows[index], "")
+            assert {note.reason for note in notes} == {"column 'answers'", "column 'problems'"}
             thoughts = sum(
                 bool(message.get("reasoning_content")) for message in part.rows[index]["messages"]
             )
@@ -203,7 +204,8 @@ def test_trials_of_a_task_share_their_beginning(tokenizer, rendering):
     part = Trees(grouped, data, tokenizer).open(dataset)
     trial_rows = part.rows[0]["group"]
     assert [row["trial"] for row in trial_rows] == [0, 1]
-    (tree,) = part.tokenize(part.rows[0], "")
+    tree, *notes = part.tokenize(part.rows[0], "")
+    assert "column 'task_id'" not in {note.reason for note in notes}  # rows are grouped by it
     assert tree.num_branches == 2 and len(tree.nodes[0].tokens) > 1000  # the policy is shared
     assert sum(tree.branch_lengths()) - tree.num_tokens == len(tree.nodes[0].tokens)
 

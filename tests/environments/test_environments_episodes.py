@@ -135,7 +135,7 @@ def test_raw_texts_are_continued_as_they_are(tokenizer):
         play(env, {"text": [{"role": "user", "content": "a"}]}, engine)
 
 
-@pytest.mark.parametrize("row", [{"question": "x"}, {"prompt": ""}, {"prompt": []}, {"prompt": 3}])
+@pytest.mark.parametrize("row", [{"statement": "x"}, {"prompt": ""}, {"prompt": []}, {"prompt": 3}])
 def test_a_row_without_a_prompt_is_named(tokenizer, row):
     with pytest.raises(UserError, match="env.prompt_column"):
         play(open_env(EnvConfig(), tokenizer), row, None)

@@ -17,7 +17,7 @@ from jaxtrain.data.sources.row_views import GroupedRows, SyntheticTurns
 from jaxtrain.errors import UserError
 from jaxtrain.methods.trees.config import TreeTask
 from jaxtrain.methods.trees.modes import LengthLimits, TreeBuilder
-from jaxtrain.methods.trees.selection import select_rows
+from jaxtrain.methods.trees.selection import ESTIMATES, select_rows
 from jaxtrain.methods.trees.turns import TrainedParts
 from jaxtrain.safe_io import parse_json, read_text
 from jaxtrain.text_safety import show
@@ -99,6 +99,9 @@ def _open_trees(
         rows = _group(rows, task.group_by, dataset.path)
         rows = select_rows(rows, metric="none", max_examples=task.max_examples)
     limits = LengthLimits(data.sequence_len, row_tokens)
+    grouping = [task.group_by] if task.group_by else []
+    if task.filter_by_token_estimate:
+        grouping += ESTIMATES
     builder = TreeBuilder(
         tokenizer,
         "turns" if generated else task.split,
@@ -112,6 +115,7 @@ def _open_trees(
         "error" if data.too_long == "error" else "drop",
         dataset.special_tokens,
         dataset.chat_template_kwargs,
+        frozenset(f"column {show(name, 60)}" for name in grouping),
     )
     return rows, builder
 

@@ -150,6 +150,8 @@ class TreeBuilder:
     """Meaning of control tokens that a text spells."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Variables of the chat template, which those of a row replace."""
+    grouping: frozenset[str] = frozenset()
+    """Columns by which rows were selected and grouped, so that they count as read."""
 
     def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | TreeGroup | RowNote]:
         members = row["group"] if set(row) == {"group"} else [row]
@@ -166,7 +168,8 @@ class TreeBuilder:
             return [Dropped("turn is tokenized differently in context", origin)]
         units = build_units(group, self.mode, self.trained, self.limits, origin)
         for member in rows:
-            units += note_unread(member.unread, origin)
+            names = [name for name in member.unread if name not in self.grouping]
+            units += note_unread(names, origin)
         if self.too_long == "error" and any(
             isinstance(unit, Dropped) and unit.reason == "too long" for unit in units
         ):

@@ -50,6 +50,10 @@ def score_row(row: Mapping[str, Any], fields: Mapping, roles: Mapping) -> RowSco
     return RowScore(estimate_tokens(row), len(spoken), thoughtful, num_turns, True)
 
 
+ESTIMATES = ("token_usage", "rlm_final_input_tokens", "rlm_final_output_tokens")
+"""Columns that `estimate_tokens` reads."""
+
+
 def estimate_tokens(row: Mapping[str, Any]) -> float:
     """token_usage.final_{input,output}_tokens, else rlm_final_..., added up; inf if not given."""
     usage = row.get("token_usage")
