@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain.config.task import StructuredOutputs
+from jaxtrain.data.chat.messages import MalformedRow, MessageReader
 from jaxtrain.environments.tool_calls import split_thinking
 from jaxtrain.generation.engine import Sampling
 
@@ -175,66 +176,25 @@ def same_number(requested: Any, expected: float) -> bool:
 
 
 def read_message(message: Any, names: dict[str, str]) -> dict[str, Any]:
-    """Convert a message to chat-template form. names: {tool call id: name}, extended in place."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestRefused(400, "each message must be an object with a role")
-    role = "system" if message["role"] == "developer" else message["role"]
-    read: dict[str, Any] = {"role": role, "content": read_content(message.get("content"))}
-    thinking = message.get("reasoning_content") or message.get("reasoning")
-    if isinstance(thinking, str):
-        read["reasoning_content"] = thinking
-    if calls := message.get("tool_calls"):
-        read["tool_calls"] = [read_tool_call(call, names) for call in calls]
-    if role == "tool":
-        call_id = message.get("tool_call_id")
-        read["tool_call_id"] = call_id
-        if name := message.get("name") or names.get(str(call_id)):
-            read["name"] = name
-    elif isinstance(message.get("name"), str):
-        read["name"] = message["name"]
+    """Convert a message to chat-template form, as rows of data are read; arguments that are no JSON
+    object stay text. names: {tool call id: name}, extended in place."""
+    reader = MessageReader(roles={"developer": "system"}, lenient=True)
+    try:
+        read = reader.read(message)
+    except MalformedRow as error:
+        raise RequestRefused(400, f"{error}, found {message!r:.80}") from None
+    read.pop("train", None)
+    # A lone surrogate is JSON, but no text that a tokenizer takes.
+    for key in ("content", "reasoning_content"):
+        if key in read:
+            read[key] = read[key].encode("utf-8", "replace").decode()
+    for call in read.get("tool_calls", ()):
+        call["id"] = str(call.get("id"))
+        names[call["id"]] = call["function"]["name"]
+    if read["role"] == "tool":
+        name = read.get("name") or names.get(str(read.setdefault("tool_call_id", None)))
+        read |= {"name": name} if name else {}
     return read
-
-
-def read_content(content: Any) -> str:
-    """Return the text of a string or of content parts; RequestRefused for other content."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content.encode("utf-8", "replace").decode()
-    if not isinstance(content, list):
-        raise RequestRefused(
-            400, f"content must be a text or a list of parts, found {content!r:.80}"
-        )
-    texts = []
-    for part in content:
-        text = part if isinstance(part, str) else None
-        if isinstance(part, dict) and str(part.get("type", "text")).endswith("text"):
-            text = part.get("text")
-        if not isinstance(text, str):
-            raise RequestRefused(400, f"only texts can be read, found a part {part!r:.80}")
-        texts.append(text)
-    return "".join(texts).encode("utf-8", "replace").decode()
-
-
-def read_tool_call(call: Any, names: dict[str, str]) -> dict[str, Any]:
-    """Convert a tool call, with its arguments as a dict, or as text if they are no JSON object."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestRefused(400, f"a tool call needs function.name, found {call!r:.80}")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            loaded = json.loads(arguments)
-        except (ValueError, RecursionError):
-            loaded = None
-        arguments = loaded if isinstance(loaded, dict) else arguments
-    call_id = str(call.get("id"))
-    names[call_id] = function["name"]
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]]:
@@ -282,7 +242,10 @@ def read_input(items: Any) -> list[dict[str, Any]]:
             case "message":
                 messages.append(read_message(item, names))
             case "function_call":
-                call = read_tool_call({"id": item.get("call_id"), "function": item}, names)
+                function = {key: item.get(key) for key in ("name", "arguments")}
+                wrapped = {"id": item.get("call_id"), "function": function}
+                said = {"role": "assistant", "tool_calls": [wrapped]}
+                (call,) = read_message(said, names)["tool_calls"]
                 last: dict[str, Any] = messages[-1] if messages else {"role": ""}
                 if last["role"] != "assistant":
                     last = {"role": "assistant", "content": ""}

@@ -12,7 +12,7 @@ import pytest
 from jaxtrain.config import SamplingConfig
 from jaxtrain.data.chat.template import load_tokenizer, prompt_tokens
 from jaxtrain.data.sources.calculator import TOOLS
-from jaxtrain.environments.chat_request import limit
+from jaxtrain.environments.chat_request import RequestRefused, limit, read_input, read_message
 from jaxtrain.environments.policy_server import PolicyServer
 from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.environments.tool_calls import find_family, split_calls
@@ -266,7 +266,7 @@ def test_agents_may_say_what_answers_must_match(body, outputs):
         ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"messages": []}, 400, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "texts"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "only text"),
         ({"metadata": {"episode": "99-9"}}, 404, "no episode '99-9'"),
         ({"messages": [ASK | {"content": "word " * 400}]}, 400, "context length"),
     ],
@@ -416,3 +416,22 @@ def test_families_by_their_templates(server):
     assert find_family(server.template.tokenizer.chat_template) == "hermes"
     assert find_family("{{ '[TOOL_CALLS]' }}") == "mistral"
     assert find_family("""{{ '{"name": "' + x + '", "parameters": ' }}""") == "llama3"
+
+
+def test_older_forms_of_messages_are_read_as_in_data():
+    names: dict[str, str] = {}
+    call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "?"}}
+    read = read_message(call, names)
+    assert read["tool_calls"][0]["function"] == {"name": "f", "arguments": "?"}
+    parts = [{"type": "thinking", "thinking": "t"}, {"type": "output_text", "text": "hi"}]
+    read = read_message({"role": "assistant", "content": parts}, names)
+    assert read == {"role": "assistant", "content": "hi", "reasoning_content": "t"}
+    items = [
+        {"type": "function_call", "call_id": "c", "name": "g", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c", "output": "\ud800"},
+    ]
+    asked, result = read_input(items)
+    assert asked["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert result == {"role": "tool", "content": "?", "tool_call_id": "c", "name": "g"}
+    with pytest.raises(RequestRefused, match="a role is a number"):
+        read_message({"role": 3, "content": ""}, names)

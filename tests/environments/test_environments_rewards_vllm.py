@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from jaxtrain.data.chat.template import end_of_turn, load_tokenizer
+from jaxtrain.data.chat.template import end_of_turn_ids, load_tokenizer
 from jaxtrain.environments.rewards.load import call_function, find_function
 from jaxtrain.errors import UserError
 
@@ -61,7 +61,7 @@ def test_answers_go_as_token_ids_that_end_with_the_turn(server):
     assert (route, key, body["model"]) == ("/classify", "Bearer k", "rm")
     assert body["use_activation"] is False
     tokenizer = load_tokenizer("builtin")
-    assert all(ids[-1] == end_of_turn(tokenizer) for ids in body["input"])
+    assert all(ids[-1] in end_of_turn_ids(tokenizer) for ids in body["input"])
     assert tokenizer.decode(body["input"][1]).count("it is 4 indeed") == 1
     assert actual == [float(len(ids)) for ids in body["input"]]
     long = judge(url=server.url, tokenizer="builtin", max_tokens=len(body["input"][0]))
