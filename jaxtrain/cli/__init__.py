@@ -88,7 +88,7 @@ VERBS = {
     ),
     "plot": Verb("RUN [RUN ...] [--output FILE]", "draw curves", "runs.plot:plot_command"),
     "convert": Verb(
-        "FILE [--output FILE]",
+        "FILE [FILE ...] [--output FILE]",
         "a config of Axolotl, LLaMA-Factory, TRL or prime-rl as ours",
         "cli.convert:run_convert",
     ),

@@ -44,12 +44,22 @@ def rename_architectures(raw: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def warn_unread(config: DecoderConfig, key: str = "model.path") -> None:
-    """Print one line with the attributes of config.json that nothing reads; key: what names it."""
-    if config.unread_attributes:
-        names = ", ".join(spell(name) for name, _ in config.unread_attributes)
+    """Print one line with the attributes of config.json that nothing reads and that say something:
+    not null, false or empty, and not of GenerationConfig. key: what names the folder."""
+    if not config.unread_attributes:
+        return
+    from transformers import GenerationConfig  # seconds: only here
+
+    known, empty = GenerationConfig().to_dict(), ("null", "false", "[]", "{}")
+    named = [
+        spell(name)
+        for name, value in config.unread_attributes
+        if name not in known and value not in empty
+    ]
+    if named:
         print(
-            f"{key}: config.json has {names}, which transformers does not know for this model_type;"
-            " ignored, and kept for exports",
+            f"{key}: config.json has {', '.join(named)}, which transformers does not know for this"
+            " model_type; ignored, and kept for exports",
             file=sys.stderr,
             flush=True,
         )

@@ -293,25 +293,37 @@ def test_smollm2_is_read():
     assert dict(config.rope)["rope_theta"] == 100000
 
 
-@pytest.mark.parametrize("noise", ["attention_dropout", "resid_pdrop", "hidden_dropout"])
-def test_what_only_training_draws_is_no_reason_to_refuse(noise):
-    assert families.config_from_hf({**QWEN3, noise: 0.1}) == families.config_from_hf(QWEN3)
-    assert noise in refuse(lambda: families.config_from_hf({**QWEN3, noise: "0.1"}))
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0}
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("raw", "noise"),
+    [(QWEN3, "attention_dropout"), (PHI3, "resid_pdrop"), (PHI3, "embd_pdrop")],
+)
+def test_what_only_training_draws_is_no_reason_to_refuse(raw, noise):
+    assert families.config_from_hf({**raw, noise: 0.1}) == families.config_from_hf(raw)
+    assert noise in refuse(lambda: families.config_from_hf({**raw, noise: "0.1"}))
+
+
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "change"),
     [
-        {"rope_interleaved": True},
-        {"attention_multiplier": 0.5},
-        {"logits_scaling": 8},
-        {"final_logit_softcapping": 30.0},
-        {"quantization_config": {"quant_method": "fp8"}},
-        {"partial_rotary_factor": 0.5},
+        (GEMMA3, {"attn_logit_softcapping": 30.0}),
+        (GEMMA3, {"use_bidirectional_attention": True}),
+        (QWEN3, {"quantization_config": {"quant_method": "odd"}}),
+        (QWEN3, {"partial_rotary_factor": 0.5}),
     ],
 )
-def test_what_changes_the_network_is_still_refused_by_name(change):
-    assert next(iter(change)) in refuse(lambda: families.config_from_hf({**QWEN3, **change}))
+def test_what_changes_the_network_is_still_refused_by_name(raw, change):
+    assert next(iter(change)) in refuse(lambda: families.config_from_hf({**raw, **change}))
+
+
+@pytest.mark.parametrize("change", [{"rope_interleaved": True}, {"attention_multiplier": 0.5}])
+def test_what_transformers_does_not_know_is_carried(change):
+    assert families.config_from_hf({**QWEN3, **change}).to_hf().items() >= change.items()
 
 
 def test_zero_bytes_and_shapes_of_none_are_fine(tmp_path):

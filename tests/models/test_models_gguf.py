@@ -173,5 +173,8 @@ def test_smollm2(tmp_path):
 
     question = "What is the capital of France? Answer in one sentence."
     model = Model(path)
-    answer = model.generate([[{"role": "user", "content": question}]], temperature=0.0)
-    assert "The capital of France is Paris." in str(answer)
+    prompt = model.tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+    )
+    (answer,) = model.generate([prompt], temperature=0.0, max_new_tokens=16)
+    assert "The capital of France is Paris." in model.tokenizer.decode(answer.tokens)
