@@ -84,6 +84,8 @@ def quantize_command(args: argparse.Namespace) -> None:
     trained = (
         open_trained(str(source), [], args.step, all_roles=not args.no_eval) if is_run else None
     )
+    adapter = trained is not None and trained.snapshot.roles.bundle.adapter is not None
+    model = source / ("merged" if adapter else "model") if is_run else source
     with plain_folder(args, trained, output.parent) as plain:
         family = None if trained is None else trained.config.model.family
         names = choose_matrices(plain, family)
@@ -97,15 +99,13 @@ def quantize_command(args: argparse.Namespace) -> None:
         for note in list_notes(args.scheme, args.group, names):
             print(note)
         if trained is not None and not args.no_eval:
-            tell_loss(trained, plain, output)
+            tell_loss(trained, model, output)
         elif not args.no_eval:
             print(
                 "held-out loss: jaxtrain eval --config FILE model.path="
                 f"{output}, and the same with {source}"
             )
     if args.scheme in PRESETS:
-        adapter = trained is not None and trained.snapshot.roles.bundle.adapter is not None
-        model = source / ("merged" if adapter else "model") if is_run else source
         export_command = (
             f"  jaxtrain {'merge' if adapter else 'export'} {source}\n" if is_run else ""
         )
@@ -203,15 +203,16 @@ def check_experts(config: DecoderConfig) -> None:
             )
 
 
-def tell_loss(trained: Trained, plain: Path, output: Path) -> None:
-    """Held-out loss of what was exported, and of what the new folder stands for."""
+def tell_loss(trained: Trained, model: Path, output: Path) -> None:
+    """Held-out loss of what was exported, and of what the new folder stands for. model: the folder
+    that export or merge make of the run."""
     import jax
 
     config, task, snapshot, _ = trained
     if not config.data.eval_datasets:
         print(
             "held-out loss: the run has no eval data; jaxtrain eval --config FILE"
-            f" data.eval_datasets.0.path=DATA model.path={output}, and the same with {plain.name}"
+            f" data.eval_datasets.0.path=DATA model.path={output}, and the same with {model}"
         )
         return
     adapter = snapshot.roles.bundle.adapter

@@ -52,6 +52,11 @@ def tokenizer_source(model: ModelConfig) -> str:
     """Return what section model loads its tokenizer from: a GGUF file's is in its folder."""
     name = model.tokenizer or model.path
     assert name is not None, "the config has one of the two"
+    return openable_name(name)
+
+
+def openable_name(name: str) -> str:
+    """Return a model's name as transformers and PEFT open it: of a GGUF file, its folder."""
     return str(find_folder(name, weights=True)) if is_gguf(Path(name)) else name
 
 
@@ -92,10 +97,14 @@ def find_folder(name: str, weights: bool, key: str = "model.path") -> Path:
         return Path(name)
     # A missing folder must not become a request to the Hub, whose error would hide the mistake.
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise UserError(
-            f"{key} {name!r} is not a folder here; give a folder with config.json and"
-            " safetensors, or a Hub id such as Qwen/Qwen3-0.6B"
+        from jaxtrain.models.gguf import CACHE
+
+        advice = (
+            "its GGUF file, opened once more, makes it again: jaxtrain generate FILE.gguf"
+            if CACHE in Path(name).parts
+            else "give a folder with config.json and safetensors, or a Hub id: Qwen/Qwen3-0.6B"
         )
+        raise UserError(f"{key} {name!r} is not a folder here; {advice}")
     # Pickles only where there is nothing else: of these, torch_files reads no code.
     patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
     try:

@@ -11,6 +11,7 @@ import jaxtrain
 from jaxtrain.config import Config
 from jaxtrain.config.provenance import list_outside
 from jaxtrain.config.secrets import redact
+from jaxtrain.core.architecture import openable_name
 from jaxtrain.core.roles import ModelSnapshot
 from jaxtrain.data.chat.template import end_of_turn_ids
 from jaxtrain.distributed.mesh import is_main_process
@@ -54,7 +55,7 @@ def export_model(
         else:
             from jaxtrain.adapters.peft import write_peft
 
-            base = config.model.path
+            base = config.model.path and openable_name(config.model.path)
             write_peft(params, bundle.architecture, bundle.adapter, unfinished, base, dtype)
         if writes:
             bundle.tokenizer.save_pretrained(unfinished)

@@ -45,6 +45,8 @@ BLOCKS = {Q8_0: 32, Q4_0: 32, Q5_0: 32, Q4_K: 256}
 FALLBACK = {Q4_K: Q5_0, Q5_0: F16, Q8_0: F16, Q4_0: F16}
 """The type of a matrix whose rows hold no whole blocks."""
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+CACHE = "jaxtrain-gguf"
+"""Folder in the Hugging Face cache with the folders that files were opened as."""
 
 
 def open_gguf(path: Path) -> Path:
@@ -59,7 +61,7 @@ def open_gguf(path: Path) -> Path:
     status = os.stat(path)
     place = (os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     digest = hashlib.sha256(repr(place).encode()).hexdigest()[:16]
-    folder = Path(HF_HOME) / "jaxtrain-gguf" / f"{path.stem}-{digest}"
+    folder = Path(HF_HOME) / CACHE / f"{path.stem}-{digest}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

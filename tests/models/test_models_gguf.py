@@ -1,7 +1,9 @@
 """GGUF files: what is written reads back within the format's error, and transformers' reader
 agrees; tokenizers give the same tokens."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.ops import full_index
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.huggingface.tokenizer import PROBES
+from jaxtrain.main import main
 from jaxtrain.models import build, families, saving
 
 gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
@@ -140,6 +143,32 @@ def test_transformers_reads_the_same_weights(tmp_path, architecture):
     if architecture == "LlamaForCausalLM":  # rotated pairs lie side by side
         want = want.reshape(4, 2, 32, 256).swapaxes(1, 2).reshape(256, 256)
     np.testing.assert_allclose(q.astype(np.float32), want, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_an_adapter_names_a_base_that_peft_opens(tmp_path):
+    make(tmp_path / "model", "Qwen3ForCausalLM")
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    gguf_models.export_gguf(tmp_path / "model", tmp_path / "model.gguf", "f16", tokenizer)
+    (tmp_path / "config.toml").write_text(
+        f"""
+        run = {{ output_dir = "{tmp_path / "run"}", max_steps = 1 }}
+        model = {{ path = "{tmp_path / "model.gguf"}", compute_dtype = "float32" }}
+        adapter = {{ kind = "lora", rank = 2 }}
+        [data]
+        sequence_len = 128
+        micro_batch_size = 1
+        datasets = [{{ path = "builtin:calculator", options = {{ num_rows = 20 }} }}]
+        """
+    )
+    assert main(["--config", str(tmp_path / "config.toml")]) == 0
+    raw = json.loads((tmp_path / "run" / "model" / "adapter_config.json").read_text())
+    base = Path(raw["base_model_name_or_path"])
+    assert base.parent == tmp_path / "cache" / gguf_models.CACHE
+    assert (base / "config.json").is_file()
+    shutil.rmtree(base)
+    with pytest.raises(UserError, match=r"generate FILE.gguf"):
+        find_folder(str(base), weights=True)
 
 
 def test_q4_k_of_odd_blocks():
