@@ -96,15 +96,16 @@ def find_folder(name: str, weights: bool, key: str = "model.path") -> Path:
     if Path(name).is_dir():
         return Path(name)
     # A missing folder must not become a request to the Hub, whose error would hide the mistake.
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith(".gguf"):
         from jaxtrain.models.gguf import CACHE
 
+        kind = "file" if name.endswith(".gguf") else "folder"
         advice = (
             "its GGUF file, opened once more, makes it again: jaxtrain generate FILE.gguf"
             if CACHE in Path(name).parts
             else "give a folder with config.json and safetensors, or a Hub id: Qwen/Qwen3-0.6B"
         )
-        raise UserError(f"{key} {name!r} is not a folder here; {advice}")
+        raise UserError(f"{key} {name!r} is not a {kind} here; {advice}")
     # Pickles only where there is nothing else: of these, torch_files reads no code.
     patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
     try:

@@ -241,7 +241,7 @@ def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
     if packing is not None and not is_packed(raw):
         method = packing.get("quant_method") if isinstance(packing, Mapping) else None
         description = (
-            f"quant_method={spell(method)}" if isinstance(method, str) else describe(packing)
+            f"quant_method={spell(method)}" if isinstance(method, str) else "no quant_method"
         )
         raise UserError(
             f"config.json: quantization_config with {description} is not supported; read are"

@@ -314,6 +314,7 @@ GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
         (GEMMA3, {"attn_logit_softcapping": 30.0}),
         (GEMMA3, {"use_bidirectional_attention": True}),
         (QWEN3, {"quantization_config": {"quant_method": "odd"}}),
+        (QWEN3, {"quantization_config": {"producer": "odd"}}),
         (QWEN3, {"partial_rotary_factor": 0.5}),
     ],
 )

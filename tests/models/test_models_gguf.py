@@ -185,6 +185,8 @@ def test_a_file_that_is_none_is_refused(tmp_path):
         path.write_bytes(content)
         with pytest.raises(UserError, match="no readable GGUF"):
             find_folder(str(path), weights=True)
+    with pytest.raises(UserError, match="missing.gguf' is not a file here"):
+        find_folder("folder/missing.gguf", weights=True)
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / "several").mkdir(exist_ok=True)
         (tmp_path / "several" / name).write_bytes(b"")
