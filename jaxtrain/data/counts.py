@@ -52,8 +52,9 @@ def count_items(
     """
     if repeated:
         counts["draws"] += 1
-        return
-    add_items(counts, items)
+    else:
+        add_items(counts, items)
+    # With weights the draw that ends the pass may be a repeated one.
     if pass_len is not None and counts["draws"] >= pass_len and not counts["trees"]:
         raise UserError(
             f"no example of the data trains: {describe_drops(counts)}; look at a few with"

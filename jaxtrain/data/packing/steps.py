@@ -220,12 +220,12 @@ class BatchSource:
         self._iterator.set_state({key: state[key] for key in ("packer", "totals")})
 
     def counters(self) -> dict:
-        """Return totals: rows_read, samples, dropped by reason, counts and metrics (see counts.py),
+        """Return totals: rows_read (once each), samples, dropped by reason, counts and metrics (see counts.py),
         tokens, trained_tokens, packing_efficiency, and batch_shapes, each compiled once."""
         state = self._iterator.get_state()
         counts, totals = Counts.restore(state["packer"]), state["totals"]
         return {
-            "rows_read": counts.get("draws", 0),
+            "rows_read": counts.get("rows", 0),
             "samples": counts.get("trees", 0),
             "dropped": drops_of(counts),
             "counts": counts,
