@@ -220,8 +220,9 @@ class BatchSource:
         self._iterator.set_state({key: state[key] for key in ("packer", "totals")})
 
     def counters(self) -> dict:
-        """Return totals: rows_read (once each), samples, dropped by reason, counts and metrics (see counts.py),
-        tokens, trained_tokens, packing_efficiency, and batch_shapes, each compiled once."""
+        """Return totals: rows_read (once each), samples, dropped by reason, counts and metrics (see
+        counts.py), tokens, trained_tokens, packing_efficiency, and batch_shapes, each compiled
+        once."""
         state = self._iterator.get_state()
         counts, totals = Counts.restore(state["packer"]), state["totals"]
         return {
