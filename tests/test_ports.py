@@ -24,6 +24,7 @@ PICKLES_ALLOWED = {
     "jaxtrain/environments/rewards/worker.py": "its other end",
     "jaxtrain/huggingface/chat_template.py": "requests to a worker of this process; no replies",
     "jaxtrain/huggingface/template_worker.py": "its other end",
+    "jaxtrain/huggingface/torch_files.py": "an unpickler that builds tensors alone",
     "jaxtrain/methods/trees/selection.py": "a pool of processes that this process starts",
 }
 LISTENS = re.compile(

@@ -83,7 +83,20 @@ def read_architecture(model: ModelConfig) -> Any:
     """Return the family's own Config of what section `model` names, with the head it has there;
     UserError as in `build_model_bundle`."""
     folder, raw = find_architecture(model)
-    return families.config_from_hf(raw, model.family, folder)
+    return read_config(model, raw, folder)
+
+
+def read_config(model: ModelConfig, raw: dict[str, Any], folder: Path | None) -> Any:
+    """Return the family's own Config; UserError for a key of section model.architecture that no
+    one knows, because there it is a slip rather than a note of the program that wrote a folder."""
+    config = families.config_from_hf(raw, model.family, folder)
+    unknown = [name for name, _ in config.unread_attributes] if model.architecture else []
+    if unknown:
+        raise UserError(
+            f"model.architecture.{unknown[0]}: model_type {config.model_type!r} has no such key;"
+            " remove it or correct its name"
+        )
+    return config
 
 
 def find_folder(name: str, weights: bool, key: str = "model.path") -> Path:

@@ -23,6 +23,7 @@ from jaxtrain.core.architecture import (
     find_tokenizer,
     grow_tables,
     name_padding,
+    read_config,
 )
 from jaxtrain.distributed.compile_cache import keep_compiled
 from jaxtrain.distributed.feed import row_shards
@@ -76,7 +77,7 @@ def build_model_bundle(
 
         if problem := find_problem(folder):
             print(f"warning: {problem}", file=sys.stderr, flush=True)
-    architecture = choose_head(families.config_from_hf(raw, config.model.family, folder), score)
+    architecture = choose_head(read_config(config.model, raw, folder), score)
     check_kind(config.task.kind, raw, "model.path")
     if is_main_process():
         families.warn_unread(architecture)
@@ -115,7 +116,7 @@ def build_auxiliary_bundle(
     that the folder must have."""
     folder, raw = find_architecture(model)
     check_kind(None, raw, key)
-    architecture = choose_head(families.config_from_hf(raw, model.family, folder), score, key)
+    architecture = choose_head(read_config(model, raw, folder), score, key)
     if is_main_process():
         families.warn_unread(architecture, key)
     if score is not None and architecture.score.drawn:

@@ -31,7 +31,9 @@ class Counts(Counter[str]):
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> "Counts":
         """Return the counts of a cursor; older ones counted draws alone."""
-        counts = cls({"rows": state["counts"].get("draws", 0), **state["counts"]})
+        counts = cls(state["counts"])
+        if counts["draws"]:
+            counts.setdefault("rows", counts["draws"])
         counts.firsts = dict(state.get("firsts", {}))
         return counts
 

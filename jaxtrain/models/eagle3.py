@@ -58,6 +58,10 @@ class Config(BaseDraftConfig):
 
     architecture: ClassVar[str] = "LlamaForCausalLMEagle3"
     model_type: ClassVar[str] = "llama"
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "norm_before_residual": (False,),
+        "norm_before_fc": (False,),
+    }
 
     draft_vocab_size: int
     """P; as large as vocab_size where nothing is left out."""

@@ -103,6 +103,10 @@ class GroupedExpertsConfig(ExpertsConfig):
     chosen by sigmoids with a correction bias, beside shared ones."""
 
     renamed: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    }
     wide_router: ClassVar[bool] = True
     """Whether the router multiplies in float32."""
 

@@ -20,6 +20,7 @@ class Config(GroupedExpertsConfig):
     model_type: ClassVar[str] = "solar_open"
     rope_keys: ClassVar[tuple[str, ...]] = ("partial_rotary_factor",)
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GroupedExpertsConfig.fixed,
         "first_k_dense_replace": (0,),
         "intermediate_size": (),
     }

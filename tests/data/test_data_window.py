@@ -21,6 +21,8 @@ class Piece:
 class Replies:
     """A reader of a given list of draws, endless if asked."""
 
+    repeated = False
+
     def __init__(self, draws, endless):
         self.draws, self.endless, self.place = draws, endless, 0
         self.pass_len = len(draws) if any(isinstance(i, Piece) for d in draws for i in d) else None

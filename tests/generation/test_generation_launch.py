@@ -109,7 +109,7 @@ def test_the_command_line_leaves_gpus_before_anything_looks_for_devices(
 @pytest.mark.parametrize(
     "settings, output",
     [
-        ({"launch": "none", "servers": ["http://a:1"], "replicas": 2}, "replicas is for servers"),
+        ({"launch": "none", "servers": ["http://a:1"], "replicas": 2}, "replicas has no effect"),
         ({"launch": "none"}, 'or have jaxtrain start them with rollout.vllm.launch = "local"'),
         ({"gpus": 3, "replicas": 2}, "cannot be split evenly"),
         ({"args": ["--port=8000"]}, "'--port=8000' is set by nothing: a free one is taken"),

@@ -116,7 +116,7 @@ def remove(folder):
         (cut_header, "model.safetensors is truncated or no safetensors"),
         (spoil_header, "damaged header"),
         (drop_shard, "model-00002-of-.* is missing"),
-        (remove, "neither model.safetensors nor"),
+        (remove, "neither weights in safetensors nor"),
     ],
 )
 def test_damage_is_named(tmp_path, damage, words):

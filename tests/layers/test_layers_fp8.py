@@ -151,7 +151,11 @@ def test_what_does_not_go_together_is_refused():
     assert validate_config(table, "here").model.matmul_gradients == "e5m2"
     for section, keys, message in [
         ("adapter", {"kind": "lora", "quantize": "nf4"}, "model.matmul .fp8. .* adapter.quantize"),
-        ("model", table["model"] | {"compute_dtype": "float64"}, "compute_dtype .float64."),
+        (
+            "model",
+            table["model"] | {"compute_dtype": "float64"},
+            "matmul has no effect while .* float64",
+        ),
     ]:
         with pytest.raises(UserError, match=message):
             validate_config(table | {section: keys}, "here")

@@ -252,7 +252,7 @@ def test_a_resumed_run_refreshes_as_the_run_that_was_never_stopped(folders, tmp_
             ],
             "vocab_rows has no effect, for rollout.draft has its vocabulary(.|\n)*"
             "draft_refresh.task.draft.num_layers: the draft is that of rollout.draft(.|\n)*"
-            "draft_refresh.task.kl_decay is for(.|\n)*set warmup_steps instead",
+            "draft_refresh.task.kl_decay has no effect(.|\n)*set warmup_steps instead",
         ),
     ],
 )

@@ -264,7 +264,7 @@ def test_home_is_expanded_in_every_path(tmp_path, monkeypatch):
     config = make_config(
         "~/run",
         model={"tokenizer": "~/tok", "chat_template": "~/t.jinja"},
-        data={"datasets": [{"path": "~/x.jsonl", "tools": "~/t.json"}]},
+        data={"datasets": [{"path": "~/x.jsonl"}]},
         rewards=[{"function": "~/r.py:f"}],
         env={"kind": "~/env.py:Env"},
         task={"kind": "rl"},
