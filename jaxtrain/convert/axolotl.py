@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from jaxtrain.convert import shared
 from jaxtrain.convert.conversion import Conversion, ConversionRule, load_rules
@@ -252,8 +252,8 @@ def _roles_to_train(conversion: Conversion, value: Any) -> None:
 
 RULES = {**TRAINER, **load_rules("axolotl", {**vars(shared), **globals()})}
 """Every key that is known."""
-TRL_RULES = RULES["trl"].inner or {}
-TRL_RULES.update({**GRPO, **TRL_RULES})
+TRL_RULES = cast(dict[str, ConversionRule], RULES["trl"].inner)
+TRL_RULES.update({**GRPO, **TRL_RULES})  # in place, because the rule of `trl` applies this table
 DATASET = RULES["datasets"].inner or {}
 FIELDS = {
     name: rule.key.removeprefix("fields.")

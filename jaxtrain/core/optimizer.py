@@ -178,7 +178,7 @@ def _muon(
         # Updates as large as adamw's (arXiv 2502.16982), so one learning rate fits both.
         return jax.tree.map(lambda update: 0.2 * max(update.shape[-2:]) ** 0.5 * update, updates)
 
-    transforms = {
+    transforms: dict[Any, Any] = {
         "muon": optax.chain(
             optax.contrib.scale_by_muon(
                 beta=optim.beta1, eps=optim.eps, weight_dimension_numbers=matrices

@@ -4,6 +4,7 @@ Textual draws on stderr, so that stdout stays free. Nothing here ever writes int
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -244,7 +245,9 @@ def take_picture(app: WatchApp, size: tuple[int, int]) -> tuple[str, str]:
         picture = (app.export_text(), app.export_screenshot())
         app.exit()
 
-    app.run(headless=True, size=size, auto_pilot=draw)
+    # In a thread, because a notebook's cell lies within an event loop, in which none can be run.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(app.run, headless=True, size=size, auto_pilot=draw).result()
     return picture
 
 
