@@ -4,6 +4,7 @@ row ──recipe.open──> samples, trees ──packing──> rows ──> ro
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,9 +88,11 @@ def open_source(
     parts = opened or [recipe.open(dataset) for dataset in data.datasets]
     row_tokens, units = recipe.row_tokens, recipe.units
     if longer := [size for size in data.length_buckets if size > row_tokens]:
-        raise UserError(
-            f"data.length_buckets {longer[0]:,} is above {row_tokens:,}, the tokens of a row, which"
-            " it would shorten; remove it, or raise data.sequence_len"
+        print(
+            f"data.length_buckets {longer[0]:,} is above {row_tokens:,}, the tokens of a row:"
+            " no row needs it",
+            file=sys.stderr,
+            flush=True,
         )
     shape = StepShape(
         rows_per_microstep,
