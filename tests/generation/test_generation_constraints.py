@@ -16,14 +16,16 @@ import regex
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import SamplingConfig
+from jaxtrain.config.task import StructuredOutputs
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.generation.local.constraints import Grammars
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.models import build, families
 
 pytest.importorskip("llguidance")
 
-V, LENGTH = 520, 32
+V, LENGTH = 512, 32
 SIZES = {
     "model_type": "qwen3",
     "vocab_size": V,
@@ -187,3 +189,12 @@ def test_what_cannot_be_matched_is_named(model, tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UserError, match=r"pip install 'jaxtrain\[constrained\]'"):
         sampler.request([1, 2], sampling(regex="a"))
+
+
+@pytest.mark.parametrize("vocab_size", [512, 520, 544])
+def test_bits_have_the_words_of_the_vocabulary(tokenizer, vocab_size):
+    """Most published vocabularies are multiples of 32."""
+    constraint = Grammars(tokenizer, vocab_size).begin(StructuredOutputs(regex="[ab]"), [2])
+    bits = np.unpackbits(constraint.allowed.view(np.uint8), bitorder="little")
+    assert len(bits) == -(-vocab_size // 32) * 32
+    assert set(np.flatnonzero(bits)) == {tokenizer.encode(letter)[-1] for letter in "ab"}

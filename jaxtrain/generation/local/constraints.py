@@ -21,13 +21,15 @@ from jaxtrain.errors import UserError
 class Constraint:
     """State of one answer's automaton."""
 
-    def __init__(self, matcher: Any):
-        self.matcher = matcher
+    def __init__(self, matcher: Any, num_words: int):
+        """num_words: W."""
+        self.matcher, self.num_words = matcher, num_words
 
     @property
     def allowed(self) -> np.ndarray:
         """Bits of the tokens that may come next, uint32 [W]."""
-        return np.frombuffer(self.matcher.compute_bitmask(), np.uint32)
+        # The library's mask ends with a bit that is no token's: a word more where 32 divides V.
+        return np.frombuffer(self.matcher.compute_bitmask(), np.uint32)[: self.num_words]
 
     def accept(self, token: int) -> None:
         """Go on by a token that was allowed."""
@@ -49,7 +51,7 @@ class Grammars:
         be compiled. ends: the tokens that end it."""
         require_library()
         key = structured.model_dump_json(exclude_defaults=True)
-        return Constraint(self._compiled(key, tuple(ends)).deep_copy())
+        return Constraint(self._compiled(key, tuple(ends)).deep_copy(), -(-self.vocab_size // 32))
 
     def _compile(self, key: str, ends: tuple[int, ...]) -> Any:
         from llguidance import LLMatcher
