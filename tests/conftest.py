@@ -7,6 +7,8 @@ import shutil
 import tempfile
 from importlib.metadata import version
 
+from hypothesis import settings
+
 # The older of two ways to emit fused loops compiles in a quarter of the time. New jaxlibs have only
 # the other way: `make test-kernels` runs the kernels as users compile them.
 os.environ.setdefault(
@@ -43,3 +45,9 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 # as many already: collections that find nothing were 4 to 7 % of a test's time.
 gc.freeze()
 gc.set_threshold(50_000, 20, 50)
+
+# The same examples each time: a change is not refused for what an older one did. To look for new
+# ones: pytest --hypothesis-profile=search.
+settings.register_profile("repeat")
+settings.register_profile("search", max_examples=1000)
+settings.load_profile("repeat")

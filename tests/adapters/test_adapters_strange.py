@@ -145,7 +145,7 @@ ODD = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from([*CONFIG, "lora_dropout", "x"]), ODD, max_size=2))
 def test_any_config_is_taken_or_refused(tmp_path_factory, change):
     folder = tmp_path_factory.getbasetemp() / "adapter"

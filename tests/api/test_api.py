@@ -113,7 +113,7 @@ junk = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None)
 @given(junk)
 def test_anything_is_ids_or_named(model, content):
     try:

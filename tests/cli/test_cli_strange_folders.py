@@ -112,7 +112,6 @@ LINES = st.lists(
 @settings(
     max_examples=80,
     deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(LINES, st.integers(-1, 5))

@@ -18,7 +18,6 @@ GOOD = '[run]\nmax_steps = 3\n[model]\npath = "some/model"\n[[data.datasets]]\np
 TRIES = settings(
     max_examples=60,
     deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

@@ -28,7 +28,6 @@ DEEP = "[" * 300 + "]" * 300
 TRIES = settings(
     max_examples=80,
     deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

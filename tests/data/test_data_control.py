@@ -162,7 +162,7 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(TEXTS, min_size=2, max_size=4), st.integers(0, 3))
 def test_any_text_in_any_message_stays_text(texts, index):
     tokenizer = TOKENIZERS[index]
@@ -182,7 +182,7 @@ def test_any_text_in_any_message_stays_text(texts, index):
 TOKENIZERS = list(odd_tokenizers())
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(st.text(string.printable + "<|>", max_size=30), st.sampled_from(["", *SPELLED]))
 def test_plain_texts_decode_to_themselves(text, spelled):
     tokenizer = TOKENIZERS[0]

@@ -85,7 +85,7 @@ TALK = st.lists(MESSAGE, min_size=1, max_size=7)
 
 
 @pytest.mark.parametrize("name", ["builtin", "qwen2", "last"])
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(talk=TALK, tools=st.sampled_from([None, TOOLS]))
 def test_every_beginning_is_as_it_renders_alone(name, talk, tools):
     tokenizer = TOKENIZERS[name]
@@ -109,7 +109,7 @@ def outcome(renderer, talk, tools, expected):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(talk=TALK, tools=st.sampled_from([None, TOOLS]), data=st.data())
 def test_turns_lie_where_rendering_each_of_them_puts_them(name, talk, tools, data):
     """Marks, errors and further renderings are those of the slow way, for any template."""

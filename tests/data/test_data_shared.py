@@ -144,7 +144,7 @@ def test_nothing_is_lost_that_fits_flat(tokenizer, length, too_long):
     assert total_weights(retained) == sum(s.weights.sum() for s in flat if isinstance(s, Sample))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.integers(1, 2), min_size=2, max_size=8), min_size=1, max_size=6),
     st.integers(8, 20),

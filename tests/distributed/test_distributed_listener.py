@@ -74,7 +74,7 @@ GARBAGE = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(GARBAGE, st.booleans())
 def test_garbage_closes_the_connection(crowded, garbage, ends):
     """Not at the time limit, but as soon as it is known to be garbage or its end has come."""

@@ -58,7 +58,7 @@ def same(a, b) -> bool:
     return type(a) is type(b) and (a == b or a != a)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(VALUES)
 def test_values_come_out_as_they_went_in(value):
     data = b"".join(serialization.pack("a", value))
@@ -104,7 +104,7 @@ HEADERS = st.fixed_dictionaries(
 ODD = [b"[" * 100_000, b"\xff\xfe", b"", b"null", pickle.dumps({"a": 1})]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(
     HEADERS | st.sampled_from(ODD), st.integers(0, 2**64 - 1) | st.none(), st.binary(max_size=40)
 )

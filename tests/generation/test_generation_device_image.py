@@ -298,7 +298,7 @@ def test_memory_that_is_written_meanwhile_is_not_served():
         assert setting.fakes[0].shelves[0].version == -1
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None)
 @given(
     st.fixed_dictionaries(
         {},

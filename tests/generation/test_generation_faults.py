@@ -117,7 +117,7 @@ def test_a_fault_costs_a_try_then_the_group_and_is_told_once(fault, reason):
     assert ("Traceback" in line) == (fault in ("raise", "exit"))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None)
 @given(st.dictionaries(st.integers(0, 11), st.sampled_from([*FAULTS, "user"]), max_size=8))
 def test_every_prompt_is_trained_or_dropped_whatever_its_world_does(faults):
     """Faults by prompt: each place comes out once, and its prompt is done."""

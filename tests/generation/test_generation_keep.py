@@ -26,7 +26,7 @@ def episodes(draw):
     return Episode(*draw(sequences()), "stop", "said", "asked", earlier=earlier, turn_rewards=turns)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(episodes(), max_size=3), st.lists(st.none() | FLOATS, min_size=3, max_size=3))
 def test_a_group_comes_back_through_json(played, rewards):
     given_rewards = [{"right": value} for value in rewards[: len(played)]]

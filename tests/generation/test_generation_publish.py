@@ -360,7 +360,7 @@ MESSAGE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(MESSAGE, st.binary(max_size=80))
 def test_messages_that_make_no_sense_are_answered_and_change_nothing(header, payload):
     shelf, first = WeightReceiver(), collect(pieces(draw_params(0)), SHAPES, "bfloat16")
@@ -371,7 +371,7 @@ def test_messages_that_make_no_sense_are_answered_and_change_nothing(header, pay
     assert shelf.staged is None and wire.checksum(shelf.tensors) == shelf.checksum
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([b"JXW1", b"JXW2"]),
     st.integers(0, 2**32 - 1) | st.none(),

@@ -150,7 +150,7 @@ def test_sharded_parameters_come_a_shard_at_a_time(base):
         np.testing.assert_array_equal(changes[name].positions, same.positions)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**32 - 1), st.floats(0, 1))
 def test_any_split_of_a_tensor_gives_the_changes_of_the_whole(rows, columns, seed, share):
     rng = np.random.default_rng(seed)
@@ -303,7 +303,7 @@ def test_shared_memory_that_was_written_meanwhile_is_not_served():
     assert "another process's memory" in shelf.answer(delta, memoryview(b""))["error"]
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None)
 @given(
     st.recursive(
         st.none() | st.integers() | st.text(max_size=30),

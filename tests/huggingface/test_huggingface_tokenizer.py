@@ -118,7 +118,7 @@ CHANGES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(CHANGES, ODD)
 def test_any_tokenizer_is_taken_or_refused(tmp_path_factory, change, value):
     folder = tmp_path_factory.getbasetemp() / "tokenizer"

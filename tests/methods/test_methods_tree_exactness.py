@@ -237,7 +237,6 @@ def check_forest(name, impl, forest):
 
 RANDOM = settings(
     deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

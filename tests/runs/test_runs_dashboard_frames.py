@@ -207,6 +207,8 @@ def test_facts_are_json_of_numbers(tmp_path):
         payload["metrics"]["eval/accuracy"] == 0.9 and payload["best"]["metric"] == "eval/accuracy"
     )
     assert payload["warnings"] and payload["servers"][1]["state"] == "down"
+    run.beat["attempt"] = {"loss": float("nan")}  # a damaged heartbeat
+    assert json.loads(json.dumps(facts(run), allow_nan=False))["attempt"] == {"loss": None}
 
 
 def test_the_verb_needs_no_jax(tmp_path):

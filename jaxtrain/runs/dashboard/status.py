@@ -207,7 +207,7 @@ def best(run: WatchedRun) -> tuple[str, float, int] | None:
 def facts(run: WatchedRun) -> dict[str, Any]:
     """Return a summary of a run as JSON, for `jaxtrain watch --json`."""
     state, seconds_left, best_value = read_state(run), time_left(run), best(run)
-    return {
+    document = {
         "run": str(run.path),
         "state": state.kind,
         "message": state.text,
@@ -224,10 +224,11 @@ def facts(run: WatchedRun) -> dict[str, Any]:
         if best_value
         else None,
         "metrics": {name: series.values[-1] for name, series in run.metrics.items()},
-        "servers": finite(run.servers),
-        "hardware": {host: finite(lines[-1]) for host, lines in run.hardware.items() if lines},
+        "servers": run.servers,
+        "hardware": {host: lines[-1] for host, lines in run.hardware.items() if lines},
         "warnings": [flat(line)[:500] for line in run.log if is_warning(line)][-20:],
     }
+    return finite(document)
 
 
 def elapsed_and_left(run: WatchedRun, live: bool) -> str:
