@@ -182,7 +182,7 @@ def test_a_hanging_worker_ends_with_its_parent(tmp_path):
     code = (
         "import asyncio\nfrom jaxtrain.config.rewards import RewardConfig\n"
         "from jaxtrain.environments.rewards import open_rewards\n"
-        "from jaxtrain.generation.types import Episode\n"
+        "from jaxtrain.generation.episodes import Episode\n"
         f"r = open_rewards([RewardConfig(function={str(path) + ':forever'!r}, timeout=600)])\n"
         "e = Episode([1], [True], [0.0], [-1], 'stop', completion='a')\n"
         "asyncio.run(r.score([e], {}))\n"
@@ -193,7 +193,7 @@ def test_a_hanging_worker_ends_with_its_parent(tmp_path):
     finally:
         parent.kill()
         parent.wait()
-    assert wait_for(lambda: not alive(int(pid))), "the worker outlived its parent"
+    wait_for(lambda: not alive(int(pid)))  # a worker that outlives its parent fails here
 
 
 def wait_for(condition, seconds=60.0):
@@ -202,7 +202,7 @@ def wait_for(condition, seconds=60.0):
         if actual := condition():
             return actual
         time.sleep(0.1)
-    return False
+    raise AssertionError("waited in vain")
 
 
 def alive(pid):
