@@ -157,14 +157,14 @@ def read_numbers(folder: Path) -> list[dict]:
 
 
 def find_differences(actual: list[dict], expected: list[dict]) -> str:
-    """The first few keys that differ, with their line; "none" where all lines are equal."""
+    """Return the first keys that differ, with line numbers; "none" where all lines are equal."""
     if len(actual) != len(expected):
         return f"{len(actual)} lines for {len(expected)}"
     keys = [
         f"{key}@{number}"
-        for number, (line, other) in enumerate(zip(actual, expected, strict=True))
-        for key in sorted(line.keys() | other.keys())
-        if line.get(key) != other.get(key)
+        for number, (line, reference) in enumerate(zip(actual, expected, strict=True))
+        for key in sorted(line.keys() | reference.keys())
+        if line.get(key) != reference.get(key)
     ]
     return " ".join(keys[:5]) or "none"
 

@@ -40,7 +40,7 @@ class TaskStep:
         return {**self.frozen, **self.state.copies, **self.state.params}
 
     def make_batch(self, tokens: np.ndarray) -> Batch:
-        """The batch of rows [B, T] of one document each, of which every token trains."""
+        """Return the batch of rows [B, T] of one document each, of which every token trains."""
         fields, length = self.task.data.fields, tokens.shape[-1]
         ones = {name: np.ones(length) for name in fields.components}
         rows = [[lay_out(chain(row, ones), "branch")] for row in tokens]

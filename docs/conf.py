@@ -63,38 +63,38 @@ class CodeCell(SphinxDirective):
 
 
 def leave_as_text(app, doctree) -> None:
-    """Links to folders of the repository, which a site does not have: their names are shown.
+    """Replace links to folders of the repository, which a site does not have, by their text.
 
-    Links to its files are downloads already; links to what is not there stay warnings.
+    Links to files are downloads already; links to missing targets stay warnings.
     """
     folder = Path(app.env.doc2path(app.env.docname)).parent
     for node in list(doctree.findall(addnodes.pending_xref)):
         for start in (folder, HERE.parent):  # the README's are seen from the repository
-            place = (start / node.get("reftarget", "")).resolve()
-            if place.is_dir() and HERE.parent in place.parents and node.parent is not None:
+            target = (start / node.get("reftarget", "")).resolve()
+            if target.is_dir() and HERE.parent in target.parents and node.parent is not None:
                 node.replace_self(node.children)
                 break
 
 
-def list_the_rest(app, docname: str, source: list[str]) -> None:
-    """Pages that no table of contents on the front page names go into one of their own."""
+def list_unlisted(app, docname: str, source: list[str]) -> None:
+    """Append tables of contents for the pages that the front page's tables omit."""
     if docname != "index":
         return
     named = set(re.findall(r"^[\w/]+$", source[0], flags=re.M)) | {"index"}
-    rest = sorted(set(app.env.found_docs) - named)
-    for caption, own in (
-        ("Notebooks", [page for page in rest if page.startswith("notebooks/")]),
-        ("More", [page for page in rest if not page.startswith("notebooks/")]),
+    unlisted = sorted(set(app.env.found_docs) - named)
+    for caption, names in (
+        ("Notebooks", [page for page in unlisted if page.startswith("notebooks/")]),
+        ("More", [page for page in unlisted if not page.startswith("notebooks/")]),
     ):
-        if own:
-            pages = "\n".join(own)
+        if names:
+            pages = "\n".join(names)
             source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
 
 
 def setup(app) -> None:
-    """What Sphinx calls first."""
+    """Register directives and hooks with Sphinx."""
     app.add_directive("code-cell", CodeCell)
-    app.connect("source-read", list_the_rest)
+    app.connect("source-read", list_unlisted)
     # A new page changes the front page's tables, though not its file.
     app.connect("env-get-outdated", lambda *_: ["index"])
     app.connect("doctree-read", leave_as_text)

@@ -296,12 +296,12 @@ def find_tied(files: SafetensorsFolder, peft: PeftFolder, raw: Mapping[str, Any]
 def changes_one(peft: PeftFolder, table: str) -> bool:
     """Return whether an adapter of PEFT changes the table or the head of a tied base and leaves the
     other: PEFT computes with a copy of what it trains. Rows of tokens change in both."""
-    whole = peft.full() & {table, HEAD}
+    full = peft.full() & {table, HEAD}
     if HEAD.removesuffix(".weight") in peft.modules():
         return True
-    if len(whole) == 2:
+    if len(full) == 2:
         return not _same_tables(peft)
-    return bool(whole) and not peft.config.get("ensure_weight_tying")
+    return bool(full) and not peft.config.get("ensure_weight_tying")
 
 
 def add_eos(file: Path, eos: int) -> None:

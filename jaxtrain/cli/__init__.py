@@ -5,19 +5,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Verb:
-    """Verb of the command line: its arguments and its purpose in a line of --help each, and the
-    place in jaxtrain of the function "cli.module:function" that reads the rest of the command line
-    and returns the exit code or None. The module is imported when the verb is asked for; it imports
-    nothing heavy by itself."""
+    """Verb of the command line: its arguments, its purpose in a line of --help, and its target,
+    the function "cli.module:function" that reads the remaining arguments and returns the exit code
+    or None. The module is imported when the verb is called and imports nothing heavy by itself."""
 
     arguments: str
     purpose: str
-    place: str
+    target: str
 
     @property
     def function(self) -> str:
         """The function, "package.module:function"."""
-        return f"jaxtrain.{self.place}"
+        return f"jaxtrain.{self.target}"
 
 
 VERBS = {

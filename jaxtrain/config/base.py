@@ -198,10 +198,10 @@ def excludes(first: str, second: str) -> Rule:
     return lambda config: [text] if is_set(config, first) and is_set(config, second) else []
 
 
-def requires(key: str, other: str, cure: str = "") -> Rule:
-    """Refuse a key without another one. cure: the end of the sentence."""
-    text = f"{key} needs {other}{cure}"
-    return lambda config: [text] if value_of(config, key) and not value_of(config, other) else []
+def requires(key: str, needed: str, cure: str = "") -> Rule:
+    """Refuse a key without a second key that it needs. cure: the end of the sentence."""
+    text = f"{key} needs {needed}{cure}"
+    return lambda config: [text] if value_of(config, key) and not value_of(config, needed) else []
 
 
 def at_most(first: str, second: str) -> Rule:

@@ -87,8 +87,8 @@ def read_architecture(model: ModelConfig) -> Any:
 
 
 def read_config(model: ModelConfig, raw: dict[str, Any], folder: Path | None) -> Any:
-    """Return the family's own Config; UserError for a key of section model.architecture that no
-    one knows, because there it is a slip rather than a note of the program that wrote a folder."""
+    """Return the family's Config; UserError for an unknown key of section model.architecture,
+    where it is a slip rather than a note of the program that wrote a folder."""
     config = families.config_from_hf(raw, model.family, folder)
     unknown = [name for name, _ in config.unread_attributes] if model.architecture else []
     if unknown:

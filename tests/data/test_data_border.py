@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config.data import DatasetConfig
-from jaxtrain.data.chat.messages import MOST_TEXT, MalformedRow, read_messages, read_tools
+from jaxtrain.data.chat.messages import MAX_TEXT, MalformedRow, read_messages, read_tools
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.comparisons.preference_row import COLUMNS as COLUMNS_OF_PAIRS
@@ -90,7 +90,7 @@ def refuse(dataset):
             "more than 8,388,608 characters",
         ),
         ({"messages": [ASK, {**SAY, "x": json.loads(DEEP)}]}, "nested deeper"),
-        ({"text": "a" * (MOST_TEXT + 1)}, "more than 2,097,152 characters"),
+        ({"text": "a" * (MAX_TEXT + 1)}, "more than 2,097,152 characters"),
         ({"segments": [{"text": 5, "train": True}]}, "string text"),
         ({"segments": [{"text": "a", "train": 1}]}, "string text"),
         ({"instruction": "a", "output": "b", "input": ["c"]}, "not a text"),
@@ -139,7 +139,7 @@ def test_bad_files_are_named(tmp_path, name, content, expected):
 
 
 def test_rows_that_no_memory_needs_to_hold(tmp_path, monkeypatch):
-    monkeypatch.setattr(jsonl, "MOST_ROW", 100)
+    monkeypatch.setattr(jsonl, "MAX_ROW", 100)
     monkeypatch.setattr(jsonl, "BLOCK", 7)  # borders of blocks fall everywhere
     lines = ['{"text": "a"}', "", '{"text": "' + "b" * 200 + '"}', "  ", '  {"text": "c"}\r', DEEP]
     dataset = write(tmp_path, "\n".join(lines))
@@ -149,7 +149,7 @@ def test_rows_that_no_memory_needs_to_hold(tmp_path, monkeypatch):
     assert [rows.origin(i) for i in range(4)] == [f"x.jsonl line {n}" for n in (1, 3, 5, 6)]
     assert isinstance(actual[1], UnreadableRow) and "MiB" in actual[1].reason
     assert list(jsonl.read_lines(dataset.path)) == actual
-    monkeypatch.setattr(jsonl, "MOST_ROW", 10_000)
+    monkeypatch.setattr(jsonl, "MAX_ROW", 10_000)
     assert "nested" in open_rows(dataset)[3].reason
 
 

@@ -332,7 +332,7 @@ def test_builtin_as_a_stream():
 
 
 def test_a_folder_without_end_is_not_walked(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MOST_ENTRIES", 3)
+    monkeypatch.setattr(sources, "MAX_ENTRIES", 3)
     for number in range(4):
         (tmp_path / f"{number}.jsonl").write_text("{}")
     with pytest.raises(UserError, match="more than 3 files and folders"):

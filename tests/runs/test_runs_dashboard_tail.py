@@ -42,8 +42,8 @@ def test_a_file_that_is_another_is_read_again(tmp_path):
 
 
 def test_long_files_come_in_parts_and_endless_lines_are_dropped(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MOST_READ", 10)
-    monkeypatch.setattr(module, "MOST_LINE", 25)
+    monkeypatch.setattr(module, "MAX_READ", 10)
+    monkeypatch.setattr(module, "MAX_LINE", 25)
     path = tmp_path / "x"
     path.write_bytes(b"a" * 60 + b"\nshort\nb\n")
     tail, actual = Tail(path), []

@@ -27,14 +27,14 @@ from jaxtrain.safe_io import (
 )
 from jaxtrain.text_safety import name_type, show
 
-MOST_TEXT = 1 << 21
+MAX_TEXT = 1 << 21
 """Characters of one text."""
-TOO_MUCH = f"more than {MOST_TEXT:,} characters"
-MOST_OF_ROW = 1 << 23
+TOO_MUCH = f"more than {MAX_TEXT:,} characters"
+MAX_OF_ROW = 1 << 23
 """Characters of a row's texts together."""
-MOST_MESSAGES = 4000
+MAX_MESSAGES = 4000
 """Limit of what a chat template renders within its time budget."""
-MOST_TOOLS = 1024
+MAX_TOOLS = 1024
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "role": ("role", "from"),
@@ -106,8 +106,8 @@ def read_messages(
         value = [value]
     if not isinstance(value, list | tuple) or not value:
         raise MalformedRow("messages must be a list of {role, content}")
-    if len(value) > MOST_MESSAGES:
-        raise MalformedRow(f"more than {MOST_MESSAGES:,} messages")
+    if len(value) > MAX_MESSAGES:
+        raise MalformedRow(f"more than {MAX_MESSAGES:,} messages")
     check_values(value)
     messages = []
     reader = MessageReader(fields, roles, unread, speaker)
@@ -121,7 +121,7 @@ def read_messages(
 
 
 class MessageReader:
-    """Reader of single messages."""
+    """Normalize single messages."""
 
     def __init__(
         self,
@@ -367,8 +367,8 @@ def read_tools(value: Any, name: str = "tools") -> list[dict[str, Any]] | None:
         return None
     if not isinstance(value, list):
         raise MalformedRow(f"{name} must be a list of JSON schemas")
-    if len(value) > MOST_TOOLS:
-        raise MalformedRow(f"more than {MOST_TOOLS:,} tools")
+    if len(value) > MAX_TOOLS:
+        raise MalformedRow(f"more than {MAX_TOOLS:,} tools")
     tools = [read_json(tool, name) if isinstance(tool, str) else tool for tool in value]
     check_values(tools)
     for tool in tools:
@@ -393,14 +393,14 @@ def check_readable(row: Any) -> None:
 
 def check_values(value: Any) -> None:
     """Raise MalformedRow for values that would break a template or tokenizer: deep nesting, half a
-    surrogate pair, texts longer than MOST_TEXT or, together, MOST_OF_ROW."""
+    surrogate pair, texts longer than MAX_TEXT or, together, MAX_OF_ROW."""
     if too_deep(value):
         raise MalformedRow(f"nested deeper than {DEPTH} levels")
     size, pending = 0, [value]
     while pending:
         entry = pending.pop()
         if isinstance(entry, str):
-            if len(entry) > MOST_TEXT:
+            if len(entry) > MAX_TEXT:
                 raise MalformedRow(TOO_MUCH)
             size += len(entry)
             if not entry.isascii() and has_surrogates(entry):
@@ -409,8 +409,8 @@ def check_values(value: Any) -> None:
             pending += [*entry, *entry.values()]
         elif isinstance(entry, list | tuple):
             pending += entry
-    if size > MOST_OF_ROW:
-        raise MalformedRow(f"more than {MOST_OF_ROW:,} characters in all")
+    if size > MAX_OF_ROW:
+        raise MalformedRow(f"more than {MAX_OF_ROW:,} characters in all")
 
 
 def read_json(text: str, name: str) -> Any:

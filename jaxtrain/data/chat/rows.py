@@ -62,7 +62,7 @@ class Conversation:
 
 
 class Row:
-    """One row under the names of the formats; remembers which columns were read."""
+    """Row under the names of the formats, with a record of the columns that were read."""
 
     def __init__(
         self,
@@ -323,7 +323,7 @@ SPEAKERS = ("user", "assistant")
 
 
 class Prompt(NamedTuple):
-    """What is to be answered, with all that a chat template renders."""
+    """Question to answer, with all that a chat template renders."""
 
     value: str | list[Message]
     """Plain text, or messages that do not end with the assistant's."""

@@ -248,9 +248,9 @@ def decode_answer(tokenizer: Any, tokens: Sequence[int], raw: bool = False) -> s
     return tokenizer.decode(tokens[:-1] if ended else tokens)
 
 
-MOST_RENDERED = 2**27
+MAX_RENDERED = 2**27
 """Limit of characters times trained turns where each turn is rendered with all that precedes it."""
-MOST_RENDERED_MESSAGES = 1000
+MAX_RENDERED_MESSAGES = 1000
 """Limit of messages of such a conversation."""
 FEW = 3
 """Up to this many turns, rendering turn by turn is as fast as locating all turns at once."""
@@ -331,11 +331,11 @@ class Renderer:
         if len(trained) > FEW and (found := self.find_turns(messages, tools, trained, kwargs)):
             return [found]
         size = sum(len(message.get("content") or "") for message in messages)
-        if size * len(trained) > MOST_RENDERED:
-            raise TemplateFailed(f"turns times characters are more than {MOST_RENDERED:,}")
-        if len(trained) > FEW and len(messages) > MOST_RENDERED_MESSAGES:
+        if size * len(trained) > MAX_RENDERED:
+            raise TemplateFailed(f"turns times characters are more than {MAX_RENDERED:,}")
+        if len(trained) > FEW and len(messages) > MAX_RENDERED_MESSAGES:
             raise TemplateFailed(
-                f"more than {MOST_RENDERED_MESSAGES:,} messages for a chat template that does not"
+                f"more than {MAX_RENDERED_MESSAGES:,} messages for a chat template that does not"
                 " write message by message"
             )
         conversation = _Conversation(self.tokenizer, self.encoder, messages, tools, kwargs)

@@ -54,7 +54,7 @@ FOLLOW_UPS = {
     "*": ("Now multiply by {b}.", "Then times {b}."),
 }
 
-MOST_ROWS = 2**24
+MAX_ROWS = 2**24
 """Limit of rows, because the order of an epoch is kept in memory."""
 
 HELD_OUT_SHARE = 10
@@ -121,7 +121,7 @@ class CalculatorRows:
                 f"builtin:calculator has no split {self.split!r}: choose one of {', '.join(SPLITS)}"
             )
         for name, low, high in (
-            ("num_rows", 1, MOST_ROWS),
+            ("num_rows", 1, MAX_ROWS),
             ("max_value", 9, LARGEST_RESULT),
             ("follow_up", 0, 1),
             ("claims", 0, 1),

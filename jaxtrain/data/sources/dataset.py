@@ -43,7 +43,7 @@ OPENERS: dict[str, Callable[[str], Any]] = {
 }
 BUILTIN = "builtin:"
 SPLIT = re.compile(r"^([\w.-]{1,200})(?:\[(-?\d{1,15}%?)?:(-?\d{1,15}%?)?\])?$", re.ASCII)
-MOST_ENTRIES = 100_000
+MAX_ENTRIES = 100_000
 """Limit of files and folders below a folder of data."""
 HUB_ID = re.compile(r"^[\w-][\w.-]*(/[\w-][\w.-]*)?$")
 
@@ -278,10 +278,10 @@ def _in_folder(folder: Path, split: str) -> list[Path]:
     """List the data files of a folder: those with the split's name, or all for "train"."""
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return [folder]
-    entries = list(itertools.islice(folder.rglob("*"), MOST_ENTRIES + 1))
-    if len(entries) > MOST_ENTRIES:
+    entries = list(itertools.islice(folder.rglob("*"), MAX_ENTRIES + 1))
+    if len(entries) > MAX_ENTRIES:
         raise UserError(
-            f"{folder} holds more than {MOST_ENTRIES:,} files and folders; name the folder of the"
+            f"{folder} holds more than {MAX_ENTRIES:,} files and folders; name the folder of the"
             f" data, or a pattern, such as {folder / '*.jsonl'}"
         )
     files = sorted(file for file in entries if file.suffix in OPENERS and file.is_file())

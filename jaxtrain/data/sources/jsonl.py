@@ -12,11 +12,11 @@ from jaxtrain.text_safety import show
 
 BLOCK = 1 << 24
 """Bytes read at once in the search for line ends."""
-MOST_ROW = 1 << 25
+MAX_ROW = 1 << 25
 """Bytes of one row; a larger one is never read into memory."""
-MOST_FILE = 1 << 28
+MAX_FILE = 1 << 28
 """Bytes of a file that is read as a whole."""
-TOO_LARGE = f"a row of more than {MOST_ROW >> 20} MiB"
+TOO_LARGE = f"a row of more than {MAX_ROW >> 20} MiB"
 
 
 class JsonlRows:
@@ -35,7 +35,7 @@ class JsonlRows:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if self.lengths[index] > MOST_ROW:
+        if self.lengths[index] > MAX_ROW:
             return UnreadableRow(TOO_LARGE)
         # Each process opens its own file object, because workers must not share a position.
         if self._file is None:
@@ -80,7 +80,7 @@ class JsonRows:
         self.path = str(path)
         check_size(self.path, "as JSON lines, one object a line, it is read row by row")
         try:
-            content = parse_json(read_bytes(path, MOST_FILE))
+            content = parse_json(read_bytes(path, MAX_FILE))
         except ValueError as error:
             raise UserError(f"{self.path} is not valid JSON: {error}") from error
         if isinstance(content, dict):
@@ -112,7 +112,7 @@ class JsonRows:
 def open_json(path: str) -> JsonlRows | JsonRows:
     """Open a .json file, which may contain JSON lines."""
     with open(path, "rb") as file:
-        lines = filter(bytes.strip, iter(lambda: file.readline(MOST_ROW), b""))
+        lines = filter(bytes.strip, iter(lambda: file.readline(MAX_ROW), b""))
         line, second_line = next(lines, b""), next(lines, b"")
     if not line:
         raise UserError(f"{path} is empty")
@@ -137,9 +137,9 @@ def read_lines(
     parse = parse or parse_line
     with open(path, "rb") as file:
         number = 0
-        while line := file.readline(MOST_ROW + 1):
+        while line := file.readline(MAX_ROW + 1):
             number += 1
-            complete = len(line) <= MOST_ROW or line.endswith(b"\n")
+            complete = len(line) <= MAX_ROW or line.endswith(b"\n")
             while not complete and (rest := file.readline(BLOCK)):
                 complete = rest.endswith(b"\n")
                 line = b""
@@ -172,10 +172,10 @@ def check_size(path: str, advice: str) -> None:
             size += len(block)
             commas += block.count(b",") + block.count(b"\n")
             opened += block.count(b"[") + block.count(b"{")
-            if size > MOST_FILE or commas > MOST_FILE // 8 or opened > MOST_FILE // 64:
+            if size > MAX_FILE or commas > MAX_FILE // 8 or opened > MAX_FILE // 64:
                 raise UserError(
-                    f"{path} is too large to be held in memory (at most {MOST_FILE:,} bytes, and"
-                    f" {MOST_FILE // 8:,} values); {advice}"
+                    f"{path} is too large to be held in memory (at most {MAX_FILE:,} bytes, and"
+                    f" {MAX_FILE // 8:,} values); {advice}"
                 )
 
 

@@ -25,7 +25,7 @@ Items = list[Tree | Forest | TreeGroup | RowNote]
 
 CHUNK = 16
 """Draws sent between processes together, because the queue costs as much as a short row."""
-MOST_USELESS = 2**16
+MAX_USELESS = 2**16
 """Limit of rows without samples that are remembered."""
 
 STREAM_ROWS = 1000
@@ -83,7 +83,7 @@ class _Rows:
     start: int
     stop: int
     useless: dict[tuple[int, int], Sequence[RowNote]] = field(default_factory=dict)
-    """Notes of rows without samples, by dataset and row, at most MOST_USELESS: otherwise a small
+    """Notes of rows without samples, by dataset and row, at most MAX_USELESS: otherwise a small
     dataset with a huge row that does not train would tokenize it in every pass."""
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class _Rows:
             except UserError as error:
                 return _Failure(str(error))
             notes = [item for item in items if isinstance(item, RowNote)]
-            if len(notes) == len(items) and len(self.useless) < MOST_USELESS:
+            if len(notes) == len(items) and len(self.useless) < MAX_USELESS:
                 self.useless[key] = notes
             done.append(to_trees(items, self.row_tokens))
         return done

@@ -7,14 +7,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.sources.jsonl import MOST_FILE, MOST_ROW, check_size
+from jaxtrain.data.sources.jsonl import MAX_FILE, MAX_ROW, check_size
 from jaxtrain.errors import UserError
 from jaxtrain.safe_io import UnreadableRow, parse_json, read_text
 from jaxtrain.text_safety import shorten, show
 
 PIECE, NUM_PIECES = 1 << 20, 64
 """Bytes of a piece of a large file, and how many of them are digested."""
-MOST_RECORD = 1 << 24
+MAX_RECORD = 1 << 24
 """Limit of bytes of the JSON files next to saved tables."""
 
 
@@ -48,7 +48,7 @@ class CsvRows:
     def __init__(self, path: str) -> None:
         self.path = str(path)
         check_size(self.path, "convert it to parquet or JSON lines, which are read row by row")
-        csv.field_size_limit(MOST_ROW)  # for the whole process; Python's default is 128 KiB
+        csv.field_size_limit(MAX_ROW)  # for the whole process; Python's default is 128 KiB
         try:
             with open(path, newline="", encoding="utf-8-sig") as file:
                 reader = csv.reader(file, strict=True)
@@ -111,13 +111,13 @@ def open_parquet(path: str) -> TableRows:
 
 
 def digest_file(path: str) -> str:
-    """Digest what a file holds: all of it up to MOST_FILE bytes, else pieces from its beginning to
+    """Digest what a file holds: all of it up to MAX_FILE bytes, else pieces from its beginning to
     its end, and what the file system says of its last change."""
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         digest.update(str(status.st_size).encode())
-        if status.st_size <= MOST_FILE:
+        if status.st_size <= MAX_FILE:
             while piece := file.read(PIECE):
                 digest.update(piece)
             return digest.hexdigest()
@@ -173,14 +173,14 @@ def check_saved(folder: Path) -> None:
     """Raise ValueError if the records of a saved dataset name files outside its folder."""
     splits = folder / "dataset_dict.json"
     if splits.exists():
-        record = parse_json(read_text(splits, MOST_RECORD))
+        record = parse_json(read_text(splits, MAX_RECORD))
         names = record.get("splits") if isinstance(record, dict) else None
         if not isinstance(names, list) or not all(map(_is_name, names)):
             raise ValueError("dataset_dict.json must name its splits in a list")
         for name in names:
             check_saved(folder / name)
         return
-    record = parse_json(read_text(folder / "state.json", MOST_RECORD))
+    record = parse_json(read_text(folder / "state.json", MAX_RECORD))
     files = record.get("_data_files") if isinstance(record, dict) else None
     named = [
         entry.get("filename") if isinstance(entry, dict) else None for entry in files or [None]
@@ -193,7 +193,7 @@ def check_arrow(table: Any) -> None:
     """Raise pyarrow's error for a table whose offsets point outside of its buffers, because reading
     such a row would crash the process. Small tables are validated in full."""
     data = table.data.table
-    data.validate(full=data.nbytes <= MOST_FILE)
+    data.validate(full=data.nbytes <= MAX_FILE)
 
 
 def _is_name(name: Any) -> bool:

@@ -35,7 +35,7 @@ from jaxtrain.text_safety import show
 
 COLUMNS = ("target_token_ids", "target_logprobs", "logprobs", "prompt_logprobs")
 TOKENS = ("input_ids", "prompt_token_ids")
-MOST_PROBABILITY = 1.02
+MAX_PROBABILITY = 1.02
 """Largest sum of an entry's probabilities: those of log-probs in bfloat16 are off by less than 2
 %."""
 ALSO_CALLED = {"logprobs": ("llm_text_generation_vllm_logprobs",)}
@@ -249,7 +249,7 @@ class LogProbReader:
         if len({token for token, _ in checked}) < len(checked):
             raise MalformedRow("a token occurs twice in one entry")
         total = math.fsum(math.exp(value) for _, value in checked)
-        if total > MOST_PROBABILITY:
+        if total > MAX_PROBABILITY:
             raise MalformedRow(
                 f"the probabilities of one entry sum to {total:.3g}, not to 1 or less; are they"
                 " logits, or log-probs to another base or temperature?"

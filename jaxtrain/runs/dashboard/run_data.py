@@ -21,7 +21,7 @@ from jaxtrain.text_safety import escape_control_chars
 
 KEPT_SAMPLES, KEPT_LOG, KEPT_HARDWARE = 2000, 5000, 6000
 """Newest lines that are kept of each file."""
-MOST_BYTES = 2**24
+MAX_BYTES = 2**24
 """Of a small file: config, heartbeat, servers."""
 
 
@@ -188,7 +188,7 @@ class WatchedRun:
             seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
             if self._seen.get(name) == seen:
                 return
-            value = parse_json(read_bytes(path, MOST_BYTES))
+            value = parse_json(read_bytes(path, MAX_BYTES))
         except (OSError, ValueError):
             return
         self._seen[name] = seen

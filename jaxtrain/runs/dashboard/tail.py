@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-MOST_READ = 8 * 2**20
+MAX_READ = 8 * 2**20
 """Most bytes of one reading."""
-MOST_LINE = 64 * 2**20
+MAX_LINE = 64 * 2**20
 """Longest line; longer ones are dropped."""
 SEAM = 64
 """Bytes before the offset by which the file is recognized."""
@@ -27,7 +27,7 @@ class Tail:
         self._forget()
 
     def read(self) -> list[bytes]:
-        """Return the complete lines added since the last call, without line ends; at most MOST_READ
+        """Return the complete lines added since the last call, without line ends; at most MAX_READ
         bytes of them. A missing file has none."""
         try:
             with open(self.path, "rb", opener=_open_regular) as file:
@@ -37,20 +37,20 @@ class Tail:
                     self._forget()
                 self._inode = stat.st_ino
                 file.seek(self._offset)
-                new = file.read(MOST_READ)
+                new = file.read(MAX_READ)
         except OSError:
             if self._inode is not None and not os.path.lexists(self.path):
                 self.restarted += 1
                 self._forget()
             self.behind = False
             return []
-        self.behind = len(new) == MOST_READ
+        self.behind = len(new) == MAX_READ
         self._offset += len(new)
         self._seam = (self._seam + new)[-SEAM:]
         *lines, self._rest = (self._rest + new).split(b"\n")
         if self._skipping and lines:
             lines, self._skipping = lines[1:], False
-        if len(self._rest) > MOST_LINE:
+        if len(self._rest) > MAX_LINE:
             self._rest, self._skipping = b"", True
         return lines
 

@@ -19,9 +19,9 @@ from jaxtrain.text_safety import escape_control_chars, shorten
 
 POINTS = 2000
 """Of a curve; longer ones are thinned."""
-MOST_STEPS, MOST_EACH, MOST_TEXT, MOST_MESSAGES = 24, 3, 4000, 40
+MAX_STEPS, MAX_EACH, MAX_TEXT, MAX_MESSAGES = 24, 3, 4000, 40
 """Steps whose samples are shown, best and worst of each, characters and messages of one."""
-MOST_METRICS, MOST_KEYS, MOST_WARNINGS = 400, 3000, 200
+MAX_METRICS, MAX_KEYS, MAX_WARNINGS = 400, 3000, 200
 
 TOKEN = re.compile(
     r"\b(?:hf_|sk-|sk_|ghp_|gho_|github_pat_|glpat-|xox[abpr]-|AKIA|AIza|nvapi-|pypi-)[\w-]{8,}"
@@ -34,7 +34,7 @@ def collect(runs: Sequence[WatchedRun], ended: str | None = None) -> dict[str, A
     """The page's data. ended: the state of the run that is just writing its own page."""
     names = dict.fromkeys(name for run in runs for name in run.metrics)
     kind = str(runs[0].key("task.kind") or "") if runs else ""
-    charts = order_charts(names, kind)[:MOST_METRICS]
+    charts = order_charts(names, kind)[:MAX_METRICS]
     flat = [{k: hide(v, k) for k, v in run.flat.items()} for run in runs]
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
@@ -63,12 +63,10 @@ def collect_run(run: WatchedRun, charts: Sequence[str], ended: str | None) -> di
             escape_control_chars(n): curve(*run.curve(n)) for n in charts if n in run.metrics
         },
         "clock": {kind: axis(run, kind) for kind in ("time", "tokens")},
-        "config": {k: hide(v, k) for k, v in list(run.flat.items())[:MOST_KEYS]},
+        "config": {k: hide(v, k) for k, v in list(run.flat.items())[:MAX_KEYS]},
         "attempts": [attempt(start) for start in run.attempts[-20:]],
         "samples": pick_samples(run),
-        "warnings": [hide_text(line)[:600] for line in run.log if is_warning(line)][
-            -MOST_WARNINGS:
-        ],
+        "warnings": [hide_text(line)[:600] for line in run.log if is_warning(line)][-MAX_WARNINGS:],
         "hardware": hardware(run),
     }
 
@@ -164,16 +162,16 @@ def pick_samples(run: WatchedRun) -> list[dict[str, Any]]:
         if isinstance(step, int) and not isinstance(step, bool):
             by_step[step].append(sample)
     steps = sorted(by_step)
-    if len(steps) > MOST_STEPS:
-        places = np.unique(np.linspace(0, len(steps) - 1, MOST_STEPS).astype(int))
+    if len(steps) > MAX_STEPS:
+        places = np.unique(np.linspace(0, len(steps) - 1, MAX_STEPS).astype(int))
         steps = [steps[index] for index in places]
     picked = []
     for step in reversed(steps):
         rewarded = [s for s in by_step[step] if is_number(s.get("reward"))]
         rewarded.sort(key=lambda s: -s["reward"])
         unrewarded = [s for s in by_step[step] if not is_number(s.get("reward"))]
-        best = rewarded[:MOST_EACH]
-        worst = rewarded[MOST_EACH:][-MOST_EACH:]
+        best = rewarded[:MAX_EACH]
+        worst = rewarded[MAX_EACH:][-MAX_EACH:]
         picked.append(
             {"step": step, "samples": [show_sample(s) for s in (*best, *worst, *unrewarded[:2])]}
         )
@@ -192,7 +190,7 @@ def show_sample(sample: dict[str, Any]) -> dict[str, Any]:
         "prompt": [show_message(m, "prompt") for m in read_messages(sample.get("prompt"))[-6:]],
         "answer": [
             show_message(m, "answer")
-            for m in read_messages(sample.get("completion"))[:MOST_MESSAGES]
+            for m in read_messages(sample.get("completion"))[:MAX_MESSAGES]
         ],
     }
 
@@ -201,8 +199,8 @@ def show_message(message: dict[str, Any], kind: str) -> list[str]:
     """[role, text, tool calls]"""
     role = f"{text(message.get('role') or kind)} {text(message.get('name'))}".strip()[:80]
     calls = message.get("tool_calls")
-    shown = shorten(escape_control_chars(message_text(message)), MOST_TEXT)
-    return [role, shown, "" if not calls else shorten(escape_control_chars(str(calls)), MOST_TEXT)]
+    shown = shorten(escape_control_chars(message_text(message)), MAX_TEXT)
+    return [role, shown, "" if not calls else shorten(escape_control_chars(str(calls)), MAX_TEXT)]
 
 
 def hardware(run: WatchedRun) -> dict[str, list[list[float]]]:

@@ -97,11 +97,11 @@ class CalculatorServer(SimpleResourcesServer):
         return app
 
     async def calculate(self, body: Call) -> PlainTextResponse:
-        """What the model reads as the result."""
+        """Return the result as the text that the model reads."""
         return PlainTextResponse(compute(body.expression))
 
     async def verify(self, body: VerifyRequest) -> VerifyResponse:
-        """1.0 where the last number is the answer."""
+        """Reward 1.0 where the last number is the answer."""
         items = body.response.output
         text = read_text(items[-1]) if items else ""
         numbers = NUMBER.findall(THINKING.sub("", text))
