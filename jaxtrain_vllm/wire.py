@@ -42,7 +42,7 @@ MAX_PAYLOAD_BYTES = 2**42
 MAX_ITEMS = 2**40
 """Limit for the items of one tensor."""
 CHUNK_BYTES = 2**23
-"""Size of the pieces that are checksummed in parallel."""
+"""Size of the pieces that are sent, and checksummed in parallel."""
 THREADS = min(16, os.cpu_count() or 1)
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BITS = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
@@ -265,15 +265,21 @@ def _check_end(end: int, payload: memoryview) -> None:
 
 
 def send_message(
-    connection: socket.socket, header: Mapping[str, Any], payload: Iterable[np.ndarray] = ()
+    connection: socket.socket,
+    header: Mapping[str, Any],
+    payload: Iterable[np.ndarray] = (),
+    on_sent: Callable[[], None] = lambda: None,
 ) -> int:
-    """Send a message; return the bytes of its payload."""
+    """Send a message; return the bytes of its payload. on_sent: called after each piece of it: the
+    connection's time-out applies to a piece."""
     parts = [np.ascontiguousarray(part).data.cast("B") for part in payload]
     size = sum(len(part) for part in parts)
     text = json.dumps({**header, "bytes": size}).encode()
     connection.sendall(MAGIC + struct.pack("<I", len(text)) + text)
     for part in parts:
-        connection.sendall(part)
+        for start in range(0, len(part), CHUNK_BYTES):
+            connection.sendall(part[start : start + CHUNK_BYTES])
+            on_sent()
     return size
 
 

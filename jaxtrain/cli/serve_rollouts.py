@@ -11,7 +11,7 @@ from jaxtrain.config import load_config
 from jaxtrain.config.ray import DEFAULT_NAME, SCHEME, RayConfig, service_name
 from jaxtrain.errors import UserError
 from jaxtrain.generation.ray.actors import start_service
-from jaxtrain.generation.ray.hosts import describe_hosts, find_hosts, launch
+from jaxtrain.generation.ray.hosts import describe_hosts, find_hosts, launch, stop_hosts
 from jaxtrain.generation.ray.ray_cluster import join
 from jaxtrain.generation.ray.remote import RemoteLost, read
 
@@ -78,12 +78,6 @@ def stop_rollouts(argv: list[str]) -> None:
         if held.get("left", 0) > 0:
             print(f"warning: it served {held['who']}")
         hosts = find_hosts(cluster, name)
-        stopping = [host.call("stop") for host in hosts]
-        for host, answer in zip(hosts, stopping, strict=True):
-            try:
-                answer.result(STOP_SECONDS)
-            except (TimeoutError, RemoteLost):
-                pass  # it is being started; with its actor it ends, too
-            host.kill()
+        stop_hosts(hosts)
         service.kill()
         print(f"service {name} has ended, and {len(hosts)} servers")

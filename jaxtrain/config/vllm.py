@@ -93,9 +93,11 @@ class VllmConfig(Section):
     """How long to wait for a server: at the start, and when all of them are gone."""
     drain_seconds: Annotated[float, RESUMABLE] = Field(60.0, ge=0, le=SECONDS)
     """How long requests at a server that leaves may go on; then they are asked again elsewhere."""
-    progress_seconds: Annotated[float, RESUMABLE] = Field(120.0, gt=0, le=SECONDS)
-    """A server that draws no token for so long, though requests wait there, hangs, whatever its
-    /health says: they are asked elsewhere, and it is taken back once it draws one again."""
+    progress_seconds: Annotated[float, RESUMABLE] = Field(20.0, gt=0, le=SECONDS)
+    """A server hangs, whatever its /health says, if it draws no token for so long though requests
+    wait there, or does not answer /health, a step of a weight sync, of loading an adapter, of sleep
+    or of waking (a second more for each 256 MiB of weights). It is named in the log before, dropped
+    then, its requests are asked elsewhere, and it is taken back once it answers again."""
     sync_seconds: Annotated[float, RESUMABLE] = Field(600.0, gt=0, le=SECONDS)
     """Longest wait for the servers to take new weights, all steps together; then the run goes on
     with those that have."""

@@ -2,10 +2,14 @@
 
     python run_supervised.py COMMAND ...      standard input: a pipe that the owner holds open
 
+    owner ── this process ── a fork of it, the supervisor ── COMMAND and all its processes
+
 The command is ended when the pipe closes (on purpose, or because its owner is gone, for whatever
 reason), or when the owner ends while a fork of it keeps the pipe open: SIGTERM first; once the
 command has ended, or after the seconds last written into the pipe, SIGKILL to everything that
-remains, daemons included: orphans become children of this process.
+remains, daemons included: orphans become children of the supervisor. There are two processes since
+some owners die together with their children (Ray kills those of an actor that ends): each of the
+two ends everything when the other is killed.
 Runs as a file by itself: it imports nothing of jaxtrain.
 """
 
@@ -66,10 +70,36 @@ def reap() -> dict[int, int]:
 
 def main(command: list[str]) -> int:
     """Run the command; return its status, or 128 + N if signal N ended it."""
-    owner = os.getppid()
+    owner, outer = os.getppid(), os.getpid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the pipe decides when to end
     prctl(SUBREAPER, 1)
+    supervisor = os.fork()
+    if supervisor == 0:
+        prctl(SUBREAPER, 1)  # not inherited
+        os._exit(supervise(command, outer))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    status = None
+    while status is None:
+        if os.getppid() != owner:
+            return 0  # the supervisor sees that this process is gone, and ends the command
+        signal.sigtimedwait([signal.SIGCHLD], POLL_SECONDS)
+        status = reap().get(supervisor)
+    end_all()
+    return status if status >= 0 else 128 - status
+
+
+def end_all() -> None:
+    """Kill every descendant that remains."""
+    while survivors := list_children(os.getpid()):
+        send(survivors, signal.SIGKILL)
+        time.sleep(0.02)
+        reap()
+
+
+def supervise(command: list[str], owner: int) -> int:
+    """Run the command until it ends, the pipe closes or `owner` is not the parent any more; return
+    as `main`."""
 
     def restore() -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -95,10 +125,7 @@ def main(command: list[str]) -> int:
             if time.monotonic() > end:
                 send(list_children(os.getpid()), signal.SIGKILL)
         status = reap().get(child)
-    while survivors := list_children(os.getpid()):
-        send(survivors, signal.SIGKILL)
-        time.sleep(0.02)
-        reap()
+    end_all()
     return status if status >= 0 else 128 - status
 
 

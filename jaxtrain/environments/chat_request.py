@@ -9,31 +9,33 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxtrain.config.limits import SEED
 from jaxtrain.config.task import StructuredOutputs
-from jaxtrain.data.chat.messages import MalformedRow, MessageReader
+from jaxtrain.data.chat.messages import MOST_MESSAGES, MalformedRow, MessageReader, check_values
+from jaxtrain.environments.request_fields import (
+    CHAT,
+    TYPES,
+    Note,
+    RequestRefused,
+    check_fields,
+    describe,
+    refuse,
+    same_number,
+)
 from jaxtrain.environments.tool_calls import split_thinking
 from jaxtrain.generation.engine import Sampling
+from jaxtrain.huggingface.chat_template import TemplateFailed, check_kwargs
+from jaxtrain.text_safety import show
 
-NEUTRAL: Mapping[str, Any] = {
-    "n": 1,
-    "best_of": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "min_tokens": 0,
-}
-"""Keys of a request that must have their default values."""
-FORBIDDEN = ("logit_bias", "bad_words", "allowed_token_ids")
+MODEL = "policy"
+"""Model name of the policy."""
+GIVEN_IDS = "generation_token_ids"
+"""Key of a message: token ids of a turn that an agent hands back."""
+OWN_KEYS = (GIVEN_IDS, "prompt_token_ids", "generation_log_probs")
+MAX_TOP_LOGPROBS = 20
+
 STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice"}
 """Keys of a request's structured_outputs, and of guided_KEY as vLLM had it before, and ours."""
-
-
-class RequestRefused(Exception):
-    """A request is answered with an HTTP error, whose text is the message."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
 
 
 class ChatRequest(NamedTuple):
@@ -48,66 +50,94 @@ class ChatRequest(NamedTuple):
     """Sampling of the episode, restricted by the request."""
     kwargs: dict[str, Any] | None = None
     """Variables of the chat template."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the answer besides those of the template."""
 
 
-def read_request(body: Any, sampling: Sampling) -> ChatRequest:
-    """Parse a request of an episode with `sampling`; RequestRefused if it cannot be served."""
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
-        raise RequestRefused(400, "the body must be an object with a list of messages")
-    if not body["messages"]:
-        raise RequestRefused(400, "messages must not be empty")
+def read_request(
+    body: Any, sampling: Sampling, vocabulary: int, note: Note = lambda name: None
+) -> ChatRequest:
+    """Parse a request of an episode with `sampling`; RequestRefused, naming the field, if it cannot
+    be served.
+
+    vocabulary: number of token ids. note: receives names of fields that change nothing.
+    """
+    if not isinstance(body, dict):
+        refuse(f"the body must be an object, found {describe(body)}")
+    check_fields(body, CHAT, note)
+    entries = body.get("messages")
+    if not entries:
+        refuse("messages must be a list of at least one message")
+    if len(entries) > MOST_MESSAGES:
+        refuse(f"messages has {len(entries):,} entries; at most {MOST_MESSAGES:,} are taken")
+    for name in ("messages", "tools", "chat_template_kwargs"):
+        try:
+            check_values(body.get(name))
+        except MalformedRow as error:
+            refuse(f"{name}: {error}")
     names: dict[str, str] = {}
-    messages = [read_message(message, names) for message in body["messages"]]
-    token_ids = {
-        index: message["generation_token_ids"]
-        for index, message in enumerate(body["messages"])
-        if isinstance(message.get("generation_token_ids"), list)
-    }
+    messages, token_ids = [], {}
+    for index, entry in enumerate(entries):
+        try:
+            messages.append(read_message(entry, names, note))
+        except RequestRefused as error:
+            refuse(f"messages[{index}]: {error}")
+        if (ids := entry.get(GIVEN_IDS)) is not None:
+            if not TYPES["a list of whole numbers"](ids):
+                refuse(f"messages[{index}].{GIVEN_IDS} must be a list of whole numbers")
+            token_ids[index] = ids
     tools = [] if body.get("tool_choice") == "none" else read_tools(body.get("tools"))
     kwargs = body.get("chat_template_kwargs")
-    if not isinstance(kwargs, dict | None):
-        raise RequestRefused(400, f"chat_template_kwargs must be an object, found {kwargs!r:.80}")
-    return ChatRequest(messages, token_ids, tools, limit(body, sampling), kwargs)
+    try:
+        check_kwargs(kwargs or {}, "chat_template_kwargs")
+    except TemplateFailed as error:
+        refuse(str(error))
+    top = body.get("top_logprobs") or 0
+    if not 0 <= top <= MAX_TOP_LOGPROBS or (top and not body.get("logprobs")):
+        refuse(f"top_logprobs {top} must be 0 to {MAX_TOP_LOGPROBS}, and with logprobs alone")
+    if top:
+        note("top_logprobs (the drawn token's is all there is)")
+    if body.get("model") not in (None, "", MODEL):
+        raise RequestRefused(404, f"model {show(body['model'], 60)} is not served; {MODEL!r} is")
+    sampling = limit(body, sampling)
+    stops = read_stop_ids(body, vocabulary)
+    return ChatRequest(messages, token_ids, tools, sampling, kwargs, stops)
+
+
+def read_stop_ids(body: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
+    """Return the tokens that end an answer by a request; RequestRefused for no token ids."""
+    stops = tuple(body.get("stop_token_ids") or ())
+    if any(not 0 <= token < vocabulary for token in stops):
+        refuse(f"stop_token_ids must be token ids, which are 0 to {vocabulary - 1}")
+    return stops
 
 
 def limit(body: Mapping[str, Any], sampling: Sampling) -> Sampling:
-    """Restrict the episode's sampling as requested; RequestRefused if another distribution is."""
-    for key, expected in (
-        *((key, getattr(sampling, key)) for key in ("temperature", "top_p", "min_p")),
-        *NEUTRAL.items(),
-    ):
-        requested = body.get(key)
+    """Restrict the episode's sampling as a request of checked types asks; RequestRefused if it asks
+    for another distribution."""
+    for key in ("temperature", "top_p", "min_p"):
+        requested, expected = body.get(key), getattr(sampling, key)
         if requested is not None and not same_number(requested, expected):
-            advice = (
-                f"sampling.{key} is {expected:g}"
-                if key not in NEUTRAL
-                else f"only {expected} is drawn"
-            )
-            raise RequestRefused(
-                400, f"{key} {requested!r:.40} is not this run's: {advice}; leave it out"
+            refuse(
+                f"{key} {show(requested, 40)} is not this run's: sampling.{key} is {expected:g};"
+                " leave it out"
             )
     requested = body.get("top_k")
     if requested is not None and max(requested, 0) != sampling.top_k:
-        raise RequestRefused(
-            400, f"top_k {requested!r:.40} is not this run's {sampling.top_k}; leave it out"
-        )
-    for key in FORBIDDEN:
-        if body.get(key):
-            raise RequestRefused(400, f"{key} would make the log-probs another distribution's")
+        refuse(f"top_k {show(requested, 40)} is not this run's {sampling.top_k}; leave it out")
     if body.get("tool_choice") not in (None, "auto", "none"):
-        raise RequestRefused(
-            400, "a forced tool_choice would make the log-probs another distribution's"
-        )
+        refuse("a forced tool_choice would make the log-probs another distribution's")
     update: dict[str, Any] = {}
     if structured := read_structured(body):
         update["structured_outputs"] = structured
     for key in ("max_tokens", "max_completion_tokens"):
         if (most := body.get(key)) is not None:
-            if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-                raise RequestRefused(
-                    400, f"{key} must be a whole number from 1 on, found {most!r:.40}"
-                )
+            if most < 1:
+                refuse(f"{key} must be a whole number from 1 on, found {show(most, 40)}")
             update["max_new_tokens"] = min(most, sampling.max_new_tokens)
+    if (seed := body.get("seed")) is not None:
+        # With the run's: two runs with the same agents must not draw the same.
+        update["seed"] = (sampling.seed + seed) % (SEED + 1)
     stops = body.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
     if new := [text for text in stops if text not in sampling.stop]:
@@ -121,7 +151,7 @@ def read_structured(body: Mapping[str, Any]) -> StructuredOutputs | None:
     given: dict[str, Any] = {}
     form = body.get("response_format") or {}
     if not isinstance(form, dict):
-        raise RequestRefused(400, f"response_format must be an object, found {form!r:.40}")
+        refuse(f"response_format must be an object, found {form!r:.40}")
     match form.get("type", "text"):
         case "text":
             pass
@@ -133,7 +163,7 @@ def read_structured(body: Mapping[str, Any]) -> StructuredOutputs | None:
                 "json": schema.get("schema") if isinstance(schema, dict) else None
             }
         case kind:
-            raise RequestRefused(400, f"response_format of type {kind!r:.40} is not served")
+            refuse(f"response_format of type {kind!r:.40} is not served")
     if outputs := body.get("structured_outputs"):
         given["structured_outputs"] = outputs
     for key in (key for key in body if key.startswith("guided_") and body[key]):
@@ -141,53 +171,52 @@ def read_structured(body: Mapping[str, Any]) -> StructuredOutputs | None:
     if not given:
         return None
     if len(given) > 1:
-        raise RequestRefused(400, f"{' and '.join(given)} both say what to match; keep one")
+        refuse(f"{' and '.join(given)} both say what to match; keep one")
     ((key, outputs),) = given.items()
     if not isinstance(outputs, dict):
-        raise RequestRefused(400, f"{key} must be an object, found {outputs!r:.40}")
+        refuse(f"{key} must be an object, found {outputs!r:.40}")
     table = {name: value for name, value in outputs.items() if value is not None}
     if unknown := sorted(set(table) - set(STRUCTURED)):
-        raise RequestRefused(
-            400, f"{key} of {unknown[0]!r:.40} is not served; json, regex and choice are"
-        )
+        refuse(f"{key} of {unknown[0]!r:.40} is not served; json, regex and choice are")
     if isinstance(table.get("json"), str):
         try:
             table["json"] = json.loads(table["json"])
-        except ValueError:
-            raise RequestRefused(400, f"{key}: the schema is no JSON") from None
+        except (ValueError, RecursionError):
+            refuse(f"{key}: the schema is no JSON")
     if len(table) != 1:
-        raise RequestRefused(400, f"{key} needs one of json, regex and choice")
+        refuse(f"{key} needs one of json, regex and choice")
     try:
         structured = StructuredOutputs(**{STRUCTURED[name]: v for name, v in table.items()})
     except ValueError:
-        raise RequestRefused(
-            400, f"{key} needs an object for json, a text for regex, a list of texts for choice"
-        ) from None
+        refuse(f"{key} needs an object for json, a text for regex, a list of texts for choice")
     if not structured or next(structured.find_conflict(key), None):
-        raise RequestRefused(400, f"{key} is empty, so nothing could match it")
+        refuse(f"{key} is empty, so nothing could match it")
     return structured
 
 
-def same_number(requested: Any, expected: float) -> bool:
-    """Return True if a requested number equals the expected one within float32 precision."""
-    return isinstance(requested, int | float) and abs(requested - expected) <= 1e-6 * max(
-        1.0, abs(expected)
-    )
-
-
-def read_message(message: Any, names: dict[str, str]) -> dict[str, Any]:
+def read_message(
+    message: Any, names: dict[str, str], note: Note = lambda name: None
+) -> dict[str, Any]:
     """Convert a message to chat-template form, as rows of data are read; arguments that are no JSON
-    object stay text. names: {tool call id: name}, extended in place."""
+    object stay text. names: {tool call id: name}, extended in place. note: receives the keys that
+    nothing reads."""
+    if isinstance(message, dict):
+        message = {key: value for key, value in message.items() if key not in OWN_KEYS}
     reader = MessageReader(roles={"developer": "system"}, lenient=True)
     try:
         read = reader.read(message)
     except MalformedRow as error:
-        raise RequestRefused(400, f"{error}, found {message!r:.80}") from None
+        refuse(f"{error}, found {show(message, 80)}")
+    for key in sorted(reader.unread):
+        note(key)
     read.pop("train", None)
     # A lone surrogate is JSON, but no text that a tokenizer takes.
     for key in ("content", "reasoning_content"):
         if key in read:
             read[key] = read[key].encode("utf-8", "replace").decode()
+    for key in ("tool_call_id", "name"):
+        if key in read:
+            read[key] = str(read[key])
     for call in read.get("tool_calls", ()):
         call["id"] = str(call.get("id"))
         names[call["id"]] = call["function"]["name"]
@@ -201,12 +230,19 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
     """Convert tool schemas to chat-template form, without `strict`, which only affects a server's
     sampling."""
     read = []
-    for tool in tools or []:
+    if not isinstance(tools, list | None):
+        refuse(f"tools must be a list of objects, found {describe(tools)}")
+    for index, tool in enumerate(tools or []):
         function = tool.get("function") if isinstance(tool, dict) else None
         if function is None and isinstance(tool, dict) and tool.get("type") == "function":
             function = {key: value for key, value in tool.items() if key != "type"}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestRefused(400, f"a tool needs type function and a name, found {tool!r:.80}")
+            refuse(f"tools[{index}]: a tool needs type function and a name, found {show(tool, 80)}")
+        for key, kind in (("description", "a text"), ("parameters", "an object")):
+            if function.get(key) is not None and not TYPES[kind](function[key]):
+                refuse(
+                    f"tools[{index}].function.{key} must be {kind}, found {describe(function[key])}"
+                )
         schema = {key: value for key, value in function.items() if key != "strict"}
         read.append({"type": "function", "function": schema})
     return read
@@ -233,7 +269,7 @@ def read_input(items: Any) -> list[dict[str, Any]]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, Sequence) or not items:
-        raise RequestRefused(400, "input must be a text or a list of items")
+        refuse("input must be a text or a list of items")
     names: dict[str, str] = {}
     messages: list[dict[str, Any]] = []
     for item in items:
@@ -260,5 +296,5 @@ def read_input(items: Any) -> list[dict[str, Any]]:
                 thought = {"role": "assistant", "content": "", "reasoning_content": "".join(texts)}
                 messages.append(thought)
             case _:
-                raise RequestRefused(400, f"an item of input is of no known type: {item!r:.80}")
+                refuse(f"an item of input is of no known type: {item!r:.80}")
     return messages

@@ -5,11 +5,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.environments.chat_request import MODEL
 from jaxtrain.environments.episode_record import ChatAnswer
 from jaxtrain.generation.engine import Completion
-
-MODEL = "policy"
-"""Model name of the policy."""
 
 
 def write_chat(answer: ChatAnswer, number: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,16 +29,18 @@ def write_chat(answer: ChatAnswer, number: str, body: Mapping[str, Any]) -> dict
     reason = "tool_calls" if calls and drawn.finish_reason == "stop" else drawn.finish_reason
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason}
     if body.get("logprobs"):
+        entries = [
+            {
+                "token": f"token_id:{token}",
+                "logprob": value if value == value else None,
+                "bytes": None,
+            }
+            for token, value in zip(drawn.tokens, drawn.logprobs, strict=True)
+        ]
+        # Engines report the drawn token's alone.
+        top = bool(body.get("top_logprobs"))
         choice["logprobs"] = {
-            "content": [
-                {
-                    "token": f"token_id:{token}",
-                    "logprob": value if value == value else None,
-                    "bytes": None,
-                    "top_logprobs": [],
-                }
-                for token, value in zip(drawn.tokens, drawn.logprobs, strict=True)
-            ]
+            "content": [{**entry, "top_logprobs": [entry] * top} for entry in entries]
         }
     response = {
         "id": number,

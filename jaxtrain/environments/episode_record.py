@@ -14,16 +14,22 @@ import asyncio
 import secrets
 import string
 from collections.abc import Awaitable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from jaxtrain.data.chat.template import TemplateFailed, decode_answer
 from jaxtrain.environments.chat_request import (
     ChatRequest,
-    RequestRefused,
     message_key,
     read_request,
 )
-from jaxtrain.environments.token_history import DrawnTurn, Prompt, TokenHistory, TurnTemplate
+from jaxtrain.environments.request_fields import Note, RequestRefused
+from jaxtrain.environments.token_history import (
+    DrawnTurn,
+    Prompt,
+    PromptTooLong,
+    TokenHistory,
+    TurnTemplate,
+)
 from jaxtrain.environments.tool_calls import OPENED, split_calls
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.engine import Completion, Engine, EpisodeFailed, Sampling
@@ -49,6 +55,8 @@ class EndpointFormat(NamedTuple):
     """Format of tool calls, a key of tool_calls.FAMILIES."""
     row_tokens: int
     """Longest sequence, prompt and answer together."""
+    note: Note = lambda name: None
+    """Receives names of fields of requests that change nothing."""
 
 
 class RecordedTurn(NamedTuple):
@@ -97,8 +105,8 @@ class EpisodeRecord:
 
     async def chat(self, body: Any) -> ChatAnswer:
         """Sample the turn that a chat request asks for; RequestRefused."""
-        request, drawn, prompt = self._prepare(body)
-        completion = await self._generate(prompt.tokens, request.sampling)
+        request, drawn, prompt = await self._prepare(body)
+        completion = await self._generate(prompt.tokens, request.sampling, request.stop_ids)
         number = len(self.history.turns)
         turn = self._add(prompt, completion)
         shown = turn.tokens[:-1] if turn.finished else turn.tokens
@@ -124,16 +132,27 @@ class EpisodeRecord:
         self._last = [*request.messages, message]
         return ChatAnswer(message, prompt.tokens, completion)
 
-    async def continue_tokens(self, tokens: Sequence[int], sampling: Sampling) -> Completion:
+    async def continue_tokens(
+        self, tokens: Sequence[int], sampling: Sampling, stop_ids: Sequence[int] = ()
+    ) -> Completion:
         """Sample a turn from a token prompt; RequestRefused. sampling: the episode's, perhaps
-        restricted by chat_request.limit."""
-        completion = await self._generate(list(tokens), sampling)
+        restricted by chat_request.limit. stop_ids: tokens that end it besides the template's."""
+        size = self.vocabulary
+        if not tokens or any(not 0 <= token < size for token in tokens):
+            raise RequestRefused(400, f"token_ids must be one or more of the ids 0 to {size - 1}")
+        completion = await self._generate(list(tokens), sampling, stop_ids)
         self._add(Prompt(list(tokens), []), completion)
         return completion
 
-    def render(self, body: Any) -> list[int]:
+    async def render(self, body: Any) -> list[int]:
         """Return the token ids of the prompt of a chat request; RequestRefused."""
-        return self._prepare(body)[2].tokens
+        return (await self._prepare(body))[2].tokens
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids: the tokenizer's, and what a larger model has drawn here."""
+        drawn = (token + 1 for turn in self.history.turns for token in turn.tokens)
+        return max(len(self.history.template.tokenizer), *drawn, 0)
 
     async def watch(self, work: Awaitable[T]) -> T:
         """Await the work (an agent's run). It is cancelled as soon as the engine fails the episode,
@@ -209,45 +228,62 @@ class EpisodeRecord:
         if self.within is not None:
             self.within.fail(error)
 
-    def _prepare(self, body: Any) -> tuple[ChatRequest, dict[int, int], Prompt]:
+    async def _prepare(self, body: Any) -> tuple[ChatRequest, dict[int, int], Prompt]:
         """Return (chat request, {index of a message: number of its turn}, prompt)."""
-        request = read_request(body, self.sampling)
-        drawn = self._find_drawn(request)
-        messages = [
-            {"role": "assistant", "content": message["content"]} if index in drawn else message
-            for index, message in enumerate(request.messages)
-        ]
         try:
-            prompt = self.history.prepare(messages, drawn, request.tools, request.kwargs)
-            return request, drawn, prompt
+            # A long text takes seconds to render and tokenize; all episodes share the event loop.
+            return await asyncio.to_thread(self._read, body)
+        except PromptTooLong as error:
+            self._refuse_length(str(error))
         except TemplateFailed as error:
             cause = f"the chat template refuses what the agent says: {error}"
             self.fail(EpisodeFailed("chat template", cause=cause, again=False))
             raise RequestRefused(400, cause) from None
 
+    def _read(self, body: Any) -> tuple[ChatRequest, dict[int, int], Prompt]:
+        """Do the work of `_prepare`, in a thread: what it reads of the episode only grows."""
+        request = read_request(body, self.sampling, self.vocabulary, self.form.note)
+        drawn = self._find_drawn(request)
+        messages = [
+            {"role": "assistant", "content": message["content"]} if index in drawn else message
+            for index, message in enumerate(request.messages)
+        ]
+        most = self.form.row_tokens
+        prompt = self.history.prepare(messages, drawn, request.tools, request.kwargs, most)
+        return request, drawn, prompt
+
+    def _refuse_length(self, size: str) -> NoReturn:
+        self._overflow, self._finish_reason = True, "length"
+        raise RequestRefused(
+            400,
+            f"This model's maximum context length is {self.form.row_tokens} tokens; the prompt has"
+            f" {size}",
+        )
+
     def _add(self, prompt: Prompt, completion: Completion) -> DrawnTurn:
         self._prompts.append(hash(tuple(prompt.tokens)))
         return self.history.add(prompt, completion)
 
-    async def _generate(self, tokens: list[int], sampling: Sampling) -> Completion:
+    async def _generate(
+        self, tokens: list[int], sampling: Sampling, stop_ids: Sequence[int] = ()
+    ) -> Completion:
         if self._closed:
             raise RequestRefused(410, f"episode {self.id} has ended")
         room = self.form.row_tokens - len(tokens)
         if room <= 0:
-            self._overflow, self._finish_reason = True, "length"
-            raise RequestRefused(
-                400,
-                f"This model's maximum context length is {self.form.row_tokens} tokens;"
-                f" the prompt has {len(tokens)}",
-            )
+            self._refuse_length(str(len(tokens)))
         if room < sampling.max_new_tokens:
             sampling = sampling.model_copy(update={"max_new_tokens": room})
-        ends, work = self.history.template.ends, asyncio.current_task()
+        ends, work = (*self.history.template.ends, *stop_ids), asyncio.current_task()
         assert work is not None, "an endpoint asks in a task"
         self._asking.add(work)
         try:
             completion = await self.engine.generate(tokens, sampling, ends, index=self.index)
         except (EpisodeFailed, RunStopped, UserError) as error:
+            constrained = sampling.structured_outputs != self.sampling.structured_outputs
+            if isinstance(error, UserError) and constrained:
+                # A regex or a schema of the agent's that the engine cannot compile.
+                raise RequestRefused(400, f"what the answer must match: {error}") from None
             self.fail(error)
             raise RequestRefused(400, f"episode {self.id} is given up: {error}") from None
         finally:
@@ -270,7 +306,7 @@ class EpisodeRecord:
             key, before = message_key(message), tuple(turn_of.values())
             ids = request.given_ids.get(index)
             same = []
-            for number, answered in self._answered.items():
+            for number, answered in list(self._answered.items()):
                 if ids is None:
                     equal = answered.key == key
                 else:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.gym import GymConfig
-from jaxtrain.environments.chat_response import MODEL
+from jaxtrain.environments.chat_request import MODEL
 from jaxtrain.environments.policy_server import PolicyServer
 from jaxtrain.errors import UserError
 

@@ -20,9 +20,10 @@ from weakref import WeakKeyDictionary
 import aiohttp
 
 from jaxtrain.config.gym import GymConfig
-from jaxtrain.environments.chat_request import RequestRefused, message_key, read_input, read_tools
+from jaxtrain.environments.chat_request import message_key, read_input, read_tools
 from jaxtrain.environments.episode_record import ChatAnswer, EpisodeRecord
 from jaxtrain.environments.gym_servers import share_servers
+from jaxtrain.environments.request_fields import RequestRefused
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, EpisodeFailed, Sampling
 from jaxtrain.generation.episodes import Episode

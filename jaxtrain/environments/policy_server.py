@@ -21,14 +21,23 @@ import hmac
 import json
 import secrets
 import threading
-from collections.abc import Coroutine, Mapping
+import zlib
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from aiohttp import web
+from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from jaxtrain.environments.chat_request import RequestRefused, limit
-from jaxtrain.environments.chat_response import MODEL, split_chat, write_chat, write_tokens
+from jaxtrain.environments.chat_request import MODEL, limit, read_stop_ids
+from jaxtrain.environments.chat_response import split_chat, write_chat, write_tokens
 from jaxtrain.environments.episode_record import ChatAnswer, EndpointFormat, EpisodeRecord
+from jaxtrain.environments.request_fields import (
+    SAMPLING,
+    TOKENS,
+    RequestRefused,
+    check_fields,
+    parse_body,
+)
 from jaxtrain.environments.token_history import TurnTemplate
 from jaxtrain.environments.tool_calls import find_family
 from jaxtrain.errors import UserError
@@ -39,6 +48,8 @@ T = TypeVar("T")
 MAX_BYTES = 1 << 26
 """Limit of bytes of a request."""
 START_SECONDS = 10.0
+MAX_NOTED = 100
+"""Names of fields that are logged, each once."""
 
 
 class PolicyServer:
@@ -52,14 +63,18 @@ class PolicyServer:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
+        log: Callable[[str], None] = print,
     ):
         """max_model_len: longest sequence, prompt and answer together. port: 0 for any free one.
-        token: bearer token of requests; None for a random one. Raises UserError for a tokenizer
+        token: bearer token of requests; None for a random one. log: receives, once each, names of
+        fields of requests that change nothing. Raises UserError for a tokenizer
         without a chat template."""
         self.template = TurnTemplate(tokenizer)
         self.family = find_family(str(tokenizer.chat_template))
         self.max_model_len, self.host, self.port = max_model_len, host, port
         self.token = token or secrets.token_urlsafe(24)
+        self.log = log
+        self._noted: set[str] = set()
         self._records: dict[str, EpisodeRecord] = {}
         self._count = 0
         self._lock = threading.Lock()
@@ -107,7 +122,7 @@ class PolicyServer:
         with self._lock:
             self._count += 1
             name = episode_id or f"{index}-{self._count}"
-            form = EndpointFormat(self.template, self.family, self.max_model_len)
+            form = EndpointFormat(self.template, self.family, self.max_model_len, self._note)
             url = f"http://{self.host}:{self.port}/e/{name}/v1"
             record = EpisodeRecord(name, form, engine, sampling, index, url, within)
             self._records[name] = record
@@ -134,6 +149,14 @@ class PolicyServer:
         self._thread.join(timeout=2.0)
         if not self._thread.is_alive():
             loop.close()
+
+    def _note(self, name: str) -> None:
+        """Log, once, a field of requests that changes nothing."""
+        with self._lock:
+            new = name not in self._noted and len(self._noted) < MAX_NOTED
+            self._noted.update([name] if new else [])
+        if new:
+            self.log(f"note: the policy endpoint does not read {escape_control_chars(name)}")
 
     @staticmethod
     def _run_in(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
@@ -162,7 +185,9 @@ class PolicyServer:
         """Require the bearer token, and format refusals like OpenAI's servers."""
         token = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         try:
-            if not hmac.compare_digest(token.encode(), self.token.encode()):
+            # Header bytes that are not UTF-8 are lone surrogates here.
+            sent = token.encode("utf-8", "surrogateescape")
+            if not hmac.compare_digest(sent, self.token.encode()):
                 raise RequestRefused(
                     401, "the Authorization header does not carry this run's token"
                 )
@@ -191,14 +216,14 @@ class PolicyServer:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await read_json(request)
+        check_fields(body, TOKENS, self._note)
+        check_fields(body.get("sampling_params") or {}, SAMPLING, self._note, "sampling_params.")
         record = self._find(request, body)
-        tokens, params = body.get("token_ids"), body.get("sampling_params") or {}
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise RequestRefused(400, "token_ids must be a list of whole numbers")
-        if not tokens or not isinstance(params, dict):
-            raise RequestRefused(400, "token_ids must not be empty, and sampling_params an object")
+        tokens, params = body.get("token_ids") or [], body.get("sampling_params") or {}
         sampling = limit(params, record.sampling)
-        completion: Completion = await self._ask(record, record.continue_tokens(tokens, sampling))
+        stops = read_stop_ids(params, record.vocabulary)
+        work = record.continue_tokens(tokens, sampling, stops)
+        completion: Completion = await self._ask(record, work)
         number = f"generate-{record.id}-{record.num_turns}"
         return web.json_response(write_tokens(tokens, completion, number))
 
@@ -206,10 +231,7 @@ class PolicyServer:
         body = await read_json(request)
         record = self._find(request, body)
 
-        async def render() -> list[int]:
-            return record.render(body)
-
-        tokens: list[int] = await self._ask(record, render())
+        tokens: list[int] = await self._ask(record, record.render(body))
         response = {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens}
         return web.json_response(response)
 
@@ -257,12 +279,13 @@ class PolicyServer:
 async def read_json(request: web.Request) -> dict[str, Any]:
     """Parse the body of a request; RequestRefused if it is not a JSON object."""
     try:
-        body = await request.json()
-    except (ValueError, RecursionError):
-        raise RequestRefused(400, "the body is no valid JSON") from None
-    if not isinstance(body, dict):
-        raise RequestRefused(400, "the body must be a JSON object")
-    return body
+        raw = await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise RequestRefused(413, f"the body has more than {MAX_BYTES:,} bytes") from None
+    except (ClientPayloadError, HttpProcessingError, zlib.error, ValueError) as error:
+        raise RequestRefused(400, f"the body cannot be read: {error}") from None
+    # In a thread: 64 MiB of JSON take a second, and other agents wait.
+    return await asyncio.to_thread(parse_body, raw, request.charset)
 
 
 async def stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:

@@ -41,6 +41,14 @@ Piece = str | tuple[int, bool]
 """Text of the template, or (number of a sampled turn, True if its thought is shown)."""
 
 
+class PromptTooLong(Exception):
+    """A text is too long for a row, whatever its tokens are. least: tokens that it has at least."""
+
+    def __init__(self, least: int):
+        super().__init__(f"at least {least} tokens")
+        self.least = least
+
+
 class TurnTemplate:
     """Chat template of a tokenizer with its end-of-turn token; UserError if it lacks either."""
 
@@ -55,6 +63,8 @@ class TurnTemplate:
             )
         self.closing = ends.closing
         self.ends = tuple(sorted(end_of_turn_ids(tokenizer)))
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        """Characters that one token can hold at most."""
         self.nonce = secrets.token_hex(8)
         self.encoder, self.spelled = encoder_of(tokenizer), make_mark()
 
@@ -170,9 +180,14 @@ class TokenHistory:
         drawn: Mapping[int, int],
         tools: Any,
         kwargs: Kwargs = None,
+        most: int | None = None,
     ) -> Prompt:
         """Build the prompt of the next turn. drawn: {index of a message: number of its turn}, in
-        order. kwargs: variables of the chat template. Raises TemplateFailed."""
+        order. kwargs: variables of the chat template. most: tokens beyond which it is of no use.
+        Raises TemplateFailed, and PromptTooLong before such a text is tokenized."""
+        if most is not None:
+            texts = [m["content"] for m in messages if m["role"] != "assistant"]
+            self._check_length(texts, most)
         pieces = self.template.split(messages, drawn, self.turns, tools, kwargs)
         if self.turns and not self.rewritten:
             last = len(self.turns) - 1
@@ -183,6 +198,8 @@ class TokenHistory:
                     " that keeps turns (model.chat_template)"
                 )
             pieces = [*self._pieces, pieces[-1]]
+        if most is not None:
+            self._check_length([piece for piece in pieces if isinstance(piece, str)], most)
         tokens = [token for piece in pieces for token in self._tokens(piece)]
         return Prompt(tokens, pieces, self.template.opens_thought(pieces))
 
@@ -213,6 +230,11 @@ class TokenHistory:
         self._pieces = [*prompt.pieces, (len(self.turns), True)]
         self.turns.append(turn)
         return turn
+
+    def _check_length(self, texts: Sequence[str], most: int) -> None:
+        least = sum(map(len, texts)) // self.template.longest_token
+        if least > most:
+            raise PromptTooLong(least)
 
     def _tokens(self, piece: Piece) -> list[int]:
         if isinstance(piece, str):

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 from jaxtrain import plugins
 from jaxtrain.config.verifiers import VerifiersConfig
-from jaxtrain.environments.policy_server import MODEL, PolicyServer
+from jaxtrain.environments.chat_request import MODEL
+from jaxtrain.environments.policy_server import PolicyServer
 from jaxtrain.errors import UserError
 
 T = TypeVar("T")

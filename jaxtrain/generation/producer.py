@@ -9,8 +9,9 @@ by next_slots() alone, and never more than were requested so far plus `ahead`; t
 bounded queue. With ahead = 0 a round is drawn after the last one was trained; with ahead = one
 round while it is trained (lag 1); with ahead = max_lag rounds and ordered=False all the time.
 
-Which slot leaves first: the first one started, or, unordered, the one with the oldest tokens
-(earliest deadline first), then the first one started. If the lag is bounded, a group that is played
+Which slots leave first: the first ones started, or, unordered, those with the oldest tokens
+(earliest deadline first), then the first ones started. Those that leave together are in the order
+in which they were started. If the lag is bounded, a group that is played
 with tokens that no later round may train is cancelled as soon as that is known, and its prompt is
 played again in the same slot by whatever weights the engine holds: the newest, since `drop_older`
 is called after they were published.
@@ -141,16 +142,19 @@ class Producer:
             task = asyncio.get_running_loop().create_task(self._fill())
             self._running[task] = self._started
             self._started += 1
-        slots: list[RoundSlot] = []
+        slots: dict[int, RoundSlot] = {}
         while len(slots) < count:
-            while len(slots) < count and (slot := self._pop()) is not None:
-                slots.append(slot)
+            while len(slots) < count and (popped := self._pop()) is not None:
+                slots.update([popped])
             if len(slots) < count:
                 await self._progress()
-        return slots
+        # Groups are packed in this order, and sums depend on it: a round of the same groups must
+        # train to the same bits, whichever of them finished first.
+        return [slots[number] for number in sorted(slots)]
 
-    def _pop(self) -> RoundSlot | None:
-        """Return a finished slot that is due: the first, or the one with the oldest tokens."""
+    def _pop(self) -> tuple[int, RoundSlot] | None:
+        """Return the number of a finished slot that is due, and the slot: the first, or the one
+        with the oldest tokens."""
         if not self._finished:
             return None
         age = self._finished.__getitem__
@@ -161,7 +165,7 @@ class Producer:
         if ordered and number >= (self._requested if streaming else self._taken + 1):
             return None
         self._taken += 1
-        return self._finished.pop(number)
+        return number, self._finished.pop(number)
 
     async def _progress(self) -> None:
         """Wait until a slot is filled; raise the error of a slot that failed."""

@@ -198,7 +198,7 @@ class FakeVllm:
 
     async def _draw(self, request, body, prompt, params):
         """(tokens, label of each, finish reason), or a response that says something else."""
-        while self.hangs:
+        while self.hangs or self.asleep:
             await asyncio.sleep(0.02)
         if params["top_k"] == 1:  # the client's look at the log-probs: not part of any script
             return [100], [self.label], "length"
@@ -229,6 +229,8 @@ class FakeVllm:
             if stop:
                 return tokens, labels, "abort"
             await self._resumed.wait()
+            while self.hangs:
+                await asyncio.sleep(0.02)
             tokens.append(STOP if position == self.length - 1 else 100 + position)
             labels.append(self.label)
             self.drawn += 1
@@ -356,8 +358,11 @@ class FakeVllm:
         self.asleep = True
         return web.json_response({"status": "sleeping"})
 
+    async def _is_sleeping(self, request):
+        return web.json_response({"is_sleeping": self.asleep})
+
     async def _wake_up(self, request):
-        self.asleep = self.asleep and request.query.get("tags") != "kv_cache"
+        self.asleep = self.asleep and request.query.get("tags") == "weights"
         return web.json_response({"status": "awake"})
 
 
@@ -375,5 +380,6 @@ CONTROL = {
     "/v1/load_lora_adapter": "post",
     "/v1/unload_lora_adapter": "post",
     "/sleep": "post",
+    "/is_sleeping": "get",
     "/wake_up": "post",
 }

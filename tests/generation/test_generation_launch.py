@@ -4,6 +4,8 @@ that end."""
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +16,7 @@ from fake_child import write_python
 from jaxtrain.config import SamplingConfig, validate_config
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.distributed import gpus, processes
+from jaxtrain.distributed.orphans import read_stat
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.vllm.control import ServerGone, call
 from jaxtrain.generation.vllm.launch import (
@@ -264,6 +267,36 @@ def test_a_killed_server_comes_back_with_the_newest_weights(tmp_path):
     with pytest.raises(ServerGone):
         call(server.url, "GET", "/health", timeout=5)
     assert sorted(os.listdir(folder)) == ["0.log", "path"]
+
+
+OWNER = """
+import pathlib, sys, time
+from jaxtrain.distributed.child_processes import ServerProcess
+engine = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+server = f'''
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {engine!r}], start_new_session=True)
+time.sleep(600)
+'''
+ServerProcess([sys.executable, "-c", server], None, pathlib.Path(sys.argv[1]), 0).start()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("killed", ["owner", "owner and its children"])
+def test_an_engine_in_a_session_of_its_own_ends_whoever_is_killed(tmp_path, killed):
+    """Ray kills an actor's children together with it; the server dies, its engine would stay."""
+    log = tmp_path / "server.log"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(log)])
+    try:
+        engine = int(wait_for(lambda: log.is_file() and log.read_text().strip(), 60))
+        children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()
+        for pid in [*(children if "children" in killed else []), owner.pid]:
+            os.kill(int(pid), signal.SIGKILL)
+        wait_for(lambda: (read_stat(engine) or "Z")[0] == "Z", 60)
+    finally:
+        owner.kill()
+        owner.wait()
 
 
 def test_ports_differ():

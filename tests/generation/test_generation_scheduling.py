@@ -85,6 +85,15 @@ def test_the_oldest_tokens_leave_first(closing):
     assert [slot.group.draw for slot in producer.next_slots(1)] == [0]
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_groups_of_a_round_have_one_order_whichever_ends_first(closing, ordered):
+    """So `async` with max_lag 0 packs, and sums, what `sync` does."""
+    engine = KnownPolicy(delay=lambda index: 0.02 * (3 - draw_of(index) % 4))
+    source = make_rounds(closing(make(engine, ordered=ordered)), per_round=4, max_lag=0)
+    assert [trained(source) for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert engine.answered[:GROUP] == [3] * GROUP, "the last prompt ends first"
+
+
 def test_what_no_round_can_take_is_given_up_and_asked_anew(closing):
     engine = Telling(held={0})
     producer = closing(make(engine, ahead=2, ordered=False))

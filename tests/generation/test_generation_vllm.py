@@ -150,6 +150,9 @@ def choice(**changes):
     return json.dumps({"choices": [{**full, **changes}]}).encode()
 
 
+NOTHING = choice(logprobs={"content": [{"logprob": None}] * 2}, weight_versions=None)
+
+
 @pytest.mark.parametrize(
     "raw, messages",
     [
@@ -167,14 +170,31 @@ def choice(**changes):
         (choice(logprobs={"content": [{"token_id": 9, "logprob": -1}] * 2}), "other tokens"),
         (choice(weight_versions=[{"version": "x", "start": 0, "end": 1}]), "do not cover 2"),
         (choice(weight_versions=[{"from": 0}]), "weight_versions"),
+        (choice()[:-9], "no JSON"),
     ],
 )
-def test_garbage_is_one_clear_error(raw, messages):
+def test_one_bad_answer_is_asked_again_elsewhere_and_counted(raw, messages):
+    fakes = [FakeVllm(), FakeVllm()]
+    for fake in fakes:
+        fake.script += ["ok"] * 2 if fake is fakes[1] else [raw]
+    with opened(fakes) as (engine, servers, output):
+        answers = ask(engine, 2)
+        assert [answer.tokens for answer in answers] == [ANSWER] * 2
+        assert servers.counters["bad_answers"] == servers.counters["retries"] == 1
+    assert [fake.answered for fake in fakes] == [0, 2]
+    (line,) = [line for line in output if "bad answer" in line]
+    assert messages in line and fakes[0].url in line
+
+
+@pytest.mark.parametrize("raw", [b"<html>nginx</html>", NOTHING])
+def test_many_bad_answers_end_the_run(raw, monkeypatch):
+    monkeypatch.setattr("jaxtrain.generation.vllm.pool.MAX_BAD", 6)
     fake = FakeVllm()
-    fake.script.append(raw)
+    fake.script += [raw] * 20
     with opened([fake]) as (engine, *_), pytest.raises(RunStopped) as error:
-        ask(engine)
-    assert messages in str(error.value) and fake.url in str(error.value)
+        ask(engine, 4)
+    words = ("6 of the last 6 answers", fake.url, "Is it a vLLM server")
+    assert all(word in str(error.value) for word in words)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +239,16 @@ def test_a_log_prob_that_is_no_number_costs_its_token_alone(missing):
         (answer,) = ask(engine)
         assert answer.logprobs[0] == -1.0 and math.isnan(answer.logprobs[1])
         assert servers.counters["tokens_without_logprob"] == 3 and servers.counters["retries"] == 1
+        assert servers.counters["bad_answers"] == 2
+
+
+def test_a_missing_log_prob_is_asked_for_elsewhere_first():
+    fakes = [FakeVllm(), FakeVllm()]
+    fakes[0].script.append(choice(logprobs={"content": [{"logprob": -1.0}, {"logprob": None}]}))
+    with opened(fakes) as (engine, servers, _):
+        answers = ask(engine, 2)
+        assert not any(math.isnan(x) for answer in answers for x in answer.logprobs)
+        assert servers.counters["bad_answers"] == 1
 
 
 def test_a_server_killed_on_the_way_is_dropped_and_its_work_redone():

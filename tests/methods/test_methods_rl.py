@@ -97,6 +97,30 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(config, tmp_path):
         np.testing.assert_array_equal(value, right[path], err_msg=path)
 
 
+REVERSED = f"""
+import asyncio, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from rl_toy_env import EvenTokens
+class Reversed(EvenTokens):
+    async def run(self, row, engine, sampling, index):
+        episode = await super().run(row, engine, sampling, index)
+        await asyncio.sleep(0.1 * (3 - index // 16 % 4))  # the round's last prompt ends first
+        return episode
+"""
+
+
+@pytest.mark.slow
+def test_asynchronous_rounds_without_lag_have_the_bits_of_synchronous_ones(config, tmp_path):
+    (tmp_path / "reversed.py").write_text(REVERSED)
+    words = (f"env.path={tmp_path}/reversed.py:Reversed", "rollout.devices=2", "run.max_steps=3")
+    for mode in ("sync", "async"):
+        folder = tmp_path / mode
+        run(config, folder, *words, f"rollout.mode={mode}", "rollout.max_lag=0")
+    sync, asynchronous = (read_params(tmp_path / mode, 3) for mode in ("sync", "async"))
+    for path, value in sync.items():
+        np.testing.assert_array_equal(asynchronous[path], value, err_msg=path)
+
+
 SLOW = f"""
 import asyncio, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})

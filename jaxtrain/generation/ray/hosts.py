@@ -8,6 +8,7 @@ A server that comes back, there or elsewhere, is a new one to the pool: inspecte
 weights before it is asked.
 """
 
+import contextlib
 import os
 import secrets
 import tempfile
@@ -33,6 +34,8 @@ POLL_SECONDS = 2.0
 YOUNG_SECONDS = 60.0
 """A server that ends before this age is restarted after a pause."""
 PAUSE_SECONDS = 30.0
+STOP_SECONDS = 20.0
+"""Longer than a server has to end by itself."""
 HOST, PORT = "{host}", "{port}"
 """Placeholders for the address in a command whose machine is not known yet."""
 
@@ -113,8 +116,11 @@ class RaySource:
         name: str,
         log: Callable[[str], None],
         seconds: float = 2.0,
+        *,
+        owned: bool = False,
     ):
-        """seconds: how long a poll waits for hosts, all together."""
+        """seconds: how long a poll waits for hosts, all together. owned: `close` ends the hosts."""
+        self.owned = owned
         self.cluster, self.find_hosts, self.name = cluster, find_hosts, name
         self.log, self.seconds = log, seconds
         self._asked: dict[int, Future] = {}
@@ -142,6 +148,11 @@ class RaySource:
                 os.environ.setdefault(KEY_VARIABLE, status["key"])
                 servers.append(DiscoveredServer(status["url"]))
         return servers
+
+    def close(self) -> None:
+        """Stop the servers and end their hosts, if they are this run's own."""
+        if self.owned and self.cluster.error is None and not self.cluster.closed:
+            stop_hosts(self.find_hosts())
 
     def _tell(self, text: str) -> None:
         if text not in self._told:
@@ -185,6 +196,17 @@ def start_hosts(
             )
         )
     return hosts
+
+
+def stop_hosts(hosts: Sequence[RayRemote], seconds: float = STOP_SECONDS) -> None:
+    """Stop servers, all at once, and end their hosts for good."""
+    answers = [host.call("stop") for host in hosts]
+    deadline = time.monotonic() + seconds
+    for host, answer in zip(hosts, answers, strict=True):
+        # One that is being started ends with its actor.
+        with contextlib.suppress(NotYet, RemoteLost, RunStopped, RuntimeError):
+            answer.result(max(0.0, deadline - time.monotonic()))
+        host.kill()
 
 
 def find_hosts(cluster: RayCluster, name: str) -> list[RayRemote]:
@@ -241,7 +263,7 @@ def open_source(config: Config, longest: int | None, log: Callable[[str], None])
     cluster, name = join(config.rollout.ray), service_name(config.rollout.service)
     if name is None:
         hosts = launch(cluster, config, longest, None)
-        return RaySource(cluster, lambda: hosts, "rollout.vllm.launch ray", log)
+        return RaySource(cluster, lambda: hosts, "rollout.vllm.launch ray", log, owned=True)
     if not find_hosts(cluster, name):
         raise UserError(
             f"rollout.vllm.launch ray: the service {name} has no servers; start it with"

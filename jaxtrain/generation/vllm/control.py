@@ -24,6 +24,10 @@ class ServerGone(Exception):
     """Raised when a server did not answer: the connection was refused or broke, or timed out."""
 
 
+class ServerHung(ServerGone):
+    """Raised when a server, or a worker of it, was silent for too long over an open connection."""
+
+
 class ServerRefused(Exception):
     """Raised when a server answered with a status other than 200."""
 

@@ -1,9 +1,9 @@
 """VllmEngine: many coroutines with one prompt each, on servers that may join and leave.
 
 generate ──bounded──> its session's server ──answer──> checked ──> Completion
-              ^                        │
-              │   refused, cut off, 5xx, late, dropped: back off, retry, elsewhere if possible
-              └────────────────────────┘
+              ^                        │                  │
+              │   refused, cut off, 5xx, late, dropped, unusable: back off, retry, elsewhere
+              └────────────────────────┴──────────────────┘   if possible
                 no server at all: wait, up to wait_seconds, then RunStopped
 
 A call of `generate` gives one Completion or an exception, so nothing is lost or duplicated;
@@ -32,7 +32,8 @@ from jaxtrain.generation.vllm.messages import (
     derive_seed,
     parse_answer,
 )
-from jaxtrain.generation.vllm.pool import Pool, VllmServer
+from jaxtrain.generation.vllm.pool import Pool
+from jaxtrain.generation.vllm.server import VllmServer
 
 MAX_ATTEMPTS = 50
 """Attempts per request, including those that do not count as failures: a bound if servers flap."""
@@ -41,12 +42,14 @@ SESSION = "X-Session-ID"
 MAX_ANSWER_BYTES = 2**28
 """Limit for an answer; one with the experts of 100,000 tokens takes about a third of it."""
 KEPT_POLL_SECONDS = 0.05
+NO_LOGPROBS = "NaN log-probs"
 POLL_SECONDS = 0.25
 """Interval at which a waiting request checks whether its server was dropped."""
 
 
 class AnswerLost(Exception):
-    """Raised when a request got no answer, but a retry may. kind: a few words, for counting."""
+    """Raised when a request got no usable answer, but a retry may. kind: a few words, for
+    counting."""
 
     def __init__(self, kind: str, text: str):
         super().__init__(text)
@@ -73,6 +76,8 @@ class AnswerPart:
     max_tokens: int
     seed: int
     session: int
+    masks: bool = False
+    """Accept an answer some of whose log-probs are missing: another one had none, either."""
 
 
 class KeptServers:
@@ -202,10 +207,11 @@ class VllmEngine:
         routed: np.ndarray | None = None
         failures, pause = 0, self.first_pause
         session = index // (self.group_size or 1)
-        direct = False
+        direct = masks = False
+        failed: VllmServer | None = None
         async with connection.room:
             for _ in range(MAX_ATTEMPTS):
-                server = await self._acquire_server(connection, session, direct)
+                server = await self._acquire_server(connection, session, direct, failed)
                 epoch = server.epoch
                 # Before the request: a group that will be too old is cancelled at once.
                 note_version(min(versions, default=server.version))
@@ -219,6 +225,7 @@ class VllmEngine:
                         max_tokens=sampling.max_new_tokens - len(tokens),
                         seed=derive_seed(sampling.seed, index, len(prompt) + len(tokens)),
                         session=session,
+                        masks=masks,
                     )
                     answer, drawn = await self._request(connection, server, part)
                 except AnswerLost as lost:
@@ -228,6 +235,7 @@ class VllmEngine:
                         direct = True
                         continue
                     self.servers.suspect(server)
+                    failed, masks = server, masks or lost.kind == NO_LOGPROBS
                     # Failures of a server that was dropped meanwhile are not the request's fault.
                     failures += server.epoch == epoch
                     if failures > self.servers.config.retries:
@@ -266,9 +274,14 @@ class VllmEngine:
             await asyncio.to_thread(self.servers.drop_strangers)
 
     async def _acquire_server(
-        self, connection: LoopConnection, session: int, direct: bool
+        self,
+        connection: LoopConnection,
+        session: int,
+        direct: bool,
+        failed: VllmServer | None,
     ) -> VllmServer:
-        """Wait for a server; RunStopped if none comes in time. direct: bypass the router."""
+        """Wait for a server; RunStopped if none comes in time. direct: bypass the router. failed:
+        prefer another one."""
         servers = self.servers
         if self.kept_servers is not None:
             return await self.kept_servers.take(session if self.group_size else None)
@@ -278,7 +291,7 @@ class VllmEngine:
             while True:
                 server = None if direct else servers.acquire_front()
                 if server is None:
-                    server = servers.acquire(session if self.group_size else None)
+                    server = servers.acquire(session if self.group_size else None, avoid=failed)
                 if server is not None:
                     return server
                 # Servers that update their weights, sleep or are full are not missing: the time
@@ -330,10 +343,8 @@ class VllmEngine:
         try:
             answer = parse_answer(route, raw, part.max_tokens, len(part.prompt), self.routes)
         except GarbageAnswer as error:
-            raise RunStopped(
-                f"{server.url}{route} answers garbage: {error}; is it a vLLM server, and is"
-                " anything between it and here that changes answers?"
-            ) from None
+            self.servers.note_answer(server, str(error))
+            raise AnswerLost("bad answer", f"{server.url}{route}: {error}") from None
         if self.routes is not None and answer.routed is None and answer.tokens:
             raise RunStopped(
                 f"{server.url} does not say to which experts tokens went, which"
@@ -341,8 +352,10 @@ class VllmEngine:
             )
         missing = sum(value != value for value in answer.logprobs)
         self.servers.count("tokens_without_logprob", missing)
-        if missing and missing == len(answer.tokens):
-            raise AnswerLost("NaN log-probs", f"{server.url} gives NaN for every log-prob")
+        problem = f"{missing} of {len(answer.tokens)} log-probs are NaN" if missing else ""
+        self.servers.note_answer(server, problem)
+        if missing == len(answer.tokens) > 0 or (missing and not part.masks):
+            raise AnswerLost(NO_LOGPROBS, f"{server.url}{route}: {problem}")
         versions = self._date_tokens(server, answer, sent_version)
         if self.kept_servers is not None and any(
             version != self.kept_servers.version for version in versions

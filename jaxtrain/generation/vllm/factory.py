@@ -127,7 +127,7 @@ def open_servers(
     """Return the servers of section rollout.vllm, started where the run launches them, inspected
     and watched. stack: closes everything if a later step of opening fails."""
     vllm = config.rollout.vllm
-    sources, launcher = open_sources(vllm), None
+    sources, launcher, hosts = open_sources(vllm), None, None
     if vllm.launch == "local":
         home = Path(config.run.output_dir) / FOLDER
         launcher = open_launcher(config, home, log, bundle.architecture.longest)
@@ -135,9 +135,11 @@ def open_servers(
         launcher.start()
         sources.append(launcher)
     if vllm.launch == "ray":
-        sources.append(open_source(config, bundle.architecture.longest, log))
         cluster = join(config.rollout.ray)
         stack.callback(cluster.close)
+        hosts = open_source(config, bundle.architecture.longest, log)
+        stack.callback(hosts.close)
+        sources.append(hosts)
         # Servers on other machines fetch weights from an address that they can reach.
         if "listen" not in vllm.model_fields_set:
             vllm = vllm.model_copy(update={"listen": cluster.address})
@@ -153,8 +155,9 @@ def open_servers(
     servers.closing.enter_context(Listing(listing, lambda: servers.all))
     # The listing is there first, so that people can see which server is awaited.
     servers.open()
-    if vllm.launch == "ray":
-        servers.closing.callback(join(config.rollout.ray).close)
+    if hosts is not None:
+        servers.closing.callback(hosts.cluster.close)
+        servers.closing.callback(hosts.close)
     if launcher is not None:
         servers.closing.callback(launcher.close)
         # Restarts begin only now: an exit before the first answer is a mistake in the setup.

@@ -15,7 +15,7 @@ from jaxtrain.generation.vllm.messages import (
     build_request,
     parse_answer,
 )
-from jaxtrain.generation.vllm.pool import VllmServer
+from jaxtrain.generation.vllm.server import VllmServer
 from jaxtrain.generation.vllm.sources import list_workers
 
 TESTED = ((0, 32), (0, 33))
@@ -78,8 +78,15 @@ class Inspector:
         server.model = model
 
     def _end_pause(self, url: str) -> None:
-        """Resume a server that an interrupted sync, of this run or an earlier one, left paused; it
-        would never answer a request."""
+        """Resume a server that an interrupted sync, of this run or an earlier one, left paused, and
+        wake one that went to sleep after it was given up; it would never answer a request."""
+        try:
+            status = call(url, "GET", "/is_sleeping", timeout=30)
+            if isinstance(status, dict) and status.get("is_sleeping") is True:
+                call(url, "POST", "/wake_up", timeout=self.config.progress_seconds)
+                self.log(f"vllm {url} was asleep, which nobody would have ended; it is awake again")
+        except ServerRefused:
+            pass  # it was started without these routes
         try:
             status = call(url, "GET", "/is_paused", timeout=30)
             if isinstance(status, dict) and status.get("is_paused") is True:

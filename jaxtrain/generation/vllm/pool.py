@@ -11,95 +11,24 @@ Only `up` servers that hold the newest weights get requests. `watcher.py` and `s
 that a server has gone or come; this is their table, which any thread may use.
 """
 
-import contextlib
-import dataclasses
-import math
 import secrets
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
 
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import RunStopped
-from jaxtrain.generation.vllm.control import Deadline, ServerGone, ServerRefused, call
-from jaxtrain.generation.vllm.messages import GENERATE
+from jaxtrain.generation.vllm.control import ServerGone, ServerRefused, call
 from jaxtrain.generation.vllm.routing import CandidateServer, choose, limit_load, weigh
+from jaxtrain.generation.vllm.server import VllmServer
 from jaxtrain.generation.vllm.sources import DiscoveredServer
 from jaxtrain.generation.vllm.telemetry import Telemetry
 
-
-@dataclasses.dataclass(eq=False)
-class VllmServer:
-    """State of a server; its fields change under the lock of Pool."""
-
-    url: str
-    state: str = "new"
-    """new, up, draining, down or gone."""
-    version: int = -1
-    """Newest policy version on it; -1: weights that are not this run's."""
-    in_flight: int = 0
-    epoch: int = 0
-    """Incremented with every drop: a request of an older epoch will not be answered."""
-    why: str = "not asked yet"
-    """Reason why it is not up."""
-    since: float = dataclasses.field(default_factory=time.time)
-    """Time of its last state change (unix time)."""
-    capacity: float | None = None
-    """Capacity that its source lists, relative to the others."""
-    leaving: float = 0.0
-    """Start of draining (monotonic)."""
-    listed: bool = True
-    """True while a source lists it. A drained server that is no longer listed is forgotten; a
-    listed one may return."""
-    updating: bool = False
-    """True while its weights change; it gets no new requests."""
-    kept_version: int | None = None
-    """Version that it keeps for an evaluation, which has it exclusively; None: it keeps none."""
-    behind: bool = False
-    """True if it kept a version and has not received the newest since."""
-    strikes: int = 0
-    model: str = ""
-    """Name of the base model on the server."""
-    route: str = GENERATE
-    max_model_len: int = 0
-    processed: bool = False
-    """True if its log-probs are those after temperature and truncation."""
-    progressed: float = 0.0
-    """Time of its last observed progress (monotonic)."""
-    telemetry: Telemetry = Telemetry()
-    """Last reading of its /metrics."""
-    telemetry_at: float = -math.inf
-    """Time of that reading (monotonic)."""
-    short: bool = False
-    """True once the warning about its max_model_len was logged."""
-    sync_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    """Serializes weight syncs of this server."""
-    nudge: threading.Event = dataclasses.field(default_factory=threading.Event)
-
-    @property
-    def lost(self) -> bool:
-        """Return True if its weights and its requests are lost."""
-        return self.state in ("down", "gone")
-
-    @property
-    def keeps(self) -> bool:
-        """Return True if its weights must not change."""
-        return self.kept_version is not None and self.version == self.kept_version
-
-    def describe(self) -> str:
-        """Return the URL and why it is not up."""
-        return f"{self.url} ({self.why})"
-
-    @contextlib.contextmanager
-    def alone(self, deadline: Deadline) -> Iterator[None]:
-        """Hold sync_lock; raises ServerGone if an earlier sync does not release it in time."""
-        if not self.sync_lock.acquire(timeout=deadline.left()):
-            raise ServerGone(f"an earlier sync is not over after {deadline.seconds:g} s")
-        try:
-            yield
-        finally:
-            self.sync_lock.release()
+BAD_WINDOW, MAX_BAD = 64, 32
+"""The run ends when so many of the last answers could not be used."""
+STEP_BYTES = 2**28
+"""Bytes of weights that a server is allowed a second more for, in each step of a sync."""
 
 
 class Pool:
@@ -123,6 +52,8 @@ class Pool:
         self.front: VllmServer | None = None
         """The router that requests go through; up as long as it accepts them."""
         self.clock = time.monotonic
+        self._bad: deque[bool] = deque(maxlen=BAD_WINDOW)
+        """True for each of the last answers that could not be used."""
         self._lock = threading.RLock()
         self._turn = 0
 
@@ -232,15 +163,19 @@ class Pool:
         ]
 
     def acquire(
-        self, session: int | None = None, among: Callable[[], list[VllmServer]] | None = None
+        self,
+        session: int | None = None,
+        among: Callable[[], list[VllmServer]] | None = None,
+        avoid: VllmServer | None = None,
     ) -> VllmServer | None:
         """Choose a server for a request and count its load; None if none may get it.
 
         session: requests that share a prefix prefer one server. among: candidates; by default
-        `ready`.
+        `ready`. avoid: a server that failed the request, chosen only if there is no other.
         """
         with self._lock:
             ready = self.ready() if among is None else among()
+            ready = [server for server in ready if server is not avoid] or ready
             self._turn += 1
             number = self._turn if session is None else session
             chosen = choose(number, self._weigh(ready), sticky=session is not None)
@@ -253,7 +188,7 @@ class Pool:
             # An idle server makes no progress; the time limit for a hung one starts with its first
             # request.
             if not server.in_flight:
-                server.progressed = self.clock()
+                server.progressed, server.silent = self.clock(), False
             server.in_flight += 1
             return server
 
@@ -305,7 +240,7 @@ class Pool:
         not reveal its server, so all are checked."""
         for server in self.up():
             try:
-                info = call(server.url, "GET", "/weight_info", timeout=30)
+                info = call(server.url, "GET", "/weight_info", timeout=self.step_seconds())
                 label = str(info["weight_version"])
             except (ServerGone, ServerRefused, KeyError, TypeError):
                 continue
@@ -353,7 +288,7 @@ class Pool:
         with self._lock:
             # Starts the time limit for a hung server, as in acquire().
             if change > 0 and not server.in_flight:
-                server.progressed = self.clock()
+                server.progressed, server.silent = self.clock(), False
             server.in_flight += change
             if server.state == "draining" and not server.in_flight:
                 server.nudge.set()
@@ -377,7 +312,30 @@ class Pool:
 
     def note_progress(self, server: VllmServer) -> None:
         """Record that the server has made progress, or is not expected to."""
-        server.progressed = self.clock()
+        server.progressed, server.silent = self.clock(), False
+
+    def note_answer(self, server: VllmServer, problem: str = "") -> None:
+        """Record an answer, and what makes it unusable; RunStopped if too many of the last ones
+        were unusable."""
+        with self._lock:
+            self._bad.append(bool(problem))
+            bad, count = sum(self._bad), len(self._bad)
+            self.counters["bad_answers"] += bool(problem)
+        if not problem:
+            return
+        if not server.garbled:
+            server.garbled = True
+            self.log(f"vllm {server.url} gave a bad answer, asked again elsewhere: {problem}")
+        if bad >= MAX_BAD:
+            raise RunStopped(
+                f"{bad} of the last {count} answers of vLLM servers cannot be used; the last one,"
+                f" of {server.url}{server.route}: {problem}. Is it a vLLM server, and is anything"
+                " between it and here that changes answers?"
+            )
+
+    def step_seconds(self, weight_bytes: float = 0.0) -> float:
+        """Return how long a server may take for one step of a sync, of a sleep or of waking."""
+        return self.config.progress_seconds + weight_bytes / STEP_BYTES
 
     # -- weights
 
@@ -440,7 +398,7 @@ class Pool:
             if server.state != "draining":
                 self._set(server, "up", "")
             server.progressed = self.clock()
-            server.version, server.strikes = version, 0
+            server.version = version
             self.version = max(self.version, version)
             server.behind = server.behind and version < self.version
         if returned:

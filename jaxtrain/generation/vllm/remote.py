@@ -24,7 +24,8 @@ from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.generation.engine import Sampling, SharedServers
 from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.generation.vllm.inspector import Inspector
-from jaxtrain.generation.vllm.pool import Pool, VllmServer
+from jaxtrain.generation.vllm.pool import Pool
+from jaxtrain.generation.vllm.server import VllmServer
 
 SHARED_FIELDS = (
     "url",

@@ -22,7 +22,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.vllm.control import ServerGone, ServerRefused
 from jaxtrain.generation.vllm.inspector import Inspector
-from jaxtrain.generation.vllm.pool import Pool, VllmServer
+from jaxtrain.generation.vllm.pool import Pool
+from jaxtrain.generation.vllm.server import VllmServer
 from jaxtrain.generation.vllm.sources import NamedServers, ServerSource
 from jaxtrain.generation.vllm.watcher import Watcher
 from jaxtrain.runs.manifest import write_atomically
@@ -77,13 +78,15 @@ class Servers(Pool):
         server that cannot do what this run needs.
         """
         deadline = time.monotonic() + self.config.wait_seconds
+        self.watcher.start_naming()
         logged = False
         while True:
             # A server without `model` was not inspected yet: those that answered stay inspected
             # while the others are awaited.
             for server in [server for server in self.all if not server.model]:
                 try:
-                    self.watcher.inspect(server)
+                    with server.steps.wait("the inspection", self.step_seconds()):
+                        self.watcher.inspect(server)
                 except (ServerGone, ServerRefused) as error:
                     server.why = str(error)
             waiting = [server for server in self.all if not server.model]
@@ -140,6 +143,9 @@ class Servers(Pool):
                 if number not in self.silent:
                     self.counters["sources_lost"] += 1
                     self.log(f"{source.name} does not answer; the last list of servers stays")
+                    if self.front is not None and self.front.url in source.name:
+                        self.mark_front_down("it does not list its servers")
+                        self.cut_front()
                 self.silent.add(number)
                 continue
             if number in self.silent:

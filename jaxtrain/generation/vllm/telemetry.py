@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from jaxtrain.generation.vllm.control import ServerGone, ServerRefused, call
 
-METRICS_TIMEOUT_SECONDS = 20.0
+METRICS_TIMEOUT_SECONDS = 3.0
+"""Shorter than a hanging server may go unnoticed: its health is checked next."""
 LINE = re.compile(
     r"^vllm:(prompt_tokens_total|generation_tokens_total|iteration_tokens_total_sum"
     r"|num_requests_running|num_requests_waiting|prefix_cache_(?:hits|queries)_total)"

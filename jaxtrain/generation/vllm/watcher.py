@@ -1,8 +1,9 @@
 """Threads that watch servers: drop one that is gone, admit one that joins or returns.
 
-Checks /health every health_seconds, or at once after a failed request (`Pool.suspect`). A restarted
-server has none of the run's state, so it is inspected, must draw a token, and receives the weights
-again before it gets requests.
+Checks /health every health_seconds, or at once after a failed request (`Pool.suspect`), and
+progress every second. Whatever a server is waited for, a thread of its own names it before its time
+limit ends: the watch itself may be waiting. A restarted server has none of the run's state, so it
+is inspected, must draw a token, and receives the weights again before it gets requests.
 """
 
 import math
@@ -12,14 +13,20 @@ from collections.abc import Callable
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.vllm.control import ServerGone, ServerRefused, call
 from jaxtrain.generation.vllm.inspector import PROBE_SECONDS, Inspector
-from jaxtrain.generation.vllm.pool import Pool, VllmServer
+from jaxtrain.generation.vllm.pool import Pool
+from jaxtrain.generation.vllm.server import NAMED_FRACTION, VllmServer
 from jaxtrain.generation.vllm.telemetry import Telemetry, read_telemetry
 
 HEALTH_TIMEOUT_SECONDS = 20.0
-MAX_STRIKES = 3
-"""Unanswered health checks in a row before a server counts as stalled."""
+NAMED_HEALTH_SECONDS = 10.0
+"""Limit of a health check for its naming in the log, which is early: it may begin health_seconds
+after the server began to hang."""
 TELEMETRY_SECONDS = 1.0
 """Interval at which /metrics of a busy server is read."""
+NAMING_SECONDS = 0.5
+"""Interval at which servers that wait are looked for."""
+PROBE_FRACTION = 0.25
+"""Fraction of progress_seconds after which a server without counts is asked for a token."""
 
 
 class Watcher:
@@ -37,6 +44,32 @@ class Watcher:
     def start(self, server: VllmServer) -> None:
         """Watch a server from now on, in a thread that ends with it."""
         threading.Thread(target=self._watch, args=(server,), daemon=True).start()
+
+    def start_naming(self) -> None:
+        """Name servers that are waited for, in a thread that ends with `close`."""
+
+        def work() -> None:
+            while not self.closed.wait(NAMING_SECONDS):
+                for server in self.pool.all:
+                    self._name_late(server)
+
+        threading.Thread(target=work, name="naming", daemon=True).start()
+
+    def _name_late(self, server: VllmServer) -> None:
+        """Log once what a server has not answered for a good part of its time limit."""
+        ending = ""
+        if server.state in ("up", "draining"):
+            limit = self.pool.config.progress_seconds
+            ending = f"; dropped after {limit:g} s (rollout.vllm.progress_seconds) or a little more"
+        for step, silent in server.steps.name_late():
+            self.pool.log(f"vllm {server.url}: no answer to {step.name} for {silent:.0f} s{ending}")
+        silent = self.pool.clock() - server.progressed
+        draws = ending and self.pool.load(server) and server.telemetry.tokens
+        if not draws or server.updating or self.pool.asleep or server.silent:
+            return
+        if silent > NAMED_FRACTION * self.pool.config.progress_seconds:
+            server.silent = True
+            self.pool.log(f"vllm {server.url}: no token for {silent:.0f} s{ending}")
 
     def close(self) -> None:
         """End all threads soon."""
@@ -59,10 +92,14 @@ class Watcher:
             server.nudge.clear()
             if self.closed.is_set() or self.pool.end_drain(server):
                 continue
+            unread = False
             if server.state == "up" and (server.in_flight or self.pool.front is not None):
-                self._read(server)
-            # /metrics is read more often than /health: routing needs fresh queue lengths.
-            if nudged or self.pool.clock() - checked_at >= pause:
+                unread = self._read(server) is None and bool(server.telemetry.tokens)
+            if server.state in ("up", "draining"):
+                self._check_progress(server)
+            # /metrics is read more often than /health: routing needs fresh queue lengths. A server
+            # that had counts and gives none any more may hang as a whole.
+            if nudged or unread or self.pool.clock() - checked_at >= pause:
                 self._check_health(server)
                 checked_at = self.pool.clock()
 
@@ -75,21 +112,20 @@ class Watcher:
         return telemetry
 
     def _check_health(self, server: VllmServer) -> None:
+        limit = min(HEALTH_TIMEOUT_SECONDS, self.pool.config.progress_seconds)
         try:
-            call(server.url, "GET", "/health", timeout=HEALTH_TIMEOUT_SECONDS)
+            with server.steps.wait("/health", min(limit, NAMED_HEALTH_SECONDS)):
+                call(server.url, "GET", "/health", timeout=limit)
         except (ServerGone, ServerRefused) as error:
             if not self.closed.is_set():
                 self._note_failure(server, error)
             return
-        server.strikes = 0
         if server.state == "new" and not server.model:
             self._inspect_joined(server)
         elif self._needs_weights(server) and self.push_weights is not None:
             self._readmit(server, self.push_weights)
         elif server.behind and not self.pool.publishing and self.push_weights is not None:
             self._catch_up(server, self.push_weights)
-        elif server.state in ("up", "draining"):
-            self._check_progress(server)
 
     def _needs_weights(self, server: VllmServer) -> bool:
         """Return True if a server waits for weights and no publish will push them. A new server
@@ -98,17 +134,10 @@ class Watcher:
         return self.pool.version >= 0 and (server.state == "down" or late)
 
     def _note_failure(self, server: VllmServer, error: ServerGone | ServerRefused) -> None:
-        # A time-out may be a busy event loop; only several in a row count. A refused or broken
-        # connection is final.
-        server.strikes += 1
-        timed_out = isinstance(error, ServerGone) and "not answered" in str(error)
         if isinstance(error, ServerRefused) and announces_shutdown(error):
             return self.pool.leave(server, "it announced that it leaves", listed=server.listed)
-        if server.state in ("up", "draining") and (not timed_out or server.strikes >= MAX_STRIKES):
+        if server.state in ("up", "draining"):
             self.pool.drop(server, f"/health: {error}")
-        elif timed_out:
-            # Check again at once: MAX_STRIKES time-outs are long enough without the pauses.
-            server.nudge.set()
         elif not server.model:
             server.why = str(error)
 
@@ -120,21 +149,21 @@ class Watcher:
             return
         # Read before the probe, which takes long: another thread may drop the server meanwhile.
         epoch, limit = server.epoch, pool.config.progress_seconds
-        if self.pool.clock() - server.progressed < limit / 4:
+        if self.pool.clock() - server.progressed < PROBE_FRACTION * limit:
             return
         telemetry = self._read(server)
-        silent = self.pool.clock() - server.progressed
-        if silent < limit:
-            return
         if telemetry is None or not telemetry.tokens:
             # It reports no counts: request one token, which queues behind its other requests.
+            seconds = min(limit - (pool.clock() - server.progressed), PROBE_SECONDS)
             try:
-                seconds = min(limit, PROBE_SECONDS)
-                self.inspector.probe(server.route, server.url, server.model, seconds)
+                with server.steps.wait("a request for a token", seconds):
+                    self.inspector.probe(server.route, server.url, server.model, seconds)
                 return pool.note_progress(server)
             except (ServerGone, ServerRefused, UserError):
-                if self.pool.clock() - server.progressed < limit:
-                    return
+                pass
+        silent = pool.clock() - server.progressed
+        if silent < limit:
+            return
         if server.epoch == epoch and pool.load(server):
             pool.count("servers_hung")
             pool.drop(

@@ -12,21 +12,24 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from jaxtrain.errors import RunStopped, UserError
-from jaxtrain.generation.vllm.control import Deadline, ServerGone, ServerRefused, call
-from jaxtrain.generation.vllm.servers import Servers, VllmServer
+from jaxtrain.generation.vllm.control import Deadline, ServerGone, ServerRefused
+from jaxtrain.generation.vllm.server import VllmServer
+from jaxtrain.generation.vllm.servers import Servers
 
-CONTROL_SECONDS = 60.0
 CLOSE_SECONDS = 15.0
+POLL_SECONDS = 0.25
+"""Interval at which a publish checks whether a server that it waits for was dropped."""
 
 
 def push_to_all(servers: Servers, push_weights: Callable[[VllmServer], None], version: int) -> None:
     """Push `version` to every server that is up or new and keeps no other version, in parallel.
 
-    A server that fails, or needs more than sync_seconds, is dropped. Returns as soon as the others
-    hold the version, waits if there are none, and raises RunStopped when that takes too long.
-    Raises UserError when a server reports a mistake in the run's setup.
+    A server that fails, hangs in a step, or needs more than sync_seconds, is dropped. Returns as
+    soon as the others hold the version, waits if there are none, and raises RunStopped when that
+    takes too long. Raises UserError when a server reports a mistake in the run's setup.
     """
     limit = servers.config.sync_seconds
     reachable = [s for s in servers.all if s.state == "up" or (s.state == "new" and s.model)]
@@ -47,9 +50,15 @@ def push_to_all(servers: Servers, push_weights: Callable[[VllmServer], None], ve
         threading.Thread(target=try_one, args=(server,), daemon=True).start()
     while pending:
         try:
-            server, error = failures.get(timeout=deadline.left())
+            server, error = failures.get(timeout=deadline.left(POLL_SECONDS))
         except queue.Empty:
-            break
+            if not deadline.left():
+                break
+            # Dropped by its watcher, while a call to it still waits in a thread.
+            pending = [server for server in pending if not server.lost]
+            continue
+        if server not in pending:
+            continue
         pending.remove(server)
         if isinstance(error, ServerGone | ServerRefused | RunStopped):
             servers.drop(server, f"weight sync: {error}")
@@ -109,12 +118,15 @@ class Delivery:
             self.wait(CLOSE_SECONDS)
 
 
-def put_to_sleep(servers: Servers) -> None:
-    """Make the servers release their GPU memory; they get no requests until `wake`."""
+def put_to_sleep(servers: Servers, seconds: float) -> None:
+    """Make the servers release their GPU memory; they get no requests until `wake`. One that takes
+    more than so many seconds is dropped."""
     servers.asleep = True  # before the calls, so that no request reaches a sleeping server
-    for server in servers.up():
+    up = servers.up()
+
+    def sleep(server: VllmServer) -> None:
         try:
-            call(server.url, "POST", "/sleep", timeout=CONTROL_SECONDS, level=1)
+            server.call("POST", "/sleep", timeout=seconds, level="1")
         except ServerRefused as error:
             if error.status == 404:
                 raise UserError(
@@ -125,8 +137,12 @@ def put_to_sleep(servers: Servers) -> None:
         except ServerGone as error:
             servers.drop(server, f"/sleep: {error}")
 
+    with ThreadPoolExecutor(max(1, len(up)), thread_name_prefix="sleep") as pool:
+        list(pool.map(sleep, up))
 
-def wake(server: VllmServer, deadline: Deadline, *tags: str) -> None:
-    """Restore memory: of "weights" before they are replaced, of "kv_cache" after."""
+
+def wake(server: VllmServer, deadline: Deadline, seconds: float, *tags: str) -> None:
+    """Restore memory: of "weights" before they are replaced, of "kv_cache" after. seconds: limit
+    for each."""
     for tag in tags:
-        call(server.url, "POST", "/wake_up", timeout=deadline.left(CONTROL_SECONDS), tags=tag)
+        server.call("POST", "/wake_up", timeout=deadline.left(seconds), tags=tag)

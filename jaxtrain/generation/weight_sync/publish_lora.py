@@ -25,14 +25,10 @@ from typing import Any
 
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.vllm.control import Deadline, ServerGone, ServerRefused, call
-from jaxtrain.generation.vllm.servers import Servers, VllmServer
+from jaxtrain.generation.vllm.server import VllmServer
+from jaxtrain.generation.vllm.servers import Servers
 from jaxtrain.generation.weight_sync.adapter_upload import remove_adapter, send_adapter
-from jaxtrain.generation.weight_sync.delivery import (
-    CONTROL_SECONDS,
-    push_to_all,
-    put_to_sleep,
-    wake,
-)
+from jaxtrain.generation.weight_sync.delivery import push_to_all, put_to_sleep, wake
 from jaxtrain.safe_io import parse_json, read_text
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
@@ -61,6 +57,8 @@ class LoraPublisher:
         self.servers, self.folder = servers, Path(folder).absolute()
         self.run, self.write, self.measure = run, write, measure
         self.version = -1
+        self.step_seconds = servers.step_seconds()
+        """Limit for a step of a server; longer where adapters are large."""
         self._written: list[str] = []
         """Names of the existing folders, the oldest first."""
         self._loaded: defaultdict[VllmServer, set[str]] = defaultdict(set)
@@ -73,6 +71,8 @@ class LoraPublisher:
     def publish(self, version: int, params: Any, rebuild: Any = None) -> dict[str, float]:
         """Write the version and have every server load it; see `publisher.Publisher`."""
         started = time.perf_counter()
+        size = sum(self.measure(params[name] if name else params) for name in self.policies)
+        self.step_seconds = self.servers.step_seconds(size)
         for policy in self.policies:
             self._write(version, params[policy] if policy else params, policy)
         self.version = version
@@ -83,15 +83,13 @@ class LoraPublisher:
         return {
             "sync/seconds": time.perf_counter() - started,
             "sync/write_seconds": written - started,
-            "sync/bytes": float(
-                sum(self.measure(params[name] if name else params) for name in self.policies)
-            ),
+            "sync/bytes": float(size),
         }
 
     def sleep(self) -> None:
         """Put the servers to sleep until the next publish, if rollout.vllm.sleep is set."""
         if self.servers.config.sleep:
-            put_to_sleep(self.servers)
+            put_to_sleep(self.servers, self.step_seconds)
 
     def close(self) -> None:
         """Unload and delete all versions; stop watching the servers."""
@@ -108,7 +106,7 @@ class LoraPublisher:
             if server.state in ("new", "down"):
                 self._loaded[server].clear()  # it was restarted, or its state is unknown
             if self.servers.asleep:
-                wake(server, deadline, "weights", "kv_cache")
+                wake(server, deadline, self.step_seconds, "weights", "kv_cache")
             for policy in self.policies:
                 name = self.servers.label(version, policy)
                 self._load(server, name, deadline)
@@ -119,10 +117,13 @@ class LoraPublisher:
         how, path = self.servers.config.adapter_transport, str(self.folder / name)
         if how == "http" or server in self._sends:
             self._sends.add(server)
-            path = send_adapter(server.url, self.folder, name, deadline)
+            limit = Deadline(deadline.left(self.step_seconds))
+            with server.steps.wait("a new adapter", limit.seconds):
+                path = send_adapter(server.url, self.folder, name, limit)
         body = {"lora_name": name, "lora_path": path}
         try:
-            call(server.url, "POST", "/v1/load_lora_adapter", body, timeout=deadline.left())
+            limit = deadline.left(self.step_seconds)
+            server.call("POST", "/v1/load_lora_adapter", body, timeout=limit)
         except ServerRefused as error:
             # A repeated call after a lost answer; names are unique, so that it is the same adapter.
             if error.status == 400 and "already" in error.message:
@@ -203,16 +204,17 @@ class LoraPublisher:
             return False  # an evaluation samples from it
         try:
             body = {"lora_name": name}
-            call(server.url, "POST", "/v1/unload_lora_adapter", body, timeout=CONTROL_SECONDS)
+            server.call("POST", "/v1/unload_lora_adapter", body, timeout=self.step_seconds)
         except ServerRefused as error:
             if error.status != 404:
                 return False
-        except ServerGone:
+        except ServerGone as error:
+            self.servers.drop(server, f"/v1/unload_lora_adapter: {error}")
             return server.lost
         self._loaded[server].discard(name)
         if server in self._sends:
             with contextlib.suppress(ServerGone):  # the files go with the server's process
-                remove_adapter(server.url, name, CONTROL_SECONDS)
+                remove_adapter(server.url, name, self.step_seconds)
         return True
 
     def _clear_leftovers(self) -> None:
@@ -223,15 +225,15 @@ class LoraPublisher:
             return
         for server in self.servers.all:
             try:
-                listed = call(server.url, "GET", "/v1/models", timeout=CONTROL_SECONDS)
+                listed = call(server.url, "GET", "/v1/models", timeout=self.step_seconds)
                 for model in listed["data"]:
                     is_leftover = Path(model.get("root", "")) in folders
                     if model.get("parent") and (is_leftover or model["id"] in names):
                         body = {"lora_name": model["id"]}
                         path = "/v1/unload_lora_adapter"
-                        call(server.url, "POST", path, body, timeout=CONTROL_SECONDS)
+                        call(server.url, "POST", path, body, timeout=self.step_seconds)
                         if not is_leftover:  # it was uploaded
-                            remove_adapter(server.url, model["id"], CONTROL_SECONDS)
+                            remove_adapter(server.url, model["id"], self.step_seconds)
             except (ServerGone, ServerRefused, TypeError, KeyError):
                 return  # keep the folders if in doubt: a served adapter needs its own
         for path in folders:

@@ -12,6 +12,7 @@ came back receives them whole. Or they stay on the device, where servers of the 
 """
 
 import contextlib
+import math
 import threading
 import time
 import urllib.parse
@@ -19,16 +20,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxtrain.errors import UserError
-from jaxtrain.generation.vllm.control import Deadline, ServerGone, ServerRefused, call
+from jaxtrain.generation.vllm.control import Deadline, ServerGone, ServerHung, ServerRefused
 from jaxtrain.generation.vllm.messages import GENERATE
-from jaxtrain.generation.vllm.servers import Servers, VllmServer
-from jaxtrain.generation.weight_sync.delivery import (
-    CONTROL_SECONDS,
-    Delivery,
-    push_to_all,
-    put_to_sleep,
-    wake,
-)
+from jaxtrain.generation.vllm.server import VllmServer
+from jaxtrain.generation.vllm.servers import Servers
+from jaxtrain.generation.weight_sync.delivery import Delivery, push_to_all, put_to_sleep, wake
 from jaxtrain.generation.weight_sync.device_image import DeviceImage
 from jaxtrain.generation.weight_sync.host_image import Image, as_numpy, choose_dtypes
 from jaxtrain.generation.weight_sync.staging import MAX_DELTA_FRACTION, Staging, WeightVersion
@@ -46,9 +42,8 @@ COUNTERS = (
     "sync/stage_seconds",
     "sync/pause_seconds",
 )
-LINK_SECONDS = 60.0
 RESUME_SECONDS = 5.0
-"""Time to resume a server that missed the deadline: it is dropped, but should not stay paused."""
+"""Time to resume a server that missed a limit: it is dropped, but should not stay paused."""
 SMALL_MODEL_BYTES = 2**28
 """Up to this size changes are always computed, even if no server needs them."""
 
@@ -91,6 +86,10 @@ class WeightPublisher:
         self._retired: list[DeviceImage] = []
         """Retired device images, which servers may still have open."""
         self.dtype, self.delta, self.ahead = config.weight_dtype, delta, ahead
+        dtypes = choose_dtypes(self.shapes, self.dtype, self.wide)
+        sizes = [math.prod(self.shapes[name]) * wire.ITEM_BYTES[t] for name, t in dtypes.items()]
+        self.step_seconds = servers.step_seconds(sum(sizes))
+        """Limit for a step of a server without progress."""
         self.links = WeightLinks(config.listen, config.listen_port)
         self.image: Image | None = None
         self.newest: WeightVersion | None = None
@@ -99,6 +98,7 @@ class WeightPublisher:
             offers=self.links.offers,
             streams=config.streams,
             fan_out=config.fan_out,
+            step_seconds=self.step_seconds,
         )
         self.delivery = Delivery(servers)
         self._since_full = 0
@@ -157,7 +157,7 @@ class WeightPublisher:
         """Put the servers to sleep until the next publish, if rollout.vllm.sleep is set."""
         if self.servers.config.sleep:
             self.delivery.wait()
-            put_to_sleep(self.servers)
+            put_to_sleep(self.servers, self.step_seconds)
 
     def close(self) -> None:
         """Disconnect from the servers, which keep their weights, and stop watching them."""
@@ -176,8 +176,9 @@ class WeightPublisher:
             start = time.perf_counter()
             try:
                 weights = self._stage(links, weights, deadline)
-            except ServerGone:
-                if server.state != "up" or not deadline.left():
+            except ServerGone as error:
+                hung = isinstance(error, ServerHung)
+                if hung or server.state != "up" or not deadline.left():
                     raise
                 # An idle link may break unnoticed (a restarted worker, a firewall): try a new one
                 # once.
@@ -321,8 +322,8 @@ class WeightPublisher:
         self.links.forget(server.url)
         info = {"init_info": self.links.describe(server.url)}
         try:
-            limit = deadline.left(CONTROL_SECONDS)
-            call(server.url, "POST", "/init_weight_transfer_engine", info, timeout=limit)
+            limit = deadline.left(self.step_seconds)
+            server.call("POST", "/init_weight_transfer_engine", info, timeout=limit)
         except ServerRefused as error:
             raise UserError(
                 f"{server.url} cannot take weights: {error.message}; start it with python -m"
@@ -330,14 +331,18 @@ class WeightPublisher:
                 f' \'{{"backend": "{BACKEND}"}}\', and see that rollout.vllm.listen is an address'
                 " of this machine that it reaches"
             ) from None
-        links = self.links.wait_for(server.url, count, deadline.left(LINK_SECONDS))
+        limit = deadline.left(self.step_seconds)
+        with server.steps.wait("a call to connect its workers", limit):
+            links = self.links.wait_for(server.url, count, limit)
         for link in links:
+            link.steps = server.steps
             self._compare(server, link.hello.get("tensors"))
         return links
 
     def _ask_world_size(self, server: VllmServer, deadline: Deadline) -> int:
         try:
-            answer = call(server.url, "GET", "/get_world_size", timeout=deadline.left(30))
+            limit = deadline.left(self.step_seconds)
+            answer = server.call("GET", "/get_world_size", timeout=limit)
             return int(answer["world_size"])
         except ServerRefused as error:
             if error.status != 404:
@@ -418,38 +423,35 @@ class WeightPublisher:
 
     def _commit(self, server: VllmServer, weights: WeightVersion, deadline: Deadline) -> None:
         """Replace the weights that the server samples from; requests in flight survive."""
-        url, seconds_left = server.url, deadline.left
         # Only the newer route reports which weights drew each token. On the other one, requests in
         # flight are aborted and continued by the engine, so that every answer has one version.
         mode = "keep" if server.route == GENERATE else "abort"
         if self.servers.asleep:  # memory for the weights first, for the cache only after the update
-            wake(server, deadline, "weights")
+            wake(server, deadline, self.step_seconds, "weights")
         server.updating = True
         started = time.perf_counter()
         try:
-            call(url, "POST", "/pause", timeout=seconds_left(), mode=mode)
+            server.call("POST", "/pause", timeout=deadline.left(self.step_seconds), mode=mode)
+            resume_seconds = RESUME_SECONDS
             try:
                 commit = {"version": weights.version, "checksum": weights.checksum}
                 label = {"weight_version": self.servers.label(weights.version)}
-                call(url, "POST", "/start_weight_update", timeout=seconds_left())
-                call(
-                    url, "POST", "/update_weights", {"update_info": commit}, timeout=seconds_left()
-                )
-                call(url, "POST", "/finish_weight_update", label, timeout=seconds_left())
+                for path, body in (
+                    ("/start_weight_update", None),
+                    ("/update_weights", {"update_info": commit}),
+                    ("/finish_weight_update", label),
+                ):
+                    server.call("POST", path, body, timeout=deadline.left(self.step_seconds))
+                resume_seconds = max(RESUME_SECONDS, deadline.left(self.step_seconds))
                 # Without labels an answer is dated by the server's version; it must change before
                 # the first request after /resume.
                 if mode == "abort":
                     server.version = weights.version
             finally:
                 # Even past the deadline: a paused server would never answer again.
-                call(
-                    url,
-                    "POST",
-                    "/resume",
-                    timeout=max(RESUME_SECONDS, seconds_left(CONTROL_SECONDS)),
-                )
+                server.call("POST", "/resume", timeout=resume_seconds)
             if self.servers.asleep:
-                wake(server, deadline, "kv_cache")
+                wake(server, deadline, self.step_seconds, "kv_cache")
         finally:
             server.updating = False
         self._note_longest("sync/pause_seconds", time.perf_counter() - started)
@@ -463,7 +465,7 @@ class WeightPublisher:
     ) -> None:
         """Raise ServerGone unless all workers hold exactly what was sent."""
         for link in links:
-            answer = link.ask({"command": "status"}, timeout=deadline.left())
+            answer = link.ask({"command": "status"}, deadline, self.step_seconds)
             state = (answer.get("version"), answer.get("checksum"))
             if state != (weights.version, weights.checksum):
                 raise ServerGone(

@@ -35,6 +35,8 @@ base for a delta of their own."""
 
 STREAM_BYTES = 2**28
 """Larger payloads travel over several connections."""
+FETCH_BYTES = 2**25
+"""Bytes that a worker is allowed a second for where it fetches from the trainer."""
 
 
 class WeightVersion(NamedTuple):
@@ -168,10 +170,12 @@ class Staging:
         offers: PayloadOffers | None = None,
         streams: int = 1,
         fan_out: int = 0,
+        step_seconds: float = 60.0,
     ):
-        """count: adds to a metric. offers: payloads that workers fetch over several connections;
+        """step_seconds: limit for a worker that neither takes nor answers anything. count: adds to
+        a metric. offers: payloads that workers fetch over several connections;
         None: everything is sent over their links. fan_out: see `Relays`."""
-        self.count, self.history = count, DeltaHistory()
+        self.count, self.history, self.step_seconds = count, DeltaHistory(), step_seconds
         self.offers, self.streams, self.relays = offers, streams, Relays(fan_out)
         self._packed: tuple[int, dict[int, Any]] = (-1, {})
         """The newest version, and its packed deltas by base version."""
@@ -217,7 +221,9 @@ class Staging:
     ) -> dict[str, Any]:
         """Return a worker's answer to a message of kind stage."""
         identity = {"command": "stage", "version": weights.version, "checksum": weights.checksum}
-        answer = link.ask({**identity, **header}, payload, timeout=deadline.left())
+        # A worker that fetches says nothing until it has everything.
+        quiet = self.step_seconds + header.get("from", {}).get("seconds", 0.0)
+        answer = link.ask({**identity, **header}, deadline, quiet, payload)
         self.count("sync/tcp_bytes", sum(part.nbytes for part in payload))
         return answer
 
@@ -370,7 +376,8 @@ class Staging:
         if self.offers is not None and link.can_fetch and self._count_streams(size) > 1:
             # Idempotent: several hosts fetch the same memory, which is not written before `clear`.
             self.offers.put(name, payload)
-            fetch_fields = self._describe_fetch(link, size, deadline.left())
+            seconds = deadline.left(self.step_seconds + size / FETCH_BYTES)
+            fetch_fields = self._describe_fetch(link, size, seconds)
             answer = self.send(link, weights, {**header, **fetch_fields}, (), deadline)
             self.count("sync/tcp_bytes", size)
             if "error" not in answer:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.generation.vllm.control import ServerGone
+from jaxtrain.generation.vllm.control import Deadline, ServerGone, ServerHung
+from jaxtrain.generation.vllm.server import PendingSteps
 from jaxtrain_vllm import payloads, wire
 from jaxtrain_vllm.listener import AuthenticatedListener, open_listeners
 
@@ -29,6 +30,8 @@ class WorkerLink:
 
     def __init__(self, connection: socket.socket, hello: dict[str, Any]):
         self.connection, self.hello = connection, hello
+        self.steps = PendingSteps()
+        """Those of its server, once that is known."""
         self.can_share = True
         """False once the worker failed to read memory of other processes on its host."""
         self.is_base = True
@@ -47,21 +50,30 @@ class WorkerLink:
         )
 
     def ask(
-        self, header: dict[str, Any], payload: Sequence[np.ndarray] = (), *, timeout: float
+        self,
+        header: dict[str, Any],
+        deadline: Deadline,
+        quiet: float,
+        payload: Sequence[np.ndarray] = (),
     ) -> dict[str, Any]:
-        """Return the answer to a message, within `timeout` seconds; ServerGone if the link
-        breaks."""
-        late = threading.Event()
+        """Return the answer to a message; ServerGone if the link breaks, at the deadline, or if
+        nothing moves for `quiet` seconds."""
+        late, timeout = threading.Event(), deadline.left()
         try:
-            self.connection.settimeout(None)
-            # A socket time-out would apply to each read; this limits the whole exchange.
-            with wire.cut_after(timeout, self.connection, late):
-                wire.send_message(self.connection, header, payload)
+            self.connection.settimeout(quiet)
+            # A socket's time-out applies to each read; this limits the whole exchange.
+            with (
+                wire.cut_after(timeout, self.connection, late),
+                self.steps.wait("new weights", quiet) as step,
+            ):
+                wire.send_message(self.connection, header, payload, step.renew)
                 return wire.receive_message(self.connection, ANSWER_BYTES, 0)[0]
         except (OSError, wire.WireError) as error:
             self.close()
             if late.is_set():
                 raise ServerGone(f"a worker took longer than {timeout:.3g} s for weights") from None
+            if isinstance(error, TimeoutError):
+                raise ServerHung(f"a worker was silent for {quiet:.3g} s over weights") from None
             raise ServerGone(f"the link to a worker broke: {error}") from None
 
     @property

@@ -1,8 +1,8 @@
 """Places of a round on process 0, and the groups that fill them.
 
-Replayed groups take their places first; the producer's slots fill the others in the order in which
-they finish. A stale group leaves its place open for another slot. With several trained policies the
-groups of all places are divided among them.
+Replayed groups take their places first; the producer's slots fill the others. A stale group leaves
+its place open for another slot. With several trained policies the groups of all places are divided
+among them.
 """
 
 from collections.abc import Sequence
