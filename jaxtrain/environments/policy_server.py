@@ -21,7 +21,6 @@ import hmac
 import json
 import secrets
 import threading
-import zlib
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -36,6 +35,7 @@ from jaxtrain.environments.request_fields import (
     TOKENS,
     RequestRefused,
     check_fields,
+    decompress,
     parse_body,
 )
 from jaxtrain.environments.token_history import TurnTemplate
@@ -173,7 +173,12 @@ class PolicyServer:
             app.router.add_post(f"{prefix}/v1/inference/v1/generate", self._generate)
         # handler_cancellation: a client that disconnects cancels its request.
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            # aiohttp logs a traceback for an encoding that it does not have; see read_json.
+            auto_decompress=False,
         )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port)
@@ -282,10 +287,13 @@ async def read_json(request: web.Request) -> dict[str, Any]:
         raw = await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise RequestRefused(413, f"the body has more than {MAX_BYTES:,} bytes") from None
-    except (ClientPayloadError, HttpProcessingError, zlib.error, ValueError) as error:
+    except (ClientPayloadError, HttpProcessingError, ValueError) as error:
         raise RequestRefused(400, f"the body cannot be read: {error}") from None
+    coding = request.headers.get("Content-Encoding", "identity").strip().lower()
     # In a thread: 64 MiB of JSON take a second, and other agents wait.
-    return await asyncio.to_thread(parse_body, raw, request.charset)
+    return await asyncio.to_thread(
+        lambda: parse_body(decompress(raw, coding, MAX_BYTES), request.charset)
+    )
 
 
 async def stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:

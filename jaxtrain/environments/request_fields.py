@@ -10,6 +10,7 @@ others     refused by name, since a misspelled field would change nothing in sil
 import codecs
 import difflib
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -183,6 +184,24 @@ def describe(value: Any) -> str:
     if isinstance(value, dict):
         return "an object"
     return show(value, 40) if isinstance(value, str | int | float) else name_type(value)
+
+
+def decompress(raw: bytes, coding: str, most: int) -> bytes:
+    """Return the content of a body that has a content coding; RequestRefused for one that is not
+    known, and for more than `most` bytes."""
+    if coding in ("identity", ""):
+        return raw
+    if coding not in ("gzip", "deflate"):
+        raise RequestRefused(415, f"Content-Encoding: {show(coding, 40)}; send gzip or deflate")
+    # 32: the header says whether it is gzip or zlib.
+    reader = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)
+    try:
+        content = reader.decompress(raw, most + 1)
+    except zlib.error:
+        refuse(f"the body is not {coding}, as Content-Encoding says")
+    if len(content) > most:
+        raise RequestRefused(413, f"the body has more than {most:,} bytes")
+    return content
 
 
 def parse_body(raw: bytes, charset: str | None) -> dict[str, Any]:
