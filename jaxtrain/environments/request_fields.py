@@ -136,7 +136,7 @@ def check_fields(
             neutral = NEUTRAL[name]
             if not same_number(value, neutral):
                 refuse(
-                    f"{label} {show(value, 40)} is not this run's: only {neutral} is drawn; leave"
+                    f"{label} {show(value, 40)} is not this run's: only {show(neutral)} is drawn; leave"
                     " it out"
                 )
         elif name in EMPTY:

@@ -2,8 +2,8 @@
 
     python -m tests.environments.odd_requests --seed 0 --count 10000
 
-prints the answers by status. Each request must get an answer below 500, errors as JSON with a message,
-nothing may be logged, and its episode must go on.
+prints the answers by status. Each request must get an answer below 500, errors as JSON with a
+message, nothing may be logged, and its episode must go on.
 """
 
 import argparse
