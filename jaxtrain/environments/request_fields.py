@@ -136,8 +136,8 @@ def check_fields(
             neutral = NEUTRAL[name]
             if not same_number(value, neutral):
                 refuse(
-                    f"{label} {show(value, 40)} is not this run's: only {show(neutral)} is drawn; leave"
-                    " it out"
+                    f"{label} {show(value, 40)} is not this run's: only {show(neutral)} is drawn;"
+                    " leave it out"
                 )
         elif name in EMPTY:
             if value not in ("", [], {}, False):
