@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxtrain.config.limits import SEED
 from jaxtrain.config.task import StructuredOutputs
-from jaxtrain.data.chat.messages import MOST_MESSAGES, MalformedRow, MessageReader, check_values
+from jaxtrain.data.chat.messages import MAX_MESSAGES, MalformedRow, MessageReader, check_values
 from jaxtrain.environments.request_fields import (
     CHAT,
     TYPES,
@@ -68,8 +68,8 @@ def read_request(
     entries = body.get("messages")
     if not entries:
         refuse("messages must be a list of at least one message")
-    if len(entries) > MOST_MESSAGES:
-        refuse(f"messages has {len(entries):,} entries; at most {MOST_MESSAGES:,} are taken")
+    if len(entries) > MAX_MESSAGES:
+        refuse(f"messages has {len(entries):,} entries; at most {MAX_MESSAGES:,} are taken")
     for name in ("messages", "tools", "chat_template_kwargs"):
         try:
             check_values(body.get(name))
