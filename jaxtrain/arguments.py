@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,6 +14,25 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}; {self.prog} -h tells what it takes")
+
+
+def add_overrides(parser: Parser) -> None:
+    """Add the argument of a verb that opens runs: changes of a run's config."""
+    parser.add_argument(
+        "overrides", nargs="*", help="of a run: section.key=value, such as model.path=MOVED_BASE"
+    )
+
+
+def require_run(verb: str, source: Path, overrides: Sequence[str], is_run: bool) -> None:
+    """Raise UserError for overrides of something that is no run."""
+    if overrides and not is_run:
+        raise UserError(f"{verb}: {source} is no run, and {overrides[0]!r} changes a run's config")
+
+
+def require_exists(verb: str, path: Path) -> None:
+    """Raise UserError for a path that is not there, with where a relative one was looked for."""
+    if not os.path.lexists(path):
+        raise UserError(f"{verb}: {os.path.abspath(path)} does not exist")
 
 
 def expand_path(text: str) -> Path:

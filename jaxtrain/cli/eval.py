@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxtrain.arguments import expand_path
 from jaxtrain.cli.processes import config_parser, run_together, settle_before_jax
 from jaxtrain.errors import UserError
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 def run_eval(argv: list[str]) -> int:
     """Held-out loss and answered problems of a run's newest checkpoint, or of a config's model."""
     parser = config_parser("eval", required=False, first="RUN (a run's output_dir), or ")
+    parser.add_argument(
+        "--output", type=expand_path, help="folder for what is generated; default: RUN/eval"
+    )
     args = parser.parse_intermixed_args(argv)
     runs = [os.path.expanduser(word) for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
@@ -45,17 +50,19 @@ def run_eval(argv: list[str]) -> int:
             return None
 
     def work(parallel) -> int:
-        evaluate_command(Path(runs[0]) if runs else None, args.config, overrides)
+        evaluate_command(Path(runs[0]) if runs else None, args.config, overrides, args.output)
         return 0
 
     folder = Path(runs[0]) if runs else None
     return run_together(read, lambda parallel: (parallel, folder), work)
 
 
-def evaluate_command(run: Path | None, config_path: str | None, overrides: list[str]) -> None:
+def evaluate_command(
+    run: Path | None, config_path: str | None, overrides: list[str], output: Path | None = None
+) -> None:
     """The verb `eval`: held-out loss, the task's own numbers and answered problems of a run's
-    newest checkpoint, or of a config's model. What is generated goes to the folder `eval` in the
-    run's. Of several processes the first answers, prints and writes."""
+    newest checkpoint, or of a config's model. What is generated goes to `output`, by default the
+    run's folder `eval`. Of several processes the first answers, prints and writes."""
     import jax
 
     from jaxtrain.config import load_config
@@ -68,12 +75,14 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
 
     log = print if is_main_process() else silent
     if run is not None:
+        require_data(read_run(run, overrides))
         opened = open_trained(str(run), overrides, all_roles=True, all_policies=True)
         config, task, snapshot, policies = opened
         log(f"{run}, step {snapshot.step}")
     else:
         assert config_path is not None, "the command line gives one of the two"
         config = alone(load_config(config_path, overrides))
+        require_data(config)
         task = make_task(config)
         roles = Roles(task.roles)
         trained, frozen, copies = roles.open(config.run.seed)
@@ -82,23 +91,47 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
     evaluation = HeldOutEvaluation(config, task, snapshot.roles)
     scorer = Scorer(lambda: snapshot, impl=config.model.logp)
     with jax.set_mesh(task.mesh):
-        for dataset in datasets:
-            means = evaluation.measure(snapshot, dataset, scorer)
+        by_dataset, method_metrics = evaluation.list_numbers(snapshot, scorer)
+        for dataset, means in zip(datasets, by_dataset, strict=True):
             shown = "  ".join(f"{name} {value:.6g}" for name, value in means.items())
             log(f"{dataset.path} ({dataset.split}): {shown or 'no trained token'}")
-        method_metrics = task.evaluate(snapshot, scorer)
         for name, value in method_metrics.items():
             log(f"{name:<32} {value:.6g}")
         if not (datasets or sets or method_metrics):
-            raise UserError(
-                "eval: there is nothing to evaluate, data.eval_datasets is empty; add"
-                " data.eval_datasets.0.path=... or eval.sets.0.path=..."
-            )
+            raise UserError(NOTHING)
         if sets:
             folder = Path(config.run.output_dir)
             if run is not None and (run / "checkpoints").is_dir():
                 folder = run
-            generate_into(folder / "eval", config, task, snapshot, policies, log)
+            place = folder / "eval" if output is None else output
+            generate_into(place, config, task, snapshot, policies, log, own=output is None)
+
+
+NOTHING = (
+    "eval: there is nothing to evaluate, data.eval_datasets is empty; add"
+    " data.eval_datasets.0.path=... or eval.sets.0.path=..."
+)
+
+
+def require_data(config: Config | None) -> None:
+    """Raise UserError where nothing is to be evaluated, before any weight is read; a method from
+    outside may have numbers without data."""
+    from jaxtrain.config.root import OUTSIDE, find_tag
+
+    if config is not None and find_tag(config.task) != OUTSIDE:
+        if not (config.data.eval_datasets or config.eval.sets):
+            raise UserError(NOTHING)
+
+
+def read_run(run: Path, overrides: list[str]) -> Config | None:
+    """Return a run's config with overrides; None for a folder that is no run."""
+    from jaxtrain.config.load import apply_overrides, read_saved, validate_config
+    from jaxtrain.methods.reopen import holds_run
+
+    file = run / "config.json"
+    if not holds_run(file):
+        return None
+    return validate_config(apply_overrides(read_saved(file), overrides), str(file))
 
 
 def silent(text: str) -> None:
@@ -112,10 +145,13 @@ def generate_into(
     snapshot: ModelSnapshot,
     policies: Mapping[str, ModelSnapshot],
     log: Callable[[str], None],
+    *,
+    own: bool = True,
 ) -> None:
     """Answer the problem sets of section eval with the weights; prints the numbers, appends them to
-    metrics.jsonl in `folder` and writes the answers to samples.jsonl there, anew. policies: of
-    several that are trained each one's."""
+    metrics.jsonl in `folder` and puts the answers as samples.jsonl there once all are written.
+    policies: of several that are trained each one's. own: whether `folder` belongs to the run
+    around it."""
     from jaxtrain.distributed.mesh import is_main_process
     from jaxtrain.generation.engines import find_engine, with_secrets
     from jaxtrain.generation.evaluation.answers import ServingEngine, SetAnswers
@@ -129,17 +165,30 @@ def generate_into(
         sets = open_problem_sets(config, parts, log)
         if sets is not None:
             stack.callback(sets.close)
+        scratch = folder
         if is_main_process():
             try:
-                claim_names(folder.parent, [folder.name])
+                if own:
+                    claim_names(folder.parent, [folder.name])
+                elif (folder / "attempts.jsonl").exists():
+                    raise UserError(f"--output {folder} is a run's folder; name another one")
+                else:
+                    claim_names(folder, [SAMPLES, "metrics.jsonl"], "--output")
                 folder.mkdir(parents=True, exist_ok=True)
-                samples.write_text("")
+                # Two evaluations at once have a folder each until they are through.
+                scratch = Path(
+                    stack.enter_context(tempfile.TemporaryDirectory(prefix=".", dir=folder))
+                )
+                (scratch / SAMPLES).touch()
             except OSError as error:
-                raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
+                raise UserError(
+                    f"{folder} cannot be written: {error.strerror or error}; name another folder"
+                    " with --output"
+                ) from error
         engine, kind = None, find_engine(config)
         if kind.serves:
             # Adapters go to this folder, beside those of a run that may be under way.
-            eval_run = config.run.model_copy(update={"output_dir": str(folder)})
+            eval_run = config.run.model_copy(update={"output_dir": str(scratch)})
             engine, publisher = kind.open(
                 with_secrets(config.model_copy(update={"run": eval_run})), parts, log
             )
@@ -152,12 +201,13 @@ def generate_into(
             config,
             task,
             sets,
-            partial(append_samples, folder),
+            partial(append_samples, scratch),
             ServingEngine(kind.serves, engine),
             log,
         )
         metrics = answers.measure(snapshot, policies)
         if is_main_process():
+            os.replace(scratch / SAMPLES, samples)
             file = JsonLines(folder / "metrics.jsonl")
             file.start(snapshot.step, snapshot.step)
             stack.callback(file.close, None)

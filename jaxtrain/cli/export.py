@@ -1,12 +1,19 @@
 """The verb `export`: a run's checkpoint, or any Hugging Face folder, as a Hugging Face folder."""
 
+from __future__ import annotations
+
 import argparse
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jaxtrain.arguments import Parser, expand_path
+from jaxtrain.arguments import Parser, add_overrides, expand_path, require_run
 from jaxtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxtrain.methods.reopen import Trained
 
 
 def run_export(argv: list[str]) -> None:
@@ -15,6 +22,7 @@ def run_export(argv: list[str]) -> None:
     parser.add_argument(
         "source", type=expand_path, help="a run's output_dir, a Hugging Face folder or a Hub id"
     )
+    add_overrides(parser)
     parser.add_argument("--output", type=expand_path, help="default, of a run: RUN/model")
     parser.add_argument("--step", type=int, help="of a run; default: the newest checkpoint")
     parser.add_argument(
@@ -28,9 +36,10 @@ def run_export(argv: list[str]) -> None:
     )
     args = parser.parse_intermixed_args(argv)
     if args.gguf is not None:
-        export_gguf_command(args.source, args.output, args.step, args.gguf)
+        export_gguf_command(args.source, args.output, args.step, args.gguf, args.overrides)
         return
-    export_command(args.source, args.output, args.step, args.dtype, args.max_shard_size)
+    limit = args.max_shard_size
+    export_command(args.source, args.output, args.step, args.dtype, limit, args.overrides)
 
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -43,22 +52,27 @@ def export_command(
     step: int | None,
     dtype: str | None,
     max_shard_size: str | None = None,
+    overrides: Sequence[str] = (),
 ) -> None:
     """Write what the task of a run exports of a checkpoint, or a model folder anew: cast to
     `dtype`, in shards of at most `max_shard_size` ("500MB")."""
     from jaxtrain.adapters.peft_folder import CONFIG
     from jaxtrain.core.architecture import find_folder
-    from jaxtrain.core.export import replace_folder
     from jaxtrain.huggingface.copy import copy_folder
     from jaxtrain.huggingface.files import read_object
     from jaxtrain.huggingface.safetensors import MAX_SHARD_BYTES
-    from jaxtrain.methods.reopen import holds_run
+    from jaxtrain.methods.reopen import holds_run, open_trained
     from jaxtrain.models.families import rename_architectures
-    from jaxtrain.runs.run_files import require_replaceable
+    from jaxtrain.runs.run_files import replace_folder, require_replaceable
 
     limit = MAX_SHARD_BYTES if max_shard_size is None else read_size(max_shard_size)
-    if (source / "checkpoints").is_dir() or holds_run(source / "config.json"):
-        export_run(source, output or source / "model", step, dtype, limit, max_shard_size)
+    is_run = (source / "checkpoints").is_dir() or holds_run(source / "config.json")
+    require_run("export", source, overrides, is_run)
+    if is_run:
+        output = output or source / "model"
+        require_replaceable(output)  # before anything is read
+        trained = open_trained(str(source), [*overrides], step, frozen=False, all_policies=True)
+        export_run(trained, source, output, dtype, None if max_shard_size is None else limit)
         return
     if step is not None:
         raise UserError(f"export: --step is of a run's checkpoints, and {source} is no run")
@@ -75,7 +89,13 @@ def export_command(
     print(f"{source} is now in {output}")
 
 
-def export_gguf_command(source: Path, output: Path | None, step: int | None, kind: str) -> None:
+def export_gguf_command(
+    source: Path,
+    output: Path | None,
+    step: int | None,
+    kind: str,
+    overrides: Sequence[str] = (),
+) -> None:
     """Write a model folder, or a checkpoint of a run (its adapter merged), as one GGUF file."""
     from jaxtrain.cli.quantize import plain_folder
     from jaxtrain.data.chat.template import load_tokenizer
@@ -88,40 +108,33 @@ def export_gguf_command(source: Path, output: Path | None, step: int | None, kin
         raise UserError("export --gguf: name the file to write with --output FILE.gguf")
     if output.exists():
         raise UserError(f"export --gguf: {output} exists; remove it, or name another file")
-    trained = open_trained(str(source), [], step, frozen=False) if is_run else None
+    require_run("export", source, overrides, is_run)
+    trained = open_trained(str(source), [*overrides], step, frozen=False) if is_run else None
     output.parent.mkdir(parents=True, exist_ok=True)
-    args = argparse.Namespace(source=source, base=None, step=step)
+    args = argparse.Namespace(source=source, base=None, step=step, overrides=overrides)
     with plain_folder(args, trained, output.parent) as folder:
         export_gguf(folder, output, kind, load_tokenizer(str(folder)))
     print(f"{source} is now in {output}, {output.stat().st_size / 1e6:.1f} MB")
 
 
 def export_run(
-    run: Path,
-    output: Path,
-    step: int | None,
-    dtype: str | None,
-    limit: int,
-    max_shard_size: str | None,
+    trained: Trained, run: Path, output: Path, dtype: str | None, limit: int | None
 ) -> None:
-    """A checkpoint of a run; of several policies an adapter each, in folders of their names."""
-    from jaxtrain.core.export import export_policies, replace_folder
+    """Write a checkpoint of a run; of several policies an adapter each, in folders of their names.
+    limit: bytes of a shard, if they are to be others than usual."""
+    from jaxtrain.core.export import export_policies
     from jaxtrain.huggingface.copy import copy_folder
-    from jaxtrain.methods.reopen import open_trained
-    from jaxtrain.runs.run_files import require_replaceable
+    from jaxtrain.runs.run_files import replace_folder
 
-    config, task, snapshot, policies = open_trained(
-        str(run), [], step, frozen=False, all_policies=True
-    )
+    config, task, snapshot, policies = trained
     if policies:
         export_policies(task.export, policies, config, output, dtype)
         print(f"the adapters of step {snapshot.step} of {run} are now in {output}")
         return
     adapter = snapshot.roles.bundle.adapter is not None
-    if max_shard_size is None or adapter:
+    if limit is None or adapter:
         task.export(snapshot, config, output, dtype)
     else:
-        require_replaceable(output)
         with tempfile.TemporaryDirectory() as temporary:
             exported = Path(temporary) / "model"
             task.export(snapshot, config, exported, dtype)

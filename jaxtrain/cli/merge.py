@@ -2,12 +2,12 @@
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from jaxtrain.arguments import Parser, expand_path
+from jaxtrain.arguments import Parser, add_overrides, expand_path, require_exists, require_run
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def run_merge(argv: list[str]) -> None:
     """Fold an adapter into the weights of its base: a full Hugging Face model folder."""
     parser = Parser("jaxtrain merge", description=run_merge.__doc__)
     parser.add_argument("source", type=expand_path, help="a run's output_dir or a PEFT folder")
+    add_overrides(parser)
     parser.add_argument(
         "--base", type=os.path.expanduser, help="folder or Hub id; default: what the adapter names"
     )
@@ -35,7 +36,15 @@ def run_merge(argv: list[str]) -> None:
         " quantize_moe_experts: nf4_fused); a run knows its own",
     )
     args = parser.parse_intermixed_args(argv)
-    merge_command(args.source, args.base, args.output, args.step, args.dtype, args.quantize)
+    merge_command(
+        args.source,
+        args.base,
+        args.output,
+        args.step,
+        args.dtype,
+        args.quantize,
+        overrides=args.overrides,
+    )
 
 
 def merge_command(
@@ -45,10 +54,11 @@ def merge_command(
     step: int | None,
     dtype: str | None,
     quantize: str = "none",
+    overrides: Sequence[str] = (),
 ) -> None:
     """Write a full Hugging Face folder from a run with an adapter, or from a PEFT folder."""
     output = output or source / "merged"
-    report, base = merge_source(source, base, output, step, dtype, quantize)
+    report, base = merge_source(source, base, output, step, dtype, quantize, overrides)
     print(f"{report.changed} tensors of {base} changed; the merged model is in {output}")
     if report.lost >= NOTED_LOSS:
         print(
@@ -65,32 +75,45 @@ def merge_source(
     step: int | None,
     dtype: str | None,
     quantize: str = "none",
+    overrides: Sequence[str] = (),
 ) -> "tuple[MergeReport, str]":
     """The work of it: what changed, and of which base."""
     from jaxtrain.adapters.peft import write_peft
     from jaxtrain.adapters.peft_folder import CONFIG, open_peft
+    from jaxtrain.core.architecture import find_folder
     from jaxtrain.methods.reopen import open_trained
+    from jaxtrain.runs.base_record import require_same_base
     from jaxtrain.runs.run_files import require_replaceable
 
-    require_replaceable(output)  # before anything is read
+    require_exists("merge", source)  # before anything is read
+    require_replaceable(output)
     if (source / CONFIG).is_file():
         base = base or open_peft(source).config.get("base_model_name_or_path")
         if not base:
             raise UserError(f"{source / CONFIG} names no base model; give it with --base FOLDER")
+        require_run("merge", source, overrides, False)
         return merge(base, source, output, dtype, quantize), base
     is_run = (source / "checkpoints").is_dir()
-    trained = open_trained(str(source), [], step, frozen=False) if is_run else None
+    trained = open_trained(str(source), [*overrides], step, frozen=False) if is_run else None
     parts = None if trained is None else trained.snapshot.roles.bundle
     if trained is None or parts is None or parts.adapter is None:
         raise UserError(
             f"merge: {source} is neither a run with an adapter nor a PEFT folder; a run that"
             " trained all weights needs only: jaxtrain export"
         )
+    named = base is not None
     base = base or (trained.config.model.path if parts.folder else None)
     if base is None:
         raise UserError(
             f"merge: the base of {source} has random weights; name the folder to merge into with"
             " --base"
+        )
+    if not named:
+        require_same_base(
+            source,
+            find_folder(base, weights=True),
+            "put them back, name their folder with model.path=FOLDER, or, to merge into others on"
+            " purpose, name these with --base",
         )
     with tempfile.TemporaryDirectory() as temporary:
         write_peft(trained.snapshot.params(), parts.architecture, parts.adapter, temporary, base)
@@ -114,9 +137,10 @@ def merge(
     """Merge an adapter's folder into a base, which may be of the Hub."""
     from jaxtrain.adapters.merge import merge_adapter
     from jaxtrain.core.architecture import find_folder
-    from jaxtrain.core.export import find_ends, replace_folder
+    from jaxtrain.core.export import find_ends
     from jaxtrain.data.chat.template import load_tokenizer
     from jaxtrain.huggingface.generation import write_generation
+    from jaxtrain.runs.run_files import replace_folder
 
     with replace_folder(output) as unfinished:
         folder = find_folder(base, weights=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxtrain.arguments import Parser, expand_path
+from jaxtrain.arguments import Parser, add_overrides, expand_path, require_run
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ def run_quantize(argv: list[str]) -> None:
         type=expand_path,
         help="a run's output_dir, a Hugging Face or PEFT folder, or a Hub id",
     )
+    add_overrides(parser)
     parser.add_argument("--scheme", choices=("fp8", "int8", "int4"), required=True)
     parser.add_argument(
         "--group", type=int, default=128, help="of int4: numbers that share a scale (default 128)"
@@ -66,10 +66,9 @@ PRESETS = {"int8": "W8A8", "int4": "W4A16"}
 
 def quantize_command(args: argparse.Namespace) -> None:
     """Write the folder, tell its size, and the held-out loss of a run that has data for it."""
-    from jaxtrain.core.export import replace_folder
     from jaxtrain.huggingface.quantize import quantize_folder
     from jaxtrain.methods.reopen import holds_run, open_trained
-    from jaxtrain.runs.run_files import require_replaceable
+    from jaxtrain.runs.run_files import replace_folder, require_replaceable
 
     source: Path = args.source
     is_run = (source / "checkpoints").is_dir() or holds_run(source / "config.json")
@@ -80,10 +79,13 @@ def quantize_command(args: argparse.Namespace) -> None:
         raise UserError(f"--group {args.group} is no size of a group; 128, 64 or 32 are usual")
     if not is_run and args.step is not None:
         raise UserError(f"quantize: --step is of a run's checkpoints, and {source} is no run")
+    require_run("quantize", source, args.overrides, is_run)
     require_replaceable(output)
-    trained = (
-        open_trained(str(source), [], args.step, all_roles=not args.no_eval) if is_run else None
-    )
+    trained = None
+    if is_run:
+        trained = open_trained(
+            str(source), [*args.overrides], args.step, all_roles=not args.no_eval
+        )
     adapter = trained is not None and trained.snapshot.roles.bundle.adapter is not None
     model = source / ("merged" if adapter else "model") if is_run else source
     with plain_folder(args, trained, output.parent) as plain:
@@ -137,11 +139,18 @@ def plain_folder(args: argparse.Namespace, trained: Trained | None, beside: Path
         base = args.base or (None if trained is None else trained.config.model.path)
         if base is not None and (file := Path(base) / "config.json").is_file():
             require_plain(read_object(file), Path(base))
-    beside.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".quantize-", dir=beside) as temporary:
+    try:
+        beside.mkdir(parents=True, exist_ok=True)
+        holder = tempfile.TemporaryDirectory(prefix=".quantize-", dir=beside)
+    except OSError as error:
+        raise UserError(
+            f"{beside} cannot be written: {error.strerror or error}; name another place with"
+            " --output"
+        ) from None
+    with holder as temporary:
         exported = Path(temporary) / "model"
         if trained is None or trained.snapshot.roles.bundle.adapter is not None:
-            merge_source(source, args.base, exported, args.step, None)
+            merge_source(source, args.base, exported, args.step, None, overrides=args.overrides)
         else:
             trained.task.export(trained.snapshot, trained.config, exported, None)
         yield exported
@@ -225,24 +234,22 @@ def tell_loss(trained: Trained, model: Path, output: Path) -> None:
     with jax.set_mesh(task.mesh):
         losses = [measure(trained, snapshot), measure(trained, open_again(trained, output))]
     for dataset, before, after in zip(config.data.eval_datasets, *losses, strict=True):
-        print(
-            f"held-out loss of {dataset.path} ({dataset.split}): {before:.6g} -> {after:.6g}"
-            " (weights rounded, activations not)"
-        )
+        change = "no trained token"
+        if before is not None and after is not None:
+            change = f"{before:.6g} -> {after:.6g} (weights rounded, activations not)"
+        print(f"held-out loss of {dataset.path} ({dataset.split}): {change}")
 
 
-def measure(trained: Trained, snapshot: ModelSnapshot) -> list[float]:
-    """Held-out loss of each dataset of data.eval_datasets; NaN without trained tokens."""
+def measure(trained: Trained, snapshot: ModelSnapshot) -> list[float | None]:
+    """Held-out loss of each dataset of data.eval_datasets; None without trained tokens."""
     from jaxtrain.core.evaluation import HeldOutEvaluation
     from jaxtrain.core.scorer import Scorer
 
     config, task, *_ = trained
     evaluation = HeldOutEvaluation(config, task, snapshot.roles)
     scorer = Scorer(lambda: snapshot, impl=config.model.logp)
-    losses = (
-        evaluation.measure(snapshot, dataset, scorer) for dataset in config.data.eval_datasets
-    )
-    return [means.get("loss", math.nan) for means in losses]
+    by_dataset, _ = evaluation.list_numbers(snapshot, scorer)
+    return [means.get("loss") for means in by_dataset]
 
 
 def open_again(trained: Trained, folder: Path) -> ModelSnapshot:

@@ -161,14 +161,26 @@ def list_places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, BaseModel):
         for name, field in type(value).model_fields.items():
             nested, nested_key = getattr(value, name), f"{key}.{name}" if key else name
-            if isinstance(nested, str):
-                if EXPANDED in field.metadata or _is_place(field.annotation):
-                    yield nested_key, nested
+            if EXPANDED in field.metadata or _is_place(field.annotation):
+                texts = nested if isinstance(nested, list) else [nested] * (nested is not None)
+                for index, text in enumerate(texts):
+                    yield f"{nested_key}.{index}" if texts is nested else nested_key, text
             else:
                 yield from list_places(nested, nested_key)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from list_places(item, f"{key}.{index}")
+    elif isinstance(value, list | tuple | dict):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from list_places(item, f"{key}.{name}")
+
+
+def make_absolute(key: str, place: str) -> str:
+    """Return a Place, the value of a key, as an absolute path if it is a path that is there; of
+    "file.py:name" the file. Names, Hub ids and what is missing stay as they are."""
+    path, colon, name = (place, "", "") if os.path.exists(place) else place.partition(":")
+    # A word may be the name of something, beside which a folder of that name means nothing.
+    named = "/" not in path and "." not in path and not key.endswith(("path", "tokenizer", "_dir"))
+    if named or path in (".", "builtin") or not os.path.exists(path):
+        return place
+    return os.path.abspath(path) + colon + name
 
 
 def _is_place(annotation: Any) -> bool:

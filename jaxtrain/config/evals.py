@@ -36,8 +36,8 @@ class EvalSetConfig(Section):
     """What metrics call it. Unset: the file's name."""
     subset: str | None = None
     """Configuration of a Hub dataset with several, such as "main" of openai/gsm8k."""
-    split: str = "test"
-    """Split, with optional slice; of a benchmark always its own."""
+    split: str | None = None
+    """Split, with optional slice. Unset: "test"; of a benchmark always its own."""
     benchmark: Benchmark | None = None
     """Rows are those of this benchmark, in its own columns: `prompt` becomes the text that it is
     usually asked with (of a conversation its first turn), and of a larger set a sample of the usual
@@ -71,8 +71,8 @@ class EvalSetConfig(Section):
 
     def dataset(self) -> DatasetConfig:
         """The rows, as a dataset section."""
-        keys = ("path", "split", "fields", "options", "max_rows")
-        return DatasetConfig(name=self.subset, **{key: getattr(self, key) for key in keys})
+        values = {key: getattr(self, key) for key in ("path", "fields", "options", "max_rows")}
+        return DatasetConfig(name=self.subset, split=self.split or "test", **values)
 
 
 class EvalConfig(Section):
@@ -115,7 +115,7 @@ def find_eval_set_conflicts(config: Any) -> Iterator[str]:
     sets, sampling = config.eval.sets, config.sampling
     for index, eval_set in enumerate(sets):
         unread = ("split", "subset", "options") if eval_set.benchmark else ()
-        for key in (key for key in unread if key in eval_set.model_fields_set):
+        for key in (key for key in unread if getattr(eval_set, key)):
             yield (
                 f"eval.sets.{index}.{key} has no effect while eval.sets.{index}.benchmark is"
                 f" {eval_set.benchmark!r}; leave one of them out"

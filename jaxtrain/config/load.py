@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -89,24 +89,54 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     from jaxtrain.config.bundled import find_config
 
     path = find_config(path)
-    table = lay_presets(read_table(path), list(Config.model_fields))
+    if path.name == "config.json" and (path.parent / "attempts.jsonl").is_file():
+        table = read_saved(path)  # of a run, whose folder it is in now
+    else:
+        table = lay_presets(read_table(path), list(Config.model_fields))
     return validate_config(apply_overrides(table, overrides), str(path))
 
 
 def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Set `a.b.0.c=value` in nested dicts and lists; `section=name` lays a preset over one."""
-    return change_table(table, overrides, list(Config.model_fields))
+    return change_table(table, overrides, list(Config.model_fields), takes_null)
+
+
+def takes_null(parts: Sequence[str]) -> bool:
+    """Return whether a key of these parts may be null; True for one that is not known, whose error
+    names it."""
+    sections: list[Any] = [Config]
+    for index, part in enumerate(parts):
+        fields = [entry.model_fields[part] for entry in sections if part in entry.model_fields]
+        if not fields:
+            # A position in a list or a name in a table: the sections below are still the same.
+            if part.isdigit() and index + 1 < len(parts):
+                continue
+            return True
+        annotations = [field.annotation for field in fields]
+        if index + 1 == len(parts):
+            return any(type(None) in get_args(annotation) for annotation in annotations)
+        sections = [section for annotation in annotations for section in members(annotation)]
+    return True
 
 
 def read_saved(path: str | Path) -> dict[str, Any]:
-    """The config.json of a run, less what older versions wrote and nobody reads any more.
+    """The config.json of a run, less what older versions wrote and nobody reads any more; its
+    output_dir is where the file is, and run.overwrite, which was done at the start, is false.
 
     Raises UserError where it is missing, broken or no table.
     """
+    path = Path(path)
     table = read_table(path)
     for section, key in (name.split(".") for name in REMOVED):
         if isinstance(table.get(section), dict):
             table[section].pop(key, None)
+    sets = table["eval"].get("sets") if isinstance(table.get("eval"), dict) else None
+    for eval_set in sets if isinstance(sets, list) else ():
+        # Older versions wrote the default that a benchmark does not read.
+        if isinstance(eval_set, dict) and eval_set.get("benchmark"):
+            eval_set.pop("split", None)
+    if isinstance(table.get("run"), dict):
+        table["run"] |= {"output_dir": str(path.parent), "overwrite": False}
     return table
 
 

@@ -1,8 +1,9 @@
-"""Changes of a config on the command line: `section.key=value`, and `section=preset`."""
+"""Changes of a config on the command line: `section.key=value`, `section=preset`, and `key=null`,
+which sets a key back to its default where it takes no null."""
 
 import difflib
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import resources
 from typing import Any
 
@@ -20,10 +21,14 @@ PRESETS = resources.files("jaxtrain") / "presets"
 
 
 def change_table(
-    table: dict[str, Any], overrides: Sequence[str], sections: Collection[str]
+    table: dict[str, Any],
+    overrides: Sequence[str],
+    sections: Collection[str],
+    takes_null: Callable[[Sequence[str]], bool],
 ) -> dict[str, Any]:
     """Set `a.b.0.c=value` in nested dicts and lists, in their order; `section=name` lays a preset
-    over what the section holds. sections: those that a config has. Raises UserError."""
+    over what the section holds. sections: those that a config has. takes_null: whether null is a
+    value of a key; of another one it takes the key away. Raises UserError."""
     for override in overrides:
         key, equals, text = override.partition("=")
         parts = key.strip().split(".")
@@ -31,11 +36,17 @@ def change_table(
             raise UserError(f"override {show(override)} is not of the form section.key=value")
         if len(parts) > MAX_PARTS:
             raise UserError(f"override {show(override)} has a key of {len(parts)} parts")
-        if len(parts) == 1:
-            table[parts[0]] = lay_preset(table.get(parts[0]), parts[0], text, sections)
-            continue
         value = parse_value(text)
         check_plain({key.strip(): value}, "override")
+        if value is None and not takes_null(parts):
+            _remove(table, parts)
+            continue
+        if len(parts) == 1:
+            whole = isinstance(value, list | dict) and parts[0] in sections
+            table[parts[0]] = (
+                value if whole else lay_preset(table.get(parts[0]), parts[0], text, sections)
+            )
+            continue
         node: Any = table
         for part, below in zip(parts[:-1], parts[1:], strict=True):
             node = _child(node, part, override, empty=[] if _is_place(below) else {})
@@ -130,6 +141,18 @@ def _child(node: Any, part: str, override: str, empty: dict | list) -> Any:
             f"override {show(override)}: {show(part)} holds {name_type(child)}, not a section"
         )
     return child
+
+
+def _remove(table: dict[str, Any], parts: Sequence[str]) -> None:
+    """Take a key out of nested dicts and lists; nothing where it is not there."""
+    node: Any = table
+    for part in parts[:-1]:
+        if isinstance(node, list):
+            node = node[int(part)] if _is_place(part) and int(part) < len(node) else None
+        else:
+            node = node.get(part) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(parts[-1], None)
 
 
 def _is_place(part: str) -> bool:

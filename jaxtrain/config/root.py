@@ -12,6 +12,8 @@ from jaxtrain.config.base import (
     at_most,
     broken,
     excludes,
+    list_places,
+    make_absolute,
     requires,
     section_type,
     unread,
@@ -90,6 +92,18 @@ class Config(Section):
             raise Problems(problems)
         return self
 
+    def absolute(self) -> dict[str, Any]:
+        """The config as JSON in which relative paths of what is there are absolute, so that it
+        means the same in any working directory. With secrets."""
+        table = self.model_dump(mode="json")
+        for key, value in list_places(self):
+            *parents, name = key.split(".")
+            node: Any = table
+            for part in parents:
+                node = node[int(part) if isinstance(node, list) else part]
+            node[int(name) if isinstance(node, list) else name] = make_absolute(key, value)
+        return table
+
     def saved(self) -> dict[str, Any]:
         """The config as JSON for whatever keeps or shows it: without secrets."""
         return redact(self.model_dump(mode="json"))
@@ -118,7 +132,6 @@ RULES = (
     excludes("optim.warmup_steps", "optim.warmup_ratio"),
     excludes("optim.min_lr", "optim.min_lr_ratio"),
     at_most("optim.min_lr", "optim.learning_rate"),
-    at_most("optim.warmup_steps", "run.max_steps"),
     at_most("log.profile_start", "run.max_steps"),
     unread(
         "eval.per_epoch eval.at_start eval.patience checkpoint.best_metric",
@@ -135,11 +148,6 @@ RULES = (
 def find_conflicts(config: Config):
     """Yield one sentence for each impossible combination."""
     run, model, data, optim = config.run, config.model, config.data, config.optim
-    if run.max_steps and run.num_epochs:
-        yield (
-            "run.max_steps and run.num_epochs are both set; keep the one that should end the run"
-            " (run.num_epochs=null or run.max_steps=null takes a file's away)"
-        )
     if not run.max_steps and not run.num_epochs:
         yield "neither run.max_steps nor run.num_epochs is set; set one"
     streamed = [d.path for d in data.datasets if d.streaming]

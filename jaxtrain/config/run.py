@@ -16,7 +16,8 @@ class RunConfig(Section):
     run.json names what the run makes there; a folder in which something else has such a name, or
     that holds a model, is refused."""
     max_steps: int | None = Field(None, ge=1)
-    """Optimizer steps to train. Give this or num_epochs; streaming data needs this."""
+    """Optimizer steps to train. Give this or num_epochs; streaming data needs this. It wins where
+    both are set: run.max_steps=2 makes a trial of any config."""
     num_epochs: float | None = Field(None, gt=0, le=1e6)
     """Passes over the training data. Give this or max_steps."""
     seed: int = Field(0, ge=0, le=SEED)
@@ -34,6 +35,11 @@ class RunConfig(Section):
     begins at once."""
     export: Annotated[bool, RESUMABLE] = True
     """Write the Hugging Face model folder <output_dir>/model when training ends."""
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the training data that end the run; None where max_steps does."""
+        return None if self.max_steps else self.num_epochs
 
 
 class ParallelConfig(Section):

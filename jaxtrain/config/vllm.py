@@ -61,9 +61,9 @@ class VllmConfig(Section):
     GPU memory (CUDA IPC), for which it takes 2 bytes a weight (4 in float32) beside jax's pool;
     nothing passes through the host's memory. Where a server cannot, it is as with host, told in a
     line."""
-    listen: Annotated[str, RESUMABLE] = "127.0.0.1"
-    """full, delta: address of this machine under which the servers reach the trainer. With launch
-    ray it is the one that the cluster knows, unless another is given."""
+    listen: Annotated[str | None, RESUMABLE] = None
+    """full, delta: address of this machine under which the servers reach the trainer. Unset:
+    127.0.0.1; with launch ray the one that the cluster knows."""
     listen_port: Annotated[int, RESUMABLE] = Field(0, ge=0, le=65535)
     """full, delta: port there; 0 takes a free one."""
     streams: Annotated[int, RESUMABLE] = Field(4, ge=1, le=64)
@@ -199,9 +199,10 @@ def find_vllm_conflicts(vllm: VllmConfig, adapter_kind: str, mode: str) -> Itera
             f"rollout.vllm.listen {vllm.listen!r} is where to listen, not where servers can connect"
             " to; write this machine's address"
         )
-    if vllm.sync != "lora" and vllm.listen in LOCAL and remote:
+    listen = vllm.listen or LOCAL[0]
+    if vllm.sync != "lora" and listen in LOCAL and remote:
         yield (
-            f"rollout.vllm.listen {vllm.listen!r} cannot be reached from {remote[0]}; write this"
+            f"rollout.vllm.listen {listen!r} cannot be reached from {remote[0]}; write this"
             " machine's address as that server sees it"
         )
     yield from find_eval_server_conflicts(vllm)

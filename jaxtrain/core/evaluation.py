@@ -66,12 +66,27 @@ class HeldOutEvaluation:
 
     def run(self, snapshot: ModelSnapshot, scorer: Scorer) -> dict[str, float]:
         """Return {"eval/loss": ..., "eval/1/loss": ..., ...}."""
-        numbers: dict[str, float] = {}
-        for index, dataset in enumerate(self.config.data.eval_datasets):
+        by_dataset, numbers = self.list_numbers(snapshot, scorer)
+        for index, means in enumerate(by_dataset):
             prefix = "eval" if index == 0 else f"eval/{index}"
-            means = self.measure(snapshot, dataset, scorer)
-            numbers.update({f"{prefix}/{name}": value for name, value in means.items()})
-        return numbers | self.task.evaluate(snapshot, scorer)
+            numbers |= {f"{prefix}/{name}": value for name, value in means.items()}
+        return numbers
+
+    def list_numbers(
+        self, snapshot: ModelSnapshot, scorer: Scorer
+    ) -> tuple[list[dict[str, float]], dict[str, float]]:
+        """Return (the numbers of each eval dataset, the task's own of none of them)."""
+        by_dataset = [
+            self.measure(snapshot, dataset, scorer) for dataset in self.config.data.eval_datasets
+        ]
+        numbers = dict(self.task.evaluate(snapshot, scorer))
+        for index, means in enumerate(by_dataset):
+            # A method may have a loss of its own for held-out data.
+            prefix = "eval" if index == 0 else f"eval/{index}"
+            for name in ("loss", "perplexity"):
+                if f"{prefix}/{name}" in numbers:
+                    means[name] = numbers.pop(f"{prefix}/{name}")
+        return by_dataset, numbers
 
     def measure(
         self, snapshot: ModelSnapshot, dataset: DatasetConfig, scorer: Scorer

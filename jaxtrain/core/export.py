@@ -2,13 +2,13 @@
 
 import contextlib
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jaxtrain
 from jaxtrain.config import Config
+from jaxtrain.config.base import make_absolute
 from jaxtrain.config.provenance import list_outside
 from jaxtrain.config.secrets import redact
 from jaxtrain.core.architecture import openable_name
@@ -18,7 +18,7 @@ from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.generation import write_generation
 from jaxtrain.models import saving
-from jaxtrain.runs.run_files import record_output, remove, require_replaceable
+from jaxtrain.runs.run_files import replace_folder
 
 
 def export_model(
@@ -55,7 +55,8 @@ def export_model(
         else:
             from jaxtrain.adapters.peft import write_peft
 
-            base = config.model.path and openable_name(config.model.path)
+            base = config.model.path and make_absolute("model.path", config.model.path)
+            base = base and openable_name(base)
             write_peft(params, bundle.architecture, bundle.adapter, unfinished, base, dtype)
         if writes:
             bundle.tokenizer.save_pretrained(unfinished)
@@ -82,37 +83,6 @@ def export_policies(
     with replace_folder(folder) if is_main_process() else contextlib.nullcontext(folder) as target:
         for name, snapshot in snapshots.items():
             export(snapshot, config, target / name, dtype)
-
-
-@contextlib.contextmanager
-def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder to write to, which replaces `folder` when the block succeeds.
-
-    Raises UserError if `folder` exists but no run wrote it: see runs/run_files.py.
-    """
-    folder = Path(os.path.abspath(folder))
-    require_replaceable(folder)
-    record_output(folder)
-    # Beside the folder and not in a temporary one: a rename must stay within a file system.
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    retired = folder.with_name(f".{folder.name}.old")
-    try:
-        remove(unfinished)
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        if folder.exists():
-            remove(retired)
-            # Two renames: a folder that is not empty cannot be replaced by one. Killed between
-            # them, a run leaves the old model in `retired` and the new one in `unfinished`, both
-            # whole.
-            os.replace(folder, retired)
-            remove(retired)
-        os.replace(unfinished, folder)
-    except OSError as error:
-        raise UserError(f"cannot write the model to {folder}: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            remove(unfinished)
 
 
 def write_card(config: Config, step: int) -> str:

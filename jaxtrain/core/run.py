@@ -6,6 +6,7 @@ before it is saved (the numbers choose the best checkpoint), and saved before ob
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jaxtrain.config import Config
 from jaxtrain.core.checkpointing import CheckpointHook
 from jaxtrain.core.evaluation import AnswerEvaluator, EvaluationHook
 from jaxtrain.core.hooks import Hook, HookList, NoObservers
+from jaxtrain.core.roles import Roles
 from jaxtrain.core.session import Session, open_session, start_state
 from jaxtrain.core.step_reports import StepReports
 from jaxtrain.core.task import Task
@@ -49,9 +51,19 @@ def open_run(
     """Open a run at its start or its newest checkpoint; everything is closed at the end, in the
     opposite order. The arguments are those of `loop.train`."""
     primary = is_main_process()
+    roles = Roles(task.roles)
     formats = list(task.data.check())  # before the folder is claimed: data may be what is wrong
     with ExitStack() as stack:
-        folder = stack.enter_context(RunFolder(config, command))
+        base = find_base(roles)
+        copied = any(role.weights == "start" for role in roles.roles.values())
+        folder = stack.enter_context(
+            RunFolder(
+                config,
+                command,
+                base=base,
+                needs_base=copied or roles.bundle.adapter is not None,
+            )
+        )
         sinks = stack.enter_context(Sinks(config, folder.path, primary=primary))
         watchdog = stack.enter_context(
             Watchdog(
@@ -61,9 +73,6 @@ def open_run(
                 attempt=folder.attempt,
                 primary=primary,
             )
-        )
-        stack.enter_context(
-            Hardware(folder.path, config.log.hardware_seconds, jax.local_devices, primary=primary)
         )
         observed = bool(config.observers) or config.eval.patience is not None
         observers: Any = NoObservers()
@@ -92,6 +101,14 @@ def open_run(
         sinks.log(describe_start(session))
         for part in (sinks, watchdog, observers):
             part.start(session.rounds.total_steps, session.start)
+        folder.accept()
+        if primary and base is not None:
+            from jaxtrain.core.base_model import keep_base
+
+            keep_base(folder.path, config, base, roles.bundle, sinks.log)
+        stack.enter_context(
+            Hardware(folder.path, config.log.hardware_seconds, jax.local_devices, primary=primary)
+        )
         reports = StepReports(session, sinks, watchdog, observers)
         evaluation = EvaluationHook(session, answers, reports)
         saving = CheckpointHook(session, checkpoints, evaluation, reports)
@@ -104,6 +121,13 @@ def open_run(
 
             hooks.append(ObserverHook(session, observers, evaluation, saving, sinks.log))
         yield Run(session, reports, evaluation, HookList(hooks), sinks, watchdog, observers)
+
+
+def find_base(roles: Roles) -> Path | None:
+    """Return the folder that model.path was opened from; None for a random start."""
+    # Of a draft model.path is the target that it guesses for.
+    role = roles.roles.get("target") if roles.bundle.architecture.guesses else None
+    return roles.bundle.folder if role is None else role.bundle.folder
 
 
 def open_signals(sinks: Sinks) -> Signals:
@@ -134,7 +158,12 @@ def open_checkpoints(
         exclude={"every", "per_epoch", "every_minutes"}
     )
     path = folder.path / "checkpoints"
-    return Checkpoints(path, **options, log=sinks.log, saved=observers.saved)
+
+    def saved(step: int, checkpoint: Path) -> None:
+        folder.note_saved()
+        observers.saved(step, checkpoint)
+
+    return Checkpoints(path, **options, log=sinks.log, saved=saved)
 
 
 def describe_start(session: Session) -> str:

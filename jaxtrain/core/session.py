@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxtrain.config import Config
-from jaxtrain.config.model import ModelConfig
+from jaxtrain.config.model import ModelConfig, OptimConfig
 from jaxtrain.config.policies import list_trained
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.losses.balance import Balance, move_biases, with_balance
@@ -152,8 +152,9 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
         policies = list_trained(config)
         # Each policy makes its share of the steps.
         steps = math.ceil(rounds.total_steps / max(1, len(policies)))
-        schedule = build_schedule(config.optim, steps)
-        optimizer = build_optimizer(config.optim, schedule, roles.trained_shapes)
+        optim = cut_warmup(config, steps, log)
+        schedule = build_schedule(optim, steps)
+        optimizer = build_optimizer(optim, schedule, roles.trained_shapes)
         state = abstract_state(
             roles.trained_shapes, optimizer, roles.copy_shapes, config.optim.offload
         )
@@ -181,6 +182,16 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
         # Also after an interrupt: the data may have started workers and servers.
         rounds.close()
         raise
+
+
+def cut_warmup(config: Config, steps: int, log: Callable[[str], None]) -> OptimConfig:
+    """Return section optim with a warm-up that ends within run.max_steps, as of a short trial of a
+    config; a cut is logged."""
+    warmup = config.optim.warmup_steps
+    if warmup is None or warmup <= steps or not config.run.max_steps:
+        return config.optim
+    log(f"note: optim.warmup_steps {warmup:,} is cut to the run's {steps:,} steps")
+    return config.optim.model_copy(update={"warmup_steps": steps})
 
 
 def open_auxiliary(task: Task, trained: ModelBundle) -> dict[str, Any]:

@@ -57,6 +57,10 @@ def open_base(bundle: ModelBundle, seed: int) -> Params:
     """Return the weights of the model without adapters, on the mesh: loaded, or random by seed."""
     adapter = bundle.adapter
     quantize = "none" if adapter is None else adapter.quantize
+    if bundle.folder is not None:
+        from jaxtrain.runs.base_record import require_weights
+
+        require_weights(bundle.folder)
     if adapter is None or quantize == "none":
         if bundle.folder is not None:
             from jaxtrain.models import loading

@@ -56,7 +56,7 @@ class OfflineData:
             "rows_per_microstep": config.data.micro_batch_size * row_shards(bundle.mesh),
             "microsteps": count_microsteps(config, bundle.mesh),
         }
-        epochs, total_steps = config.run.num_epochs, config.run.max_steps
+        epochs, total_steps = config.run.epochs, config.run.max_steps
         from jaxtrain.data.media_tokens import only_text
 
         self.log, media, counted = log, bundle.architecture.media_tokens, total_steps is None
@@ -160,7 +160,7 @@ class OfflineData:
             seed=self.config.run.seed,
             rows_per_microstep=data.micro_batch_size,
             microsteps=1,
-            num_epochs=1.0 if self.config.run.num_epochs else None,
+            num_epochs=1.0 if self.config.run.epochs else None,
         )
         # One at a time: a batch may take a good part of the memory.
         documents = [

@@ -13,6 +13,7 @@ from jaxtrain.config.parse import MAX_BYTES
 from jaxtrain.config.policies import list_trained
 from jaxtrain.config.root import OUTSIDE, find_tag
 from jaxtrain.core.architecture import find_folder
+from jaxtrain.core.base_model import with_saved_base
 from jaxtrain.core.roles import ModelSnapshot, Roles
 from jaxtrain.core.task import Task
 from jaxtrain.errors import UserError
@@ -20,6 +21,7 @@ from jaxtrain.huggingface.config_checks import TASK, check_kept, check_names
 from jaxtrain.huggingface.files import read_object
 from jaxtrain.methods.registry import make_task
 from jaxtrain.methods.reward_model.method import find_section
+from jaxtrain.runs.base_record import require_same_base
 from jaxtrain.runs.checkpoint import load_checkpoint
 from jaxtrain.safe_io import parse_json, read_text
 from jaxtrain.text_safety import show
@@ -70,6 +72,8 @@ def open_trained(
         }
     origin = str(saved) if is_run else name
     config = alone(validate_config(apply_overrides(table, overrides), origin))
+    # What is exported still names the base where it was.
+    here = with_saved_base(config, path) if is_run else config
     policies = list_trained(config) if is_run else ()
     chosen = policies if all_policies else tuple(name for name in policies if name == policy)
     if policies and not chosen:
@@ -77,7 +81,7 @@ def open_trained(
             f"{path} has trained several policies ({', '.join(policies)}); name the adapter of one,"
             f" {path / 'model' / policies[0]}, which jaxtrain export {path} writes"
         )
-    task = make_task(config)
+    task = make_task(here)
     roles = Roles(task.roles)
     if not all_roles:
         roles = Roles({roles.trained: task.roles[roles.trained]})
@@ -89,6 +93,9 @@ def open_trained(
     restored = load_checkpoint(
         path / "checkpoints", policy_shapes if policies else run_shapes, step
     )
+    if frozen and roles.bundle.adapter is not None:
+        cure = "put them back, or name their folder with model.path=FOLDER"
+        require_same_base(path, roles.bundle.folder, cure)
     base = roles.open(config.run.seed, trained=False)[1] if frozen else {}
 
     def make_snapshot(arrays: Mapping[str, Any]) -> ModelSnapshot:

@@ -34,7 +34,15 @@ from jaxtrain.errors import UserError
 from jaxtrain.runs.checkpoint_folder import find_steps
 from jaxtrain.runs.manifest import write_atomically
 from jaxtrain.runs.records import MetricsRecord, ends_with_newline, flatten, read_records
-from jaxtrain.runs.run_files import claim_names, delete_own, read_names, require_own
+from jaxtrain.runs.run_files import (
+    StartUndo,
+    claim_names,
+    has_saved,
+    note_saved,
+    put_back,
+    read_names,
+    require_own,
+)
 
 ALWAYS = (
     "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt stacks.txt"
@@ -48,14 +56,26 @@ PACKAGES = "jax jaxlib flax optax orbax-checkpoint grain numpy transformers toke
 class RunFolder:
     """Context that claims config.run.output_dir for this process. Only process 0 writes to it."""
 
-    def __init__(self, config: Config, command: list[str]):
+    def __init__(
+        self,
+        config: Config,
+        command: list[str],
+        base: Path | None = None,
+        needs_base: bool = False,
+    ):
+        """base: folder of model.path, as it was opened. needs_base: whether a run that goes on
+        reads weights of it."""
         self.path = Path(config.run.output_dir)
         self.config, self.command = config, command
         self.attempt = 0
         """Number of this start, from 1."""
         self.changes: list[str] = []
         """Keys that differ from the resumed run's config, as "key: old -> new"."""
+        self.base, self.needs_base = base, needs_base
         self._lock: int | None = None
+        self._saved = self._recorded = False
+        self._undo: StartUndo | None = None
+        """What the start has changed so far in the folder of an earlier run; None once accepted."""
 
     def __enter__(self) -> "RunFolder":
         if jax.process_index() == 0:
@@ -64,8 +84,28 @@ class RunFolder:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            try:
+                if self._undo is not None:
+                    with contextlib.suppress(OSError):  # what ended the start is what people see
+                        self._undo.run()
+            finally:
+                os.close(self._lock)
+                self._lock = self._undo = None
+
+    def accept(self) -> None:
+        """Record this start, which nothing can refuse any more: until then what an earlier run has
+        left in the folder stays, or comes back."""
+        if self._lock is not None and not self._recorded:
+            self._record_start()
+        if self._undo is not None:
+            self._undo.forget()
+            self._undo = None
+
+    def note_saved(self) -> None:
+        """Record that there is a checkpoint, so that lost ones are noticed."""
+        if not self._saved:
+            self._saved = True
+            note_saved(self.path)
 
     def rewind(self, step: int) -> None:
         """Drop the lines that steps after `step` wrote before the run was stopped.
@@ -108,9 +148,12 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             # Before anything is deleted or written: a second process must leave the folder intact.
             self._lock = take_lock(self.path / ".lock", self.path)
-            if run.overwrite:
-                delete_own(self.path)
-            self._check_resume()
+            put_back(self.path)
+            if not run.overwrite:
+                self._check_resume()
+            started = (self.path / "config.json").exists()
+            if started:
+                self._undo = StartUndo(self.path, overwrite=run.overwrite)
             claim_names(self.path, run_names)
             for name in ALWAYS:
                 path = self.path / name
@@ -118,13 +161,8 @@ class RunFolder:
                     raise UserError(f"{path} is no regular file; move it away, it is the run's")
             attempts = self.path / "attempts.jsonl"
             self.attempt = 1 + (sum(1 for _ in read_records(attempts)) if attempts.exists() else 0)
-            # A kill may have cut the last line; appending to it would damage this record, too.
-            start = "" if ends_with_newline(attempts) else "\n"
-            write_atomically(self.path / "config.json", json.dumps(self.config.saved(), indent=2))
-            with attempts.open("a") as file:
-                record = describe_attempt(self.attempt, redact_command(self.command))
-                record["plugins"] = list_outside(self.config)
-                file.write(start + json.dumps(record) + "\n")
+            if not started or run.overwrite:
+                self._record_start()
         except OSError as error:
             self.__exit__()
             raise UserError(
@@ -134,6 +172,19 @@ class RunFolder:
         except UserError:
             self.__exit__()
             raise
+
+    def _record_start(self) -> None:
+        """Write config.json and the line of this attempt."""
+        self._recorded = True
+        attempts = self.path / "attempts.jsonl"
+        saved = redact(self.config.absolute())
+        write_atomically(self.path / "config.json", json.dumps(saved, indent=2))
+        # A kill may have cut the last line; appending to it would damage this record, too.
+        start = "" if ends_with_newline(attempts) else "\n"
+        with attempts.open("a") as file:
+            record = describe_attempt(self.attempt, redact_command(self.command))
+            record["plugins"] = list_outside(self.config)
+            file.write(start + json.dumps(record) + "\n")
 
     def _check_inputs(self, names: Collection[str]) -> None:
         """Reject inputs that lie in files which this run replaces, or deletes with
@@ -161,17 +212,27 @@ class RunFolder:
                 f'run.output_dir {str(self.path)!r} holds a run and run.resume is "never"; name'
                 " another folder, or set run.overwrite=true to delete that run"
             )
+        exported = (self.path / "model").is_dir() and has_metrics  # by a version without the record
+        if not has_steps and (has_saved(self.path) or exported):
+            raise UserError(
+                f"run.output_dir {str(self.path)!r} holds a run that has saved checkpoints, but"
+                f" {self.path / 'checkpoints'} has none any more, so it cannot go on: put one back,"
+                " name another folder, or set run.overwrite=true to delete what there is of that"
+                " run and start again"
+            )
         if run.resume == "required" and not has_steps:
             self.rewind(0)
         if not (has_steps or has_metrics):
             return
         self.changes, forbidden = find_changes(
             redact(read_config(self.path / "config.json"), references=True),
-            redact(self.config.model_dump(mode="json"), references=True),
+            redact(self.config.absolute(), references=True),
             last_device_count(self.path / "attempts.jsonl"),
             jax.device_count(),
             self.config.task.reads,
         )
+        if has_steps:
+            self._check_base(forbidden)
         if forbidden and not run.allow_config_change:
             omitted = f"\n  ... and {len(forbidden) - 8} more" if len(forbidden) > 8 else ""
             listed = "\n  ".join(forbidden[:8])
@@ -180,6 +241,20 @@ class RunFolder:
                 f" (saved -> now):\n  {listed}{omitted}\nName another folder, restore the old"
                 " values, set run.allow_config_change=true to go on with the new ones, or"
                 " run.overwrite=true to start again"
+            )
+
+    def _check_base(self, forbidden: list[str]) -> None:
+        """Take a base that was only moved off the forbidden changes, and put one with other weights
+        on them."""
+        from jaxtrain.runs.base_record import is_same_base
+
+        same = is_same_base(self.path, self.base)
+        if same:
+            forbidden[:] = [line for line in forbidden if not line.startswith("model.path: ")]
+        elif same is False and self.needs_base:
+            forbidden.append(
+                f"model.path: {self.config.model.path!r} has other weights now than when this run"
+                " was trained on it"
             )
 
 
@@ -197,6 +272,8 @@ def list_names(config: Config) -> list[str]:
         "wandb_id": log.wandb_project,
         "profile": log.profile_start,
         "model": config.run.export,
+        "base": config.model.path,
+        "draft": config.rollout.draft_refresh,
         "adapters": samples_there and vllm.sync == "lora",
         "servers.json": samples_there,
         "evaluating.json": samples_there and vllm.eval_servers,
@@ -303,7 +380,7 @@ def read_config(path: Path) -> dict[str, Any]:
             " set run.overwrite=true to start again"
         ) from None
     with contextlib.suppress(UserError):  # find_changes reports keys that are no longer allowed
-        return validate_config(saved, str(path)).model_dump(mode="json")
+        return validate_config(saved, str(path)).absolute()
     return saved
 
 

@@ -119,7 +119,9 @@ def read_metrics(run: Path) -> dict[str, tuple[list[int], list[float]]]:
     """Return {metric: (steps, values)} of a run folder or a metrics.jsonl; nulls are left out."""
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
-        raise UserError(f"{path} does not exist; give the output_dir of a run that has started")
+        raise UserError(
+            f"{path.absolute()} does not exist; give the output_dir of a run that has started"
+        )
     curves: dict[str, tuple[list[int], list[float]]] = {}
     try:
         for record in read_records(path):

@@ -3,17 +3,23 @@ here.
 
 A run's folder holds run.json, {"names": [...]}: the names that the run creates there. A name is
 recorded before it is created, and only if the folder has no such entry, so that files which existed
-before, or which people add under other names, are never touched.
+before, or which people add under other names, are never touched. "saved": true says that a
+checkpoint was finished there once.
+
+Commands write beside a run that trains, and beside each other: what they write has a temporary name
+of its own until it is whole, and the moment of replacing something is one's alone (`locked`).
 """
 
 import contextlib
+import fcntl
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from jaxtrain.errors import UserError
 from jaxtrain.runs.manifest import write_atomically
@@ -24,8 +30,16 @@ MODEL_FILES = (
     *("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf"),
 )
 """Files that identify a folder with a model, an adapter or a tokenizer."""
-OUTPUTS = ("model", "merged", "quantized-fp8", "quantized-int8", "quantized-int4")
-"""Folders that export, merge and quantize write in a run's folder, and may replace."""
+OUTPUTS = (
+    *("model", "merged", "quantized-fp8", "quantized-int8", "quantized-int4"),
+    *("draft", "base"),
+)
+"""Folders that export, merge, quantize and the run itself write in its folder, and may replace."""
+UNFINISHED, RETIRED = ".unfinished", ".retired"
+SET_ASIDE, DELETED = ".set-aside", ".deleted"
+"""Where the run that run.overwrite replaces lies until the new one has begun, and then."""
+KEPT = ".before-start"
+"""Where a start keeps what it may have to bring back."""
 UNRECORDED_NAMES = (
     "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt curves.png eval"
     " stacks.txt heartbeat.json model merged tensorboard profile wandb wandb_id"
@@ -87,16 +101,199 @@ def claim_names(folder: Path, names: Iterable[str], key: str = "run.output_dir")
     recorded = read_names(folder) or set()
     if not recorded.issuperset(names) or not (folder / RECORD).exists():
         folder.mkdir(parents=True, exist_ok=True)
-        record = {"made_by": "jaxtrain", "names": sorted(recorded.union(names))}
+        _update_record(folder, names)
+
+
+def has_saved(folder: Path) -> bool:
+    """Return whether a checkpoint was ever finished in a run's folder."""
+    try:
+        return json.loads((folder / RECORD).read_bytes()).get("saved") is True
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def note_saved(folder: Path) -> None:
+    """Record that a checkpoint was finished in a run's folder."""
+    if not has_saved(folder):
+        _update_record(folder, (), saved=True)
+
+
+def _update_record(folder: Path, names: Iterable[str], **facts: Any) -> None:
+    with locked(folder):
+        recorded = read_names(folder) or set()
+        facts = {"saved": True, **facts} if has_saved(folder) else facts
+        record = {"made_by": "jaxtrain", "names": sorted(recorded.union(names)), **facts}
         write_atomically(folder / RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def delete_own(folder: Path) -> None:
     """Delete what the run in `folder` created, its record last, and nothing else."""
-    for name in sorted(read_names(folder) or ()):
-        for path in _find(folder, name):
-            remove(path)
-    remove(folder / RECORD)
+    for path in list_own(folder):
+        remove(path)
+
+
+def list_own(folder: Path) -> list[Path]:
+    """Return what the run in `folder` created, its record last."""
+    names = sorted(read_names(folder) or ())
+    record = [folder / RECORD] if (folder / RECORD).exists() else []
+    return [path for name in names for path in _find(folder, name)] + record
+
+
+def set_aside(folder: Path) -> None:
+    """Move what the run in `folder` created to a folder in it, from which `put_back` brings it."""
+    if read_names(folder) is None:
+        return
+    _update_record(folder, ())  # runs of older versions have none
+    (folder / SET_ASIDE).mkdir()
+    for path in list_own(folder):
+        path.rename(folder / SET_ASIDE / path.name)
+
+
+def put_back(folder: Path) -> None:
+    """Undo `set_aside`, if the folder holds anything of it: also after a start that was killed."""
+    remove(folder / DELETED)
+    aside = folder / SET_ASIDE
+    if not aside.is_dir():
+        return
+    # The record goes last and comes first: where it is, the rest was all set aside, and what lies
+    # in the folder is of the start that failed.
+    if (aside / RECORD).exists():
+        if (folder / RECORD).exists():
+            delete_own(folder)
+        (aside / RECORD).rename(folder / RECORD)
+    for path in aside.iterdir():
+        path.rename(folder / path.name)
+    aside.rmdir()
+
+
+def delete_aside(folder: Path) -> None:
+    """Delete what was set aside."""
+    if (folder / SET_ASIDE).is_dir():
+        # Renamed first: a kill while it is deleted must not bring half of it back.
+        (folder / SET_ASIDE).rename(folder / DELETED)
+        remove(folder / DELETED)
+
+
+class StartUndo:
+    """What brings a run's folder back to where it was before a start that is refused."""
+
+    REPLACED = (
+        *("heartbeat.json", "servers.json", "evaluating.json"),
+        *("metrics.jsonl", "samples.jsonl"),
+    )
+    GROWING = ("log.txt", "stacks.txt")
+
+    def __init__(self, folder: Path, *, overwrite: bool):
+        """overwrite: everything that the run there made makes room for the new one."""
+        self.folder, self.overwrite = folder, overwrite
+        self.names = read_names(folder) or set()
+        self.kept = folder / KEPT
+        if overwrite:
+            set_aside(folder)
+            return
+        remove(self.kept)
+        self.kept.mkdir()
+        for name in (RECORD, *self.REPLACED):
+            if (folder / name).is_file():
+                # These files are replaced, never changed in place: a link keeps the content.
+                try:
+                    os.link(folder / name, self.kept / name)
+                except OSError:  # a file system without links
+                    shutil.copy2(folder / name, self.kept / name)
+        self.sizes = {
+            name: (folder / name).stat().st_size
+            for name in self.GROWING
+            if (folder / name).is_file()
+        }
+
+    def run(self) -> None:
+        """Bring it back."""
+        if self.overwrite:
+            put_back(self.folder)
+            return
+        for name in (read_names(self.folder) or set()) - self.names:
+            for path in _find(self.folder, name):
+                remove(path)
+        for name in (RECORD, *self.REPLACED):
+            if (self.kept / name).exists():
+                os.replace(self.kept / name, self.folder / name)
+            else:
+                remove(self.folder / name)
+        for name in self.GROWING:
+            if name in self.sizes:
+                os.truncate(self.folder / name, self.sizes[name])
+            else:
+                remove(self.folder / name)
+        remove(self.kept)
+
+    def forget(self) -> None:
+        """Let the start stand: delete what was kept for the case that it is refused."""
+        delete_aside(self.folder)
+        remove(self.kept)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Context in which this process alone changes entries of `folder`, among those that ask; yields
+    False, without waiting, where another one does. File systems without locks have none."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        free = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            free = False
+        except OSError:
+            pass
+        yield free
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replace_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder to write to, which replaces `folder` when the block succeeds.
+
+    Several processes may do so at once: each result is whole, and the last one stays. Raises
+    UserError if `folder` exists but no run wrote it.
+    """
+    folder = Path(os.path.abspath(folder))
+    require_replaceable(folder)
+    unfinished = None
+    try:
+        record_output(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(folder)
+        # Beside the folder and not in a temporary one: a rename must stay within a file system.
+        name = f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}{UNFINISHED}"
+        unfinished = folder.with_name(name)
+        unfinished.mkdir()
+        with locked(unfinished):  # as long as it is written: see remove_abandoned
+            yield unfinished
+        with locked(folder.parent):
+            require_replaceable(folder)  # another process may have written there meanwhile
+            retired = unfinished.with_suffix(RETIRED)
+            if folder.exists():
+                # Two renames: a folder that is not empty cannot be replaced by one. Killed between
+                # them, a process leaves the old model in `retired` and the new one in `unfinished`,
+                # both whole.
+                os.replace(folder, retired)
+            os.replace(unfinished, folder)
+            remove(retired)
+    except OSError as error:
+        raise UserError(f"cannot write the model to {folder}: {error.strerror or error}") from None
+    finally:
+        if unfinished is not None:
+            with contextlib.suppress(OSError):
+                remove(unfinished)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what killed processes left unfinished beside `folder`."""
+    for path in folder.parent.glob(f".{folder.name}.*{UNFINISHED}"):
+        with contextlib.suppress(OSError), locked(path, wait=False) as free:
+            if free:
+                remove(path)
 
 
 def require_replaceable(target: Path, key: str = "--output") -> None:

@@ -85,7 +85,6 @@ def test_frozen(tmp_path):
         ),
         ("optim.beta1=2", "optim.beta1: input should be less than 1, found 2"),
         ("run.max_steps=many", "run.max_steps: input should be a valid integer"),
-        ("run.num_epochs=1", "run.max_steps and run.num_epochs are both set"),
         ("data.datasets=[]", "data.datasets is empty"),
         ("model.path=x", "both are set"),
         ("optim.min_lr=1", "above optim.learning_rate"),

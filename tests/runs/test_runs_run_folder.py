@@ -31,6 +31,7 @@ def make_config(folder, **sections) -> Config:
 
 def open_run(folder, command=("jaxtrain",), **sections) -> RunFolder:
     with RunFolder(make_config(folder, **sections), list(command)) as run:
+        run.accept()
         return run
 
 

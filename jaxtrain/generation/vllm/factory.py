@@ -141,7 +141,7 @@ def open_servers(
         stack.callback(hosts.close)
         sources.append(hosts)
         # Servers on other machines fetch weights from an address that they can reach.
-        if "listen" not in vllm.model_fields_set:
+        if vllm.listen is None:
             vllm = vllm.model_copy(update={"listen": cluster.address})
     servers = Servers(
         vllm,

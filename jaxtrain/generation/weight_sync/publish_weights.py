@@ -32,6 +32,7 @@ from jaxtrain.generation.weight_sync.weight_links import WeightLinks, WorkerLink
 from jaxtrain.huggingface.ops import TIED_COPY, SplitPiece
 from jaxtrain_vllm import BACKEND, wire
 from jaxtrain_vllm.cuda_driver import CudaError
+from jaxtrain_vllm.listener import LOOPBACK
 
 COUNTERS = (
     "sync/bytes",
@@ -90,7 +91,7 @@ class WeightPublisher:
         sizes = [math.prod(self.shapes[name]) * wire.ITEM_BYTES[t] for name, t in dtypes.items()]
         self.step_seconds = servers.step_seconds(sum(sizes))
         """Limit for a step of a server without progress."""
-        self.links = WeightLinks(config.listen, config.listen_port)
+        self.links = WeightLinks(config.listen or LOOPBACK[0], config.listen_port)
         self.image: Image | None = None
         self.newest: WeightVersion | None = None
         self.staging = Staging(

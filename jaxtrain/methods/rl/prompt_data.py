@@ -121,7 +121,7 @@ class PromptData:
         return total_steps
 
     def _round_options(self, num_prompts: int) -> RoundOptions:
-        rollout, epochs = self.config.rollout, self.config.run.num_epochs
+        rollout, epochs = self.config.rollout, self.config.run.epochs
         return RoundOptions(
             prompts_per_round=rollout.prompts_per_step,
             parts=self.plan.parts,

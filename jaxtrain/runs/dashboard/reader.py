@@ -54,6 +54,8 @@ class RunReader:
         while any(run.behind for run in self.runs):
             self.read()
         if not self.runs:
+            if missing := [str(path.absolute()) for path in self.paths if not path.exists()]:
+                raise UserError(f"{', '.join(missing)} does not exist; give a run.output_dir")
             raise UserError(
                 f"no run in {', '.join(map(str, self.paths))}: a run's folder holds config.json and"
                 " metrics.jsonl; give the run.output_dir of one that has started, or a folder above"
