@@ -60,6 +60,7 @@ def test_whatever_a_file_has_become(run, capsys, name, how):
     try:
         with RunFolder(make_config(run), ["jaxtrain"]) as folder:
             folder.rewind(2)
+            folder.accept()
             Console("off", run / "log.txt").close(None)
         # What goes on from here finds whole lines.
         for record in (run / "attempts.jsonl").read_text(errors="replace").splitlines()[-1:]:
@@ -95,6 +96,7 @@ def test_a_cut_line_is_repaired(run):
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n\xff{}\n{"step": 3}\n{"st')
     with RunFolder(make_config(run), ["again"]) as folder:
         folder.rewind(2)
+        folder.accept()
     assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     assert json.loads((run / "attempts.jsonl").read_text().splitlines()[-1])["attempt"] == 3
 
