@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import tempfile
+import threading
 from importlib.metadata import version
 
 from hypothesis import settings
@@ -40,6 +41,21 @@ if "JAXTRAIN_TEST_CACHE" not in os.environ:
 # inherit it. The kernels' own tests, whose rounding is what is tested (kernels/conftest.py),
 # programs for other devices and runs that are killed and resumed are compiled as usual.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+
+# jax fills a context of MLIR for every program, a fifth of the time of tests. As jax 0.11 does by
+# itself, ten programs of a thread share one.
+from jax._src.interpreters import mlir
+
+if not hasattr(mlir, "_create_ir_context"):
+    shared_contexts = threading.local()
+
+    def make_context(create=mlir.make_ir_context):
+        if not getattr(shared_contexts, "uses", 0):
+            shared_contexts.context, shared_contexts.uses = create(), 10
+        shared_contexts.uses -= 1
+        return shared_contexts.context
+
+    mlir.make_ir_context = make_context
 
 # Tracing makes millions of objects that are not garbage, and torch, transformers and jax have made
 # as many already: collections that find nothing were 4 to 7 % of a test's time.

@@ -143,15 +143,15 @@ BROKEN = [
 
 @pytest.fixture
 def little_time(monkeypatch):
-    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.1)
 
 
-def try_render(tokenizer, text):
+def try_render(tokenizer, text, messages=MESSAGES[-1:]):
     """Return the rendering or the error; this process spends neither time nor memory on it."""
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.thread_time()
     try:
-        return render(with_template(tokenizer, text), MESSAGES, TOOLS, True)
+        return render(with_template(tokenizer, text), messages, TOOLS, True)
     except (UserError, TemplateFailed) as error:
         assert len(str(error)) < 1000 and "\x1b" not in str(error)
         return error
@@ -162,7 +162,8 @@ def try_render(tokenizer, text):
 
 @pytest.mark.parametrize("text", BOMBS)
 def test_templates_without_end_are_stopped(tokenizer, little_time, text):
-    error = try_render(tokenizer, text)
+    # A few with tool calls, whose form up to four more renderings look for.
+    error = try_render(tokenizer, text, MESSAGES if text in BOMBS[::10] else MESSAGES[-1:])
     assert isinstance(error, UserError) and "is stopped" in str(error)
     assert "model.chat_template" in str(error)
 
@@ -228,5 +229,5 @@ def test_any_expression_ends(tokenizer, expression):
         "{% set ns.x = " + expression + " %}{% endfor %}{{ ns.x }}"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_template, "SECONDS", 0.2)
+        patch.setattr(chat_template, "SECONDS", 0.1)
         try_render(tokenizer, text)

@@ -26,12 +26,9 @@ def numpy_logp_gather(hidden, head, targets, g, temperature=None, softcap=None, 
     p = np.exp(logp)
     entropy = -(p * logp).sum(1)
     one_hot = np.eye(len(head))[targets]
-    dz = np.zeros_like(z)
-    for t in range(len(hidden)):
-        jacobian = np.diag(p[t]) - np.outer(p[t], p[t])  # dp/dz
-        dz[t] += g[0, t] * (one_hot[t] - p[t])
-        dz[t] -= g[1, t] * jacobian @ (logp[t] + 1)
-        dz[t] += g[2, t] * p[t]
+    dp = logp + 1  # of the negative entropy; softmax's Jacobian is diag(p) - p p'
+    dz = g[0, :, None] * (one_hot - p) + g[2, :, None] * p
+    dz -= g[1, :, None] * p * (dp - (p * dp).sum(1, keepdims=True))
     dz /= tau[:, None]
     if softcap is not None:
         dz *= 1 - np.tanh(raw / softcap) ** 2
