@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -9,8 +10,17 @@ from typing import NoReturn
 from jaxtrain.errors import UserError
 
 
+class HelpPrinted(SystemExit):
+    """The command line asked for help, which is printed."""
+
+
 class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are a UserError: one line, without control characters."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        if message:
+            self._print_message(message, sys.stderr)
+        raise HelpPrinted(status)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}; {self.prog} -h tells what it takes")

@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import jaxtrain
+from jaxtrain.arguments import HelpPrinted
 from jaxtrain.cli import VERBS
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.text_safety import escape_control_chars, show
@@ -40,6 +41,13 @@ def main(argv: list[str]) -> int:
         return 2
     except RunStopped as stop:
         print(f"stopped: {stop}", file=sys.stderr)
+        return 1
+    except HelpPrinted:
+        raise
+    except SystemExit as error:  # of a plugin: a run that it ends is none that succeeded
+        from jaxtrain.plugins import describe
+
+        print(f"stopped: {describe(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before training watches the signals itself
         print("interrupted", file=sys.stderr)

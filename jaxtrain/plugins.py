@@ -12,10 +12,14 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import os
 import sys
+import threading
+import time
 import traceback
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +43,11 @@ GROUPS = {
     "schedules": "optim.lr_scheduler",
 }
 """Extension points, and the config keys that select them."""
+FAILURES = (Exception, SystemExit)
+"""Exceptions of foreign code that are reported under its name; sys.exit() would otherwise end a run
+as if it had succeeded."""
+SLOW_SECONDS, HANG_SECONDS = 10.0, 60.0
+"""After so long an import is named, and ended if it has stood still all the time."""
 
 
 def find(
@@ -140,12 +149,13 @@ def load_module(module_name: str, *, key: str) -> ModuleType:
     if is_file and not Path(module_name).is_file():
         raise UserError(f"{key}: the file {module_name} does not exist")
     try:
-        return (
-            _import_file(Path(module_name).resolve())
-            if is_file
-            else importlib.import_module(module_name)
-        )
-    except Exception as error:  # the border: whatever an import of foreign code may raise
+        with watch_import(key):
+            return (
+                _import_file(Path(module_name).resolve())
+                if is_file
+                else importlib.import_module(module_name)
+            )
+    except FAILURES as error:  # the border: whatever an import of foreign code may raise
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(
             f"{error.name}."
         ):
@@ -156,13 +166,55 @@ def load_module(module_name: str, *, key: str) -> ModuleType:
         raise UserError(f"{key} cannot be imported: {describe(error)}") from error
 
 
+@contextmanager
+def watch_import(key: str) -> Iterator[None]:
+    """Name an import that takes long on stderr, and end the process (code 2) if the import hangs.
+
+    A thread cannot interrupt another one that waits in C; an import that never ends would keep the
+    run waiting in silence.
+    """
+    done = threading.Event()
+    arguments = (key, threading.get_ident(), done)
+    threading.Thread(target=_watch, args=arguments, name="import", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _watch(key: str, thread: int, done: threading.Event) -> None:
+    start = since = time.monotonic()
+    frame, named = None, False
+    while not done.wait(min(1.0, HANG_SECONDS / 4)):
+        current, moment = sys._current_frames().get(thread), time.monotonic()
+        if current is None:
+            return
+        if current is not frame:
+            frame, since = current, moment
+        place = f"{current.f_code.co_filename}:{current.f_lineno}"
+        if moment - since > HANG_SECONDS:
+            print(
+                f"error: {key} cannot be imported: the import hangs at {place}, for"
+                f" {moment - since:.0f} s now",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(2)
+        if moment - start > SLOW_SECONDS and not named:
+            named = True
+            print(f"{key}: still being imported, at {place}", file=sys.stderr, flush=True)
+
+
 def describe(error: BaseException) -> str:
     """Return an error of foreign code and where it was raised: "KeyError: 'x' (my_format.py:3)"."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{f.filename}:{f.lineno}" for f in frames if not f.filename.startswith("<frozen")]
-    return f"{type(error).__name__}: {error} ({places[-1]})"
+    text: object = error
+    if isinstance(error, SystemExit):
+        text = f"it ends the program, by sys.exit({error.code!r})"
+    return f"{type(error).__name__}: {text} ({places[-1]})"
 
 
 def trace(error: BaseException, size: int = 1500) -> str:

@@ -34,7 +34,7 @@ def make(
         return constructor(*arguments, **options)
     except UserError:
         raise
-    except Exception as error:  # the border: whatever foreign code may raise
+    except plugins.FAILURES as error:  # the border: whatever foreign code may raise
         raise UserError(f"{key} cannot be made: {plugins.describe(error)}") from error
 
 

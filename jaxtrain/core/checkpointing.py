@@ -71,7 +71,7 @@ class CheckpointHook(Hook):
             self.save()
 
     @override
-    def on_error(self, error: Exception) -> None:
+    def on_error(self, error: BaseException) -> None:
         with self.session.phase("saving what was trained"):
             self.rescue(error)
 
@@ -126,7 +126,7 @@ class CheckpointHook(Hook):
             config=self.config.saved(),
         )
 
-    def rescue(self, error: Exception) -> None:
+    def rescue(self, error: BaseException) -> None:
         """Save what was trained before an error that ends the run, if that can be done.
 
         Never raises, so that the error itself is the one that people see.
@@ -154,7 +154,7 @@ class CheckpointHook(Hook):
         return SavePoint(step, self.session.rounds.state())
 
 
-def find_last_good(error: Exception, read: Callable[[], None], step: int) -> int:
+def find_last_good(error: BaseException, read: Callable[[], None], step: int) -> int:
     """Return the last step with a finite loss; the state is still the one after it."""
     try:
         if isinstance(error, NonFiniteStep):

@@ -58,7 +58,7 @@ class Hook:
     def on_end(self) -> None:
         """Handle the end of training, by the last step or by a stop request."""
 
-    def on_error(self, error: Exception) -> None:
+    def on_error(self, error: BaseException) -> None:
         """Handle an error that ends training; must not raise."""
 
 
@@ -117,6 +117,6 @@ class HookList(Hook):
             hook.on_end()
 
     @override
-    def on_error(self, error: Exception) -> None:
+    def on_error(self, error: BaseException) -> None:
         for hook in self.hooks:
             hook.on_error(error)

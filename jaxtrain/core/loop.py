@@ -6,6 +6,7 @@ The loop thread alone launches device work. What happens around the steps are ho
 which ones a run has, and in what order, stands in core/run.py.
 """
 
+from jaxtrain import plugins
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
 from jaxtrain.core.run import OpenAnswers, Run, open_run
@@ -45,7 +46,7 @@ def train_rounds(run: Run) -> None:
                 break
             hooks.on_round_end(before)
         hooks.on_end()
-    except Exception as error:  # any error at all: what was trained before it must not be lost
+    except plugins.FAILURES as error:  # any error: what was trained before it must not be lost
         hooks.on_error(error)
         raise
 

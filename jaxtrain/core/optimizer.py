@@ -236,7 +236,7 @@ def name_errors(made: Any, key: str) -> optax.GradientTransformation:
         def run(*arguments: Any) -> Any:
             try:
                 return call(*arguments)
-            except Exception as error:  # the border: whatever foreign code may raise
+            except plugins.FAILURES as error:  # the border: whatever foreign code may raise
                 described = plugins.describe(error)
                 raise UserError(f"{key} fails in its {method}: {described}") from error
 

@@ -176,7 +176,7 @@ def call_custom_format(
         raise
     except ValueError as error:
         raise MalformedRow(str(error)) from None
-    except Exception as error:  # plugin code may raise anything
+    except plugins.FAILURES as error:  # plugin code may raise anything
         raise UserError(f"format {dataset.format!r}: {plugins.describe(error)}") from error
 
 

@@ -98,7 +98,7 @@ class GuardedEnv:
             raise self._failed(
                 "a row that cannot be played", str(error), again=False, mistake=mistake
             ) from None
-        except (Exception, SystemExit) as error:  # the border: whatever foreign code may raise
+        except plugins.FAILURES as error:  # the border: whatever foreign code may raise
             reason = f"environment raised {type(error).__name__}"
             text, trace = plugins.describe(error), plugins.trace(error)
             raise self._failed(reason, text, trace=trace, pause=True) from error

@@ -69,7 +69,7 @@ class Tool:
             raise ToolFailed(f"{self.name} took more than {seconds:g} seconds") from None
         except (EpisodeFailed, RunStopped):
             raise
-        except (Exception, SystemExit) as error:  # user code may raise anything
+        except plugins.FAILURES as error:  # user code may raise anything
             raise ToolFailed(f"{type(error).__name__}: {error}") from error
 
 

@@ -152,7 +152,7 @@ class VerifiersEnvironment:
             values = {"id": kind, "taskset": {**config.args, "id": taskset}}
             values |= {role: {**agent, **config.agents.get(role, {})} for role in roles}
             return loaders.load_environment(config_type.model_validate(values))
-        except Exception as error:  # imports and configs of user code may raise anything
+        except plugins.FAILURES as error:  # imports and configs of user code may raise anything
             raise UserError(f"{self.key}: {plugins.describe(error)}") from error
 
 

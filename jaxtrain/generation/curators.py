@@ -168,7 +168,7 @@ class GuardedCurator(Curator):
     def _call(self, method: str, *arguments: Any) -> Any:
         try:
             return getattr(self.curator, method)(*arguments)
-        except Exception as error:  # the border: whatever foreign code may raise
+        except plugins.FAILURES as error:  # the border: whatever foreign code may raise
             text = f"{KEY} {self.name!r}, {method}(): {plugins.describe(error)}"
             raise UserError(text) from error
 

@@ -86,7 +86,7 @@ class Sinks:
                 getattr(sink, "start", _nothing)(total_steps, start_step)
             except UserError:
                 raise
-            except Exception as error:  # foreign code may raise anything
+            except plugins.FAILURES as error:  # foreign code may raise anything
                 raise UserError(f"{_name(sink)} cannot start: {plugins.describe(error)}") from error
             self._sinks.append(sink)
         self._waiting = []
@@ -140,10 +140,10 @@ class Sinks:
         for sink in list(self._sinks):
             try:
                 getattr(sink, method, _nothing)(*args)
-            except Exception as error:  # a broken sink must not end the run
+            except plugins.FAILURES as error:  # a broken sink must not end the run
                 self._drop(sink, error)
 
-    def _drop(self, sink: Any, error: Exception) -> None:
+    def _drop(self, sink: Any, error: BaseException) -> None:
         with self._dropping:
             self._sinks = [remaining for remaining in self._sinks if remaining is not sink]
         warning = f"warning: {_name(sink)} failed and is switched off: {plugins.describe(error)}"
@@ -164,7 +164,7 @@ def open_sink(name: str, folder: Path, config: Config) -> Any:
         return sink_class(folder, config.saved())
     except UserError:
         raise
-    except Exception as error:  # foreign code may raise anything
+    except plugins.FAILURES as error:  # foreign code may raise anything
         raise UserError(
             f"log.sinks {name!r} cannot be made with (folder, config): {plugins.describe(error)}"
         ) from error

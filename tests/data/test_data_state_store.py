@@ -173,6 +173,58 @@ def test_a_flipped_bit_is_noticed(tmp_path):
         StateStore(tmp_path / "states").read(pack(FIRST), ("captured",))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": {}}, "its layout is damaged"),
+        ({"layout": None}, "its layout is damaged"),
+        ({"layout": {"widths": {"captured": "6"}, "dtype": "bfloat16"}}, "its layout is damaged"),
+        ({"datasets": 3}, "manifest.json is damaged"),
+        ({"tokens": 7}, r"its index has \d+ tokens, 7 were captured"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(tmp_path, change, message):
+    write(tmp_path / "states", FIRST)
+    path = tmp_path / "states" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError, match=message):
+        StateStore(tmp_path / "states")
+
+
+def test_a_store_that_lacks_a_part_is_refused(tmp_path):
+    """The last of its index, or the end of an array."""
+    write(tmp_path / "states", FIRST, SECOND)
+    newest = max((tmp_path / "states" / "index").glob("*.npz"))
+    content = newest.read_bytes()
+    newest.unlink()
+    with pytest.raises(UserError, match=r"its index has \d+ tokens, \d+ were captured"):
+        StateStore(tmp_path / "states")
+    newest.write_bytes(content[:-40])
+    with pytest.raises(UserError, match=r"npz is damaged"):
+        StateStore(tmp_path / "states")
+    with np.load(written := newest.with_name("000000.npz")) as arrays:
+        parts = dict(arrays)
+    for name, value in (("starts", parts["starts"] + 99), ("counts", parts["counts"][1:])):
+        np.savez(written, **{**parts, name: value})
+        with pytest.raises(UserError, match=r"000000.npz is damaged \(it"):
+            StateStore(tmp_path / "states")
+    np.savez(written, **parts)
+    newest.write_bytes(content)
+    shape = tmp_path / "states" / "captured" / "zarr.json"
+    shape.write_text(json.dumps({**json.loads(shape.read_text()), "shape": [3, 6]}))
+    with pytest.raises(UserError, match=r"array 'captured' is \[3, 6\], it must be"):
+        StateStore(tmp_path / "states")
+
+
+def test_states_that_are_not_finite_are_not_kept(tmp_path):
+    batch = pack([[1]])
+    states = {name: np.full((9, width), np.nan, np.float32) for name, width in WIDTHS.items()}
+    with open_writer(tmp_path / "states") as writer:
+        with pytest.raises(UserError, match=r"states \(captured\) are NaN or infinite"):
+            writer.add(next(list_samples(batch)).key, states)
+        assert not writer.keys
+
+
 def test_a_store_of_another_format_or_none_is_refused(tmp_path):
     write(tmp_path / "states", [[1]])
     path = tmp_path / "states" / "manifest.json"

@@ -49,6 +49,24 @@ def away(completions, file, **columns):
         raise ConnectionRefusedError("the judge is away")
     return [1.0] * len(completions)
 
+def leave(completions, **columns):
+    raise SystemExit(0)
+
+class Pickled:
+    def __init__(self, path):
+        self.path = path
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+def forge(completions, path, form, **columns):
+    import gc, json
+    from multiprocessing.connection import Connection
+    pipe = next(x for x in gc.get_objects() if type(x) is Connection)
+    if form == "pickle":
+        pipe.send(Pickled(path))
+    else:
+        pipe.send_bytes(form.encode())
+
 def pid(completions, **columns):
     print("noise on stdout")
     return [os.getpid()] * len(completions)
@@ -138,6 +156,25 @@ def test_a_crash_or_an_exception_is_a_failure_with_its_place(make):
         score(rewards.only(["bad"]), ["a"])
     assert "KeyError: 'missing' (" in failed.value.cause and "rewards.1" in failed.value.cause
     assert "Traceback" in failed.value.trace and len(failed.value.trace) < 2000
+
+
+def test_a_function_that_leaves_is_a_failure_with_its_place(make):
+    with pytest.raises(EpisodeFailed, match="reward leave raised SystemExit") as failed:
+        score(make("leave"), ["a"])
+    assert "it ends the program, by sys.exit(0) (" in failed.value.cause
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["pickle", '["ok",[1,"2"],""]', '["ok",[NaN],""]', '["crash","",""]', "{}", "[" * 10**5],
+)
+def test_what_a_worker_sends_is_never_unpickled(make, tmp_path, form):
+    """A reward that has the worker's own pipe: it is a crash, and nothing of it ran here."""
+    path = tmp_path / "was_here"
+    rewards = make("forge", options={"path": str(path), "form": form})
+    with pytest.raises(EpisodeFailed, match="reward forge ended its process") as failed:
+        score(rewards, ["a"])
+    assert "something else than a reply" in failed.value.cause and not path.exists()
 
 
 def test_a_judge_that_is_away_for_a_moment_is_asked_again(make, tmp_path, monkeypatch):

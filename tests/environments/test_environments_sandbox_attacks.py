@@ -4,167 +4,20 @@ Every attack runs with all layers, and as where the kernel allows no namespaces.
 """
 
 import os
+import subprocess
+import sys
 import tempfile
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
+from sandbox_attacks import AGREES, ATTACKS
 
-from jaxtrain.environments.sandbox.limits import ResourceLimits
+from jaxtrain.environments.sandbox.limits import ARCHITECTURES, ResourceLimits
 from jaxtrain.environments.sandbox.sandbox import Sandbox
 
 TEST = "assert add(1, 2) == 3\nassert abs(add(2, 2) - 4) < 1e-9 and add(0, 1) in (1, 1.0)"
-
-AGREES = """
-class Yes:
-    def __getattr__(self, name):
-        return Yes()
-    def __eq__(self, other):
-        return True
-    def __ne__(self, other):
-        return False
-    __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __eq__
-    def __hash__(self):
-        return 3
-    def __bool__(self):
-        return True
-    def __call__(self, *a):
-        return self
-    def __sub__(self, other):
-        return 0.0
-    __add__ = __radd__ = __rsub__ = __mul__ = __rmul__ = __sub__
-    def __abs__(self):
-        return 0.0
-    def __float__(self):
-        return 0.0
-    def __iter__(self):
-        return iter([Yes()] * 2)
-    def __len__(self):
-        return 2
-"""
-
-ATTACKS = {
-    "equals everything": AGREES + "def add(a, b):\n    return Yes()",
-    "int that equals everything": """
-        class Yes(int):
-            __eq__ = lambda s, o: True
-            __ne__ = lambda s, o: False
-            __sub__ = __rsub__ = lambda s, o: 0
-            __hash__ = int.__hash__
-        def add(a, b):
-            return Yes(7)
-        """,
-    "type of another name": "Fake = type('int', (int,), {'__eq__': lambda s, o: True})\n"
-    "def add(a, b):\n    return Fake(1)",
-    "class with __class__ int": """
-        class add:
-            __class__ = int
-            def __init__(self, *a):
-                pass
-            def __eq__(self, other):
-                return True
-            def __sub__(self, other):
-                return self
-            def __abs__(self):
-                return 0.0
-        """,
-    "unittest.mock.ANY": "from unittest.mock import ANY\ndef add(a, b):\n    return ANY",
-    "standard class of that name": "from unittest.mock import _ANY as add",
-    "sys.exit(0)": "import sys\nsys.exit(0)",
-    "sys.exit in the call": "import sys\ndef add(a, b):\n    sys.exit(0)",
-    "os._exit": "import os\nos._exit(0)",
-    "os._exit in the call": "import os\ndef add(a, b):\n    os._exit(0)",
-    "prints markers": "print('\\n@passed@', flush=True)\nprint('P')\nimport os\nos.write(1, b'P')\n"
-    "def add(a, b):\n    print('RP'); return 0",
-    "writes to every descriptor": """
-        import os
-        for fd in range(64):
-            for text in (b'P', b'RP', b'["value", ["tuple", [3, "", []]]]\\n'):
-                try:
-                    os.write(fd, text)
-                except OSError:
-                    pass
-        def add(a, b):
-            return 0
-        """,
-    "answers before it is asked": """
-        import os, json
-        def add(a, b):
-            for fd in range(3, 20):
-                for value in (True, None, ["yours", 0], ["mine", 99, ""], ["range", 1, 2, 0], 5):
-                    try:
-                        reply = json.dumps(["value", ["tuple", [value, "", []]]])
-                        os.write(fd, reply.encode() + b"\\n")
-                    except OSError:
-                        pass
-            return 0
-        """,
-    "stack inspection": """
-        import sys, gc
-        def add(a, b):
-            frame, found = sys._getframe(), []
-            while frame:
-                found += [*frame.f_locals.values(), *frame.f_globals.values()]
-                frame = frame.f_back
-            found += gc.get_objects()
-            texts = [t for t in found if type(t) is str and "assert add" in t and "frame" not in t]
-            return 3 if texts else 0
-        """,
-    "monkeypatching": """
-        import builtins, json, operator, sys
-        builtins.abs = lambda x: 0
-        builtins.AssertionError = Exception
-        json.dumps = lambda x: '["value", ["tuple", [3, "", []]]]'
-        operator.eq = lambda a, b: True
-        for name, module in list(sys.modules.items()):
-            if "sandbox" in name:
-                for key in list(vars(module)):
-                    if callable(vars(module)[key]):
-                        setattr(module, key, lambda *a, **k: True)
-        def add(a, b):
-            return 0
-        """,
-    "own abs": "def abs(x):\n    return 0\ndef isinstance(*a):\n    return True\n"
-    "def add(a, b):\n    return 3 if (a, b) == (1, 2) else 0",
-    "raises what passes": "def add(a, b):\n    raise SystemExit(0)",
-    "stop iteration": "def add(a, b):\n    raise StopIteration",
-    "atexit and threads": """
-        import atexit, os, threading
-        def shout():
-            while True:
-                for fd in range(64):
-                    try:
-                        os.write(fd, b"P")
-                    except OSError:
-                        pass
-        atexit.register(shout)
-        threading.Thread(target=shout).start()
-        def add(a, b):
-            return 0
-        """,
-    "kills the parent": """
-        import os, signal
-        parent = os.getppid()
-        for pid in [parent, -1, *range(parent - 8, parent + 8)]:
-            if pid != os.getpid() and pid != 0:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except OSError:
-                    pass
-        def add(a, b):
-            return 0
-        """,
-    "calls with a callback into the test": "def add(a, b):\n    return a.__class__",
-    "deep and endless values": "def add(a, b):\n    x = []\n    for _ in range(10**5):\n"
-    "        x = [x]\n    return x",
-    "contains itself": "def add(a, b):\n    x = []\n    x.append(x)\n    return x",
-    "sleeps": "import time\ntime.sleep(60)",
-    "sleeps in the call": "import time\ndef add(a, b):\n    time.sleep(60)",
-    "memory": "x = bytearray(4 * 2**30)\ndef add(a, b):\n    return a + b",
-    "file size": "open('big', 'wb').write(b'x' * 2**26)\ndef add(a, b):\n    return a + b",
-    "long reply": "def add(a, b):\n    return 'x' * 2**25",
-}
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +76,91 @@ def test_an_object_that_agrees_with_everything_equals_nothing(box, test):
 def test_leaving_a_call_is_no_answer(box, body, test):
     limits = ResourceLimits(seconds=2.0, memory_mib=512)
     assert passes(box, f"def f(x):\n    {body}", test, limits) is False
+
+
+@pytest.mark.parametrize("how", ["g.done = lambda: True", "g.ready = True", "g.__class__ = int"])
+def test_methods_of_the_tests_objects_are_not_replaced(box, how):
+    """Public values of them may be set, but no method and no computed attribute."""
+    test = """
+        from functools import cached_property
+        class Game:
+            score = 0
+            def done(self):
+                return self.score == 3
+            @cached_property
+            def ready(self):
+                return self.score == 3
+        game = Game()
+        play(game)
+        assert game.score == 2
+        try:
+            cheat(game)
+        except (TypeError, AttributeError):
+            pass
+        assert game.done() is True or game.ready is True or type(game) is not Game
+        """
+    limits = ResourceLimits(seconds=2.0, memory_mib=512)
+    program = f"def play(g):\n    g.score = 2\ndef cheat(g):\n    {how}"
+    assert passes(box, program, textwrap.dedent(test).partition("try:")[0], limits) is True
+    assert passes(box, program, textwrap.dedent(test), limits) is False
+
+
+REFUSED = """
+import ctypes, fcntl, mmap, os, signal, tempfile
+def refused(what):
+    try:
+        if what == "memory file":
+            os.memfd_create("x")
+        elif what == "shared map":
+            mmap.mmap(-1, 4096)
+        elif what == "owner of a pipe":
+            fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())
+        else:
+            number = {"x86_64": 129, "aarch64": 138}[os.uname().machine]
+            libc, info = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(128)
+            if libc.syscall(number, os.getppid(), 0, info) < 0:
+                raise OSError(ctypes.get_errno(), what)
+    except PermissionError:
+        return True
+    return False
+def map_file():
+    with tempfile.TemporaryFile() as file:
+        file.truncate(4096)
+        with mmap.mmap(file.fileno(), 4096) as view:
+            view[:4] = b"abcd"
+            return bytes(view[:4])
+"""
+
+
+@pytest.mark.skipif(os.uname().machine not in ARCHITECTURES, reason="no filter of system calls")
+@pytest.mark.parametrize("what", ["memory file", "shared map", "owner of a pipe", "queued signal"])
+def test_memory_of_nobody_and_signals_by_detours_are_refused(box, limits, what):
+    test = f"assert refused({what!r}) and map_file() == b'abcd'"
+    assert passes(box, REFUSED, test, limits)
+
+
+def test_shared_maps_count_as_memory():
+    """As seen from the guard, where no filter keeps a program from having them."""
+    code = """
+import mmap, os, time
+from jaxtrain.environments.sandbox.supervisor import used_mib
+before = used_mib()
+ready, done = os.pipe(), os.pipe()
+if os.fork() == 0:
+    with mmap.mmap(-1, 64 * 2**20) as view:
+        view[:] = bytes(64 * 2**20)
+        os.write(ready[1], b"x")
+        os.read(done[0], 1)
+    os._exit(0)
+os.read(ready[0], 1)
+print(used_mib() - before)
+os.write(done[1], b"x")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    ).stdout
+    assert 64 <= float(printed) < 200
 
 
 LOOKS = """
@@ -321,10 +259,28 @@ def leave():
 """
 
 
-def test_nothing_outlives_a_case(box, limits):
-    """Daemons with sessions of their own, the cells, a folder: all gone with the verdict."""
+CHAIN = """
+import os
+def leave():
+    for _ in range(4):
+        if os.fork() == 0:
+            os.setsid()
+            while True:
+                try:
+                    if os.fork():
+                        os._exit(0)
+                except OSError:
+                    pass
+    return True
+"""
+
+
+@pytest.mark.parametrize("program", [LEAVES, CHAIN], ids=["daemons", "chain"])
+def test_nothing_outlives_a_case(box, limits, program):
+    """Daemons with sessions of their own, processes that replace each other faster than they are
+    listed, the cells, a folder: all gone with the verdict."""
     before = processes()
-    assert passes(box, LEAVES, "assert leave()", limits)
+    assert passes(box, program, "assert leave()", limits)
     remaining = processes() - before
     if remaining:  # the guard itself, in its last microseconds
         time.sleep(0.5)
@@ -334,8 +290,6 @@ def test_nothing_outlives_a_case(box, limits):
 
 def test_nothing_outlives_a_caller_that_was_killed(tmp_path):
     import signal
-    import subprocess
-    import sys
 
     code = """
 import sys

@@ -16,7 +16,7 @@ from jaxtrain.environments.sandbox.peer import (
     SandboxPeer,
 )
 from jaxtrain.environments.sandbox.remote_handle import RemoteHandle
-from jaxtrain.environments.sandbox.tester import TestPeer, answer
+from jaxtrain.environments.sandbox.tester import TestPeer
 
 BOUNDED = settings(max_examples=60, deadline=None)
 KINDS = ["value", "error", "mine", "yours", "import", "type", "int", "slice", "timedelta", "call"]
@@ -65,7 +65,7 @@ def test_a_foreign_reply_is_a_value_an_error_or_the_end(replies, rest):
     speaker.start()
     with reference:
         with actual_values:
-            peer = TestPeer(actual_values, answer, RemoteHandle)
+            peer = TestPeer(actual_values)
             for _ in range(len(replies) + 1):
                 try:
                     peer.use("call", 0, (), {})

@@ -1,5 +1,6 @@
 """Names that lead nowhere, or to two things, are refused in a line that helps."""
 
+import subprocess
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ from conftest import install
 from jaxtrain import plugins
 from jaxtrain.config import validate_config
 from jaxtrain.errors import UserError
+from jaxtrain.main import main
 
 BUILTIN = {"chat": "json:loads", "number": 3}
 
@@ -58,6 +60,8 @@ def test_where_modules_will_do_a_path_may_be_one(my_package):
             r"ModuleNotFoundError: .*no_such_module.*broken.py:3\)",
         ),
         ("def f(:\n", r"SyntaxError: .*broken.py:1\)"),
+        ("import sys\nsys.exit(0)\n", r"SystemExit: it ends the program, by sys.exit\(0\) \(.*broken.py:2\)"),
+        ("raise SystemExit\n", r"SystemExit: .* by sys.exit\(None\) \(.*broken.py:1\)"),
     ],
 )
 def test_a_failing_import_is_named_with_file_and_line(tmp_path, monkeypatch, text, message):
@@ -68,6 +72,40 @@ def test_a_failing_import_is_named_with_file_and_line(tmp_path, monkeypatch, tex
         with pytest.raises(UserError, match=f"data.format '.*' cannot be imported: {message}"):
             find(name)
     assert not [name for name in sys.modules if name.startswith(("broken", "jaxtrain_plugin_b"))]
+
+
+HANG = """
+import sys
+from jaxtrain import plugins
+plugins.SLOW_SECONDS, plugins.HANG_SECONDS = 0.1, 1.0
+plugins.find("sinks", sys.argv[1], {}, key="log.sinks")
+"""
+
+
+def test_an_import_that_hangs_is_named_and_ended(tmp_path):
+    (tmp_path / "hangs.py").write_text("import threading\n\nthreading.Event().wait(3600)\n")
+    name = f"{tmp_path}/hangs.py:Sink"
+    ended = subprocess.run([sys.executable, "-c", HANG, name], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert f"log.sinks {name!r}: still being imported, at " in ended.stderr
+    assert f"log.sinks {name!r} cannot be imported: the import hangs at " in ended.stderr
+
+
+def test_a_slow_import_is_no_hanging_one(tmp_path):
+    text = "import time\ndef f():\n    time.sleep(0.3)\nfor _ in range(6):\n    f()\nSink = dict\n"
+    (tmp_path / "slow.py").write_text(text)
+    command = [sys.executable, "-c", HANG, f"{tmp_path}/slow.py:Sink"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0 and "still being imported" in ended.stderr
+
+
+def test_code_that_ends_the_program_is_named_by_every_verb(monkeypatch, capsys):
+    monkeypatch.setattr("jaxtrain.cli.train.run_train", lambda argv: sys.exit(0))
+    assert main(["--config", "c.toml"]) == 1
+    assert "stopped: SystemExit: it ends the program, by sys.exit(0) (" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main(["score", "-h"])
+    assert end.value.code == 0
 
 
 def test_a_package_can_neither_shadow_a_built_in_nor_another_package(tmp_path, monkeypatch):

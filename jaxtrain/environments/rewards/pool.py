@@ -1,5 +1,7 @@
 """Worker processes with hard timeouts: a call that hangs costs its process, never the run."""
 
+import json
+import math
 import os
 import queue
 import signal
@@ -15,8 +17,15 @@ START_SECONDS = 60.0
 """Additional time of a worker's first call, which imports the modules of its functions."""
 
 
+LONGEST_REPLY = 2**26
+"""Limit of bytes; a worker that sends more is replaced."""
+ANSWERED = ("ok", "user", "not_finite", "error")
+"""Kinds of replies that a worker sends; the others are the pool's."""
+
+
 class WorkerReply(NamedTuple):
-    """Result of a call."""
+    """Result of a call. It is sent as JSON: code that a reward runs must not reach the trainer,
+    which unpickling would let it."""
 
     kind: str
     """ok, user (a mistake of the user), not_finite, error, timeout, crash."""
@@ -24,6 +33,21 @@ class WorkerReply(NamedTuple):
     """The numbers, or a text."""
     trace: str = ""
     """End of the traceback of an error."""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "WorkerReply":
+        """Decode a reply; ValueError for anything else."""
+        match json.loads(data):
+            case ["ok", None, ""]:
+                return cls("ok", None)
+            case ["ok", list(values), ""] if all(map(is_score, values)):
+                return cls("ok", values)
+            case [str(kind), str(text), str(trace)] if kind in ANSWERED[1:]:
+                return cls(kind, text, trace)
+        raise ValueError("no reply")
 
 
 class Worker:
@@ -56,10 +80,14 @@ class Worker:
             self.pipe.send((name, arguments))
             if not self.pipe.poll(seconds):
                 return WorkerReply("timeout", f"took more than {timeout:g} seconds")
-            return WorkerReply(*self.pipe.recv())
+            data = self.pipe.recv_bytes(LONGEST_REPLY)
         except (EOFError, OSError):
             code = self.process.poll()
             return WorkerReply("crash", f"its process ended (exit code {code})")
+        try:
+            return WorkerReply.from_bytes(data)
+        except (ValueError, RecursionError):
+            return WorkerReply("crash", "its process sent something else than a reply")
 
     def kill(self) -> None:
         """Kill the process and all that it started."""
@@ -110,6 +138,11 @@ class WorkerPool:
                 return
             if worker is not None:
                 worker.kill()
+
+
+def is_score(value: Any) -> bool:
+    """Return True for a finite number or None."""
+    return value is None or type(value) in (int, float) and math.isfinite(value)
 
 
 def _paths() -> list[str]:

@@ -1,8 +1,8 @@
 """Process that runs reward functions: `python -m jaxtrain.environments.rewards.worker FD`.
 
-It answers (name, arguments) with ("ok", numbers), ("user", message) for a mistake of the user,
-("not_finite", message), or ("error", text, traceback). It ends with its parent, even while a
-function hangs.
+It answers (name, arguments) with a `WorkerReply`: "ok" and numbers, "user" and a message for a
+mistake of the user, "not_finite" and a message, or "error", a text and the traceback. It ends with
+its parent, even while a function hangs.
 """
 
 import os
@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 
 from jaxtrain import plugins
 from jaxtrain.environments.rewards.load import NonFiniteReward, call_function, find_function
+from jaxtrain.environments.rewards.pool import WorkerReply
 from jaxtrain.errors import UserError
 
 
@@ -23,20 +24,22 @@ def serve(connection: Connection) -> None:
             name, arguments = connection.recv()
         except (EOFError, OSError):
             return
-        connection.send(answer(name, arguments))
+        connection.send_bytes(answer(name, arguments).to_bytes())
 
 
-def answer(name: str, arguments: dict | None) -> tuple:
+def answer(name: str, arguments: dict | None) -> WorkerReply:
     """Return the reply to a call; without arguments the function is only looked up."""
     try:
         function = find_function(name)
-        return "ok", None if arguments is None else call_function(function, arguments)
+        return WorkerReply(
+            "ok", None if arguments is None else call_function(function, arguments)
+        )
     except UserError as error:
-        return "user", str(error)
+        return WorkerReply("user", str(error))
     except NonFiniteReward as error:
-        return "not_finite", str(error)
-    except Exception as error:  # anything that a user's function may raise
-        return "error", plugins.describe(error), plugins.trace(error)
+        return WorkerReply("not_finite", str(error))
+    except plugins.FAILURES as error:  # anything that a user's function may raise
+        return WorkerReply("error", plugins.describe(error), plugins.trace(error))
 
 
 def follow(parent: int) -> None:

@@ -172,7 +172,7 @@ def machine() -> str:
 READABLE = (
     ["/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/bin", "/usr/share/zoneinfo"]
     + ["/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime"]
-    + ["/dev/zero", "/dev/urandom", "/dev/random"]
+    + ["/dev/urandom", "/dev/random"]
 )
 
 
@@ -230,10 +230,18 @@ CALLS = {
     "finit_module": (313, 273), "kexec_load": (246, 104), "reboot": (169, 142),
     "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
     "setpriority": (141, 140), "ioprio_set": (251, 30), "migrate_pages": (256, 238),
-    "move_pages": (279, 239), "tkill": (200, 130),
+    "move_pages": (279, 239), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "memfd_create": (319, 279), "memfd_secret": (447, 447),
 }  # fmt: skip
-"""Denied calls, which no program needs: network, other processes, the kernel."""
+"""Denied calls, which no program needs: network, other processes, the kernel, memory that belongs
+to no process."""
 CLONE, CLONE3, PRLIMIT, KILL, TGKILL = (56, 220), (435, 435), (302, 261), (62, 129), (234, 131)
+MMAP, FCNTL, IOCTL = (9, 222), (72, 25), (16, 29)
+SHARED_ANONYMOUS = 0x21
+"""Flags of mmap. Pages of such a map outlast madvise(MADV_DONTNEED), after which no process's
+resident memory has them."""
+SIGNAL_OWNERS = {FCNTL: (8, 15), IOCTL: (0x8901, 0x8902)}
+"""F_SETOWN, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP: they send another process signals, SIGKILL too."""
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
 
@@ -245,7 +253,7 @@ def restrict_calls(signals: bool) -> bool:
     if machine() not in ARCHITECTURES or sys.maxsize < 2**32:
         return False
     token, column = ARCHITECTURES[machine()]
-    load, equal, least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    load, equal, least, any_bit, give, mask = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
     allow, denied, missing = 0x7FFF0000, 0x50000 | 1, 0x50000 | 38
     code = [(load, 0, 0, 4), (equal, 1, 0, token), (give, 0, 0, 0x80000000), (load, 0, 0, 0)]
     code += [(least, 0, 1, 0x40000000), (give, 0, 0, denied)]  # x32
@@ -267,6 +275,13 @@ def restrict_calls(signals: bool) -> bool:
     if not signals:
         code += by_argument(KILL, equal, os.getpid(), allow, denied)
         code += by_argument(TGKILL, equal, os.getpid(), allow, denied)
+    code += [(equal, 0, 5, MMAP[column]), (load, 0, 0, 40), (mask, 0, 0, SHARED_ANONYMOUS)]
+    code += [(equal, 0, 1, SHARED_ANONYMOUS), (give, 0, 0, denied), (give, 0, 0, allow)]
+    for numbers, commands in SIGNAL_OWNERS.items():
+        code += [(equal, 0, 6, numbers[column]), (load, 0, 0, 24)]
+        for command in commands:
+            code += [(equal, 0, 1, command), (give, 0, 0, denied)]
+        code.append((give, 0, 0, allow))
     code.append((give, 0, 0, allow))
     packed = b"".join(
         number.to_bytes(2, "little") + bytes([yes, no]) + value.to_bytes(4, "little")

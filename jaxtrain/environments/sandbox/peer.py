@@ -47,6 +47,10 @@ class SandboxPeer:
     answer(verb, arguments) -> value of a request from the other side.
     """
 
+    stdlib_by_name = False
+    """True: functions and classes of the standard library are sent as their names alone, so that
+    the other side cannot have them called here."""
+
     def __init__(self, connection: socket.socket, answer, remote):
         self.connection = connection
         self.answer = answer
@@ -58,6 +62,8 @@ class SandboxPeer:
         self.given: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.known: dict[int, Any] = {}
+        self.errors: dict[int, type] = {}
+        """Classes made for the other side's exceptions, by their numbers there."""
 
     def use(self, verb: str, *arguments) -> Any:
         """Send a request of a `RemoteHandle`."""
@@ -174,13 +180,11 @@ class SandboxPeer:
     def give(self, value):
         """Encode a handle, with the plain content of a subclass of a plain type, read by that
         type's own methods."""
-        number = self.numbers.get(id(value))
-        if number is None:
-            number = len(self.given)
-            self.given.append(value)
-            self.numbers[id(value)] = number
-        handle = ["mine", number, "coroutine" if isinstance(value, types.CoroutineType) else ""]
         stdlib_name = stdlib_place(value)
+        if stdlib_name and self.stdlib_by_name:
+            return ["import", *stdlib_name]
+        kind = "coroutine" if isinstance(value, types.CoroutineType) else ""
+        handle = ["mine", self.number_of(value), kind]
         if stdlib_name:
             return ["import", *stdlib_name, *handle]
         base = next((base for base in BASES if isinstance(value, base)), None)
@@ -190,6 +194,13 @@ class SandboxPeer:
             except RecursionError:
                 pass
         return handle
+
+    def number_of(self, value) -> int:
+        """Return the number under which the other side may ask for an object from now on."""
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.given)
+            self.given.append(value)
+        return self.numbers[id(value)]
 
     def unpack(self, value) -> Any:
         """Decode a value from JSON; ConnectionClosed if it is invalid."""
@@ -245,6 +256,8 @@ class SandboxPeer:
     def take(self, rest: list):
         """Return the RemoteHandle of an object of the other side, always the same one."""
         number, kind, *base = rest
+        if type(number) is not int:
+            raise ValueError("no number")
         if number not in self.known:
             plain = self.unpack_plain(base[0][0]) if base else NOTHING
             self.known[number] = self.remote(self, number, kind, plain)
@@ -269,7 +282,7 @@ class SandboxPeer:
         for base in kind.__mro__:
             if base is getattr(builtins, base.__name__, None):
                 return [*classes, base.__name__]
-            classes.append([base.__name__, self.give(base)[1]])
+            classes.append([base.__name__, self.number_of(base)])
         return ["Exception"]
 
     def unpack_error(self, packed) -> BaseException:
@@ -294,11 +307,10 @@ class SandboxPeer:
         if not issubclass(kind, BaseException):
             raise ValueError(last)
         for name, number in reversed(custom):
-            key = -1 - number
-            if key not in self.known:
+            if number not in self.errors:
                 body = {"__str__": error_text, "__getattr__": error_attribute}
-                self.known[key] = type(name, (kind,), body)
-            kind = self.known[key]
+                self.errors[number] = type(name, (kind,), body)
+            kind = self.errors[number]
         return kind
 
 

@@ -43,11 +43,15 @@ class TestPeer(SandboxPeer):
     """Peer for calls of the program: replays its output and its changes of arguments."""
 
     __test__ = False
+    stdlib_by_name = True
+
+    def __init__(self, connection):
+        super().__init__(connection, self.answer_program, RemoteHandle)
 
     def use(self, verb: str, *arguments) -> Any:
         try:
             reply = self.ask(verb, *arguments)
-        except StopIteration as error:
+        except (StopIteration, StopAsyncIteration) as error:
             if verb == "apply" and arguments[1] == "next":
                 raise
             # Like in a generator (PEP 479): `all(map(f, xs))` would take it for its own end.
@@ -64,6 +68,30 @@ class TestPeer(SandboxPeer):
 
     async def wait(self, coroutine: RemoteHandle):
         return self.use("await", coroutine)
+
+    def answer_program(self, verb: str, arguments: list):
+        """Handle a program's request about an object that the test passed to it: calls, and
+        operators and public attributes of instances of the test's own classes.
+
+        Only objects that were passed count. Anything else that a message can name, such as the
+        builtin `type`, would be the program's tool in this process: `type("X", (int,), {"__eq__":
+        ...})` makes a value that equals whatever the test expects.
+        """
+        thing, *rest = arguments
+        passed = id(thing) in self.numbers
+        if verb == "call" and passed and callable(thing):
+            positional, named = rest
+            return thing(*positional, **named)
+        name, *value = rest
+        is_test_class = passed and type(thing).__module__ == "test"
+        if is_test_class and type(name) is str and not name.startswith("_"):
+            if verb == "apply":
+                return OPERATIONS[name](thing, *value)
+            if verb == "get":
+                return getattr(thing, name)
+            if verb == "set" and not is_method(type(thing), name):
+                return setattr(thing, name, *value)
+        raise TypeError(f"a program may not {verb} this")
 
 
 def read_reply(reply) -> tuple[Any, str, list]:
@@ -84,22 +112,10 @@ def change(old, new) -> None:
         old.extend(new) if type(old) is deque else old.update(new)
 
 
-def answer(verb: str, arguments: list):
-    """Handle a program's request about an object that the test passed to it: calls, and operators
-    and public attributes of instances of the test's own classes."""
-    thing, *rest = arguments
-    if verb == "call" and callable(thing):
-        positional, named = rest
-        return thing(*positional, **named)
-    (name, *value) = rest
-    is_test_class = type(thing).__module__ == "test" and not str(name).startswith("_")
-    if is_test_class and verb == "apply":
-        return OPERATIONS[name](thing, *value)
-    if is_test_class and verb == "get":
-        return getattr(thing, name)
-    if is_test_class and verb == "set":
-        return setattr(thing, name, *value)
-    raise TypeError(f"a program may not {verb} this")
+def is_method(kind: type, name: str) -> bool:
+    """Return True if an instance's own attribute would hide a method or computed attribute."""
+    attribute = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    return hasattr(type(attribute), "__get__") and not hasattr(type(attribute), "__set__")
 
 
 class TestScope(dict):
@@ -148,7 +164,7 @@ def judge(test: str, program, verdict) -> None:
     """Run the test against the program's cell; sends PASSED if it reaches its end."""
     sys.stdout = io.StringIO()
     sys.argv = ["test.py"]
-    peer = TestPeer(program, answer, RemoteHandle)
+    peer = TestPeer(program)
     peer.use("run")
     tree = ast.parse(test)
     exec(compile(tree, "test.py", "exec", dont_inherit=True), TestScope(tree, peer))

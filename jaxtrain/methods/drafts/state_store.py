@@ -156,9 +156,12 @@ class StateStore:
                 f"{folder}: the capture of target states was interrupted; run the same"
                 " `jaxtrain capture` again, it goes on where it stopped"
             )
-        self.layout = read_layout(self.about)
-        self.places = SampleOffsets(read_segments(folder))
+        self.layout = read_layout(self.about, folder)
+        segments = read_segments(folder)
+        self.places = SampleOffsets(segments)
         self._arrays = {name: open_array(folder / name) for name in self.layout.widths}
+        if problem := self._find_fault(int(segments[-1].stop) if segments else 0):
+            raise UserError(f"{folder}: {problem}; restore the folder, or capture into another one")
 
     def read(
         self, batch: Batch, names: tuple[str, ...], rows: Collection[int] | None = None
@@ -174,7 +177,8 @@ class StateStore:
             if location is None:
                 raise UnknownSample
             begin, count = location
-            assert count == sample.stop - sample.start, "two samples share a key"
+            if count != sample.stop - sample.start:
+                raise UnknownSample
             if rows is not None and sample.row[-1] not in rows:
                 continue
             for name in names:
@@ -190,6 +194,17 @@ class StateStore:
                 ) from None
         return states
 
+    def _find_fault(self, tokens: int) -> str | None:
+        """Describe what is missing of the captured `tokens`; None if nothing is."""
+        expected = self.about.get("tokens", tokens)  # early versions did not record them
+        if tokens != expected:
+            return f"its index has {tokens:,} tokens, {expected:,} were captured"
+        for name, array in self._arrays.items():
+            shape, width = tuple(array.shape), self.layout.widths[name]
+            if len(shape) != 2 or shape[0] < tokens or shape[1] != width:
+                return f"array {name!r} is {list(shape)}, it must be {[tokens, width]}"
+        return None
+
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest. Raises UserError if it is missing, damaged or of another version."""
@@ -197,21 +212,31 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text())
         version = manifest["format"]
+        manifest["datasets"].keys()
     except FileNotFoundError:
         raise UserError(
             f"there are no target states in {folder}; write them with `jaxtrain capture --config"
             " FILE`, or change task.target.path"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{path} is damaged; capture into another folder, or restore it") from None
     if version != FORMAT:
         raise UserError(f"{path} has format {version!r}, this version reads {FORMAT}; capture anew")
     return manifest
 
 
-def read_layout(about: Mapping[str, Any]) -> StateLayout:
-    """Return the layout in a manifest."""
-    return StateLayout(**about["layout"])
+def read_layout(about: Mapping[str, Any], folder: Path) -> StateLayout:
+    """Return the layout in a folder's manifest. Raises UserError if it is damaged."""
+    try:
+        layout = StateLayout(**about["layout"])
+        sizes = [*layout.widths.values(), layout.chunk_tokens, layout.shard_tokens]
+        if layout.dtype in DTYPES and all(type(size) is int and size > 0 for size in sizes):
+            return layout
+    except (KeyError, TypeError, AttributeError):
+        pass
+    raise UserError(
+        f"{folder / MANIFEST}: its layout is damaged; capture into another folder, or restore it"
+    )
 
 
 def read_segments(folder: Path) -> list[IndexSegment]:
@@ -220,13 +245,25 @@ def read_segments(folder: Path) -> list[IndexSegment]:
     while (path := segment_path(folder, len(segments))).is_file():
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                segments.append(IndexSegment(*(arrays[name] for name in IndexSegment._fields)))
+                segment = IndexSegment(*(arrays[name] for name in IndexSegment._fields))
+            check_segment(segment)
+            segments.append(segment)
         except Exception as error:  # zip and numpy each have their own ways to be damaged
             raise UserError(
                 f"{path} is damaged ({error}); delete it and all behind it, then run the same"
                 " `jaxtrain capture` again"
             ) from None
     return segments
+
+
+def check_segment(segment: IndexSegment) -> None:
+    """Raise ValueError unless the arrays are those of one shard."""
+    keys, starts, counts, stop = segment
+    shapes = (keys.shape, starts.shape, counts.shape, stop.shape)
+    if shapes != ((len(keys), KEY_BYTES), (len(keys),), (len(keys),), ()):
+        raise ValueError("its arrays do not belong together")
+    if (starts < 0).any() or (counts < 1).any() or (starts + counts > stop).any():
+        raise ValueError("it names tokens that are not there")
 
 
 def segment_path(folder: Path, number: int) -> Path:

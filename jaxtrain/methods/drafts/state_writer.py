@@ -45,7 +45,7 @@ class StateWriter:
         self.about: dict[str, Any] = {"format": FORMAT, **about, "datasets": {}}
         manifest = self._open()
         if manifest is not None:
-            self.layout = read_layout(manifest)
+            self.layout = read_layout(manifest, folder)
             self.about["datasets"] = manifest["datasets"]
         self._write_manifest()
         self._arrays = {
@@ -95,9 +95,16 @@ class StateWriter:
         return manifest
 
     def add(self, key: bytes, states: Mapping[str, np.ndarray]) -> bool:
-        """Append a sample's states {array: [n, width]}; return False if it is there already."""
+        """Append a sample's states {array: [n, width]}; return False if it is there already.
+        Raises UserError for states that are not finite."""
         if key in self.keys:
             return False
+        for name, values in states.items():
+            if not np.isfinite(values).all():
+                raise UserError(
+                    f"the target's states ({name}) are NaN or infinite: its weights are damaged, or"
+                    " model.compute_dtype is too narrow for them. Nothing of this sample is kept"
+                )
         count, size = len(next(iter(states.values()))), self.layout.shard_tokens
         start, self.tokens = self.tokens, self.tokens + count
         done = max(self._number * size - start, 0)  # written before an interruption
@@ -122,6 +129,7 @@ class StateWriter:
             self._flush(unwritten)
         self._finish_shard()
         self.about["datasets"] = {**self.about["datasets"], **datasets}
+        self.about["tokens"] = self.tokens
         self._write_manifest()
 
     def close(self) -> None:

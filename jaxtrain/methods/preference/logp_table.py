@@ -1,7 +1,8 @@
 """Table of log-probs of answers on disk, keyed by their tokens.
 
 The log-probs of a fixed reference model are computed once. A branch that is missing in the table
-raises an error, so that no values of other data are used for it.
+raises an error, so that no values of other data are used for it. A folder is sealed with checksums
+and describes the model and data of its values; any other is refused, never used or replaced.
 """
 
 import hashlib
@@ -19,6 +20,8 @@ from jaxtrain.batch import Batch
 from jaxtrain.data.comparisons.pairs import SCORE
 from jaxtrain.data.packing.branches import TreeBranch, list_branches
 from jaxtrain.data.sources.cache import DONE
+from jaxtrain.errors import UserError
+from jaxtrain.runs.manifest import find_damage, is_sealed, write_manifest
 
 TABLE, ABOUT = "table.npz", "about.json"
 KEY_BYTES = 16
@@ -84,9 +87,10 @@ class LogpTable:
         index = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape)
         for branch, start in list_answers(batch, index):
             span = self._spans.get(key_of(branch, start))
-            if span is None:
+            places = branch.streams["value"][start:]
+            if span is None or span.stop - span.start != len(places):
                 raise UnknownAnswer
-            filled[branch.row][branch.streams["value"][start:]] = self._values[span]
+            filled[branch.row][places] = self._values[span]
         return filled
 
 
@@ -114,6 +118,7 @@ def write_table(table: LogpTable, folder: Path, about: Mapping[str, Any]) -> Non
     try:
         np.savez(unfinished / TABLE, **table.arrays()._asdict())
         (unfinished / ABOUT).write_text(json.dumps(dict(about), indent=1))
+        write_manifest(unfinished, {})
         (unfinished / DONE).write_text(json.dumps({"answers": len(table)}))
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
@@ -121,16 +126,45 @@ def write_table(table: LogpTable, folder: Path, about: Mapping[str, Any]) -> Non
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def read_table(folder: Path) -> Arrays | None:
-    """Read a table; None if there is none or it is incomplete."""
+def read_table(folder: Path, about: Mapping[str, Any]) -> Arrays | None:
+    """Read a table; None if there is none or its writing was interrupted.
+
+    about: what its values must depend on. Raises UserError for a damaged table and for one of other
+    values.
+    """
     if not (folder / DONE).is_file():
         return None
     os.utime(folder / DONE)
-    try:
-        with np.load(folder / TABLE, allow_pickle=False) as file:
-            return Arrays(*(file[name] for name in Arrays._fields))
-    except (OSError, ValueError, KeyError):
-        return None
+    stored = read_about(folder)
+    differing = [name for name, value in about.items() if stored.get(name) != value]
+    problem = find_damage(folder) if is_sealed(folder) else None  # early versions did not seal
+    if problem is None and differing:
+        problem = f"they are of other {', '.join(differing)}"
+    if problem is None:
+        try:
+            with np.load(folder / TABLE, allow_pickle=False) as file:
+                arrays = Arrays(*(file[name] for name in Arrays._fields))
+            problem = find_fault(arrays)
+        except Exception as error:  # zip and numpy each have their own ways to be damaged
+            problem = f"{TABLE} is not readable ({type(error).__name__})"
+    if problem is None:
+        return arrays
+    raise UserError(
+        f"the reference log-probs in {folder} cannot be used (task.reference precomputed):"
+        f" {problem}. Delete that folder, and a new run computes them again"
+    )
+
+
+def find_fault(arrays: Arrays) -> str | None:
+    """Describe why arrays are no table; None if they are one."""
+    keys, counts, values = arrays
+    shapes = keys.ndim == 2 and keys.shape[1] == KEY_BYTES and counts.shape == keys.shape[:1]
+    kinds = keys.dtype == np.uint8 and counts.dtype == np.int64 and values.dtype.kind == "f"
+    if not shapes or not kinds or (counts < 1).any() or values.shape != (counts.sum(),):
+        return "its arrays do not belong together"
+    if bad := int(np.count_nonzero(~np.isfinite(values))):
+        return f"{bad:,} of {values.size:,} log-probs are NaN or infinite"
+    return None
 
 
 def read_about(folder: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from jaxtrain.config import Config
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import POLICY
+from jaxtrain.data.comparisons.pairs import SCORE
 from jaxtrain.data.sources.cache import clear_folder, default_folder, find_key
 from jaxtrain.data.sources.readers import is_stream
 from jaxtrain.distributed.broadcast import broadcast_or_raise
@@ -71,7 +72,7 @@ class Precomputed:
         about = broadcast_or_raise("the reference's key", self.describe)
         folder = self.folder / hashlib.sha256(json.dumps(about).encode()).hexdigest()
         arrays: Arrays | None = broadcast_or_raise(
-            "reference log-probs", lambda: read_table(folder)
+            "reference log-probs", lambda: read_table(folder, about)
         )
         table = LogpTable(arrays)
         if arrays is not None:
@@ -104,7 +105,14 @@ class Precomputed:
                 try:
                     table.fill(batch)
                 except UnknownAnswer:
-                    table.add(batch, scorer.logp(batch, POLICY))
+                    logp = scorer.logp(batch, POLICY)
+                    if not np.isfinite(logp[batch.weights[SCORE] != 0]).all():
+                        raise UserError(
+                            f"{dataset.path}: the reference's log-probs are NaN or infinite: the"
+                            " weights of model.path are damaged, or model.compute_dtype is too"
+                            " narrow for them"
+                        ) from None
+                    table.add(batch, logp)
 
     def keep(self, table: LogpTable, folder: Path, about: dict[str, Any]) -> None:
         """Write the table; a disk error costs the next run a pass, but does not stop this one."""

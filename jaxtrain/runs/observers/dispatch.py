@@ -74,7 +74,7 @@ class Observers:
                 self._note(label, getattr(observer, "start", _nothing)(run))
             except UserError:
                 raise
-            except Exception as error:  # the border: whatever foreign code may raise
+            except plugins.FAILURES as error:  # the border: whatever foreign code may raise
                 raise UserError(
                     f"observer {label} cannot start: {plugins.describe(error)}"
                 ) from error
@@ -119,7 +119,7 @@ class Observers:
             began = time.monotonic()
             try:
                 self._note(label, getattr(observer, method, _nothing)(*args))
-            except Exception as error:  # the border: a broken observer must not cost the run
+            except plugins.FAILURES as error:  # the border: a broken observer must not cost the run
                 self._all.pop(label, None)
                 self.log(
                     f"warning: observer {label} failed and is switched off: {method}():"
