@@ -60,7 +60,10 @@ def test_where_modules_will_do_a_path_may_be_one(my_package):
             r"ModuleNotFoundError: .*no_such_module.*broken.py:3\)",
         ),
         ("def f(:\n", r"SyntaxError: .*broken.py:1\)"),
-        ("import sys\nsys.exit(0)\n", r"SystemExit: it ends the program, by sys.exit\(0\) \(.*broken.py:2\)"),
+        (
+            "import sys\nsys.exit(0)\n",
+            r"SystemExit: it ends the program, by sys.exit\(0\) \(.*broken.py:2\)",
+        ),
         ("raise SystemExit\n", r"SystemExit: .* by sys.exit\(None\) \(.*broken.py:1\)"),
     ],
 )

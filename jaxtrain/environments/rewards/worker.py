@@ -31,9 +31,7 @@ def answer(name: str, arguments: dict | None) -> WorkerReply:
     """Return the reply to a call; without arguments the function is only looked up."""
     try:
         function = find_function(name)
-        return WorkerReply(
-            "ok", None if arguments is None else call_function(function, arguments)
-        )
+        return WorkerReply("ok", None if arguments is None else call_function(function, arguments))
     except UserError as error:
         return WorkerReply("user", str(error))
     except NonFiniteReward as error:
