@@ -30,6 +30,8 @@ from jaxtrain.models import loading, saving
 from jaxtrain.models.parameters import Shapes
 from jaxtrain.runs.console import SafeConsole
 from jaxtrain.runs.estimate.devices import read_devices
+from jaxtrain.runs.observers.dispatch import find_observer, list_observers
+from jaxtrain.runs.sinks import find_sink
 
 GIB = 2.0**30
 
@@ -40,6 +42,10 @@ def dry_run(config: Config, on: str | None = None) -> None:
     console = SafeConsole()
     if on is not None:
         read_devices(on)
+    for name in config.log.sinks:
+        find_sink(name)
+    for key, table in list_observers(config):
+        find_observer(key, table)
     task = make_task(config if on is None else on_one_device(config))
     for index, eval_set in enumerate(config.eval.sets):
         count = len(read_problems(index, eval_set))

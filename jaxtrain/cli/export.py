@@ -83,7 +83,11 @@ def export_command(
     require_replaceable(output)
     folder = find_folder(str(source), weights=True)
     file = folder / "config.json"
-    keys = rename_architectures(read_object(file)) if file.is_file() else {}
+    if not file.is_file():
+        raise UserError(
+            f"export: {folder} has no config.json; expected a Hugging Face model folder"
+        )
+    keys = rename_architectures(read_object(file))
     with replace_folder(output) as unfinished:
         copy_folder(folder, unfinished, dtype, limit, keys=keys)
     print(f"{source} is now in {output}")

@@ -157,9 +157,14 @@ class Sinks:
             self.console = None  # nothing reads stdout any more: a closed pipe, a full disk
 
 
+def find_sink(name: str) -> Any:
+    """Return the class that an entry of log.sinks names; UserError where it leads nowhere."""
+    return plugins.find("sinks", name, {}, key="log.sinks")
+
+
 def open_sink(name: str, folder: Path, config: Config) -> Any:
     """Construct the sink that an entry of log.sinks names; raise UserError if that fails."""
-    sink_class = plugins.find("sinks", name, {}, key="log.sinks")
+    sink_class = find_sink(name)
     try:
         return sink_class(folder, config.saved())
     except UserError:

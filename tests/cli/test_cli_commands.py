@@ -317,6 +317,13 @@ def test_verbs_name_what_is_missing(capsys, words, expected):
     assert expected in capsys.readouterr().err
 
 
+def test_a_folder_without_config_json_is_not_exported(tmp_path, capsys):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.safetensors").write_bytes(b"")
+    assert run("export", tmp_path / "weights", "--output", tmp_path / "out") == 2
+    assert "has no config.json" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def list_bytes(folder):
     return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 

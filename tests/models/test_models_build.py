@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import RAW, SIZES, documents, pack
 
 from jaxtrain.config.model import ModelConfig
-from jaxtrain.core.bundle import model_options
+from jaxtrain.core.bundle import check_backends, model_options
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.layers.moe import MoE
@@ -210,3 +210,10 @@ def test_key_experts_chooses_their_backend():
     model = build.abstract(families.config_from_hf(RAW["qwen3_moe_mixed"]), **options)
     actual = {node.impl for _, node in nnx.iter_graph(model) if isinstance(node, MoE)}
     assert actual == {"triton"}
+
+
+@pytest.mark.parametrize("key", ["attention", "logp", "experts"])
+def test_a_backend_that_its_op_does_not_have_is_refused(key):
+    with pytest.raises(UserError, match=f"model.{key} 'nosuch' is no backend; choose one of auto"):
+        check_backends(ModelConfig(path="some/model", **{key: "nosuch"}))
+    check_backends(ModelConfig(path="some/model", **{key: "xla"}))

@@ -111,6 +111,22 @@ def test_code_that_ends_the_program_is_named_by_every_verb(monkeypatch, capsys):
     assert end.value.code == 0
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ('log.sinks=["nothing_here.py:x"]', "log.sinks 'nothing_here.py:x': the file"),
+        ('observers=[{kind="no_such.module:x"}]', "observers.0.kind 'no_such.module:x' cannot"),
+    ],
+)
+def test_a_dry_run_looks_up_sinks_and_observers(tmp_path, capsys, override, message):
+    text = (
+        '[run]\nmax_steps = 3\n[model]\npath = "some/model"\n[[data.datasets]]\npath = "a.jsonl"\n'
+    )
+    (tmp_path / "c.toml").write_text(text)
+    assert main(["--config", str(tmp_path / "c.toml"), "--dry-run", override]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_package_can_neither_shadow_a_built_in_nor_another_package(tmp_path, monkeypatch):
     for name in ("one", "two"):
         install(tmp_path, name, {"jaxtrain.formats": {"chat": "json:loads", "same": "json:dumps"}})

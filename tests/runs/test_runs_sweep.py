@@ -147,6 +147,17 @@ def test_every_trial_is_told_and_a_second_start_has_nothing_to_do(write, tmp_pat
         run(write(GRID, metric="loss"), learn)
 
 
+@pytest.mark.parametrize("damage", ["{", '{"op_code": 4}\n', "[1]\n", "\0\0\n\n"])
+def test_a_damaged_journal_is_refused_by_name(write, tmp_path, damage):
+    path = write(GRID)
+    Study(read_sweep(path))
+    journal = tmp_path / "out" / "study.journal"
+    first, *rest = journal.read_text().splitlines(keepends=True)
+    journal.write_text(first + damage + "\n" + "".join(rest))
+    with pytest.raises(UserError, match=r"study.journal is damaged \(.*new sweep.output_dir"):
+        Study(read_sweep(path))
+
+
 def test_finished_elsewhere_is_taken_and_not_run(write, tmp_path):
     """Simulate `--print` with the commands run by hand."""
     path, printed = write(GRID), []

@@ -162,14 +162,18 @@ def open_observers(config: Config) -> dict[str, Any]:
         label = table.kind.rpartition("/")[2]
         label = label if label not in opened else f"{label} ({key})"
         options = reveal(table.options, f"{key}.options")
-        factory = plugins.find("observers", table.kind, OBSERVERS, key=f"{key}.kind")
         opened[label] = make(
-            factory,
+            find_observer(key, table),
             options=options,
             key=f"{key}.kind {table.kind!r}",
             options_key=f"{key}.options",
         )
     return opened
+
+
+def find_observer(key: str, table: ObserverConfig) -> Callable[..., Any]:
+    """Return what makes an observer; UserError where its name leads nowhere."""
+    return plugins.find("observers", table.kind, OBSERVERS, key=f"{key}.kind")
 
 
 def list_observers(config: Config) -> list[tuple[str, ObserverConfig]]:

@@ -66,14 +66,20 @@ class Study:
                 sweep.prune_after_trials, sweep.prune_after_step
             )
         with self.locked():
-            self.study = self.optuna.create_study(
-                storage=self.optuna.storages.JournalStorage(backend),
-                study_name="sweep",
-                direction="minimize" if sweep.mode == "min" else "maximize",
-                sampler=self._sampler(),
-                pruner=pruner,
-                load_if_exists=True,
-            )
+            try:
+                self.study = self.optuna.create_study(
+                    storage=self.optuna.storages.JournalStorage(backend),
+                    study_name="sweep",
+                    direction="minimize" if sweep.mode == "min" else "maximize",
+                    sampler=self._sampler(),
+                    pruner=pruner,
+                    load_if_exists=True,
+                )
+            except Exception as error:  # Optuna replays its journal without checking it
+                raise UserError(
+                    f"{self.folder / JOURNAL} is damaged ({type(error).__name__}:"
+                    f" {str(error)[:200]}); restore it, or name a new sweep.output_dir"
+                ) from None
             trials = self.trials()
             planned = sum(AGAIN not in candidates.user_attrs for candidates in trials)
             for params in self.list_known()[planned:]:
