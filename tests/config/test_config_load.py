@@ -1,5 +1,6 @@
 """Configs: what is read, what overrides do, and that mistakes are named with their cure."""
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 
 from jaxtrain.config import load_config
 from jaxtrain.config.docs import list_keys, list_sections, render_help, render_markdown
+from jaxtrain.config.load import read_saved, validate_config
 from jaxtrain.config.root import Config
+from jaxtrain.core.session import cut_warmup
 from jaxtrain.errors import UserError
 
 GOOD = """
@@ -40,6 +43,76 @@ def test_values_overrides_and_presets(tmp_path):
     assert [d.path for d in config.data.eval_datasets] == ["y.jsonl"]
     assert config.data.packing is False
     assert config.model.architecture["model_type"] == "qwen3"
+
+
+def test_null_sets_a_key_back_to_its_default(tmp_path):
+    file = write(tmp_path, GOOD + "[optim]\nlearning_rate = 0.5\n[eval]\nmax_batches = 3\n")
+    words = ["optim.learning_rate=null", "checkpoint.every_minutes=null", "run.seed=null"]
+    words += ["data.datasets.0.options=null", "task.normalize=null", "eval=null"]
+    config = load_config(file, words)
+    assert config.optim.learning_rate == 1e-5 and config.run.seed == 0
+    assert config.checkpoint.every_minutes is None, "of which null is a value"
+    assert config.data.datasets[0].options == {} and config.eval.max_batches is None
+    with pytest.raises(UserError, match="run.sed: unknown key"):
+        load_config(file, ["run.sed=null"])
+
+
+def test_a_section_that_is_a_list_is_set_whole(tmp_path):
+    words = ["data.eval_datasets=[]", 'observers=[{kind="early_stopping"}]', "rewards=[]"]
+    assert load_config(write(tmp_path, GOOD), words[2:]).rewards == []
+    with pytest.raises(UserError, match="observers.0"):
+        load_config(write(tmp_path, GOOD), words)
+
+
+def test_max_steps_wins_over_num_epochs(tmp_path):
+    config = load_config(write(tmp_path, GOOD), ["run.num_epochs=2", "optim.warmup_steps=9"])
+    assert config.run.max_steps == 3 and config.run.epochs is None
+    epochs = ["run.num_epochs=2", "run.max_steps=null"]
+    assert load_config(write(tmp_path, GOOD), epochs).run.epochs == 2
+    lines = []
+    assert cut_warmup(config, 3, lines.append).warmup_steps == 3
+    assert lines == ["note: optim.warmup_steps 9 is cut to the run's 3 steps"]
+    assert cut_warmup(config, 20, lines.append) is config.optim
+
+
+def test_a_run_with_a_benchmark_is_opened_again(tmp_path):
+    sets = 'eval.sets=[{path="rows.jsonl", benchmark="gsm8k"}]'
+    words = [sets, 'rewards=[{function="exact_match"}]']
+    config = load_config(write(tmp_path, GOOD), words)
+    saved = config.saved()
+    file = write(tmp_path, json.dumps(saved), "config.json")
+    assert validate_config(read_saved(file), "saved").eval == config.eval
+    saved["eval"]["sets"][0]["split"] = "test"  # as older versions wrote it
+    write(tmp_path, json.dumps(saved), "config.json")
+    assert validate_config(read_saved(file), "saved").eval == config.eval
+    with pytest.raises(UserError, match="eval.sets.0.split has no effect while"):
+        load_config(write(tmp_path, GOOD), [*words, "eval.sets.0.split=train"])
+
+
+def test_a_saved_config_names_the_folder_where_it_is(tmp_path):
+    saved = load_config(write(tmp_path, GOOD), ["run.overwrite=true"]).saved()
+    file = write(tmp_path, json.dumps(saved), "config.json")
+    assert load_config(file).run.output_dir == saved["run"]["output_dir"], "no run is here"
+    write(tmp_path, '{"attempt": 1}', "attempts.jsonl")
+    run = load_config(file, ["run.max_steps=5"]).run
+    assert (run.output_dir, run.overwrite, run.max_steps) == (str(tmp_path), False, 5)
+
+
+def test_paths_are_absolute_and_names_are_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "calc.py"):
+        (tmp_path / name).touch()
+    for name in ("exact_match", "chatml", "builtin"):
+        (tmp_path / name).mkdir()
+    words = ["data.datasets.0.path=rows.jsonl", "model.chat_template=chatml"]
+    words += ['rewards=[{function="exact_match"},{name="b",function="calc.py:f"}]']
+    words += ["eval.sets.0.path=none/there.jsonl"]
+    table = load_config(write(tmp_path, GOOD), words).absolute()
+    assert table["data"]["datasets"][0]["path"] == str(tmp_path / "rows.jsonl")
+    assert [r["function"] for r in table["rewards"]] == ["exact_match", f"{tmp_path}/calc.py:f"]
+    assert table["model"]["chat_template"] == "chatml" and table["model"]["tokenizer"] == "builtin"
+    assert table["eval"]["sets"][0]["path"] == "none/there.jsonl"
+    assert table["env"]["gym"]["directory"] == "."
 
 
 def test_preset_replaces_the_section(tmp_path):

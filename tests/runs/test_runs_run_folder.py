@@ -2,18 +2,29 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxtrain.config import Config
 from jaxtrain.config.base import list_places
 from jaxtrain.errors import UserError
-from jaxtrain.runs.folder import RunFolder, cut_lines, find_changes
+from jaxtrain.huggingface.fingerprint import fingerprint
+from jaxtrain.huggingface.ops import SplitPiece
+from jaxtrain.huggingface.safetensors import write_folder
+from jaxtrain.runs.folder import RunFolder, cut_lines, find_changes, list_names
 from jaxtrain.runs.records import flatten
-from jaxtrain.runs.run_files import claim_names
+from jaxtrain.runs.run_files import (
+    SET_ASIDE,
+    claim_names,
+    list_own,
+    put_back,
+    replace_folder,
+)
 
 REPO = Path(__file__).parents[2]
 
@@ -340,3 +351,134 @@ def test_a_broken_saved_config_is_named(tmp_path):
     (tmp_path / "config.json").unlink()
     with pytest.raises(UserError, match="config.json is missing"):
         open_run(tmp_path)
+
+
+def test_everything_a_run_makes_is_its_own(tmp_path):
+    refresh = {"task": {"kind": "eagle3"}, "optim": {"warmup_steps": 1}}
+    config = make_config(
+        tmp_path,
+        model={"path": "base", "architecture": None, "tokenizer": None},
+        task={"kind": "rl"},
+        rewards=[{"function": "exact_match"}],
+        rollout={"draft": "draft", "draft_refresh": refresh},
+        sampling={"temperature": 1.0},
+    )
+    assert {"draft", "base", "model"} <= set(list_names(config))
+    with RunFolder(config, []) as run:
+        run.accept()
+    with replace_folder(tmp_path / "draft") as folder:
+        (folder / "x").write_text("1")
+    with replace_folder(tmp_path / "draft") as folder:  # by a repeated or a resumed run
+        (folder / "x").write_text("2")
+    assert (tmp_path / "draft/x").read_text() == "2"
+    config = config.model_copy(update={"run": config.run.model_copy(update={"overwrite": True})})
+    with RunFolder(config, []) as run:
+        run.accept()
+    assert not (tmp_path / "draft").exists()
+
+
+def test_lost_checkpoints_and_killed_first_ones_are_told_apart(tmp_path):
+    run = open_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    open_run(tmp_path)  # killed before a checkpoint was finished
+    run.note_saved()
+    fake_steps(tmp_path)
+    open_run(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match="has saved checkpoints, but .*checkpoints has none"):
+        open_run(tmp_path)
+    open_run(tmp_path, run={"overwrite": True})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    open_run(tmp_path)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_start_that_is_not_accepted_leaves_the_folder_as_it_was(tmp_path, overwrite):
+    open_run(tmp_path)
+    fake_steps(tmp_path)
+    (tmp_path / "log.txt").write_text("one\n")
+    (tmp_path / "heartbeat.json").write_text("{}")
+    before = list_files(tmp_path)
+    sections = {"run": {"max_steps": 20, "overwrite": overwrite}, "log": {"tensorboard": True}}
+    with RunFolder(make_config(tmp_path, **sections), []) as run:
+        run.rewind(0)
+        with (tmp_path / "log.txt").open("a") as file:
+            file.write("two\n")
+        for name in ("heartbeat.json", "samples.jsonl"):
+            (tmp_path / "new").write_text("new")
+            (tmp_path / "new").replace(tmp_path / name)
+        (tmp_path / "tensorboard").mkdir()
+    assert list_files(tmp_path) == before
+    assert not (tmp_path / "tensorboard").exists()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".s")]
+    assert len(open_run(tmp_path, **sections).changes) == (0 if overwrite else 2)
+
+
+def test_a_start_that_was_killed_brings_back_what_it_set_aside(tmp_path):
+    open_run(tmp_path)
+    fake_steps(tmp_path)
+    before = list_files(tmp_path)
+    for moved in range(len(list_own(tmp_path)) + 1):
+        (tmp_path / SET_ASIDE).mkdir()
+        for path in list_own(tmp_path)[:moved]:
+            path.rename(tmp_path / SET_ASIDE / path.name)
+        if moved == len(before):
+            claim_names(tmp_path, ["log.txt"])
+            (tmp_path / "log.txt").write_text("of the start that was killed")
+        put_back(tmp_path)
+        assert list_files(tmp_path) == before
+
+
+def test_outputs_of_several_at_once_are_whole(tmp_path):
+    """One writes while another one begins, ends and cleans up."""
+    open_run(tmp_path)
+    abandoned = tmp_path / ".model.1-x.unfinished"
+    abandoned.mkdir()
+    with replace_folder(tmp_path / "model") as first:
+        assert not abandoned.exists()
+        (first / "a").write_text("first")
+        with replace_folder(tmp_path / "model") as second:
+            assert first != second and first.is_dir()
+            (second / "a").write_text("second")
+        assert (tmp_path / "model/a").read_text() == "second"
+        (first / "b").write_text("first")
+    assert {p.name: p.read_text() for p in (tmp_path / "model").iterdir()} == {
+        "a": "first",
+        "b": "first",
+    }
+    with pytest.raises(ValueError), replace_folder(tmp_path / "model") as third:
+        (third / "a").write_text("third")
+        raise ValueError
+    assert (tmp_path / "model/a").read_text() == "first"
+    assert not list(tmp_path.glob(".model*"))
+
+
+def test_a_base_that_was_moved_is_the_same_and_replaced_weights_are_not(tmp_path):
+    base, run = tmp_path / "base", tmp_path / "run"
+    write_folder(base, {"w": ((4,), np.dtype(np.float32))}, [piece(1.0)])
+    model = {"path": str(base), "architecture": None}
+    with RunFolder(make_config(run, model=model), [], base, True) as folder:
+        folder.accept()
+    fake_steps(run)
+    claim_names(run, ["base"])
+    (run / "base").mkdir()
+    record = {"path": str(base), "fingerprint": fingerprint(base)}
+    (run / "base/base_of_run.json").write_text(json.dumps(record))
+    base = base.rename(tmp_path / "moved")
+    model["path"] = str(base)
+    with RunFolder(make_config(run, model=model), [], base, True) as folder:
+        assert len(folder.changes) == 1
+    write_folder(base, {"w": ((4,), np.dtype(np.float32))}, [piece(2.0)])
+    with pytest.raises(UserError, match="model.path: .*other weights now"):
+        open_with_base(run, model, base, True)
+    model["path"] = record["path"]
+    open_with_base(run, model, base, False)  # all weights are in the checkpoints
+
+
+def open_with_base(run: Path, model: dict, base: Path, needs_base: bool) -> None:
+    with RunFolder(make_config(run, model=model), [], base, needs_base):
+        pass
+
+
+def piece(value: float) -> SplitPiece:
+    return SplitPiece("w", (4,), (slice(None),), np.full(4, value, np.float32))
