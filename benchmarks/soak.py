@@ -32,8 +32,6 @@ REST_SECONDS = 6.0
 SHARE = 0.3
 """Share of answers that a fault of answers spoils."""
 SAMPLE_SECONDS = 2.0
-WARM_SECONDS = 30.0
-"""Begin of a trainer's life, in which it compiles."""
 ANSWERS = ("/inference/v1/generate", "/v1/completions")
 CONFIG = """
 [run]
@@ -47,12 +45,13 @@ compute_dtype = "float32"
 every = 5
 keep = 2
 [data]
-sequence_len = 64
+sequence_len = 256
 [[data.datasets]]
 path = "builtin:calculator"
 options = {{ num_rows = 100000, seed = 0 }}
 [task]
 kind = "rl"
+entropy_coef = 0.01
 [env]
 kind = "calculator"
 [rollout]
@@ -237,6 +236,7 @@ class Trainer:
                 cwd=self.folder.parent,
             )
         self.began = time.monotonic()
+        self.lines_before = len(read_lines(self.folder / "metrics.jsonl"))
         self.lives.append([])
 
     def sample(self) -> None:
@@ -247,7 +247,8 @@ class Trainer:
         except OSError:
             return
         pages = [line for line in status.splitlines() if line.startswith("VmRSS")]
-        if pages and age > WARM_SECONDS:
+        # Before its first step a life imports and compiles.
+        if pages and len(read_lines(self.folder / "metrics.jsonl")) > self.lines_before:
             self.lives[-1].append((age, int(pages[0].split()[1]) / 1024, files))
 
 

@@ -112,11 +112,11 @@ class Reversed(EvenTokens):
 @pytest.mark.slow
 def test_asynchronous_rounds_without_lag_have_the_bits_of_synchronous_ones(config, tmp_path):
     (tmp_path / "reversed.py").write_text(REVERSED)
-    words = (f"env.path={tmp_path}/reversed.py:Reversed", "rollout.devices=2", "run.max_steps=3")
+    words = (f"env.path={tmp_path}/reversed.py:Reversed", "rollout.devices=2", "run.max_steps=2")
     for mode in ("sync", "async"):
         folder = tmp_path / mode
         run(config, folder, *words, f"rollout.mode={mode}", "rollout.max_lag=0")
-    sync, asynchronous = (read_params(tmp_path / mode, 3) for mode in ("sync", "async"))
+    sync, asynchronous = (read_params(tmp_path / mode, 2) for mode in ("sync", "async"))
     for path, value in sync.items():
         np.testing.assert_array_equal(asynchronous[path], value, err_msg=path)
 
