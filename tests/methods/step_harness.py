@@ -62,19 +62,27 @@ def update(task, batch, microsteps: int = 1, version: int = 3, scored: bool = Fa
     default one device. scored: the batch is cut into microsteps before it is prepared, by a scorer.
     """
     mesh = make_mesh(jax.devices()[: math.prod(axes.values())], **axes)
+    if scored:
+        batch = cut(batch, microsteps)
+    ready, roles, trained, frozen = prepare(task, batch, version, mesh)
+    if not scored:
+        ready = cut(ready, microsteps)
+    with jax.set_mesh(mesh):
+        step = make_step(roles.build, task.loss, task.coef, KEEP_GRADIENTS, None)
+        state, output = step(init_state(trained, KEEP_GRADIENTS), feed(ready, mesh), frozen)
+    return *jax.device_get((output.metrics, state.opt_state)), jax.device_get(ready)
+
+
+def prepare(task, batch, version: int = 3, mesh=None):
+    """(the batch as the task prepares it, roles, their trained and frozen parameters)."""
+    mesh = mesh or make_mesh(jax.devices()[:1])
     bundles = {name: replace(role.bundle, mesh=mesh) for name, role in task.roles.items()}
     roles = Roles({n: replace(role, bundle=bundles[n]) for n, role in task.roles.items()})
     with jax.set_mesh(mesh):
         trained, frozen, _ = roles.open(0)
         scorer = Scorer(lambda: ModelSnapshot(roles, {**frozen, **trained}, 0))
-        if scored:
-            batch = cut(batch, microsteps)
         (ready,) = task.prepare(Round([batch], version=version), scorer).batches
-        if not scored:
-            ready = cut(ready, microsteps)
-        step = make_step(roles.build, task.loss, task.coef, KEEP_GRADIENTS, None)
-        state, output = step(init_state(trained, KEEP_GRADIENTS), feed(ready, mesh), frozen)
-    return *jax.device_get((output.metrics, state.opt_state)), jax.device_get(ready)
+    return ready, roles, trained, frozen
 
 
 def cut(batch, microsteps: int):

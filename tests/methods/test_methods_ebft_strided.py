@@ -52,9 +52,8 @@ def documents(rows=DOCUMENTS):
     return stack_batches([build_batch(packed, 32, Fields((CE, RL)))])
 
 
-def update(task, microsteps=1, rows=DOCUMENTS, version=3, **axes):
-    batch = documents(rows)
-    return harness.update(task, batch, microsteps, version=version, scored=True, **axes)
+def update(task, microsteps=1, rows=DOCUMENTS, **axes):
+    return harness.update(task, documents(rows), microsteps, scored=True, **axes)
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +124,8 @@ def test_equal_draws_give_no_gradient():
 def test_noise_goes_by_seed_and_step(single_device):
     """So a run that goes on draws what it would have drawn; the same is in
     `test_microsteps_are_one_batch`."""
-    second = update(make(), version=4)
-    assert (second[2].tokens != single_device[2].tokens).any()
+    second, *_ = harness.prepare(make(), documents(), version=4)
+    assert (second.tokens != single_device[2].tokens).any()
 
 
 @pytest.mark.parametrize("whitening", [False, True])
