@@ -63,9 +63,10 @@ def open_model(adapter, mesh=None, seed=0, noise=0.0, **options):
     return trained, split_trained({**base, **trained}, adapter)[1], rebuild
 
 
+@jax.jit
 def logits_of(model, batch):
-    micro = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), batch)
-    return np.asarray(model.logits(model.hidden(micro).hidden))
+    micro = jax.tree.map(lambda leaf: leaf[0], batch)
+    return model.logits(model.hidden(micro).hidden)
 
 
 @pytest.mark.parametrize(("dora", "scan"), [(False, True), (True, False)])

@@ -1,5 +1,6 @@
 """The balance of experts: transformers' number for one row, and the same step however it is cut."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from tiny_models import RAW, documents, pack
 
 L, T, E, TOP = 3, 40, 6, 2
 ALL = Balance(aux=0.1, sequence=0.1, z=0.1)
+measure = jax.jit(measure_balance, static_argnums=(1, 2))
 
 
+@functools.partial(jax.jit, static_argnames="top")
 def notes(logits_LBTE, context=None, top=TOP):
     """Router notes of one document a row, unless `context` is given."""
     _, B, T, _ = logits_LBTE.shape
@@ -51,7 +54,7 @@ def test_one_row_gives_the_number_of_transformers(padding):
     logits = np.random.default_rng(0).standard_normal((L, 1, T, E)).astype(np.float32)
     real = np.arange(T)[None] < T - padding
     context = pack_context(T - padding, padding=padding)
-    losses, metrics = measure_balance(notes(jnp.asarray(logits), context), TOP)
+    losses, metrics = measure(notes(jnp.asarray(logits), context), TOP)
     layers = tuple(torch.from_numpy(layer[0]) for layer in logits)
     mask = torch.from_numpy(real.astype(np.int64))
     expected = load_balancing_loss_func(layers, E, TOP, attention_mask=mask)
@@ -64,7 +67,7 @@ def test_metrics_by_hand():
     """Two layers of two tokens, three experts, one chosen: loads (2, 0, 0) and (1, 1, 0)."""
     sure = np.log(np.array([[0.8, 0.1, 0.1], [0.1, 0.8, 0.1]], np.float32))
     logits = jnp.asarray(np.stack([sure[[0, 0]], sure[[0, 1]]])[:, None])
-    _, metrics = measure_balance(notes(logits, top=1), 1)
+    _, metrics = measure(notes(logits, top=1), 1)
     means = {name: float(total / weight) for name, (total, weight) in metrics.items()}
     share, prob = np.array([3, 1, 0]) / 4, np.array([0.8 * 3 + 0.1, 0.8 + 0.3, 0.4]) / 4
     entropy = -(0.8 * np.log(0.8) + 0.2 * np.log(0.1))
@@ -103,14 +106,16 @@ def test_the_loss_spreads_the_experts():
     """Its gradient takes probability from the busy expert."""
     logits = jnp.zeros((1, 1, 8, 4)).at[..., 0].set(1.0)
     for name in ("balance", "sequence_balance"):
-        grad = jax.grad(lambda x, name=name: measure_balance(notes(x), TOP)[0][name])(logits)
+        grad = jax.grad(lambda x, name=name: measure(notes(x), TOP)[0][name])(logits)
         assert (grad[..., 0] > 0).all() and (grad[..., 2:] < 0).all()
 
 
 def test_a_dense_model_is_left_alone():
     model = build.init(families.config_from_hf(RAW["qwen3"]), 0)
     batch = pack([documents(0, 11)], 12)
-    plain, balanced = nll_loss(model, batch), with_balance(nll_loss, ALL)(model, batch)
+    plain, balanced = (
+        jax.eval_shape(loss, model, batch) for loss in (nll_loss, with_balance(nll_loss, ALL))
+    )
     assert jax.tree.structure(plain) == jax.tree.structure(balanced)
 
 
@@ -127,7 +132,7 @@ def test_sequences_count_each_by_itself():
             counts = np.bincount(chosen.ravel(), minlength=E)
             expected += length * (E / (TOP * length) * counts) @ probs.mean(0)
         start += length
-    found = measure_balance(noted, TOP)[0]["sequence_balance"]
+    found = measure(noted, TOP)[0]["sequence_balance"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     # A tree is one document, whatever its branches.
     tree = pack_context(7, 13, padding=4)
@@ -142,7 +147,7 @@ def test_the_scope_of_a_batch_is_transformers_batch():
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     logits = np.random.default_rng(3).standard_normal((L, 2, T, E)).astype(np.float32)
-    losses, _ = measure_balance(notes(jnp.asarray(logits)), TOP, "batch")
+    losses, _ = measure(notes(jnp.asarray(logits)), TOP, "batch")
     layers = tuple(torch.from_numpy(layer.reshape(2 * T, E)) for layer in logits)
     expected = load_balancing_loss_func(layers, E, TOP)
     np.testing.assert_allclose(losses["balance"] / (2 * T), float(expected), rtol=1e-5)

@@ -1,5 +1,6 @@
 """Schedules against closed forms; optimizers against hand-written updates in float64 numpy."""
 
+import functools
 import re
 
 import jax
@@ -66,9 +67,14 @@ def one_update(**keys):
     optim = OptimConfig(learning_rate=0.1, lr_scheduler="constant", **keys)
     params = {path: jnp.asarray(value, jnp.float32) for path, value in PARAMS.items()}
     optimizer = build_optimizer(optim, build_schedule(optim, 10), params)
-    grads = jax.tree.map(jnp.cos, params)
-    updates, _ = optimizer.update(grads, optimizer.init(params), params)
-    return optax.apply_updates(params, updates)
+
+    @jax.jit
+    def update(params):
+        grads = jax.tree.map(jnp.cos, params)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    return update(params)
 
 
 def test_adamw_first_step_and_decay_mask():
@@ -158,22 +164,23 @@ def test_muon_updates_all_but_matrices_as_adamw(decayed):
     adamw = torch.optim.AdamW(groups, lr=0.03, betas=(0.9, 0.99), eps=1e-8)
     alone = {path: params[path] for path in matrices}
     optimizer = build_optimizer(optim, build_schedule(optim, 20), params)
-    state, muon_state = optimizer.init(params), muon.init(alone)
+    ours, theirs = (params, optimizer.init(params)), (alone, muon.init(alone))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def move(update, params, state, step):
+        grads = {path: jnp.cos(value + step) for path, value in params.items()}
+        updates, state = update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
     for step in range(20):
-        updates, state = optimizer.update(
-            {path: jnp.cos(value + step) for path, value in params.items()}, state, params
-        )
-        params = optax.apply_updates(params, updates)
-        updates, muon_state = muon.update(
-            {path: jnp.cos(value + step) for path, value in alone.items()}, muon_state, alone
-        )
-        alone = optax.apply_updates(alone, updates)
+        ours = move(optimizer.update, *ours, step)
+        theirs = move(muon.update, *theirs, step)
         for twin in twins.values():
             twin.grad = torch.cos(twin + step)
         adamw.step()
     for path in PARAMS:
-        expected = alone[path] if path in matrices else twins[path].numpy()
-        np.testing.assert_allclose(params[path], expected, rtol=1e-4, atol=2e-6, err_msg=path)
+        expected = theirs[0][path] if path in matrices else twins[path].numpy()
+        np.testing.assert_allclose(ours[0][path], expected, rtol=1e-4, atol=2e-6, err_msg=path)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon", "sgd"])
@@ -186,8 +193,12 @@ def test_every_optimizer_goes_downhill(name):
     def loss(params):
         return sum(jnp.sum(value**2) for value in params.values())
 
+    @jax.jit
+    def move(params, state):
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
     before = loss(params)
     for _ in range(5):
-        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = move(params, state)
     assert loss(params) < before

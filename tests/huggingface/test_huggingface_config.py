@@ -135,7 +135,8 @@ def test_attributes_that_transformers_does_not_know_are_carried_along(capsys):
 def test_what_is_off_changes_nothing(value):
     raw = {"model_type": "granite", "position_embedding_type": None, "shared_experts": value}
     families.config_from_hf(raw)
-    families.config_from_hf({**GEMMA3, "attn_logit_softcapping": value})
+    actual = families.config_from_hf({**GEMMA3, "attn_logit_softcapping": value})
+    assert actual == families.config_from_hf(GEMMA3)
 
 
 def test_layers_of_gemma4_are_compared_as_numbers():

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 from jaxtrain.core.scorer import pool
+from jaxtrain.methods.ebft import feature_matching
 from jaxtrain.methods.ebft.config import FeatureConfig
-from jaxtrain.methods.ebft.feature_matching import pooling_weights, rewards, whiten
+from jaxtrain.methods.ebft.feature_matching import pooling_weights
+
+whiten = jax.jit(feature_matching.whiten)
+rewards = jax.jit(feature_matching.rewards, static_argnames=("alignment", "diversity", "whitening"))
 
 
 @pytest.fixture(autouse=True)
