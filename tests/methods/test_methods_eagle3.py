@@ -256,7 +256,7 @@ def test_proposals_are_the_training_forward(draft_pair):
         lengths, S = (11, 5, 8), 16
         texts = documents(9, *lengths)
         batch = wide(pack([[text] for text in texts], S))
-        captured = read_target(target, batch, (0, 2, 1)).captured
+        captured = jax.jit(lambda target: read_target(target, batch, (0, 2, 1)).captured)(target)
 
         @jax.jit
         def decode(first, second, states, counts, extra, token):

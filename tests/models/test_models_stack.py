@@ -117,7 +117,8 @@ def test_packed_equals_alone(name, x64):
     packed = hidden_of(model, pack([texts], 32))
     start = 0
     for text in texts:
-        alone = hidden_of(model, pack([[text]], len(text)))
+        # One without padding; the others share a program.
+        alone = hidden_of(model, pack([[text]], 13 if len(text) == 13 else 32))[:, : len(text)]
         # The figure promised to users; float64 leaves about 1e-14.
         np.testing.assert_allclose(packed[:, start : start + len(text)], alone, atol=1e-10)
         start += len(text)
@@ -185,7 +186,7 @@ def test_no_layer_behind_the_last_captured_one_is_run(name, layers):
     config = families.config_from_hf(raw)
     batch = pack([documents(0, 11, 6), documents(1, 19)], 20)
     graphdef, state = nnx.split(build.init(config, 0))
-    full = nnx.merge(graphdef, state).hidden(batch, layers).captured
+    full = jax.jit(lambda state: nnx.merge(graphdef, state).hidden(batch, layers).captured)(state)
     array = jnp.concatenate([full[layer] for layer in layers], -1)
     # What is not run cannot spoil anything.
     spoiled = jax.tree_util.tree_map_with_path(
