@@ -1,18 +1,19 @@
 """The exceptions that end a run with a message instead of a traceback."""
 
-from jaxtrain.text_safety import escape_control_chars, shorten
+from jaxtrain.text_safety import escape_control_chars, redact_text, shorten
 
 
 class UserError(ValueError):
     """A mistake in a config, a data file, a checkpoint or a command line.
 
     The message names the key or file, what was found, what is allowed and what to do. `main`
-    prints it without a traceback and exits with code 2. The message is
-    escaped and shortened, so quoted input cannot add control characters or fill the screen.
+    prints it without a traceback and exits with code 2. The message is escaped and shortened, so
+    quoted input cannot add control characters or fill the screen, and passwords and keys in URLs
+    are hidden.
     """
 
     def __init__(self, message: object = ""):
-        super().__init__(shorten(escape_control_chars(str(message))))
+        super().__init__(shorten(redact_text(escape_control_chars(str(message)))))
 
 
 class UnusableRow(UserError):
@@ -26,7 +27,7 @@ class RunStopped(Exception):
     """
 
     def __init__(self, message: object = ""):
-        super().__init__(shorten(escape_control_chars(str(message))))
+        super().__init__(shorten(redact_text(escape_control_chars(str(message)))))
 
 
 class Interrupted(Exception):

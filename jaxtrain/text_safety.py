@@ -19,6 +19,34 @@ UNSEEN = re.compile(
 """C0 and C1 except tab and line ends, bidirectional marks, lone surrogates."""
 
 
+HIDDEN = "<not-saved>"
+"""What stands in a saved config for a secret."""
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})([^/\s@]+)@")
+_QUERY = re.compile(
+    r"([?&](?:api[_-]?key|key|token|access_token|auth|password|secret|sig|signature)=)([^&#\s]+)",
+    re.IGNORECASE,
+)
+_ASSIGNED = re.compile(
+    r"(\b\w*(?:api_?key|password|passwd|secret|authorization|access_token|hf_token)['\"]?"
+    r"\s*[=:]\s*\\?['\"])([^'\"]+)",
+    re.IGNORECASE,
+)
+REFERENCE = re.compile(r"(?:\$\{(\w+)\}|\$(\w+)|env:(\w+))\Z")
+
+
+def redact_text(text: str) -> str:
+    """Return a text with HIDDEN for the users, passwords and keys of URLs in it, and for the quoted
+    values of keys like api_key."""
+    text = URL.sub(lambda match: f"{match[1]}{_kept(match[2])}@", text)
+    for pattern in (_QUERY, _ASSIGNED):
+        text = pattern.sub(lambda match: f"{match[1]}{_kept(match[2])}", text)
+    return text
+
+
+def _kept(value: str) -> str:
+    return value if REFERENCE.match(value) else HIDDEN
+
+
 def escape_control_chars(text: str) -> str:
     """Return the text with control characters escaped, as \\x1b; line ends become "\\n"."""
     return UNSEEN.sub(_escape_match, text).replace("\r\n", "\n")

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError
-
-HIDDEN = "<not-saved>"
-"""What stands in a saved config for a secret."""
+from jaxtrain.text_safety import HIDDEN as HIDDEN
+from jaxtrain.text_safety import REFERENCE, URL
+from jaxtrain.text_safety import redact_text as redact_text
 
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 _SECRET = {
@@ -49,12 +49,6 @@ _PLAIN = {
 }
 _NAMES = {"var", "env", "file", "path", "name", "variable"}
 """Last words of keys that say where a secret is, not what it is."""
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/\s@]+)@")
-_QUERY = re.compile(
-    r"([?&](?:api[_-]?key|key|token|access_token|auth|password|secret|sig|signature)=)([^&#\s]+)",
-    re.IGNORECASE,
-)
-_REFERENCE = re.compile(r"(?:\$\{(\w+)\}|\$(\w+)|env:(\w+))\Z")
 
 
 def is_secret(name: str) -> bool:
@@ -83,15 +77,9 @@ def redact(value: Any, secret: bool = False, *, references: bool = False) -> Any
         }
     if isinstance(value, list | tuple):
         return [redact(entry, secret, references=references) for entry in value]
-    if not isinstance(value, str) or (_REFERENCE.match(value) and not references):
+    if not isinstance(value, str) or (REFERENCE.match(value) and not references):
         return value
     return HIDDEN if secret and value else redact_text(value)
-
-
-def redact_text(text: str) -> str:
-    """Return a text with HIDDEN for the users, passwords and keys of URLs in it."""
-    text = _URL.sub(lambda match: f"{match[1]}{_kept(match[2])}@", text)
-    return _QUERY.sub(lambda match: f"{match[1]}{_kept(match[2])}", text)
 
 
 def redact_command(words: Sequence[str]) -> list[str]:
@@ -100,7 +88,7 @@ def redact_command(words: Sequence[str]) -> list[str]:
     for word in words:
         key, equals, value = word.partition("=")
         parts = key.split(".")
-        hidden = equals and hides(parts) and not _REFERENCE.match(value)
+        hidden = equals and hides(parts) and not REFERENCE.match(value)
         # An inline table as the value: its texts cannot be told apart here.
         hide_table = equals and parts[-1] == "options"
         shown.append(f"{key}={HIDDEN}" if hidden or hide_table else redact_text(word))
@@ -117,7 +105,7 @@ def reveal(options: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def reveal_url(url: str, key: str) -> str:
     """A URL as it is used: "$NAME" before the @ is the environment variable. UserError: reveal."""
-    return _URL.sub(lambda match: f"{match[1]}{_look_up(match[2], key)}@", url)
+    return URL.sub(lambda match: f"{match[1]}{_look_up(match[2], key)}@", url)
 
 
 def _reveal(value: Any, secret: bool, key: str) -> Any:
@@ -137,14 +125,10 @@ def _look_up(value: str, key: str) -> str:
             f"{key} is a secret, which runs do not save; give it again with {key}=..., or write"
             f' "$NAME" in the config and set that environment variable'
         )
-    match = _REFERENCE.match(value)
+    match = REFERENCE.match(value)
     if match is None:
         return value
     name = next(filter(None, match.groups()))
     if name not in os.environ:
         raise UserError(f"{key} is {value!r}, but the environment variable {name} is not set")
     return os.environ[name]
-
-
-def _kept(value: str) -> str:
-    return value if _REFERENCE.match(value) else HIDDEN

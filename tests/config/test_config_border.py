@@ -12,6 +12,7 @@ from jaxtrain.config.overrides import parse_value
 from jaxtrain.config.root import Config
 from jaxtrain.config.secrets import HIDDEN, is_secret, redact_command, reveal
 from jaxtrain.errors import UserError
+from jaxtrain.main import main
 from jaxtrain.text_safety import UNSEEN, escape_control_chars, shorten, show
 
 GOOD = '[run]\nmax_steps = 3\n[model]\npath = "some/model"\n[[data.datasets]]\npath = "a.jsonl"\n'
@@ -281,3 +282,20 @@ def test_whatever_is_shown_is_harmless(value):
     if isinstance(value, str):
         assert not UNSEEN.search(escape_control_chars(value))
         assert len(shorten(value, 100)) <= 100 and not UNSEEN.search(str(UserError(value)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.path=https://me:canary@host/m"],
+        ["data.datasets.0.path=https://host/a?token=canary", "data.datasets.0.weight=-1"],
+        ["rewards=[{function='x.y:z', options={api_key='canary', timeout=[}}]"],
+        ["env.options={api_key='canary'}", "env.kind=nosuch"],
+        ["rollout.vllm.servers=['http://me:canary@host:1/', 3]"],
+    ],
+)
+def test_no_message_repeats_a_secret(tmp_path, words, capsys):
+    """A canary in a URL, a query and options: what is wrong is said without it."""
+    assert main(["--config", str(write(tmp_path, GOOD)), "--dry-run", *words]) in (1, 2)
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ") and "canary" not in shown.err + shown.out
