@@ -83,7 +83,7 @@ def read_prompts(
 ) -> Iterator[tuple[Any, Any, str]]:
     """(prompt, tools, where it stands) of each turn of the assistant in a row; of a row that ends
     before one, the row itself."""
-    columns = Row(row, dataset.fields, dataset.roles)
+    columns = Row(row, **dataset.reading)
     if raw:
         text = columns.get("prompt")
         if not isinstance(text, str) or not text:

@@ -121,7 +121,7 @@ def read_answers(
     judgments = (*LABELS, *SCORES, *RANKS)
     renamed_row = {
         name: value
-        for name, value in Row(row, dataset.fields).columns.items()
+        for name, value in Row(row, **dataset.reading).columns.items()
         if name not in judgments and value is not None
     }
     several = next((renamed_row[name] for name in MANY if name in renamed_row), None)
@@ -131,7 +131,9 @@ def read_answers(
         else:
             renamed_row["label"] = True
     keys_of_messages = {name: key for name, key in dataset.fields.items() if "." in name}
-    plain = dataset.model_copy(update={"fields": keys_of_messages, "margin": "column"})
+    plain = dataset.model_copy(
+        update={"fields": keys_of_messages, "margin": "column", "column_formats": {}}
+    )
     judged = read_judged(renamed_row, plain)
     number = len(judged.answers)
     keys: dict[str, int | list[int]]
@@ -166,7 +168,7 @@ class StepScores:
 
     def read(self, row: Mapping[str, Any], origin: str) -> ScoringRow | Dropped:
         try:
-            columns = Row(row, self.reader.dataset.fields, self.reader.dataset.roles)
+            columns = Row(row, **self.reader.dataset.reading)
             prompt, steps, _ = self.reader.read(columns)
         except (MalformedRow, TemplateFailed) as error:
             return Dropped(f"malformed row: {error}", origin)

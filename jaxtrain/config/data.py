@@ -2,13 +2,31 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
+from string import Formatter
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from jaxtrain.config.base import RESUMABLE, Place, Section, at_most, excludes, known_in
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.limits import ITEMS, ROWS, TOKENS, WORKERS
+
+
+def check_column_format(text: str) -> str:
+    """Return a format of a column; ValueError if it is more than text and {names of columns}."""
+    try:
+        parts = list(Formatter().parse(text))
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}; a brace that is meant is written twice") from None
+    for _, name, spec, conversion in parts:
+        if name is not None and (not name or set(name) & set(".[") or name.isdigit()):
+            name = ""
+        if name == "" or spec or conversion:
+            raise ValueError(f"{text!r}: braces hold the name of a column and nothing else")
+    return text
+
+
+ColumnFormat = Annotated[str, AfterValidator(check_column_format)]
 
 FORMATS = ("auto", "chat", "prompt_completion", "alpaca", "input_output", "completion")
 
@@ -36,6 +54,10 @@ class DatasetConfig(Section):
     fields: dict[str, str] = {}
     """Renamed columns, wanted = found: {messages = "conversations"} or {prompt = "question",
     completion = "answer"}; message keys with a dot: {"messages.content" = "value"}."""
+    column_formats: dict[str, ColumnFormat | list[ColumnFormat]] = {}
+    """Columns that are written from others: {prompt = "Q: {question}", chosen = "{chosen}\\n"}. Of
+    several formats the first one counts whose columns all hold something, else the last. What one
+    names is read by nothing else."""
     roles: dict[str, str] = {}
     """Renamed roles, found = wanted: {human = "user", gpt = "assistant"}; ShareGPT's are known."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -47,6 +69,18 @@ class DatasetConfig(Section):
     train_on: Literal["all", "assistant", "last", "per_message"] = "assistant"
     """Which tokens train: all, every assistant turn (with its end-of-turn token), only the last
     one, or the messages whose own key `train` is true."""
+    roles_to_train: list[Literal["assistant", "user", "tool", "system", "developer"]] = Field(
+        ["assistant"], min_length=1
+    )
+    """Whose turns train_on assistant and last mean. Turns of others train with their header."""
+    train_on_eot: Literal["turn", "all", "last", "none"] = "turn"
+    """Which tokens that end turns of a conversation train: those of turns that train; all, also of
+    users; the last one alone; none."""
+    drop_system_message: bool = False
+    """Leave out system messages at the beginning."""
+    split_thinking: bool = False
+    """Give the chat template thoughts that stand between tags, such as <think>, in the text of the
+    assistant's messages as reasoning_content."""
     special_tokens: Literal["text", "control"] = "text"
     """What a control token is that a text of the data spells, such as "<|im_end|>": text: letters,
     as the model reads them from people. control: the control token itself, for data that are
@@ -83,6 +117,12 @@ class DatasetConfig(Section):
     rewards: list[str] | None = None
     """task.kind rl: which of the [[rewards]] judge this dataset's rows, by name. Unset: all; []:
     none, because the environment judges."""
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How columns and messages of a row are read: arguments of data.chat.rows.Row."""
+        keys = ("fields", "roles", "column_formats", "drop_system_message", "split_thinking")
+        return {key: getattr(self, key) for key in keys}
 
     def label(self, datasets: Sequence["DatasetConfig"] = ()) -> str:
         """Name in metrics: the file's, with a number where one of the others has it, too."""

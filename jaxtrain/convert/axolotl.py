@@ -212,21 +212,45 @@ PROMPTS = {"format": "{instruction} {input} ", "no_input_format": "{instruction}
 """How Axolotl writes prompts of a type that is a table, where the table does not say."""
 
 
+ANSWERS = {
+    "prompt": ("prompt_format", "{prompt}"),
+    "chosen": ("chosen_format", "{chosen}"),
+    "rejected": ("rejected_format", "{rejected}"),
+    "completion": ("completion_format", "{completion}"),
+}
+"""Columns of preference data, with the keys of their formats and what says nothing."""
+
+
 def _as_prompts(dataset: Conversion, kind: Any) -> None:
-    """Read a type that is a table: instruction and output as they are, or alpaca with how it would
-    write prompts among what has no counterpart."""
+    """Read a type that is a table: preference data or instructions, written by formats."""
     if not isinstance(kind, Mapping):
         return
-    named = {key: value for key, value in kind.items() if key not in FIELDS}
-    styles = {key: named.pop(key, None) or style for key, style in PROMPTS.items()}
-    if set(styles.values()) == {"{instruction}"}:
+    dataset.run(DATASET, {k: v for k, v in kind.items() if k not in FIELDS}, "datasets.type.")
+    formats: dict[str, Any] = {
+        name: kind[key]
+        for name, (key, plain) in ANSWERS.items()
+        if kind.get(key) not in (None, "", plain)
+    }
+    if formats or any(key in kind for key in ("field_chosen", "field_completion")):
+        dataset.remove("format")
+        if "{system}" in formats.get("prompt", ""):
+            formats["prompt"] = [formats["prompt"], formats["prompt"].replace("{system}", "")]
+    else:
         dataset.set("format", "prompt_completion")
         fields = dataset.remove("fields") or {}
-        fields["prompt"] = fields.pop("instruction", "instruction")
         fields["completion"] = fields.pop("output", "output")
+        styles = [kind.get(key) or style for key, style in PROMPTS.items()]
+        system = kind.get("system_format") or "{system}"
+        heads = [system] if kind.get("field_system") else []
+        fixed = str(kind.get("system_prompt") or "").replace("{", "{{").replace("}", "}}")
+        heads.append(system.replace("{system}", fixed) if fixed else "")
+        prompts = list(dict.fromkeys(head + style for head in heads for style in styles))
+        if prompts == ["{instruction}"]:
+            fields["prompt"] = fields.pop("instruction", "instruction")
+        else:
+            formats["prompt"] = prompts
         dataset.set("fields", fields)
-        styles = {}
-    dataset.run(DATASET, {**named, **styles}, prefix="datasets.type.")
+    dataset.set("column_formats", formats or None)
 
 
 def _format(conversion: Conversion, value: Any) -> None:
@@ -246,8 +270,10 @@ def _format(conversion: Conversion, value: Any) -> None:
 
 
 def _roles_to_train(conversion: Conversion, value: Any) -> None:
-    if set(listed(value)) - {"assistant", "gpt", "model"}:
-        conversion.miss('train_on knows "assistant", "all", "last" and "per_message"')
+    names = {"human": "user", "gpt": "assistant", "model": "assistant"}
+    roles = [names.get(role, role) for role in listed(value)]
+    if roles != ["assistant"]:
+        conversion.set("roles_to_train", list(dict.fromkeys(roles)) or None)
 
 
 RULES = {**TRAINER, **load_rules("axolotl", {**vars(shared), **globals()})}

@@ -28,6 +28,7 @@ It raises ValueError with the reason to drop a row; any other error ends the run
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
+from string import Formatter
 from typing import Any, Literal
 
 from jaxtrain import plugins
@@ -97,7 +98,8 @@ def accepted_columns() -> str:
 
 
 def check_fields(dataset: DatasetConfig, columns: tuple[str, ...]) -> dict[str, str]:
-    """Return the renamed columns; UserError if `fields` names a column that is not there."""
+    """Return the columns that are renamed or written; UserError if `fields` or `column_formats`
+    names one that is not there."""
     renamed = {name: column for name, column in dataset.fields.items() if "." not in name}
     for name, column in renamed.items():
         if column not in columns:
@@ -105,6 +107,17 @@ def check_fields(dataset: DatasetConfig, columns: tuple[str, ...]) -> dict[str, 
                 f"{dataset.path}: fields names the column {column!r} (for {name}), but the "
                 f"columns found are {', '.join(columns)}"
             )
+    available = {*columns, *renamed}
+    for name, formats in dataset.column_formats.items():
+        formats = [formats] if isinstance(formats, str) else formats
+        needed = [{column for _, column, _, _ in Formatter().parse(text)} for text in formats]
+        missing = [sorted(names - available - {None}) for names in needed]  # type: ignore[operator]
+        if all(missing):
+            raise UserError(
+                f"{dataset.path}: column_formats writes {name} from {missing[-1][0]!r}, but the"
+                f" columns found are {', '.join(columns)}"
+            )
+        renamed[name] = columns[0]
     return renamed
 
 
@@ -141,7 +154,7 @@ def check_names(dataset: DatasetConfig, allowed: Sequence[str] | None) -> None:
 
     allowed: names that `fields` may assign; None: any.
     """
-    for name in dataset.fields:
+    for name in [*dataset.fields, *dataset.column_formats]:
         if allowed is not None and name not in allowed:
             near = difflib.get_close_matches(name, allowed, 1)
             hint = f'; did you mean "{near[0]}"?' if near else ""

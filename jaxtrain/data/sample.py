@@ -44,6 +44,20 @@ class Unread(RowNote):
     """Column or key of a row that holds something and that nothing reads; `reason` names it."""
 
 
+def weigh_ends(
+    tokens: np.ndarray, weights: np.ndarray, ends: Iterable[int], which: str, last: bool = True
+) -> None:
+    """Change the weights float32 [n] of tokens that end turns, as data.datasets[].train_on_eot
+    says.
+
+    ends: ids of these tokens. last: these tokens hold the last turn of the conversation.
+    """
+    places = np.flatnonzero(np.isin(tokens, [*ends]))
+    weights[places] = float(which == "all")
+    if which == "last" and last:
+        weights[places[-1:]] = 1.0
+
+
 def to_tree(sample: Sample, component: str = "nll") -> Tree:
     """Build the one-branch tree of a sample, with its weights as those of `component`."""
     node = Node(-1, np.asarray(sample.tokens, np.int32), {component: sample.weights})

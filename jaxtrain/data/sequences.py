@@ -12,8 +12,9 @@ from jaxtrain.data.pipeline import Recipe
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
 
-SHAPING = {"format", "fields", "roles", "as_chat", "train_on", "special_tokens"} | {
-    "chat_template_kwargs"
+SHAPING = {"format", "as_chat", "train_on", "roles_to_train", "train_on_eot", "special_tokens"} | {
+    *("fields", "roles", "column_formats", "drop_system_message", "split_thinking"),
+    "chat_template_kwargs",
 }
 """Keys of a dataset that shape the samples of a row; the cache key covers the rows separately."""
 

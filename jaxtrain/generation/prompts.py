@@ -50,7 +50,7 @@ class PromptRows:
         row = self.rows[index]
         if isinstance(row, UnreadableRow):
             return UnreadableRow(row.reason, self.origin(index)), ()
-        columns = Row(row, self.dataset.fields, self.dataset.roles)
+        columns = Row(row, **self.dataset.reading)
         try:
             normalized = normalize_row(columns)
             if kwargs := self.dataset.chat_template_kwargs:

@@ -90,14 +90,21 @@ def test_a_dropped_key_has_a_line():
 
 def test_axolotl_prompts_of_a_format_are_no_alpaca_in_silence():
     kind = {"field_instruction": "q", "field_output": "a", "format": "[INST] {instruction} [/INST]"}
-    dataset = {"path": "a.jsonl", "type": {**kind, "system_prompt": "Be brief."}}
+    dataset = {"path": "a.jsonl", "type": {**kind, "system_prompt": "Be {brief}."}}
     conversion = convert("axolotl", **{**BASE, "datasets": [dataset]})
-    missed = {key.rpartition(".")[2]: value for key, value, _ in conversion.missed}
-    assert missed == {
-        "format": "[INST] {instruction} [/INST]",
-        "no_input_format": "{instruction} ",  # theirs, where the file does not say
-        "system_prompt": "Be brief.",
-    }
+    assert not conversion.missed and conversion.get("data.datasets") == [
+        {
+            "path": "a.jsonl",
+            "format": "prompt_completion",
+            "fields": {"instruction": "q", "completion": "a"},
+            "column_formats": {
+                "prompt": [
+                    "Be {{brief}}.[INST] {instruction} [/INST]",
+                    "Be {{brief}}.{instruction} ",  # theirs, where the file does not say
+                ]
+            },
+        }
+    ]
     bare = {"path": "a.jsonl", "type": {**kind, **BARE}}
     conversion = convert("axolotl", **{**BASE, "datasets": [bare]})
     assert not conversion.missed and conversion.get("data.datasets") == [
@@ -109,6 +116,44 @@ def test_axolotl_prompts_of_a_format_are_no_alpaca_in_silence():
     ]
     styled = {"path": "a.jsonl", "type": "alpaca:chat"}
     assert convert("axolotl", **{**BASE, "datasets": [styled]}).missed
+
+
+def test_axolotl_pairs_with_formats_of_their_own():
+    kind = {
+        "field_chosen": "good",
+        "prompt_format": "{system}Q: {prompt}",
+        "chosen_format": "{chosen}!",
+    }
+    dataset = {"path": "a.jsonl", "type": kind}
+    conversion = convert("axolotl", **{**BASE, "rl": "dpo", "datasets": [dataset]})
+    assert not conversion.missed and conversion.get("data.datasets") == [
+        {
+            "path": "a.jsonl",
+            "fields": {"chosen": "good"},
+            "column_formats": {
+                "prompt": ["{system}Q: {prompt}", "Q: {prompt}"],
+                "chosen": "{chosen}!",
+            },
+        }
+    ]
+
+
+def test_axolotl_turns_that_train():
+    dataset = {"path": "a.jsonl", "type": "chat_template", "roles_to_train": ["gpt", "tool"]}
+    dataset |= {"train_on_eos": "last", "drop_system_message": True, "split_thinking": True}
+    dataset["message_field_training_detail"] = "parts"
+    conversion = convert("axolotl", **{**BASE, "datasets": [dataset]})
+    assert not conversion.missed and conversion.get("data.datasets") == [
+        {
+            "path": "a.jsonl",
+            "format": "chat",
+            "roles_to_train": ["assistant", "tool"],
+            "train_on_eot": "last",
+            "drop_system_message": True,
+            "split_thinking": True,
+            "fields": {"messages.train_detail": "parts"},
+        }
+    ]
 
 
 def test_an_expression_of_matrices_becomes_their_names():

@@ -38,8 +38,7 @@ def builder(mode="tree", **changes):
         "rendering": "chatml",
         "trained": BOTH,
         "limits": WIDE,
-        "fields": {},
-        "roles": {},
+        "reading": {},
         **changes,
     }
     return TreeBuilder(Characters(), mode=mode, **options)

@@ -19,12 +19,17 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import show
 
 SpecialTokens = Literal["text", "control"]
+Spans = Sequence[tuple[int, int]]
+"""(start, end) of characters."""
+MASKED = -2
+"""Author of a token of a message that trains, in a part that does not."""
 
 PROBES = ("", "a", " a", "a ", "\n", " ", "A1")
 """Texts put around a control token to test whether it is tokenized independently of them."""
@@ -237,6 +242,7 @@ class EncodedText:
         """cuts: characters before each. encoded_pieces: cache of encoded pieces; new ones are added
         to it."""
         self.encoder, self.mark, self._encoded = encoder, mark, encoded_pieces
+        self.text = text
         self.pieces: list[str] = []
         self.tokens: list[int] = []
         self._starts: list[int] = []
@@ -288,6 +294,32 @@ class EncodedText:
             raise _retokenized(self.encoder, head)
         return count + len(head)
 
+    def mask(self, author: np.ndarray, turn: tuple[int, int], content: str, spans: Spans) -> bool:
+        """Set `author` [n] to MASKED for the tokens that spans of a message's text touch; False if
+        the turn, from character to character, does not hold that text."""
+
+        def border(cut: int, step: int) -> int:
+            while True:
+                try:
+                    return self.find(min(max(cut, turn[0]), turn[1]))
+                except RetokenizationError:
+                    cut += step
+
+        def protect(text: str) -> str:
+            if not self.mark:
+                return text
+            # A mark behind the end of a text stands for nothing in it.
+            marked = self.encoder.protect(text, self.mark).value
+            return marked.removesuffix(f"{self.mark}0000{self.mark}")
+
+        shown = protect(content.strip())
+        place = self.text.rfind(shown, *turn)
+        lead = len(content) - len(content.lstrip())
+        for start, end in spans:
+            before, until = (protect(content[lead : max(cut, lead)]) for cut in (start, end))
+            author[border(place + len(before), -1) : border(place + len(until), 1)] = MASKED
+        return place >= 0
+
 
 def _retokenized(encoder: Encoder, head: list[int]) -> RetokenizationError:
     around = encoder.backend.decode(head[-5:], skip_special_tokens=False)
@@ -306,6 +338,29 @@ def find_control(tokenizer: Any) -> dict[str, int]:
     }
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
     return {**controls, **{str(content): i for content, i in named if content and i is not None}}
+
+
+def encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
+    """Encode a trusted text, in which control tokens are control tokens (else use `encoder_of`).
+
+    special: with the tokens that the tokenizer adds at the ends.
+    """
+    # The Python wrapper gives the same ids, at several times the cost for a short text.
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=special).ids
+
+
+def encode_text(
+    tokenizer: Any, text: str, special: bool = False, special_tokens: SpecialTokens = "text"
+) -> list[int]:
+    """Encode a text of the data, in which control tokens are text; special: as in `encode`."""
+    encoder = encoder_of(tokenizer, special_tokens)
+    if special_tokens == "control" or not encoder.count(text):
+        return encode(tokenizer, text, special)
+    alone, around = encode(tokenizer, "a"), encode(tokenizer, "a", special=special)
+    before = next(
+        (i for i in range(len(around)) if around[i : i + len(alone)] == alone), len(around)
+    )
+    return [*around[:before], *encoder.text(text), *around[before + len(alone) :]]
 
 
 _ENCODERS: "weakref.WeakKeyDictionary[Any, dict[str, Encoder]]" = weakref.WeakKeyDictionary()

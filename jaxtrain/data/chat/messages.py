@@ -9,11 +9,13 @@
 | `tool_call_id`      | `tool_call_id`                                                          |
 | `name`              | `name`                                                                  |
 | `train`             | `train`, `training`, `trainable`, `weight` (0 or 1), `loss`, `loss_mask` |
+| `train_detail`      | `train_detail`, `training_detail`, where a reader can apply them        |
 
 Two keys of a line that say different things, media, and masks of parts of a message make a row
 malformed; every other key is reported as not read.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,15 +46,23 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "tool_call_id": ("tool_call_id",),
     "name": ("name",),
     "train": ("train", "training", "trainable", "weight", "loss", "loss_mask"),
+    "train_detail": ("train_detail", "training_detail"),
 }
 """{key of a normalized message: keys of the data that mean it}."""
 KEYS = tuple(ALIASES)
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios", "input_audio")
 """Keys and columns of what is no text."""
 PARTIAL_MASKS = ("train_detail", "training_detail", "assistant_masks", "completion_mask")
-"""Keys and columns that mask parts of a message, which no chat template can locate."""
+"""Keys and columns that mask parts of a message, other than by characters of its text."""
+TAGS = (
+    ("<think>", "</think>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+)
+"""What thoughts stand between in a text."""
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Keys of the arguments of a tool call."""
+OFFSETS = ("begin_offset", "end_offset")
 
 ROLES = {
     "human": "user",
@@ -95,12 +105,14 @@ def read_messages(
     roles: Mapping[str, str] | None = None,
     unread: set[str] | None = None,
     speaker: str = "",
+    spans: bool = False,
 ) -> list[Message]:
     """Return messages in OpenAI form: arguments of tool calls as objects, empty keys removed.
 
     fields: renamed keys as {"messages.content": "value"}; roles: {role in the data: role}. unread:
     receives the keys that nothing reads. speaker: role of plain texts, and of messages without a
-    role. Normalized messages are returned as they are. Raises MalformedRow.
+    role. spans: read `train_detail`, which is refused otherwise. Normalized messages are returned
+    as they are. Raises MalformedRow.
     """
     if isinstance(value, Mapping):
         value = [value]
@@ -110,7 +122,7 @@ def read_messages(
         raise MalformedRow(f"more than {MAX_MESSAGES:,} messages")
     check_values(value)
     messages = []
-    reader = MessageReader(fields, roles, unread, speaker)
+    reader = MessageReader(fields, roles, unread, speaker, spans=spans)
     for number, item in enumerate(value, 1):
         try:
             messages.append(reader.read(item))
@@ -130,12 +142,13 @@ class MessageReader:
         unread: set[str] | None = None,
         speaker: str = "",
         lenient: bool = False,
+        spans: bool = False,
     ):
         """As read_messages. lenient: for requests to a model, which may hold what the model wrote:
         arguments that are no JSON object stay text, and a message may be empty."""
         self.fields, self.roles = fields or {}, roles or {}
         self.unread = set() if unread is None else unread
-        self.speaker, self.lenient = speaker, lenient
+        self.speaker, self.lenient, self.spans = speaker, lenient, spans
 
     def read(self, item: Any) -> Message:
         """Return a normalized message; raises MalformedRow."""
@@ -167,6 +180,10 @@ class MessageReader:
                 message[key] = identifier
         if (train := self._pick(item, "train", used, read_flag)) is not None:
             message["train"] = train
+        if self.spans and (detail := self._pick(item, "train_detail", used, read_spans)):
+            if detail[-1]["end_offset"] >= len(content):
+                raise MalformedRow("train_detail goes beyond the text")
+            message["train_detail"] = detail
         ignored = [key for key in item if key not in used and not is_empty(item[key])]
         refuse(ignored, "message key")
         speaks = text is not None or thought or calls or (role == "tool" and not ignored)
@@ -328,32 +345,77 @@ def read_flag(key: str, value: Any) -> bool:
     raise MalformedRow(f"{key} is {shown}, not true, false, 1 or 0")
 
 
+def read_spans(key: str, value: Any) -> list[dict[str, Any]]:
+    """Return the spans of a text, sorted: {begin_offset, end_offset, train}, both characters
+    included."""
+    spans = value if isinstance(value, list | tuple) else [value]
+    for span in spans:
+        offsets = [span.get(name) for name in OFFSETS] if isinstance(span, Mapping) else []
+        if [type(offset) for offset in offsets] != [int, int] or not 0 <= offsets[0] <= offsets[1]:
+            raise MalformedRow(f"{key} must be a list of {{begin_offset, end_offset, train}}")
+        read_flag(f"train of {key}", span.get("train"))
+    return sorted((dict(span) for span in spans), key=lambda span: span["end_offset"])
+
+
 def _identifier(key: str, value: Any) -> str | int:
     if not isinstance(value, str | int):
         raise MalformedRow(f"{key} is {name_type(value)}, not a text")
     return value
 
 
-def select_turns(messages: Sequence[Message], mode: str, first: int = 0) -> list[int]:
+def select_turns(
+    messages: Sequence[Message], mode: str, first: int = 0, roles: Sequence[str] = ("assistant",)
+) -> list[int]:
     """Return the indices of the messages that train under `train_on`; a message whose own flag is
     false never does.
 
     mode "all" selects the messages whose flag is false, in which nothing trains. first: messages
-    before it are context, except under "per_message".
+    before it are context, except under "per_message". roles: whose turns "assistant" and "last"
+    mean.
     """
     flags = [message.get("train") for message in messages]
     if mode == "all":
         return [index for index, flag in enumerate(flags) if flag is False]
     if mode == "per_message":
         return [index for index, flag in enumerate(flags) if flag is True]
-    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] in roles]
     turns = turns[-1:] if mode == "last" else turns
     return [index for index in turns if flags[index] is not False]
 
 
 def without_flags(messages: Sequence[Message]) -> list[Message]:
     """Return the messages as chat templates see them."""
-    return [{k: v for k, v in message.items() if k != "train"} for message in messages]
+    flags = ("train", "train_detail")
+    return [{k: v for k, v in message.items() if k not in flags} for message in messages]
+
+
+def context_spans(messages: Sequence[Message]) -> dict[int, list[tuple[int, int]]]:
+    """Return {index of a message: (start, end) of the characters of its text that do not train}."""
+    spans = {
+        index: [
+            (span["begin_offset"], span["end_offset"] + 1)
+            for span in message.get("train_detail", ())
+            if not span["train"]
+        ]
+        for index, message in enumerate(messages)
+    }
+    return {index: listed for index, listed in spans.items() if listed}
+
+
+def split_thinking(message: Message) -> Message:
+    """Return an assistant's message with the thoughts of its text as reasoning_content; others, and
+    those that have it already, as they are. Raises MalformedRow if spans of the text move."""
+    text = message.get("content")
+    if message["role"] != "assistant" or message.get("reasoning_content"):
+        return dict(message)
+    for opening, closing in TAGS if isinstance(text, str) else ():
+        match = re.search(f"{re.escape(opening)}(.*?){re.escape(closing)}", text, re.DOTALL)
+        if match:
+            if "train_detail" in message:
+                raise MalformedRow("train_detail of a text that split_thinking divides")
+            rest = (text[: match.start()] + text[match.end() :]).strip()
+            return {**message, "reasoning_content": match[1].strip(), "content": rest}
+    return dict(message)
 
 
 def read_tools(value: Any, name: str = "tools") -> list[dict[str, Any]] | None:

@@ -13,8 +13,10 @@ Two columns of a line that say different things make a row malformed, and so do 
 audio beside a conversation. Columns that nobody asked for are `Row.unread`.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any, NamedTuple
 
 from jaxtrain.data.chat.messages import (
@@ -32,6 +34,7 @@ from jaxtrain.data.chat.messages import (
     read_messages,
     read_tools,
     refuse,
+    split_thinking,
     without_flags,
 )
 from jaxtrain.text_safety import name_type, show
@@ -69,11 +72,18 @@ class Row:
         row: Mapping[str, Any],
         fields: Mapping[str, str] | None = None,
         roles: Mapping[str, str] | None = None,
+        column_formats: Mapping[str, Any] | None = None,
+        drop_system_message: bool = False,
+        split_thinking: bool = False,
+        spans: bool = False,
     ):
-        """fields: {name: column of the data}, message keys with a dot. Raises MalformedRow for a
-        row that could not be read from its file."""
+        """fields: {name: column of the data}, message keys with a dot; the next ones as in
+        DatasetConfig. spans: the caller applies `train_detail` of messages. Raises MalformedRow for
+        a row that could not be read from its file, or whose columns are no texts to be formatted.
+        """
         check_readable(row)
         self.fields, self.roles = fields or {}, roles or {}
+        self.drops_system, self.splits, self.spans = drop_system_message, split_thinking, spans
         self.renamed = {
             name: column
             for name, column in self.fields.items()
@@ -82,6 +92,8 @@ class Row:
         self.original = row
         self.columns = {**row, **{name: row[column] for name, column in self.renamed.items()}}
         self._read: set[str] = set()
+        written = {name: self._write(value) for name, value in (column_formats or {}).items()}
+        self.columns = {k: v for k, v in self.columns.items() if k not in self._read} | written
         self._notes: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -126,17 +138,43 @@ class Row:
         and messages without a role in a list."""
         if isinstance(value, str):
             value = [{"role": speaker, "content": value}]
-        default = speaker if everywhere else ""
-        return read_messages(value, self.fields, self.roles, self._notes, default)
+        return self._shape(self._normalize(value, speaker if everywhere else ""))
 
     def messages(self, speaker: str = "") -> list[Message] | None:
         """Return the messages of a conversation, None without such a column. speaker: role of those
         without one."""
 
         def read(name: str, value: Any) -> list[Message]:
-            return self._flag(self.read_messages(value, speaker or "user", bool(speaker)))
+            if isinstance(value, str):
+                value = [{"role": speaker or "user", "content": value}]
+            return self._shape(self._flag(self._normalize(value, speaker)))
 
         return self._pick(MESSAGES, read)
+
+    def _normalize(self, value: Any, speaker: str) -> list[Message]:
+        return read_messages(value, self.fields, self.roles, self._notes, speaker, self.spans)
+
+    def _shape(self, messages: list[Message]) -> list[Message]:
+        """Apply the dataset's rules for messages."""
+        roles = SYSTEM_ROLES if self.drops_system else ()
+        messages = [*itertools.dropwhile(lambda message: message["role"] in roles, messages)]
+        return [*map(split_thinking, messages)] if self.splits else messages
+
+    def _write(self, formats: str | Sequence[str]) -> str:
+        """Write a column by the first of the formats whose columns all hold something, else by the
+        last; its columns count as read."""
+        formats = [formats] if isinstance(formats, str) else formats
+        parts = [[*Formatter().parse(text)] for text in formats]
+        names = [{name for _, name, _, _ in part if name is not None} for part in parts]
+        self._read.update(*names)
+        filled = [all(name in self for name in needed) for needed in names]
+        index = filled.index(True) if True in filled else -1
+        for name in names[index]:
+            if not isinstance(self.columns.get(name, ""), str | int | float | None):
+                found = name_type(self.columns[name])
+                raise MalformedRow(f"column {name} holds {found}, not a text to be formatted")
+        texts = {name: self.columns.get(name) for name in names[index]}
+        return formats[index].format(**{k: "" if v is None else v for k, v in texts.items()})
 
     def tools(self) -> list[dict[str, Any]] | None:
         """Return the tool schemas; None if there are none."""
@@ -166,7 +204,8 @@ class Row:
 
     def system(self) -> str | None:
         """Return the system message of a column."""
-        return self.text("system") or None
+        system = self.text("system") or None
+        return None if self.drops_system else system
 
     def history(self) -> list[Message]:
         """Return the turns before the prompt: pairs of question and answer, or messages."""

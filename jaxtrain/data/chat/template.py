@@ -32,13 +32,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxtrain.data.chat.control_tokens import MASKED as MASKED
 from jaxtrain.data.chat.control_tokens import (
     EncodedText,
     Encoder,
+    Spans,
     SpecialTokens,
+    encode,
     encoder_of,
 )
 from jaxtrain.data.chat.control_tokens import RetokenizationError as RetokenizationError
+from jaxtrain.data.chat.control_tokens import encode_text as encode_text
 from jaxtrain.data.chat.omissions import Kwargs, check_omissions
 from jaxtrain.data.chat.omissions import TemplateOmission as TemplateOmission
 from jaxtrain.errors import UserError
@@ -58,7 +62,7 @@ class Rendering:
     """int32 [n]."""
     author: np.ndarray
     """int32 [n]: index of the trained message that a token belongs to; -1 for context (headers,
-    generation prompts, messages that do not train)."""
+    generation prompts, messages that do not train), MASKED for spans that do not."""
     controls: int = 0
     """Control tokens that the messages spell, counted with their first rendering."""
 
@@ -100,29 +104,6 @@ def require_chat_template(tokenizer: Any) -> None:
             f"the tokenizer {tokenizer.name_or_path} has no chat template, which chat data needs: "
             "name a file with one as model.chat_template, or another model.tokenizer"
         )
-
-
-def encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
-    """Encode a trusted text, in which control tokens are control tokens (else use `encoder_of`).
-
-    special: with the tokens that the tokenizer adds at the ends.
-    """
-    # The Python wrapper gives the same ids, at several times the cost for a short text.
-    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=special).ids
-
-
-def encode_text(
-    tokenizer: Any, text: str, special: bool = False, special_tokens: SpecialTokens = "text"
-) -> list[int]:
-    """Encode a text of the data, in which control tokens are text; special: as in `encode`."""
-    encoder = encoder_of(tokenizer, special_tokens)
-    if special_tokens == "control" or not encoder.count(text):
-        return encode(tokenizer, text, special)
-    alone, around = encode(tokenizer, "a"), encode(tokenizer, "a", special=special)
-    before = next(
-        (i for i in range(len(around)) if around[i : i + len(alone)] == alone), len(around)
-    )
-    return [*around[:before], *encoder.text(text), *around[before + len(alone) :]]
 
 
 def begin_text(tokenizer: Any, encoder: Encoder, text: str) -> list[int]:
@@ -291,16 +272,19 @@ class Renderer:
         tools: Any,
         trained: Sequence[int],
         kwargs: Kwargs = None,
+        spans: Mapping[int, Spans] | None = None,
     ) -> list[Rendering]:
         """Return renderings that mark each trained message once, the longest first.
 
         trained: indices of the messages that train, of any role; an assistant's starts after the
-        generation prompt. kwargs: the row's own variables of the template. Raises TemplateFailed,
-        RetokenizationError, TemplateOmission, and UserError if an assistant turn has no end.
+        generation prompt. kwargs: the row's own variables of the template. spans: parts of trained
+        messages that are MASKED. Raises TemplateFailed, RetokenizationError, TemplateOmission, and
+        UserError if an assistant turn has no end.
         """
         kwargs = {**self.kwargs, **(kwargs or {})}
+        spans = {i: (messages[i]["content"], listed) for i, listed in (spans or {}).items()}
         (messages, tools, kwargs), mark, count = self.encoder.protect((messages, tools, kwargs))
-        first, *later = self.render(messages, tools, trained, mark, kwargs)
+        first, *later = self.render(messages, tools, trained, mark, kwargs, spans)
         return [dataclasses.replace(first, controls=count), *later]
 
     def render(
@@ -310,6 +294,7 @@ class Renderer:
         trained: Sequence[int],
         mark: str,
         kwargs: Kwargs = None,
+        spans: Mapping[int, tuple[str, Spans]] | None = None,
     ) -> list[Rendering]:
         """Render messages, tools and kwargs that are protected with `mark`; otherwise as
         `__call__`."""
@@ -322,7 +307,10 @@ class Renderer:
         texts = [text for text, _ in located]
         check_omissions(self.tokenizer, messages, tools, whole, kwargs, texts, write)
         encoded_pieces: dict[str, list[int]] = {}
-        return [self._mark(text, turns, messages, mark, encoded_pieces) for text, turns in located]
+        return [
+            self._mark(text, turns, messages, mark, encoded_pieces, spans or {})
+            for text, turns in located
+        ]
 
     def locate(
         self, messages: Sequence[Message], tools: Any, trained: Sequence[int], kwargs: Kwargs
@@ -398,6 +386,7 @@ class Renderer:
         messages: Sequence[Message],
         mark: str,
         encoded_pieces: dict[str, list[int]],
+        spans: Mapping[int, tuple[str, Spans]],
     ) -> Rendering:
         """Encode a text and mark the tokens of its turns."""
         cuts = [turn.start for turn in turns if messages[turn.index]["role"] == "assistant"]
@@ -405,6 +394,10 @@ class Renderer:
         author = np.full(len(encoded.tokens), -1, np.int32)
         for turn in turns:
             author[encoded.find(turn.start) : encoded.find(turn.end)] = turn.index
+            if turn.index in spans:
+                content, listed = spans[turn.index]
+                if not encoded.mask(author, (turn.start, turn.end), content, listed):
+                    raise TemplateFailed("chat template: a text with train_detail is changed")
         return Rendering(np.asarray(encoded.tokens, np.int32), author)
 
 

@@ -15,6 +15,7 @@ from jaxtrain.data.chat.messages import (
     KEYS,
     MalformedRow,
     check_values,
+    context_spans,
     pick,
     select_turns,
     without_flags,
@@ -30,7 +31,7 @@ from jaxtrain.data.formats import (
 )
 from jaxtrain.data.packing.prefixes import share_prefixes
 from jaxtrain.data.packing.tree import Tree
-from jaxtrain.data.sample import Dropped, RowNote, Sample, note_unread
+from jaxtrain.data.sample import Dropped, RowNote, Sample, note_unread, weigh_ends
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import show
 
@@ -85,14 +86,15 @@ class RowTokenizer:
     def __call__(self, row: dict[str, Any], origin: str) -> Result:
         """Return the samples of a row, or the reason why it has none, and what was not read."""
         try:
-            columns = Row(row, self.dataset.fields, self.dataset.roles)
+            columns = Row(row, **self.dataset.reading, spans=True)
             if self.outside is not None:
                 check_values([v for v in columns.columns.values() if isinstance(v, str)])
                 custom = self._ask(self.outside, columns.columns)
                 if isinstance(custom, list):
                     return self._finish(custom, origin)
                 keys = {k: v for k, v in self.dataset.fields.items() if "." in k}
-                columns = Row(custom, keys, self.dataset.roles)
+                reading = {**self.dataset.reading, "fields": keys, "column_formats": {}}
+                columns = Row(custom, **reading, spans=True)
             return [*self._read(columns, origin), *note_unread(columns.unread, origin)]
         except MalformedRow as error:
             where = f"{origin}, {error.location}" if error.location else origin
@@ -171,19 +173,28 @@ class RowTokenizer:
         template.require_chat_template(self.tokenizer)
         assert self.renderer is not None
         messages, mode = conversation.messages, self.dataset.train_on
-        turns = select_turns(messages, mode, conversation.first)
+        turns = select_turns(messages, mode, conversation.first, self.dataset.roles_to_train)
+        spans = context_spans(messages)
         if mode != "all" and not turns:
             return [Dropped("no trained token", origin)]
         keywords = conversation.chat_template_kwargs
-        parts = self.renderer(without_flags(messages), conversation.tools, turns, keywords)
+        located = sorted({*turns, *spans}) if mode == "all" else turns
+        shown = without_flags(messages)
+        parts = self.renderer(shown, conversation.tools, located, keywords, spans)
         if mode == "all" and len(parts) > 1:
             reason = "the chat template shows a turn that must not train differently later on"
             raise MalformedRow(reason)
         weighted = []
-        for part in parts:
-            weights = part.author < 0 if mode == "all" else part.author >= 0
+        for index, part in enumerate(parts):
+            trained = np.isin(part.author, turns)
+            if mode == "all":
+                trained = ~(trained | (part.author == template.MASKED))
+            weights = trained.astype(np.float32)
+            if (which := self.dataset.train_on_eot) != "turn":
+                ends = frozenset().union(*template.turn_ends(self.tokenizer))
+                weigh_ends(part.tokens, weights, ends, which, index == 0)
             if weights.any():
-                weighted.append((part.tokens, weights.astype(np.float32)))
+                weighted.append((part.tokens, weights))
         return self._finish(weighted, origin, parts[0].controls)
 
     def _pair(self, prompt: str, completion: str) -> Weighted:

@@ -17,11 +17,16 @@ import numpy as np
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat import template
 from jaxtrain.data.chat.control_tokens import encoder_of
-from jaxtrain.data.chat.messages import MalformedRow, select_turns, without_flags
+from jaxtrain.data.chat.messages import (
+    MalformedRow,
+    context_spans,
+    select_turns,
+    without_flags,
+)
 from jaxtrain.data.chat.rows import Conversation
 from jaxtrain.data.comparisons.preference_row import NOTHING_SHARED, SAME, PreferenceRow
 from jaxtrain.data.comparisons.ranked import Ranked, RankedAnswer, RankedPair
-from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sample import Dropped, weigh_ends
 from jaxtrain.errors import UserError
 
 
@@ -144,14 +149,17 @@ class Answers:
         assert self.renderer is not None
         messages, mode, first = conversation.messages, self.dataset.train_on, conversation.first
         selected = "assistant" if mode == "all" else mode
-        turns = [i for i in select_turns(messages, selected, first) if i >= first]
+        roles = self.dataset.roles_to_train
+        turns = [i for i in select_turns(messages, selected, first, roles) if i >= first]
         if not turns:
             raise MalformedRow("no trained turn in an answer")
         # Turns that must not train are located as well, because "all" trains what is around them.
         shut = [i for i in select_turns(messages, "all") if i >= first] if mode == "all" else []
-        located = sorted({*turns, *shut})
+        spans = context_spans(messages)
+        located = sorted({*turns, *shut, *(spans if mode == "all" else ())})
         keywords = conversation.chat_template_kwargs
-        renderings = self.renderer(without_flags(messages), conversation.tools, located, keywords)
+        shown = without_flags(messages)
+        renderings = self.renderer(shown, conversation.tools, located, keywords, spans)
         if len(renderings) > 1:
             # No single sequence equals the model's input at each of these turns.
             raise MalformedRow("the chat template shows a turn of an answer differently later on")
@@ -162,8 +170,12 @@ class Answers:
         begin, end = int(trained[0]), int(trained[-1]) + 1
         weights = np.isin(author, turns)
         if mode == "all":
-            weights = (np.arange(len(author)) >= begin) & ~np.isin(author, shut)
-        return AnswerBranch(tokens[:end], weights[:end].astype(np.float32), begin)
+            weights = (np.arange(len(author)) >= begin) & ~np.isin(author, [*shut, template.MASKED])
+        tokens, weights = tokens[:end], weights[:end].astype(np.float32)
+        if (which := self.dataset.train_on_eot) != "turn":
+            ends = frozenset().union(*template.turn_ends(self.tokenizer))
+            weigh_ends(tokens[begin:], weights[begin:], ends, which)
+        return AnswerBranch(tokens, weights, begin)
 
     def _cut(self, branch: AnswerBranch, shared: int) -> RankedAnswer | str:
         """Cut the answer out of a branch and limit its length; or return the reason to drop it."""

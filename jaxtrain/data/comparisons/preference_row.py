@@ -107,7 +107,7 @@ def require_kind(dataset: DatasetConfig, columns: tuple[str, ...], want: str) ->
 
 def read_judged(row: Mapping[str, Any], dataset: DatasetConfig) -> PreferenceRow:
     """Read a row of any kind; raises MalformedRow with the reason if it is invalid."""
-    columns = Row(row, dataset.fields, dataset.roles)
+    columns = Row(row, **dataset.reading, spans=True)
     kind = detect_kind(name for name, value in columns.columns.items() if value is not None)
     if kind is None:
         names = ", ".join(map(str, columns.columns)) or "none"

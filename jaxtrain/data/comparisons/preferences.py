@@ -33,6 +33,7 @@ from jaxtrain.data.packing.pack import Fields, Normalize
 from jaxtrain.data.pipeline import Recipe
 from jaxtrain.data.preview import Probe
 from jaxtrain.data.sample import Dropped, RowNote, note_unread
+from jaxtrain.data.sequences import SHAPING as SEQUENCE_SHAPING
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.data.sources.row_views import GroupedRows
@@ -42,12 +43,7 @@ Want = Literal["pairs", "labels"]
 Build = Callable[[Ranked], Any]
 """(Ranked) -> Tree, Forest or Dropped. Picklable."""
 
-SHAPING = {"format", "fields", "roles", "as_chat", "train_on", "special_tokens"} | {
-    "pairing",
-    "margin",
-    "group_prompts",
-    "chat_template_kwargs",
-}
+SHAPING = SEQUENCE_SHAPING | {"pairing", "margin", "group_prompts"}
 """Keys of a dataset that shape the trees of a row."""
 MAX_GROUPED = 64
 """Limit of rows of one prompt in one tree."""

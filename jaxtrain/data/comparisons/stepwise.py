@@ -134,7 +134,7 @@ class StepwiseReader:
 
     def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | RowNote]:
         try:
-            columns = Row(row, self.dataset.fields, self.dataset.roles)
+            columns = Row(row, **self.dataset.reading)
             prompt, steps, labels = self.read(columns)
         except template.TemplateOmission as error:
             return [Dropped(str(error), origin)]

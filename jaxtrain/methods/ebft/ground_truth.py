@@ -112,6 +112,7 @@ class GroundTruths:
         self.raw = env.raw or not tokenizer.chat_template
         self.multiplier, self.least = multiplier, least
         form = {"fields": {}, "roles": {}, "as_chat": False, "train_on": "last"}
+        form |= {"column_formats": {}, "roles_to_train": ["assistant"], "train_on_eot": "turn"}
         form["format"] = "prompt_completion" if self.raw else "chat"
         self.tokenize = [
             RowTokenizer(dataset.model_copy(update=form), tokenizer, row_tokens, "drop")

@@ -15,18 +15,16 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from jaxtrain.data.chat.messages import MalformedRow, select_turns, without_flags
+from jaxtrain.data.chat.messages import (
+    MalformedRow,
+    select_turns,
+    split_thinking,
+    without_flags,
+)
 from jaxtrain.data.chat.rows import Row
 
 Turns = Literal["first", "last", "all"]
 Thinking = Literal["keep", "split", "answer_only"]
-
-TAGS = (
-    ("<think>", "</think>"),
-    ("<reasoning>", "</reasoning>"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"),
-)
-"""What thoughts stand between in a text."""
 
 
 class GroundTruthExample(NamedTuple):
@@ -117,22 +115,6 @@ def _pair(row: Mapping[str, Any], column: str) -> tuple[Any, dict[str, Any]]:
     if [message["role"] for message in answers] != ["assistant"]:
         raise MalformedRow("the ground truth must be a text, or one message of the assistant's")
     return prompt, answers[0]
-
-
-def split_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An assistant's message with the thoughts of its text as reasoning_content; others, and those
-    that have it already, as they are."""
-    split = dict(message)
-    text = split.get("content")
-    if split["role"] != "assistant" or split.get("reasoning_content") or not isinstance(text, str):
-        return split
-    for opening, closing in TAGS:
-        match = re.search(f"{re.escape(opening)}(.*?){re.escape(closing)}", text, re.DOTALL)
-        if match:
-            split["reasoning_content"] = match[1].strip()
-            split["content"] = (text[: match.start()] + text[match.end() :]).strip()
-            break
-    return split
 
 
 def drop_thinking(message: Mapping[str, Any]) -> dict[str, Any]:

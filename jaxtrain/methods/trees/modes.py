@@ -141,8 +141,8 @@ class TreeBuilder:
     rendering: Literal["template", "chatml"]
     trained: TrainedParts
     limits: LengthLimits
-    fields: Mapping[str, str]
-    roles: Mapping[str, str]
+    reading: Mapping[str, Any]
+    """How columns and messages are read: DatasetConfig.reading."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Schemas for rows without tools."""
     too_long: Literal["drop", "error"] = "drop"
@@ -156,7 +156,7 @@ class TreeBuilder:
     def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | TreeGroup | RowNote]:
         members = row["group"] if set(row) == {"group"} else [row]
         try:
-            rows = [Row(member, self.fields, self.roles) for member in members]
+            rows = [Row(member, **self.reading) for member in members]
             group = [self.read_turns(member) for member in rows]
         except TemplateOmission as error:
             return [Dropped(str(error), origin)]

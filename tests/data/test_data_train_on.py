@@ -1,0 +1,147 @@
+"""Which parts of a row train, and columns that are written from others."""
+
+import pytest
+from pydantic import ValidationError
+
+from jaxtrain.config.data import DatasetConfig
+from jaxtrain.data.chat.rows import Row
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.chat.tokenize import RowTokenizer
+from jaxtrain.data.comparisons.preferences import RankedReader
+
+SYSTEM, END = {"role": "system", "content": "Be brief."}, "<|im_end|>"
+TALK = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "A"},
+    {"role": "tool", "content": "T"},
+    {"role": "assistant", "content": "B"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("builtin")
+
+
+def mark(tokenizer, tokens, weights):
+    """A text with its trained stretches in brackets."""
+    text, on = "", False
+    for token, weight in zip(tokens.tolist(), weights.tolist(), strict=True):
+        if (weight > 0) != on:
+            on = not on
+            text += "⟦" if on else "⟧"
+        text += tokenizer.decode([token])
+    return text + ("⟧" if on else "")
+
+
+def read(tokenizer, row, **dataset):
+    [sample] = RowTokenizer(DatasetConfig(path="x", **dataset), tokenizer, 512, "drop")(row, "x")
+    return mark(tokenizer, sample.tokens, sample.weights)
+
+
+def pair(tokenizer, row, **dataset):
+    reader = RankedReader(DatasetConfig(path="x", **dataset), tokenizer, 512, "drop", "pairs")
+    [ranked] = reader(row, "x")
+    answers = [mark(tokenizer, answer.tokens, answer.weights) for answer in ranked.answers]
+    return tokenizer.decode(ranked.prompt.tolist()), *answers
+
+
+@pytest.mark.parametrize(
+    ("which", "ends"),
+    [
+        ("turn", (False, True, False, True)),
+        ("all", (True, True, True, True)),
+        ("last", (False, False, False, True)),
+        ("none", (False, False, False, False)),
+    ],
+)
+def test_ends_of_turns(tokenizer, which, ends):
+    text = read(tokenizer, {"messages": TALK}, train_on_eot=which)
+    pieces = text.split(END)[:-1]
+    trained = [piece.rfind("⟦") > piece.rfind("⟧") for piece in pieces]
+    assert tuple(trained) == ends and "⟦A" in text and "⟦B" in text
+
+
+def test_roles_that_train(tokenizer):
+    text = read(tokenizer, {"messages": TALK}, roles_to_train=["user"])
+    assert text.startswith("<|im_start|>⟦user\none<|im_end|>\n⟧") and text.count("⟦") == 1
+    text = read(tokenizer, {"messages": TALK}, roles_to_train=["assistant", "tool"])
+    assert "T" in text.split("⟦")[2] and "one" not in text.split("⟦", 1)[1]
+
+
+def test_a_leading_system_message_is_left_out_on_all_paths(tokenizer):
+    row = {"messages": [SYSTEM, *TALK], "loss_mask": [0, 0, 1, 0, 1]}
+    assert "brief" in read(tokenizer, row) and "brief" not in read(
+        tokenizer, row, drop_system_message=True
+    )
+    columns = {"prompt": "q", "completion": "a", "system": "Be brief."}
+    assert "brief" not in read(tokenizer, columns, drop_system_message=True)
+    assert Row({"messages": [SYSTEM, TALK[0]]}, drop_system_message=True).prompt() == TALK[:1]
+
+
+def test_thoughts_in_the_text_become_thoughts(tokenizer):
+    answer = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes"}
+    row = {"messages": [TALK[0], answer]}
+    [_, message] = Row(row, split_thinking=True).messages()
+    assert message == {"role": "assistant", "content": "Yes", "reasoning_content": "Hm."}
+    apart = {"role": "assistant", "content": "Yes", "reasoning_content": "Hm."}
+    expected = read(tokenizer, {"messages": [TALK[0], apart]})
+    assert read(tokenizer, row, split_thinking=True) == expected
+
+
+@pytest.mark.parametrize("before", ["", "  ", "<|im_end|> "])
+def test_parts_of_a_text_that_do_not_train(tokenizer, before):
+    """Offsets are those of the data, whether the template strips the text or control tokens are
+    spelled in it."""
+    content = f"{before}It is 4 < five and <|im_start|> is text, so 12 <"
+    start = content.index("five and <|im_start|>")
+    span = {"begin_offset": start, "end_offset": start + len("five and <|im_start|>") - 1}
+    answer = {"role": "assistant", "content": content}
+    masked = {**answer, "train_detail": [{**span, "train": False}]}
+    whole, part = (read(tokenizer, {"messages": [TALK[0], m]}) for m in (answer, masked))
+    assert whole.replace("⟦", "").replace("⟧", "") == part.replace("⟦", "").replace("⟧", "")
+    hidden = part.split("⟧")[1].split("⟦")[0]
+    assert hidden.strip() == "five and <|im_start|>"
+    assert part.count("⟦") == 2 and part.endswith(f"12 <{END}⟧\n")
+    inverse = read(tokenizer, {"messages": [TALK[0], masked]}, train_on="all")
+    assert inverse.split("⟧")[1].split("⟦")[0] == hidden
+    pairs = {"prompt": [TALK[0]], "chosen": [masked], "rejected": [TALK[1]]}
+    assert f"⟧{hidden}⟦" in pair(tokenizer, pairs)[1]
+
+
+@pytest.mark.parametrize(
+    ("detail", "reason"),
+    [
+        ([{"begin_offset": 0, "end_offset": 9, "train": False}], "beyond the text"),
+        ([{"begin_offset": 2, "end_offset": 1, "train": False}], "must be a list"),
+        ([{"begin_offset": 0, "end_offset": 1}], "not true, false"),
+        ([1], "must be a list"),
+    ],
+)
+def test_spans_that_are_refused(tokenizer, detail, reason):
+    answer = {"role": "assistant", "content": "abcd", "train_detail": detail}
+    tokenize = RowTokenizer(DatasetConfig(path="x"), tokenizer, 512, "drop")
+    [dropped] = tokenize({"messages": [TALK[0], answer]}, "x")
+    assert reason in dropped.reason and dropped.origin == "x, message 2"
+
+
+def test_columns_are_written_from_others(tokenizer):
+    row = {"question": "2+2?", "good": "4", "bad": "5", "system": "Count."}
+    formats = {
+        "prompt": ["{system}\n{question}\n", "{question}\n"],
+        "chosen": "{good} {{sure}}",
+        "rejected": "{bad}",
+    }
+    eos = tokenizer.eos_token
+    prompt, good, bad = pair(tokenizer, row, column_formats=formats)
+    assert (prompt, good, bad) == ("Count.\n2+2?\n", f"⟦4 {{sure}}{eos}⟧", f"⟦5{eos}⟧")
+    assert pair(tokenizer, {**row, "system": None}, column_formats=formats)[0] == "2+2?\n"
+    alpaca = {"instruction": "Add.", "input": 3, "output": "7"}
+    formats = {"prompt": ["{instruction} {input}: ", "{instruction}: "], "completion": "{output}"}
+    assert read(tokenizer, alpaca, column_formats=formats) == f"Add. 3: ⟦7{eos}⟧"
+
+
+@pytest.mark.parametrize("text", ["{a", "{}", "{0}", "{a.b}", "{a[0]}", "{a!r}", "{a:>4}"])
+def test_a_format_names_columns_and_nothing_else(text):
+    with pytest.raises(ValidationError, match="column_formats"):
+        DatasetConfig(path="x", column_formats={"prompt": text})
