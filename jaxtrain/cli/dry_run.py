@@ -15,8 +15,8 @@ from jaxtrain.cli.estimate import on_one_device, show_estimate
 from jaxtrain.config import Config
 from jaxtrain.core.auxiliary import AuxiliaryModel
 from jaxtrain.core.bundle import ModelBundle, count_microsteps
-from jaxtrain.core.optimizer import build_optimizer, build_schedule
-from jaxtrain.core.roles import Roles
+from jaxtrain.core.optimizer import build_schedule
+from jaxtrain.core.roles import Roles, open_optimizer
 from jaxtrain.core.session import make_step_noise
 from jaxtrain.core.step import abstract_state, make_step
 from jaxtrain.core.task import Task
@@ -75,11 +75,11 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
     trained, frozen, parts = roles.trained_shapes, roles.frozen_shapes, roles.bundle
     params = {**roles.params(roles.trained, frozen), **trained}
     beside = {path: v for path, v in {**frozen, **roles.copy_shapes}.items() if "/" in path}
-    optimizer = build_optimizer(config.optim, build_schedule(config.optim, 100), trained)
+    optimizer, build = open_optimizer(config.optim, build_schedule(config.optim, 100), roles)
     state = abstract_state(trained, optimizer, roles.copy_shapes, config.optim.offload)
     noise = make_step_noise(roles, config.model.neftune_alpha, config.run.seed)
     step = make_step(
-        roles.build, task.loss, task.coef, optimizer, config.optim.max_grad_norm, noise=noise
+        build, task.loss, task.coef, optimizer, config.optim.max_grad_norm, noise=noise
     )
     microsteps = count_microsteps(config, parts.mesh) if on is None else 1
     rows, length = (

@@ -1,9 +1,10 @@
 """Section model: which architecture, which weights, in which numbers."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from jaxtrain.config.base import RESUMABLE, Place, Section, known_in
 from jaxtrain.config.limits import ROWS
@@ -122,6 +123,28 @@ def find_width_conflict(section: str, compute: str, param: str) -> list[str]:
     return [f"{wider}; lower the first or raise the second"]
 
 
+def check_pattern(text: str) -> str:
+    """Return a regular expression; ValueError if it is none."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
+Pattern = Annotated[str, AfterValidator(check_pattern)]
+
+
+class LearningRateGroup(Section):
+    """Parameters with a learning rate of their own: an entry of optim.lr_groups."""
+
+    pattern: Pattern
+    """Regular expression that is searched in the names of Hugging Face's tensors, with adapters of
+    PEFT's: "layers.(30|31).mlp"."""
+    learning_rate: float = Field(gt=0, le=1000)
+    """Their peak learning rate."""
+
+
 class OptimConfig(Section):
     """Optimizer, schedule and the size of a step."""
 
@@ -177,6 +200,13 @@ class OptimConfig(Section):
     embedding_lr: float | None = Field(None, gt=0, le=1000)
     """Peak learning rate of the token embedding and the output head, where they are trained. Unset:
     learning_rate."""
+    lr_groups: list[LearningRateGroup] = []
+    """Parameters with other peak learning rates; of several that fit a tensor the last one counts,
+    before embedding_lr and lora_plus_ratio."""
+    unfrozen_parameters: list[Pattern] = []
+    """Train only tensors in whose Hugging Face names one of these regular expressions is found, and
+    of these only the rows of a range behind it: "^model.embed_tokens.weight$[128000:]". Empty: all.
+    """
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Clip the global gradient norm to this; unset to not clip."""
     gradient_accumulation_steps: int = Field(1, ge=1, le=ROWS)

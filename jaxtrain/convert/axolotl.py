@@ -1,5 +1,6 @@
 """Axolotl's YAML."""
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
@@ -161,6 +162,25 @@ def _plugins(conversion: Conversion, value: Any) -> None:
     for name in listed(value):
         if not any(part in str(name).lower() for part in BUILT_IN):
             conversion.miss(f"{name}: docs/reference/config.md has what is built in")
+
+
+def _unfrozen(conversion: Conversion, value: Any) -> None:
+    """Their patterns are matched from the beginning of a name."""
+    patterns = [str(pattern) for pattern in listed(value)]
+    anchored = [p if p.startswith("^") else f"^{p}" for p in patterns]
+    conversion.set("optim.unfrozen_parameters", anchored or None)
+
+
+def _lr_groups(conversion: Conversion, value: Any) -> None:
+    """Their modules are parts of names; the first group that fits counts."""
+    groups = [
+        {
+            "pattern": "|".join(map(re.escape, listed(group["modules"]))),
+            "learning_rate": group["lr"],
+        }
+        for group in listed(value)
+    ]
+    conversion.set("optim.lr_groups", groups[::-1] or None)
 
 
 def _read_datasets(key: str, conversion: Conversion, value: Any) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 from jaxtrain.batch import Batch
 from jaxtrain.config import OptimConfig
 from jaxtrain.core.bundle import ModelBundle
-from jaxtrain.core.optimizer import build_optimizer, build_schedule
-from jaxtrain.core.roles import Models, ModelSnapshot, Role, Roles, prefix
+from jaxtrain.core.optimizer import build_schedule
+from jaxtrain.core.roles import Models, ModelSnapshot, Role, Roles, open_optimizer, prefix
 from jaxtrain.core.step import State, StepOutput, abstract_state, init_state, make_step
 from jaxtrain.distributed.feed import feed
 
@@ -49,9 +49,11 @@ class AuxiliaryModel:
         models = {learner.name: learner.role, learner.teacher: Role(trained, "own")}
         optim, shapes = learner.optim, self.roles.trained_shapes
         # The number of its steps is unknown: the config admits only schedules that need none.
-        self.optimizer = build_optimizer(optim, build_schedule(optim, 1), shapes)
+        self.optimizer, build = open_optimizer(
+            optim, build_schedule(optim, 1), self.roles, Roles(models).build
+        )
         self.run_step = make_step(
-            Roles(models).build, learner.loss, learner.coef, self.optimizer, optim.max_grad_norm
+            build, learner.loss, learner.coef, self.optimizer, optim.max_grad_norm
         )
         self.state: State = abstract_state(
             shapes, self.optimizer, self.roles.copy_shapes, optim.offload

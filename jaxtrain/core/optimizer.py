@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxtrain import plugins
@@ -77,11 +78,15 @@ def decay_share(shape: str, remaining):
 
 
 def build_optimizer(
-    optim: OptimConfig, schedule: optax.Schedule, params: Params
+    optim: OptimConfig,
+    schedule: optax.Schedule,
+    params: Params,
+    groups: Any = None,
 ) -> optax.GradientTransformation:
     """Build the named optimizer with its weight-decay mask and per-parameter rates. The step clips
-    gradients itself. Raises UserError for rates of parameters that are not trained."""
-    factors = {path: rate_factor(path, optim) for path in params}
+    gradients itself. groups: ParameterGroups, with rates and what is trained. Raises UserError for
+    rates of parameters that are not trained."""
+    factors: dict[str, Any] = {path: rate_factor(path, optim) for path in params}
     for key, concerned in [("lora_plus_ratio", is_second), ("embedding_lr", is_embedding)]:
         if getattr(optim, key) is not None and not any(map(concerned, params)):
             needed = (
@@ -93,17 +98,22 @@ def build_optimizer(
                 f"optim.{key} is the rate of what is not trained here; remove it, or set {needed}"
             )
     base = _named(optim, schedule, params)
+    if groups is not None:
+        factors = {path: groups.factor(path, factor) for path, factor in factors.items()}
+        labels: Any = {path: "frozen" if groups.is_frozen(path) else "trained" for path in params}
+        if "frozen" in labels.values():  # without moments
+            base = optax.partition({"trained": base, "frozen": optax.set_to_zero()}, labels)
     if optim.moments != "params":
         from jaxtrain.core.moments import store_moments
 
         base = store_moments(base, optim.moments, stays_float32)
     # A stage more, even an idle one, would be another tree of states: checkpoints of runs without
     # it could not be restored.
-    if all(factor == 1 for factor in factors.values()):
+    if all(np.all(factor == 1) for factor in factors.values()):
         return base
 
     def scale(updates: Any, _: Any) -> Any:
-        return {path: value * factors[path] for path, value in updates.items()}
+        return {path: (u * factors[path]).astype(u.dtype) for path, u in updates.items()}
 
     # Every optimizer multiplies by its rate last, weight decay included.
     return optax.chain(base, optax.stateless(scale))

@@ -23,8 +23,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from jaxtrain.config import OptimConfig
 from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.optimizer import build_optimizer
 from jaxtrain.core.weights import (
     abstract_params,
     open_base,
@@ -194,6 +197,24 @@ class Roles:
                 params = params if name == self.trained else jax.lax.stop_gradient(params)
                 models[name] = self._rebuild[name](params)
         return models
+
+
+def open_optimizer(
+    optim: OptimConfig,
+    schedule: optax.Schedule,
+    roles: Roles,
+    build: Callable[[Params], Models] | None = None,
+) -> tuple[optax.GradientTransformation, Callable[[Params], Models]]:
+    """Return (optimizer of the trained role, `build`, by default that of the roles, without
+    gradients of what optim.unfrozen_parameters leaves out)."""
+    shapes: Any = roles.trained_shapes
+    build = build or roles.build
+    if not optim.lr_groups and not optim.unfrozen_parameters:
+        return build_optimizer(optim, schedule, shapes), build
+    from jaxtrain.core.parameter_groups import read_groups
+
+    groups = read_groups(optim, roles.bundle, shapes)
+    return build_optimizer(optim, schedule, shapes, groups), groups.stop(build)
 
 
 @dataclass(frozen=True)

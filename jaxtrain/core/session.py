@@ -16,8 +16,8 @@ from jaxtrain.config.model import ModelConfig, OptimConfig
 from jaxtrain.config.policies import list_trained
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.losses.balance import Balance, move_biases, with_balance
-from jaxtrain.core.optimizer import build_optimizer, build_schedule
-from jaxtrain.core.roles import ModelSnapshot, Roles
+from jaxtrain.core.optimizer import build_schedule
+from jaxtrain.core.roles import ModelSnapshot, Roles, open_optimizer
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.step import (
     State,
@@ -154,7 +154,7 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
         steps = math.ceil(rounds.total_steps / max(1, len(policies)))
         optim = cut_warmup(config, steps, log)
         schedule = build_schedule(optim, steps)
-        optimizer = build_optimizer(optim, schedule, roles.trained_shapes)
+        optimizer, build = open_optimizer(optim, schedule, roles)
         state = abstract_state(
             roles.trained_shapes, optimizer, roles.copy_shapes, config.optim.offload
         )
@@ -166,7 +166,7 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
             optimizer=optimizer,
             schedule=schedule,
             run_step=make_step(
-                roles.build, loss, coef, optimizer, config.optim.max_grad_norm, update_biases, noise
+                build, loss, coef, optimizer, config.optim.max_grad_norm, update_biases, noise
             ),
             # Without balance and noise: held-out numbers are those of the task alone.
             run_eval=make_eval(roles.build, task.loss),
