@@ -37,12 +37,14 @@ class DatasetConfig(Section):
     renamed: ClassVar[Mapping[str, str]] = {"neighbours": "neighbors"}
 
     path: Place
-    """File (jsonl, json, csv, parquet, arrow, txt), folder of such files, Hub id, or
+    """File (jsonl, json, csv, parquet, arrow, txt, WebDataset's tar), folder of such files, URL of
+    either ("s3://bucket/*.jsonl", gs://, https://: copied to the cache first), a database by
+    SQLAlchemy ("sqlite:///rows.db", see name), Hub id, or
     "builtin:calculator" (conversations that the project generates), "builtin:calculator_pairs"
     (right answers against wrong ones), "builtin:tasks" (the numbers of a taskset's tasks, env.kind
     verifiers), or for task tree "builtin:caterpillar" (random trees)."""
     name: str | None = None
-    """Subset of a Hub dataset."""
+    """Subset of a Hub dataset; table or query (SELECT ...) of a database."""
     split: str = "train"
     """Split, with optional slice: "train", "train[:90%]", "train[100:200]"."""
     streaming: bool = False

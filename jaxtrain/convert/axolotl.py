@@ -212,6 +212,8 @@ def _read_dataset(conversion: Conversion, source: Mapping[str, Any]) -> dict[str
         elif column not in (None, "", target, target.rpartition(".")[2]):
             fields[target] = column
     rest = {key: value for key, value in source.items() if key not in FIELDS}
+    if skip := rest.pop("skip", None):
+        rest["split"] = f"{rest.get('split') or 'train'}[{skip}:]"
     dataset.run(DATASET, rest, prefix="datasets.")
     dataset.set("fields", fields or None)
     _as_prompts(dataset, kind)

@@ -7,6 +7,7 @@ stream, which can only be iterated, from any start. Only json and csv files are 
     parquet    datasets' memory-mapped arrow cache         arrow      memory-mapped
     txt        like jsonl, one row per line
     json csv   in memory                                   Hub        datasets
+    tar        read on access      URLs    copied first, then as files; databases in memory
 """
 
 import bisect
@@ -33,6 +34,13 @@ from jaxtrain.data.sources.tables import (
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import show
 
+
+def _open_tar(path: str) -> Any:
+    from jaxtrain.data.sources.remote import TarRows
+
+    return TarRows(path)
+
+
 OPENERS: dict[str, Callable[[str], Any]] = {
     ".jsonl": JsonlRows,
     ".json": open_json,
@@ -40,6 +48,7 @@ OPENERS: dict[str, Callable[[str], Any]] = {
     ".parquet": open_parquet,
     ".arrow": open_arrow,
     ".txt": TextRows,
+    ".tar": _open_tar,
 }
 BUILTIN = "builtin:"
 SPLIT = re.compile(r"^([\w.-]{1,200})(?:\[(-?\d{1,15}%?)?:(-?\d{1,15}%?)?\])?$", re.ASCII)
@@ -106,6 +115,10 @@ def open_rows(dataset: DatasetConfig) -> Any:
         raise UserError(
             f"data.datasets[].options are for {BUILTIN} data, but the path is {dataset.path}"
         )
+    elif DATABASES.match(dataset.path):
+        if dataset.streaming:
+            raise UserError(f"{dataset.path}: a query is read as a whole; set streaming to false")
+        rows = _open_query(dataset)
     elif files := _find(dataset.path, split.name):
         if dataset.streaming:
             return _limit(FileStream(tuple(map(str, files))), split, dataset.max_rows)
@@ -253,7 +266,12 @@ def _builtin(dataset: DatasetConfig, split: str) -> RowSource:
 
 
 def _find(path: str, split: str) -> list[Path]:
-    """List the files (or the save_to_disk folder) of a local path; none if it is a Hub id."""
+    """List the files (or the save_to_disk folder) of a path; none if it is a Hub id."""
+    if "://" in path:
+        from jaxtrain.data.sources.remote import fetch
+
+        files = fetch(path, tuple(OPENERS))
+        return _in_folder(files, split) if isinstance(files, Path) else files
     location = Path(os.path.expanduser(path))
     try:
         if location.is_dir():
@@ -320,6 +338,18 @@ def _open(file: Path, split: str) -> RowSource:
         return OPENERS[file.suffix](str(file))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+DATABASES = re.compile(
+    r"(sqlite|postgresql|mysql|mariadb|mssql|oracle|duckdb|snowflake)(\+\w+)?://"
+)
+"""URLs of SQLAlchemy's."""
+
+
+def _open_query(dataset: DatasetConfig) -> RowSource:
+    from jaxtrain.data.sources.remote import QueryRows
+
+    return QueryRows(dataset)
 
 
 def _join(parts: list[RowSource]) -> RowSource:

@@ -1,0 +1,176 @@
+"""Rows from elsewhere: files behind fsspec's URLs, queries of databases, tar files of samples.
+
+s3://, gs://, memory:// ...   copied to the cache of downloads, then read as files here
+sqlite://, postgresql:// ...  one query's rows, in memory
+.tar                          WebDataset: members of one name are a sample, a suffix is a column
+"""
+
+import glob
+import hashlib
+import os
+import re
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.data import DatasetConfig
+from jaxtrain.data.sources.jsonl import MAX_ROW
+from jaxtrain.errors import UserError
+from jaxtrain.safe_io import UnreadableRow, parse_json
+from jaxtrain.text_safety import show
+
+EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}
+"""Extras of this package with the file systems of a scheme."""
+MAX_RESULT = 10_000_000
+"""Limit of rows of a query."""
+
+
+def fetch(url: str, suffixes: Sequence[str]) -> Path | list[Path]:
+    """Return copies of the files at a URL: those of a pattern, or the one file, or a folder with
+    all files of these suffixes. What is there already in the same state is not copied again.
+
+    Copies lie in jaxtrain/downloads of $XDG_CACHE_HOME or ~/.cache. Raises UserError.
+    """
+    import fsspec
+
+    scheme = url.partition("://")[0]
+    try:
+        system, place = fsspec.url_to_fs(url)
+        if glob.has_magic(place):
+            names, whole = sorted(system.glob(place)), False
+        elif whole := system.isdir(place):
+            names = [name for name in sorted(system.find(place)) if name.endswith(tuple(suffixes))]
+        else:
+            names = [place] if system.exists(place) else []
+        if not names:
+            raise UserError(f"no file at {show(url)} (key data.datasets[].path)")
+        state = [(name, str(system.ukey(name))) for name in names]
+        digest = hashlib.blake2b(repr((url, state)).encode(), digest_size=12).hexdigest()
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+        folder = home / "jaxtrain" / "downloads" / digest
+        root = place.rstrip("/") if whole else os.path.commonpath(map(os.path.dirname, names))
+        files = [folder / os.path.relpath(name, root or ".") for name in names]
+        for name, file in zip(names, files, strict=True):
+            if not file.exists():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                part = file.with_name(f"{file.name}.{os.getpid()}.part")
+                system.get_file(name, str(part))
+                part.replace(file)
+        return folder if whole else files
+    except UserError:
+        raise
+    except ImportError as error:
+        extra = EXTRAS.get(scheme)
+        cure = f"pip install 'jaxtrain[{extra}]'" if extra else str(error)
+        raise UserError(f"paths with {scheme}:// need a package: {cure}") from None
+    except Exception as error:  # file systems raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{show(url)} cannot be read: {reason}") from error
+
+
+class QueryRows:
+    """Rows of a query, in memory; values are texts, numbers, true or false, or missing."""
+
+    def __init__(self, dataset: DatasetConfig) -> None:
+        """dataset.name: a table, or a query that begins with SELECT or WITH. Raises UserError."""
+        try:
+            import sqlalchemy
+        except ModuleNotFoundError:
+            raise UserError("databases need SQLAlchemy: pip install 'jaxtrain[sql]'") from None
+        if not dataset.name:
+            raise UserError(
+                f"{show(dataset.path)} is a database: name a table, or a query, as its name (key"
+                " data.datasets[].name)"
+            )
+        self.name = "query" if " " in dataset.name else dataset.name
+        try:
+            engine = sqlalchemy.create_engine(dataset.path)
+            if re.match(r"(?i)\s*(select|with)\b", dataset.name):
+                query: Any = sqlalchemy.text(dataset.name)
+            else:
+                query = sqlalchemy.select(
+                    sqlalchemy.Table(dataset.name, sqlalchemy.MetaData(), autoload_with=engine)
+                )
+            with engine.connect() as connection:
+                result = connection.execute(query)
+                self.columns = list(result.keys())
+                self.rows = [tuple(row) for row in result.fetchmany(MAX_RESULT + 1)]
+            engine.dispose()
+        except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{show(dataset.path)}, {show(dataset.name)}: {reason}") from None
+        if len(self.rows) > MAX_RESULT:
+            raise UserError(
+                f"{show(dataset.path)}: more than {MAX_RESULT:,} rows; add a LIMIT to the query, or"
+                " export it to parquet"
+            )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        cells = zip(self.columns, self.rows[index], strict=True)
+        return {
+            name: value if isinstance(value, str | int | float | bool) else str(value)
+            for name, value in cells
+            if value is not None
+        }
+
+    def origin(self, index: int) -> str:
+        """Return the name of a row in messages: table and number, from 1."""
+        return f"{self.name} row {index + 1}"
+
+
+class TarRows:
+    """Samples of a WebDataset tar file; a row is read on access.
+
+    The keys of a member .json are columns, .txt is the column `text`, other members are columns of
+    their suffix: texts, or the number of bytes of what is none.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        samples: dict[str, dict[str, tuple[int, int]]] = {}
+        try:
+            with tarfile.open(path, "r:") as archive:
+                for member in archive:
+                    folder, _, name = member.name.rpartition("/")
+                    key, _, suffix = name.partition(".")
+                    if member.isfile() and key and suffix:
+                        place = (member.offset_data, member.size)
+                        samples.setdefault(f"{folder}/{key}", {})[suffix] = place
+        except tarfile.TarError as error:
+            raise UserError(f"{path} is not a readable tar file: {error}") from error
+        if not samples:
+            raise UserError(f"{path} holds no samples: members are named KEY.json, KEY.txt ...")
+        self.samples = list(samples.items())
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        _, members = self.samples[index]
+        row: dict[str, Any] = {}
+        with open(self.path, "rb") as file:
+            for suffix, (start, size) in members.items():
+                if size > MAX_ROW:
+                    return UnreadableRow(f"more than {MAX_ROW:,} bytes")
+                file.seek(start)
+                data = file.read(size)
+                try:
+                    text = data.decode()
+                    value = parse_json(text) if suffix == "json" else text
+                except ValueError:
+                    if suffix in ("json", "txt"):
+                        return UnreadableRow(f"a damaged {suffix}")
+                    value = f"{size} bytes"
+                if suffix == "json" and isinstance(value, dict):
+                    row |= value
+                else:
+                    row["text" if suffix == "txt" else suffix] = value
+        return row
+
+    def origin(self, index: int) -> str:
+        """Return the name of a sample in messages: file and key."""
+        return f"{Path(self.path).name} {self.samples[index][0].lstrip('/')}"
