@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import jaxtrain
+from jaxtrain import plugins
 from jaxtrain.arguments import HelpPrinted
 from jaxtrain.cli import VERBS
 from jaxtrain.errors import RunStopped, UserError
@@ -34,7 +35,11 @@ def main(argv: list[str]) -> int:
         if argv == ["--version"]:
             return print_version()
         if verb not in places:
-            raise UserError(f"unknown verb {show(verb)}; the verbs are {', '.join(places)}")
+            brought = [entry.name for entry in plugins.list_entry_points("verbs")]
+            if verb not in brought:
+                names = ", ".join([*places, *brought])
+                raise UserError(f"unknown verb {show(verb)}; the verbs are {names}")
+            return plugins.find("verbs", verb, {}, key="verb")(rest) or 0
         return EntryPoint(verb, places[verb], "verbs").load()(rest) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -45,9 +50,7 @@ def main(argv: list[str]) -> int:
     except HelpPrinted:
         raise
     except SystemExit as error:  # of a plugin: a run that it ends is none that succeeded
-        from jaxtrain.plugins import describe
-
-        print(f"stopped: {describe(error)}", file=sys.stderr)
+        print(f"stopped: {plugins.describe(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before training watches the signals itself
         print("interrupted", file=sys.stderr)

@@ -41,8 +41,9 @@ GROUPS = {
     "observers": "observers.N.kind",
     "optimizers": "optim.name",
     "schedules": "optim.lr_scheduler",
+    "verbs": "the word behind jaxtrain",
 }
-"""Extension points, and the config keys that select them."""
+"""Extension points, and the config keys or words that select them."""
 FAILURES = (Exception, SystemExit)
 """Exceptions of foreign code that are reported under its name; sys.exit() would otherwise end a run
 as if it had succeeded."""

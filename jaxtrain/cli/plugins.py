@@ -16,6 +16,7 @@ BUILTIN = {
     "observers": "jaxtrain.config.observers:OBSERVERS",
     "optimizers": "jaxtrain.config.model:OPTIMIZERS",
     "schedules": "jaxtrain.config.model:SCHEDULES",
+    "verbs": "jaxtrain.cli:VERBS",
 }
 """Variables that hold a group's built-in names."""
 

@@ -386,6 +386,16 @@ def test_an_optimizer_and_a_schedule(name_of):
         build_optimizer(wrong, schedule, params)
 
 
+def test_a_verb(my_package, tmp_path, capsys):
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert main(["count-rows", f"{tmp_path}/x.jsonl"]) == 0
+    assert capsys.readouterr().out == f"2 {tmp_path}/x.jsonl\n"
+    assert main(["count-rows", f"{tmp_path}/y.jsonl"]) == 2
+    assert "no such file" in capsys.readouterr().err
+    assert main(["count-row"]) == 2 and "convert" in (text := capsys.readouterr().err)
+    assert "count-rows" in text
+
+
 def test_optax_itself_is_outside():
     optim = OptimConfig(
         name="optax:adan",
