@@ -15,7 +15,10 @@ from jaxtrain.safe_io import parse_json, read_text
 from jaxtrain.text_safety import escape_control_chars
 
 if TYPE_CHECKING:
+    from jaxtrain.cli.answer_file import AnswerFile
     from jaxtrain.cli.play import AnswerWriter
+    from jaxtrain.config import DatasetConfig
+    from jaxtrain.generation.engine import Completion
     from jaxtrain.generation.episodes import Episode
 
 
@@ -31,12 +34,31 @@ def run_generate(argv: list[str]) -> None:
         type=os.path.expanduser,
         help="a run's output_dir, a Hugging Face folder or a Hub id",
     )
-    parser.add_argument("overrides", nargs="*", help="sampling.key=value and the like")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        help="sampling.key=value and the like; dataset.key=value for --input",
+    )
     parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
     parser.add_argument(
-        "--input", type=expand_path, help="jsonl with prompt or messages in each line"
+        "--input",
+        type=os.path.expanduser,
+        help="rows with a prompt or messages: jsonl, or whatever data.datasets[].path takes",
     )
-    parser.add_argument("--output", type=expand_path, help="jsonl to write the answers to")
+    parser.add_argument(
+        "--output",
+        type=expand_path,
+        help="jsonl of the rows with their answers; what has ended is kept in OUTPUT.part, from"
+        " which the same command goes on",
+    )
+    parser.add_argument(
+        "--shard-rows", type=int, help="make --output a folder of files of so many rows"
+    )
+    parser.add_argument(
+        "--messages",
+        action="store_true",
+        help="write conversations that end in the answer, as messages, instead of completion",
+    )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the file --output if it is there"
     )
@@ -63,6 +85,7 @@ def run_generate(argv: list[str]) -> None:
 
 def generate_command(args: argparse.Namespace) -> None:
     """Run the verb; raises UserError for unusable input before any weight is loaded."""
+    from jaxtrain.cli.answer_file import AnswerFile
     from jaxtrain.cli.play import ENV_KEYS, AnswerWriter
     from jaxtrain.runs.run_files import require_writable
 
@@ -77,22 +100,35 @@ def generate_command(args: argparse.Namespace) -> None:
         )
     if not args.env and any(word.startswith(ENV_KEYS) for word in args.overrides):
         raise UserError("generate: keys of sections env and policies have no effect without --env")
-    rows = list_rows(args)
-    if args.output:
+    if args.messages and (args.raw or args.ids or args.env or not args.output):
+        raise UserError("generate: --messages is for conversations that go into --output")
+    if args.shard_rows is not None and (args.shard_rows < 1 or args.env or not args.output):
+        raise UserError("generate: --shard-rows is at least 1, for an --output without --env")
+    words = [word for word in args.overrides if word.startswith("dataset.")]
+    args.overrides = [word for word in args.overrides if word not in words]
+    rows, dataset = list_rows(args, words)
+    if args.output and args.env:
         require_writable(args.output, args.overwrite)
-    requests = [read_request(row, origin, args) for row, origin in rows if not args.env]
+    requests = [read_request(row, origin, args, dataset) for row, origin in rows if not args.env]
     raw = args.raw or args.ids
+    file = None
+    if args.output and not args.env:
+        names = ("model", "overrides", "raw", "ids", "system", "draft", "messages")
+        file = AnswerFile(
+            args.output,
+            [row for row, _ in rows],
+            ({name: getattr(args, name) for name in names}, words),
+            overwrite=args.overwrite,
+            shard_rows=args.shard_rows,
+        )
     writer = AnswerWriter(args.model, args.overrides, raw, args.draft, acts=args.env)
     if not rows:
         converse(writer, args.system, args.env)
     elif args.env:
         played = [env_row(row, origin) for row, origin in rows]
         write_records(args, played, list(map(describe_episode, writer.play(played))))
-    elif args.ids:
-        records = continue_ids(writer, requests)
-        write_records(args, [request["row"] for request in requests], records)
     else:
-        answer_requests(args, writer, requests)
+        answer_requests(args, writer, requests, file)
     if (counted := writer.sampler.acceptance) is not None:
         print(
             f"draft: {counted.mean:.2f} tokens a pass, {counted.accepted} of"
@@ -102,50 +138,64 @@ def generate_command(args: argparse.Namespace) -> None:
 
 
 def answer_requests(
-    args: argparse.Namespace, writer: AnswerWriter, requests: list[dict[str, Any]]
+    args: argparse.Namespace,
+    writer: AnswerWriter,
+    requests: list[dict[str, Any]],
+    file: AnswerFile | None,
 ) -> None:
-    """Answers to texts or conversations, written."""
-    prompts = [request["prompt"] for request in requests]
-    tools, keywords = (
-        [request.get(key) for request in requests] for key in ("tools", "chat_template_kwargs")
+    """Answer ids, texts or conversations: into the file, each as it ends, or to people."""
+    columns = (
+        [request.get(key) for request in requests]
+        for key in ("prompt", "tools", "chat_template_kwargs")
     )
-    answers = writer.answer(prompts, tools, keywords)
-    records = [
-        ({"completion": answer}, f">>> {request['shown']}\n{answer}\n")
-        for request, answer in zip(requests, answers, strict=True)
-    ]
-    write_records(args, [request["row"] for request in requests], records)
+    if args.ids:
+        from jaxtrain.api import read_ids
 
+        size = writer.model.vocab_size
+        tokens = [read_ids(r["prompt"], size, r["shown"]).tolist() for r in requests]
+    else:
+        tokens = writer.tokenize(*columns)
+    pending = range(len(requests)) if file is None else file.pending
+    if file is not None and file.answers:
+        print(f"{len(file.answers)} answers are in {file.part}; {len(pending)} are left")
 
-def continue_ids(
-    writer: AnswerWriter, requests: list[dict[str, Any]]
-) -> list[tuple[dict[str, Any], str]]:
-    """Return (keys to add to a row, the row as a line of JSON) for each request."""
-    from jaxtrain.api import read_ids
+    def describe(index: int, answer: Completion) -> dict[str, Any]:
+        if args.ids:
+            keys = {"completion_ids": answer.tokens, "logprobs": answer.logprobs}
+            return {**keys, "finish_reason": answer.finish_reason}
+        text = writer.decode(answer)
+        if args.messages:
+            message = {"role": "assistant", "content": text}
+            return {"messages": [*requests[index]["prompt"], message]}
+        return {"completion": text}
 
-    size = writer.model.vocab_size
-    prompts = [read_ids(r["prompt"], size, r["shown"]).tolist() for r in requests]
-    records = []
-    for request, answer in zip(requests, writer.complete(prompts), strict=True):
-        keys = {
-            "completion_ids": answer.tokens,
-            "logprobs": answer.logprobs,
-            "finish_reason": answer.finish_reason,
-        }
-        records.append((keys, json.dumps({**request["row"], **keys})))
-    return records
+    def write(index: int, answer: Completion) -> None:
+        if file is not None:
+            file.add(index, describe(index, answer))
+
+    prompts = [tokens[index] for index in pending]
+    answers = writer.complete(prompts, draws=list(pending), on_end=write) if prompts else []
+    if file is not None:
+        file.finish()
+        print(f"{len(requests)} answers in {args.output}")
+        return
+    for index, answer in enumerate(answers):
+        keys, request = describe(index, answer), requests[index]
+        text = f">>> {request['shown']}\n{keys.get('completion', keys)}\n"
+        text = json.dumps({**request["row"], **keys}) if args.ids else text
+        print(escape_control_chars(text))
 
 
 def write_records(
     args: argparse.Namespace, rows: list[dict[str, Any]], answers: list[tuple[dict[str, Any], str]]
 ) -> None:
     """Into the file --output, or to people. answers: (keys to add to a row, text) for each row."""
+    from jaxtrain.cli.answer_file import write_row
     from jaxtrain.runs.run_files import write_output
 
     if args.output:
         merged_rows = [{**row, **keys} for row, (keys, _) in zip(rows, answers, strict=True)]
-        lines = "".join(json.dumps(record) + "\n" for record in merged_rows)
-        write_output(args.output, lines.encode())
+        write_output(args.output, b"".join(map(write_row, merged_rows)))
         print(f"{len(merged_rows)} answers in {args.output}")
         return
     for _, text in answers:
@@ -187,16 +237,44 @@ def describe_episode(episode: Episode) -> tuple[dict[str, Any], str]:
     return {**summaries[0], **other_members}, "\n".join(lines) + "\n"
 
 
-def list_rows(args: argparse.Namespace) -> list[tuple[dict[str, Any], str]]:
-    """Rows of --prompt and --input in order, and where each stands; none: a conversation."""
+def list_rows(
+    args: argparse.Namespace, words: list[str]
+) -> tuple[list[tuple[dict[str, Any], str]], DatasetConfig | None]:
+    """Rows of --prompt and --input in order, and where each stands (none: a conversation), and the
+    dataset that --input and `words`, dataset.key=value, name."""
+    dataset = None
     if args.ids:
         rows = [parse_line(text, f"--prompt {text!r:.60}") for text in args.prompt]
     else:
         rows = [({"prompt": text}, f"--prompt {text!r}") for text in args.prompt]
-    if args.input:
-        rows += read_lines(args.input)
+    if words and not args.input:
+        raise UserError(f"generate: {words[0].partition('=')[0]} has no effect without --input")
+    if args.input and (words or Path(args.input).suffix != ".jsonl" or "://" in args.input):
+        from jaxtrain.cli.processes import read_dataset
+
+        dataset = read_dataset(args.input, words)
+        rows += read_rows(dataset)
+    elif args.input:
+        rows += read_lines(Path(args.input))
     if not rows and (args.output or args.raw or args.ids):
         raise UserError("generate: --raw, --ids and --output need --prompt or --input")
+    return rows, dataset
+
+
+def read_rows(dataset: DatasetConfig) -> list[tuple[dict[str, Any], str]]:
+    """The rows of a dataset with where each stands; UserError for one that cannot be read."""
+    from jaxtrain.data.chat.messages import MalformedRow, check_readable
+    from jaxtrain.data.sources.dataset import open_rows
+
+    if dataset.streaming:
+        raise UserError("generate: dataset.streaming true is not for prompts; remove it")
+    source = open_rows(dataset)
+    rows = [(source[index], source.origin(index)) for index in range(len(source))]
+    for row, origin in rows:
+        try:
+            check_readable(row)
+        except MalformedRow as error:
+            raise UserError(error.describe(origin)) from None
     return rows
 
 
@@ -233,7 +311,9 @@ def parse_line(line: str, origin: str) -> tuple[dict[str, Any], str]:
     return row, origin
 
 
-def read_request(row: dict[str, Any], origin: str, args: argparse.Namespace) -> dict[str, Any]:
+def read_request(
+    row: dict[str, Any], origin: str, args: argparse.Namespace, dataset: DatasetConfig | None
+) -> dict[str, Any]:
     """Read one prompt: ids, text for --raw, else messages that end before the assistant speaks."""
     from jaxtrain.data.chat.messages import SYSTEM_ROLES, MalformedRow
     from jaxtrain.data.chat.rows import Row, read_prompt
@@ -243,7 +323,7 @@ def read_request(row: dict[str, Any], origin: str, args: argparse.Namespace) -> 
             raise UserError(f"{origin}: --ids needs a list of token ids in the key prompt_ids")
         return {"row": row, "prompt": row["prompt_ids"], "shown": f"{origin}: prompt_ids"}
     try:
-        prompt = read_prompt(Row(row))
+        prompt = read_prompt(Row(row, **dataset.reading) if dataset else Row(row))
     except MalformedRow as error:
         raise UserError(error.describe(origin)) from None
     if args.raw:
@@ -256,13 +336,15 @@ def read_request(row: dict[str, Any], origin: str, args: argparse.Namespace) -> 
             f" {', '.join(row) or 'none'}"
         )
     messages = prompt.messages
+    keywords = {**(dataset.chat_template_kwargs if dataset else {})}
+    keywords |= prompt.chat_template_kwargs or {}
     if args.system and messages[0]["role"] not in SYSTEM_ROLES:
         messages = [{"role": "system", "content": args.system}, *messages]
     return {
         "row": row,
         "prompt": messages,
         "tools": prompt.tools,
-        "chat_template_kwargs": prompt.chat_template_kwargs,
+        "chat_template_kwargs": keywords or None,
         "shown": messages[-1]["content"],
     }
 
@@ -287,6 +369,7 @@ def converse(writer: AnswerWriter, system: str | None, env: bool) -> None:
             messages = list(start)
             continue
         messages.append({"role": "user", "content": text})
-        (answer,) = writer.answer([messages], [None], [None])
+        (completion,) = writer.complete(writer.tokenize([messages], [None], [None]))
+        answer = writer.decode(completion)
         print(escape_control_chars(answer))
         messages.append({"role": "assistant", "content": answer})

@@ -145,14 +145,14 @@ class AnswerWriter:
         if folder is not None and (ignored := describe_ignored(folder)):
             print(f"note: {ignored}", file=sys.stderr)
 
-    def answer(
+    def tokenize(
         self, prompts: list[Any], tools: list[Any], keywords: list[Any] | None = None
-    ) -> list[str]:
-        """Texts for prompts (strings with --raw, else message lists), side by side.
-        keywords: those of each prompt for the chat template."""
+    ) -> list[list[int]]:
+        """Tokens of prompts (strings with --raw, else message lists). keywords: those of each
+        prompt for the chat template."""
         keywords = keywords or [None] * len(prompts)
         try:
-            tokens = [
+            return [
                 encode(self.tokenizer, prompt)
                 if self.raw
                 else prompt_tokens(self.tokenizer, prompt, tool, kwargs=keyword)
@@ -160,17 +160,17 @@ class AnswerWriter:
             ]
         except TemplateFailed as error:
             raise UserError(f"a prompt cannot be written: {error}") from None
-        return [
-            decode_answer(self.tokenizer, answer.tokens, self.raw)
-            for answer in self.complete(tokens)
-        ]
 
-    def complete(self, tokens: list[list[int]]) -> list[Completion]:
-        """Answers to prompts of ids, side by side."""
+    def decode(self, answer: Completion) -> str:
+        """Text of an answer."""
+        return decode_answer(self.tokenizer, answer.tokens, self.raw)
+
+    def complete(self, tokens: list[list[int]], **options: Any) -> list[Completion]:
+        """Answers to prompts of ids, side by side; options: draws and on_end of the sampler."""
         empty = next((index for index, ids in enumerate(tokens) if not ids), None)
         if empty is not None:
             raise UserError(f"prompt {empty} is empty; give at least one token")
-        return self.sampler.generate(tokens, self.sampling)
+        return self.sampler.generate(tokens, self.sampling, **options)
 
     def play(self, rows: list[dict[str, Any]]) -> list[Episode]:
         """Episodes of rows in section env's environment, side by side."""

@@ -147,30 +147,50 @@ def lora_targets(conversion: Conversion, value: Any) -> None:
     if value in (True, "all-linear", "all", ["all-linear"]):
         conversion.set("adapter.target", "all-linear")
     elif isinstance(value, str) and re.search(r"[\\()\[*|^$]", value):
-        names = match_linears(value)
+        names, everywhere = match_linears(value)
         conversion.set("adapter.target", names or None)
-        if names:
-            conversion.log("the expression's matrices of the text model, by their names")
+        if not names:
+            conversion.miss("adapter.target has names, with * for any part; none fits a layer")
         else:
-            conversion.miss("adapter.target has names, with * for any part; none fits all layers")
+            conversion.log("the expression's matrices of the text model, by their names")
+        if names and not everywhere:
+            _train_layers(conversion, rf"(?:{value})\.lora_")
     elif value:
         conversion.set("adapter.target", value)
 
 
-def match_linears(expression: str) -> list[str]:
-    """Return names of the matrices that an expression has in all layers; none if only in some."""
+def lora_layers(conversion: Conversion, value: Any) -> None:
+    """Train adapters of some layers, by number."""
+    numbers = "|".join(map(str, value if isinstance(value, list) else [value]))
+    if value not in (None, []):
+        _train_layers(conversion, rf"layers\.({numbers})\..*\.lora_")
+
+
+def _train_layers(conversion: Conversion, pattern: str) -> None:
+    """Train the adapters that the pattern finds, and the tables that train whole."""
+    whole = ["embed_tokens", "lm_head"]
+    saved = str(conversion.source.get("lora_modules_to_save") or "")
+    patterns = [pattern, *(name for name in whole if name in saved)]
+    conversion.set("optim.unfrozen_parameters", patterns)
+    conversion.log("adapters of the other layers stay at zero")
+
+
+def match_linears(expression: str) -> tuple[list[str], bool]:
+    """Return names of the matrices that an expression has in a layer, and whether it has the same
+    ones in all layers."""
     try:
         pattern = re.compile(expression[:1000])
     except re.error:
-        return []
+        return [], False
     for root in ROOTS:
         layers = [
             [name for name in LINEARS if pattern.fullmatch(f"{root}layers.{layer}.{name}")]
-            for layer in range(32)
+            for layer in range(128)
         ]
-        if layers[0] and all(names == layers[0] for names in layers):
-            return list(dict.fromkeys(name.rpartition(".")[2] for name in layers[0]))
-    return []
+        if any(layers):
+            matched = dict.fromkeys(name.rpartition(".")[2] for names in layers for name in names)
+            return list(matched), all(names == layers[0] for names in layers)
+    return [], False
 
 
 def _lora_parameters(conversion: Conversion, value: Any) -> None:

@@ -161,9 +161,15 @@ def test_an_expression_of_matrices_becomes_their_names():
     conversion = convert("axolotl", **BASE, adapter="lora", lora_target_modules=expression)
     assert conversion.get("adapter.target") == ["q_proj", "k_proj", "up_proj"]
     some = r"model\.layers\.(3|7)\.self_attn\.q_proj"
-    assert match_linears(some) == [] and match_linears("(") == []
+    assert match_linears(some) == (["q_proj"], False) and match_linears("(") == ([], False)
     conversion = convert("axolotl", **BASE, adapter="lora", lora_target_modules=some)
-    assert conversion.get("adapter.target") is None and conversion.missed
+    assert conversion.get("adapter.target") == ["q_proj"] and not conversion.missed
+    assert conversion.get("optim.unfrozen_parameters") == [rf"(?:{some})\.lora_"]
+    layers = {"lora_target_modules": ["q_proj"], "peft_layers_to_transform": [0, 7]}
+    layers["lora_modules_to_save"] = ["lm_head"]
+    conversion = convert("axolotl", **BASE, adapter="lora", **layers)
+    patterns = [r"layers\.(0|7)\..*\.lora_", "lm_head"]
+    assert conversion.get("optim.unfrozen_parameters") == patterns and not conversion.missed
 
 
 def test_axolotl_ebft():

@@ -13,6 +13,7 @@ from jaxtrain.errors import UserError
 
 ROWS = [{"prompt": f"{i}+1?", "completion": str(i + 1)} for i in range(5)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+FIRST = LINES[: LINES.index("\n") + 1]
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,7 @@ def cache(tmp_path, monkeypatch):
 def memory():
     fsspec = pytest.importorskip("fsspec", reason="fsspec reads URLs")
     system = fsspec.filesystem("memory")
-    system.pipe({"/bucket/train.jsonl": LINES.encode(), "/bucket/test.jsonl": LINES[:32].encode()})
+    system.pipe({"/bucket/train.jsonl": LINES.encode(), "/bucket/test.jsonl": FIRST.encode()})
     system.pipe("/bucket/LICENSE", b"words")
     yield system
     system.rm("/bucket", recursive=True)
@@ -51,7 +52,7 @@ def test_what_is_there_is_not_copied_again(memory, cache):
     [file] = read(path) and list(cache.rglob("*.jsonl"))
     before = file.stat().st_mtime_ns
     assert read(path) == ROWS and file.stat().st_mtime_ns == before
-    memory.pipe("/bucket/train.jsonl", LINES[:32].encode())
+    memory.pipe("/bucket/train.jsonl", FIRST.encode())
     assert read(path) == ROWS[:1], "another state is another copy"
 
 

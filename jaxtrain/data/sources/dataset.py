@@ -367,7 +367,7 @@ def _limit(rows: Iterable[dict[str, Any]], split: SplitSpec, max_rows: int | Non
     first = int(split.start or 0)
     ends = [int(split.stop)] if split.stop is not None else []
     ends += [first + max_rows] if max_rows is not None else []
-    return LimitedStream(rows, first, min(ends)) if first or ends else rows
+    return LimitedStream(rows, first, min(ends, default=None)) if first or ends else rows
 
 
 def _hub(dataset: DatasetConfig, split: str) -> Any:

@@ -123,12 +123,14 @@ class Requests(ABC):
         sampling: Sampling,
         stop_ids: Iterable[int] = (),
         draws: Sequence[int] | None = None,
+        on_end: Callable[[int, Completion], None] = lambda number, completion: None,
     ) -> list[Completion]:
         """Return a Completion for each prompt, in order; see `engine.Completion` for its log-probs.
 
         Tokens of `stop_ids` end an answer besides those of the constructor. A draw depends on the
         seed and the prompt's number in `draws` (by default its index) alone, not on which rows
-        share its batch. Raises UserError for an empty prompt, one that leaves no room, and stop
+        share its batch. on_end: called with a prompt's number when its answer ends. Raises
+        UserError for an empty prompt, one that leaves no room, and stop
         texts without `to_text`.
         """
         stop_ids = tuple(stop_ids)
@@ -141,7 +143,8 @@ class Requests(ABC):
         for request in sorted(requests, key=lambda entry: len(entry.prompt)):
             self.add(request)
         while self.busy:
-            self.step()
+            for request in self.step():
+                on_end(request.number, request.completion)
         return [request.completion for request in requests]
 
     def request(

@@ -1,0 +1,109 @@
+"""Answers are on disk as they end: an interrupted `generate` goes on and writes what a whole one
+would have."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from test_generation_drafts import TARGET, save
+
+from jaxtrain.cli.answer_file import AnswerFile
+from jaxtrain.errors import UserError
+from jaxtrain.main import main
+from jaxtrain.models import families
+
+ROWS = [{"prompt": f"{i}?", "id": i} for i in range(5)]
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_that_have_ended_survive(tmp_path):
+    path = tmp_path / "deep" / "out.jsonl"
+    first = AnswerFile(path, ROWS, "model a")
+    for index in (3, 0):
+        first.add(index, {"completion": f"a{index}"})
+    with first.part.open("ab") as file:
+        file.write(b'[1, {"comple')  # killed in the middle of a line
+    assert not path.exists()
+
+    second = AnswerFile(path, ROWS, "model a")
+    assert second.pending == [1, 2, 4]
+    for index in second.pending:
+        second.add(index, {"completion": f"b{index}"})
+    second.finish()
+    answers = ["a0", "b1", "b2", "a3", "b4"]
+    expected = [{**row, "completion": a} for row, a in zip(ROWS, answers, strict=True)]
+    assert lines(path) == expected and not second.part.exists()
+    with pytest.raises(UserError, match="--overwrite"):
+        AnswerFile(path, ROWS, "model a")
+
+
+@pytest.mark.parametrize("changed", [{"settings": "model b"}, {"rows": ROWS[:4]}])
+def test_answers_to_something_else_are_no_start(tmp_path, changed):
+    path = tmp_path / "out.jsonl"
+    AnswerFile(path, ROWS, "model a").add(0, {})
+    arguments = {"rows": ROWS, "settings": "model a", **changed}
+    with pytest.raises(UserError, match="another model, other keys or other prompts"):
+        AnswerFile(path, **arguments)
+    file = AnswerFile(path, **arguments, overwrite=True)
+    assert len(file.pending) == len(arguments["rows"])
+    file.add(1, {})
+    assert len(lines(file.part)) == 2
+
+
+def test_shards(tmp_path):
+    file = AnswerFile(tmp_path / "out", ROWS, "", shard_rows=2)
+    for index in file.pending:
+        file.add(index, {"n": index})
+    file.finish()
+    shards = sorted((tmp_path / "out").iterdir())
+    assert [shard.name for shard in shards] == [f"0000{i}-of-00003.jsonl" for i in range(3)]
+    assert [row["n"] for shard in shards for row in lines(shard)] == list(range(5))
+    with pytest.raises(UserError, match="--overwrite"):
+        AnswerFile(tmp_path / "out", ROWS, "", shard_rows=2)
+
+
+KILLED = """
+import os, signal, sys
+from jaxtrain.cli.answer_file import AnswerFile
+from jaxtrain.main import main
+add = AnswerFile.add
+def add_and_die(self, index, keys):
+    add(self, index, keys)
+    if len(self.answers) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+AnswerFile.add = add_and_die
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on_with_any_dataset(tmp_path, capsys):
+    model = save(families.config_from_hf(TARGET), 0, tmp_path / "target")
+    text = "id,question\n" + "".join(f"{i},What is {i} + {i}?\n" for i in range(12))
+    (tmp_path / "rows.csv").write_text(text)
+    words = ["generate", str(model), "model.tokenizer=builtin", "sampling.max_new_tokens=9"]
+    words += ["sampling.temperature=1", "--input", str(tmp_path / "rows.csv"), "--output"]
+    assert main([*words, str(tmp_path / "whole.jsonl")]) == 0
+
+    killed = [*words, str(tmp_path / "killed.jsonl")]
+    process = subprocess.run([sys.executable, "-c", KILLED, *killed], capture_output=True)
+    assert process.returncode == -9 and not (tmp_path / "killed.jsonl").exists()
+    assert len(lines(tmp_path / "killed.jsonl.part")) == 6
+    capsys.readouterr()
+    assert main(killed) == 0
+    assert "5 answers are in" in capsys.readouterr().out
+    rows = lines(tmp_path / "whole.jsonl")
+    assert lines(tmp_path / "killed.jsonl") == rows
+    assert [(row["id"], row["question"]) for row in rows][3] == ("3", "What is 3 + 3?")
+
+    messages = [*words, str(tmp_path / "chats"), "--messages", "--shard-rows", "8"]
+    assert main(messages) == 0
+    chats = [row for file in sorted((tmp_path / "chats").iterdir()) for row in lines(file)]
+    said = [row["messages"][-1]["content"] for row in chats]
+    assert said == [row["completion"] for row in rows]
+    for wrong in (["--raw", "--messages"], ["--shard-rows", "0"], ["dataset.streaming=true"]):
+        assert main([*words, str(tmp_path / "x.jsonl"), *wrong]) == 2
