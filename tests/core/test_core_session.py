@@ -91,7 +91,7 @@ def test_the_source_is_closed_when_a_later_part_fails(monkeypatch):
     monkeypatch.setattr(BatchSource, "close", lambda self: (closed.append(self), close(self)))
     task = make_task(config)
     with monkeypatch.context() as patch:
-        patch.setattr(session, "build_optimizer", refuse)
+        patch.setattr(session, "open_optimizer", refuse)
         with pytest.raises(UserError, match="it is broken"):
             session.open_session(config, task, print)
     assert len(closed) == 1
