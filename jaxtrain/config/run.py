@@ -30,9 +30,9 @@ class RunConfig(Section):
     allow_config_change: Annotated[bool, RESUMABLE] = False
     """Resume although the saved config differs in keys that shape the result."""
     compile_cache: Annotated[bool, RESUMABLE] = True
-    """Keep what is compiled for GPUs and TPUs in $JAX_COMPILATION_CACHE_DIR, else in
-    jaxtrain/compiled of $XDG_CACHE_HOME or ~/.cache (20 GiB at most): the same run started again
-    begins at once."""
+    """Keep what is compiled in $JAX_COMPILATION_CACHE_DIR, else in jaxtrain/compiled of
+    $XDG_CACHE_HOME or ~/.cache (20 GiB at most; programs for CPUs apart by the kind of CPU): the
+    same run started again compiles nothing."""
     export: Annotated[bool, RESUMABLE] = True
     """Write the Hugging Face model folder <output_dir>/model when training ends."""
 

@@ -1,12 +1,21 @@
-"""Programs compiled for accelerators are kept on disk and reused."""
+"""Compiled programs are kept on disk and reused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.distributed import compile_cache
 from jaxtrain.distributed.compile_cache import keep_compiled
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -39,12 +48,77 @@ def test_programs_lie_in_the_users_cache(accelerator):
     assert keep_compiled() is None, "a folder is named now"
 
 
+def test_programs_of_cpus_lie_apart_by_the_kind_of_cpu(accelerator, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    folder = keep_compiled()
+    assert folder is not None and folder.parent == accelerator
+    assert folder.name == compile_cache.describe_cpu()
+    assert folder.name.startswith("cpu-") and len(folder.name) == 20
+
+
 def test_nothing_changes_where_it_cannot_help(accelerator, monkeypatch, tmp_path):
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "default_backend", lambda: "cpu")
-        assert keep_compiled() is None
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert compile_cache.default_folder().parts[-2:] == ("jaxtrain", "compiled")
     assert keep_compiled() is None
     assert jax.config.jax_compilation_cache_dir is None
+
+
+COUNT = """
+import sys, jax
+counts = {"requests": 0, "hits": 0}
+def listen(event, **values):
+    counts["requests"] += event == "/jax/compilation_cache/compile_requests_use_cache"
+    counts["hits"] += event == "/jax/compilation_cache/cache_hits"
+jax.monitoring.register_event_listener(listen)
+from jaxtrain.main import main
+code = main(sys.argv[1:])
+print("COUNTS", code, counts["requests"], counts["hits"])
+"""
+"""A program that runs a command and prints how many programs it needed and how many it read."""
+
+SFT = """
+[[data.datasets]]
+path = "ROWS"
+"""
+RL = f"""{SFT}{EVEN_TOKENS}
+[task]
+kind = "rl"
+[rollout]
+engine = "local"
+prompts_per_step = 4
+group_size = 4
+"""
+
+
+def count_programs(config, output, cache) -> tuple[int, int]:
+    """Run a config in a process of its own; (programs, those of them read from the cache)."""
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache), "XLA_FLAGS": ""}
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        env.pop(name, None)
+    words = ["--config", str(config), f"run.output_dir={output}"]
+    command = [sys.executable, "-c", COUNT, *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    code, requests, hits = done.stdout.rpartition("COUNTS ")[2].split()[:3]
+    assert code == "0"
+    return int(requests), int(hits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", [SFT, RL], ids=["sft", "grpo"])
+def test_the_same_command_again_compiles_nothing(table, tmp_path):
+    """In another process, with another folder for its output."""
+    config = tmp_path / "config.toml"
+    run = "[run]\nmax_steps = 3\n[data]\nsequence_len = 64\nmicro_batch_size = 2\n"
+    rows = tmp_path / "rows.jsonl"
+    with rows.open("w") as file:
+        for number in range(40):
+            answer = {"role": "assistant", "content": str(number + 1)}
+            turns = [{"role": "user", "content": f"{number} + 1"}, answer]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    config.write_text(f"{MODEL}\n{run}{table}".replace("ROWS", str(rows)))
+    first, read_at_first = count_programs(config, tmp_path / "one", tmp_path / "cache")
+    again, read_again = count_programs(config, tmp_path / "two", tmp_path / "cache")
+    assert first > read_at_first >= 0 and again == first
+    assert read_again == again
